@@ -1,0 +1,184 @@
+"""Pretrains a GPT with Megatron-Core; every flag is one of ``megatron.training``'s.
+
+Real data (``--data-path``, ``--train-data-path``, ...) or ``--mock-data``; dense or mixture-of-experts layers; local
+or TransformerEngine layers; multi-token prediction; tensor, pipeline, context and expert parallelism.
+
+    torchrun --nproc-per-node 2 examples/pretrain_gpt.py FLAGS                                           # GPUs
+    torchrun --nproc-per-node 2 -m megatron_fsdp_cuda_graphs.cpu_backend examples/pretrain_gpt.py FLAGS  # no GPU
+
+The environment variable STEP_METRICS_PATH names a file for exact metrics of each step (see step_metrics.py).
+"""
+
+import os
+from functools import partial
+
+import torch
+from step_metrics import StepMetrics
+
+from megatron.core import parallel_state
+from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
+from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
+from megatron.core.enums import ModelType
+from megatron.core.rerun_state_machine import get_rerun_state_machine
+from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
+from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
+from megatron.training import get_args, get_timers, get_tokenizer, pretrain
+from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.arguments import parse_and_validate_args
+from megatron.training.utils.common_utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+# Flags whose batches or losses need code that megatron-core's wheel does not carry.
+LEFT_TO_MEGATRON_LM = (
+    "sft",
+    "fim_data",
+    "dataloader_inter_document_masking",
+    "hybrid_context_parallel",
+    "logits_load_dir",
+)
+BATCH = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+
+
+def has_mtp(args, vp_stage: int | None) -> bool:
+    """Whether this pipeline stage has multi-token prediction layers."""
+    return mtp_on_this_rank(
+        layout=args.pipeline_model_parallel_layout,
+        mtp_num_layers=args.mtp_num_layers,
+        ignore_virtual=vp_stage is None,
+        vp_stage=vp_stage,
+    )
+
+
+def get_batch(data_iterator, vp_stage: int | None = None) -> list[torch.Tensor | None]:
+    """Return tokens, labels, loss_mask, position_ids and attention_mask of one micro-batch, on the GPU.
+
+    Tokens, labels and position_ids are int64, loss_mask float32, all [micro-batch, sequence / context parallel];
+    attention_mask is bool [micro-batch, 1, sequence, sequence], or None with
+    ``--no-create-attention-mask-in-dataloader``. A pipeline stage gets None for what it does not read.
+    """
+    args = get_args()
+    mtp = has_mtp(args, vp_stage)
+    if not is_first_or_last_pipeline_stage(vp_stage) and not mtp:
+        return [None] * len(BATCH)
+    tp_rank = parallel_state.get_tensor_model_parallel_rank()
+    batch = {}
+    if tp_rank == 0:
+        data = next(data_iterator)
+        batch = {name: data[name].cuda(non_blocking=True) if name in data else None for name in BATCH}
+    first_or_last = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
+    batch = get_batch_on_this_tp_rank(
+        batch,
+        has_cu_seqlens=False,
+        is_hybrid_cp=False,
+        create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
+        broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
+        broadcast_group=parallel_state.get_tensor_model_parallel_group(),
+        cp_size=args.context_parallel_size,
+        tp_rank=tp_rank,
+        micro_batch_size=args.micro_batch_size,
+        seq_length=args.seq_length,
+        mtp_on_this_rank=mtp,
+        pipeline_model_parallel_size=args.pipeline_model_parallel_size,
+        is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(**first_or_last),
+        is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(**first_or_last),
+    )
+    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
+    return [batch[name] for name in BATCH]
+
+
+def loss_func(loss_mask: torch.Tensor, output: torch.Tensor):
+    """Return a micro-batch's summed loss, its number of tokens, and both for the log.
+
+    Args:
+        loss_mask: float32 [micro-batch, sequence], 1 where a token counts.
+        output: loss of each token, of the same shape, any float dtype.
+    """
+    mask = loss_mask.view(-1)
+    loss = torch.sum(output.view(-1).float() * mask)
+    args, rerun = get_args(), get_rerun_state_machine()
+    if args.check_for_nan_in_loss_and_grad:
+        for rejects, message in (torch.isnan, "the loss is NaN"), (torch.isinf, "the loss is infinite"):
+            rerun.validate_result(loss, rejects, message, tolerance=0.0, fatal=True)
+    if args.check_for_spiky_loss:
+        spiky = partial(rerun.is_unexpectedly_large, threshold=10, context="loss")
+        rerun.validate_result(loss, spiky, "the loss is spiky", tolerance=0.0, fatal=False)
+    tokens = mask.sum().to(torch.int)
+    return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
+
+
+def forward_step(data_iterator, model):
+    """Run one micro-batch; return each token's loss and what makes the micro-batch's loss of it."""
+    timers = get_timers()
+    timers("batch-generator", log_level=2).start()
+    vp_stage = get_attr_wrapped_model(model, "vp_stage")
+    tokens, labels, loss_mask, position_ids, attention_mask = get_batch(data_iterator, vp_stage)
+    timers("batch-generator").stop()
+    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
+    return output, partial(loss_func, loss_mask)
+
+
+def build_datasets(num_samples, vp_stage: int | None = None):
+    """Build the train, validation and test sets that the data flags describe.
+
+    Args:
+        num_samples: how many samples each of the three must offer.
+    """
+    args = get_args()
+    blend, blend_per_split = get_blend_and_blend_per_split(args)
+    config = GPTDatasetConfig(
+        random_seed=args.seed,
+        sequence_length=args.seq_length,
+        blend=blend,
+        blend_per_split=blend_per_split,
+        split=args.split,
+        multiple_validation_sets=args.multiple_validation_sets,
+        full_validation=args.full_validation,
+        num_dataset_builder_threads=args.num_dataset_builder_threads,
+        path_to_cache=args.data_cache_path,
+        mmap_bin_files=args.mmap_bin_files,
+        tokenizer=get_tokenizer(),
+        reset_position_ids=args.reset_position_ids,
+        reset_attention_mask=args.reset_attention_mask,
+        eod_mask_loss=args.eod_mask_loss,
+        create_attention_mask=args.create_attention_mask_in_dataloader,
+        object_storage_cache_path=args.object_storage_cache_path,
+        mid_level_dataset_surplus=args.mid_level_dataset_surplus,
+        allow_ambiguous_pad_tokens=args.allow_ambiguous_pad_tokens,
+        fast_cache_load=args.dataloader_fast_cache_load,
+        defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
+        context_parallel_size=args.context_parallel_size,
+    )
+
+    def built_here() -> bool:
+        reads_data = is_first_or_last_pipeline_stage(vp_stage) or has_mtp(args, vp_stage)
+        return reads_data and parallel_state.get_tensor_model_parallel_rank() == 0
+
+    dataset = MockGPTDataset if args.mock_data else GPTDataset
+    return BlendedMegatronDatasetBuilder(dataset, num_samples, built_here, config).build()
+
+
+build_datasets.is_distributed = True  # megatron.training asks every rank, and built_here answers
+
+
+def main() -> None:
+    """Train as the command line says.
+
+    Raises:
+        SystemExit: a flag is unknown, contradicts another, or needs Megatron-LM's own script.
+    """
+    args = parse_and_validate_args()
+    for name in LEFT_TO_MEGATRON_LM:
+        if getattr(args, name, None):
+            flag = "--" + name.replace("_", "-")
+            raise SystemExit(f"{flag} is not in this example: train with Megatron-LM's own pretrain_gpt.py instead.")
+    model_config = gpt_config_from_args(args)
+    path = os.environ.get("STEP_METRICS_PATH")
+    if path:
+        metrics = StepMetrics(path)
+        model_config.post_wrap_hooks.append(metrics.watch)
+        metrics.record_training_log()
+    config = pretrain_cfg_container_from_args(args, model_config)
+    pretrain(config, build_datasets, ModelType.encoder_or_decoder, forward_step)
+
+
+if __name__ == "__main__":
+    main()

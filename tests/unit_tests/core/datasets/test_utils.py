@@ -1,0 +1,40 @@
+"""megatron/core/datasets/utils.py: compile_helpers, and megatron-core's other names."""
+
+import sys
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.datasets import utils
+
+HELPER = "megatron.core.datasets.helpers_cpp"
+
+
+@pytest.fixture
+def compilations(monkeypatch):
+    """Calls of megatron-core's own compile_helpers, which would run make."""
+    calls = []
+    monkeypatch.setattr(utils._upstream, "compile_helpers", lambda: calls.append("make"))
+    return calls
+
+
+def test_a_helper_that_imports_is_not_compiled(compilations, monkeypatch):
+    monkeypatch.setitem(sys.modules, HELPER, object())
+    utils.compile_helpers()
+    assert compilations == []
+
+
+def test_a_missing_helper_is_compiled_by_megatron_core(compilations, monkeypatch):
+    monkeypatch.setitem(sys.modules, HELPER, None)  # makes the import fail
+    utils.compile_helpers()
+    assert compilations == ["make"]
+
+
+def test_the_wheel_needs_no_makefile():
+    utils.compile_helpers()  # megatron-core's own ends the process here
+
+
+def test_other_names_are_megatron_cores():
+    assert [split.name for split in utils.Split] == ["train", "valid", "test"]
+    assert utils.get_blend_from_list(["30", "a", "70", "b"]) == (["a", "b"], [30.0, 70.0])
