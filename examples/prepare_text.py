@@ -20,8 +20,6 @@ from pathlib import Path
 import numpy
 import torch
 
-from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
-
 END_OF_DOCUMENT = 256
 VOCAB_SIZE = END_OF_DOCUMENT + 1
 LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -72,6 +70,9 @@ def build(
         ValueError: the files hold no text.
         OSError: a file cannot be read or written.
     """
+    # Imported here because it takes seconds, which a look at --help or at VOCAB_SIZE need not wait for.
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
+
     Path(prefix).parent.mkdir(parents=True, exist_ok=True)
     Path(get_idx_path(prefix)).unlink(missing_ok=True)
     builder = IndexedDatasetBuilder(get_bin_path(prefix), dtype=numpy.uint16)

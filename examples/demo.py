@@ -1,0 +1,204 @@
+"""Trains the same small GPT twice under Megatron-FSDP, eager and with a CUDA graph per layer, and compares them.
+
+On two GPUs with two ranks, on one GPU with one, and without a GPU on the CPU backend with two. Writes the prepared
+text, the logs, the metrics and a plot to the output folder. Exits with 1 if a loss or a gradient norm differs in one
+bit, or if there were no graphs.
+
+    python examples/demo.py
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import prepare_text
+import torch
+from demo_report import Run, Step, failures, plot, read_steps, table
+
+EXAMPLES = Path(__file__).resolve().parent
+STALL_SECONDS = 300  # a run without a new step for so long has failed
+LOG_LINES = 25  # shown of the log of a run that failed
+
+FSDP = """
+    --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer
+    --ckpt-format fsdp_dtensor --fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail
+    --no-gradient-accumulation-fusion
+"""
+TRAINING = """
+    --bf16 --position-embedding-type rope --attention-dropout 0.1 --hidden-dropout 0.1
+    --lr-decay-style constant --clip-grad 1.0 --seed 1234
+    --split 95,5,0 --eval-iters 0 --eval-interval 1000 --log-interval 1 --num-workers 0
+"""
+GRAPH_WARMUP_STEPS = 3
+GRAPHED = f"--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps {GRAPH_WARMUP_STEPS}"
+EAGER = "--cuda-graph-impl none"
+
+
+@dataclass(frozen=True)
+class Setup:
+    """Where and what the demo trains."""
+
+    place: str
+    ranks: int
+    launch: tuple[str, ...]  # what torchrun is given before the script
+    flags: str
+    steps: int
+
+
+def on_gpus(ranks: int) -> Setup:
+    """A model large enough that a GPU has work and small enough that the host is its bottleneck."""
+    try:
+        import transformer_engine.pytorch  # noqa: F401
+
+        layers = "transformer_engine"
+    except ImportError:
+        layers = "local --no-persist-layer-norm --no-masked-softmax-fusion"
+    flags = f"""
+        --transformer-impl {layers} --num-layers 8 --hidden-size 1024 --num-attention-heads 16
+        --seq-length 512 --max-position-embeddings 512 --micro-batch-size 2 --global-batch-size {4 * ranks} --lr 3e-4
+    """
+    name = torch.cuda.get_device_name()
+    return Setup(f"{ranks} x {name}, {layers.split()[0]} layers", ranks, (), flags, steps=40)
+
+
+def on_the_cpu_backend() -> Setup:
+    """A model that two CPU cores train in seconds."""
+    flags = """
+        --transformer-impl local --num-layers 4 --hidden-size 128 --num-attention-heads 4
+        --seq-length 64 --max-position-embeddings 64 --micro-batch-size 2 --global-batch-size 8 --lr 1e-3
+        --distributed-backend gloo --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion
+        --no-bias-dropout-fusion --no-rope-fusion --no-gradient-reduce-div-fusion
+    """
+    return Setup("CPU backend, 2 gloo ranks", 2, ("-m", "megatron_fsdp_cuda_graphs.cpu_backend"), flags, steps=20)
+
+
+def choose(device: str) -> Setup:
+    """Return the set-up for ``device``, which is 'gpu', 'cpu' or 'auto'.
+
+    Raises:
+        SystemExit: a GPU is asked for and torch sees none.
+    """
+    gpus = torch.cuda.device_count()
+    if device == "gpu" and not gpus:
+        raise SystemExit("--device gpu: torch sees no GPU here; use --device cpu")
+    return on_gpus(min(gpus, 2)) if gpus and device != "cpu" else on_the_cpu_backend()
+
+
+def prepare(prefix: Path) -> None:
+    """Prepare the text unless it is there; a dataset with an index is whole.
+
+    Raises:
+        SystemExit: the text could not be prepared.
+    """
+    if prefix.with_suffix(".idx").exists():
+        return
+    print("Preparing the text: sources of Python's standard library, one token a byte", flush=True)
+    command = [sys.executable, EXAMPLES / "prepare_text.py", "--output-prefix", prefix, "--max-megabytes", "4"]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise SystemExit(f"{done.stdout}{done.stderr}\nThe text could not be prepared: exit code {done.returncode}")
+    print("".join(f"  {line}\n" for line in done.stdout.splitlines()[:-1]), end="", flush=True)
+
+
+def train(setup: Setup, name: str, flags: str, steps: int, data: Path, output: Path) -> Run:
+    """Train once through torchrun, show each step as it ends, return the run.
+
+    Raises:
+        SystemExit: training failed or stood still.
+    """
+    metrics, log = output / f"{name}.jsonl", output / f"{name}.log"
+    metrics.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(setup.ranks)]
+    command += [*setup.launch, str(EXAMPLES / "pretrain_gpt.py"), *f"{setup.flags} {FSDP} {TRAINING} {flags}".split()]
+    command += ["--train-iters", str(steps), "--data-path", str(data)]
+    command += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(prepare_text.VOCAB_SIZE)]
+    environment = {**os.environ, "STEP_METRICS_PATH": str(metrics)}
+    # One connection would put FSDP's collectives and the layers' kernels in one queue.
+    environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
+
+    print(f"Training {name}: {setup.place} (log: {log})", flush=True)
+
+    def show(step: Step) -> None:
+        time_taken = "" if step.ms is None else f"  {step.ms:8.1f} ms"
+        graphs = f"  {step.graphs} graphs" if step.graphs else ""
+        print(f"  {name} step {step.step:3d}/{steps}  loss {step.loss:.4f}{time_taken}{graphs}", flush=True)
+
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
+        try:
+            problem = follow(process, metrics, show)
+        finally:
+            process.terminate()  # no-op after the end; torchrun passes it on to its workers
+            process.wait()
+    if problem:
+        raise SystemExit(f"{excerpt(log)}\nTraining {name} failed: {problem}; the whole log is in {log}")
+    return Run.read(name, metrics)
+
+
+def excerpt(log: Path) -> str:
+    """Return the end of a log: of what the ranks' uncaught exceptions wrote, if there are any."""
+    lines = log.read_text(errors="replace").splitlines()
+    exceptions = [line for line in lines if line.startswith("[rank")]
+    return "\n".join((exceptions or lines)[-LOG_LINES:])
+
+
+def follow(process: subprocess.Popen, metrics: Path, show: Callable[[Step], None]) -> str | None:
+    """Show new steps until the process ends; return what went wrong, if anything."""
+    shown, last_news = 0, time.monotonic()
+    while True:
+        ended = process.poll() is not None
+        steps = read_steps(metrics)
+        for step in steps[shown:]:
+            show(step)
+            last_news = time.monotonic()
+        shown = len(steps)
+        if ended:
+            return f"exit code {process.returncode}" if process.returncode else None
+        if time.monotonic() - last_news > STALL_SECONDS:
+            return f"no new step in {STALL_SECONDS} seconds"
+        time.sleep(0.2)
+
+
+def conclude(eager: Run, graphed: Run, steps: int, picture: Path, title: str) -> int:
+    """Print the table, write the plot, and return the exit code: 1 if the two runs differ or there were no graphs."""
+    print(f"\n{title}\n\n{table(eager, graphed)}")
+    plot(eager, graphed, picture, title)
+    print(f"plot                   {picture}")
+    found = failures(eager, graphed, steps)
+    for sentence in found:
+        print(f"FAILED: {sentence}")
+    if not found:
+        print("PASSED: every loss and gradient norm with a graph per layer has the bits of the eager run")
+    return 1 if found else 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the demo; return the exit code."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--output", type=Path, default=EXAMPLES.parent / "demo-output", help="folder for all files")
+    parser.add_argument("--device", choices=("auto", "gpu", "cpu"), default="auto")
+    parser.add_argument("--steps", type=int, help="training steps of each run (default: 40 on GPUs, 20 on the CPU)")
+    options = parser.parse_args(arguments)
+    setup = choose(options.device)
+    steps = options.steps or setup.steps
+    if steps <= GRAPH_WARMUP_STEPS:
+        parser.error(f"argument --steps: graphs come after {GRAPH_WARMUP_STEPS} steps; give more than {steps}")
+    output = options.output.resolve()
+    output.mkdir(parents=True, exist_ok=True)
+    data = output / "stdlib"
+    prepare(data)
+    eager = train(setup, "eager", EAGER, steps, data, output)
+    graphed = train(setup, "graphed", GRAPHED, steps, data, output)
+    title = f"GPT under Megatron-FSDP, eager and with a graph per layer: {setup.place}"
+    return conclude(eager, graphed, steps, output / "demo.png", title)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

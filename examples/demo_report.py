@@ -1,0 +1,141 @@
+"""Compares two runs by their step metrics: verdict, table and plot."""
+
+import json
+import math
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of a run's metrics; see step_metrics.py for the meaning and units of the fields."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    ms: float | None
+    graphs: int
+
+
+@dataclass(frozen=True)
+class Run:
+    """The steps of one training run, in order."""
+
+    name: str
+    steps: list[Step]
+
+    @classmethod
+    def read(cls, name: str, path: Path) -> "Run":
+        """Read a run from the file that STEP_METRICS_PATH named."""
+        return cls(name, read_steps(path))
+
+    @property
+    def graphs(self) -> int:
+        """Most graphs that a rank held at once."""
+        return max((step.graphs for step in self.steps), default=0)
+
+    def median_ms(self) -> float:
+        """Median milliseconds per step over the second half of the run, after warm-up and capture; NaN without any."""
+        times = [step.ms for step in self.steps[len(self.steps) // 2 :] if step.ms is not None]
+        return statistics.median(times) if times else math.nan
+
+    def capture_step(self) -> int | None:
+        """Number of the first step that ran with graphs."""
+        return next((step.step for step in self.steps if step.graphs), None)
+
+
+def read_steps(path: Path) -> list[Step]:
+    """Read the whole lines of a metrics file, which may be still growing or not there yet."""
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines(keepends=True)
+    records = [json.loads(line) for line in lines if line.endswith("\n")]
+    return [Step(**{name: record[name] for name in Step.__dataclass_fields__}) for record in records]
+
+
+def same_bits(a: float, b: float) -> bool:
+    """Whether two finite numbers are the same, the sign of zero included; a NaN or an infinity never counts as equal."""
+    return math.isfinite(a) and math.isfinite(b) and a.hex() == b.hex()
+
+
+def equal(a: Step, b: Step) -> bool:
+    """Whether loss and gradient norm of two steps agree bit for bit."""
+    return same_bits(a.loss, b.loss) and same_bits(a.grad_norm, b.grad_norm)
+
+
+def failures(eager: Run, graphed: Run, steps: int) -> list[str]:
+    """Return what speaks against the proof, in a sentence each; none if all is well.
+
+    Args:
+        steps: how many steps each run must have.
+    """
+    found = [
+        f"{run.name} has {len(run.steps)} steps, not {steps}" for run in (eager, graphed) if len(run.steps) != steps
+    ]
+    differing = [a.step for a, b in zip(eager.steps, graphed.steps, strict=False) if not equal(a, b)]
+    if differing:
+        found.append(f"loss or gradient norm differs in {len(differing)} steps, first in step {differing[0]}")
+    if eager.graphs:
+        found.append(f"{eager.name} made {eager.graphs} graphs")
+    if not graphed.graphs:
+        found.append(f"{graphed.name} made no graphs")
+    return found
+
+
+def table(eager: Run, graphed: Run) -> str:
+    """Return losses, gradient norms and times of both runs side by side, then their summary.
+
+    The medians are those of the second half of the steps.
+    """
+    rows = [f"{'':4} {'loss':^31} {'gradient norm':^31} {'ms per step':^19}"]
+    names = f"{eager.name:>12} {graphed.name:>12}"
+    rows.append(f"step {names} {'same':>5} {names} {'same':>5} {eager.name:>9} {graphed.name:>9}")
+    captured = graphed.capture_step()
+    for a, b in zip(eager.steps, graphed.steps, strict=False):
+        cells = [f"{a.step:4d}"]
+        for left, right in (a.loss, b.loss), (a.grad_norm, b.grad_norm):
+            verdict = "yes" if same_bits(left, right) else "NO"
+            cells.append(f"{left:12.8f} {right:12.8f} {verdict:>5}")
+        cells.append(" ".join(f"{'-' if ms is None else f'{ms:.1f}':>9}" for ms in (a.ms, b.ms)))
+        if b.step == captured:
+            cells.append(" graphs captured before this step")
+        rows.append(" ".join(cells))
+    same = sum(equal(a, b) for a, b in zip(eager.steps, graphed.steps, strict=False))
+    before, after = eager.median_ms(), graphed.median_ms()
+    ratio = f"{before / after:.2f} times as fast"
+    rows += [
+        "",
+        f"bit-equal steps        {same} of {max(len(eager.steps), len(graphed.steps))}",
+        f"median ms per step     {eager.name} {before:.1f}, {graphed.name} {after:.1f} ({ratio})",
+        f"graphs made on a rank  {eager.name} {eager.graphs}, {graphed.name} {graphed.graphs}",
+    ]
+    return "\n".join(rows)
+
+
+def plot(eager: Run, graphed: Run, path: Path, title: str) -> None:
+    """Write a PNG with the loss and the time of each step of both runs."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (losses, times) = plt.subplots(2, 1, sharex=True, figsize=(8, 7), layout="constrained")
+    figure.suptitle(title)
+    for run, style, width in (eager, "-", 4), (graphed, "--", 1.5):
+        numbers = [step.step for step in run.steps]
+        losses.plot(numbers, [step.loss for step in run.steps], style, linewidth=width, label=run.name)
+        timed = [step for step in run.steps if step.ms is not None]
+        times.plot([step.step for step in timed], [step.ms for step in timed], style, marker="o", label=run.name)
+    captured = graphed.capture_step()
+    if captured is not None:
+        for axes in losses, times:
+            axes.axvline(captured, color="gray", linestyle=":", label="graphs captured")
+    losses.set_ylabel("loss")
+    times.set_ylabel("ms per step")
+    times.set_ylim(bottom=0)
+    times.set_xlabel("step")
+    losses.legend()
+    times.legend()
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
