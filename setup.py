@@ -9,11 +9,29 @@ setup(
     version="0.1.0",
     description="Per-layer CUDA graphs under Megatron-FSDP, as a patch to Megatron-Core",
     license="Apache-2.0",
-    python_requires=">=3.10",
+    python_requires=">=3.12",
     package_dir={NAME: "megatron"},
-    packages=[NAME, *(f"{NAME}.{package}" for package in find_namespace_packages("megatron"))],
-    install_requires=["torch>=2.6", "megatron-core>=0.19,<0.20", "numpy", "einops", "packaging"],
-    extras_require={"te": ["transformer-engine[pytorch]>=2.19"]},
+    packages=[
+        NAME,
+        *(f"{NAME}.{package}" for package in find_namespace_packages("megatron", exclude=["*__pycache__*"])),
+    ],
+    # The patch replaces modules of megatron-core, so it takes the versions that it was tested with and no other:
+    # those in megatron/overlay.py, TESTED_VERSIONS.
+    install_requires=["torch>=2.6", "megatron-core==0.19.2", "numpy", "einops", "packaging"],
+    extras_require={
+        # TransformerEngine is built at installation and needs CUDA's compiler.
+        "te": ["transformer-engine[core-cu13,pytorch]>=2.19"],
+        "dev": [
+            "hypothesis",
+            "matplotlib",
+            "mypy",
+            "pre-commit",
+            "pytest",
+            "pytest-xdist",
+            "ruff",
+            "setuptools>=77",
+        ],
+    },
     # torch calls this entry point at the end of `import torch`; megatron-core cannot be imported before torch.
     entry_points={"torch.backends": [f"{NAME} = {NAME}.overlay:activate"]},
 )

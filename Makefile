@@ -1,0 +1,55 @@
+# PY=... runs the targets with another Python environment that has this project and its `dev` extra installed.
+PYTHON ?= python3.12
+PY ?= .venv/bin/python
+WORKERS ?= auto
+CHECKED := $(wildcard megatron examples tests benchmarks setup.py)
+
+ifeq ($(PY),.venv/bin/python)
+ENVIRONMENT := .venv/.installed
+endif
+
+.PHONY: help .venv demo test test-unit test-integration test-gpu lint format clean
+
+help:
+	@echo "make demo      train a small GPT under Megatron-FSDP, eager and graphed, and compare"
+	@echo "make test      unit tests and integration tests on the CPU backend"
+	@echo "make test-gpu  tests on the GPUs of this machine"
+	@echo "make lint      ruff and mypy"
+	@echo "make format    let ruff rewrite the files"
+	@echo "make .venv     the environment that all of them use"
+
+.venv: $(ENVIRONMENT)
+
+# The stamp is written last: an installation that broke off is made again.
+.venv/.installed: setup.py constraints.txt
+	$(PYTHON) -m venv --clear .venv
+	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+demo: $(ENVIRONMENT)
+	$(PY) examples/demo.py
+
+test: test-unit test-integration
+
+test-unit: $(ENVIRONMENT)
+	$(PY) -m pytest -n $(WORKERS) tests/unit_tests
+
+# These start processes of their own, one per rank. No GPU is shown, so the tests in tests/gpu say why they are skipped.
+test-integration: $(ENVIRONMENT)
+	CUDA_VISIBLE_DEVICES= $(PY) -m pytest $(wildcard tests/integration_tests tests/gpu)
+
+test-gpu: $(ENVIRONMENT)
+	$(PY) -m torch.distributed.run --standalone --nproc-per-node gpu -m pytest tests/gpu
+
+lint: $(ENVIRONMENT)
+	$(PY) -m ruff check $(CHECKED)
+	$(PY) -m ruff format --check $(CHECKED)
+	$(PY) -m mypy $(filter-out setup.py,$(CHECKED))
+
+format: $(ENVIRONMENT)
+	$(PY) -m ruff check --fix $(CHECKED)
+	$(PY) -m ruff format $(CHECKED)
+
+clean:
+	rm -rf .venv build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis demo-output
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
