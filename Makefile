@@ -2,7 +2,7 @@
 PYTHON ?= python3.12
 PY ?= .venv/bin/python
 WORKERS ?= auto
-CHECKED := $(wildcard megatron examples tests benchmarks setup.py)
+CHECKED := $(wildcard megatron typings examples tests benchmarks setup.py)
 
 ifeq ($(PY),.venv/bin/python)
 ENVIRONMENT := .venv/.installed
@@ -44,7 +44,7 @@ test-gpu: $(ENVIRONMENT)
 lint: $(ENVIRONMENT)
 	$(PY) -m ruff check $(CHECKED)
 	$(PY) -m ruff format --check $(CHECKED)
-	$(PY) -m mypy $(filter-out setup.py,$(CHECKED))
+	$(PY) -m mypy $(filter-out setup.py typings,$(CHECKED))
 
 format: $(ENVIRONMENT)
 	$(PY) -m ruff check --fix $(CHECKED)
