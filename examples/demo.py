@@ -31,7 +31,7 @@ FSDP = """
 """
 TRAINING = """
     --bf16 --position-embedding-type rope --attention-dropout 0.1 --hidden-dropout 0.1
-    --lr-decay-style constant --clip-grad 1.0 --seed 1234
+    --te-rng-tracker --seed 1234 --lr-decay-style constant --clip-grad 1.0
     --split 95,5,0 --eval-iters 0 --eval-interval 1000 --log-interval 1 --num-workers 0
 """
 GRAPH_WARMUP_STEPS = 3

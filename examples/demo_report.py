@@ -55,7 +55,7 @@ def read_steps(path: Path) -> list[Step]:
 
 
 def same_bits(a: float, b: float) -> bool:
-    """Whether two finite numbers are the same, the sign of zero included; a NaN or an infinity never counts as equal."""
+    """Whether two finite numbers are the same, the sign of zero included; NaN and infinity equal nothing."""
     return math.isfinite(a) and math.isfinite(b) and a.hex() == b.hex()
 
 
@@ -119,6 +119,7 @@ def plot(eager: Run, graphed: Run, path: Path, title: str) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     figure, (losses, times) = plt.subplots(2, 1, sharex=True, figsize=(8, 7), layout="constrained")
     figure.suptitle(title)
@@ -130,10 +131,13 @@ def plot(eager: Run, graphed: Run, path: Path, title: str) -> None:
     captured = graphed.capture_step()
     if captured is not None:
         for axes in losses, times:
-            axes.axvline(captured, color="gray", linestyle=":", label="graphs captured")
+            axes.axvline(captured, color="gray", linestyle=":", label="graphs captured before")
     losses.set_ylabel("loss")
     times.set_ylabel("ms per step")
-    times.set_ylim(bottom=0)
+    # The step that captures may take many times as long as any other, and would flatten the rest.
+    highest = max(eager.median_ms(), graphed.median_ms())
+    times.set_ylim(0, 3 * highest if highest > 0 else None)
+    times.xaxis.set_major_locator(MaxNLocator(integer=True))
     times.set_xlabel("step")
     losses.legend()
     times.legend()

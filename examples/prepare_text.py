@@ -41,7 +41,7 @@ def encode(text: bytes) -> torch.Tensor:
 
 
 def documents(files: Iterable[Path], max_bytes: int | None) -> Iterator[bytes]:
-    """Read the files in order, leave out empty ones, and cut the last so that ``max_bytes`` of text are not exceeded."""
+    """Read the files in order, without empty ones; cut the last so that ``max_bytes`` of text are not exceeded."""
     left = max_bytes
     for file in files:
         text = file.read_bytes()[:left]
