@@ -27,6 +27,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent
+PACKAGES = ("core", "training")  # of megatron-core; other folders of this tree are the patch's own
 TESTED_VERSIONS = ("0.19.2",)
 SWITCH = "MEGATRON_FSDP_CUDA_GRAPHS"
 UPSTREAM_PREFIX = "_upstream_"
@@ -42,7 +43,7 @@ class Core(NamedTuple):
 def tree_file(name: str) -> Path | None:
     """Return this tree's file for the module ``name`` (such as ``megatron.a.b``), or None if it has none."""
     package, *parts = name.split(".")
-    if package != "megatron" or len(parts) < 2:
+    if package != "megatron" or len(parts) < 2 or parts[0] not in PACKAGES:
         return None
     base = ROOT.joinpath(*parts)
     candidates = (base / "__init__.py", base.with_name(f"{base.name}.py"))
@@ -51,7 +52,7 @@ def tree_file(name: str) -> Path | None:
 
 def patched_modules() -> list[str]:
     """Return the names of all modules that this tree replaces or adds, sorted."""
-    files = (file.relative_to(ROOT) for file in ROOT.glob("*/**/*.py"))
+    files = (file.relative_to(ROOT) for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
     names = (file.parent if file.name == "__init__.py" else file.with_suffix("") for file in files)
     return sorted(".".join(("megatron", *name.parts)) for name in names)
 
@@ -62,6 +63,11 @@ def ordinary_spec(name: str, path: Any) -> ModuleSpec | None:
         if not isinstance(finder, OverlayFinder) and (spec := finder.find_spec(name, path)) is not None:
             return spec
     return None
+
+
+def has_upstream(name: str) -> bool:
+    """Whether megatron-core has a module ``name`` of its own behind this tree's. Imports the parent package."""
+    return ordinary_spec(name, importlib.import_module(name.rpartition(".")[0]).__path__) is not None
 
 
 def find_core() -> Core | None:
@@ -103,7 +109,7 @@ class OverlayFinder(MetaPathFinder):
         self._accepted: set[str] = set()
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if not fullname.startswith("megatron.") or not (ROOT / fullname.split(".")[1]).is_dir():
+        if not fullname.startswith("megatron.") or fullname.split(".")[1] not in PACKAGES:
             return None
         self._refuse_untested(fullname)
         parent, _, leaf = fullname.rpartition(".")
