@@ -1,0 +1,32 @@
+"""``python -m megatron_fsdp_cuda_graphs.cpu_backend SCRIPT [ARGS...]`` runs a script on the CPU backend.
+
+``-m MODULE [ARGS...]`` runs a module, as python's own ``-m`` does.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from pathlib import Path
+
+from .install import install
+
+USAGE = "usage: python -m megatron_fsdp_cuda_graphs.cpu_backend [-m MODULE | SCRIPT] [ARGS...]"
+
+
+def main(arguments: list[str]) -> None:
+    """Install the backend, then run ``arguments`` as python would."""
+    if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
+        sys.exit(USAGE)
+    install()
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        return
+    sys.argv = arguments
+    sys.path[0] = str(Path(arguments[0]).resolve().parent)
+    runpy.run_path(arguments[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,180 @@
+"""``torch.cuda.CUDAGraph`` on a tape."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+
+from . import capture_state, pools, streams
+from .capture_state import CaptureState
+from .errors import INVALIDATED, NOT_PERMITTED, cuda_error
+from .generators import DEFAULT, CudaGenerator, GeneratorState
+from .patches import patch
+from .tape import Recorder, Tape
+
+
+class CUDAGraph:
+    """A captured tape behind torch's interface.
+
+    Attributes:
+        replays: how often the graph was replayed since its capture.
+        pool_handle: the pool its memory belongs to; ``None`` before capture.
+    """
+
+    def __new__(cls, keep_graph: bool = False) -> CUDAGraph:
+        return super().__new__(cls)
+
+    def __init__(self, keep_graph: bool = False) -> None:
+        self.keep_graph = keep_graph
+        self.replays = 0
+        self._tape: Tape | None = None
+        self._recorder: Recorder | None = None
+        self._generators: set[GeneratorState] = set()
+        self._is_instantiated = False
+
+    @property
+    def op_count(self) -> int:
+        """How many operators a replay runs."""
+        return 0 if self._tape is None else len(self._tape.steps)
+
+    def capture_begin(self, pool: pools.PoolHandle | None = None, capture_error_mode: str = "global") -> None:
+        """Start recording the operators of the current stream.
+
+        Raises:
+            CaptureError: a capture is under way already.
+            RuntimeError: this object holds a graph, or the current stream is the legacy default stream.
+            ValueError: ``capture_error_mode`` is none of "global", "thread_local", "relaxed".
+        """
+        if capture_error_mode not in ("global", "thread_local", "relaxed"):
+            raise RuntimeError(
+                f"Unknown capture error mode. Expected `global`, `thread_local`, or `relaxed`, got {capture_error_mode}"
+            )
+        if self._tape is not None:
+            raise RuntimeError(
+                "This CUDAGraph instance already owns a captured graph. To capture a new graph, create a new instance."
+            )
+        running = capture_state.current()
+        if running is not None:
+            raise running.invalidate(cuda_error(NOT_PERMITTED, "capture_begin in a capture"))
+        origin = streams.current_stream()
+        if origin == streams.default_stream():
+            raise RuntimeError(
+                "CUDA graphs must be captured on a non-default stream. (However, after capture, it's ok to replay "
+                "them on the default stream.)"
+            )
+        state = CaptureState(origin, capture_error_mode)
+        tape = Tape(pools.pool_of(pool), self._generators | {DEFAULT.state})
+        recorder = Recorder(tape, state)
+        recorder.__enter__()
+        capture_state.set_current(state)
+        self._recorder = recorder
+
+    def capture_end(self) -> None:
+        """Stop recording and take back what the capture computed.
+
+        Raises:
+            CaptureError: an operation in the capture was refused; the capture is void, nothing is left of it.
+            RuntimeError: no capture of this graph is under way, or another stream is current than at its begin.
+        """
+        recorder, self._recorder = self._recorder, None
+        if recorder is None:
+            raise RuntimeError("capture_end() was called without a capture_begin() of this graph")
+        capture_state.set_current(None)
+        recorder.__exit__(None, None, None)
+        state = recorder.state
+        recorder.finish()
+        if state.error is not None:
+            raise cuda_error(INVALIDATED, str(state.error)) from state.error
+        if streams.current_stream() != state.origin:
+            raise RuntimeError("Capture must end on the same stream it began on.")
+        self._tape = recorder.tape
+        self._is_instantiated = not self.keep_graph
+        if not self.op_count:
+            warnings.warn(
+                "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong "
+                "device or stream. On the CPU backend, tensors made without device='cuda' are host tensors.",
+                stacklevel=2,
+            )
+
+    def instantiate(self) -> None:
+        """Make a graph kept with ``keep_graph=True`` ready to replay.
+
+        Raises:
+            RuntimeError: nothing was captured.
+        """
+        self._captured()
+        self._is_instantiated = True
+
+    def replay(self) -> None:
+        """Run the graph's operators again, into the memory they had at capture.
+
+        Raises:
+            RuntimeError: nothing was captured, the graph was reset, or it is empty.
+            CaptureError: a capture is under way.
+            StaleAddress: memory of the graph was freed, resized or moved since capture.
+        """
+        tape = self._captured()
+        capture_state.refuse_while_capturing("CUDAGraph.replay")
+        if not tape.steps:
+            raise RuntimeError("the graph is empty: its capture saw no operator on a device tensor (device='cuda')")
+        self._is_instantiated = True
+        tape.replay()
+        self.replays += 1
+
+    def reset(self) -> None:
+        """Drop the graph and its hold on its pool."""
+        self._tape = None
+        self._is_instantiated = False
+        self.replays = 0
+
+    def pool(self) -> pools.PoolHandle:
+        """The handle of the graph's memory pool.
+
+        Raises:
+            RuntimeError: nothing was captured.
+        """
+        return self._captured().pool.handle
+
+    def register_generator_state(self, generator: Any) -> None:
+        """Let the capture draw from ``generator``'s state; the default generator's is always registered.
+
+        Raises:
+            TypeError: ``generator`` is no generator of the device.
+        """
+        if not isinstance(generator, CudaGenerator):
+            raise TypeError(f"register_generator_state() takes a CUDA generator, got {generator!r}")
+        self._generators.add(generator.state)
+        if self._recorder is not None:
+            self._recorder.register(generator.state)
+
+    def enable_debug_mode(self) -> None:
+        """Accepted; ``debug_dump`` needs no preparation here."""
+
+    def debug_dump(self, debug_path: str) -> None:
+        """Write the names of the graph's operators, one a line, to ``debug_path``."""
+        with open(debug_path, "w", encoding="utf-8") as file:
+            file.writelines(f"{name}\n" for name in self._captured().names)
+
+    def raw_cuda_graph(self) -> int:
+        """Not there: a tape has no cudaGraph_t."""
+        raise RuntimeError("the CPU backend has no cudaGraph_t: raw_cuda_graph() needs a GPU")
+
+    def raw_cuda_graph_exec(self) -> int:
+        """Not there: a tape has no cudaGraphExec_t."""
+        raise RuntimeError("the CPU backend has no cudaGraphExec_t: raw_cuda_graph_exec() needs a GPU")
+
+    def _captured(self) -> Tape:
+        if self._tape is None:
+            raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+        return self._tape
+
+
+def install() -> None:
+    """Put the class in the place of torch's."""
+    for owner in (torch.cuda, torch.cuda.graphs):
+        patch(owner, "CUDAGraph", CUDAGraph, "captures are tapes")
+        patch(owner, "graph_pool_handle", pools.new_handle, "pools are the tape's")
+    if hasattr(torch._C, "_host_emptyCache"):
+        patch(torch._C, "_host_emptyCache", lambda: None, "torch.cuda.graph calls it before a capture")

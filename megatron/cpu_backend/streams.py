@@ -1,0 +1,211 @@
+"""``torch.cuda.Stream`` and ``Event`` where program order is execution order.
+
+A stream is an identity: which one is current is tracked per thread, the legacy default stream can be told apart, and
+streams join a capture through events as CUDA's do. Backward runs in the calling thread, so inside it the caller's
+stream is current, where on a GPU it would be the stream of each forward operation.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from typing import Any
+
+import torch
+
+from . import capture_state
+from .errors import IMPLICIT, cuda_error
+from .patches import patch
+
+_ids = itertools.count(1)
+DEVICE = torch.device("cuda", 0)
+
+
+class Event:
+    """A point in a stream's order, with the host time at which it was recorded."""
+
+    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any):
+        self.enable_timing = enable_timing
+        self.time: float | None = None
+        self.capture: capture_state.CaptureState | None = None
+        self.stream: Stream | None = None
+
+    def record(self, stream: Stream | None = None) -> None:
+        self.stream = stream or current_stream()
+        self.time = time.perf_counter()
+        state = capture_state.current()
+        self.capture = state if state is not None and self.stream in state.streams else None
+
+    def wait(self, stream: Stream | None = None) -> None:
+        (stream or current_stream()).wait_event(self)
+
+    def query(self) -> bool:
+        capture_state.refuse_while_capturing("Event.query")
+        return True
+
+    def synchronize(self) -> None:
+        capture_state.refuse_while_capturing("Event.synchronize")
+
+    def elapsed_time(self, end_event: Event) -> float:
+        """Milliseconds between two recorded events.
+
+        Raises:
+            ValueError: an event was made without ``enable_timing=True``, or was not recorded.
+        """
+        if not (self.enable_timing and end_event.enable_timing):
+            raise ValueError("Both events must be created with argument 'enable_timing=True'")
+        if self.time is None or end_event.time is None:
+            raise ValueError("Both events must be recorded before calculating elapsed time")
+        return (end_event.time - self.time) * 1e3
+
+    @property
+    def device(self) -> torch.device:
+        return DEVICE
+
+    @property
+    def cuda_event(self) -> int:
+        return id(self)
+
+
+class Stream:
+    """A stream of the one device. ``cuda_stream`` is 0 for the legacy default stream alone."""
+
+    def __init__(self, device: Any = None, priority: int = 0, *, _handle: int | None = None, **_: Any):
+        self.cuda_stream = next(_ids) << 8 if _handle is None else _handle
+        self.priority = priority
+        self.device = DEVICE
+        self.device_index = 0
+        self.device_type = 1
+        self.stream_id = self.cuda_stream >> 8
+        self._before: list[Stream] = []
+
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return (0, -5)
+
+    def wait_event(self, event: Event) -> None:
+        """Order this stream's later work after ``event``; in a capture, join it.
+
+        Raises:
+            CaptureError: the legacy default stream would have to wait for a stream that is capturing.
+        """
+        state = capture_state.current()
+        if state is None or event.capture is not state:
+            return
+        if self == _default:
+            raise state.invalidate(cuda_error(IMPLICIT, "wait_event on the legacy default stream"))
+        state.streams.add(self)
+        if event.stream in state.unjoined:
+            state.unjoined.discard(event.stream)
+            if self != state.origin:
+                state.unjoined.add(self)
+
+    def wait_stream(self, stream: Stream) -> None:
+        self.wait_event(stream.record_event())
+
+    def record_event(self, event: Event | None = None) -> Event:
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def query(self) -> bool:
+        capture_state.refuse_while_capturing("Stream.query")
+        return True
+
+    def synchronize(self) -> None:
+        capture_state.refuse_while_capturing("Stream.synchronize")
+
+    def __enter__(self) -> Stream:
+        self._before.append(current_stream())
+        set_stream(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        set_stream(self._before.pop())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Stream) and other.cuda_stream == self.cuda_stream
+
+    def __hash__(self) -> int:
+        return hash(self.cuda_stream)
+
+    def __repr__(self) -> str:
+        return f"<torch.cuda.Stream device={DEVICE} cuda_stream={self.cuda_stream:#x}>"
+
+
+class ExternalStream(Stream):
+    """A stream known by its handle."""
+
+    def __init__(self, stream_ptr: int, device: Any = None, **_: Any):
+        super().__init__(_handle=stream_ptr)
+
+
+_default = Stream(_handle=0)
+_thread = threading.local()
+
+
+def default_stream(device: Any = None) -> Stream:
+    """The legacy default stream."""
+    return _default
+
+
+def current_stream(device: Any = None) -> Stream:
+    """The stream that is current in this thread."""
+    return getattr(_thread, "stream", _default)
+
+
+def set_stream(stream: Stream | None) -> None:
+    """Make ``stream`` current in this thread; ``None`` changes nothing."""
+    if stream is not None:
+        _thread.stream = stream
+
+
+class StreamContext:
+    """Makes a stream current for a block; ``None`` changes nothing."""
+
+    def __init__(self, stream: Stream | None):
+        self.stream, self.before = stream, None
+
+    def __enter__(self) -> Stream | None:
+        self.before = current_stream()
+        set_stream(self.stream)
+        return self.stream
+
+    def __exit__(self, *_: Any) -> None:
+        set_stream(self.before)
+
+
+def synchronize(device: Any = None) -> None:
+    """Wait for nothing.
+
+    Raises:
+        CaptureError: a capture is under way.
+    """
+    capture_state.refuse_while_capturing("torch.cuda.synchronize")
+
+
+def is_current_stream_capturing() -> bool:
+    """Whether the current stream takes part in a capture."""
+    state = capture_state.current()
+    return state is not None and current_stream() in state.streams
+
+
+def install() -> None:
+    """Put the classes and functions of this file in the place of torch.cuda's."""
+    why = "program order is execution order on the CPU; a stream is an identity"
+    for owner in (torch.cuda, torch.cuda.streams):
+        patch(owner, "Stream", Stream, why)
+        patch(owner, "Event", Event, why)
+        patch(owner, "ExternalStream", ExternalStream, why)
+    for name, value in {
+        "current_stream": current_stream,
+        "default_stream": default_stream,
+        "set_stream": set_stream,
+        "stream": StreamContext,
+        "StreamContext": StreamContext,
+        "synchronize": synchronize,
+    }.items():
+        patch(torch.cuda, name, value, why)
+    for owner in (torch.cuda, torch.cuda.graphs):
+        patch(owner, "is_current_stream_capturing", is_current_stream_capturing, "captures are the tape's")

@@ -1,0 +1,232 @@
+"""Records the operators of a capture below autograd, and runs them again.
+
+During capture the operators do compute, because Python goes on with their results; at the end what they wrote is
+taken back: memory from outside the capture gets its old bytes again, and memory made inside it holds NaN (integers
+and bools: zero), as if nothing had run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from . import streams
+from .addresses import AddressBook
+from .capture_state import CaptureState
+from .errors import NOT_PERMITTED, UNJOINED, CaptureError, cuda_error
+from .generators import GeneratorState
+from .host_memory import is_host, mark_host
+from .ops import Op, describe, needs_positions
+from .pools import Pool
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+class Tape:
+    """The recorded operators of one capture, their memory and their generators."""
+
+    def __init__(self, pool: Pool, generators: set[GeneratorState]) -> None:
+        self.pool = pool
+        self.generators = generators
+        self.memory = AddressBook()
+        self.steps: list[Callable[[], None]] = []
+        self.names: list[str] = []
+        self.constants: list[torch.Tensor] = []
+
+    def replay(self) -> None:
+        """Run the recorded operators again, into the same memory.
+
+        Raises:
+            StaleAddress: memory of the tape was freed, resized or moved since capture.
+        """
+        self.memory.check()
+        before = GeneratorState.active
+        try:
+            with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+                for step in self.steps:
+                    step()
+        finally:
+            before.load()
+
+
+class Recorder(TorchDispatchMode):
+    """Writes a tape while it is the active dispatch mode."""
+
+    def __init__(self, tape: Tape, state: CaptureState) -> None:
+        super().__init__()
+        self.tape, self.state = tape, state
+        self.generator_before = GeneratorState.active
+        self.random_before = {g: g.get() for g in tape.generators}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if any(t not in _PLAIN for t in types):
+            return NotImplemented  # a tensor subclass: its own dispatch comes back here with the tensors inside
+        if streams.current_stream() not in self.state.streams:
+            return func(*args, **kwargs)
+        op = describe(func)
+        inputs = _tensors((args, kwargs))
+        on_host = all(is_host(t) for t in inputs) if inputs else host_factory.active
+        if on_host:
+            out = func(*args, **kwargs)
+            for tensor in _tensors(out):
+                mark_host(tensor)
+            return out
+        return self._record(func, op, inputs, args, kwargs)
+
+    def _record(self, func, op: Op, inputs: list[torch.Tensor], args: tuple, kwargs: dict) -> Any:
+        self._refuse(op, inputs, args, kwargs)
+        for place in op.written:
+            written = kwargs.get(place) if isinstance(place, str) else (args[place] if place < len(args) else None)
+            for tensor in _tensors(written):
+                self._keep_bytes(tensor, op)
+        out = func(*args, **kwargs)
+        known = {t.untyped_storage()._cdata for t in inputs}
+        outputs = _tensors(out)
+        fresh = [(i, t) for i, t in enumerate(outputs) if t.untyped_storage()._cdata not in known]
+        for _, tensor in fresh:
+            self._adopt(tensor, op)
+        if self.state.origin != streams.current_stream():
+            self.state.unjoined.add(streams.current_stream())
+        if op.writes_nothing or not (fresh or op.written):
+            return out
+        targets = [(i, self.tape.memory.alias(t, op.name)) for i, t in fresh]
+        self.tape.steps.append(self._step(func, op, self._bind(args, op), self._bind(kwargs, op), targets))
+        self.tape.names.append(op.name)
+        return out
+
+    def _refuse(self, op: Op, inputs: list[torch.Tensor], args: tuple, kwargs: dict) -> None:
+        if op.waits_for_device or (op.is_maskable and needs_positions(op, args)):
+            raise self.state.invalidate(cuda_error(NOT_PERMITTED, op.name))
+        if not op.is_aten:
+            raise self.state.invalidate(
+                CaptureError(f"{op.name} cannot be replayed by the CPU backend: it records aten operators only")
+            )
+        for tensor in inputs:
+            if tensor.layout is not torch.strided:
+                raise self.state.invalidate(
+                    CaptureError(f"{op.name}: the CPU backend records strided tensors only, not {tensor.layout}")
+                )
+            if tensor.dim() > 0 and is_host(tensor):
+                raise self.state.invalidate(
+                    CaptureError(
+                        f"{op.name} takes a host tensor of shape {tuple(tensor.shape)} together with device tensors in "
+                        f"a CUDA graph capture. Make it with device='cuda' before the capture."
+                    )
+                )
+        if op.is_random and GeneratorState.active not in self.tape.generators:
+            raise self.state.invalidate(
+                CaptureError(
+                    f"Attempt to increase offset for a CUDA generator not in capture mode: {op.name} draws from a "
+                    f"state that is not registered. Call graph.register_generator_state(generator) before the capture."
+                )
+            )
+
+    def _keep_bytes(self, tensor: torch.Tensor, op: Op) -> None:
+        block = self.tape.memory.block(tensor, op.name)
+        if not block.is_private and block.before is None:
+            block.before = block.raw.clone()
+
+    def _adopt(self, tensor: torch.Tensor, op: Op) -> None:
+        if not self.tape.memory.knows(tensor):
+            self.tape.memory.block(tensor, op.name, is_private=True)
+            self.tape.pool.storages.append(tensor.untyped_storage())
+
+    def _bind(self, arguments: Any, op: Op) -> Any:
+        return tree_map_only(torch.Tensor, lambda t: self._bound(t, op), arguments)
+
+    def _bound(self, tensor: torch.Tensor, op: Op) -> torch.Tensor:
+        if is_host(tensor):  # a scalar: its value goes into the launch, as on a GPU
+            self.tape.constants.append(tensor.clone())
+            return self.tape.constants[-1]
+        return self.tape.memory.alias(tensor, op.name)
+
+    def _step(self, func, op: Op, args: tuple, kwargs: dict, targets: list[tuple[int, torch.Tensor]]):
+        call = func._op
+        state = GeneratorState.active if op.is_random else None
+        if not targets:
+
+            def run() -> None:
+                call(*args, **kwargs)
+
+        elif len(targets) == 1 and len(func._schema.returns) == 1 and _is_tensor(func._schema.returns[0]):
+            target = targets[0][1]
+
+            def run() -> None:
+                target.copy_(call(*args, **kwargs))
+
+        else:
+
+            def run() -> None:
+                new = _tensors(call(*args, **kwargs))
+                for i, target in targets:
+                    target.copy_(new[i])
+
+        if state is None:
+            return run
+
+        def run_with_generator() -> None:
+            state.load()
+            run()
+
+        return run_with_generator
+
+    def register(self, state: GeneratorState) -> None:
+        """Let the rest of the capture draw from ``state``."""
+        self.tape.generators.add(state)
+        self.random_before.setdefault(state, state.get())
+
+    def finish(self) -> None:
+        """Take back what the capture computed and drew.
+
+        Raises:
+            CaptureError: a stream that joined the capture has work the origin stream did not wait for.
+        """
+        for block in self.tape.memory.blocks.values():
+            if block.problem() is not None:
+                continue
+            if block.is_private:
+                _poison(block.raw, block.dtype)
+            elif block.before is not None:
+                block.raw.copy_(block.before)
+                block.before = None
+        for state, value in self.random_before.items():
+            state.set(value)
+        self.generator_before.load()
+        if self.state.unjoined and self.state.error is None:
+            raise cuda_error(UNJOINED)
+
+
+class _HostFactory:
+    """Whether a factory call in progress makes a host tensor."""
+
+    active = False
+
+
+host_factory = _HostFactory()
+
+
+def _is_tensor(returned: Any) -> bool:
+    return str(returned.type) == "Tensor"
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [t for t in tree_flatten(tree)[0] if isinstance(t, torch.Tensor)]
+
+
+def _poison(raw: torch.Tensor, dtype: torch.dtype) -> None:
+    if dtype.is_floating_point or dtype.is_complex:
+        size = torch.empty(0, dtype=dtype).element_size()
+        whole = raw[: raw.numel() // size * size]
+        if dtype.is_complex or size > 1:
+            whole.view(dtype).fill_(float("nan"))
+            return
+        raw.fill_(0x7F)  # NaN in every 8-bit float of torch
+    else:
+        raw.zero_()
