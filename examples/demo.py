@@ -98,7 +98,14 @@ def prepare(prefix: Path) -> None:
     if prefix.with_suffix(".idx").exists():
         return
     print("Preparing the text: sources of Python's standard library, one token a byte", flush=True)
-    command = [sys.executable, EXAMPLES / "prepare_text.py", "--output-prefix", prefix, "--max-megabytes", "4"]
+    command = [
+        sys.executable,
+        str(EXAMPLES / "prepare_text.py"),
+        "--output-prefix",
+        str(prefix),
+        "--max-megabytes",
+        "4",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(f"{done.stdout}{done.stderr}\nThe text could not be prepared: exit code {done.returncode}")

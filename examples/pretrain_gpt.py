@@ -156,7 +156,8 @@ def build_datasets(num_samples, vp_stage: int | None = None):
     return BlendedMegatronDatasetBuilder(dataset, num_samples, built_here, config).build()
 
 
-build_datasets.is_distributed = True  # megatron.training asks every rank, and built_here answers
+# megatron.training asks every rank, and built_here answers.
+build_datasets.is_distributed = True  # type: ignore[attr-defined]
 
 
 def main() -> None:

@@ -1,10 +1,16 @@
 """Dataset helpers: megatron-core's own, except that a helper which is already compiled is not compiled again."""
 
 import importlib
+from typing import TYPE_CHECKING, Any
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream = extend(__name__)
+
+if TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        """Every other name is megatron-core's; see ``extend``."""
 
 
 def compile_helpers() -> None:

@@ -15,16 +15,8 @@ def metrics(path, graphs: int, changed: dict[int, dict] | None = None, steps: in
     """Write a run's metrics as step_metrics.py does; ``changed`` replaces keys of a step."""
     lines = []
     for step in range(1, steps + 1):
-        line = {
-            "step": step,
-            "loss": 5.0 / step,
-            "grad_norm": 1.0 / step,
-            "ms": 10.0 * step,
-            "graphs": 0,
-            "skipped": False,
-        }
-        line["graphs"] = graphs if step >= CAPTURED else 0
-        line["ms"] = None if step == 1 else line["ms"]
+        line: dict[str, float | None] = {"step": step, "loss": 5.0 / step, "grad_norm": 1.0 / step, "skipped": False}
+        line |= {"ms": 10.0 * step if step > 1 else None, "graphs": graphs if step >= CAPTURED else 0}
         lines.append(json.dumps(line | (changed or {}).get(step, {})))
     path.write_text("".join(line + "\n" for line in lines))
     return path

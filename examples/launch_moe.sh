@@ -1,0 +1,93 @@
+#!/usr/bin/env bash
+# Trains a mixture-of-experts GPT under Megatron-FSDP on the GPUs of one host. Tokens go to experts by a routing that
+# the host has to know, so experts cannot be captured; attention and the router are.
+#
+#     examples/launch_moe.sh graphed                  # graphs of attention and of the router
+#     examples/launch_moe.sh eager                    # the same without graphs, to compare
+#     GPUS=4 EXPERT_PARALLEL=4 DATA=data/stdlib examples/launch_moe.sh graphed --train-iters 500
+#
+# GPUS: how many (default 2). EXPERT_PARALLEL: over how many of them the experts are spread (default 2).
+# DATA, further arguments and STEP_METRICS_PATH: as in launch_gpt.sh, which explains the flags that are not new here.
+set -euo pipefail
+
+MODE=${1:-graphed}
+shift || true
+GPUS=${GPUS:-2}
+HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+unset CUDA_DEVICE_MAX_CONNECTIONS
+
+MODEL=(
+    --transformer-impl transformer_engine
+    --num-layers 8
+    --hidden-size 1024
+    --num-attention-heads 16
+    --seq-length 2048
+    --max-position-embeddings 2048
+    --position-embedding-type rope
+    --attention-dropout 0.0
+    --hidden-dropout 0.0
+    --disable-bias-linear
+    --no-create-attention-mask-in-dataloader
+)
+
+EXPERTS=(
+    --num-experts 8
+    --moe-router-topk 2
+    --moe-ffn-hidden-size 1024
+    --moe-shared-expert-intermediate-size 1024
+    --moe-router-load-balancing-type aux_loss
+    --moe-aux-loss-coeff 1e-2
+    --moe-token-dispatcher-type alltoall
+    --moe-grouped-gemm
+    --expert-model-parallel-size "${EXPERT_PARALLEL:-2}"
+)
+
+FSDP=(
+    --use-megatron-fsdp
+    --data-parallel-sharding-strategy optim_grads_params
+    --use-distributed-optimizer
+    --ckpt-format fsdp_dtensor
+    --no-gradient-accumulation-fusion
+    --fsdp-double-buffer
+    --fsdp-db-use-persist-buf-on-alloc-fail
+)
+
+TRAINING=(
+    --bf16
+    --micro-batch-size 1
+    --global-batch-size "$GPUS"
+    --train-iters 100
+    --lr 3e-4
+    --lr-decay-style cosine
+    --lr-warmup-iters 10
+    --weight-decay 0.1
+    --clip-grad 1.0
+    --eval-iters 0
+    --eval-interval 1000
+    --log-interval 1
+    --te-rng-tracker
+)
+
+case $MODE in
+eager) GRAPHS=(--cuda-graph-impl none) ;;
+graphed)
+    GRAPHS=(
+        --cuda-graph-impl transformer_engine
+        --cuda-graph-warmup-steps 3
+        --cuda-graph-modules attn moe_router moe_preprocess   # all of a layer up to the dispatch of its tokens
+    )
+    ;;
+*)
+    echo "launch_moe.sh: the first argument is '$MODE'; give 'eager' or 'graphed'" >&2
+    exit 2
+    ;;
+esac
+
+if [ -n "${DATA:-}" ]; then
+    TEXT=(--data-path "$DATA" --split 99,1,0 --tokenizer-type NullTokenizer --vocab-size 257)
+else
+    TEXT=(--mock-data --tokenizer-type NullTokenizer --vocab-size 32000)
+fi
+
+exec torchrun --standalone --nproc-per-node "$GPUS" "$HERE/pretrain_gpt.py" \
+    "${MODEL[@]}" "${EXPERTS[@]}" "${FSDP[@]}" "${TRAINING[@]}" "${GRAPHS[@]}" "${TEXT[@]}" "$@"

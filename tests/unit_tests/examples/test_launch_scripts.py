@@ -1,0 +1,89 @@
+"""examples/launch_*.sh: their flags are ones that megatron.training takes, in these combinations."""
+
+import os
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch
+
+from megatron.training.arguments import parse_args, validate_args
+
+MODES = ("eager", "graphed")
+SCRIPTS = ("launch_gpt.sh", "launch_moe.sh")
+
+
+def run(script, *arguments: str, tmp_path, **environment: str) -> subprocess.CompletedProcess:
+    """Run a script with a torchrun that prints its arguments, one a line."""
+    torchrun = tmp_path / "torchrun"
+    torchrun.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
+    torchrun.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", **environment}
+    return subprocess.run(["bash", script, *arguments], env=environment, capture_output=True, text=True)
+
+
+@pytest.fixture
+def launched(examples, tmp_path):
+    """Returns what a script gives to torchrun, split at the training script: launcher's arguments, script, flags."""
+
+    def launch(name: str, *arguments: str, **environment: str):
+        given = run(examples / name, *arguments, tmp_path=tmp_path, **environment).stdout.splitlines()
+        at = given.index(str(examples / "pretrain_gpt.py"))
+        return given[:at], given[at + 1 :]
+
+    return launch
+
+
+@pytest.fixture
+def validated(monkeypatch):
+    """Parses and validates flags as rank 0 of ``gpus`` would, on a host with Hopper GPUs."""
+
+    def validate(flags: list[str], gpus: int):
+        monkeypatch.setattr(sys, "argv", ["pretrain_gpt.py", *flags])
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(major=9, minor=0))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+        for name, value in (("RANK", "0"), ("WORLD_SIZE", str(gpus))):
+            monkeypatch.setenv(name, value)
+        return validate_args(parse_args())
+
+    return validate
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_megatron_accepts_the_flags(launched, validated, script, mode):
+    launcher, flags = launched(script, mode, GPUS="4")
+    assert launcher == ["--standalone", "--nproc-per-node", "4"]
+    args = validated(flags, gpus=4)
+    assert args.cuda_graph_impl == {"eager": "none", "graphed": "transformer_engine"}[mode]
+    assert args.data_parallel_sharding_strategy == "optim_grads_params"
+    assert args.mock_data
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_the_modes_differ_in_the_graphs_alone(launched, validated, script):
+    eager, graphed = (vars(validated(launched(script, mode)[1], gpus=2)) for mode in MODES)
+    differing = {name for name in eager if eager[name] != graphed[name]}
+    allowed = {"cuda_graph_impl", "cuda_graph_warmup_steps", "cuda_graph_modules", "inference_cuda_graph_scope"}
+    assert differing <= allowed
+    assert "cuda_graph_impl" in differing
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_data_and_further_flags_are_passed_on(launched, validated, script):
+    flags = launched(script, "graphed", "--train-iters", "7", DATA="data/my set")[1]
+    args = validated(flags, gpus=2)
+    assert args.data_path == ["data/my set"]
+    assert args.train_iters == 7
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_unknown_mode_is_refused(examples, tmp_path, script):
+    done = run(examples / script, "fast", tmp_path=tmp_path)
+    assert done.returncode == 2
+    assert f"{script}: the first argument is 'fast'; give 'eager' or 'graphed'" in done.stderr

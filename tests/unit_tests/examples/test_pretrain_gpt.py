@@ -1,0 +1,98 @@
+"""examples/pretrain_gpt.py and step_metrics.py without a training run; the integration tests train."""
+
+import inspect
+import json
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch
+
+from megatron.core.transformer.module import GraphableMegatronModule
+from megatron.training import training
+
+NO_CHECKS = SimpleNamespace(check_for_nan_in_loss_and_grad=False, check_for_spiky_loss=False)
+
+
+@pytest.fixture
+def pretrain_gpt(examples):
+    import pretrain_gpt
+
+    return pretrain_gpt
+
+
+@pytest.fixture
+def metrics(examples, tmp_path, monkeypatch):
+    """Step metrics whose clock advances by 0.25 s a step."""
+    import step_metrics
+
+    seconds = iter(range(100))
+    monkeypatch.setattr(step_metrics.time, "perf_counter", lambda: next(seconds) / 4)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return step_metrics.StepMetrics(tmp_path / "metrics.jsonl")
+
+
+def lines(metrics) -> list[dict]:
+    return [json.loads(line) for line in metrics.path.read_text().splitlines()]
+
+
+def test_masked_tokens_count_neither_in_the_loss_nor_in_its_tokens(pretrain_gpt, monkeypatch):
+    monkeypatch.setattr(pretrain_gpt, "get_args", lambda: NO_CHECKS)
+    mask = torch.tensor([[1.0, 0.0, 1.0]])
+    loss, tokens, report = pretrain_gpt.loss_func(mask, torch.tensor([[1.0, 100.0, 2.0]], dtype=torch.bfloat16))
+    assert (loss.item(), tokens.item()) == (3.0, 2)
+    assert report["lm loss"].tolist() == [3.0, 2.0]
+    assert report["lm loss"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["sft", "fim_data", "dataloader_inter_document_masking"])
+def test_flags_that_need_megatron_lm_are_refused_by_name(pretrain_gpt, monkeypatch, name):
+    monkeypatch.setattr(pretrain_gpt, "parse_and_validate_args", lambda: SimpleNamespace(**{name: True}))
+    with pytest.raises(SystemExit, match="--" + name.replace("_", "-")):
+        pretrain_gpt.main()
+
+
+def test_metrics_are_exact(metrics):
+    loss = torch.tensor(1.1)
+    metrics.record(1, {"lm loss": loss}, 0.1, skipped=False)
+    metrics.record(2, {"lm loss": loss}, 0.1, skipped=True)
+    first, second = lines(metrics)
+    assert first["loss"] == float.fromhex(first["loss_hex"]) == loss.item()
+    assert first["grad_norm"] == float.fromhex(first["grad_norm_hex"]) == 0.1
+    assert (first["ms"], second["ms"]) == (None, 250.0)
+    assert (first["skipped"], second["skipped"]) == (False, True)
+
+
+def test_a_stage_without_loss_and_a_step_without_norm_are_null(metrics):
+    metrics.record(1, {}, None, skipped=False)
+    (line,) = lines(metrics)
+    assert [line[key] for key in ("loss", "loss_hex", "grad_norm", "grad_norm_hex")] == [None] * 4
+
+
+def test_graphs_are_counted_over_the_layers_of_all_chunks(metrics):
+    layers = [GraphableMegatronModule.__new__(GraphableMegatronModule) for _ in range(3)]
+    for layer, graphs in zip(layers, (["one", "two"], ["three"], []), strict=True):
+        torch.nn.Module.__init__(layer)
+        layer.cuda_graphs = graphs
+    metrics.watch([torch.nn.Sequential(*layers[:2]), torch.nn.Sequential(layers[2])])
+    assert metrics.graphs() == 3
+
+
+def test_training_log_is_recorded_and_still_called(metrics, monkeypatch):
+    signature = inspect.signature(training.training_log)
+    calls = []
+
+    def training_log(*args, **kwargs):
+        calls.append((args, kwargs))
+        return "report memory"
+
+    monkeypatch.setattr(training_log, "__signature__", signature, raising=False)
+    monkeypatch.setattr(training, "training_log", training_log)
+    monkeypatch.setattr("step_metrics.is_last_rank", lambda: True)
+    metrics.record_training_log()
+    given = dict.fromkeys(signature.parameters) | {"iteration": 5, "loss_dict": {}, "grad_norm": 2.0, "skipped_iter": 0}
+    assert training.training_log(**given) == "report memory"
+    assert len(calls) == 1
+    assert [(line["step"], line["grad_norm"]) for line in lines(metrics)] == [(5, 2.0)]
