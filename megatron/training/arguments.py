@@ -1,3 +1,29 @@
-"""x"""
+"""Megatron's arguments, with the checks that per-layer CUDA graphs under Megatron-FSDP need.
+
+Everything else of megatron-core's module of this path is megatron-core's own.
+"""
+
+import argparse
+from typing import Any
+
+from megatron.core.transformer.cuda_graph_checks import check_fsdp_options
 from megatron_fsdp_cuda_graphs.overlay import extend
+
 _upstream = extend(__name__)
+_validate_args = _upstream.validate_args
+
+
+def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:
+    """Validate ``args`` as megatron-core does, and the options of CUDA graphs under Megatron-FSDP.
+
+    Raises:
+        ValueError: names each flag that CUDA graphs under Megatron-FSDP miss, and says why.
+    """
+    args = _validate_args(args, defaults or {})
+    if args.use_megatron_fsdp:
+        check_fsdp_options(args.cuda_graph_impl, args, gradient_accumulation_fusion=args.gradient_accumulation_fusion)
+    return args
+
+
+# parse_and_validate_args, in megatron-core's file, calls the function by this name.
+_upstream.validate_args = validate_args

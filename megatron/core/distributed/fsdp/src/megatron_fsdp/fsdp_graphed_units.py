@@ -1,0 +1,197 @@
+"""What Megatron-FSDP knows of the units that run as CUDA graphs.
+
+A graph reads parameters, and with fused weight gradients writes gradients, at the addresses they had at capture.
+``GraphedUnits`` notes those addresses while graphs are captured and compares them before every replay, so that a buffer
+that moved is an error that names the parameter and not an illegal memory access.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+
+Direction = Literal["forward", "backward"]
+
+ADVICE = (
+    "Graphs need --fsdp-double-buffer and --fsdp-db-use-persist-buf-on-alloc-fail, which keep buffers in place; if "
+    "both are set, something changed the order of all-gathers since capture (a unit that ran out of turn, for instance)."
+)
+
+
+class MovedBufferError(RuntimeError):
+    """A buffer that a CUDA graph uses is no longer where it was at capture."""
+
+
+@dataclass
+class GraphedUnit:
+    """One module that runs as CUDA graphs.
+
+    Attributes:
+        params: The parameters its graphs read.
+        addresses: Where ``params`` were at capture, in bytes, for each direction that was captured.
+        main_grads: Where the main gradient of each parameter was to which a fused kernel in the graph adds.
+    """
+
+    params: tuple[torch.nn.Parameter, ...]
+    addresses: dict[Direction, list[int]] = field(default_factory=dict)
+    main_grads: dict[torch.nn.Parameter, int] = field(default_factory=dict)
+
+
+class GraphedUnits:
+    """The graphed units of one ``MegatronFSDP``.
+
+    Attributes:
+        capturing: Whether graphs are being captured now. Gradients computed meanwhile mean nothing.
+    """
+
+    def __init__(self, fsdp: torch.nn.Module):
+        self.capturing = False
+        self._fsdp = fsdp
+        self._units: dict[torch.nn.Module, GraphedUnit] = {}
+        self._fused: set[torch.nn.Parameter] = set()
+        self._holds_gradients: torch.nn.Module | None = None
+
+    # ------------------------------------------------------------------------------------------------------- capture
+
+    @contextmanager
+    def capture(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """Keep the model in capture mode: raw parameters, gradients withheld, nothing in flight at either end.
+
+        Args:
+            modules: The modules that are captured, each an FSDP unit or holding parameters that are never released.
+
+        When the context ends, also by an exception, every bucket that capture took is given back and the module's
+        parameters are what they were (raw, or the optimizer's ``DTensor``). After an exception no module of
+        ``modules`` counts as graphed.
+        """
+        modules = list(modules)
+        fsdp = self._fsdp
+        distributed = fsdp.is_param_fsdp_distributed
+        fsdp._replace_param_with_raw_if_needed()
+        self._give_back()
+        self.capturing = True
+        try:
+            for module in modules:
+                self._units[module] = GraphedUnit(_params_under_graphs(module))
+            yield
+            self._fused.update(param for module in modules for param in self._units[module].main_grads)
+        except BaseException:
+            self.forget(modules)
+            raise
+        finally:
+            self.capturing = False
+            self._free_gradients(self._holds_gradients)
+            self._holds_gradients = None
+            for param in fsdp.module.parameters():
+                param.grad_added_to_main_grad = False
+            for module in fsdp.module.modules():
+                module._training_state = type(module._training_state).IDLE
+            self._give_back()
+            if distributed:
+                fsdp._replace_param_with_distributed_if_needed()
+
+    def forget(self, modules: Iterable[torch.nn.Module]) -> None:
+        """``modules`` run eagerly from now on."""
+        for module in modules:
+            unit = self._units.pop(module, None)
+            if unit is not None:
+                self._fused.difference_update(unit.main_grads)
+
+    def _give_back(self) -> None:
+        """End what is in flight, and release every unit's parameters."""
+        self._settle()
+        self._fsdp.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
+        if self._fsdp.data_parallel_sharding_strategy != "no_shard":
+            self._fsdp.all_gather_pipeline.reset()
+
+    def _settle(self) -> None:
+        gathers = self._fsdp.all_gather_pipeline
+        for bucket, bwd in list(gathers.param_gather_event_map):
+            gathers.wait_bucket_ready(bucket, bwd)
+
+    def _free_gradients(self, module: torch.nn.Module | None) -> None:
+        if module is None:
+            return
+        buffer = self._fsdp.param_and_grad_buffer
+        for bucket in {buffer.param_to_param_group[param] for param in module.parameters()}:
+            if buffer.parameter_groups[bucket].main_grad_buffer is None:
+                continue
+            main_grads = self._fsdp.grad_reduce_pipeline.get_fsdp_buffer(bucket)
+            if main_grads.is_data_distributed:
+                main_grads.free_bucket_storage()
+                main_grads.reset_param_main_grad()
+
+    # ---------------------------------------------------------------------------------------------- called by hooks
+
+    def covers(self, module: torch.nn.Module) -> bool:
+        """Whether ``module`` runs as a graph now, or is being captured."""
+        return module in self._units and (self.capturing or _replays(module))
+
+    def parameters_gathered(self, module: torch.nn.Module, direction: Direction) -> None:
+        """Note, or compare, where the parameters are that ``module`` is about to use.
+
+        Raises:
+            MovedBufferError: a parameter is not where the graph reads it.
+        """
+        if not self.covers(module):
+            return
+        if self.capturing:
+            self._settle()  # prefetched units too: nothing may be in flight while a graph records
+        unit = self._units[module]
+        addresses = [param.data_ptr() for param in unit.params]
+        if addresses == unit.addresses.setdefault(direction, addresses):
+            return
+        moved = next(i for i, address in enumerate(unit.addresses[direction]) if address != addresses[i])
+        raise MovedBufferError(
+            f"{direction} of a CUDA graph reads {self._fsdp.param_to_name[unit.params[moved]]} at "
+            f"{unit.addresses[direction][moved]:#x}, but Megatron-FSDP gathered it at {addresses[moved]:#x}. {ADVICE}"
+        )
+
+    def fused_gradients(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """The parameters whose main gradient the replay of ``module``'s backward graph writes."""
+        return list(self._units[module].main_grads) if self.covers(module) and not self.capturing else []
+
+    def gradients_claimed(self, module: torch.nn.Module) -> None:
+        """Compare where the main gradients are that the graph of ``module`` is about to write.
+
+        Raises:
+            MovedBufferError: one is not where the graph writes it.
+        """
+        for param in self.fused_gradients(module):
+            captured = self._units[module].main_grads[param]
+            if param.main_grad.data_ptr() != captured:
+                raise MovedBufferError(
+                    f"A CUDA graph writes the main gradient of {self._fsdp.param_to_name[param]} at {captured:#x}, but "
+                    f"Megatron-FSDP holds it at {param.main_grad.data_ptr():#x}. {ADVICE}"
+                )
+
+    def mark_fused_gradient(self, param: torch.nn.Parameter) -> None:
+        """Say of a parameter whose gradient a graph has added to its main gradient what the fused kernel would say."""
+        if param in self._fused:
+            param.grad_added_to_main_grad = True
+
+    def backward_done(self, module: torch.nn.Module) -> None:
+        """After a captured backward pass: note fused gradients and give back the buckets that they took.
+
+        They go back one unit late, as in training, so that units take turns with the two buffers.
+        """
+        if not self.capturing or module not in self._units:
+            return
+        for param in self._units[module].params:
+            if param.grad_added_to_main_grad:
+                self._units[module].main_grads[param] = param.main_grad.data_ptr()
+                param.grad_added_to_main_grad = False
+        if self._holds_gradients is not module:
+            self._free_gradients(self._holds_gradients)
+        self._holds_gradients = module
+
+
+def _replays(module: torch.nn.Module) -> bool:
+    return module.training and bool(getattr(module, "cuda_graphs", None))
+
+
+def _params_under_graphs(module: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
+    covered = getattr(module, "_get_submodules_under_cudagraphs", lambda: [module])()
+    return tuple({param: None for submodule in covered for param in submodule.parameters()})

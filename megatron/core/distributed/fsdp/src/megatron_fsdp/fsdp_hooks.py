@@ -1,0 +1,402 @@
+"""The hooks through which Megatron-FSDP acts on a model, each a named method of one object.
+
+What they do in a training step, in order, for an FSDP unit (a layer, with ``optim_grads_params``):
+
+====================================  =========================================================================
+before forward                        ``unshard_for_forward``: gather the unit's parameters, prefetch the next unit's
+after forward                         ``release_after_forward``: give the parameter bucket back
+before backward                       ``unshard_for_backward``: gather them again
+when a parameter's gradient is there  ``handle_gradient``: move it to its bucket, reduce the bucket when it is full
+after backward                        ``release_after_backward``: give the parameter bucket back
+====================================  =========================================================================
+
+Other modules gather their own direct parameters before forward and keep them. ``start_backward`` and
+``finish_backward`` frame the backward pass of the whole model.
+
+Autograd has no hook that runs before or after the backward of a module, so ``attach_*`` insert one into the graph
+around the module. They carry the sentinels by which ``megatron.core.transformer.cuda_graph_hooks`` finds the handler.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Literal
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from megatron.core.transformer.cuda_graph_hooks import BACKWARD_HANDLER, BACKWARD_PRE_HANDLER, runs_outside_graphs
+from megatron.core.utils import is_submodule
+from megatron_fsdp_cuda_graphs.overlay import upstream
+
+from .fsdp_graphed_units import GraphedUnits
+from .mixed_precision import fp8_discard_transpose_cache, is_float8tensor
+from .param_and_grad_buffer import PrefetchOrder, _check_nan_in_grad, to_local_if_dtensor
+
+_upstream = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp")
+TrainingState = _upstream.TrainingState
+RunAfterBackward = _upstream.RegisterFSDPBackwardFunction
+
+REDUCES_EVERY_BACKWARD = ("optim_grads", "optim_grads_params")
+
+
+class FsdpHooks:
+    """Owns the hooks of one ``MegatronFSDP`` and the state they share.
+
+    Attributes:
+        fsdp: The wrapper whose pipelines and buffers the hooks drive.
+        graphed: The units that run as CUDA graphs, and whether capture is under way.
+        awaiting_gradient: Parameters whose gradient this backward pass has not handled yet.
+        in_backward: Whether the model's backward pass has started and not finished.
+    """
+
+    def __init__(self, fsdp: torch.nn.Module):
+        self.fsdp = fsdp
+        self.graphed = GraphedUnits(fsdp)
+        self.awaiting_gradient: set[torch.nn.Parameter] = set()
+        self.in_backward = False
+        self._unit_types = tuple(fsdp.fsdp_unit_modules)
+        self._shards_params = fsdp.data_parallel_sharding_strategy == "optim_grads_params"
+        # Which gradient buckets this backward pass writes to, and, by the address of its storage, when the last
+        # reduction that read a bucket is over.
+        self._open_buckets: set[int] = set()
+        self._last_reduction: dict[int, torch.cuda.Event] = {}
+
+    # ------------------------------------------------------------------------------------------------ registration
+
+    def register(self, root: torch.nn.Module) -> None:
+        """Register every hook on ``root``, its submodules and their parameters."""
+        fsdp = self.fsdp
+        for module in root.modules():
+            module._training_state = TrainingState.IDLE  # type: ignore[assignment]
+        units: list[torch.nn.Module] = []
+        last = root
+        for name, module in root.named_modules():
+            last = module
+            _upstream.setup_delayed_wgrad_acc_hook(module, self.handle_gradients)
+            if fsdp.enable_fine_grained_param_gather_hook:
+                self._register_forward_unshard(module)
+            if fsdp.enable_fine_grained_param_gather_backward_hook:
+                self._register_backward_unshard(module)
+            if any(is_submodule(module, unit) for unit in units):
+                continue
+            if not fsdp.enable_fine_grained_param_gather_hook:
+                self._register_forward_unshard(module)
+            if isinstance(module, self._unit_types):
+                units.append(module)
+                self._register_unit(name, module)
+            else:
+                self._register_other(name, module)
+        self._register_root(root, last)
+
+    def _register_forward_unshard(self, module):
+        if self.fsdp.data_parallel_sharding_strategy == "no_shard":
+            return  # nothing is ever gathered
+        self.fsdp.forward_pre_hooks[f"{module._get_name()} parameter unshard"] = module.register_forward_pre_hook(
+            self.unshard_for_forward, prepend=True, with_kwargs=True
+        )
+
+    def _register_backward_unshard(self, module):
+        self.fsdp.backward_pre_hooks[f"all-gather {module._get_name()} parameters"] = self._register_before_backward(
+            module, self.unshard_for_backward
+        )
+
+    def _register_unit(self, name, module):
+        hooks = self.fsdp
+        hooks.forward_hooks[f"release module {name} parameters"] = module.register_forward_hook(
+            self.release_after_forward
+        )
+        self._register_backward_unshard(module)
+        if self._shards_params:
+            attach = partial(self.attach_after_backward, self.release_after_backward)
+            setattr(attach, BACKWARD_HANDLER, self.release_after_backward)
+            hooks.forward_pre_hooks[f"module {name} register post-backward hook"] = module.register_forward_pre_hook(
+                attach, with_kwargs=True
+            )
+        self._register_gradients(module.parameters())
+
+    def _register_other(self, name, module):
+        if self._shards_params and not self.fsdp.ddp_config.keep_fp8_transpose_cache:
+            self.fsdp.forward_hooks[f"remove module {name} fp8 transpose cache"] = module.register_forward_hook(
+                self.release_transpose_cache
+            )
+        self._register_gradients(module.parameters(recurse=False))
+
+    def _register_gradients(self, params):
+        for param in params:
+            if param.requires_grad:
+                name = self.fsdp.param_to_name[param]
+                self.fsdp.grad_acc_hooks[f"grad_acc and reduce for {name}"] = param.register_post_accumulate_grad_hook(
+                    self.handle_gradient
+                )
+
+    def _register_root(self, root, last):
+        # The user may call a module below the root that holds every parameter (under a precision wrapper, say).
+        parameters = len(list(root.parameters()))
+        for name, module in root.named_modules():
+            if len(list(module.parameters())) == parameters:
+                self.fsdp.backward_pre_hooks[f"{name} _root_pre_backward"] = self._register_before_backward(
+                    module, self.start_backward
+                )
+        # megatron-core also frames backward at the last module of the walk; whichever comes first starts it.
+        self.fsdp._root_pre_backward_hook_handle = self._register_before_backward(last, self.start_backward)
+        self.fsdp._load_state_dict_post_hook = root.register_load_state_dict_post_hook(
+            lambda *unused: self.fsdp.install_optimized_model_weights()
+        )
+        for module in self.fsdp.modules():
+            module.register_state_dict_pre_hook(lambda *unused: self.fsdp._replace_param_with_distributed_if_needed())
+
+    def _register_before_backward(self, module, handler):
+        attach = partial(self.attach_before_backward, handler)
+        setattr(attach, BACKWARD_PRE_HANDLER, handler)
+        return module.register_forward_hook(attach)
+
+    # -------------------------------------------------------------------------------------------------- parameters
+
+    @torch.compiler.disable
+    @runs_outside_graphs
+    def unshard_for_forward(self, module: torch.nn.Module, *unused: Any) -> None:
+        """Gather the parameters that ``module`` is about to use."""
+        recomputing = module._training_state == TrainingState.PRE_BACKWARD
+        if not recomputing:
+            module._training_state = TrainingState.FORWARD  # type: ignore[assignment]
+        self.fsdp.all_gather_and_wait_parameters_ready(
+            params=self._parameters_to_gather(module, "forward"),
+            prefetch=not recomputing,
+            prefetch_order=PrefetchOrder.FORWARD_PASS_ORDER,
+        )
+        self.graphed.parameters_gathered(module, "forward")
+
+    @torch.compiler.disable
+    @runs_outside_graphs
+    def unshard_for_backward(self, module: torch.nn.Module, *unused: Any) -> None:
+        """Gather the parameters of ``module`` for its backward pass."""
+        for submodule in module.modules():
+            submodule._training_state = TrainingState.PRE_BACKWARD  # type: ignore[assignment]
+        self.fsdp.all_gather_and_wait_parameters_ready(
+            self._parameters_to_gather(module, "backward"),
+            prefetch_order=PrefetchOrder.BACKWARD_PASS_ORDER,
+            bwd=True,
+        )
+        self.graphed.parameters_gathered(module, "backward")
+        for param in self.graphed.fused_gradients(module):
+            self._claim_main_grad(param)
+        self.graphed.gradients_claimed(module)
+
+    def _parameters_to_gather(
+        self, module: torch.nn.Module, direction: Literal["forward", "backward"]
+    ) -> list[torch.nn.Parameter]:
+        fsdp = self.fsdp
+        if self.graphed.covers(module):
+            return list(module.parameters())  # in a graph no submodule gathers for itself
+        fine_grained = (
+            fsdp.enable_fine_grained_param_gather_hook
+            if direction == "forward"
+            else fsdp.enable_fine_grained_param_gather_backward_hook
+        )
+        whole_types = fsdp.fine_grained_recurse_module_types if fine_grained else self._unit_types
+        return list(module.parameters(recurse=isinstance(module, tuple(whole_types))))
+
+    @torch.compiler.disable
+    @runs_outside_graphs
+    def release_after_forward(self, module: torch.nn.Module, *unused: Any) -> None:
+        """Give back the parameter bucket of a unit; lazily while backward recomputes it and needs it again at once."""
+        recomputing = module._training_state == TrainingState.PRE_BACKWARD
+        if not recomputing:
+            module._training_state = TrainingState.IDLE  # type: ignore[assignment]
+        self._release(module, bwd=False, lazy=recomputing)
+
+    @runs_outside_graphs
+    def release_after_backward(self, module: torch.nn.Module, *unused: Any) -> None:
+        """Give back both parameter buckets of a unit after its backward pass."""
+        self._release(module, bwd=True)
+        self._release(module, bwd=False)
+        for submodule in module.modules():
+            submodule._training_state = TrainingState.IDLE  # type: ignore[assignment]
+        self.graphed.backward_done(module)
+
+    def _release(self, module, bwd, lazy=False):
+        fsdp = self.fsdp
+        for param in module.parameters():
+            bucket = fsdp.param_and_grad_buffer.param_to_param_group[param]
+            fsdp.all_gather_pipeline.release_bucket(bucket, bwd, lazy=lazy)
+        if not fsdp.ddp_config.keep_fp8_transpose_cache:
+            self._discard_transpose_caches(module.parameters())
+
+    @torch.compiler.disable
+    @runs_outside_graphs
+    def release_transpose_cache(self, module: torch.nn.Module, *unused: Any) -> None:
+        """Drop the FP8 transposes that ``module``'s own parameters cached in forward."""
+        self._discard_transpose_caches(module.parameters(recurse=False))
+
+    @staticmethod
+    def _discard_transpose_caches(params: Iterable[torch.Tensor]) -> None:
+        for param in params:
+            if is_float8tensor(param):
+                fp8_discard_transpose_cache(param)
+
+    # --------------------------------------------------------------------------------------------------- gradients
+
+    def handle_gradient(self, param: torch.nn.Parameter) -> None:
+        """Called by autograd when ``param.grad`` is complete."""
+        # A parameter with a delayed weight gradient has its own hook; capture's gradients mean nothing.
+        if not getattr(param, "skip_backward_post_hook", False) and not self.graphed.capturing:
+            self.graphed.mark_fused_gradient(param)
+            self.handle_gradients([param])
+
+    @torch.compiler.disable
+    def handle_gradients(self, params: list[torch.nn.Parameter]) -> None:
+        """Move the gradients of ``params`` to their buckets and reduce the buckets that are complete.
+
+        Gradients of shared parameters wait for ``finish_backward``: only then are all their parts there.
+        """
+        params = [param for param in params if not getattr(param, "_is_shared", False)]
+        for param in params:
+            if getattr(param, "skip_backward_post_hook", False) and not hasattr(param, "post_wgrad_grad_acc_hook"):
+                raise RuntimeError(
+                    f"{self.fsdp.param_to_name[param]} has a delayed weight gradient but no hook to accumulate it"
+                )
+        if params:
+            self._accumulate_and_reduce(params)
+            self.awaiting_gradient.difference_update(params)
+
+    def _accumulate_and_reduce(self, params: list[torch.nn.Parameter]) -> bool:
+        """Accumulate each gradient, then reduce if this pass is one that reduces; says whether it is."""
+        for param in params:
+            self._accumulate(param)
+        fsdp = self.fsdp
+        last_microbatch = getattr(fsdp, "is_last_microbatch", False) or fsdp.model_auto_sync
+        reduces = last_microbatch or fsdp.data_parallel_sharding_strategy in REDUCES_EVERY_BACKWARD
+        if reduces:
+            fsdp.grad_reduce_pipeline.reduce_gradients(
+                params,
+                suggested_queue_capacity=fsdp.suggested_RS_queue_capacity,
+                outer_fsdp_group_grad_reduce=fsdp.dist_index.use_hybrid_fsdp and last_microbatch,
+            )
+            self._note_reductions()
+        return reduces
+
+    def _accumulate(self, param: torch.nn.Parameter) -> None:
+        """Add ``param.grad`` to the main gradient, unless a fused kernel has put it there already."""
+        buffer = self.fsdp.param_and_grad_buffer
+        group = buffer.parameter_groups[buffer.param_to_param_group[param]]
+        if not group.requires_grad:
+            return
+        sharded = (group.hfsdp_helper_gbuf or group.main_grad_buffer).is_data_distributed
+        if not param.grad_added_to_main_grad and (sharded or param.grad is not None):
+            if param.grad is not None and self.fsdp.report_nan_in_param_grad:
+                _check_nan_in_grad(to_local_if_dtensor(param.grad))
+            main_grad = self._claim_main_grad(param)
+            if param.grad is None:
+                main_grad.zero_()
+            elif sharded:  # the bucket is new in every backward pass; the reduction adds to the shard
+                main_grad.copy_(to_local_if_dtensor(param.grad))
+            else:
+                main_grad.add_(to_local_if_dtensor(param.grad))
+        if param.grad is not None:
+            del param.grad
+        param.grad_added_to_main_grad = False
+
+    def _claim_main_grad(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """Return ``param.main_grad``, in a bucket that nothing reads any more.
+
+        A double-buffered bucket comes back into use as soon as the host has queued its reduction. The stream that
+        writes to it next must wait for that reduction, or a fast host overwrites what it still reads.
+        """
+        bucket = self.fsdp.param_and_grad_buffer.param_to_param_group[param]
+        param.main_grad = param.get_main_grad()
+        if bucket not in self._open_buckets:
+            self._open_buckets.add(bucket)
+            reduction = self._last_reduction.pop(_storage_address(param.main_grad), None)
+            if reduction is not None:
+                reduction.wait()
+        return param.main_grad
+
+    def _note_reductions(self) -> None:
+        groups = self.fsdp.param_and_grad_buffer.parameter_groups
+        for event, _, bucket in reversed(self.fsdp.grad_reduce_pipeline.grad_reduce_queue):
+            if bucket not in self._open_buckets:
+                break  # queued by an earlier call
+            self._open_buckets.discard(bucket)
+            main_grad = getattr(groups[bucket].params[0], "main_grad", None)
+            if main_grad is not None:
+                self._last_reduction[_storage_address(main_grad)] = event
+
+    # ---------------------------------------------------------------------------------------- the whole model's pass
+
+    @runs_outside_graphs
+    def start_backward(self, module: torch.nn.Module | None, *unused: Any, skip_backward_hook: bool = False) -> None:
+        """Open the model's backward pass: no prefetch or release by forward hooks, all gradients still to come.
+
+        Args:
+            module: The module whose output's gradient came first; not used.
+            skip_backward_hook: Whether the caller will call ``finish_backward`` itself.
+        """
+        if self.in_backward:
+            return
+        self.in_backward = True
+        fsdp = self.fsdp
+        groups = fsdp.param_and_grad_buffer.parameter_groups
+        if self._shards_params:
+            for submodule in fsdp.module.modules():
+                submodule._training_state = TrainingState.PRE_BACKWARD
+            gathers = fsdp.all_gather_pipeline
+            for bucket, group in enumerate(groups):
+                if group.fsdp_unit_id is not None:
+                    gathers.bucket_can_be_released[gathers.get_bucket_key(bucket, bwd=False)] = True
+        self.awaiting_gradient = {param for group in groups if group.requires_grad for param in group.params}
+        for param in self.awaiting_gradient:
+            param.grad_added_to_main_grad = False
+        if not skip_backward_hook:
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
+
+    def finish_backward(self, *unused: Any) -> None:
+        """Close the model's backward pass: handle what has no gradient or waited, and end the reductions."""
+        fsdp = self.fsdp
+        rest = sorted(self.awaiting_gradient, key=fsdp.param_to_name.__getitem__)
+        self.awaiting_gradient.clear()
+        if self._accumulate_and_reduce(rest):
+            fsdp.grad_reduce_pipeline.reset()
+            self._open_buckets.clear()
+            self._last_reduction.clear()  # reset waited for them
+        self.in_backward = False
+        fsdp.microbatch_count += 1
+        if fsdp.model_auto_sync:
+            fsdp.finish_grad_sync()
+
+    # ------------------------------------------------------------------------------- around a module, into autograd
+
+    @torch.compiler.disable
+    def attach_after_backward(
+        self, handler: Callable, module: torch.nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict]:
+        """Forward-pre hook that makes autograd call ``handler(module)`` once ``module``'s backward pass is over.
+
+        It sets an identity function between the inputs and the module, so a module must not change them in place.
+        """
+        if not torch.is_grad_enabled():
+            return args, kwargs
+        leaves, spec = tree_flatten((args, kwargs))
+        places = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.requires_grad]
+        if not places:
+            return args, kwargs
+        wrapped = RunAfterBackward.apply(partial(handler, module), *(leaves[i] for i in places))
+        for place, tensor in zip(places, wrapped, strict=True):
+            leaves[place] = tensor
+        return tree_unflatten(leaves, spec)
+
+    @torch.compiler.disable
+    def attach_before_backward(self, handler: Callable, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
+        """Forward hook that makes autograd call ``handler(module, grads)`` when the first gradient of ``output`` comes.
+
+        The output tensors are replaced by views, so that one that is also an input is told apart from it.
+        """
+        output = tree_map(lambda leaf: leaf.view_as(leaf) if torch.is_tensor(leaf) else leaf, output)
+        tensors = [output] if torch.is_tensor(output) else output if isinstance(output, (tuple, list)) else []
+        torch.autograd.graph.register_multi_grad_hook(
+            [tensor for tensor in tensors if torch.is_tensor(tensor)], partial(handler, module), mode="any"
+        )
+        return output
+
+
+def _storage_address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -1,0 +1,49 @@
+"""``MegatronFSDP`` whose hooks are named methods of one object, and which can be captured in per-layer CUDA graphs.
+
+Everything else of megatron-core's module of this path is megatron-core's own.
+"""
+
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+
+from megatron_fsdp_cuda_graphs.overlay import extend
+
+from .fsdp_hooks import FsdpHooks
+
+_upstream = extend(__name__)
+
+
+class MegatronFSDP(_upstream.MegatronFSDP):
+    """megatron-core's ``MegatronFSDP`` with the hooks of ``fsdp_hooks.FsdpHooks``.
+
+    Its arguments, methods and behaviour are megatron-core's.
+
+    Attributes:
+        fsdp_hooks: The hooks and their state.
+    """
+
+    fsdp_hooks: FsdpHooks
+
+    def _register_fsdp_hooks(self, root_module: torch.nn.Module) -> None:
+        self.forward_pre_hooks: dict = {}
+        self.forward_hooks: dict = {}
+        self.backward_pre_hooks: dict = {}
+        self.grad_acc_hooks: dict = {}
+        self.fsdp_hooks = hooks = FsdpHooks(self)
+        hooks.register(root_module)
+        # The names under which schedules that drive a layer in parts call these.
+        self.post_forward_release_module = hooks.release_after_forward
+        self.post_backward_release_module = hooks.release_after_backward
+        self.pre_backward = partial(hooks.start_backward, None, skip_backward_hook=True)
+        self.post_backward = hooks.finish_backward
+
+    def capture_graphs(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
+        """Return the context in which CUDA graphs of ``modules`` are captured; see ``GraphedUnits.capture``."""
+        return self.fsdp_hooks.graphed.capture(modules)
+
+    def forget_graphs(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Say that ``modules`` no longer run as CUDA graphs."""
+        self.fsdp_hooks.graphed.forget(modules)

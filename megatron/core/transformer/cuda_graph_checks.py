@@ -1,0 +1,47 @@
+"""What Megatron-FSDP must be told for per-layer CUDA graphs: one rule, for the flags and for configurations."""
+
+from typing import Any
+
+# These run whole iterations, or nothing, as graphs: FSDP's buffers are inside.
+_NOT_PER_LAYER = ("none", "full_iteration")
+
+_REQUIRED = {
+    "fsdp_double_buffer": (
+        "--fsdp-double-buffer",
+        "without it parameters are gathered at another address in every iteration, and a graph reads the old one",
+    ),
+    "fsdp_db_use_persist_buf_on_alloc_fail": (
+        "--fsdp-db-use-persist-buf-on-alloc-fail",
+        "without it a bucket that does not fit the double buffer is allocated anew in every iteration, and replaying a "
+        "graph then is an illegal memory access",
+    ),
+}
+
+
+def check_fsdp_options(cuda_graph_impl: str, options: Any, *, gradient_accumulation_fusion: bool = False) -> None:
+    """Check the options of a model that Megatron-FSDP wraps for per-layer graphs.
+
+    Args:
+        cuda_graph_impl: As in ``--cuda-graph-impl``.
+        options: An object with the attributes of ``DistributedDataParallelConfig`` (or of the parsed arguments).
+        gradient_accumulation_fusion: Whether weight gradients are added to the main gradients by the layers.
+
+    Raises:
+        ValueError: names every flag that is missing or does not fit, and says why.
+    """
+    if cuda_graph_impl in _NOT_PER_LAYER:
+        return
+    problems = [f"{flag} is required: {why}" for name, (flag, why) in _REQUIRED.items() if not getattr(options, name)]
+    if cuda_graph_impl == "local":
+        problems.append(
+            "--cuda-graph-impl local runs no FSDP hooks around its graphs: use --cuda-graph-impl transformer_engine"
+        )
+    if gradient_accumulation_fusion and options.data_parallel_sharding_strategy != "optim_grads_params":
+        problems.append(
+            "--no-gradient-accumulation-fusion is required unless --data-parallel-sharding-strategy is "
+            "optim_grads_params: only then do the main gradients that a graph would write stay in place"
+        )
+    if problems:
+        raise ValueError(
+            f"--use-megatron-fsdp with --cuda-graph-impl {cuda_graph_impl}:\n" + "\n".join(f"- {p}" for p in problems)
+        )

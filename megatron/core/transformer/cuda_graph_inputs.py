@@ -1,0 +1,93 @@
+"""Static inputs for capture, one set for each layer and micro-batch, shared where their lives do not overlap."""
+
+from collections import defaultdict, deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.identity_op import IdentityOp
+
+from .graph_plan import Plan
+
+SampleArguments = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
+_Signature = tuple[tuple[Any, ...], ...]
+
+
+def sample_arguments(plan: Plan, make: Callable[[int], SampleArguments]) -> list[SampleArguments]:
+    """Make the inputs of every slot of ``plan``.
+
+    A slot's inputs live from its forward pass to its backward pass. After that they serve the next forward pass whose
+    inputs have the same names, shapes, dtypes and layouts.
+
+    Args:
+        plan: The passes in the order in which they run.
+        make: Makes new inputs for the callable of the given index.
+
+    Returns:
+        Positional and keyword inputs for each slot.
+    """
+    of_slot: dict[int, SampleArguments] = {}
+    signatures: dict[int, _Signature] = {}
+    free: dict[_Signature, deque[SampleArguments]] = defaultdict(deque)
+    for step in plan.steps:
+        index = plan.callable_of_slot[step.slot]
+        if step.backward:
+            free[signatures[index]].append(of_slot[step.slot])
+            continue
+        made = None
+        if index not in signatures:
+            made = make(index)
+            signatures[index] = _signature(made)
+        reusable = free[signatures[index]]
+        of_slot[step.slot] = reusable.popleft() if reusable else made or make(index)
+    return [of_slot[slot] for slot in range(len(plan.callable_of_slot))]
+
+
+def _signature(inputs: SampleArguments) -> _Signature:
+    args, kwargs = inputs
+    named = [(str(i), tensor) for i, tensor in enumerate(args)] + sorted(kwargs.items())
+    return tuple((name, tuple(tensor.shape), tensor.dtype, tensor.layout) for name, tensor in named)
+
+
+class LayerInputs:
+    """Makes the static inputs of layers.
+
+    Args:
+        config: The model's ``TransformerConfig``.
+        seq_length: Tokens in a sequence, before any parallel division.
+        micro_batch_size: Sequences in a micro-batch.
+    """
+
+    def __init__(self, config: Any, seq_length: int, micro_batch_size: int):
+        self._config = config
+        self._seq_length = seq_length
+        self._micro_batch_size = micro_batch_size
+        self._rotary: dict[tuple[int, int], torch.Tensor] = {}
+
+    def make(self, layer: torch.nn.Module, model: torch.nn.Module) -> SampleArguments:
+        """Return new inputs for ``layer`` of the language model ``model``: hidden states, and what attention takes."""
+        inputs = layer.get_layer_static_inputs(self._seq_length, self._micro_batch_size)
+        hidden_states = inputs.pop("hidden_states")
+        if self._captures_attention(layer):
+            rotary = self._rotary_embedding(model, hidden_states)
+            if rotary is not None:
+                inputs["rotary_pos_emb"] = rotary
+        return (hidden_states,), inputs
+
+    def _captures_attention(self, layer: torch.nn.Module) -> bool:
+        modules = self._config.cuda_graph_modules
+        return not isinstance(getattr(layer, "self_attention", IdentityOp()), IdentityOp) and (
+            not modules or CudaGraphModule.attn in modules
+        )
+
+    def _rotary_embedding(self, model: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """The table ``[sequence, 1, 1, head]`` that every layer of ``model`` is given, or None. It never changes."""
+        if getattr(model, "position_embedding_type", None) != "rope" or self._config.multi_latent_attention:
+            return None
+        rotary = model.rotary_pos_emb
+        length = rotary.get_rotary_seq_len(None, model.decoder, hidden_states, self._config, None)
+        if (id(model), length) not in self._rotary:
+            self._rotary[id(model), length] = rotary(length)
+        return self._rotary[id(model), length]

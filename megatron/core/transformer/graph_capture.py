@@ -1,0 +1,144 @@
+"""The state of the process around a capture: RNG, garbage collection, TransformerEngine's flag, the stream."""
+
+import gc
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+
+import torch
+
+from megatron.core.tensor_parallel import random as tensor_parallel_random
+
+
+def generator_states() -> list[torch.Generator]:
+    """The generators, besides the default one, from which a Megatron layer may draw.
+
+    Raises:
+        RuntimeError: Megatron's RNG tracker keeps states that a graph cannot use.
+    """
+    if not tensor_parallel_random._CUDA_RNG_STATE_TRACKER_INITIALIZED:
+        return []
+    states = tensor_parallel_random.get_all_rng_states() or {}
+    if any(isinstance(state, torch.Tensor) for state in states.values()):
+        raise RuntimeError(
+            "Megatron's RNG tracker holds states that no CUDA graph can use. Give --te-rng-tracker, or without "
+            "TransformerEngine initialize it with use_cudagraphable_rng=True."
+        )
+    return list(states.values())
+
+
+@contextmanager
+def undisturbed_rng() -> Iterator[None]:
+    """Put every generator back to where it was, so that warm-up's draws leave no trace."""
+    generators = generator_states()
+    states = [generator.get_state() for generator in generators]
+    cuda, cpu = torch.cuda.get_rng_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.cuda.set_rng_state(cuda)
+        torch.set_rng_state(cpu)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)
+
+
+@contextmanager
+def undisturbed_buffers(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Put the buffers of ``modules`` (token counts of an MoE router, say) back to what they held before warm-up."""
+    saved = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in saved.items():
+                buffer.copy_(value)
+
+
+@contextmanager
+def undisturbed_gc() -> Iterator[None]:
+    """Collect now, then not until the end: a graph that is collected while another is captured spoils the capture."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextmanager
+def transformer_engine_flag() -> Iterator[None]:
+    """Tell TransformerEngine's modules, where there are any, that graphs are being captured."""
+    graph = sys.modules.get("transformer_engine.pytorch.graph")
+    if graph is None or graph.is_graph_capturing():
+        yield
+        return
+    graph.set_capture_start()
+    try:
+        yield
+    finally:
+        graph.set_capture_end()
+
+
+@contextmanager
+def side_stream() -> Iterator[torch.cuda.Stream]:
+    """Run on a new stream, after all that the current stream was given, and before all that it will be given."""
+    outer, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    stream.wait_stream(outer)
+    try:
+        with torch.cuda.stream(stream):
+            yield stream
+    finally:
+        outer.wait_stream(stream)
+
+
+class Capture:
+    """Records one graph after another on the current stream, over one memory pool.
+
+    Args:
+        pool: A handle of ``torch.cuda.graph_pool_handle``; None for a new pool.
+    """
+
+    def __init__(self, pool: tuple | None):
+        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self._generators = generator_states()
+
+    def new_graph(self) -> torch.cuda.CUDAGraph:
+        """Return an empty graph that knows every generator."""
+        graph = torch.cuda.CUDAGraph()
+        for generator in self._generators:
+            graph.register_generator_state(generator)
+        return graph
+
+    @contextmanager
+    def recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """Record what the current stream is given into ``graph``.
+
+        Raises:
+            RuntimeError: something in the context cannot be captured.
+        """
+        # "thread_local": threads that pin memory or watch NCCL may go on meanwhile.
+        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+        try:
+            yield
+        except BaseException as error:
+            with suppress(RuntimeError):  # says only that the capture failed, which error says better
+                graph.capture_end()
+            _explain(error)
+            raise
+        graph.capture_end()
+
+
+# What warm-up runs in place of Capture.recording.
+not_recording = nullcontext
+
+
+def _explain(error: BaseException) -> None:
+    text = str(error)
+    if "StreamCaptureImplicit" in text or "legacy stream" in text or "previous error during capture" in text:
+        error.add_note(
+            "A gradient of the captured layer is accumulated on the legacy default stream: its AccumulateGrad node was "
+            "made there. Build and wrap the model, and run the steps before capture, under torch.cuda.stream(...) with "
+            "a stream of your own, as megatron.training does."
+        )

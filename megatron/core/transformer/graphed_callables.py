@@ -1,0 +1,243 @@
+"""``make_graphed_callables``: CUDA graphs of several callables at once, with hooks that run outside capture.
+
+The signature is that of ``transformer_engine.pytorch.make_graphed_callables`` (2.20), so that either engine can be
+called with the same arguments.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .graph_capture import Capture, not_recording, side_stream, transformer_engine_flag, undisturbed_gc, undisturbed_rng
+from .graph_plan import Plan, ordered_plan, unordered_plan
+from .graphed_callable import CaptureTimeHooks, GraphedCallable, Recording
+
+
+def make_graphed_callables(
+    modules: Callable | tuple[Callable, ...],
+    sample_args: Sequence,
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    sample_kwargs: Sequence[dict[str, Any]] | dict[str, Any] | None = None,
+    fp8_enabled: Any = None,
+    fp8_calibrating: bool | None = None,
+    fp8_recipe: Any = None,
+    fp8_group: Any = None,
+    fp8_weight_caching: bool | None = None,
+    enabled: Any = None,
+    calibrating: bool | None = None,
+    recipe: Any = None,
+    amax_reduction_group: Any = None,
+    cache_quantized_params: bool | None = None,
+    _order: Sequence[int] | None = None,
+    _num_layers_per_chunk: Sequence[int] | int | None = None,
+    pool: tuple | None = None,
+    retain_graph_in_backward: bool = False,
+    _reuse_graph_input_output_buffers: bool = False,
+    clone_param_grads_on_return: bool = True,
+    pre_warmup_hook: Callable[[], Any] | None = None,
+    post_warmup_hook: Callable[[], Any] | None = None,
+    capture_time_hooks: Sequence[Mapping[str, Mapping[Any, Callable]] | None] | None = None,
+) -> Any:
+    """Capture forward and backward of each callable in CUDA graphs.
+
+    Args:
+        modules: Modules or functions of tensors; a tuple, or one alone.
+        sample_args: Positional inputs, a tuple of tensors for each callable, or with ``_order`` for each callable and
+            micro-batch: by model chunk, then micro-batch, then layer. They become the graphs' static inputs.
+        num_warmup_iters: How often everything runs before capture, at least once.
+        allow_unused_input: Whether an input that requires grad may get none.
+        sample_kwargs: Keyword inputs, one dict for each entry of ``sample_args``.
+        fp8_enabled, fp8_calibrating, fp8_recipe, fp8_group, fp8_weight_caching: Quantization in TransformerEngine's
+            deprecated spelling; see ``enabled``.
+        enabled, calibrating, recipe, amax_reduction_group, cache_quantized_params: Quantization, which this engine does
+            not do: anything but its absence is refused.
+        _order: The order of passes: ``c`` for the forward of model chunk ``c`` (counted from 1), ``-c`` for its
+            backward. Without it all forwards, then all backwards in reverse. Warm-up follows the same order.
+        _num_layers_per_chunk: How many callables each model chunk holds.
+        pool: The memory pool of the graphs, from ``torch.cuda.graph_pool_handle``.
+        retain_graph_in_backward: Whether backward keeps autograd's graph.
+        _reuse_graph_input_output_buffers: Whether graphs whose outputs have the same shapes and dtypes share the static
+            gradients of those outputs. Needs ``_order``. Static inputs are shared where ``sample_args`` share them.
+        clone_param_grads_on_return: Whether backward returns copies of the parameters' gradients. Without, the returned
+            gradients are overwritten by the next replay, so each must be consumed before it.
+        pre_warmup_hook: Called once, before all warm-up.
+        post_warmup_hook: Called once, after all warm-up.
+        capture_time_hooks: For each callable None or ``{kind: {id: hook}}``, with the kinds ``forward_pre_hooks``,
+            ``forward_hooks``, ``backward_pre_hooks`` and ``backward_hooks``. They run around the callable's passes in
+            every warm-up iteration and in capture, outside the graph, and are not replayed. See ``CaptureTimeHooks``
+            for what each is called with; each must return None.
+
+    Returns:
+        With ``_order`` a ``GraphedCallable`` for each entry of ``sample_args``. Without it, for each callable: a module
+        itself, whose ``forward`` now replays, or a function's ``GraphedCallable``. A tuple if ``modules`` is one.
+
+    Raises:
+        ValueError: lengths, orders or quantization arguments do not fit.
+        TypeError: an input or output is not a tensor, or a hook is not callable.
+        RuntimeError: a module has hooks or trainable buffers, autocast caches weights, modules are in different modes,
+            a hook returned a value, or something in a callable cannot be captured.
+
+    A failed capture leaves modules, RNG, garbage collection and TransformerEngine's capture flag as they were.
+    """
+    quantization = {
+        "fp8_enabled": fp8_enabled,
+        "fp8_calibrating": fp8_calibrating,
+        "fp8_recipe": fp8_recipe,
+        "fp8_group": fp8_group,
+        "fp8_weight_caching": fp8_weight_caching,
+        "enabled": enabled,
+        "calibrating": calibrating,
+        "recipe": recipe,
+        "amax_reduction_group": amax_reduction_group,
+        "cache_quantized_params": cache_quantized_params,
+    }
+    _refuse_quantization(quantization)
+    if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
+        raise RuntimeError("capture under autocast needs torch.autocast(..., cache_enabled=False)")
+    if num_warmup_iters < 1:
+        raise ValueError(f"num_warmup_iters must be at least 1, got {num_warmup_iters}")
+
+    alone = not isinstance(modules, tuple)
+    callables = (modules,) if alone else modules
+    samples = [sample_args] if alone else list(sample_args)
+    keywords = [sample_kwargs or {}] if alone else list(sample_kwargs or [{}] * len(samples))
+    training = _training_mode(callables)
+    _refuse_module_hooks(callables)
+    if _order is None:
+        if _reuse_graph_input_output_buffers:
+            raise ValueError("_reuse_graph_input_output_buffers needs _order")
+        plan = unordered_plan(len(callables))
+    else:
+        plan = ordered_plan(_order, _num_layers_per_chunk, len(callables))
+    for what, given in (("sample_args", samples), ("sample_kwargs", keywords)):
+        if len(given) != len(plan.callable_of_slot):
+            raise ValueError(f"{what} must have {len(plan.callable_of_slot)} entries, got {len(given)}")
+
+    hooks = _checked_hooks(callables, capture_time_hooks)
+    slots = [
+        GraphedCallable(
+            _name(callables[index], index),
+            callables[index],
+            tuple(args),
+            dict(kwargs),
+            hooks[index],
+            allow_unused_input=allow_unused_input,
+            retain_graph=retain_graph_in_backward,
+            clone_param_grads=clone_param_grads_on_return,
+        )
+        for index, args, kwargs in zip(plan.callable_of_slot, samples, keywords, strict=True)
+    ]
+    grads = _StaticGradients(shared=_reuse_graph_input_output_buffers)
+    try:
+        with undisturbed_gc(), undisturbed_rng(), transformer_engine_flag(), side_stream():
+            if pre_warmup_hook is not None:
+                pre_warmup_hook()
+            for _ in range(num_warmup_iters):
+                _run(plan, slots, training, grads, not_recording, lambda: None)
+            if post_warmup_hook is not None:
+                post_warmup_hook()
+            torch.cuda.synchronize()
+            capture = Capture(pool)
+            _run(plan, slots, training, grads, capture.recording, capture.new_graph)
+    except BaseException:
+        for slot in slots:
+            slot.reset()
+        raise
+
+    graphed = tuple(slots) if _order is not None else tuple(_graph_in_place(slot) for slot in slots)
+    return graphed[0] if alone else graphed
+
+
+def _run(
+    plan: Plan,
+    slots: Sequence[GraphedCallable],
+    training: bool,
+    grads: "_StaticGradients",
+    recording: Recording,
+    new_graph: Callable[[], torch.cuda.CUDAGraph | None],
+) -> None:
+    for step in plan.steps:
+        slot = slots[step.slot]
+        with torch.profiler.record_function(f"{slot.name} {'backward' if step.backward else 'forward'} for capture"):
+            if not step.backward:
+                slot.forward(recording, new_graph())
+            elif training:
+                slot.backward(recording, grads, new_graph())
+
+
+class _StaticGradients:
+    """Makes the static gradients of outputs; one set for all outputs that are alike where they may share."""
+
+    def __init__(self, shared: bool):
+        self._shared = shared
+        self._made: dict[tuple, tuple[torch.Tensor, ...]] = {}
+
+    def __call__(self, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        key = tuple((output.shape, output.dtype, output.layout) for output in outputs)
+        if self._shared and key in self._made:
+            return self._made[key]
+        made = tuple(torch.zeros_like(output) for output in outputs)
+        self._made[key] = made
+        return made
+
+
+def _refuse_quantization(arguments: Mapping[str, Any]) -> None:
+    for name, value in arguments.items():
+        if value is None or value is False or (isinstance(value, (tuple, list)) and not any(value)):
+            continue
+        if name in ("amax_reduction_group", "fp8_group", "recipe", "fp8_recipe"):
+            continue  # says how, not that
+        raise ValueError(
+            f"{name}={value!r}: this engine captures no quantized layers; use TransformerEngine's "
+            "make_graphed_callables for them"
+        )
+
+
+def _training_mode(callables: Sequence[Callable]) -> bool:
+    modes = {module.training for module in callables if isinstance(module, torch.nn.Module)}
+    if len(modes) > 1:
+        raise RuntimeError("modules must be all in training or all in evaluation mode")
+    return modes != {False}
+
+
+def _refuse_module_hooks(callables: Sequence[Callable]) -> None:
+    for index, module in enumerate(callables):
+        if not isinstance(module, torch.nn.Module):
+            continue
+        if module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
+            raise RuntimeError(
+                f"{_name(module, index)} has hooks, which would become part of the graph. Take them away and give "
+                "those that must run at capture as capture_time_hooks; they can be registered again afterwards."
+            )
+        if any(buffer.requires_grad for buffer in module.buffers()):
+            raise RuntimeError(
+                f"{_name(module, index)} has a buffer that requires grad; only parameters may be trainable"
+            )
+
+
+def _checked_hooks(
+    callables: Sequence[Callable], given: Sequence[Mapping[str, Mapping[Any, Callable]] | None] | None
+) -> list[CaptureTimeHooks]:
+    if given is None:
+        given = [None] * len(callables)
+    if len(given) != len(callables):
+        raise ValueError(f"capture_time_hooks must have one entry for each of {len(callables)} callables: {len(given)}")
+    return [
+        CaptureTimeHooks(_name(module, index), hooks)
+        for index, (module, hooks) in enumerate(zip(callables, given, strict=True))
+    ]
+
+
+def _name(module: Callable, index: int) -> str:
+    return f"callable {index} ({getattr(module, '__name__', type(module).__name__)})"
+
+
+def _graph_in_place(slot: GraphedCallable) -> Any:
+    module = slot.func
+    if not isinstance(module, torch.nn.Module):
+        return slot
+    module.forward = slot  # type: ignore[method-assign, assignment]
+    module.reset = slot.reset  # type: ignore[assignment]
+    return module

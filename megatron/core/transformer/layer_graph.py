@@ -1,0 +1,80 @@
+"""A layer's graphed callable with the arguments it was captured with: what ``layer.cuda_graphs`` holds."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+# Not inputs of the layer: they tell the engine how to replay.
+_REPLAY_OPTIONS = ("is_first_microbatch", "cuda_graph_stream", "cuda_graph_event")
+
+
+class LayerGraph:
+    """Replays the graphs of one layer for one micro-batch, from either engine.
+
+    Args:
+        name: What errors call the layer.
+        graphed: The engine's callable.
+        sample_args: Its static positional inputs, tensors.
+        sample_kwargs: Its static keyword inputs, tensors.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        graphed: Callable,
+        sample_args: tuple[torch.Tensor, ...],
+        sample_kwargs: dict[str, torch.Tensor],
+    ):
+        self._name = name
+        self._graphed = graphed
+        self._static_args = sample_args
+        self._static_kwargs = sample_kwargs
+        self._given: set[str] = set()
+        if hasattr(graphed, "backward_dw"):
+            self.backward_dw = graphed.backward_dw
+
+    def __call__(self, *args: torch.Tensor, **kwargs: Any) -> Any:
+        """Replay on ``args`` and ``kwargs``.
+
+        A keyword may be None if the layer was captured without it, or if no replay ever gave it: then the graph reads
+        what capture put there (of a causal attention mask, the causal mask).
+
+        Raises:
+            ValueError: an input that the graph was not captured with, or of another shape or dtype.
+        """
+        for i, (given, static) in enumerate(zip(args, self._static_args, strict=True)):
+            self._compare(f"argument {i}" if i else "hidden_states", given, static)
+        replay_kwargs = {name: kwargs.pop(name) for name in _REPLAY_OPTIONS if name in kwargs}
+        for name, static in self._static_kwargs.items():
+            given = kwargs.pop(name, None)
+            if given is None:
+                if name in self._given:
+                    raise ValueError(f"{self._name}: {name} was given to some replays and is None in this one")
+                given = static
+            else:
+                self._given.add(name)
+                self._compare(name, given, static)
+            replay_kwargs[name] = given
+        for name, given in kwargs.items():
+            if given is not None:
+                raise ValueError(
+                    f"{self._name} was captured without {name}, so its CUDA graph cannot take it. Train with "
+                    f"--cuda-graph-impl none, or leave out what makes {name} necessary."
+                )
+        return self._graphed(*args, **replay_kwargs)
+
+    def _compare(self, name: str, given: Any, static: torch.Tensor) -> None:
+        if not isinstance(given, torch.Tensor):
+            raise ValueError(f"{self._name}: {name} must be a tensor for a CUDA graph, got {given!r}")
+        if given.shape != static.shape or given.dtype != static.dtype:
+            raise ValueError(
+                f"{self._name} was captured with {name} of {tuple(static.shape)} {static.dtype} and is called with "
+                f"{tuple(given.shape)} {given.dtype}. CUDA graphs need the same --seq-length, --micro-batch-size and "
+                "precision in every step."
+            )
+
+    def reset(self) -> None:
+        """Free the graphs."""
+        self._graphed.reset()
+        self._static_args, self._static_kwargs = (), {}
