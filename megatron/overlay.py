@@ -20,7 +20,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from importlib.abc import InspectLoader, Loader, MetaPathFinder
+from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -87,11 +87,12 @@ def _core_spec() -> ModuleSpec | None:
 
 def _read_version(core: ModuleSpec) -> str | None:
     info = ordinary_spec("megatron.core.package_info", core.submodule_search_locations)
-    if info is None or not isinstance(info.loader, InspectLoader):
+    get_source = getattr(info and info.loader, "get_source", None)
+    if info is None or get_source is None:
         return None
     values = {
         target.id: str(node.value.value)
-        for node in ast.parse(info.loader.get_source(info.name) or "").body
+        for node in ast.parse(get_source(info.name) or "").body
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
         for target in node.targets
         if isinstance(target, ast.Name)
@@ -179,7 +180,8 @@ class UpstreamLoader(Loader):
         self.loader.exec_module(module)
 
     def get_source(self, fullname: str) -> str | None:
-        return self.loader.get_source(self.found.name) if isinstance(self.loader, InspectLoader) else None
+        get_source = getattr(self.loader, "get_source", None)
+        return get_source(self.found.name) if get_source else None
 
 
 def _upstream_spec(alias: str, name: str, path: Any) -> ModuleSpec | None:
