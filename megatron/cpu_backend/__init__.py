@@ -10,6 +10,6 @@ one graph of a pool reuses from another, NCCL, TransformerEngine or FP8.
 """
 
 from .errors import CaptureError, StaleAddress
-from .install import install, installed
+from .install import install, installed, uninstall
 
-__all__ = ["CaptureError", "StaleAddress", "install", "installed"]
+__all__ = ["CaptureError", "StaleAddress", "install", "installed", "uninstall"]

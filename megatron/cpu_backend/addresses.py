@@ -15,12 +15,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from .errors import StaleAddress
 
 
-@dataclass
+@dataclass(slots=True)
 class Block:
     """One storage as it stood when the capture first met it.
 
-    ``before`` holds the bytes of a storage from outside the capture as they were before its first write in it.
-    ``dtype`` is that of the first tensor seen on it; ``user`` names the operation that met it first.
+    Attributes:
+        ref: the storage, not kept alive.
+        raw: its bytes, a uint8 tensor that owns nothing.
+        user: the operator that met it first, with the shape and dtype of the tensor.
+        is_private: it was allocated in the capture.
+        before: the bytes that memory from outside the capture held before its first write in it.
     """
 
     ref: StorageWeakRef
@@ -34,12 +38,12 @@ class Block:
 
     def problem(self) -> str | None:
         """Why this memory may not be touched any more, or ``None``."""
-        if self.ref.expired():
-            return "was freed"
+        if self.nbytes == 0:
+            return None
         storage = torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
         if storage is None:
             return "was freed"
-        if storage.nbytes() != self.nbytes:
+        if storage.nbytes() < self.nbytes:
             return f"was resized from {self.nbytes} to {storage.nbytes()} bytes"
         if storage.data_ptr() != self.pointer:
             return "was moved"
@@ -50,28 +54,41 @@ class AddressBook:
     """All blocks of one tape."""
 
     def __init__(self) -> None:
-        self.blocks: dict[tuple[int, int], Block] = {}
+        self._blocks: dict[tuple[int, int], Block] = {}
+        self._outside: list[Block] = []
+        # one tensor on each private storage, and the addresses they had: torch compares all in one call
+        self._private: list[torch.Tensor] = []
+        self._private_pointers: list[int] = []
 
-    def block(self, tensor: torch.Tensor, user: str, is_private: bool = False) -> Block:
-        """The block ``tensor`` lies in, made on first sight."""
-        storage = tensor.untyped_storage()
-        pointer = storage.data_ptr()
-        key = (storage._cdata, pointer)
-        block = self.blocks.get(key)
-        if block is None:
-            nbytes = storage.nbytes()
-            block = self.blocks[key] = Block(
-                StorageWeakRef(storage), pointer, nbytes, _bytes_at(pointer, nbytes), tensor.dtype, user, is_private
-            )
-        return block
+    def __iter__(self):
+        return iter(self._blocks.values())
 
     def knows(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` lies in a block of this book."""
         storage = tensor.untyped_storage()
-        return (storage._cdata, storage.data_ptr()) in self.blocks
+        return (storage._cdata, storage.data_ptr()) in self._blocks
 
-    def alias(self, tensor: torch.Tensor, user: str) -> torch.Tensor:
+    def block(self, tensor: torch.Tensor, op: str, is_private: bool = False) -> Block:
+        """The block ``tensor`` lies in, made on first sight."""
+        storage = tensor.untyped_storage()
+        pointer, nbytes = storage.data_ptr(), storage.nbytes()
+        key = (storage._cdata, pointer)
+        if key not in self._blocks:
+            user = f"{op} on a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}"
+            raw = _bytes_at(pointer, nbytes)
+            block = Block(StorageWeakRef(storage), pointer, nbytes, raw, tensor.dtype, user, is_private)
+            self._blocks[key] = block
+            if is_private:
+                whole = torch.empty(0, dtype=torch.uint8)
+                self._private.append(whole.set_(storage))
+                self._private_pointers.append(pointer)
+            else:
+                self._outside.append(block)
+        return self._blocks[key]
+
+    def alias(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """A tensor at the same address, of the same shape, strides and dtype, that owns nothing."""
-        raw = self.block(tensor, user).raw
+        raw = self.block(tensor, op).raw
         alias = torch.empty(0, dtype=tensor.dtype)
         alias.set_(raw.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
         if tensor.is_conj():
@@ -84,16 +101,26 @@ class AddressBook:
         """Raise if any memory of the tape was freed, resized or moved since capture.
 
         Raises:
-            StaleAddress: names the operation that used it first, and its size.
+            StaleAddress: names the operator that used it first, and the tensor's shape and dtype.
         """
-        for block in self.blocks.values():
-            problem = block.problem()
-            if problem is not None:
-                raise StaleAddress(
-                    f"the graph reads or writes memory that {problem} after capture: {block.user}, "
-                    f"{block.nbytes} bytes of {block.dtype}. Keep every tensor a graph uses alive and in place, and "
-                    f"copy new values into it."
-                )
+        alive = torch.UntypedStorage._new_with_weak_ptr
+        for block in self._outside:
+            storage = alive(block.ref.cdata)
+            if storage is None or storage.data_ptr() != block.pointer:
+                _raise_stale(block)
+        same = torch._C._tensors_data_ptrs_at_indices_equal
+        if not same(self._private, self._private_pointers, list(range(len(self._private)))):
+            for block in self:
+                _raise_stale(block)
+
+
+def _raise_stale(block: Block) -> None:
+    problem = block.problem()
+    if problem is not None:
+        raise StaleAddress(
+            f"the graph uses memory that {problem} after capture: {block.user}. Keep every tensor that a graph uses "
+            f"alive and in place, and copy new values into it."
+        )
 
 
 def _bytes_at(pointer: int, nbytes: int) -> torch.Tensor:

@@ -37,8 +37,8 @@ class Device:
     def __enter__(self) -> None:
         return None
 
-    def __exit__(self, *_: Any) -> bool:
-        return False
+    def __exit__(self, *_: Any) -> None:
+        return None
 
 
 class MemPool:
@@ -64,8 +64,8 @@ def install() -> None:
     """Answer torch.cuda's questions about the device and its memory."""
     cuda = torch.cuda
     why = "one device, number 0, in every process"
-    cuda._initialized = True  # _lazy_init returns, _lazy_call calls at once
     for name, value in {
+        "_initialized": True,  # _lazy_init returns, _lazy_call calls at once
         "is_available": lambda: True,
         "is_bf16_supported": lambda including_emulation=True: True,
         "device_count": lambda: 1,
@@ -81,7 +81,7 @@ def install() -> None:
         "get_device_name": lambda device=None: NAME,
         "get_device_capability": lambda device=None: (PROPERTIES.major, PROPERTIES.minor),
         "get_device_properties": lambda device=None: PROPERTIES,
-        "get_arch_list": lambda: [],
+        "get_arch_list": list,
         "can_device_access_peer": lambda device, peer: True,
         "check_error": lambda result: None,
         "_sleep": lambda cycles: None,
@@ -102,7 +102,7 @@ def install() -> None:
         "reset_peak_memory_stats": lambda device=None: None,
         "reset_max_memory_allocated": lambda device=None: None,
         "memory_stats": lambda device=None: collections.defaultdict(int),
-        "memory_snapshot": lambda: [],
+        "memory_snapshot": list,
         "mem_get_info": lambda device=None: (PROPERTIES.total_memory, PROPERTIES.total_memory),
         "set_per_process_memory_fraction": lambda fraction, device=None: None,
         "MemPool": MemPool,

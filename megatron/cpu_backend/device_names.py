@@ -15,24 +15,26 @@ import torch
 
 from . import capture_state, generators, streams
 from .errors import NOT_PERMITTED, CaptureError, cuda_error
-from .host_memory import is_host, mark_host
+from .host_memory import host_factory, is_host, is_pinned, mark_host
 from .patches import patch
-from .tape import host_factory
 
 _WHY = "device='cuda' and calls without a device"
+_TWO = "host and device draw from two sequences"
 
 # make a tensor from nothing but arguments
-_FACTORIES = """empty empty_strided empty_permuted zeros ones full eye arange range linspace logspace scalar_tensor
- tril_indices triu_indices hann_window hamming_window blackman_window bartlett_window kaiser_window""".split()
-_RANDOM_FACTORIES = "rand randn randint randperm normal".split()
+_FACTORIES = (
+    "empty empty_strided empty_permuted zeros ones full eye arange range linspace logspace scalar_tensor tril_indices "
+    "triu_indices hann_window hamming_window blackman_window bartlett_window kaiser_window"
+)
+_RANDOM_FACTORIES = ["rand", "randn", "randint", "randperm", "normal"]
 # copy Python data
-_COPIES = "tensor as_tensor asarray".split()
+_COPIES = ["tensor", "as_tensor", "asarray"]
 # lie where their first argument lies
-_LIKE = "empty_like zeros_like ones_like full_like rand_like randn_like randint_like".split()
-_NEW = "new_empty new_empty_strided new_zeros new_ones new_full new_tensor".split()
-_RANDOM_METHODS = "normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_".split()
-_RANDOM_FUNCTIONS = "bernoulli multinomial poisson".split()
-_TYPES = "Float Double Half BFloat16 Byte Char Short Int Long Bool".split()
+_LIKE = ["empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"]
+_NEW = ["new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor"]
+_RANDOM_METHODS = "normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_"
+_RANDOM_FUNCTIONS = ["bernoulli", "multinomial", "poisson"]
+_TYPES = ["Float", "Double", "Half", "BFloat16", "Byte", "Char", "Short", "Int", "Long", "Bool"]
 
 
 def is_cuda_device(device: Any) -> bool:
@@ -73,16 +75,11 @@ def _factory(call: Callable, is_random: bool) -> Callable:
         on_device = is_cuda_device(device) or isinstance(device, torch.device)
         if on_device:
             kwargs["device"] = to_cpu(device)
-        on_host = not on_device and kwargs.get("out") is None
-        if kwargs.pop("pin_memory", False):
-            on_host = True
-        if not on_host:
-            return _drawing(call, args, kwargs, False) if is_random else call(*args, **kwargs)
-        before, host_factory.active = host_factory.active, True
-        try:
-            return mark_host(_drawing(call, args, kwargs, True) if is_random else call(*args, **kwargs))
-        finally:
-            host_factory.active = before
+        pinned = kwargs.pop("pin_memory", False)
+        on_host = pinned or not (on_device or kwargs.get("out") is not None)
+        with host_factory(on_host):
+            made = _drawing(call, args, kwargs, on_host) if is_random else call(*args, **kwargs)
+        return mark_host(made, pinned) if on_host else made
 
     return make
 
@@ -116,11 +113,8 @@ def _copy(call: Callable) -> Callable:
             kwargs["device"] = to_cpu(device)
             made = call(data, *args, **kwargs)
             return _moved(made, data) if isinstance(data, torch.Tensor) else made
-        before, host_factory.active = host_factory.active, True
-        try:
+        with host_factory():
             made = call(data, *args, **kwargs)
-        finally:
-            host_factory.active = before
         return made if isinstance(data, torch.Tensor) or isinstance(device, torch.device) else mark_host(made)
 
     return copy
@@ -129,18 +123,16 @@ def _copy(call: Callable) -> Callable:
 def _like(call: Callable) -> Callable:
     @functools.wraps(call)
     def like(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        kwargs.pop("pin_memory", None)
+        pinned = kwargs.pop("pin_memory", False)
         if kwargs.get("device") is not None:
             on_host = kwargs["device"] == "cpu"
             kwargs["device"] = to_cpu(kwargs["device"])
         else:
             on_host = is_host(tensor)
-        before, host_factory.active = host_factory.active, on_host
-        try:
+        on_host = on_host or pinned
+        with host_factory(on_host):
             made = call(tensor, *args, **kwargs)
-        finally:
-            host_factory.active = before
-        return mark_host(made) if on_host else made
+        return mark_host(made, pinned) if on_host else made
 
     return like
 
@@ -154,14 +146,14 @@ def _random_method(call: Callable) -> Callable:
 
 
 def _moved(made: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-    """``made`` as a tensor in device memory: from a host tensor that takes a copy."""
+    """``made``, got from ``source`` by a move to the device. If ``source`` lies on the host, that is a copy."""
     return made.clone() if made is source and is_host(source) else made
 
 
 def _cuda(call: Callable) -> Callable:
     @functools.wraps(call)
     def cuda(tensor: torch.Tensor, device: Any = None, non_blocking: bool = False, memory_format: Any = None):
-        return _to(torch._C.TensorBase.to)(tensor, "cuda")
+        return _moved(tensor, tensor)
 
     return cuda
 
@@ -169,23 +161,18 @@ def _cuda(call: Callable) -> Callable:
 def _to(call: Callable) -> Callable:
     @functools.wraps(call)
     def to(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        kwargs.pop("non_blocking", None)
+        if args and not isinstance(args[0], (torch.Tensor, torch.dtype)):
+            kwargs.update(zip(("device", "dtype", "non_blocking", "copy"), args, strict=False))
+            args = ()
         device = kwargs.get("device")
-        if device is None and args and not isinstance(args[0], (torch.Tensor, torch.dtype)):
-            device, rest = args[0], args[1:]
-            # .to(device, dtype, non_blocking, copy): the third is of no use here
-            args = (rest[0], False, *rest[2:]) if rest and isinstance(rest[0], torch.dtype) else ()
-            if rest and not args and not isinstance(rest[0], bool) and rest[0] is not None:
-                args = rest
-            kwargs["device"] = device
         if device is None:
             return call(tensor, *args, **kwargs)
         kwargs["device"] = to_cpu(device)
-        if isinstance(kwargs["device"], str) and kwargs["device"] == "cpu" and not is_host(tensor):
-            _refuse_copy_to_host(tensor, "Tensor.to('cpu')")
-            made = call(tensor, *args, **kwargs)
-            return mark_host(made.clone() if made is tensor else made)
-        return _moved(call(tensor, *args, **kwargs), tensor)
+        if device != "cpu" or is_host(tensor):
+            return _moved(call(tensor, *args, **kwargs), tensor)
+        _refuse_copy_to_host(tensor, "Tensor.to('cpu')")
+        made = call(tensor, *args, **kwargs)
+        return mark_host(made.clone() if made is tensor else made)
 
     return to
 
@@ -251,7 +238,7 @@ def install() -> None:
     # torch keeps the set of factories that `with torch.device(...)` applies to: it must hold the originals
     _device._device_constructors()
     patch(_device.DeviceContext, "__init__", _context_init(_device.DeviceContext.__init__), "with torch.device('cuda')")
-    for name in _FACTORIES:
+    for name in _FACTORIES.split():
         patch(torch, name, _factory(getattr(torch, name), is_random=False), _WHY)
     for name in _RANDOM_FACTORIES:
         original = getattr(torch, name)
@@ -262,16 +249,17 @@ def install() -> None:
         patch(torch, name, _like(getattr(torch, name)), _WHY)
     for name in _NEW:
         patch(torch.Tensor, name, _like(getattr(torch.Tensor, name)), _WHY)
-    for name in _RANDOM_METHODS:
-        patch(torch.Tensor, name, _random_method(getattr(torch.Tensor, name)), "host and device draw from two sequences")
+    for name in _RANDOM_METHODS.split():
+        patch(torch.Tensor, name, _random_method(getattr(torch.Tensor, name)), _TWO)
     for name in _RANDOM_FUNCTIONS:
-        patch(torch, name, _random_method(getattr(torch, name)), "host and device draw from two sequences")
+        patch(torch, name, _random_method(getattr(torch, name)), _TWO)
     for name, wrap in {"to": _to, "cuda": _cuda, "cpu": _cpu, "type": _type}.items():
         patch(torch.Tensor, name, wrap(getattr(torch.Tensor, name)), "moves a tensor")
     for name in ("tolist", "numpy"):
         patch(torch.Tensor, name, _reading(getattr(torch.Tensor, name)), "reads device data on the host")
     patch(torch.Tensor, "is_cuda", property(_is_cuda), "device tensors are CPU tensors")
-    patch(torch.Tensor, "pin_memory", lambda tensor, *_: tensor, "nothing to pin")
+    patch(torch.Tensor, "pin_memory", lambda tensor, *_: mark_host(tensor.clone(), pinned=True), "nothing to pin")
+    patch(torch.Tensor, "is_pinned", lambda tensor, *_: is_pinned(tensor), "nothing to pin")
     patch(torch.Tensor, "record_stream", lambda tensor, stream: None, "memory is freed in program order")
     patch(torch, "load", _load(torch.load), "map_location='cuda'")
     from_numpy, get_rng_state = torch.from_numpy, torch.random.get_rng_state

@@ -168,6 +168,11 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
     DEFAULT.set_state(new_state)
 
 
+def uninstall() -> None:
+    """Give the C++ code the host's sequence back."""
+    DEFAULT.state.set(HOST.get_state())
+
+
 def install() -> None:
     """Give torch.cuda its generators and ``torch``'s own functions the host's."""
     HOST.set_state(ENGINE.get_state())

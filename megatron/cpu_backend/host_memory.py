@@ -4,21 +4,64 @@ The mark sits on the storage, so views share it; results of operations outside a
 without a mark is taken for device memory: nothing is known of tensors that torch makes inside its own code.
 """
 
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
 import torch
 
+_MARK, _PINNED = "is_host_memory", "is_pinned_memory"
 
-def mark_host(tensor: torch.Tensor) -> torch.Tensor:
-    """Mark ``tensor``'s storage as host memory and return ``tensor``."""
+
+class _Factory:
+    """Whether a factory call in progress makes a host tensor."""
+
+    is_active = False
+
+
+_factory = _Factory()
+
+
+def making_host_tensor() -> bool:
+    """Whether an operator without tensor arguments is called by a factory for a host tensor."""
+    return _factory.is_active
+
+
+@contextlib.contextmanager
+def host_factory(on_host: bool = True) -> Iterator[None]:
+    """Tell the tape where a factory called in this block puts its tensor."""
+    before, _factory.is_active = _factory.is_active, on_host
+    try:
+        yield
+    finally:
+        _factory.is_active = before
+
+
+def mark_host(tensor: torch.Tensor, pinned: bool = False) -> torch.Tensor:
+    """Mark ``tensor``'s storage as host memory, pinned or not, and return ``tensor``."""
     if tensor.layout is torch.strided and tensor.device.type == "cpu":
-        tensor.untyped_storage().is_host_memory = True  # type: ignore[attr-defined]
+        storage = tensor.untyped_storage()
+        setattr(storage, _MARK, True)
+        if pinned:
+            setattr(storage, _PINNED, True)
     return tensor
 
 
 def is_host(tensor: torch.Tensor) -> bool:
     """Whether ``tensor`` is known to lie in host memory."""
+    return _has(tensor, _MARK)
+
+
+def is_pinned(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is known to lie in pinned host memory, which device copies in a capture may use."""
+    return _has(tensor, _PINNED)
+
+
+def _has(tensor: torch.Tensor, mark: str) -> bool:
     if tensor.layout is not torch.strided or tensor.device.type != "cpu":
         return False
     try:
-        return getattr(tensor.untyped_storage(), "is_host_memory", False)
-    except (NotImplementedError, RuntimeError):  # tensor subclasses without a storage, such as DTensor
+        return getattr(tensor.untyped_storage(), mark, False)
+    except (NotImplementedError, RuntimeError):  # tensor subclasses without a storage
         return False

@@ -1,18 +1,17 @@
-"""Turns the backend on for this process."""
+"""Turns the backend on and off for this process."""
 
 from __future__ import annotations
 
-import os
 import sys
 
 import torch
 
-from .patches import APPLIED
+from . import patches
 
 
 def installed() -> bool:
     """Whether this process runs on the CPU backend."""
-    return bool(APPLIED)
+    return bool(patches.APPLIED)
 
 
 def install() -> None:
@@ -31,24 +30,27 @@ def install() -> None:
             "a GPU is visible, and the CPU backend would hide it from this process. Set CUDA_VISIBLE_DEVICES='' to "
             "run on the CPU backend, or run without it."
         )
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
-    if "torch._dynamo.config" in sys.modules:
-        sys.modules["torch._dynamo.config"].disable = True  # type: ignore[attr-defined]
+    from . import compiler, cuda_graph, device, device_names, distributed, generators, streams
 
-    # the parts patch torch as they are imported by the calls below, never before the check above
-    from . import cuda_graph, device, device_names, distributed, generators, streams
-
-    for part in (device, streams, generators, device_names, cuda_graph, distributed):
+    for part in (compiler, device, streams, generators, device_names, cuda_graph, distributed):
         part.install()
-    _rebind_early_names()
+    patches.rebind_early_names()
 
 
-def _rebind_early_names() -> None:
-    """Give modules of megatron that were imported before ``install`` the replaced functions and classes."""
-    replaced = {id(p.original): getattr(p.owner, p.name) for p in APPLIED if callable(p.original)}
-    for module_name, module in list(sys.modules.items()):
-        if module is None or module_name.split(".")[0] != "megatron":
-            continue
-        for name, value in list(vars(module).items()):
-            if id(value) in replaced:
-                setattr(module, name, replaced[id(value)])
+def uninstall() -> None:
+    """Give torch its own names back, for test suites that share a process.
+
+    Tensors, graphs, streams and generators made on the backend are of no use after it.
+
+    Raises:
+        RuntimeError: a capture is under way.
+    """
+    if "megatron_fsdp_cuda_graphs.cpu_backend.cuda_graph" not in sys.modules or not installed():
+        return
+    from . import capture_state, generators, streams
+
+    if capture_state.current() is not None:
+        raise RuntimeError("end the graph capture under way before the CPU backend is uninstalled")
+    generators.uninstall()
+    streams.set_stream(streams.default_stream())
+    patches.undo_all()

@@ -1,30 +1,70 @@
 """The one place through which the backend replaces a name of torch, and the list of all it replaced."""
 
+from __future__ import annotations
+
+import sys
 from dataclasses import dataclass
 from typing import Any
+
+_MISSING = object()
 
 
 @dataclass(frozen=True)
 class Patch:
-    """One replaced attribute: where, its name, the value it had, and why it was replaced."""
+    """One replaced attribute: where, its name, the value ``owner`` answered with before, and why it was replaced.
+
+    ``is_own`` tells whether that value was the owner's own, not inherited or missing.
+    """
 
     owner: Any
     name: str
     original: Any
+    is_own: bool
     reason: str
 
     def __str__(self) -> str:
-        return f"{getattr(self.owner, '__name__', type(self.owner).__name__)}.{self.name}: {self.reason}"
+        return f"{getattr(self.owner, '__name__', self.owner)}.{self.name}: {self.reason}"
+
+    def undo(self) -> None:
+        """Put the old value back."""
+        if self.is_own:
+            setattr(self.owner, self.name, self.original)
+        else:
+            delattr(self.owner, self.name)
 
 
 APPLIED: list[Patch] = []
-_MISSING = object()
 
 
-def patch(owner: Any, name: str, value: Any, reason: str) -> Any:
-    """Set ``owner.name`` to ``value`` and return what stood there, or ``None`` where nothing did."""
-    original = getattr(owner, name, _MISSING)
+def patch(owner: Any, name: str, value: Any, reason: str) -> None:
+    """Set ``owner.name`` to ``value`` and note it in ``APPLIED``."""
+    is_own = name in vars(owner)
+    # vars() keeps a staticmethod or property as what it is
+    original = vars(owner)[name] if is_own else getattr(owner, name, _MISSING)
+    APPLIED.append(Patch(owner, name, original, is_own, reason))
     setattr(owner, name, value)
-    original = None if original is _MISSING else original
-    APPLIED.append(Patch(owner, name, original, reason))
-    return original
+
+
+def rebind_early_names() -> None:
+    """Give modules of megatron that were imported before the patches the replaced functions and classes.
+
+    They hold torch's under names of their own (``from torch.distributed import new_group``).
+    """
+    _rebind({id(p.original): getattr(p.owner, p.name) for p in APPLIED if callable(p.original)})
+
+
+def undo_all() -> None:
+    """Put every replaced name back, in the modules of megatron too."""
+    originals = {id(getattr(p.owner, p.name)): p.original for p in reversed(APPLIED) if callable(p.original)}
+    while APPLIED:
+        APPLIED.pop().undo()
+    _rebind(originals)
+
+
+def _rebind(replaced: dict[int, Any]) -> None:
+    for module_name, module in list(sys.modules.items()):
+        if module is None or module_name.split(".")[0] != "megatron":
+            continue
+        for name, value in list(vars(module).items()):
+            if id(value) in replaced:
+                setattr(module, name, replaced[id(value)])

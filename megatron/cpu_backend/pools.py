@@ -32,8 +32,8 @@ def new_handle() -> PoolHandle:
 
 def pool_of(handle: PoolHandle | None) -> Pool:
     """The living pool of ``handle``, or a new one; ``None`` always makes a new one."""
-    handle = new_handle() if handle is None else tuple(handle)  # type: ignore[assignment]
-    pool = _pools.get(handle)
+    key = new_handle() if handle is None else handle
+    pool = _pools.get(key)
     if pool is None:
-        pool = _pools[handle] = Pool(handle)
+        pool = _pools[key] = Pool(key)
     return pool

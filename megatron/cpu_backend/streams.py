@@ -165,7 +165,8 @@ class StreamContext:
     """Makes a stream current for a block; ``None`` changes nothing."""
 
     def __init__(self, stream: Stream | None):
-        self.stream, self.before = stream, None
+        self.stream = stream
+        self.before: Stream | None = None
 
     def __enter__(self) -> Stream | None:
         self.before = current_stream()

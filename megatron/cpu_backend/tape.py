@@ -7,7 +7,6 @@ and bools: zero), as if nothing had run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,9 +18,10 @@ from .addresses import AddressBook
 from .capture_state import CaptureState
 from .errors import NOT_PERMITTED, UNJOINED, CaptureError, cuda_error
 from .generators import GeneratorState
-from .host_memory import is_host, mark_host
+from .host_memory import is_host, is_pinned, making_host_tensor, mark_host
 from .ops import Op, describe, needs_positions
 from .pools import Pool
+from .replay_steps import Step, make_step
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -33,7 +33,7 @@ class Tape:
         self.pool = pool
         self.generators = generators
         self.memory = AddressBook()
-        self.steps: list[Callable[[], None]] = []
+        self.steps: list[Step] = []
         self.names: list[str] = []
         self.constants: list[torch.Tensor] = []
 
@@ -70,8 +70,10 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         op = describe(func)
         inputs = _tensors((args, kwargs))
-        on_host = all(is_host(t) for t in inputs) if inputs else host_factory.active
-        if on_host:
+        if any(t.device.type != "cpu" for t in inputs):  # the meta device: no memory
+            return func(*args, **kwargs)
+        # torch makes tensors of Python numbers and lists on the host, and lifts them
+        if op.name.startswith("aten.lift_fresh") or (all(map(is_host, inputs)) if inputs else making_host_tensor()):
             out = func(*args, **kwargs)
             for tensor in _tensors(out):
                 mark_host(tensor)
@@ -95,7 +97,8 @@ class Recorder(TorchDispatchMode):
         if op.writes_nothing or not (fresh or op.written):
             return out
         targets = [(i, self.tape.memory.alias(t, op.name)) for i, t in fresh]
-        self.tape.steps.append(self._step(func, op, self._bind(args, op), self._bind(kwargs, op), targets))
+        step = make_step(func, self._bind(args, op), self._bind(kwargs, op), targets)
+        self.tape.steps.append(_drawing_from(GeneratorState.active, step) if op.is_random else step)
         self.tape.names.append(op.name)
         return out
 
@@ -111,7 +114,7 @@ class Recorder(TorchDispatchMode):
                 raise self.state.invalidate(
                     CaptureError(f"{op.name}: the CPU backend records strided tensors only, not {tensor.layout}")
                 )
-            if tensor.dim() > 0 and is_host(tensor):
+            if tensor.dim() > 0 and is_host(tensor) and not is_pinned(tensor):
                 raise self.state.invalidate(
                     CaptureError(
                         f"{op.name} takes a host tensor of shape {tuple(tensor.shape)} together with device tensors in "
@@ -140,40 +143,10 @@ class Recorder(TorchDispatchMode):
         return tree_map_only(torch.Tensor, lambda t: self._bound(t, op), arguments)
 
     def _bound(self, tensor: torch.Tensor, op: Op) -> torch.Tensor:
-        if is_host(tensor):  # a scalar: its value goes into the launch, as on a GPU
+        if is_host(tensor) and not is_pinned(tensor):  # a scalar: its value goes into the launch, as on a GPU
             self.tape.constants.append(tensor.clone())
             return self.tape.constants[-1]
         return self.tape.memory.alias(tensor, op.name)
-
-    def _step(self, func, op: Op, args: tuple, kwargs: dict, targets: list[tuple[int, torch.Tensor]]):
-        call = func._op
-        state = GeneratorState.active if op.is_random else None
-        if not targets:
-
-            def run() -> None:
-                call(*args, **kwargs)
-
-        elif len(targets) == 1 and len(func._schema.returns) == 1 and _is_tensor(func._schema.returns[0]):
-            target = targets[0][1]
-
-            def run() -> None:
-                target.copy_(call(*args, **kwargs))
-
-        else:
-
-            def run() -> None:
-                new = _tensors(call(*args, **kwargs))
-                for i, target in targets:
-                    target.copy_(new[i])
-
-        if state is None:
-            return run
-
-        def run_with_generator() -> None:
-            state.load()
-            run()
-
-        return run_with_generator
 
     def register(self, state: GeneratorState) -> None:
         """Let the rest of the capture draw from ``state``."""
@@ -186,7 +159,7 @@ class Recorder(TorchDispatchMode):
         Raises:
             CaptureError: a stream that joined the capture has work the origin stream did not wait for.
         """
-        for block in self.tape.memory.blocks.values():
+        for block in self.tape.memory:
             if block.problem() is not None:
                 continue
             if block.is_private:
@@ -201,17 +174,12 @@ class Recorder(TorchDispatchMode):
             raise cuda_error(UNJOINED)
 
 
-class _HostFactory:
-    """Whether a factory call in progress makes a host tensor."""
+def _drawing_from(state: GeneratorState, step: Step) -> Step:
+    def draw() -> None:
+        state.load()
+        step()
 
-    active = False
-
-
-host_factory = _HostFactory()
-
-
-def _is_tensor(returned: Any) -> bool:
-    return str(returned.type) == "Tensor"
+    return draw
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
