@@ -1,0 +1,184 @@
+"""What ``python -m megatron_fsdp_cuda_graphs`` says about an environment."""
+
+import os
+import subprocess
+import sys
+import types
+from importlib.metadata import PackageNotFoundError
+
+import pytest
+import torch
+
+from megatron_fsdp_cuda_graphs import doctor, overlay
+
+TE_MODULE = "transformer_engine.pytorch"
+
+
+def transformer_engine(monkeypatch, make_graphed_callables, version="2.20.2"):
+    """Put a TransformerEngine with that function in the place of the installed one."""
+    module = types.ModuleType(TE_MODULE)
+    vars(module)["make_graphed_callables"] = make_graphed_callables
+    monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
+    monkeypatch.setitem(sys.modules, TE_MODULE, module)
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: version)
+
+
+@pytest.fixture
+def no_transformer_engine(monkeypatch):
+    def version(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    monkeypatch.setitem(sys.modules, TE_MODULE, None)
+    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+
+
+@pytest.fixture
+def two_gpus(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H200")
+    for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NCCL_GRAPH_REGISTER"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.fixture
+def patched_core(monkeypatch):
+    """Stand in for the imports of the patched modules, which the run in a process of its own makes."""
+    monkeypatch.setattr(doctor, "_examine_module", lambda name, report: "replaced")
+
+
+@pytest.fixture
+def ready(two_gpus, patched_core, monkeypatch):
+    transformer_engine(monkeypatch, lambda modules, capture_time_hooks=None: None)
+
+
+class TestEngine:
+    def test_one_with_capture_time_hooks_takes_them(self, monkeypatch):
+        transformer_engine(monkeypatch, lambda modules, capture_time_hooks=None: None)
+        assert doctor.find_engine() == doctor.Engine("2.20.2", takes_hooks=True, error=None)
+
+    def test_one_without_does_not(self, monkeypatch):
+        transformer_engine(monkeypatch, lambda modules, sample_args: None, version="2.18.0")
+        assert doctor.find_engine() == doctor.Engine("2.18.0", takes_hooks=False, error=None)
+
+    def test_one_that_cannot_be_imported_says_why(self, monkeypatch):
+        transformer_engine(monkeypatch, None)
+        monkeypatch.setitem(sys.modules, TE_MODULE, None)
+        engine = doctor.find_engine()
+        assert engine.version == "2.20.2"
+        assert engine.error.startswith(f"ModuleNotFoundError: import of {TE_MODULE} halted")
+
+    def test_one_that_is_not_installed_has_no_version(self, no_transformer_engine):
+        assert doctor.find_engine().version is None
+
+
+class TestWhyOff:
+    @pytest.fixture(autouse=True)
+    def clean(self, monkeypatch):
+        monkeypatch.delenv(overlay.SWITCH, raising=False)
+        monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
+
+    def test_the_switch_is_named(self, monkeypatch):
+        monkeypatch.setenv(overlay.SWITCH, "0")
+        assert doctor.why_off() == "MEGATRON_FSDP_CUDA_GRAPHS=0 turns the patch off. Unset it."
+
+    def test_torch_autoload_is_named_with_the_call_that_replaces_it(self, monkeypatch):
+        monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
+        assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in doctor.why_off()
+        assert "megatron_fsdp_cuda_graphs.overlay.activate()" in doctor.why_off()
+
+    def test_a_missing_entry_point_is_named(self, monkeypatch):
+        monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: [])
+        assert "entry point that turns the patch on is not installed" in doctor.why_off()
+
+
+class TestReport:
+    def test_with_everything_there_graphs_can_work_and_nothing_is_missing(self, ready):
+        report = doctor.examine()
+        assert report.ready
+        assert (report.missing, report.limits) == ([], [])
+        assert str(report).endswith("Graphs under Megatron-FSDP can work here.")
+        assert ("GPUs", "2 x H200") in report.facts
+
+    def test_without_a_gpu_they_cannot(self, ready, monkeypatch):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+        report = doctor.examine()
+        assert [text.split(".")[0] for text in report.missing] == ["No GPU is visible to torch"]
+        assert str(report).endswith("Graphs under Megatron-FSDP cannot work here.")
+
+    def test_without_transformer_engine_they_can_with_local_layers(self, two_gpus, patched_core, no_transformer_engine):
+        report = doctor.examine()
+        assert report.ready
+        assert "--transformer-impl local" in report.limits[0]
+
+    def test_with_a_transformer_engine_too_old_for_hooks_they_can_with_our_engine(self, ready, monkeypatch):
+        transformer_engine(monkeypatch, lambda modules: None, version="2.18.0")
+        report = doctor.examine()
+        assert report.ready
+        assert "takes no capture_time_hooks" in report.limits[0]
+
+    def test_with_the_patch_off_they_cannot(self, ready, monkeypatch):
+        monkeypatch.setattr(overlay, "is_active", lambda: False)
+        monkeypatch.setenv(overlay.SWITCH, "0")
+        assert doctor.examine().missing == [doctor.why_off()]
+
+    def test_with_another_megatron_core_they_cannot(self, ready, monkeypatch):
+        monkeypatch.setattr(overlay, "find_core", lambda: overlay.Core("0.20.0", "somewhere"))
+        (missing,) = doctor.examine().missing
+        assert missing.startswith("megatron-core 0.20.0 is refused")
+        assert "0.19.2" in missing
+
+    def test_without_megatron_core_they_cannot(self, ready, monkeypatch):
+        monkeypatch.setattr(overlay, "find_core", lambda: None)
+        assert doctor.examine().missing == ["megatron-core is not installed. Install megatron-core==0.19.2."]
+
+    @pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+    def test_expandable_segments_need_nccls_graph_registration_off(self, ready, monkeypatch, variable):
+        monkeypatch.setenv(variable, "expandable_segments:True")
+        (missing,) = doctor.examine().missing
+        assert "NCCL_GRAPH_REGISTER=0" in missing
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+        assert doctor.examine().ready
+
+    @pytest.mark.parametrize(("gpus", "code"), [(2, 0), (0, 1)])
+    def test_the_exit_code_says_whether_they_can(self, ready, monkeypatch, capsys, gpus, code):
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+        assert doctor.main() == code
+        assert "Graphs under Megatron-FSDP can" in capsys.readouterr().out
+
+
+class TestModule:
+    def test_one_that_cannot_be_imported_is_missing_with_the_reason(self, monkeypatch):
+        def refuse(name):
+            raise OSError("broken build")
+
+        monkeypatch.setattr(doctor.importlib, "import_module", refuse)
+        report = doctor.Report()
+        assert doctor._examine_module("megatron.core.layers", report) == "fails"
+        assert report.missing == ["megatron.core.layers cannot be imported: OSError: broken build"]
+
+    def test_one_that_another_import_hook_answered_is_missing(self, monkeypatch):
+        name = overlay.patched_modules()[0]
+        stranger = types.ModuleType(name)
+        stranger.__file__ = "elsewhere.py"
+        monkeypatch.setattr(doctor.importlib, "import_module", lambda _: stranger)
+        report = doctor.Report()
+        assert doctor._examine_module(name, report) == "not patched"
+        assert report.missing[0].startswith(f"{name} came from elsewhere.py")
+
+
+def test_here_it_finds_every_patched_module_in_this_tree():
+    done = subprocess.run(
+        [sys.executable, "-m", "megatron_fsdp_cuda_graphs"],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    lines = done.stdout.split("Modules:\n")[1].split("\n\n")[0].splitlines()
+    states = {name: state for state, name in map(str.split, lines)}
+    assert sorted(states) == overlay.patched_modules()
+    assert set(states.values()) <= {"replaced", "added"}
+    assert states["megatron.training.arguments"] == "replaced"
+    assert done.returncode == 1
+    assert "No GPU is visible" in done.stdout

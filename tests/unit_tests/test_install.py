@@ -1,0 +1,189 @@
+"""The installed patch, under the real torch: every way to install it, and the processes that a training starts.
+
+megatron-core is a miniature ahead on the path, so that no test waits for the real one to be imported.
+"""
+
+import functools
+import importlib.metadata
+import os
+import shutil
+import subprocess
+import sys
+import venv
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import dedent
+
+import pytest
+import setuptools
+import torch
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
+from tests.unit_tests.fake_core import PATCHED_LAYERS, ROOT, core_files, write
+
+NAME = "megatron_fsdp_cuda_graphs"
+PACKAGES = Path(torch.__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Installation:
+    """An installed copy of this project, whose tree also replaces the miniature's ``megatron.core.layers``.
+
+    Attributes:
+        python: The interpreter to run.
+        source: The copy of the project that was installed.
+        site: Where the files went; the folder that holds ``megatron_fsdp_cuda_graphs`` or points to it.
+        tree: The tree that an import is expected to use.
+        path: What PYTHONPATH must hold, in order.
+    """
+
+    python: Path
+    source: Path
+    site: Path
+    tree: Path
+    path: tuple[Path, ...]
+
+    def run(self, *arguments: str, folder: Path | None = None, **environment: str) -> str:
+        """Run Python, in ``folder`` if given, and return what it printed; AssertionError if it fails."""
+        inherited = {k: v for k, v in os.environ.items() if k not in ("MEGATRON_FSDP_CUDA_GRAPHS", "PYTHONPATH")}
+        variables = {**inherited, "PYTHONPATH": os.pathsep.join(map(str, self.path)), **environment}
+        command = [str(self.python), *map(dedent, arguments)]
+        done = subprocess.run(
+            command, cwd=folder or self.source.parent, env=variables, capture_output=True, text=True, timeout=240
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout.strip()
+
+
+def copy_of_the_project(folder: Path) -> Path:
+    source = folder / "source"
+    shutil.copytree(ROOT / "megatron", source / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("setup.py", "pyproject.toml", "LICENSE"):
+        shutil.copy(ROOT / file, source)
+    return write(source, {"megatron/core/layers.py": PATCHED_LAYERS})
+
+
+def environment_with_torch(folder: Path) -> Path:
+    """Make a virtual environment that borrows torch and setuptools; return its interpreter."""
+    venv.create(folder, symlinks=True)
+    python = folder / "bin" / "python"
+    borrowed = {str(PACKAGES), str(Path(setuptools.__file__).parents[1])}
+    (site_packages(python) / "borrowed.pth").write_text("\n".join(sorted(borrowed)))
+    return python
+
+
+def site_packages(python: Path) -> Path:
+    return next(python.parents[1].glob("lib/python*/site-packages"))
+
+
+def install(kind: str, folder: Path) -> Installation:
+    source = copy_of_the_project(folder)
+    core = write(folder / "core", core_files())
+    python = environment_with_torch(folder / "environment")
+    site = folder / "target" if kind == "target" else site_packages(python)
+    options = {"editable": ["--editable"], "regular": [], "target": ["--target", str(site)]}[kind]
+    pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
+    offline = ["--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed"]
+    subprocess.run([*pip, *offline, *options, str(source)], check=True, timeout=240, stdin=subprocess.DEVNULL)
+    tree = source / "megatron" if kind == "editable" else site / NAME
+    return Installation(python, source, site, tree, (core, site) if kind == "target" else (core,))
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Callable[[str], Installation]:
+    return functools.cache(lambda kind: install(kind, tmp_path_factory.mktemp(kind)))
+
+
+@pytest.fixture(params=["editable", "regular", "target"])
+def installation(request, installed) -> Installation:
+    return installed(request.param)
+
+
+@pytest.fixture
+def regular(installed) -> Installation:
+    return installed("regular")
+
+
+class TestEveryInstallation:
+    def test_it_patches_without_a_word_from_the_program(self, installation):
+        code = "import megatron.core.layers as layers, torch; print(layers.__file__, layers.Linear.graphed)"
+        assert installation.run("-c", code) == f"{installation.tree}/core/layers.py True"
+
+    def test_its_tree_holds_every_file_of_the_project(self, installation):
+        modules = {file.relative_to(installation.tree) for file in installation.tree.rglob("*.py")}
+        expected = {
+            file.relative_to(installation.source / "megatron") for file in installation.source.rglob("megatron/**/*.py")
+        }
+        assert modules == expected
+
+    def test_it_puts_no_file_where_megatron_core_keeps_its_own(self, installation):
+        assert not (installation.site / "megatron").exists()
+
+
+class TestAutoload:
+    def test_the_patch_is_on_when_torch_is_imported_first(self, regular):
+        code = "import torch, megatron.core.layers; print(megatron.core.layers.Linear.graphed)"
+        assert regular.run("-c", code) == "True"
+
+    def test_turned_off_the_patch_waits_for_a_call_of_activate(self, regular):
+        code = f"""
+            import torch
+            from {NAME}.overlay import activate, is_active
+            print(is_active())
+            activate()
+            import megatron.core.layers as layers
+            print(layers.Linear.graphed)
+        """
+        assert regular.run("-c", code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False\nTrue"
+
+
+class TestChildProcesses:
+    def test_torchrun_ranks_are_patched(self, regular, tmp_path):
+        source = """
+            import os
+            from megatron.core.layers import Linear
+            with open(os.environ["RANK"], "w") as file:
+                file.write(str(Linear.graphed))
+        """
+        script = write(tmp_path, {"rank.py": source}) / "rank.py"
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        regular.run(*launch, str(script), folder=tmp_path, OMP_NUM_THREADS="1")
+        assert [(tmp_path / rank).read_text() for rank in "01"] == ["True", "True"]
+
+    def test_a_process_that_torch_multiprocessing_spawns_takes_a_class_of_a_patched_module(self, regular, tmp_path):
+        script = """
+            import pathlib
+            import torch.multiprocessing
+
+            def child(index, file, cls):
+                import megatron.core.layers as layers
+                file.write_text(str((cls is layers.Linear, cls.graphed)))
+
+            if __name__ == "__main__":
+                from megatron.core.layers import Linear
+                torch.multiprocessing.spawn(child, (pathlib.Path("found"), Linear))
+        """
+        regular.run(str(write(tmp_path, {"main.py": script}) / "main.py"), folder=tmp_path)
+        assert (tmp_path / "found").read_text() == "(True, True)"
+
+
+class TestRequirements:
+    def test_exactly_the_tested_versions_of_megatron_core_are_admitted(self, regular):
+        from megatron_fsdp_cuda_graphs.overlay import TESTED_VERSIONS
+
+        (info,) = importlib.metadata.distributions(name=NAME, path=[str(regular.site)])
+        requirements = {r.name: r for r in map(Requirement, info.requires or ())}
+        candidates = [*TESTED_VERSIONS, "0.18.2", "0.19.0", "0.19.1", "0.19.3", "0.20.0"]
+        admitted = set(requirements["megatron-core"].specifier.filter(candidates))
+        assert admitted == set(TESTED_VERSIONS)
+
+    def test_the_verified_set_pins_what_is_required(self, regular):
+        (info,) = importlib.metadata.distributions(name=NAME, path=[str(regular.site)])
+        lines = (ROOT / "constraints.txt").read_text().splitlines()
+        pinned = {r.name: r.specifier for r in map(Requirement, (ln for ln in lines if ln and not ln.startswith("#")))}
+        for requirement in map(Requirement, info.requires or ()):
+            assert requirement.name in pinned
+            (pin,) = pinned[requirement.name]
+            assert pin.version in SpecifierSet(str(requirement.specifier)), requirement
