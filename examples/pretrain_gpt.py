@@ -23,9 +23,17 @@ from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
 from megatron.training import get_args, get_timers, get_tokenizer, pretrain
-from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
+from megatron.training.argument_utils import (
+    gpt_config_from_args,
+    hybrid_config_from_args,
+    pretrain_cfg_container_from_args,
+)
 from megatron.training.arguments import parse_and_validate_args
-from megatron.training.utils.common_utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+from megatron.training.utils.common_utils import (
+    get_blend_and_blend_per_split,
+    is_first_or_last_pipeline_stage,
+    is_hybrid_model,
+)
 
 # Flags whose batches or losses need code that megatron-core's wheel does not carry.
 LEFT_TO_MEGATRON_LM = (
@@ -171,7 +179,7 @@ def main() -> None:
         if getattr(args, name, None):
             flag = "--" + name.replace("_", "-")
             raise SystemExit(f"{flag} is not in this example: train with Megatron-LM's own pretrain_gpt.py instead.")
-    model_config = gpt_config_from_args(args)
+    model_config = hybrid_config_from_args(args) if is_hybrid_model(args) else gpt_config_from_args(args)
     path = os.environ.get("STEP_METRICS_PATH")
     if path:
         metrics = StepMetrics(path)

@@ -54,6 +54,19 @@ def test_flags_that_need_megatron_lm_are_refused_by_name(pretrain_gpt, monkeypat
         pretrain_gpt.main()
 
 
+@pytest.mark.parametrize(("pattern", "builder"), [(None, "gpt"), ("*-*-", "hybrid")])
+def test_a_layer_pattern_chooses_the_hybrid_model(pretrain_gpt, monkeypatch, pattern, builder):
+    trained = []
+    monkeypatch.delenv("STEP_METRICS_PATH", raising=False)
+    monkeypatch.setattr(pretrain_gpt, "parse_and_validate_args", lambda: SimpleNamespace(hybrid_layer_pattern=pattern))
+    monkeypatch.setattr(pretrain_gpt, "gpt_config_from_args", lambda args: "gpt")
+    monkeypatch.setattr(pretrain_gpt, "hybrid_config_from_args", lambda args: "hybrid")
+    monkeypatch.setattr(pretrain_gpt, "pretrain_cfg_container_from_args", lambda args, model: model)
+    monkeypatch.setattr(pretrain_gpt, "pretrain", lambda config, *others: trained.append(config))
+    pretrain_gpt.main()
+    assert trained == [builder]
+
+
 def test_metrics_are_exact(metrics):
     loss = torch.tensor(1.1)
     metrics.record(1, {"lm loss": loss}, 0.1, skipped=False)
