@@ -128,45 +128,53 @@ class ModuleHooks:
         return sorted_hooks
 
 
+# What the engine calls. ``__wrapped__`` is for its error messages.
+
+
 def _module_only(handler):
     def call(module, *offered):
         return handler(module)
 
-    return call
+    return _wrapping(call, handler)
 
 
 def _with_empty(hook, count):
     def call(module, *offered):
         return hook(module, *((),) * count)
 
-    return call
+    return _wrapping(call, hook)
 
 
 def _forward_pre_hook(hook):
     def call(module, args=(), kwargs=None):
         return hook(module, args)
 
-    return call
+    return _wrapping(call, hook)
 
 
 def _forward_pre_hook_with_kwargs(hook):
     def call(module, args=(), kwargs=None):
         return hook(module, args, kwargs or {})
 
-    return call
+    return _wrapping(call, hook)
 
 
 def _forward_hook(hook):
     def call(module, args=(), output=None):
         return hook(module, args, output)
 
-    return call
+    return _wrapping(call, hook)
 
 
 def _forward_hook_with_kwargs(hook):
     def call(module, args=(), output=None):
         return hook(module, args, {}, output)
 
+    return _wrapping(call, hook)
+
+
+def _wrapping(call, hook):
+    call.__wrapped__ = hook
     return call
 
 

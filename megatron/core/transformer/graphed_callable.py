@@ -49,14 +49,15 @@ class CaptureTimeHooks:
         for hook, takes_all in self._hooks[kind]:
             if (hook(module, *offered) if takes_all else hook(module)) is not None:
                 raise RuntimeError(
-                    f"capture_time_hooks of {self._name}: {kind} hook {hook!r} returned a value. Hooks run outside the "
-                    "graph and cannot change what it reads or returns; they must return None."
+                    f"capture_time_hooks of {self._name}: {kind} hook {getattr(hook, '__wrapped__', hook)!r} returned a "
+                    "value. Hooks run outside the graph and cannot change what it reads or returns; they must return "
+                    "None."
                 )
 
 
 def _takes(hook: Callable, count: int) -> bool:
     try:
-        inspect.signature(hook).bind(*range(count))
+        inspect.signature(hook, follow_wrapped=False).bind(*range(count))
     except (TypeError, ValueError):
         return False
     return True

@@ -16,7 +16,7 @@ Direction = Literal["forward", "backward"]
 
 ADVICE = (
     "Graphs need --fsdp-double-buffer and --fsdp-db-use-persist-buf-on-alloc-fail, which keep buffers in place; if "
-    "both are set, something changed the order of all-gathers since capture (a unit that ran out of turn, for instance)."
+    "both are set, the order of all-gathers changed since capture (a unit that ran out of turn, say)."
 )
 
 

@@ -1,0 +1,101 @@
+"""Trains cases eagerly and with CUDA graphs, on one process per GPU or CPU rank, and writes down how they differ.
+
+    torchrun --nproc-per-node 2 tests/support/compare_runs.py --cases cases.json --output results.json --tp 2
+
+``cases.json`` is a list of keyword arguments of ``fsdp_training.Case``; a further one, ``control``, names one of
+``controls.CONTROLS`` to capture with. Without a GPU the CPU backend takes its place. Each layout of ranks needs
+processes of its own: NCCL keeps the memory of communicators that are not used any more.
+"""
+
+import argparse
+import json
+import os
+import sys
+import time
+import traceback
+from dataclasses import replace
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+
+on_cpu = not torch.cuda.is_available()
+if on_cpu:
+    from megatron_fsdp_cuda_graphs import cpu_backend
+
+    torch.set_num_threads(1)
+    cpu_backend.install()
+
+from tests.support import fused_weight_gradient_mlp_cuda  # noqa: E402
+
+sys.modules.setdefault("fused_weight_gradient_mlp_cuda", fused_weight_gradient_mlp_cuda)
+
+from tests.support.controls import CONTROLS  # noqa: E402
+from tests.support.fsdp_training import Case, Trace, train  # noqa: E402
+
+
+def main() -> None:
+    """Run every case; the first rank writes the results after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=Path, required=True, help="JSON list of cases")
+    parser.add_argument("--output", type=Path, required=True, help="where the results go, as JSON")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
+    parser.add_argument("--ep", type=int, default=1, help="expert parallel ranks")
+    parser.add_argument("--etp", type=int, default=None, help="tensor parallel ranks of experts")
+    args = parser.parse_args()
+
+    if not on_cpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if on_cpu else "nccl")
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tp,
+        expert_model_parallel_size=args.ep,
+        expert_tensor_parallel_size=args.etp,
+    )
+    results = []
+    eager: dict[Case, Trace] = {}
+    for arguments in json.loads(args.cases.read_text()):
+        arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+        control = arguments.pop("control", None)
+        results.append(compare(Case(**arguments), control, eager))
+        if dist.get_rank() == 0:
+            args.output.write_text(json.dumps(results, indent=1))
+            shown = results[-1]["error"][-300:] or results[-1]["differences"][:3] or "bit-equal"
+            print(f"{results[-1]['case']}: {shown} ({results[-1]['seconds']:.1f} s)", flush=True)
+    dist.destroy_process_group()
+
+
+def compare(case: Case, control: str | None, eager: dict[Case, Trace]) -> dict:
+    """Train ``case`` both ways (eagerly once for all cases that differ in nothing else) and gather the differences."""
+    start, error, differences = time.perf_counter(), "", []
+    graphed = None
+    try:
+        same_eager = replace(case, modules=())
+        if same_eager not in eager:
+            eager[same_eager] = train(same_eager, graphs=False)
+        graphed = train(case, graphs=True, at_capture=CONTROLS[control] if control else None)
+        differences = eager[same_eager].differences(graphed)
+    except Exception:
+        error = traceback.format_exc()
+    errors: list = [None] * dist.get_world_size()
+    of_ranks: list = [None] * dist.get_world_size()
+    dist.all_gather_object(errors, error)  # every rank fails at the same place, or this is where they hang
+    dist.all_gather_object(of_ranks, differences)
+    error = next(filter(None, errors), "")
+    return {
+        "case": str(case) + (f" control={control}" if control else ""),
+        "differences": [f"rank {rank}: {line}" for rank, lines in enumerate(of_ranks) for line in lines or []],
+        "error": error,
+        "graphs": graphed.graphs if graphed else 0,
+        "losses": graphed.losses if graphed else [],
+        "grad_norms": graphed.grad_norms if graphed else [],
+        "seconds": time.perf_counter() - start,
+    }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,118 @@
+"""What can be done in place of an honest capture: controls that a comparison with eager training must notice."""
+
+from collections.abc import Callable
+from unittest import mock
+
+import torch
+
+from .fsdp_training import Training
+
+
+def dead_replay(training: Training) -> None:
+    """Graphs that are replayed but do nothing."""
+    training.helper.create_cudagraphs()
+    for layer in training.layers:
+        for graph in layer.cuda_graphs:
+            graph._graphed.forward_graph = mock.Mock()
+
+
+def hooks_left(training: Training) -> None:
+    """Layers that are captured with their hooks on."""
+    from megatron.core.transformer import cuda_graph_hooks
+
+    with mock.patch.object(cuda_graph_hooks.ModuleHooks, "extract", _keep_hooks):
+        training.helper.create_cudagraphs()
+
+
+def _keep_hooks(module):
+    from megatron.core.transformer.cuda_graph_hooks import ModuleHooks
+
+    names = [name for name in vars(module) if name.endswith("_hooks") or "_hooks_" in name]
+    kept = {name: dict(value) for name in names if isinstance(value := getattr(module, name), dict)}
+    return ModuleHooks(module, {name: kept.get(name, {}) for name in (*kept, "_forward_hooks_with_kwargs")})
+
+
+def no_post_backward_sentinel(training: Training) -> None:
+    """FSDP's forward-pre wrapper without the sentinel that names its handler."""
+    for hook in training.layers[0]._forward_pre_hooks.values():
+        vars(hook).pop("_cuda_graph_backward_handler", None) if hasattr(hook, "__dict__") else None
+    training.helper.create_cudagraphs()
+
+
+def no_pre_backward_sentinel(training: Training) -> None:
+    """FSDP's forward wrapper without the sentinel that names its handler."""
+    for hook in training.layers[0]._forward_hooks.values():
+        vars(hook).pop("_cuda_graph_backward_pre_handler", None) if hasattr(hook, "__dict__") else None
+    training.helper.create_cudagraphs()
+
+
+def failed_forward_capture(training: Training) -> None:
+    """A layer that reads a value on the host: its forward cannot be captured, and training goes on eagerly."""
+    _fail_capture(training, lambda tensor: tensor.sum().item())
+
+
+def failed_backward_capture(training: Training) -> None:
+    """A layer whose gradient is read on the host: its backward cannot be captured, and training goes on eagerly."""
+    _fail_capture(training, lambda tensor: tensor.register_hook(lambda grad: (grad.sum().item(), None)[1]) and None)
+
+
+def _fail_capture(training: Training, touch: Callable[[torch.Tensor], object]) -> None:
+    def hook(module, args, output):
+        touch(output[0] if isinstance(output, tuple) else output)
+
+    handle = training.layers[-1].mlp.register_forward_hook(hook)
+    before = _state(training)
+    try:
+        training.helper.create_cudagraphs()
+    except RuntimeError as error:
+        print(f"capture failed as it should: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+    else:
+        raise AssertionError("the capture should have failed")
+    after = _state(training)
+    handle.remove()
+    assert before == after, f"a failed capture changed {[key for key in before if before[key] != after[key]]}"
+
+
+def _state(training: Training) -> dict[str, object]:
+    """What a failed capture must leave alone, in a form that can be compared."""
+    import gc
+
+    from megatron.core.tensor_parallel.random import get_all_rng_states
+    from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
+    layers = training.layers
+    fsdp = training.model.module
+    return {
+        "hooks": [
+            [(name, list(value.items())) for name, value in vars(module).items() if "_hooks" in name and value]
+            for layer in layers
+            for module in layer.modules()
+        ],
+        "graphs": [list(layer.cuda_graphs) for layer in layers],
+        "parameters": [(name, id(param)) for name, param in training.model.named_parameters()],
+        "gradients": [param.grad is None for param in training.model.parameters()],
+        "distributed": fsdp.is_param_fsdp_distributed,
+        "capturing": (
+            is_graph_capturing(),
+            torch.cuda.is_current_stream_capturing(),
+            fsdp.fsdp_hooks.graphed.capturing,
+        ),
+        "stream": torch.cuda.current_stream().cuda_stream,
+        "rng": [torch.cuda.get_rng_state().tolist()]
+        + [state.get_state().tolist() for state in get_all_rng_states().values()],
+        "cpu_rng": torch.get_rng_state().tolist(),
+        "gc": gc.isenabled(),
+    }
+
+
+CONTROLS: dict[str, Callable[[Training], None]] = {
+    function.__name__: function
+    for function in (
+        dead_replay,
+        hooks_left,
+        no_post_backward_sentinel,
+        no_pre_backward_sentinel,
+        failed_forward_capture,
+        failed_backward_capture,
+    )
+}

@@ -1,0 +1,343 @@
+"""Trains a small GPT under Megatron-FSDP, eagerly or with CUDA graphs, and keeps every number it can be compared by.
+
+It works the same on GPUs and, once the CPU backend is installed, on CPU ranks: all of it is written for ``torch.cuda``.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+
+VOCABULARY = 128
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training run.
+
+    Attributes:
+        dtype: ``fp32`` or ``bf16``.
+        dropout: Probability of hidden and attention dropout.
+        microbatches: Micro-batches in a step.
+        modules: ``cuda_graph_modules``; empty for whole layers.
+        experts: MoE experts; 0 for a dense model.
+        shared_experts: Hidden size of the shared experts; 0 for none.
+        transformer_engine: Whether layers are TransformerEngine's rather than Megatron's own.
+        strategy: Megatron-FSDP's sharding strategy.
+        double_buffer: Whether parameters are gathered to, and gradients reduced from, fixed buffers.
+        unchecked: Whether graphs are attempted without what Megatron-FSDP needs for them.
+        layers, hidden, sequence, micro_batch: Sizes.
+        steps: Optimizer steps.
+        warmup: Steps before capture.
+    """
+
+    dtype: str = "fp32"
+    dropout: float = 0.0
+    microbatches: int = 1
+    modules: tuple[str, ...] = ()
+    experts: int = 0
+    shared_experts: int = 0
+    transformer_engine: bool = False
+    strategy: str = "optim_grads_params"
+    double_buffer: bool = True
+    unchecked: bool = False
+    sequence_parallel: bool = False
+    recompute: tuple[str, ...] = ()
+    fused_wgrad: bool = False
+    fp8: str | None = None
+    layers: int = 4
+    hidden: int = 64
+    heads: int = 4
+    sequence: int = 32
+    micro_batch: int = 2
+    steps: int = 12
+    warmup: int = 3
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype]
+
+    def __str__(self) -> str:
+        changed = [
+            f"{field.name}={getattr(self, field.name)}"
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        ]
+        return " ".join(changed) or "default"
+
+
+@dataclass
+class Trace:
+    """What a run computed on this rank.
+
+    Attributes:
+        losses: Per step, the mean loss over micro-batches and data-parallel ranks.
+        grad_norms: Per step.
+        shards: What the optimizer owns at the end, in its order: local shards of the parameters.
+        graphs: How many layer graphs there were.
+    """
+
+    losses: list[float]
+    grad_norms: list[float]
+    shards: list[torch.Tensor]
+    graphs: int = 0
+
+    def differences(self, other: "Trace") -> list[str]:
+        """Say where ``other`` differs, bit for bit; empty if nowhere."""
+        found = []
+        for what in ("losses", "grad_norms"):
+            for step, (mine, theirs) in enumerate(zip(getattr(self, what), getattr(other, what), strict=True)):
+                if mine != theirs:
+                    found.append(f"{what}[{step}]: {mine!r} and {theirs!r}")
+        for index, (mine, theirs) in enumerate(zip(self.shards, other.shards, strict=True)):
+            if not torch.equal(mine, theirs):
+                found.append(f"shard {index}: {(mine != theirs).sum().item()} of {mine.numel()} elements")
+        return found
+
+
+class Training:
+    """A model under Megatron-FSDP with its optimizer, ready to train. Model-parallel groups must stand."""
+
+    def __init__(self, case: Case, graphs: bool):
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+        self.case = case
+        torch.manual_seed(1234)
+        model_parallel_cuda_manual_seed(
+            1234, te_rng_tracker=case.transformer_engine, use_cudagraphable_rng=True, force_reset_rng=True
+        )
+        self._set_microbatches()
+        self.config = _config(case, graphs)
+        self.stream = torch.cuda.Stream()
+        with torch.cuda.stream(self.stream):
+            self.model = _model(case, self.config)
+            self.optimizer = _optimizer(case, self.model)
+        _connect(self.config, self.model, self.optimizer)
+        self.helper: Any = None
+        self.losses: list[float] = []
+        self.grad_norms: list[float] = []
+
+    def _set_microbatches(self) -> None:
+        from megatron.core import num_microbatches_calculator as calculator
+        from megatron.core import parallel_state
+
+        calculator.unset_num_microbatches_calculator()
+        ranks = parallel_state.get_data_parallel_world_size()
+        size = self.case.micro_batch
+        calculator.init_num_microbatches_calculator(0, None, size * ranks * self.case.microbatches, size, ranks)
+
+    def make_helper(self) -> Any:
+        from megatron.core.transformer import te_cuda_graph_helper
+        from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+        check = mock.patch.object(te_cuda_graph_helper, "check_fsdp_options")
+        with check if self.case.unchecked else nullcontext():
+            self.helper = TECudaGraphHelper(
+                [self.model], self.config, self.case.sequence, self.case.micro_batch, [self.optimizer]
+            )
+        return self.helper
+
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """The decoder's layers."""
+        from megatron.core.utils import get_attr_wrapped_model
+
+        return list(get_attr_wrapped_model(self.model, "decoder").layers)
+
+    def step(self) -> None:
+        """Train one step."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        number, case = len(self.losses), self.case
+        with torch.cuda.stream(self.stream):
+            self.model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            reduced = get_forward_backward_func()(
+                forward_step_func=_forward_step,
+                data_iterator=_batches(case, number),
+                model=[self.model],
+                num_microbatches=case.microbatches,
+                seq_length=case.sequence,
+                micro_batch_size=case.micro_batch,
+            )
+            _, grad_norm, _ = self.optimizer.step()
+            loss = torch.stack([item["loss"] for item in reduced]).mean()
+            dist.all_reduce(loss)
+        self.losses.append(loss.item() / dist.get_world_size())
+        self.grad_norms.append(float(grad_norm))
+
+    def trace(self) -> Trace:
+        """Return what was computed so far."""
+        params = [param for group in self.optimizer.param_groups for param in group["params"]]
+        shards = [getattr(param, "_local_tensor", param).detach().clone().cpu() for param in params]
+        graphs = sum(len(getattr(layer, "cuda_graphs", ())) for layer in self.layers)
+        return Trace(self.losses, self.grad_norms, shards, graphs)
+
+
+def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | None = None) -> Trace:
+    """Train ``case`` and return its trace.
+
+    Args:
+        case: What to train.
+        graphs: Whether layers are captured after ``case.warmup`` steps.
+        at_capture: Called in place of the capture.
+    """
+    training = Training(case, graphs)
+    if graphs:
+        training.make_helper()
+    for step in range(case.steps):
+        if graphs and step == case.warmup:
+            with torch.cuda.stream(training.stream):
+                (at_capture or (lambda training: training.helper.create_cudagraphs()))(training)
+        training.step()
+    trace = training.trace()
+    if training.helper is not None and training.helper.graphs_created():
+        training.helper.delete_cuda_graphs()
+    return trace
+
+
+def _config(case: Case, graphs: bool):
+    from megatron.core.transformer import TransformerConfig
+
+    moe: dict[str, Any] = {}
+    if case.experts:
+        moe = {
+            "num_moe_experts": case.experts,
+            "moe_router_topk": 2,
+            "moe_token_dispatcher_type": "alltoall",
+            "moe_ffn_hidden_size": case.hidden * 2,
+            "moe_aux_loss_coeff": 1e-2,
+            "moe_router_load_balancing_type": "aux_loss",
+            "moe_shared_expert_intermediate_size": case.shared_experts or None,
+            "add_bias_linear": False,
+        }
+        if case.transformer_engine:
+            moe["moe_grouped_gemm"] = True
+    if case.fp8:
+        moe |= {"fp8": "hybrid", "fp8_recipe": case.fp8}
+    if case.recompute:
+        moe |= {"recompute_granularity": "selective", "recompute_modules": list(case.recompute)}
+    from megatron.core import parallel_state
+
+    return TransformerConfig(
+        num_layers=case.layers,
+        hidden_size=case.hidden,
+        num_attention_heads=case.heads,
+        ffn_hidden_size=case.hidden * 4,
+        hidden_dropout=case.dropout,
+        attention_dropout=case.dropout,
+        bf16=case.dtype == "bf16",
+        params_dtype=case.torch_dtype,
+        pipeline_dtype=case.torch_dtype,
+        cuda_graph_impl="transformer_engine" if graphs else "none",
+        cuda_graph_modules=list(case.modules) if graphs else [],
+        cuda_graph_warmup_steps=case.warmup,
+        tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        sequence_parallel=case.sequence_parallel,
+        expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
+        expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        gradient_accumulation_fusion=case.fused_wgrad,
+        masked_softmax_fusion=False,
+        bias_dropout_fusion=False,
+        bias_activation_fusion=False,
+        persist_layer_norm=False,
+        deterministic_mode=False,
+        **moe,
+    )
+
+
+def _model(case: Case, config):
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.models.gpt import GPTModel, gpt_layer_specs
+    from megatron.core.transformer.module import Float16Module
+
+    if case.transformer_engine:
+        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+            num_experts=case.experts or None, moe_grouped_gemm=bool(case.experts)
+        )
+    else:
+        spec = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=case.experts or None, moe_grouped_gemm=False)
+    model = GPTModel(
+        config,
+        spec,
+        VOCABULARY,
+        case.sequence,
+        position_embedding_type="rope",
+        share_embeddings_and_output_weights=True,
+    ).cuda()
+    if case.dtype == "bf16":
+        model = Float16Module(config, model)
+    options = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        use_distributed_optimizer=True,
+        data_parallel_sharding_strategy=case.strategy,
+        overlap_grad_reduce=True,
+        overlap_param_gather=True,
+        grad_reduce_in_fp32=True,
+        check_for_nan_in_grad=False,
+        gradient_reduce_div_fusion=False,
+        fsdp_double_buffer=case.double_buffer,
+        fsdp_db_use_persist_buf_on_alloc_fail=case.double_buffer,
+        megatron_fsdp_cuda_graph_mode=config.cuda_graph_impl != "none",
+    )
+    return FullyShardedDataParallel(config, options, model)
+
+
+def _optimizer(case: Case, model):
+    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+    config = OptimizerConfig(
+        optimizer="adam",
+        lr=1e-3,
+        weight_decay=0.01,
+        clip_grad=1.0,
+        bf16=case.dtype == "bf16",
+        params_dtype=case.torch_dtype,
+        use_distributed_optimizer=True,
+    )
+    return get_megatron_optimizer(config, [model])
+
+
+def _connect(config, model, optimizer) -> None:
+    """Tell the schedules what megatron.training tells them."""
+    from megatron.core.distributed import finalize_model_grads
+
+    config.no_sync_func = model.no_sync
+    config.finalize_model_grads_func = finalize_model_grads
+    config.grad_scale_func = optimizer.scale_loss
+
+
+def _batches(case: Case, step: int):
+    from megatron.core import parallel_state
+
+    ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
+    count = case.micro_batch * case.microbatches * ranks
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(0, VOCABULARY, (count, case.sequence + 1), generator=generator)
+    tokens = tokens.view(ranks, case.microbatches, case.micro_batch, case.sequence + 1)[rank]
+    mask = torch.triu(torch.ones(case.sequence, case.sequence, dtype=torch.bool), 1)
+    for microbatch in tokens:
+        yield SimpleNamespace(
+            tokens=microbatch[:, :-1].contiguous().cuda(),
+            labels=microbatch[:, 1:].contiguous().cuda(),
+            positions=torch.arange(case.sequence).expand(case.micro_batch, -1).contiguous().cuda(),
+            mask=mask.expand(case.micro_batch, 1, -1, -1).contiguous().cuda(),
+        )
+
+
+def _forward_step(batches, model):
+    batch = next(batches)
+    output = model(batch.tokens, batch.positions, batch.mask, labels=batch.labels)
+
+    def loss_of(losses):
+        loss = losses.float().mean()
+        return loss, {"loss": loss.detach().clone()}
+
+    return output, loss_of

@@ -1,0 +1,14 @@
+"""A plain-torch stand-in for Apex's extension of this name, for tests of fused weight gradients.
+
+Megatron's own linear layers refuse ``gradient_accumulation_fusion`` without the extension, which is on no registry.
+"""
+
+import torch
+
+
+def wgrad_gemm_accum_fp32(inputs: torch.Tensor, grad_outputs: torch.Tensor, main_grad: torch.Tensor) -> None:
+    """Add the weight gradient ``grad_outputs^T inputs`` to ``main_grad``, ``[out, in]``."""
+    main_grad.add_(grad_outputs.t().matmul(inputs))
+
+
+wgrad_gemm_accum_fp16 = wgrad_gemm_accum_fp32
