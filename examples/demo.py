@@ -48,6 +48,7 @@ class Setup:
     launch: tuple[str, ...]  # what torchrun is given before the script
     flags: str
     steps: int
+    note: str = ""
 
 
 def on_gpus(ranks: int) -> Setup:
@@ -74,7 +75,9 @@ def on_the_cpu_backend() -> Setup:
         --distributed-backend gloo --no-persist-layer-norm --no-masked-softmax-fusion --no-bias-gelu-fusion
         --no-bias-dropout-fusion --no-rope-fusion --no-gradient-reduce-div-fusion
     """
-    return Setup("CPU backend, 2 gloo ranks", 2, ("-m", "megatron_fsdp_cuda_graphs.cpu_backend"), flags, steps=20)
+    note = "The CPU backend shows what is computed; its times say nothing about GPUs."
+    launch = ("-m", "megatron_fsdp_cuda_graphs.cpu_backend")
+    return Setup("CPU backend, 2 gloo ranks", 2, launch, flags, steps=20, note=note)
 
 
 def choose(device: str) -> Setup:
@@ -204,7 +207,10 @@ def main(arguments: list[str] | None = None) -> int:
     eager = train(setup, "eager", EAGER, steps, data, output)
     graphed = train(setup, "graphed", GRAPHED, steps, data, output)
     title = f"GPT under Megatron-FSDP, eager and with a graph per layer: {setup.place}"
-    return conclude(eager, graphed, steps, output / "demo.png", title)
+    code = conclude(eager, graphed, steps, output / "demo.png", title)
+    if setup.note:
+        print(setup.note)
+    return code
 
 
 if __name__ == "__main__":
