@@ -59,6 +59,7 @@ class AddressBook:
         # one tensor on each private storage, and the addresses they had: torch compares all in one call
         self._private: list[torch.Tensor] = []
         self._private_pointers: list[int] = []
+        self._private_storages: set[int] = set()
 
     def __iter__(self):
         return iter(self._blocks.values())
@@ -74,6 +75,8 @@ class AddressBook:
         pointer, nbytes = storage.data_ptr(), storage.nbytes()
         key = (storage._cdata, pointer)
         if key not in self._blocks:
+            # a storage of the capture that was resized in it (out=torch.empty(0)) is still the capture's
+            is_private = is_private or storage._cdata in self._private_storages
             user = f"{op} on a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}"
             raw = _bytes_at(pointer, nbytes)
             block = Block(StorageWeakRef(storage), pointer, nbytes, raw, tensor.dtype, user, is_private)
@@ -82,6 +85,7 @@ class AddressBook:
                 whole = torch.empty(0, dtype=torch.uint8)
                 self._private.append(whole.set_(storage))
                 self._private_pointers.append(pointer)
+                self._private_storages.add(storage._cdata)
             else:
                 self._outside.append(block)
         return self._blocks[key]

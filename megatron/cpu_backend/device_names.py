@@ -211,6 +211,17 @@ def _type(call: Callable) -> Callable:
     return tensor_type
 
 
+def _one_hot(call: Callable) -> Callable:
+    @functools.wraps(call)
+    def one_hot(tensor: torch.Tensor, num_classes: int = -1) -> torch.Tensor:
+        if num_classes <= 0 or is_host(tensor):
+            return call(tensor, num_classes)
+        # CUDA's does not look at the values; the CPU's reads their range on the host
+        return tensor.new_zeros(*tensor.shape, num_classes).scatter_(-1, tensor.unsqueeze(-1), 1)
+
+    return one_hot
+
+
 def _is_cuda(tensor: torch.Tensor) -> bool:
     return tensor.device.type == "cpu" and not is_host(tensor)
 
@@ -257,6 +268,8 @@ def install() -> None:
         patch(torch.Tensor, name, wrap(getattr(torch.Tensor, name)), "moves a tensor")
     for name in ("tolist", "numpy"):
         patch(torch.Tensor, name, _reading(getattr(torch.Tensor, name)), "reads device data on the host")
+    functional = torch.nn.functional
+    patch(functional, "one_hot", _one_hot(functional.one_hot), "CUDA's one_hot does not wait for the device")
     patch(torch.Tensor, "is_cuda", property(_is_cuda), "device tensors are CPU tensors")
     patch(torch.Tensor, "pin_memory", lambda tensor, *_: mark_host(tensor.clone(), pinned=True), "nothing to pin")
     patch(torch.Tensor, "is_pinned", lambda tensor, *_: is_pinned(tensor), "nothing to pin")

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 import torch
 
-aten = torch.ops.aten
-
 # wait for the device on a GPU, though no tag of theirs says so
 _SYNC = {"bincount", "histc", "is_nonzero", "item", "linalg_eig", "linalg_eigvals", "_linalg_check_errors"}
 # take bool masks as indices, which are turned into positions (nonzero) inside the operator
@@ -56,7 +54,14 @@ def describe(func: torch._ops.OpOverload) -> Op:
     )
 
 
-def needs_positions(op: Op, args: tuple) -> bool:
+def waits_for_device(op: Op, args: tuple, kwargs: dict) -> bool:
+    """Whether this call would make the host wait for values on the device, as CUDA's operator does."""
+    if op.name == "aten.repeat_interleave.Tensor":
+        return kwargs.get("output_size") is None
+    return op.waits_for_device or (op.is_maskable and _needs_positions(op, args))
+
+
+def _needs_positions(op: Op, args: tuple) -> bool:
     """Whether an indexing call holds a mask that has to be turned into positions on the host.
 
     Writing one value under one mask is a ``masked_fill`` and needs none.

@@ -19,7 +19,7 @@ from .capture_state import CaptureState
 from .errors import NOT_PERMITTED, UNJOINED, CaptureError, cuda_error
 from .generators import GeneratorState
 from .host_memory import is_host, is_pinned, making_host_tensor, mark_host
-from .ops import Op, describe, needs_positions
+from .ops import Op, describe, waits_for_device
 from .pools import Pool
 from .replay_steps import Step, make_step
 
@@ -103,7 +103,7 @@ class Recorder(TorchDispatchMode):
         return out
 
     def _refuse(self, op: Op, inputs: list[torch.Tensor], args: tuple, kwargs: dict) -> None:
-        if op.waits_for_device or (op.is_maskable and needs_positions(op, args)):
+        if waits_for_device(op, args, kwargs):
             raise self.state.invalidate(cuda_error(NOT_PERMITTED, op.name))
         if not op.is_aten:
             raise self.state.invalidate(

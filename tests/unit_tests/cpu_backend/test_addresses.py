@@ -1,0 +1,110 @@
+"""Memory that a graph uses must stand where it stood; what a capture allocated lives as long as its pool."""
+
+import functools
+import gc
+
+import pytest
+import torch
+
+from megatron_fsdp_cuda_graphs.cpu_backend import StaleAddress
+
+
+def capture(body, **options):
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, **options):
+        result = body()
+    return graph, result
+
+
+def test_a_freed_input_is_an_error_that_names_operator_and_shape():
+    x = torch.ones(3, 5, device="cuda")
+    graph, _ = capture(x.clone)
+    del x
+    gc.collect()
+    with pytest.raises(StaleAddress, match=r"was freed.*aten\.clone.*\(3, 5\)"):
+        graph.replay()
+
+
+def test_a_graph_does_not_keep_its_inputs_alive():
+    x = torch.ones(4, device="cuda")
+    reference = torch.multiprocessing.reductions.StorageWeakRef(x.untyped_storage())
+    graph, _ = capture(x.clone)
+    del x
+    gc.collect()
+    assert reference.expired()
+    assert graph.op_count == 1
+
+
+def test_a_resized_input_is_an_error():
+    x = torch.ones(4, device="cuda")
+    graph, _ = capture(lambda: x + 1)
+    x.untyped_storage().resize_(0)
+    with pytest.raises(StaleAddress, match="was resized from 16 to 0 bytes"):
+        graph.replay()
+
+
+def test_a_moved_input_is_an_error():
+    x = torch.ones(4, device="cuda")
+    graph, _ = capture(lambda: x + 1)
+    pointer = x.data_ptr()
+    x.untyped_storage().resize_(1 << 20)
+    assert x.data_ptr() != pointer
+    with pytest.raises(StaleAddress, match="was moved"):
+        graph.replay()
+
+
+def test_a_stale_replay_touches_nothing():
+    x, y = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+    graph, _ = capture(functools.partial(y.add_, x))
+    del x
+    gc.collect()
+    with pytest.raises(StaleAddress):
+        graph.replay()
+    assert y.tolist() == [0] * 4
+
+
+def test_an_output_freed_through_its_storage_is_an_error():
+    x = torch.ones(4, device="cuda")
+    graph, y = capture(lambda: x + 1)
+    y.untyped_storage().resize_(0)
+    with pytest.raises(StaleAddress, match="was resized from 16 to 0 bytes"):
+        graph.replay()
+
+
+def test_memory_allocated_in_a_capture_outlives_the_tensors():
+    x, out = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
+
+    def body():
+        temporary = x * 2
+        out.copy_(temporary + 1)
+
+    graph, _ = capture(body)
+    gc.collect()
+    graph.replay()
+    assert out.tolist() == [3] * 4
+
+
+def test_a_second_graph_of_a_pool_keeps_the_first_ones_memory_alive():
+    x = torch.ones(4, device="cuda")
+    pool = torch.cuda.graph_pool_handle()
+    first, y = capture(lambda: x * 2, pool=pool)
+    second, z = capture(functools.partial(torch.add, y, 1), pool=pool)
+    assert first.pool() == second.pool() == pool
+    first.replay()
+    first.reset()
+    del y
+    gc.collect()
+    second.replay()
+    assert z.tolist() == [3] * 4
+
+
+def test_reset_frees_the_memory_of_the_last_graph_of_a_pool():
+    x = torch.ones(4, device="cuda")
+    graph, y = capture(lambda: x * 2)
+    reference = torch.multiprocessing.reductions.StorageWeakRef(y.untyped_storage())
+    del y
+    gc.collect()
+    assert not reference.expired()
+    graph.reset()
+    gc.collect()
+    assert reference.expired()

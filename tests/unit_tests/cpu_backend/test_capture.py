@@ -1,0 +1,210 @@
+"""What a capture leaves behind, and what a replay does."""
+
+import pytest
+import torch
+
+
+def capture(body, **options):
+    """Return the graph of ``body`` and what ``body`` returned."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, **options):
+        result = body()
+    return graph, result
+
+
+def test_outputs_are_not_computed_before_the_first_replay():
+    x = torch.ones(4, device="cuda")
+    graph, y = capture(lambda: x * 2)
+    assert torch.isnan(y).all()
+    graph.replay()
+    assert torch.equal(y, torch.full((4,), 2.0, device="cuda"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+def test_every_floating_output_is_poisoned(dtype):
+    x = torch.ones(4, device="cuda", dtype=dtype)
+    _, y = capture(lambda: x + 1)
+    assert torch.isnan(y).all()
+
+
+def test_integer_and_bool_outputs_are_zero_before_the_first_replay():
+    x = torch.ones(4, device="cuda", dtype=torch.int64)
+    graph, (y, mask) = capture(lambda: (x + 6, x > 0))
+    assert y.tolist() == [0] * 4
+    assert not mask.any()
+    graph.replay()
+    assert y.tolist() == [7] * 4
+    assert mask.all()
+
+
+def test_a_capture_takes_back_what_it_wrote_into_existing_memory():
+    x = torch.ones(4, device="cuda")
+    buffer = torch.arange(8.0, device="cuda")
+    graph, _ = capture(lambda: buffer[2:6].add_(x))
+    assert buffer.tolist() == [0, 1, 2, 3, 4, 5, 6, 7]
+    graph.replay()
+    assert buffer.tolist() == [0, 1, 3, 4, 5, 6, 6, 7]
+
+
+def test_gradients_that_backward_adds_up_are_taken_back():
+    weight = torch.ones(3, device="cuda", requires_grad=True)
+    weight.grad = torch.full_like(weight, 5.0)
+    graph, _ = capture(lambda: (weight * 2).sum().backward())
+    assert weight.grad.tolist() == [5, 5, 5]
+    graph.replay()
+    assert weight.grad.tolist() == [7, 7, 7]
+
+
+def test_a_replay_reads_the_captured_address_and_not_the_name():
+    parameter = torch.nn.Parameter(torch.ones(2, device="cuda"))
+    old = parameter.data
+    graph, y = capture(lambda: parameter * 3)
+    parameter.data = torch.full((2,), 100.0, device="cuda")
+    graph.replay()
+    assert y.tolist() == [3, 3]
+    old.fill_(2)
+    graph.replay()
+    assert y.tolist() == [6, 6]
+
+
+def test_autograd_is_recorded_too():
+    x = torch.ones(3, device="cuda", requires_grad=True)
+    weight = torch.full((3,), 4.0, device="cuda", requires_grad=True)
+    graph, (grad,) = capture(lambda: torch.autograd.grad((x * weight).tanh().sum(), [x]))
+    with torch.no_grad():
+        weight.fill_(0.5)
+    graph.replay()
+    expected = torch.autograd.grad((x * weight).tanh().sum(), [x])[0]
+    assert torch.equal(grad, expected)
+
+
+def test_a_replay_runs_no_python_of_the_captured_function():
+    calls = []
+    x = torch.ones(2, device="cuda")
+
+    def body():
+        calls.append(1)
+        return x + 1
+
+    graph, _ = capture(body)
+    graph.replay()
+    graph.replay()
+    assert calls == [1]
+    assert graph.replays == 2
+
+
+def test_a_replay_is_not_seen_by_version_counters_of_saved_tensors():
+    x = torch.ones(2, device="cuda", requires_grad=True)
+    graph, y = capture(lambda: (x * 2).exp())
+    graph.replay()
+    graph.replay()
+    assert torch.autograd.grad(y.sum(), x)[0].tolist() == pytest.approx([2 * torch.tensor(2.0).exp().item()] * 2)
+
+
+def test_views_and_allocations_are_not_run_again():
+    x = torch.ones(4, 4, device="cuda")
+    graph, _ = capture(lambda: torch.empty_like(x).view(2, 8).t().copy_(x.view(8, 2)))
+    assert graph.op_count == 1
+
+
+def test_autocast_around_a_replay_changes_nothing():
+    a, b = torch.randn(4, 4, device="cuda"), torch.randn(4, 4, device="cuda")
+    graph, y = capture(lambda: a @ b)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        graph.replay()
+    assert torch.equal(y, a @ b)
+
+
+def many_results(x):
+    return torch.topk(x, 2, dim=1)
+
+
+def into_given_memory(x):
+    return torch.add(x, 1, out=torch.empty(0, device="cuda"))
+
+
+def returns_its_input(x):
+    return x.clone().relu_()
+
+
+def empty_tensors(x):
+    return torch.cat([x, x[:0]]) * x[:0].sum()
+
+
+def whole_lists(x):
+    parts = [x.clone(), x.clone() * 2]
+    torch._foreach_mul_(parts, 3.0)
+    return torch._foreach_add(parts, 1.0)
+
+
+def python_numbers(x):
+    y = x.clone()
+    y[0] = 5.0
+    y[x > 0] = -1.0
+    return torch.where(x > 0, y, 0.25)
+
+
+def integers(x):
+    index = x.argsort(dim=1)
+    return x.gather(1, index), index.to(torch.int32), torch.nn.functional.one_hot(index, 4)
+
+
+def other_layouts(x):
+    return x.t().clone(memory_format=torch.preserve_format), x.expand(2, *x.shape).transpose(0, 2) + 1
+
+
+def in_place_views(x):
+    y = x.clone()
+    y.t_()
+    y.unsqueeze_(0)
+    return y.mul_(2)
+
+
+def views_of_results(x):
+    return (x * 2).chunk(2, dim=1)
+
+
+def reductions(x):
+    return x.sum(0), x.double().mean(), x.softmax(-1), x.logsumexp(1), x.cumsum(0), x.max(dim=1)
+
+
+def normalizations(x):
+    return torch.nn.functional.layer_norm(x, [4]), torch.nn.functional.gelu(x), torch.nn.functional.silu(x)
+
+
+def low_precision(x):
+    return x.to(torch.bfloat16) @ x.to(torch.bfloat16).t(), x.half().float()
+
+
+OPERATIONS = [
+    many_results,
+    into_given_memory,
+    returns_its_input,
+    empty_tensors,
+    whole_lists,
+    python_numbers,
+    integers,
+    other_layouts,
+    in_place_views,
+    views_of_results,
+    reductions,
+    normalizations,
+    low_precision,
+]
+
+
+@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda f: f.__name__)
+def test_a_replay_equals_eager_to_the_bit_for(operation):
+    x = torch.randn(4, 4, device="cuda")
+    graph, captured = capture(lambda: operation(x))
+    for _ in range(2):
+        x.normal_()
+        graph.replay()
+        eager = operation(x)
+        pairs = [(captured, eager)] if isinstance(eager, torch.Tensor) else zip(captured, eager, strict=True)
+        for got, expected in pairs:
+            if isinstance(expected, torch.Tensor):
+                assert got.stride() == expected.stride()
+                assert torch.equal(got, expected)
+            else:
+                assert all(map(torch.equal, got, expected))

@@ -1,0 +1,123 @@
+"""Code that names a CUDA device runs on CPU tensors."""
+
+import threading
+
+import pytest
+import torch
+
+FACTORIES = {
+    "zeros": lambda d: torch.zeros(2, device=d),
+    "tensor": lambda d: torch.tensor([1, 2], device=d),
+    "arange": lambda d: torch.arange(3, device=d),
+    "randn": lambda d: torch.randn(3, device=d),
+    "normal": lambda d: torch.normal(0.0, 1.0, (3,), device=d),
+    "full_like": lambda d: torch.full_like(torch.zeros(2), 3, device=d),
+    "new_zeros": lambda d: torch.zeros(2).new_zeros(3, device=d),
+    "to": lambda d: torch.zeros(2).to(d),
+    "to with dtype": lambda d: torch.zeros(2).to(d, torch.int32, non_blocking=True),
+    "to by keyword": lambda d: torch.zeros(2).to(device=d, dtype=torch.int32),
+    "cuda": lambda d: torch.zeros(2).cuda(d),
+    "module": lambda d: torch.nn.Linear(2, 2, device=d).weight,
+    "moved module": lambda d: torch.nn.Linear(2, 2).cuda(d).weight,
+    "emptied module": lambda d: torch.nn.Linear(2, 2, device="meta").to_empty(device=d).weight,
+    "under a device": lambda d: torch.nn.Linear(2, 2, device=torch.device("cuda", 0)).weight,
+}
+
+
+@pytest.mark.parametrize("device", ["cuda", "cuda:0", 0, torch.device("cuda", 0)], ids=str)
+@pytest.mark.parametrize("make", FACTORIES.values(), ids=FACTORIES.keys())
+def test_a_tensor_made_for_the_device_is_a_device_tensor(make, device):
+    made = make(device)
+    assert made.is_cuda
+    assert made.device.type == "cpu"
+
+
+@pytest.mark.parametrize("make", [torch.zeros, torch.rand, lambda n: torch.tensor([n]), lambda n: torch.ones(n)[:1]])
+def test_a_tensor_made_without_a_device_is_a_host_tensor(make):
+    assert not make(3).is_cuda
+
+
+def test_with_device_makes_tensors_there():
+    with torch.device("cuda"):
+        assert torch.zeros(2).device.type == "cpu"
+    with torch.device("meta"):
+        assert torch.zeros(2).device.type == "meta"
+
+
+def test_moving_a_host_tensor_to_the_device_copies_it():
+    host = torch.zeros(2)
+    device = host.cuda()
+    device.add_(1)
+    assert host.tolist() == [0, 0]
+    assert device.cuda() is device
+
+
+def test_moving_a_device_tensor_to_the_host_copies_it():
+    device = torch.zeros(2, device="cuda")
+    for host in (device.cpu(), device.to("cpu")):
+        assert not host.is_cuda
+        host.add_(1)
+    assert device.tolist() == [0, 0]
+
+
+def test_a_pinned_copy_of_a_graphs_result_is_filled_at_replay():
+    x, host = torch.ones(2, device="cuda"), torch.zeros(2).pin_memory()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        host.copy_(x * 2, non_blocking=True)
+    assert host.is_pinned()
+    graph.replay()
+    assert host.tolist() == [2, 2]
+
+
+def test_types_carry_the_device():
+    assert torch.zeros(1, device="cuda").type() == "torch.cuda.FloatTensor"
+    assert torch.zeros(1, device="cuda", dtype=torch.bfloat16).type() == "torch.cuda.BFloat16Tensor"
+    assert torch.zeros(1).type() == "torch.FloatTensor"
+    assert isinstance(torch.zeros(1, device="cuda"), torch.cuda.FloatTensor)
+
+
+def test_it_holds_in_every_thread_and_in_backward_hooks():
+    made = []
+    thread = threading.Thread(target=lambda: made.append(torch.zeros(1, device="cuda")))
+    thread.start()
+    thread.join()
+    x = torch.ones(1, device="cuda", requires_grad=True)
+    x.register_hook(lambda grad: made.append(torch.zeros(1, device="cuda")))
+    x.sum().backward()
+    assert [t.is_cuda for t in made] == [True, True]
+
+
+def test_the_device_is_described():
+    assert torch.cuda.is_available()
+    assert torch.cuda.device_count() == 1
+    assert torch.cuda.current_device() == 0
+    assert torch.cuda.get_device_capability() == (9, 0)
+    assert torch.cuda.get_device_properties(0).multi_processor_count >= 1
+    assert torch.cuda.memory_stats()["anything"] == 0
+    assert torch.cuda.mem_get_info()[1] > 0
+    with torch.cuda.device(0), torch.cuda.nvtx.range("range"):
+        torch.cuda._lazy_init()
+
+
+def test_recomputation_draws_the_same_numbers():
+    x = torch.ones(64, device="cuda", requires_grad=True)
+    seen = []
+
+    def body(t):
+        seen.append(torch.nn.functional.dropout(t, 0.5))
+        return seen[-1] * 1
+
+    torch.utils.checkpoint.checkpoint(body, x, use_reentrant=False).sum().backward()
+    assert len(seen) == 2
+    assert torch.equal(*seen)
+
+
+def test_a_one_hot_encoding_does_not_wait_for_the_device():
+    index = torch.tensor([2, 0], device="cuda")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        encoded = torch.nn.functional.one_hot(index, 3)
+    graph.replay()
+    assert encoded.tolist() == [[0, 0, 1], [1, 0, 0]]
+    assert encoded.dtype == torch.int64

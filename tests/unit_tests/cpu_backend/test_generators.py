@@ -1,0 +1,223 @@
+"""Two sequences of random numbers, and graphs that draw from the device's as eager code would."""
+
+import pickle
+
+import pytest
+import torch
+
+from megatron_fsdp_cuda_graphs.cpu_backend import CaptureError
+
+DEVICE = {"device": "cuda"}
+
+
+@pytest.fixture
+def default():
+    """The device's default generator, its state object put back after the test."""
+    generator = torch.cuda.default_generators[0]
+    state = generator.graphsafe_get_state()
+    yield generator
+    generator.graphsafe_set_state(state)
+
+
+def dropped(x):
+    return torch.nn.functional.dropout(x, 0.5)
+
+
+def capture(body, *generators):
+    graph = torch.cuda.CUDAGraph()
+    for generator in generators:
+        graph.register_generator_state(generator)
+    with torch.cuda.graph(graph):
+        result = body()
+    return graph, result
+
+
+def test_device_draws_leave_the_host_sequence_alone():
+    before = torch.get_rng_state()
+    torch.rand(4, **DEVICE)
+    dropped(torch.ones(8, **DEVICE))
+    torch.zeros(4, **DEVICE).normal_()
+    assert torch.equal(before, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda: torch.rand(4), lambda: torch.empty(4).normal_(), lambda: torch.randperm(9)],
+    ids=["rand", "normal_", "randperm"],
+)
+def test_host_draws_leave_the_device_sequence_alone(draw):
+    device, host = torch.cuda.get_rng_state(), torch.get_rng_state()
+    draw()
+    assert torch.equal(device, torch.cuda.get_rng_state())
+    assert not torch.equal(host, torch.get_rng_state())
+
+
+def test_manual_seed_seeds_both():
+    torch.manual_seed(5)
+    a, b = torch.rand(3), torch.rand(3, **DEVICE)
+    torch.manual_seed(5)
+    assert torch.equal(a, torch.rand(3))
+    assert torch.equal(b, torch.rand(3, **DEVICE))
+
+
+def test_the_state_of_the_device_can_be_saved_and_set():
+    state = torch.cuda.get_rng_state()
+    a = torch.rand(3, **DEVICE)
+    torch.cuda.set_rng_state(state)
+    assert torch.equal(a, torch.rand(3, **DEVICE))
+
+
+def test_a_generator_of_its_own_has_its_own_sequence():
+    before = torch.cuda.get_rng_state()
+    generator = torch.Generator("cuda")
+    a = torch.randn(3, generator=generator.manual_seed(3), **DEVICE)
+    b = torch.empty(3, **DEVICE).normal_(generator=generator.manual_seed(3))
+    assert torch.equal(a, b)
+    assert not torch.equal(a, torch.randn(3, generator=generator, **DEVICE))
+    assert torch.equal(before, torch.cuda.get_rng_state())
+    assert isinstance(generator, torch.Generator)
+    assert generator.device.type == "cuda"
+
+
+def test_a_clone_is_apart_and_a_graph_safe_state_is_shared(default):
+    clone, shared = default.clone_state(), default.graphsafe_get_state()
+    torch.rand(3, **DEVICE)
+    assert not torch.equal(clone.get_state(), default.get_state())
+    assert torch.equal(shared.get_state(), default.get_state())
+
+
+def test_the_default_generator_advances_the_state_it_was_given(default):
+    other = default.clone_state().manual_seed(11)
+    home = default.graphsafe_get_state()
+    home_value, other_value = home.get_state(), other.get_state()
+    default.graphsafe_set_state(other)
+    a = torch.rand(3, **DEVICE)
+    default.graphsafe_set_state(home)
+    assert torch.equal(home.get_state(), home_value)
+    assert not torch.equal(other.get_state(), other_value)
+    assert torch.equal(a, torch.rand(3, generator=torch.Generator("cuda").manual_seed(11), **DEVICE))
+
+
+def test_a_generator_pickles_with_its_value(default):
+    copy = pickle.loads(pickle.dumps(default))
+    assert torch.equal(copy.get_state(), default.get_state())
+
+
+def test_a_capture_does_not_draw():
+    before = torch.cuda.get_rng_state()
+    capture(lambda: dropped(torch.ones(64, **DEVICE)))
+    assert torch.equal(before, torch.cuda.get_rng_state())
+
+
+RANDOM = {
+    "dropout": dropped,
+    "rand_like": torch.rand_like,
+    "randn": lambda x: torch.randn(*x.shape, **DEVICE),
+    "uniform_": lambda x: x.clone().uniform_(-1, 1),
+    "normal_": lambda x: x.clone().normal_(),
+    "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.3)),
+    "randint": lambda x: torch.randint(0, 100, (7,), **DEVICE),
+    "randperm": lambda x: torch.randperm(16, **DEVICE),
+    "native_dropout": lambda x: torch.native_dropout(x, 0.5, True)[0],
+    "exponential_": lambda x: x.clone().exponential_(),
+    "multinomial": lambda x: torch.multinomial(torch.full_like(x, 0.5), 2),
+}
+
+
+@pytest.mark.parametrize("draw", RANDOM.values(), ids=RANDOM.keys())
+def test_replays_continue_the_sequence_as_eager_code_would(draw):
+    x = torch.ones(4, 8, **DEVICE)
+    torch.cuda.manual_seed(3)
+    eager = [draw(x) for _ in range(3)]
+    torch.cuda.manual_seed(3)
+    graph, out = capture(lambda: draw(x))
+    for expected in eager[:2]:
+        graph.replay()
+        assert torch.equal(out, expected)
+    assert torch.equal(draw(x), eager[2])
+
+
+def test_drawing_from_an_unregistered_state_is_refused(default):
+    other, home = default.clone_state().manual_seed(2), default.graphsafe_get_state()
+
+    def body():
+        default.graphsafe_set_state(other)
+        try:
+            return dropped(torch.ones(8, **DEVICE))
+        finally:
+            default.graphsafe_set_state(home)
+
+    with pytest.raises(CaptureError, match="generator not in capture mode"):
+        capture(body)
+    torch.cuda.set_stream(torch.cuda.Stream())
+    graph, _ = capture(body, other)
+    before = home.get_state()
+    graph.replay()
+    assert torch.equal(home.get_state(), before)
+
+
+def test_a_replay_draws_from_the_state_of_the_capture_whatever_is_current(default):
+    x = torch.ones(32, **DEVICE)
+    captured_with = default.graphsafe_get_state()
+    graph, out = capture(lambda: dropped(x))
+    current = default.clone_state().manual_seed(9)
+    default.graphsafe_set_state(current)
+    current_value = current.get_state()
+    captured_with.manual_seed(4)
+    graph.replay()
+    assert torch.equal(current.get_state(), current_value)
+    default.graphsafe_set_state(captured_with)
+    captured_with.manual_seed(4)
+    assert torch.equal(out, dropped(x))
+
+
+@pytest.mark.parametrize("call", ["get_state", "initial_seed", "seed"])
+def test_the_value_of_a_state_is_out_of_reach_in_a_capture(call, default):
+    with pytest.raises(RuntimeError, match="during CUDA graph capture"):
+        capture(lambda: getattr(default, call)())
+
+
+def test_only_generators_of_the_device_can_be_registered():
+    with pytest.raises(TypeError, match="CUDA generator"):
+        torch.cuda.CUDAGraph().register_generator_state(torch.Generator("cpu"))
+
+
+def test_megatrons_tracker_draws_the_same_in_a_replay_as_eager():
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    def run(graphed: bool):
+        torch.cuda.manual_seed(1)
+        tracker = CudaRNGStatesTracker(use_cudagraphable_rng=True)
+        tracker.add("model-parallel-rng", 21)
+        x = torch.ones(4, 8, **DEVICE)
+
+        def body():
+            with tracker.fork():
+                inside = dropped(x)
+            return inside, dropped(x)
+
+        if not graphed:
+            return [body() for _ in range(3)]
+        graph, outputs = capture(body, *tracker.get_states().values())
+        drawn = []
+        for _ in range(2):
+            graph.replay()
+            drawn.append(tuple(t.clone() for t in outputs))
+        return [*drawn, body()]
+
+    for eager, graphed in zip(run(False), run(True), strict=True):
+        assert all(map(torch.equal, eager, graphed))
+
+
+def test_megatrons_tracker_without_graph_safe_states_cannot_be_captured():
+    from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
+
+    tracker = CudaRNGStatesTracker(use_cudagraphable_rng=False)
+    tracker.add("model-parallel-rng", 22)
+
+    def body():
+        with tracker.fork():
+            return dropped(torch.ones(4, **DEVICE))
+
+    with pytest.raises(RuntimeError, match="during CUDA graph capture"):
+        capture(body)

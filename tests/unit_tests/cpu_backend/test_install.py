@@ -1,0 +1,107 @@
+"""How the backend is turned on, in a process and around a script."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
+    """Run python in a process of its own, without a GPU."""
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+
+
+def output(code: str) -> list[str]:
+    """The lines that ``code`` prints."""
+    done = python("-c", code)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.split("\n")[:-1]
+
+
+LAUNCHER = ("-m", "megatron_fsdp_cuda_graphs.cpu_backend")
+
+
+def test_a_visible_gpu_is_refused():
+    lines = output(
+        "import torch; torch.cuda.is_available = lambda: True; zeros = torch.zeros\n"
+        "from megatron_fsdp_cuda_graphs.cpu_backend import install, installed\n"
+        "try: install()\n"
+        "except RuntimeError as error: print(error)\n"
+        "print(installed(), torch.zeros is zeros)"
+    )
+    assert "CUDA_VISIBLE_DEVICES=''" in lines[0]
+    assert lines[1] == "False True"
+
+
+def test_a_second_install_changes_nothing():
+    assert output(
+        "import torch\nfrom megatron_fsdp_cuda_graphs.cpu_backend import install\n"
+        "install(); zeros = torch.zeros; install(); print(torch.zeros is zeros)"
+    ) == ["True"]
+
+
+def test_uninstall_gives_torch_its_names_back():
+    assert output(
+        "import torch, os\nfrom megatron_fsdp_cuda_graphs.cpu_backend import install, uninstall\n"
+        "names = lambda: (torch.zeros, torch.Tensor.to, torch.Tensor.__dict__.get('to'), torch.cuda.Stream,\n"
+        "    torch.default_generator, torch.cuda.is_available(), torch.distributed.all_reduce,\n"
+        "    torch.distributed.DeviceMesh.from_group, os.environ.get('TORCHDYNAMO_DISABLE'))\n"
+        "before, state = names(), torch.get_rng_state()\n"
+        "install(); print(names() == before); torch.rand(3, device='cuda'); uninstall()\n"
+        "print(names() == before, torch.equal(torch.get_rng_state(), state))"
+    ) == ["False", "True True"]
+
+
+def test_a_megatron_imported_before_gets_the_replaced_names():
+    assert output(
+        "import torch, warnings; warnings.filterwarnings('ignore')\n"
+        "from megatron.core.distributed import param_and_grad_buffer as module\n"
+        "from megatron_fsdp_cuda_graphs.cpu_backend import install; install()\n"
+        "print(module.dist_reduce_scatter_func is torch.distributed.reduce_scatter_tensor)"
+    )[-1:] == ["True"]
+
+
+def test_every_replaced_name_has_a_reason():
+    assert output(
+        "from megatron_fsdp_cuda_graphs.cpu_backend import install, patches; install()\n"
+        "print(len(patches.APPLIED) > 100, all(patch.reason for patch in patches.APPLIED))"
+    ) == ["True True"]
+
+
+def test_the_launcher_runs_a_script_as_python_would(tmp_path: Path):
+    (tmp_path / "neighbour.py").write_text("NAME = 'neighbour'\n")
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import sys, torch, neighbour\n"
+        "print(__name__, sys.argv[1:], sys.path[0] == sys.argv[0].rsplit('/', 1)[0], neighbour.NAME)\n"
+        "print(torch.cuda.is_available(), torch.ones(2, device='cuda').is_cuda)\n"
+    )
+    done = python(*LAUNCHER, str(script), "--flag", "value")
+    assert done.stdout.split("\n") == ["__main__ ['--flag', 'value'] True neighbour", "True True", ""], done.stderr
+
+
+def test_the_launcher_runs_a_module(tmp_path: Path):
+    (tmp_path / "module.py").write_text("import sys, torch\nprint(__name__, sys.argv[1:], torch.cuda.is_available())\n")
+    done = python(*LAUNCHER, "-m", "module", "argument", PYTHONPATH=str(tmp_path))
+    assert done.stdout == "__main__ ['argument'] True\n", done.stderr
+
+
+def test_the_launcher_passes_the_exit_code_on(tmp_path: Path):
+    (tmp_path / "script.py").write_text("import sys; sys.exit(3)\n")
+    assert python(*LAUNCHER, str(tmp_path / "script.py")).returncode == 3
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["-m"]], ids=str)
+def test_the_launcher_without_a_script_tells_its_usage(arguments):
+    done = python(*LAUNCHER, *arguments)
+    assert done.stderr.startswith("usage: python -m megatron_fsdp_cuda_graphs.cpu_backend")
+    assert done.returncode == 1

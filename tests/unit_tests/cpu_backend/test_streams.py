@@ -1,0 +1,90 @@
+"""Streams are told apart, and join captures as CUDA's do."""
+
+import pytest
+import torch
+
+from megatron_fsdp_cuda_graphs.cpu_backend import CaptureError
+
+
+def test_the_legacy_default_stream_has_handle_zero_and_no_other_has():
+    assert torch.cuda.default_stream().cuda_stream == 0
+    assert torch.cuda.Stream().cuda_stream != 0
+    assert torch.cuda.Stream() != torch.cuda.Stream()
+
+
+def test_a_stream_is_current_inside_its_context_only():
+    outside, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        assert torch.cuda.current_stream() == stream
+        with torch.cuda.stream(None):
+            assert torch.cuda.current_stream() == stream
+    assert torch.cuda.current_stream() == outside
+
+
+def test_set_stream_stays():
+    stream = torch.cuda.Stream()
+    torch.cuda.set_stream(stream)
+    assert torch.cuda.current_stream() is stream
+
+
+def test_events_measure_host_time():
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    end.record()
+    assert start.elapsed_time(end) >= 0
+    with pytest.raises(ValueError, match="enable_timing"):
+        start.elapsed_time(torch.cuda.Event())
+
+
+def test_work_on_a_stream_that_joined_is_captured():
+    x, side, graph = torch.ones(2, device="cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            assert torch.cuda.is_current_stream_capturing()
+            x.add_(1)
+        torch.cuda.current_stream().wait_stream(side)
+    assert x.tolist() == [1, 1]
+    graph.replay()
+    assert x.tolist() == [2, 2]
+
+
+def test_work_on_a_stream_that_did_not_join_runs_at_once():
+    x, side, graph = torch.ones(2, device="cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    y = torch.ones(2, device="cuda")
+    with torch.cuda.graph(graph):
+        y.add_(1)
+        with torch.cuda.stream(side):
+            assert not torch.cuda.is_current_stream_capturing()
+            x.add_(1)
+    graph.replay()
+    assert x.tolist() == [2, 2]
+
+
+def test_a_stream_that_joined_must_be_waited_for():
+    x, side, graph = torch.ones(2, device="cuda"), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.add_(1)
+    with pytest.raises(CaptureError, match="unjoined work"):
+        graph.capture_end()
+
+
+def test_the_legacy_default_stream_may_not_wait_for_a_capture():
+    graph, capturing = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+    graph.capture_begin()
+    with pytest.raises(CaptureError, match="legacy stream"):
+        torch.cuda.default_stream().wait_stream(capturing)
+    with pytest.raises(CaptureError, match="previous error"):
+        graph.capture_end()
+
+
+def test_a_capture_ends_on_the_stream_it_began_on():
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    with (
+        torch.cuda.stream(torch.cuda.Stream()),
+        pytest.raises(RuntimeError, match="same stream"),
+    ):
+        graph.capture_end()
