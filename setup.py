@@ -1,14 +1,22 @@
 """Installs the patch's ``megatron/`` tree under its own name, so that megatron-core's files stay untouched."""
 
+from pathlib import Path
+
 from setuptools import find_namespace_packages, setup
 
 NAME = "megatron_fsdp_cuda_graphs"
+
+# Metadata that setuptools leaves here would be found by any Python started in this folder: torch of another environment
+# would call an entry point that is not installed there, and `import torch` would fail.
+METADATA = Path(__file__).with_name("build")
+METADATA.mkdir(exist_ok=True)
 
 setup(
     name="megatron-fsdp-cuda-graphs",
     version="0.1.0",
     description="Per-layer CUDA graphs under Megatron-FSDP, as a patch to Megatron-Core",
     license="Apache-2.0",
+    options={"egg_info": {"egg_base": METADATA.name}},
     python_requires=">=3.12",
     package_dir={NAME: "megatron"},
     packages=[

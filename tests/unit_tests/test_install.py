@@ -121,6 +121,9 @@ class TestEveryInstallation:
     def test_it_puts_no_file_where_megatron_core_keeps_its_own(self, installation):
         assert not (installation.site / "megatron").exists()
 
+    def test_a_python_of_another_environment_does_not_find_it_in_the_folder_of_the_project(self, installation):
+        assert not list(importlib.metadata.distributions(name=NAME, path=[str(installation.source)]))
+
 
 class TestAutoload:
     def test_the_patch_is_on_when_torch_is_imported_first(self, regular):

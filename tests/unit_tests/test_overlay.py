@@ -200,24 +200,29 @@ class TestUpstream:
         code = "import megatron.core.layers as l; print(l.Linear.graphed, l.Norm.__name__)"
         assert sandbox.output(code, ahead=(archive,)) == "True Norm"
 
-    def test_of_an_editable_megatron_core_found_by_its_own_finder(self, sandbox):
-        (sandbox.site / "megatron").rename(sandbox.folder / "sources")
+    def test_of_a_megatron_core_that_a_finder_of_its_own_finds(self, sandbox):
+        sources = sandbox.folder / "sources"
+        (sandbox.site / "megatron/core").rename(sources)
+        (sources / "layers.py").rename(sandbox.folder / "layers.py")
         code = f"""
-            import sys, importlib.util
-            from importlib.machinery import PathFinder
-            class Editable:
-                @staticmethod
-                def find_spec(name, path=None, target=None):
-                    if name == "megatron":
-                        return PathFinder.find_spec(name, [{str(sandbox.folder / "links")!r}])
-                    if name == "megatron.core":
-                        return PathFinder.find_spec(name, [{str(sandbox.folder / "sources")!r}])
-            sys.meta_path.append(Editable)
+            import sys
+            from importlib.util import spec_from_file_location
+
+            class EditableFinder:
+                places = {{
+                    "megatron.core": {str(sources / "__init__.py")!r},
+                    "megatron.core.layers": {str(sandbox.folder / "layers.py")!r},
+                }}
+
+                @classmethod
+                def find_spec(cls, name, path=None, target=None):
+                    return spec_from_file_location(name, cls.places[name]) if name in cls.places else None
+
+            sys.meta_path.append(EditableFinder)
             import megatron.core.layers as layers
-            print(layers.Linear.graphed, layers.Norm.__name__)
+            print(layers.Linear.graphed, layers._upstream.__file__)
         """
-        (sandbox.folder / "links/megatron").mkdir(parents=True)
-        assert sandbox.output(code) == "True Norm"
+        assert sandbox.output(code) == f"True {sandbox.folder}/layers.py"
 
 
 class TestPickle:
