@@ -2,7 +2,9 @@
 PYTHON ?= python3.12
 PY ?= .venv/bin/python
 WORKERS ?= auto
-CHECKED := $(wildcard megatron typings examples tests benchmarks setup.py)
+# mypy refuses a folder without Python files.
+TYPED := $(foreach folder,megatron examples tests benchmarks,$(if $(shell find $(folder) -name '*.py' 2>/dev/null),$(folder)))
+CHECKED := $(TYPED) typings setup.py
 
 ifeq ($(PY),.venv/bin/python)
 ENVIRONMENT := .venv/.installed
@@ -44,7 +46,7 @@ test-gpu: $(ENVIRONMENT)
 lint: $(ENVIRONMENT)
 	$(PY) -m ruff check $(CHECKED)
 	$(PY) -m ruff format --check $(CHECKED)
-	$(PY) -m mypy $(filter-out setup.py typings,$(CHECKED))
+	$(PY) -m mypy $(TYPED)
 
 format: $(ENVIRONMENT)
 	$(PY) -m ruff check --fix $(CHECKED)
