@@ -30,9 +30,9 @@ def install() -> None:
             "a GPU is visible, and the CPU backend would hide it from this process. Set CUDA_VISIBLE_DEVICES='' to "
             "run on the CPU backend, or run without it."
         )
-    from . import compiler, cuda_graph, device, device_names, distributed, generators, streams
+    from . import collectives, compiler, cuda_graph, device, device_names, distributed, generators, streams
 
-    for part in (compiler, device, streams, generators, device_names, cuda_graph, distributed):
+    for part in (compiler, device, streams, generators, device_names, cuda_graph, distributed, collectives):
         part.install()
     patches.rebind_early_names()
 

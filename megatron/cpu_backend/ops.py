@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .collectives import is_collective
+
 # wait for the device on a GPU, though no tag of theirs says so
 _SYNC = {"bincount", "histc", "is_nonzero", "item", "linalg_eig", "linalg_eigvals", "_linalg_check_errors"}
 # take bool masks as indices, which are turned into positions (nonzero) inside the operator
@@ -24,7 +26,7 @@ class Op:
     """
 
     name: str
-    is_aten: bool
+    is_replayable: bool
     waits_for_device: bool
     is_maskable: bool
     is_random: bool
@@ -45,7 +47,7 @@ def describe(func: torch._ops.OpOverload) -> Op:
     dynamic = torch.Tag.dynamic_output_shape in tags or torch.Tag.data_dependent_output in tags
     return Op(
         name=str(func),
-        is_aten=func.namespace in ("aten", "prims"),
+        is_replayable=func.namespace in ("aten", "prims") or is_collective(func),
         waits_for_device=name in _SYNC or (dynamic and not maskable),
         is_maskable=maskable,
         is_random=torch.Tag.nondeterministic_seeded in tags,

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from . import streams
 from .addresses import AddressBook
 from .capture_state import CaptureState
+from .collectives import is_collective, make_collective_step, wait
 from .errors import NOT_PERMITTED, UNJOINED, CaptureError, cuda_error
 from .generators import GeneratorState
 from .host_memory import is_host, is_pinned, making_host_tensor, mark_host
@@ -82,6 +83,8 @@ class Recorder(TorchDispatchMode):
 
     def _record(self, func, op: Op, inputs: list[torch.Tensor], args: tuple, kwargs: dict) -> Any:
         self._refuse(op, inputs, args, kwargs)
+        if is_collective(func):
+            return self._record_collective(func, op, inputs, args, kwargs)
         for place in op.written:
             written = kwargs.get(place) if isinstance(place, str) else (args[place] if place < len(args) else None)
             for tensor in _tensors(written):
@@ -92,8 +95,7 @@ class Recorder(TorchDispatchMode):
         fresh = [(i, t) for i, t in enumerate(outputs) if t.untyped_storage()._cdata not in known]
         for _, tensor in fresh:
             self._adopt(tensor, op)
-        if self.state.origin != streams.current_stream():
-            self.state.unjoined.add(streams.current_stream())
+        self._note_stream()
         if op.writes_nothing or not (fresh or op.written):
             return out
         targets = [(i, self.tape.memory.alias(t, op.name)) for i, t in fresh]
@@ -102,12 +104,28 @@ class Recorder(TorchDispatchMode):
         self.tape.names.append(op.name)
         return out
 
+    def _record_collective(self, func, op: Op, inputs: list[torch.Tensor], args: tuple, kwargs: dict) -> Any:
+        for tensor in inputs:  # the schemas do not tell which ones are written
+            self._keep_bytes(tensor, op)
+        out = func(*args, **kwargs)
+        wait(out)
+        self._note_stream()
+        self.tape.steps.append(make_collective_step(func, self._bind(args, op), self._bind(kwargs, op)))
+        self.tape.names.append(op.name)
+        return out
+
+    def _note_stream(self) -> None:
+        if self.state.origin != streams.current_stream():
+            self.state.unjoined.add(streams.current_stream())
+
     def _refuse(self, op: Op, inputs: list[torch.Tensor], args: tuple, kwargs: dict) -> None:
         if waits_for_device(op, args, kwargs):
             raise self.state.invalidate(cuda_error(NOT_PERMITTED, op.name))
-        if not op.is_aten:
+        if not op.is_replayable:
             raise self.state.invalidate(
-                CaptureError(f"{op.name} cannot be replayed by the CPU backend: it records aten operators only")
+                CaptureError(
+                    f"{op.name} cannot be replayed by the CPU backend: it records aten operators and collectives"
+                )
             )
         for tensor in inputs:
             if tensor.layout is not torch.strided:

@@ -32,9 +32,11 @@ def test_a_tensor_made_for_the_device_is_a_device_tensor(make, device):
     assert made.device.type == "cpu"
 
 
-@pytest.mark.parametrize("make", [torch.zeros, torch.rand, lambda n: torch.tensor([n]), lambda n: torch.ones(n)[:1]])
+@pytest.mark.parametrize(
+    "make", [lambda: torch.zeros(3), lambda: torch.rand(3), lambda: torch.tensor([3]), lambda: torch.ones(3)[:1]]
+)
 def test_a_tensor_made_without_a_device_is_a_host_tensor(make):
-    assert not make(3).is_cuda
+    assert not make().is_cuda
 
 
 def test_with_device_makes_tensors_there():
@@ -106,7 +108,7 @@ def test_recomputation_draws_the_same_numbers():
 
     def body(t):
         seen.append(torch.nn.functional.dropout(t, 0.5))
-        return seen[-1] * 1
+        return seen[-1].exp()
 
     torch.utils.checkpoint.checkpoint(body, x, use_reentrant=False).sum().backward()
     assert len(seen) == 2

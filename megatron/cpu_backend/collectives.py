@@ -1,0 +1,57 @@
+"""Collectives in a capture: run on every rank at capture, and again, in the order of the tape, at each replay.
+
+They wait for their peers where they stand, so ranks must replay the same graphs in the same order, as with NCCL.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Work
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_flatten
+
+from . import capture_state
+from .patches import patch
+from .replay_steps import Step
+
+# these make the host wait for the other ranks
+_WAITING = {"barrier", "monitored_barrier_"}
+
+
+def is_collective(func: torch._ops.OpOverload) -> bool:
+    """Whether ``func`` is an operator of torch.distributed that can be run again from its arguments."""
+    return func.namespace == "c10d" and func._schema.name.split("::")[-1] not in _WAITING
+
+
+def wait(result: Any) -> None:
+    """Wait for the work that a collective operator returned."""
+    for item in tree_flatten(result)[0]:
+        if isinstance(item, torch.ScriptObject):
+            _wait(Work.unbox(item))
+
+
+_wait = Work.wait
+
+
+def _wait_outside_captures(work: Work, *args: Any) -> bool:
+    if capture_state.current() is None:
+        return _wait(work, *args)
+    with _disable_current_modes():
+        return _wait(work, *args)
+
+
+def install() -> None:
+    """Keep what gloo does in a wait off the tape: it copies results to where they belong."""
+    patch(Work, "wait", _wait_outside_captures, "gloo copies results when it is waited for: no work of the capture")
+
+
+def make_collective_step(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Step:
+    """Return a call that runs the collective and waits for it."""
+    call = func._op
+
+    def step() -> None:
+        wait(call(*args, **kwargs))
+
+    return step

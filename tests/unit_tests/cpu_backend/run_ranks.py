@@ -1,0 +1,23 @@
+"""Starts a script of this folder on two gloo ranks, on the CPU backend."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def on_two_ranks(script: str, *arguments: str, timeout: int) -> subprocess.CompletedProcess:
+    """Run ``script`` under torchrun and the launcher; the output of both ranks comes back together."""
+    return subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *("-m", "megatron_fsdp_cuda_graphs.cpu_backend", str(HERE / script), *arguments),
+        ],
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        check=False,
+    )

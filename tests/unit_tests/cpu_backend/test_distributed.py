@@ -1,0 +1,38 @@
+"""Several ranks on gloo, each test a run of two processes."""
+
+import math
+
+import pytest
+
+from .run_ranks import on_two_ranks
+
+CASES = [
+    "backends",
+    "premultiplied_sum",
+    "average",
+    "coalesced",
+    "low_precision",
+    "meshes",
+    "captured",
+    "barrier_in_a_capture",
+]
+
+
+@pytest.fixture(scope="module")
+def collectives():
+    """The output of the run of all collective cases; the first that fails ends it."""
+    return on_two_ranks("ranks_collectives.py", timeout=120)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_collectives_written_for_nccl_work(collectives, case):
+    assert f"passed: {case}\n" in collectives.stdout, collectives.stderr[-3000:]
+
+
+def test_a_gpt_trains_under_megatron_fsdp():
+    run = on_two_ranks("ranks_fsdp.py", timeout=120)
+    assert run.returncode == 0, run.stderr[-3000:]
+    losses = [float(line.split()[1]) for line in run.stdout.splitlines() if line.startswith("loss")]
+    assert len(losses) == 8
+    assert all(map(math.isfinite, losses))
+    assert losses[-1] < 0.9 * losses[0]
