@@ -4,13 +4,18 @@ Everything else of megatron-core's module of this path is megatron-core's own.
 """
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer.cuda_graph_checks import check_fsdp_options
 from megatron_fsdp_cuda_graphs.overlay import extend
 
-_upstream = extend(__name__)
+_upstream: Any = extend(__name__)
 _validate_args = _upstream.validate_args
+
+
+if TYPE_CHECKING:  # names that are megatron-core's own
+
+    def __getattr__(name: str) -> Any: ...
 
 
 def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:

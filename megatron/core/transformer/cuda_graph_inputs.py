@@ -51,6 +51,14 @@ def _signature(inputs: SampleArguments) -> _Signature:
     return tuple((name, tuple(tensor.shape), tensor.dtype, tensor.layout) for name, tensor in named)
 
 
+def captures_attention(layer: Any) -> bool:
+    """Whether the graphs of ``layer`` hold self-attention."""
+    modules = layer.config.cuda_graph_modules
+    return not isinstance(getattr(layer, "self_attention", IdentityOp()), IdentityOp) and (
+        not modules or CudaGraphModule.attn in modules
+    )
+
+
 class LayerInputs:
     """Makes the static inputs of layers.
 
@@ -70,17 +78,11 @@ class LayerInputs:
         """Return new inputs for ``layer`` of the language model ``model``: hidden states, and what attention takes."""
         inputs = layer.get_layer_static_inputs(self._seq_length, self._micro_batch_size)
         hidden_states = inputs.pop("hidden_states")
-        if self._captures_attention(layer):
+        if captures_attention(layer):
             rotary = self._rotary_embedding(model, hidden_states)
             if rotary is not None:
                 inputs["rotary_pos_emb"] = rotary
         return (hidden_states,), inputs
-
-    def _captures_attention(self, layer: torch.nn.Module) -> bool:
-        modules = self._config.cuda_graph_modules
-        return not isinstance(getattr(layer, "self_attention", IdentityOp()), IdentityOp) and (
-            not modules or CudaGraphModule.attn in modules
-        )
 
     def _rotary_embedding(self, model: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """The table ``[sequence, 1, 1, head]`` that every layer of ``model`` is given, or None. It never changes."""

@@ -3,10 +3,17 @@
 ``TECudaGraphHelper`` is defined in ``te_cuda_graph_helper``. Every other name is, so far, megatron-core's own.
 """
 
+from typing import TYPE_CHECKING, Any
+
 from megatron_fsdp_cuda_graphs.overlay import extend
 
-_upstream = extend(__name__)
+extend(__name__)
 
 from .te_cuda_graph_helper import TECudaGraphHelper  # noqa: E402
+
+if TYPE_CHECKING:  # names that are megatron-core's own
+
+    def __getattr__(name: str) -> Any: ...
+
 
 __all__ = ["TECudaGraphHelper"]

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
@@ -40,6 +41,42 @@ def undisturbed_rng() -> Iterator[None]:
         torch.set_rng_state(cpu)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+def recover_from_failed_capture(pool: tuple) -> None:
+    """Take the allocator and the generators out of capture mode, in which torch leaves both.
+
+    Args:
+        pool: The memory pool of the failed capture.
+    """
+    with suppress(RuntimeError):  # where the capture had not begun, or could be ended
+        device = torch.cuda.current_device()
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)
+    # What takes generators out of capture mode is the end of a capture that succeeds: an empty one.
+    with side_stream(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the graph is empty
+        capture = Capture(None)
+        with capture.recording(capture.new_graph()):
+            pass
+
+
+@contextmanager
+def tidied_after_failure(pool: tuple) -> Iterator[None]:
+    """Clean up after an engine that leaves a failed capture as it is: its stream current, GC off, torch capturing.
+
+    Args:
+        pool: The memory pool that the engine captures into.
+    """
+    stream, gc_enabled = torch.cuda.current_stream(), gc.isenabled()
+    try:
+        yield
+    except BaseException:
+        torch.cuda.set_stream(stream)
+        recover_from_failed_capture(pool)
+        if gc_enabled:
+            gc.enable()
+        raise
 
 
 @contextmanager
@@ -123,11 +160,17 @@ class Capture:
         try:
             yield
         except BaseException as error:
-            with suppress(RuntimeError):  # says only that the capture failed, which error says better
-                graph.capture_end()
+            self._abandon(graph)
             _explain(error)
             raise
         graph.capture_end()
+
+    def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a failed capture so that the allocator and the generators serve eager work again."""
+        try:
+            graph.capture_end()
+        except RuntimeError:  # CUDA refused, before torch had told allocator and generators that capture is over
+            recover_from_failed_capture(self.pool)
 
 
 # What warm-up runs in place of Capture.recording.

@@ -48,10 +48,10 @@ class CaptureTimeHooks:
         """
         for hook, takes_all in self._hooks[kind]:
             if (hook(module, *offered) if takes_all else hook(module)) is not None:
+                culprit = getattr(hook, "__wrapped__", hook)
                 raise RuntimeError(
-                    f"capture_time_hooks of {self._name}: {kind} hook {getattr(hook, '__wrapped__', hook)!r} returned a "
-                    "value. Hooks run outside the graph and cannot change what it reads or returns; they must return "
-                    "None."
+                    f"capture_time_hooks of {self._name}: {kind} hook {culprit!r} returned a value. Hooks run outside "
+                    "the graph and cannot change what it reads or returns; they must return None."
                 )
 
 
@@ -307,7 +307,7 @@ class _Replay(torch.autograd.Function):
 
 
 def _run(graph, stream, event) -> None:
-    current = torch.cuda.current_stream() if stream is not None else None
+    current = torch.cuda.current_stream()
     if stream is None or stream == current:
         graph.replay()
         return

@@ -100,9 +100,9 @@ def make_graphed_callables(
         raise ValueError(f"num_warmup_iters must be at least 1, got {num_warmup_iters}")
 
     alone = not isinstance(modules, tuple)
-    callables = (modules,) if alone else modules
+    callables: tuple[Callable, ...] = modules if isinstance(modules, tuple) else (modules,)
     samples = [sample_args] if alone else list(sample_args)
-    keywords = [sample_kwargs or {}] if alone else list(sample_kwargs or [{}] * len(samples))
+    keywords: list[Any] = [sample_kwargs or {}] if alone else list(sample_kwargs or [{}] * len(samples))
     training = _training_mode(callables)
     _refuse_module_hooks(callables)
     if _order is None:
@@ -238,6 +238,6 @@ def _graph_in_place(slot: GraphedCallable) -> Any:
     module = slot.func
     if not isinstance(module, torch.nn.Module):
         return slot
-    module.forward = slot  # type: ignore[method-assign, assignment]
-    module.reset = slot.reset  # type: ignore[assignment]
+    module.forward = slot
+    module.reset = slot.reset
     return module

@@ -1,6 +1,5 @@
 """A layer's graphed callable with the arguments it was captured with: what ``layer.cuda_graphs`` holds."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,19 +16,22 @@ class LayerGraph:
         graphed: The engine's callable.
         sample_args: Its static positional inputs, tensors.
         sample_kwargs: Its static keyword inputs, tensors.
+        ignores_others: Whether the layer has no use for other keywords, such as an attention mask without attention.
     """
 
     def __init__(
         self,
         name: str,
-        graphed: Callable,
+        graphed: Any,
         sample_args: tuple[torch.Tensor, ...],
         sample_kwargs: dict[str, torch.Tensor],
+        ignores_others: bool,
     ):
         self._name = name
         self._graphed = graphed
         self._static_args = sample_args
         self._static_kwargs = sample_kwargs
+        self._ignores_others = ignores_others
         self._given: set[str] = set()
         if hasattr(graphed, "backward_dw"):
             self.backward_dw = graphed.backward_dw
@@ -57,7 +59,7 @@ class LayerGraph:
                 self._compare(name, given, static)
             replay_kwargs[name] = given
         for name, given in kwargs.items():
-            if given is not None:
+            if given is not None and not self._ignores_others:
                 raise ValueError(
                     f"{self._name} was captured without {name}, so its CUDA graph cannot take it. Train with "
                     f"--cuda-graph-impl none, or leave out what makes {name} necessary."

@@ -3,13 +3,18 @@
 Everything else of megatron-core's module of this path is megatron-core's own.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
-_upstream = extend(__name__)
+_upstream: Any = extend(__name__)
+
+
+if TYPE_CHECKING:  # names that are megatron-core's own
+
+    def __getattr__(name: str) -> Any: ...
 
 
 class GraphableMegatronModule(_upstream.GraphableMegatronModule):

@@ -21,8 +21,8 @@ from megatron_fsdp_cuda_graphs.overlay import upstream
 from .cuda_graph_checks import check_fsdp_options
 from .cuda_graph_engines import Engine, choose_engine
 from .cuda_graph_hooks import extracted_hooks
-from .cuda_graph_inputs import LayerInputs, SampleArguments, sample_arguments
-from .graph_capture import undisturbed_buffers, undisturbed_rng
+from .cuda_graph_inputs import LayerInputs, SampleArguments, captures_attention, sample_arguments
+from .graph_capture import tidied_after_failure, undisturbed_buffers, undisturbed_rng
 from .graph_plan import ordered_plan
 from .layer_graph import LayerGraph
 
@@ -330,10 +330,18 @@ class TECudaGraphHelper:
         ):
             if self._engine.takes_hooks:
                 arguments["capture_time_hooks"] = hooks
-            graphs = self._engine.capture(layers, sample_args, **arguments)
+            arguments["pool"] = pool = torch.cuda.graph_pool_handle()
+            with tidied_after_failure(pool):
+                graphs = self._engine.capture(layers, sample_args, **arguments)
         for index, (layer, slots) in enumerate(zip(layers, self._slots(), strict=True)):
             layer.cuda_graphs = [
-                LayerGraph(_layer_name(layer, index), graphs[slot], sample_args[slot], arguments["sample_kwargs"][slot])
+                LayerGraph(
+                    _layer_name(layer, index),
+                    graphs[slot],
+                    sample_args[slot],
+                    arguments["sample_kwargs"][slot],
+                    ignores_others=not captures_attention(layer),
+                )
                 for slot in slots
             ]
 
@@ -349,7 +357,7 @@ class TECudaGraphHelper:
     def _slots(self) -> list[range]:
         """For each layer the indices of its micro-batches among the captured callables."""
         count = self.num_microbatches or 1
-        slots = []
+        slots: list[range] = []
         for layers in self.num_layers_per_chunk:
             first = len(slots) * count
             slots += [range(first + layer, first + layers * count, layers) for layer in range(layers)]

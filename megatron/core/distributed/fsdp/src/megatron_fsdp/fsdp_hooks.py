@@ -67,7 +67,7 @@ class FsdpHooks:
         """Register every hook on ``root``, its submodules and their parameters."""
         fsdp = self.fsdp
         for module in root.modules():
-            module._training_state = TrainingState.IDLE  # type: ignore[assignment]
+            module._training_state = TrainingState.IDLE
         units: list[torch.nn.Module] = []
         last = root
         for name, module in root.named_modules():
@@ -158,7 +158,7 @@ class FsdpHooks:
         """Gather the parameters that ``module`` is about to use."""
         recomputing = module._training_state == TrainingState.PRE_BACKWARD
         if not recomputing:
-            module._training_state = TrainingState.FORWARD  # type: ignore[assignment]
+            module._training_state = TrainingState.FORWARD
         self.fsdp.all_gather_and_wait_parameters_ready(
             params=self._parameters_to_gather(module, "forward"),
             prefetch=not recomputing,
@@ -171,7 +171,7 @@ class FsdpHooks:
     def unshard_for_backward(self, module: torch.nn.Module, *unused: Any) -> None:
         """Gather the parameters of ``module`` for its backward pass."""
         for submodule in module.modules():
-            submodule._training_state = TrainingState.PRE_BACKWARD  # type: ignore[assignment]
+            submodule._training_state = TrainingState.PRE_BACKWARD
         self.fsdp.all_gather_and_wait_parameters_ready(
             self._parameters_to_gather(module, "backward"),
             prefetch_order=PrefetchOrder.BACKWARD_PASS_ORDER,
@@ -202,7 +202,7 @@ class FsdpHooks:
         """Give back the parameter bucket of a unit; lazily while backward recomputes it and needs it again at once."""
         recomputing = module._training_state == TrainingState.PRE_BACKWARD
         if not recomputing:
-            module._training_state = TrainingState.IDLE  # type: ignore[assignment]
+            module._training_state = TrainingState.IDLE
         self._release(module, bwd=False, lazy=recomputing)
 
     @runs_outside_graphs
@@ -211,7 +211,7 @@ class FsdpHooks:
         self._release(module, bwd=True)
         self._release(module, bwd=False)
         for submodule in module.modules():
-            submodule._training_state = TrainingState.IDLE  # type: ignore[assignment]
+            submodule._training_state = TrainingState.IDLE
         self.graphed.backward_done(module)
 
     def _release(self, module, bwd, lazy=False):

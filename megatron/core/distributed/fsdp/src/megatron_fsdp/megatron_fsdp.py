@@ -6,6 +6,7 @@ Everything else of megatron-core's module of this path is megatron-core's own.
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,7 +14,7 @@ from megatron_fsdp_cuda_graphs.overlay import extend
 
 from .fsdp_hooks import FsdpHooks
 
-_upstream = extend(__name__)
+_upstream: Any = extend(__name__)
 
 
 class MegatronFSDP(_upstream.MegatronFSDP):
