@@ -1,6 +1,7 @@
 """``python -m megatron_fsdp_cuda_graphs.cpu_backend SCRIPT [ARGS...]`` runs a script on the CPU backend.
 
-``-m MODULE [ARGS...]`` runs a module, as python's own ``-m`` does.
+``-m MODULE [ARGS...]`` runs a module, as python's own ``-m`` does. ``--list`` prints every name of torch that the
+backend replaces, with the reason.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import sys
 from pathlib import Path
 
 from .install import install
+from .patches import APPLIED
 
-USAGE = "usage: python -m megatron_fsdp_cuda_graphs.cpu_backend [-m MODULE | SCRIPT] [ARGS...]"
+USAGE = "usage: python -m megatron_fsdp_cuda_graphs.cpu_backend (--list | [-m MODULE | SCRIPT] [ARGS...])"
 
 
 def main(arguments: list[str]) -> None:
@@ -19,6 +21,9 @@ def main(arguments: list[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
         sys.exit(USAGE)
     install()
+    if arguments == ["--list"]:
+        print(*APPLIED, sep="\n")
+        return
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)

@@ -9,6 +9,12 @@ from .patches import patch
 class _Environment:
     """``os.environ`` entries as attributes, so that they are noted like every other replaced name."""
 
+    def __getattr__(self, name: str) -> str:
+        try:
+            return os.environ[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
     def __setattr__(self, name: str, value: str) -> None:
         os.environ[name] = value
 

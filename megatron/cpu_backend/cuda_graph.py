@@ -44,8 +44,8 @@ class CUDAGraph:
 
         Raises:
             CaptureError: a capture is under way already.
-            RuntimeError: this object holds a graph, or the current stream is the legacy default stream.
-            ValueError: ``capture_error_mode`` is none of "global", "thread_local", "relaxed".
+            RuntimeError: this object holds a graph, the current stream is the legacy default stream, or
+                ``capture_error_mode`` is none of "global", "thread_local", "relaxed".
         """
         if capture_error_mode not in ("global", "thread_local", "relaxed"):
             raise RuntimeError(

@@ -60,6 +60,10 @@ def _use_mem_pool(pool: MemPool, device: Any = None):
     yield
 
 
+def _nothing() -> list:
+    return []
+
+
 def install() -> None:
     """Answer torch.cuda's questions about the device and its memory."""
     cuda = torch.cuda
@@ -81,7 +85,7 @@ def install() -> None:
         "get_device_name": lambda device=None: NAME,
         "get_device_capability": lambda device=None: (PROPERTIES.major, PROPERTIES.minor),
         "get_device_properties": lambda device=None: PROPERTIES,
-        "get_arch_list": list,
+        "get_arch_list": _nothing,
         "can_device_access_peer": lambda device, peer: True,
         "check_error": lambda result: None,
         "_sleep": lambda cycles: None,
@@ -102,7 +106,7 @@ def install() -> None:
         "reset_peak_memory_stats": lambda device=None: None,
         "reset_max_memory_allocated": lambda device=None: None,
         "memory_stats": lambda device=None: collections.defaultdict(int),
-        "memory_snapshot": list,
+        "memory_snapshot": _nothing,
         "mem_get_info": lambda device=None: (PROPERTIES.total_memory, PROPERTIES.total_memory),
         "set_per_process_memory_fraction": lambda fraction, device=None: None,
         "MemPool": MemPool,

@@ -5,10 +5,16 @@ import torch
 NOT_PERMITTED = "operation not permitted when stream is capturing"
 INVALIDATED = "operation failed due to a previous error during capture"
 IMPLICIT = "operation would make the legacy stream depend on a capturing blocking stream"
+ISOLATION = "dependency created on uncaptured work in another stream"
+CAPTURED_EVENT = "operation not permitted on an event last recorded in a capturing stream"
 UNJOINED = "capturing stream has unjoined work"
 
 
-class CaptureError(torch.AcceleratorError):
+# torch 2.8 has it; before, CUDA's errors were RuntimeErrors
+_Base: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
+
+
+class CaptureError(_Base):  # type: ignore[valid-type,misc]
     """An operation that a CUDA stream capture forbids. The capture it happened in is void."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 _MISSING = object()
@@ -55,7 +56,9 @@ def rebind_early_names() -> None:
 
 def undo_all() -> None:
     """Put every replaced name back, in the modules of megatron too."""
-    originals = {id(getattr(p.owner, p.name)): p.original for p in reversed(APPLIED) if callable(p.original)}
+    ours = [(getattr(p.owner, p.name), p.original) for p in reversed(APPLIED)]
+    # functions and plain classes are the backend's own; other values may be torch's, known by other names too
+    originals = {id(new): old for new, old in ours if type(new) in (FunctionType, type) and callable(old)}
     while APPLIED:
         APPLIED.pop().undo()
     _rebind(originals)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from . import capture_state
-from .errors import IMPLICIT, cuda_error
+from .errors import CAPTURED_EVENT, IMPLICIT, ISOLATION, cuda_error
 from .patches import patch
 
 _ids = itertools.count(1)
@@ -42,10 +42,17 @@ class Event:
 
     def query(self) -> bool:
         capture_state.refuse_while_capturing("Event.query")
+        self._refuse_if_captured("Event.query")
         return True
 
     def synchronize(self) -> None:
         capture_state.refuse_while_capturing("Event.synchronize")
+        self._refuse_if_captured("Event.synchronize")
+
+    def _refuse_if_captured(self, what: str) -> None:
+        # such an event is a place in a graph: outside of its capture it never happens
+        if self.capture is not None and self.capture is not capture_state.current():
+            raise cuda_error(CAPTURED_EVENT, what)
 
     def elapsed_time(self, end_event: Event) -> float:
         """Milliseconds between two recorded events.
@@ -88,10 +95,16 @@ class Stream:
         """Order this stream's later work after ``event``; in a capture, join it.
 
         Raises:
-            CaptureError: the legacy default stream would have to wait for a stream that is capturing.
+            CaptureError: the legacy default stream would have to wait for a stream that is capturing, a stream that is
+                capturing for one that is not, or the event is from a capture that has ended.
         """
+        event._refuse_if_captured("Stream.wait_event")
         state = capture_state.current()
-        if state is None or event.capture is not state:
+        if state is None or event.stream is None:
+            return
+        if event.capture is None:
+            if self in state.streams:
+                raise state.invalidate(cuda_error(ISOLATION, "Stream.wait_event"))
             return
         if self == _default:
             raise state.invalidate(cuda_error(IMPLICIT, "wait_event on the legacy default stream"))

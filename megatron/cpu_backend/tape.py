@@ -60,7 +60,6 @@ class Recorder(TorchDispatchMode):
     def __init__(self, tape: Tape, state: CaptureState) -> None:
         super().__init__()
         self.tape, self.state = tape, state
-        self.generator_before = GeneratorState.active
         self.random_before = {g: g.get() for g in tape.generators}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -187,7 +186,6 @@ class Recorder(TorchDispatchMode):
                 block.before = None
         for state, value in self.random_before.items():
             state.set(value)
-        self.generator_before.load()
         if self.state.unjoined and self.state.error is None:
             raise cuda_error(UNJOINED)
 

@@ -137,6 +137,14 @@ def test_replays_continue_the_sequence_as_eager_code_would(draw):
     assert torch.equal(draw(x), eager[2])
 
 
+def test_a_state_set_in_a_capture_stays_set(default):
+    other = default.clone_state().manual_seed(2)
+    x = torch.ones(8, **DEVICE)
+    capture(lambda: (dropped(x), default.graphsafe_set_state(other)))
+    a = torch.rand(3, **DEVICE)
+    assert torch.equal(a, torch.rand(3, generator=torch.Generator("cuda").manual_seed(2), **DEVICE))
+
+
 def test_drawing_from_an_unregistered_state_is_refused(default):
     other, home = default.clone_state().manual_seed(2), default.graphsafe_get_state()
 

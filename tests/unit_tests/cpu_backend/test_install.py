@@ -106,3 +106,8 @@ def test_the_launcher_passes_the_exit_code_on(tmp_path: Path):
 def test_the_launcher_without_a_script_tells_its_usage(arguments):
     with pytest.raises(SystemExit, match=r"usage: python -m megatron_fsdp_cuda_graphs\.cpu_backend"):
         main(arguments)
+
+
+def test_the_launcher_lists_what_is_replaced_and_why():
+    done = python(*LAUNCHER, "--list")
+    assert "torch.cuda.CUDAGraph: captures are tapes\n" in done.stdout, done.stderr

@@ -88,3 +88,24 @@ def test_a_capture_ends_on_the_stream_it_began_on():
         pytest.raises(RuntimeError, match="same stream"),
     ):
         graph.capture_end()
+
+
+def test_a_capture_may_not_wait_for_work_outside_of_it():
+    side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    graph.capture_begin()
+    with pytest.raises(CaptureError, match="dependency created on uncaptured work in another stream"):
+        torch.cuda.current_stream().wait_stream(side)
+    with pytest.raises(CaptureError, match="previous error"):
+        graph.capture_end()
+
+
+@pytest.mark.parametrize("use", ["query", "synchronize", "wait"])
+def test_an_event_of_a_capture_is_of_no_use_after_it(use):
+    event, x = torch.cuda.Event(), torch.ones(2, device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x.add_(1)
+        event.record()
+    with pytest.raises(CaptureError, match="event last recorded in a capturing stream"):
+        getattr(event, use)()
+    event.record()
+    getattr(event, use)()
