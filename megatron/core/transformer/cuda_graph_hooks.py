@@ -4,8 +4,8 @@ A capture engine calls the layer with no hooks on it, and runs *capture-time hoo
 graph. Two phases turn the one into the other:
 
 1. ``ModuleHooks.extract`` copies the four hook dicts of the layer, uniformly, and clears them. Hooks on the layer's
-   submodules are part of what the graph records and stay, except those that say they must run outside a graph
-   (``runs_outside_graphs``).
+   submodules are part of what the graph records and stay, except wrappers (see below) and those that say they must
+   run outside a graph (``runs_outside_graphs``).
 2. ``ModuleHooks.capture_time_hooks`` sorts the copies under the engine's four keys. Two kinds of hook only *wrap* a
    handler that autograd is to call later; they carry a sentinel, the engine gets the handler and never the wrapper:
 
@@ -26,6 +26,7 @@ import torch
 HOOK_KINDS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 BACKWARD_HANDLER = "_cuda_graph_backward_handler"
 BACKWARD_PRE_HANDLER = "_cuda_graph_backward_pre_handler"
+_RUNS_OUTSIDE = "_cuda_graph_runs_outside"
 
 # Every dict in which torch.nn.Module keeps hooks or a flag about one, keyed by the hook's id.
 _HOOK_DICTS = tuple(f"_{kind}" for kind in HOOK_KINDS)
@@ -36,16 +37,16 @@ CaptureTimeHooks = dict[str, dict[int, Callable[..., None]]]
 
 def runs_outside_graphs(hook: Callable) -> Callable:
     """Mark ``hook`` as one that must never run while a graph records, whichever module it is registered on."""
-    hook._cuda_graph_runs_outside = True  # type: ignore[attr-defined]
+    setattr(hook, _RUNS_OUTSIDE, True)
     return hook
 
 
 def _must_run_outside(hook: Callable) -> bool:
-    while isinstance(hook, partial):
-        if hasattr(hook, BACKWARD_HANDLER) or hasattr(hook, BACKWARD_PRE_HANDLER):
-            return True
+    while not any(hasattr(hook, mark) for mark in (BACKWARD_HANDLER, BACKWARD_PRE_HANDLER, _RUNS_OUTSIDE)):
+        if not isinstance(hook, partial):
+            return False
         hook = hook.func
-    return getattr(hook, "_cuda_graph_runs_outside", False)
+    return True
 
 
 @dataclass(frozen=True)
