@@ -56,6 +56,9 @@ def ordered_plan(order: Sequence[int], num_layers_per_chunk: Sequence[int] | int
     num_chunks = max(order, default=0)
     if num_chunks < 1:
         raise ValueError(f"_order must name chunks counted from 1, got {list(order)}")
+    unknown = [step for step in order if not 1 <= abs(step) <= num_chunks]
+    if unknown:
+        raise ValueError(f"_order names chunks {unknown}, but runs the forward of chunks 1 to {num_chunks} only")
     num_microbatches = len(order) // num_chunks // 2
     for chunk in range(1, num_chunks + 1):
         forward, backward = order.count(chunk), order.count(-chunk)
