@@ -218,7 +218,7 @@ class GraphedCallable:
 
         Raises:
             RuntimeError: after ``reset``.
-            TypeError: a keyword that the graph was captured with is missing.
+            TypeError: an input that the graph was captured with is missing, or is not a tensor.
             ValueError: a tensor is not like the captured one.
         """
         if self.forward_graph is None:
@@ -240,6 +240,8 @@ class GraphedCallable:
         if len(inputs) != len(self.inputs):
             raise TypeError(f"{self.name} was captured with {len(self.inputs)} tensors, this call gives {len(inputs)}")
         for i, (static, given) in enumerate(zip(self.inputs, inputs, strict=True)):
+            if not isinstance(given, torch.Tensor):
+                raise TypeError(f"input {i} of {self.name} was captured as a tensor, this call gives {given!r}")
             if static.shape != given.shape or static.dtype != given.dtype:
                 raise ValueError(
                     f"input {i} of {self.name} was captured as {tuple(static.shape)} {static.dtype}, this call gives "

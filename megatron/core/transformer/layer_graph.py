@@ -45,6 +45,11 @@ class LayerGraph:
         Raises:
             ValueError: an input that the graph was not captured with, or of another shape or dtype.
         """
+        if len(args) != len(self._static_args):
+            raise ValueError(
+                f"{self._name} was captured with {len(self._static_args)} positional inputs and is called with "
+                f"{len(args)}"
+            )
         for i, (given, static) in enumerate(zip(args, self._static_args, strict=True)):
             self._compare(f"argument {i}" if i else "hidden_states", given, static)
         replay_kwargs = {name: kwargs.pop(name) for name in _REPLAY_OPTIONS if name in kwargs}
