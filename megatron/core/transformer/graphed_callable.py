@@ -80,6 +80,7 @@ class GraphedCallable:
         clone_param_grads: Whether backward returns copies of parameter gradients rather than the static ones.
 
     Attributes:
+        eager: The function, or the module's ``forward`` as it was, which runs without graphs.
         params: The parameters that get a gradient.
         differentiable: For each output whether it takes part in autograd.
         forward_graph: Runs the forward pass; None before capture and after ``reset``.
@@ -109,7 +110,7 @@ class GraphedCallable:
             self.params = tuple(param for param in func.parameters() if param.requires_grad)
         self.forward_graph: torch.cuda.CUDAGraph | None = None
         self.backward_graph: torch.cuda.CUDAGraph | None = None
-        self._eager = func.forward if isinstance(func, torch.nn.Module) else func
+        self.eager = func.forward if isinstance(func, torch.nn.Module) else func
         self._allow_unused_input = allow_unused_input
         self._retain_graph = retain_graph
         self._clone_param_grads = clone_param_grads
@@ -225,7 +226,7 @@ class GraphedCallable:
             raise RuntimeError(f"the graphs of {self.name} were reset; capture them again to replay them")
         stream, event = kwargs.pop("cuda_graph_stream", None), kwargs.pop("cuda_graph_event", None)
         if self.training is not None and self.func.training != self.training:  # type: ignore[attr-defined]
-            return self._eager(*args, **kwargs)
+            return self.eager(*args, **kwargs)
         inputs = self._match_inputs(args, kwargs)
         outputs = _Replay.apply(self, stream, event, *inputs, *self.params)
         return tree_unflatten(outputs, self._output_spec)

@@ -103,6 +103,7 @@ def make_graphed_callables(
     callables: tuple[Callable, ...] = modules if isinstance(modules, tuple) else (modules,)
     samples = [sample_args] if alone else list(sample_args)
     keywords: list[Any] = [sample_kwargs or {}] if alone else list(sample_kwargs or [{}] * len(samples))
+    _take_back_reset_graphs(callables)
     training = _training_mode(callables)
     _refuse_module_hooks(callables)
     if _order is None:
@@ -193,6 +194,17 @@ def _refuse_quantization(arguments: Mapping[str, Any]) -> None:
             f"{name}={value!r}: this engine captures no quantized layers; use TransformerEngine's "
             "make_graphed_callables for them"
         )
+
+
+def _take_back_reset_graphs(callables: Sequence[Callable]) -> None:
+    """Give modules whose graphs were reset their own ``forward`` back, so that they can be captured again."""
+    for index, module in enumerate(callables):
+        graphed = getattr(module, "__dict__", {}).get("forward")
+        if not isinstance(graphed, GraphedCallable):
+            continue
+        if graphed.forward_graph is not None:
+            raise RuntimeError(f"{_name(module, index)} has graphs already: call its reset() before capturing it again")
+        module.forward = graphed.eager  # type: ignore[attr-defined]
 
 
 def _training_mode(callables: Sequence[Callable]) -> bool:
