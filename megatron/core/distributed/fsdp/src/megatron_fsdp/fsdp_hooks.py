@@ -56,10 +56,10 @@ class FsdpHooks:
         self.in_backward = False
         self._unit_types = tuple(fsdp.fsdp_unit_modules)
         self._shards_params = fsdp.data_parallel_sharding_strategy == "optim_grads_params"
-        # Which gradient buckets this backward pass writes to, and, by the address of its storage, when the last
-        # reduction that read a bucket is over.
-        self._open_buckets: set[int] = set()
-        self._last_reduction: dict[int, torch.cuda.Event] = {}
+
+    def __deepcopy__(self, memo: dict) -> "FsdpHooks":
+        """A copied module keeps the hooks of the wrapper it was registered with; the wrapper is not copied."""
+        return self
 
     # ------------------------------------------------------------------------------------------------ registration
 
@@ -139,11 +139,9 @@ class FsdpHooks:
                 )
         # megatron-core also frames backward at the last module of the walk; whichever comes first starts it.
         self.fsdp._root_pre_backward_hook_handle = self._register_before_backward(last, self.start_backward)
-        self.fsdp._load_state_dict_post_hook = root.register_load_state_dict_post_hook(
-            lambda *unused: self.fsdp.install_optimized_model_weights()
-        )
+        self.fsdp._load_state_dict_post_hook = root.register_load_state_dict_post_hook(self.install_loaded_parameters)
         for module in self.fsdp.modules():
-            module.register_state_dict_pre_hook(lambda *unused: self.fsdp._replace_param_with_distributed_if_needed())
+            module.register_state_dict_pre_hook(self.show_distributed_parameters)
 
     def _register_before_backward(self, module, handler):
         attach = partial(self.attach_before_backward, handler)
@@ -216,11 +214,21 @@ class FsdpHooks:
 
     def _release(self, module, bwd, lazy=False):
         fsdp = self.fsdp
+        if not isinstance(module, self._unit_types):
+            raise TypeError(f"{type(module).__name__} is no FSDP unit: others may still use its parameters")
         for param in module.parameters():
             bucket = fsdp.param_and_grad_buffer.param_to_param_group[param]
             fsdp.all_gather_pipeline.release_bucket(bucket, bwd, lazy=lazy)
         if not fsdp.ddp_config.keep_fp8_transpose_cache:
             self._discard_transpose_caches(module.parameters())
+
+    def install_loaded_parameters(self, module: torch.nn.Module, *unused: Any) -> None:
+        """Put parameters that ``load_state_dict`` has set where the model computes with them."""
+        self.fsdp.install_optimized_model_weights()
+
+    def show_distributed_parameters(self, module: torch.nn.Module, *unused: Any) -> None:
+        """Let ``state_dict`` find the optimizer's ``DTensor`` parameters."""
+        self.fsdp._replace_param_with_distributed_if_needed()
 
     @torch.compiler.disable
     @runs_outside_graphs
@@ -272,7 +280,6 @@ class FsdpHooks:
                 suggested_queue_capacity=fsdp.suggested_RS_queue_capacity,
                 outer_fsdp_group_grad_reduce=fsdp.dist_index.use_hybrid_fsdp and last_microbatch,
             )
-            self._note_reductions()
         return reduces
 
     def _accumulate(self, param: torch.nn.Parameter) -> None:
@@ -296,30 +303,11 @@ class FsdpHooks:
             del param.grad
         param.grad_added_to_main_grad = False
 
-    def _claim_main_grad(self, param: torch.nn.Parameter) -> torch.Tensor:
-        """Return ``param.main_grad``, in a bucket that nothing reads any more.
-
-        A double-buffered bucket comes back into use as soon as the host has queued its reduction. The stream that
-        writes to it next must wait for that reduction, or a fast host overwrites what it still reads.
-        """
-        bucket = self.fsdp.param_and_grad_buffer.param_to_param_group[param]
+    @staticmethod
+    def _claim_main_grad(param: torch.nn.Parameter) -> torch.Tensor:
+        """Return ``param.main_grad``, in its bucket for this backward pass."""
         param.main_grad = param.get_main_grad()
-        if bucket not in self._open_buckets:
-            self._open_buckets.add(bucket)
-            reduction = self._last_reduction.pop(_storage_address(param.main_grad), None)
-            if reduction is not None:
-                reduction.wait()
         return param.main_grad
-
-    def _note_reductions(self) -> None:
-        groups = self.fsdp.param_and_grad_buffer.parameter_groups
-        for event, _, bucket in reversed(self.fsdp.grad_reduce_pipeline.grad_reduce_queue):
-            if bucket not in self._open_buckets:
-                break  # queued by an earlier call
-            self._open_buckets.discard(bucket)
-            main_grad = getattr(groups[bucket].params[0], "main_grad", None)
-            if main_grad is not None:
-                self._last_reduction[_storage_address(main_grad)] = event
 
     # ---------------------------------------------------------------------------------------- the whole model's pass
 
@@ -331,7 +319,9 @@ class FsdpHooks:
             module: The module whose output's gradient came first; not used.
             skip_backward_hook: Whether the caller will call ``finish_backward`` itself.
         """
-        if self.in_backward:
+        # A captured layer can hold all of the model's parameters (one layer on a pipeline stage, say); its backward at
+        # capture is no backward pass of the model.
+        if self.in_backward or self.graphed.capturing:
             return
         self.in_backward = True
         fsdp = self.fsdp
@@ -356,8 +346,6 @@ class FsdpHooks:
         self.awaiting_gradient.clear()
         if self._accumulate_and_reduce(rest):
             fsdp.grad_reduce_pipeline.reset()
-            self._open_buckets.clear()
-            self._last_reduction.clear()  # reset waited for them
         self.in_backward = False
         fsdp.microbatch_count += 1
         if fsdp.model_auto_sync:
@@ -396,7 +384,3 @@ class FsdpHooks:
             [tensor for tensor in tensors if torch.is_tensor(tensor)], partial(handler, module), mode="any"
         )
         return output
-
-
-def _storage_address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
