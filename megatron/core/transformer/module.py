@@ -20,8 +20,8 @@ if TYPE_CHECKING:  # names that are megatron-core's own
 class GraphableMegatronModule(_upstream.GraphableMegatronModule):
     """megatron-core's ``GraphableMegatronModule`` (a layer that can run as CUDA graphs), with three differences.
 
-    - A replay goes through ``torch.nn.Module.__call__``: the layer's own hooks, Megatron-FSDP's among them, run around
-      it as they do around ``forward``.
+    - A replay goes through ``torch.nn.Module``'s own call: the layer's hooks, Megatron-FSDP's among them, run around it
+      as they do around ``forward``.
     - Static inputs have the dtype of the model's hidden states, not always bf16.
     - Arguments of a replay are checked by the graph itself, and TransformerEngine is not needed for it.
     """
@@ -29,12 +29,15 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self._should_call_te_cudagraph(*args, **kwargs) and self.cuda_graphs):
             return super().__call__(*args, **kwargs)
-        # torch.nn.Module.__call__ runs the hooks around whatever `forward` is at that moment.
+        # torch runs the hooks around whatever `forward` is at that moment. Not __call__: it would run what
+        # `Module.compile` has made of the eager layer.
+        own = {name: self.__dict__[name] for name in ("forward",) if name in self.__dict__}
         self.__dict__["forward"] = self._te_cuda_graph_replay
         try:
-            return torch.nn.Module.__call__(self, *args, **kwargs)
+            return torch.nn.Module._call_impl(self, *args, **kwargs)
         finally:
             del self.__dict__["forward"]
+            self.__dict__.update(own)  # a compiled or wrapped `forward` that a user set on this layer
 
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, torch.Tensor]:
         """Return one set of static inputs, by keyword.
