@@ -1,0 +1,36 @@
+"""Tests that capture ask for ``cpu_backend``: it stands while their module runs and leaves torch as it was."""
+
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("megatron.core")
+import torch
+from hypothesis import settings
+
+from megatron_fsdp_cuda_graphs.cpu_backend import install, installed, uninstall
+
+# How long an example takes depends on what else the machine does.
+settings.register_profile("no deadline", deadline=None)
+settings.load_profile("no deadline")
+
+
+@pytest.fixture(scope="module")
+def _installed_cpu_backend() -> Iterator[None]:
+    if installed():
+        yield
+        return
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is visible: the CPU backend needs CUDA_VISIBLE_DEVICES=''")
+    install()
+    yield
+    uninstall()
+
+
+@pytest.fixture
+def cpu_backend(_installed_cpu_backend: None) -> Iterator[None]:
+    """A seeded process on the CPU backend, with a stream current that is not the legacy default one."""
+    torch.manual_seed(1234)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
+    assert not torch.cuda.is_current_stream_capturing()

@@ -1,0 +1,152 @@
+"""cuda_graph_engines: which engine captures."""
+
+import sys
+from types import ModuleType
+
+import pytest
+
+from megatron.core.transformer.cuda_graph_engines import ENGINE_VARIABLE, choose_engine, transformer_engine
+from megatron.core.transformer.graphed_callables import make_graphed_callables
+
+
+def capture_with_hooks(modules, sample_args, capture_time_hooks=None):
+    """As TransformerEngine 2.19's."""
+
+
+def capture_without_hooks(modules, sample_args):
+    """As TransformerEngine 2.18's."""
+
+
+@pytest.fixture(autouse=True)
+def _default_choice(monkeypatch):
+    monkeypatch.delenv(ENGINE_VARIABLE, raising=False)
+
+
+@pytest.fixture
+def choose(monkeypatch):
+    """Sets the environment variable."""
+    return lambda choice: monkeypatch.setenv(ENGINE_VARIABLE, choice)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """Installs a TransformerEngine with the given ``make_graphed_callables``; with None there is none."""
+
+    def install(capture):
+        for name in ("transformer_engine", "transformer_engine.pytorch"):
+            monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        graph = ModuleType("transformer_engine.pytorch.graph")
+        graph.__dict__["make_graphed_callables"] = capture
+        monkeypatch.setitem(sys.modules, graph.__name__, graph if capture else None)
+
+    return install
+
+
+def test_the_variable_has_its_documented_name():
+    assert ENGINE_VARIABLE == "MEGATRON_CUDA_GRAPH_ENGINE"
+
+
+# ----------------------------------------------------------------------------------------------------------- auto
+
+
+@pytest.mark.parametrize("needs_hooks", [False, True])
+def test_by_default_it_is_ours(installed, needs_hooks):
+    installed(capture_with_hooks)
+    engine = choose_engine(needs_hooks=needs_hooks)
+    assert (engine.name, engine.capture) == ("native", make_graphed_callables)
+
+
+def test_ours_takes_hooks():
+    assert choose_engine().takes_hooks
+
+
+@pytest.mark.parametrize("choice", [None, "auto"])
+def test_by_default_a_job_for_transformer_engine_only_gets_its_engine(installed, choose, choice):
+    if choice:
+        choose(choice)
+    installed(capture_with_hooks)
+    engine = choose_engine(needs_transformer_engine="--fp8", needs_hooks=True)
+    assert (engine.name, engine.capture) == ("transformer_engine", capture_with_hooks)
+    assert engine.takes_hooks
+
+
+def test_a_job_for_transformer_engine_only_is_refused_by_name_without_it(installed):
+    installed(None)
+    with pytest.raises(RuntimeError, match="--fp8 needs TransformerEngine, which cannot be imported here"):
+        choose_engine(needs_transformer_engine="--fp8")
+
+
+# --------------------------------------------------------------------------------------------------------- native
+
+
+def test_native_is_ours(choose):
+    choose("native")
+    assert choose_engine(needs_hooks=True).capture is make_graphed_callables
+
+
+def test_native_is_refused_for_a_job_for_transformer_engine_only(installed, choose):
+    installed(capture_with_hooks)
+    choose("native")
+    with pytest.raises(RuntimeError, match=f"--fp8 needs TransformerEngine's engine: unset {ENGINE_VARIABLE}"):
+        choose_engine(needs_transformer_engine="--fp8")
+
+
+# --------------------------------------------------------------------------------------------- transformer_engine
+
+
+def test_transformer_engine_is_its_engine(installed, choose):
+    installed(capture_with_hooks)
+    choose("transformer_engine")
+    assert choose_engine(needs_hooks=True).capture is capture_with_hooks
+
+
+def test_transformer_engine_is_refused_where_there_is_none(installed, choose):
+    installed(None)
+    choose("transformer_engine")
+    with pytest.raises(RuntimeError, match=f"{ENGINE_VARIABLE}=transformer_engine needs TransformerEngine, which"):
+        choose_engine()
+
+
+def test_a_transformer_engine_without_hooks_is_refused_where_hooks_are_needed(installed, choose):
+    installed(capture_without_hooks)
+    choose("transformer_engine")
+    with pytest.raises(RuntimeError, match=r"needs TransformerEngine 2\.19 or newer.*capture_time_hooks"):
+        choose_engine(needs_hooks=True)
+
+
+def test_a_transformer_engine_without_hooks_serves_where_none_are_needed(installed, choose):
+    installed(capture_without_hooks)
+    choose("transformer_engine")
+    engine = choose_engine()
+    assert engine.capture is capture_without_hooks
+    assert not engine.takes_hooks
+
+
+def test_a_transformer_engine_that_fails_to_import_is_none(monkeypatch):
+    class FailsToImport:
+        def find_spec(self, name, path=None, target=None):
+            if name.startswith("transformer_engine"):
+                raise OSError("libcuda.so.1: cannot open shared object file")
+
+    for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [FailsToImport(), *sys.meta_path])
+    assert transformer_engine() is None
+
+
+# ---------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("choice", ["", "te", "Native"])
+def test_another_value_is_refused_with_the_values_there_are(choose, choice):
+    choose(choice)
+    with pytest.raises(
+        ValueError, match=f"{ENGINE_VARIABLE} must be native, transformer_engine or auto, got '{choice}'"
+    ):
+        choose_engine()
+
+
+def test_an_engine_knows_the_parameters_of_its_function(installed, choose):
+    installed(capture_with_hooks)
+    choose("transformer_engine")
+    assert choose_engine().parameters == {"modules", "sample_args", "capture_time_hooks"}

@@ -1,0 +1,144 @@
+"""graph_plan: which slot runs when, for a pipeline order."""
+
+import pytest
+from hypothesis import given
+
+from megatron.core.transformer.graph_plan import Step, ordered_plan, unordered_plan
+
+from .pipeline_orders import orders
+
+
+def passes(plan):
+    """The steps as text: ``f0 f1 b1 b0``."""
+    return " ".join(f"{'b' if step.backward else 'f'}{step.slot}" for step in plan.steps)
+
+
+# ------------------------------------------------------------------------------------------------------ unordered
+
+
+def test_without_an_order_all_forwards_run_then_all_backwards_in_reverse():
+    plan = unordered_plan(3)
+    assert plan.callable_of_slot == (0, 1, 2)
+    assert passes(plan) == "f0 f1 f2 b2 b1 b0"
+
+
+# -------------------------------------------------------------------------------------------------------- ordered
+
+
+def test_layers_of_one_chunk_run_forward_then_back_in_reverse():
+    plan = ordered_plan([1, -1], [3], 3)
+    assert plan.callable_of_slot == (0, 1, 2)
+    assert passes(plan) == "f0 f1 f2 b2 b1 b0"
+
+
+def test_slots_are_numbered_by_chunk_then_microbatch_then_layer():
+    plan = ordered_plan([1, 1, 2, 2, -2, -2, -1, -1], [2, 1], 3)
+    assert plan.callable_of_slot == (0, 1, 0, 1, 2, 2)
+
+
+def test_passes_follow_an_interleaved_order():
+    plan = ordered_plan([1, 2, 1, 2, -2, -1, -2, -1], [2, 1], 3)
+    assert passes(plan) == "f0 f1 f4 f2 f3 f5 b4 b1 b0 b5 b3 b2"
+
+
+def test_one_forward_one_backward_of_three_microbatches():
+    plan = ordered_plan([1, 1, -1, 1, -1, -1], [1], 1)
+    assert plan.callable_of_slot == (0, 0, 0)
+    assert passes(plan) == "f0 f1 b0 f2 b1 b2"
+
+
+def test_a_chunk_without_layers_has_no_slots():
+    plan = ordered_plan([1, 2, 3, -3, -2, -1], [1, 0, 2], 3)
+    assert plan.callable_of_slot == (0, 1, 2)
+    assert passes(plan) == "f0 f1 f2 b2 b1 b0"
+
+
+def test_one_number_of_layers_serves_every_chunk():
+    assert ordered_plan([1, 2, -2, -1], 2, 4) == ordered_plan([1, 2, -2, -1], [2, 2], 4)
+
+
+def test_without_numbers_the_callables_divide_evenly():
+    assert ordered_plan([1, 2, -2, -1], None, 6) == ordered_plan([1, 2, -2, -1], [3, 3], 6)
+
+
+@given(orders())
+def test_each_slot_runs_once_each_way(case):
+    order, layers, microbatches = case
+    plan = ordered_plan(order, layers, sum(layers))
+    slots = range(sum(layers) * microbatches)
+    assert sorted(step.slot for step in plan.steps if not step.backward) == list(slots)
+    assert sorted(step.slot for step in plan.steps if step.backward) == list(slots)
+
+
+@given(orders())
+def test_each_slot_runs_forward_before_backward(case):
+    order, layers, _ = case
+    plan = ordered_plan(order, layers, sum(layers))
+    for slot in range(len(plan.callable_of_slot)):
+        assert plan.steps.index(Step(slot, False)) < plan.steps.index(Step(slot, True))
+
+
+@given(orders())
+def test_each_step_of_the_order_runs_the_chunk_of_its_microbatch(case):
+    order, layers, _ = case
+    plan = ordered_plan(order, layers, sum(layers))
+    remaining = list(plan.steps)
+    done = dict.fromkeys(order, 0)
+    for chunk_step in order:
+        chunk = abs(chunk_step) - 1
+        count = layers[chunk]
+        ran, remaining = remaining[:count], remaining[count:]
+        first = sum(layers[:chunk])
+        expected = list(range(first, first + count))
+        if chunk_step < 0:
+            expected.reverse()
+        assert [plan.callable_of_slot[step.slot] for step in ran] == expected
+        assert all(step.backward == (chunk_step < 0) for step in ran)
+        # The k-th forward of a chunk is its k-th micro-batch, and so is the k-th backward.
+        base = sum(layers[:chunk]) * order.count(chunk + 1)
+        assert {(step.slot - base) // count for step in ran} <= {done[chunk_step]}
+        done[chunk_step] += 1
+    assert not remaining
+
+
+# --------------------------------------------------------------------------------------------------------- errors
+
+
+def test_half_steps_are_refused():
+    with pytest.raises(NotImplementedError, match=r"_order holds half steps.*TransformerEngine"):
+        ordered_plan([1, -1, -0.5], [1], 1)  # type: ignore[list-item]
+
+
+@pytest.mark.parametrize("order", [[], [0], [-1]], ids=str)
+def test_an_order_without_a_forward_is_refused(order):
+    with pytest.raises(ValueError, match="_order must name chunks counted from 1"):
+        ordered_plan(order, [1], 1)
+
+
+@pytest.mark.parametrize("order", [[1, 0, -1], [1, -1, -2], [1, -2, -1]], ids=str)
+def test_an_unknown_chunk_is_refused(order):
+    with pytest.raises(ValueError, match=r"_order names chunks \[(0|-2)\]"):
+        ordered_plan(order, [1], 1)
+
+
+@pytest.mark.parametrize("order", [[1, 1, -1], [1, 2, -2], [1, -1, 2, -2, 2, -2], [1, 3, -3, -1]], ids=str)
+def test_chunks_that_run_unequally_often_are_refused(order):
+    with pytest.raises(ValueError, match="_order must run every chunk's forward and backward"):
+        ordered_plan(order, 1, max(order))
+
+
+@pytest.mark.parametrize("order", [[-1, 1], [1, -1, -1, 1], [1, -2, 2, -1]], ids=str)
+def test_a_backward_before_its_forward_is_refused(order):
+    with pytest.raises(ValueError, match=r"_order runs a backward of chunk \d before its forward"):
+        ordered_plan(order, 1, max(order))
+
+
+def test_callables_that_do_not_divide_into_the_chunks_are_refused():
+    with pytest.raises(ValueError, match=r"3 callables do not divide into 2 chunks: give _num_layers_per_chunk"):
+        ordered_plan([1, 2, -2, -1], None, 3)
+
+
+@pytest.mark.parametrize("layers", [[1], [1, 1, 1], [1, 1], 1], ids=str)
+def test_numbers_of_layers_that_do_not_fit_are_refused(layers):
+    with pytest.raises(ValueError, match=r"_num_layers_per_chunk is .*2 chunks and 3 callables"):
+        ordered_plan([1, 2, -2, -1], layers, 3)
