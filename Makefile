@@ -40,8 +40,9 @@ test-unit: $(ENVIRONMENT)
 test-integration: $(ENVIRONMENT)
 	CUDA_VISIBLE_DEVICES= $(PY) -m pytest $(wildcard tests/integration_tests tests/gpu)
 
+# Each layout of ranks is started, with torchrun, in processes of its own.
 test-gpu: $(ENVIRONMENT)
-	$(PY) -m torch.distributed.run --standalone --nproc-per-node gpu -m pytest tests/gpu
+	$(PY) -m pytest tests/gpu
 
 lint: $(ENVIRONMENT)
 	$(PY) -m ruff check $(CHECKED)

@@ -44,6 +44,7 @@ def main() -> None:
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel ranks")
     parser.add_argument("--etp", type=int, default=None, help="tensor parallel ranks of experts")
+    parser.add_argument("--stop-at-error", action="store_true", help="write the first error of any rank, and exit")
     args = parser.parse_args()
 
     if not on_cpu:
@@ -61,7 +62,7 @@ def main() -> None:
     for arguments in json.loads(args.cases.read_text()):
         arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
         control = arguments.pop("control", None)
-        results.append(compare(Case(**arguments), control, eager))
+        results.append(compare(Case(**arguments), control, eager, args.output if args.stop_at_error else None))
         if dist.get_rank() == 0:
             args.output.write_text(json.dumps(results, indent=1))
             shown = results[-1]["error"][-300:] or results[-1]["differences"][:3] or "bit-equal"
@@ -69,8 +70,15 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def compare(case: Case, control: str | None, eager: dict[Case, Trace]) -> dict:
-    """Train ``case`` both ways (eagerly once for all cases that differ in nothing else) and gather the differences."""
+def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to: Path | None = None) -> dict:
+    """Train ``case`` both ways and gather the differences.
+
+    Args:
+        case: What to train; ``eager`` keeps the eager run for all cases that differ in nothing else.
+        control: What to do in place of a plain capture.
+        eager: Eager runs so far.
+        errors_to: Where to write an error before ending the process; None to go on after errors.
+    """
     start, error, differences = time.perf_counter(), "", []
     graphed = None
     try:
@@ -81,6 +89,9 @@ def compare(case: Case, control: str | None, eager: dict[Case, Trace]) -> dict:
         differences = eager[same_eager].differences(graphed)
     except Exception:
         error = traceback.format_exc()
+        if errors_to is not None:
+            errors_to.write_text(json.dumps([{"case": str(case), "error": error, "differences": []}]))
+            os._exit(1)  # the other ranks may be waiting for this one
     errors: list = [None] * dist.get_world_size()
     of_ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)  # every rank fails at the same place, or this is where they hang

@@ -1,4 +1,4 @@
-"""What can be done in place of an honest capture: controls that a comparison with eager training must notice."""
+"""What can be done in place of a plain capture: what a comparison must notice or survive."""
 
 from collections.abc import Callable
 from unittest import mock
@@ -54,6 +54,30 @@ def failed_forward_capture(training: Training) -> None:
 def failed_backward_capture(training: Training) -> None:
     """A layer whose gradient is read on the host: its backward cannot be captured, and training goes on eagerly."""
     _fail_capture(training, lambda tensor: tensor.register_hook(lambda grad: (grad.sum().item(), None)[1]) and None)
+
+
+def evaluation_between_steps(training: Training) -> None:
+    """Capture, then evaluate once, which runs the layers eagerly in between."""
+    training.helper.create_cudagraphs()
+    training.evaluate()
+
+
+def captured_again(training: Training) -> None:
+    """Capture, delete the graphs, and capture again."""
+    training.helper.create_cudagraphs()
+    training.helper.delete_cuda_graphs()
+    assert not any(layer.cuda_graphs for layer in training.layers)
+    training.helper.create_cudagraphs()
+
+
+def taken_addresses(training: Training) -> None:
+    """Capture, then take the memory that Megatron-FSDP gave back, as any other part of a program may."""
+    training.helper.create_cudagraphs()
+    groups = training.model.module.param_and_grad_buffer.parameter_groups
+    training.taken = [
+        torch.empty(group.model_weight_buffer.bucket_index.size, dtype=group.model_weight_buffer.dtype, device="cuda")
+        for group in groups * 4
+    ]
 
 
 def _fail_capture(training: Training, touch: Callable[[torch.Tensor], object]) -> None:
@@ -114,5 +138,8 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         no_pre_backward_sentinel,
         failed_forward_capture,
         failed_backward_capture,
+        evaluation_between_steps,
+        captured_again,
+        taken_addresses,
     )
 }

@@ -120,6 +120,7 @@ class Training:
             self.optimizer = _optimizer(case, self.model)
         _connect(self.config, self.model, self.optimizer)
         self.helper: Any = None
+        self.taken: list[torch.Tensor] = []  # memory that a control keeps from everyone else
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
 
@@ -171,6 +172,23 @@ class Training:
             dist.all_reduce(loss)
         self.losses.append(loss.item() / dist.get_world_size())
         self.grad_norms.append(float(grad_norm))
+
+    def evaluate(self) -> None:
+        """Run one forward pass in evaluation mode, outside any step."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        self.model.eval()
+        with torch.cuda.stream(self.stream), torch.no_grad():
+            get_forward_backward_func()(
+                forward_step_func=_forward_step,
+                data_iterator=_batches(self.case, 10_000),
+                model=[self.model],
+                num_microbatches=1,
+                seq_length=self.case.sequence,
+                micro_batch_size=self.case.micro_batch,
+                forward_only=True,
+            )
+        self.model.train()
 
     def trace(self) -> Trace:
         """Return what was computed so far."""

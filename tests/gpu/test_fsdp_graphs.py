@@ -1,0 +1,112 @@
+"""The matrix of layouts and graph modules: with graphs, a model under Megatron-FSDP trains bit for bit as eagerly.
+
+Layouts: data parallel over all GPUs; tensor parallel 2 with sequence parallelism; expert parallel 2 with expert tensor
+parallel 2 (four GPUs). MoE models of 4 TransformerEngine layers with shared experts, both engines. Then, data parallel,
+what else a job may turn on. ``EQUALITY_RESULTS=FILE`` writes all results there as JSON.
+"""
+
+import json
+import os
+import platform
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.launch import name_of
+
+SIZES = {"transformer_engine": True, "hidden": 512, "sequence": 1024, "micro_batch": 1}
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+LAYOUTS = {
+    "data parallel": ([], {}, 1),
+    "TP2 with sequence parallelism": (["--tp", "2"], {"sequence_parallel": True}, 2),
+    "EP2 with ETP2": (["--tp", "2", "--ep", "2", "--etp", "2"], {"sequence_parallel": True}, 4),
+}
+ENGINES = ("native", "transformer_engine")
+MOE = [
+    {"dtype": dtype, "experts": 4, "shared_experts": 256, "modules": modules}
+    for dtype, modules in product(
+        ("bf16", "fp32"), (["attn"], ["attn", "moe_router", "moe_preprocess"], ["moe_router"])
+    )
+]
+MORE = [
+    {"dtype": "bf16"},
+    {"dtype": "bf16", "dropout": 0.1, "microbatches": 2},
+    {"dtype": "bf16", "dropout": 0.1, "warmup": 0},
+    {"dtype": "bf16", "fused_wgrad": True},
+    {"dtype": "bf16", "fused_wgrad": True, "warmup": 0, "layers": 5},
+    {"dtype": "bf16", "recompute": ["core_attn"]},
+    {"dtype": "bf16", "strategy": "optim_grads"},
+    {"dtype": "bf16", "control": "evaluation_between_steps", "dropout": 0.1},
+    {"dtype": "bf16", "control": "captured_again", "dropout": 0.1},
+    {"dtype": "bf16", "control": "failed_forward_capture", "dropout": 0.1},
+    {"dtype": "bf16", "control": "failed_backward_capture", "dropout": 0.1},
+]
+FP8 = [{"dtype": "bf16", "fp8": "delayed"}, {"dtype": "bf16", "fp8": "tensorwise"}]  # TransformerEngine's engine only
+
+
+def _cases(layout: str, engine: str) -> list[dict]:
+    if layout != "data parallel":
+        return MOE
+    return [*MOE, *MORE, *(FP8 if engine == "transformer_engine" else ())]
+
+
+RUNS = [(layout, engine) for layout in LAYOUTS for engine in ENGINES if LAYOUTS[layout][2] <= max(GPUS, 1)]
+
+
+@pytest.fixture(scope="session")
+def results(compare_runs):
+    """The results of each layout and engine, by case; each layout in processes of its own."""
+    found = {}
+    for layout, engine in RUNS:
+        options, extra, _ = LAYOUTS[layout]
+        cases = _cases(layout, engine)
+        compared = compare_runs(
+            [SIZES | extra | case for case in cases],
+            *options,
+            ranks=GPUS,
+            environment={"MEGATRON_CUDA_GRAPH_ENGINE": engine},
+        )
+        found[layout, engine] = {name_of(case): result for case, result in zip(cases, compared, strict=True)}
+        _write(found)
+    return found
+
+
+def _write(found: dict) -> None:
+    if "EQUALITY_RESULTS" not in os.environ:
+        return
+    from importlib.metadata import version
+
+    packages = ("megatron-core", "transformer-engine", "megatron-fsdp-cuda-graphs")
+    report = {
+        "command": "EQUALITY_RESULTS=FILE make test-gpu",
+        "hardware": f"{GPUS} x {torch.cuda.get_device_name()}",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__}
+        | {package: version(package) for package in packages},
+        "sizes": SIZES,
+        "results": [
+            {"layout": layout, "engine": engine} | result
+            for (layout, engine), by_case in found.items()
+            for result in by_case.values()
+        ],
+    }
+    Path(os.environ["EQUALITY_RESULTS"]).write_text(json.dumps(report, indent=1))
+
+
+@pytest.mark.parametrize(
+    ("layout", "engine", "case"),
+    [pytest.param(*run, case, id=f"{run[0]}, {run[1]}: {name_of(case)}") for run in RUNS for case in _cases(*run)],
+)
+def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
+    result = results[layout, engine][name_of(case)]
+    assert not result["error"]
+    assert result["differences"] == []
+    assert result["graphs"] == (0 if "failed" in case.get("control", "") else case.get("layers", 4))
+
+
+def test_a_replay_that_does_nothing_changes_the_loss(compare_runs):
+    case = SIZES | {"dtype": "bf16", "control": "dead_replay"}
+    (result,) = compare_runs([case], ranks=GPUS, environment={"MEGATRON_CUDA_GRAPH_ENGINE": "native"})
+    assert any("losses[3]" in line for line in result["differences"])

@@ -1,0 +1,109 @@
+"""A GPT under Megatron-FSDP with a graph per layer trains bit for bit as it does eagerly, on two CPU ranks.
+
+Loss and gradient norm of every step and every parameter shard that the optimizer owns are compared, over 10 steps with
+capture after 3. The controls break one thing each, and must be noticed.
+"""
+
+from itertools import product
+
+import pytest
+
+from tests.support.launch import name_of
+
+SIZES = {"layers": 3, "steps": 10}
+DENSE = [
+    {"dtype": dtype, "dropout": dropout, "microbatches": microbatches, "modules": modules}
+    for dtype, dropout, microbatches, modules in product(("fp32", "bf16"), (0.0, 0.1), (1, 2), ([], ["attn"]))
+]
+MOE = [
+    {
+        "dtype": dtype,
+        "dropout": dropout,
+        "microbatches": microbatches,
+        "experts": 4,
+        "modules": ["attn", "moe_router", "moe_preprocess"],
+    }
+    for dtype, dropout, microbatches in product(("fp32", "bf16"), (0.0, 0.1), (1, 2))
+]
+OTHERS = [
+    {"experts": 4, "shared_experts": 64, "modules": ["moe_router"]},
+    {"layers": 4, "dropout": 0.1},
+    {"warmup": 0, "dropout": 0.1},
+    {"strategy": "optim_grads"},
+    {"strategy": "optim"},
+    {"strategy": "no_shard"},
+    {"recompute": ["core_attn"]},
+    {"control": "evaluation_between_steps", "dropout": 0.1},
+    {"control": "captured_again", "dropout": 0.1},
+]
+EQUAL = DENSE + MOE + OTHERS
+
+SURVIVED = [
+    {"control": "failed_forward_capture", "dropout": 0.1},
+    {"control": "failed_backward_capture", "dropout": 0.1},
+]
+NOTICED = {
+    "dead_replay": "",
+    "hooks_left": "has hooks, which would become part of the graph",
+    "no_post_backward_sentinel": "forward_pre_hooks hook",
+    "no_pre_backward_sentinel": "forward_hooks hook",
+    "taken_addresses": "",
+}
+
+
+@pytest.fixture(scope="session")
+def results(compare_runs):
+    """The result of each case, by its name."""
+    cases = [*EQUAL, *SURVIVED, *({"control": name} for name in NOTICED)]
+    return {
+        name_of(case): result
+        for case, result in zip(cases, compare_runs([SIZES | case for case in cases]), strict=True)
+    }
+
+
+@pytest.mark.parametrize("case", EQUAL, ids=name_of)
+def test_graphs_train_bit_for_bit_as_eager(results, case):
+    result = results[name_of(case)]
+    assert not result["error"]
+    assert result["differences"] == []
+    assert result["graphs"] == case.get("layers", SIZES["layers"])
+    assert len(result["losses"]) >= 10
+
+
+@pytest.mark.parametrize("case", SURVIVED, ids=name_of)
+def test_training_goes_on_eagerly_after_a_failed_capture(results, case):
+    result = results[name_of(case)]
+    assert not result["error"]
+    assert result["differences"] == []
+    assert result["graphs"] == 0
+
+
+def test_a_replay_that_does_nothing_changes_the_loss(results):
+    differences = results["control=dead_replay"]["differences"]
+    assert any("losses[3]" in line for line in differences)
+    assert not any("losses[2]" in line for line in differences)
+
+
+@pytest.mark.parametrize("control", [name for name in NOTICED if NOTICED[name]])
+def test_a_hook_in_the_wrong_place_fails_the_capture(results, control):
+    assert NOTICED[control] in results[f"control={control}"]["error"]
+
+
+def test_without_fixed_buffers_the_helper_names_the_missing_flags(compare_runs):
+    (result,) = compare_runs([{"double_buffer": False}], ranks=1)
+    assert "--fsdp-double-buffer is required" in result["error"]
+    assert "--fsdp-db-use-persist-buf-on-alloc-fail is required" in result["error"]
+
+
+def test_with_fixed_buffers_no_parameter_moves_when_memory_is_taken(results):
+    assert results["control=taken_addresses"]["differences"] == []
+    assert not results["control=taken_addresses"]["error"]
+
+
+def test_without_fixed_buffers_and_without_the_check_a_moved_parameter_is_named(compare_runs):
+    # A parameter may have moved on one rank only, so the first error ends all ranks.
+    case = {"double_buffer": False, "unchecked": True, "control": "taken_addresses"}
+    (result,) = compare_runs([case], "--stop-at-error")
+    assert "MovedBufferError" in result["error"]
+    assert "decoder.layers." in result["error"]
+    assert "--fsdp-double-buffer" in result["error"]
