@@ -1,5 +1,6 @@
 """Tests that capture ask for ``cpu_backend``: it stands while their module runs and leaves torch as it was."""
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -23,7 +24,9 @@ def _installed_cpu_backend() -> Iterator[None]:
     if torch.cuda.is_available():
         pytest.skip("a GPU is visible: the CPU backend needs CUDA_VISIBLE_DEVICES=''")
     install()
+    gc.freeze()  # every capture collects garbage: it need not walk through megatron-core each time
     yield
+    gc.unfreeze()
     uninstall()
 
 
