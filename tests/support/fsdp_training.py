@@ -170,8 +170,8 @@ class Training:
             _, grad_norm, _ = self.optimizer.step()
             loss = torch.stack([item["loss"] for item in reduced]).mean()
             dist.all_reduce(loss)
-        self.losses.append(loss.item() / dist.get_world_size())
-        self.grad_norms.append(float(grad_norm))
+            self.losses.append(loss.item() / dist.get_world_size())
+            self.grad_norms.append(float(grad_norm))
 
     def evaluate(self) -> None:
         """Run one forward pass in evaluation mode, outside any step."""
@@ -192,6 +192,7 @@ class Training:
 
     def trace(self) -> Trace:
         """Return what was computed so far."""
+        torch.cuda.synchronize()
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         shards = [getattr(param, "_local_tensor", param).detach().clone().cpu() for param in params]
         graphs = sum(len(getattr(layer, "cuda_graphs", ())) for layer in self.layers)

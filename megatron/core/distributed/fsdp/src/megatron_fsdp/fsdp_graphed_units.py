@@ -85,6 +85,7 @@ class GraphedUnits:
             self._free_gradients(self._holds_gradients)
             self._holds_gradients = None
             for param in fsdp.module.parameters():
+                param.grad = None  # an engine that failed may have left some
                 param.grad_added_to_main_grad = False
             for module in fsdp.module.modules():
                 module._training_state = type(module._training_state).IDLE
