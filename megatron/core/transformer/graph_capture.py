@@ -168,7 +168,9 @@ class Capture:
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a failed capture so that the allocator and the generators serve eager work again."""
         try:
-            graph.capture_end()
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns where nothing had been recorded yet
+                graph.capture_end()
         except RuntimeError:  # CUDA refused, before torch had told allocator and generators that capture is over
             recover_from_failed_capture(self.pool)
 
