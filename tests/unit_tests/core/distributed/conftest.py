@@ -1,0 +1,64 @@
+"""Tests here run on the CPU backend, as rank 0 of four ranks whose collectives move nothing.
+
+What Megatron-FSDP registers, allocates and releases does not depend on what is communicated. Where values count, a test
+starts ranks of its own.
+"""
+
+import gc
+from contextlib import contextmanager
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron_fsdp_cuda_graphs.cpu_backend import install, installed, uninstall
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cpu_backend():
+    if installed():
+        yield
+        return
+    if torch.cuda.is_available():
+        pytest.skip("a GPU is visible: the CPU backend needs CUDA_VISIBLE_DEVICES=''")
+    install()
+    yield
+    uninstall()
+
+
+@contextmanager
+def _four_ranks(instances: int):
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    parallel_state.initialize_model_parallel(
+        num_distributed_optimizer_instances=instances, create_gloo_process_groups=False
+    )
+    model_parallel_cuda_manual_seed(1234)
+    gc.freeze()  # building a model collects garbage: spare it what the imports left
+    yield instances
+    gc.unfreeze()
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def ranks(_cpu_backend):
+    """Four ranks that shard together."""
+    with _four_ranks(1) as instances:
+        yield instances
+
+
+@pytest.fixture(scope="module")
+def hybrid_ranks(_cpu_backend):
+    """Four ranks, two groups of two that shard."""
+    with _four_ranks(2) as instances:
+        yield instances
+
+
+@pytest.fixture(autouse=True)
+def _side_stream():
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield

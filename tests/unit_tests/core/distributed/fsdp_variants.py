@@ -1,0 +1,121 @@
+"""GPTs under Megatron-FSDP in the variants that its hooks have to tell apart, with our hooks or megatron-core's own."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+
+from tests.support import fsdp_training
+from tests.support.fsdp_training import Case
+
+SMALL = {"layers": 2, "hidden": 32, "sequence": 16, "steps": 3}
+
+
+@dataclass(frozen=True)
+class Variant:
+    """How a model differs from that of ``case``.
+
+    Attributes:
+        case: Sizes, dtype, strategy and so on.
+        config: Arguments of ``TransformerConfig``.
+        sharding: Arguments of ``DistributedDataParallelConfig``.
+        fsdp: Arguments of ``MegatronFSDP``.
+        model: Arguments of ``GPTModel``.
+        change: Called with the model before it is wrapped.
+    """
+
+    case: Case = field(default_factory=lambda: small())
+    config: dict[str, Any] = field(default_factory=dict)
+    sharding: dict[str, Any] = field(default_factory=dict)
+    fsdp: dict[str, Any] = field(default_factory=dict)
+    model: dict[str, Any] = field(default_factory=dict)
+    change: Callable[[torch.nn.Module], None] = lambda model: None
+
+    @contextmanager
+    def in_place(self, *, upstream: bool) -> Iterator[None]:
+        """Models built meanwhile are of this variant, with megatron-core's own ``MegatronFSDP`` or ours."""
+        from megatron.core import distributed, transformer
+        from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+        from megatron.core.models import gpt
+
+        kind = upstream_class() if upstream else mcore_fsdp_adapter.MegatronFSDP
+        build = gpt.GPTModel
+
+        def gpt_model(*args, **kwargs):
+            model = build(*args, **kwargs | self.model)
+            self.change(model)
+            return model
+
+        replaced = [
+            (gpt, "GPTModel", gpt_model),
+            (transformer, "TransformerConfig", _given(transformer.TransformerConfig, self.config)),
+            (distributed, "DistributedDataParallelConfig", _given(_sharding_config(), self.sharding)),
+            (mcore_fsdp_adapter, "MegatronFSDP", _given(kind, self.fsdp)),
+        ]
+        with ExitStack() as stack:
+            for owner, name, replacement in replaced:
+                stack.enter_context(mock.patch.object(owner, name, replacement))
+            yield
+
+    def build(self, *, upstream: bool = False, graphs: bool = False) -> torch.nn.Module:
+        """The wrapped model, without an optimizer."""
+        with self.in_place(upstream=upstream):
+            return fsdp_training._model(self.case, fsdp_training._config(self.case, graphs))
+
+
+def small(**changes: Any) -> Case:
+    """A case of a few milliseconds a step; the double buffer only where parameters are sharded."""
+    sharded = changes.get("strategy", "optim_grads_params") == "optim_grads_params"
+    return Case(**{**SMALL, "double_buffer": sharded, **changes})
+
+
+def upstream_class() -> type:
+    """megatron-core's own ``MegatronFSDP``."""
+    from megatron_fsdp_cuda_graphs.overlay import upstream
+
+    return upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp").MegatronFSDP
+
+
+def run_backward(model: torch.nn.Module, case: Case) -> None:
+    """Forward and backward of one micro-batch."""
+    batch = next(fsdp_training._batches(case, 0))
+    model(batch.tokens, batch.positions, batch.mask, labels=batch.labels).float().mean().backward()
+
+
+def freeze_embedding(model: torch.nn.Module) -> None:
+    """Train everything but the word embedding and one bias of each layer."""
+    model.embedding.requires_grad_(False)
+    for layer in model.decoder.layers:
+        layer.mlp.linear_fc1.bias.requires_grad = False
+
+
+def tie_output_layer(model: torch.nn.Module) -> None:
+    """Let two modules own the same parameter."""
+    model.output_layer.weight = model.embedding.word_embeddings.weight
+
+
+def delay_weight_gradients(model: torch.nn.Module) -> None:
+    """Mark the first linear of each MLP as one whose weight gradient comes after backward."""
+    for layer in model.decoder.layers:
+        layer.mlp.linear_fc1.need_backward_dw = lambda: True
+        layer.mlp.linear_fc1.weight.skip_backward_post_hook = True
+
+
+def _given(build: Callable, arguments: dict[str, Any]) -> Callable:
+    return (lambda *args, **kwargs: build(*args, **kwargs | arguments)) if arguments else build
+
+
+def _sharding_config() -> type:
+    from megatron.core.distributed import DistributedDataParallelConfig
+
+    return DistributedDataParallelConfig
+
+
+FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+FINE_FORWARD = {"enable_fine_grained_param_gather_hook": True}
+FINE_BOTH = FINE_FORWARD | {"enable_fine_grained_param_gather_backward_hook": True}
+SHARED: dict[str, Any] = {"model": {"share_embeddings_and_output_weights": False}, "change": tie_output_layer}
+STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

@@ -1,0 +1,58 @@
+"""Two ranks: trains each variant with megatron-core's own ``MegatronFSDP`` and with ours, and says where they differ.
+
+Run by test_fsdp_parity.py, which reads the JSON lines that the first rank prints.
+"""
+
+import gc
+import json
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
+
+from tests.support.fsdp_training import Trace, train
+from tests.unit_tests.core.distributed.fsdp_variants import Variant
+from tests.unit_tests.core.distributed.parity_variants import VARIANTS
+
+
+def trained(variant: Variant, *, upstream: bool) -> Trace:
+    """What the variant computes with one of the two classes."""
+    with variant.in_place(upstream=upstream):
+        return train(variant.case, graphs=False)
+
+
+def compare(variant: Variant) -> dict:
+    """The differences of this rank's losses, gradient norms and shards, or the error."""
+    try:
+        theirs, ours = trained(variant, upstream=True), trained(variant, upstream=False)
+    except Exception:
+        return {"error": traceback.format_exc()}
+    return {"differences": theirs.differences(ours), "losses": ours.losses}
+
+
+def main() -> None:
+    """Compare all variants, those without groups inside groups first."""
+    torch.set_num_threads(1)
+    dist.init_process_group("nccl")
+    gc.freeze()  # building a model collects garbage: spare it what the imports left
+    for instances in (1, 2):
+        parallel_state.initialize_model_parallel(num_distributed_optimizer_instances=instances)
+        for name, variant in VARIANTS.items():
+            if variant.sharding.get("num_distributed_optimizer_instances", 1) != instances:
+                continue
+            results: list = [None] * dist.get_world_size()
+            dist.all_gather_object(results, compare(variant))
+            if dist.get_rank() == 0:
+                print(json.dumps({"variant": name, "ranks": results}), flush=True)
+        parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,318 @@
+"""What Megatron-FSDP does about units that run as CUDA graphs: capture mode, gradients withheld, moved buffers."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from megatron.core.distributed.fsdp.src.megatron_fsdp.fsdp_graphed_units import MovedBufferError
+
+from .fsdp_variants import Variant, run_backward, small
+
+CASE = small(layers=4)
+DOUBLE_BUFFERED = Variant(CASE)
+FLAGS = ("--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail")
+
+
+@pytest.fixture
+def fsdp(ranks):
+    return DOUBLE_BUFFERED.build(graphs=True).module
+
+
+@pytest.fixture
+def layers(fsdp):
+    return list(fsdp.module.decoder.layers)
+
+
+def in_use(fsdp) -> dict:
+    """The buffers of the two pools that are taken."""
+    groups = fsdp.param_and_grad_buffer.parameter_groups
+    unit = next(group for group in groups if group.fsdp_unit_id is not None)
+    return {
+        "parameters": dict(unit.model_weight_buffer.temporary_bucket_allocator.using_buffer),
+        "gradients": dict(unit.main_grad_buffer.temporary_bucket_allocator.using_buffer),
+    }
+
+
+NOTHING: dict[str, dict] = {"parameters": {}, "gradients": {}}
+
+
+def forward_of(hooks, layer):
+    """What runs around a captured forward."""
+    hooks.unshard_for_forward(layer)
+    hooks.release_after_forward(layer)
+
+
+def backward_of(hooks, layer, *, fused=()):
+    """What runs around a captured backward, in which fused kernels write the main gradients of ``fused``."""
+    hooks.unshard_for_backward(layer)
+    for param in fused:
+        param.main_grad = param.get_main_grad()
+        param.grad_added_to_main_grad = True
+    hooks.release_after_backward(layer)
+
+
+def capture(fsdp, layers, *, fused=()):
+    """Run the hooks of one capture of all layers; returns where the main gradients of ``fused`` were, by layer."""
+    hooks, places = fsdp.fsdp_hooks, {}
+    with fsdp.capture_graphs(layers):
+        for layer in layers:
+            forward_of(hooks, layer)
+        for layer in reversed(layers):
+            params = [layer.get_parameter(name) for name in fused]
+            backward_of(hooks, layer, fused=params)
+            places[layer] = [param.main_grad.data_ptr() for param in params]
+    return places
+
+
+@contextmanager
+def replaying(fsdp, layers):
+    """The step after capture: layers have graphs, modules hold raw parameters."""
+    for layer in layers:
+        layer.cuda_graphs = ["graph"]
+    fsdp.start_param_sync()
+    fsdp.pre_backward()
+    try:
+        yield fsdp.fsdp_hooks
+    finally:
+        fsdp.fsdp_hooks.in_backward = False
+        for layer in layers:
+            layer.cuda_graphs = []
+
+
+def outcome(fsdp, error):
+    """Capture, ended by ``error`` if there is one."""
+    try:
+        with fsdp.capture_graphs(fsdp.module.decoder.layers):
+            for layer in fsdp.module.decoder.layers:
+                fsdp.fsdp_hooks.unshard_for_forward(layer)
+                fsdp.fsdp_hooks.release_after_forward(layer)
+            if error:
+                fsdp.fsdp_hooks.unshard_for_backward(fsdp.module.decoder.layers[-1])
+                raise error
+    except KeyboardInterrupt:
+        pass
+
+
+# ------------------------------------------------------------------------------------------------------- capture mode
+
+ERRORS = pytest.mark.parametrize("error", [None, KeyboardInterrupt()], ids=["success", "exception"])
+
+
+def test_capture_sees_raw_parameters(fsdp, layers):
+    with fsdp.capture_graphs(layers):
+        captured = dict(fsdp.module.named_parameters())
+    assert all(captured[name] is fsdp.raw_param[name] for name in captured)
+
+
+@ERRORS
+@pytest.mark.parametrize("distributed", [True, False], ids=["DTensor", "raw"])
+def test_parameters_are_what_they_were_after_capture(fsdp, distributed, error):
+    if not distributed:
+        fsdp._replace_param_with_raw_if_needed()
+    before = dict(fsdp.module.named_parameters())
+    outcome(fsdp, error)
+    after = dict(fsdp.module.named_parameters())
+    assert all(after[name] is before[name] for name in before)
+    assert fsdp.is_param_fsdp_distributed == distributed
+
+
+@ERRORS
+def test_capture_mode_ends(fsdp, error):
+    outcome(fsdp, error)
+    assert not fsdp.fsdp_hooks.graphed.capturing
+
+
+@ERRORS
+def test_every_bucket_is_given_back(fsdp, error):
+    outcome(fsdp, error)
+    assert in_use(fsdp) == NOTHING
+    assert not fsdp.all_gather_pipeline.param_gather_event_map
+
+
+@ERRORS
+def test_modules_are_idle_after_capture(fsdp, error):
+    outcome(fsdp, error)
+    assert {module._training_state.name for module in fsdp.module.modules()} == {"IDLE"}
+
+
+def test_a_failed_capture_leaves_no_unit_graphed(fsdp, layers):
+    outcome(fsdp, KeyboardInterrupt())
+    with replaying(fsdp, layers) as hooks:
+        assert not any(hooks.graphed.covers(layer) for layer in layers)
+
+
+def test_a_captured_unit_is_graphed_while_it_trains_and_has_graphs(fsdp, layers):
+    capture(fsdp, layers)
+    graphed = fsdp.fsdp_hooks.graphed
+    assert not graphed.covers(layers[0])
+    with replaying(fsdp, layers):
+        assert graphed.covers(layers[0])
+        layers[0].eval()
+        assert not graphed.covers(layers[0])
+        fsdp.forget_graphs(layers)
+        assert not graphed.covers(layers[1])
+
+
+def test_nothing_is_in_flight_when_a_graph_records(fsdp, layers):
+    with fsdp.capture_graphs(layers):
+        fsdp.fsdp_hooks.unshard_for_forward(layers[0])
+        assert len(in_use(fsdp)["parameters"]) == 2  # the next layer was prefetched
+        assert not fsdp.all_gather_pipeline.param_gather_event_map
+
+
+def test_gathers_in_flight_are_settled_before_capture(fsdp, layers):
+    fsdp.start_param_sync()
+    fsdp.all_gather_and_wait_parameters_ready(list(layers[2].parameters()), wait_bucket_ready=False)
+    assert in_use(fsdp)["parameters"]
+    with fsdp.capture_graphs(layers):
+        assert in_use(fsdp) == NOTHING
+
+
+def test_gradients_that_autograd_makes_while_capturing_are_withheld(fsdp, layers):
+    with fsdp.capture_graphs(layers):
+        param = layers[0].mlp.linear_fc1.weight
+        param.grad = torch.ones_like(param)
+        fsdp.fsdp_hooks.handle_gradient(param)
+        assert param.grad is not None
+        assert fsdp.grad_reduce_pipeline.grad_reduce_queue == []
+        assert in_use(fsdp)["gradients"] == {}
+        param.grad = None
+
+
+def test_the_backward_of_a_captured_layer_opens_no_backward_pass(fsdp, layers):
+    with fsdp.capture_graphs(layers):
+        fsdp.fsdp_hooks.start_backward(layers[0])
+        assert not fsdp.fsdp_hooks.in_backward
+
+
+# --------------------------------------------------------------------------------------------------- moved parameters
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_units_are_gathered_where_their_graphs_read(fsdp, layers, direction):
+    capture(fsdp, layers)
+    with replaying(fsdp, layers) as hooks:
+        for layer in layers if direction == "forward" else reversed(layers):
+            getattr(hooks, f"unshard_for_{direction}")(layer)
+            getattr(hooks, f"release_after_{direction}")(layer)
+
+
+def test_units_take_turns_with_the_two_buffers(fsdp, layers):
+    capture(fsdp, layers)
+    with replaying(fsdp, layers) as hooks:
+        places = []
+        for layer in layers:
+            hooks.unshard_for_forward(layer)
+            places.append(layer.mlp.linear_fc1.weight.data_ptr())
+            hooks.release_after_forward(layer)
+    assert len(set(places)) == 2
+    assert places[:2] == places[2:]
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+def test_a_moved_parameter_is_an_error_that_names_it_and_the_flags(fsdp, layers, direction):
+    capture(fsdp, layers)
+    unit = fsdp.fsdp_hooks.graphed._units[layers[1]]
+    names = [fsdp.param_to_name[param] for param in unit.params]
+    moved = names.index("decoder.layers.1.mlp.linear_fc1.weight")
+    with replaying(fsdp, layers) as hooks:
+        unit.addresses[direction][moved] += 512
+        with pytest.raises(MovedBufferError, match=r"decoder\.layers\.1\.mlp\.linear_fc1\.weight") as error:
+            getattr(hooks, f"unshard_for_{direction}")(layers[1])
+    assert all(flag in str(error.value) for flag in FLAGS)
+
+
+def test_a_unit_that_runs_out_of_turn_is_noticed(fsdp, layers):
+    capture(fsdp, layers)
+    with replaying(fsdp, layers) as hooks:
+        # The second unit holds the buffer that the fourth had at capture.
+        fsdp.all_gather_and_wait_parameters_ready(list(layers[1].parameters()), prefetch=False)
+        with pytest.raises(MovedBufferError, match=r"forward of a CUDA graph reads decoder\.layers\.3\..* out of turn"):
+            hooks.unshard_for_forward(layers[3])
+
+
+def test_an_eager_run_in_between_does_not_move_parameters(fsdp, layers):
+    capture(fsdp, layers)
+    fsdp.eval()
+    with torch.no_grad():
+        for layer in (*layers, layers[0], layers[3]):
+            fsdp.start_param_sync()
+            fsdp.fsdp_hooks.unshard_for_forward(layer)
+            fsdp.fsdp_hooks.release_after_forward(layer)
+    fsdp.finish_grad_sync()
+    fsdp.train()
+    with replaying(fsdp, layers) as hooks:
+        for layer in layers:
+            forward_of(hooks, layer)
+
+
+# ---------------------------------------------------------------------------------------------------- fused gradients
+
+FUSED = ("mlp.linear_fc1.weight", "mlp.linear_fc2.weight")
+
+
+def test_fused_gradients_take_turns_with_the_two_buffers_while_capturing(fsdp, layers):
+    places = list(capture(fsdp, layers, fused=FUSED).values())
+    assert len({tuple(place) for place in places}) == 2
+    assert places[:2] == places[2:]
+    assert in_use(fsdp) == NOTHING
+
+
+def test_fused_gradients_are_claimed_where_the_graph_writes_before_backward(fsdp, layers):
+    places = capture(fsdp, layers, fused=FUSED)
+    with replaying(fsdp, layers) as hooks:
+        hooks.unshard_for_backward(layers[3])
+        assert [layers[3].get_parameter(name).main_grad.data_ptr() for name in FUSED] == places[layers[3]]
+
+
+def test_gradients_that_no_graph_writes_are_not_claimed(fsdp, layers):
+    capture(fsdp, layers, fused=FUSED)
+    with replaying(fsdp, layers) as hooks:
+        hooks.unshard_for_backward(layers[3])
+        assert getattr(layers[3].mlp.linear_fc1.bias, "main_grad", None) is None
+
+
+def test_a_moved_main_gradient_is_an_error_that_names_it_and_the_flags(fsdp, layers):
+    capture(fsdp, layers, fused=FUSED)
+    unit = fsdp.fsdp_hooks.graphed._units[layers[3]]
+    with replaying(fsdp, layers) as hooks:
+        unit.main_grads[layers[3].mlp.linear_fc2.weight] += 512
+        with pytest.raises(
+            MovedBufferError, match=r"main gradient of decoder\.layers\.3\.mlp\.linear_fc2\.weight"
+        ) as e:
+            hooks.unshard_for_backward(layers[3])
+    assert all(flag in str(e.value) for flag in FLAGS)
+
+
+def test_a_gradient_that_a_graph_wrote_is_kept_when_autograd_reports_it(fsdp, layers):
+    capture(fsdp, layers, fused=FUSED)
+    with replaying(fsdp, layers) as hooks:
+        hooks.unshard_for_backward(layers[3])
+        fused, plain = layers[3].mlp.linear_fc1.weight, layers[3].mlp.linear_fc1.bias
+        fused.main_grad.fill_(3.0)  # the graph
+        for param in (fused, plain):
+            param.grad = torch.full_like(param, 5.0)  # of a fused parameter, a placeholder
+            hooks.handle_gradient(param)
+        assert fused.main_grad.unique().tolist() == [3.0]
+        assert plain.main_grad.unique().tolist() == [5.0]
+        assert fused.grad is None
+
+
+def test_gradients_are_written_anew_once_graphs_are_forgotten(fsdp, layers):
+    capture(fsdp, layers, fused=FUSED)
+    fsdp.forget_graphs(layers)
+    with replaying(fsdp, layers) as hooks:
+        param = layers[3].mlp.linear_fc1.weight
+        param.grad = torch.full_like(param, 5.0)
+        hooks.handle_gradient(param)
+        assert param.main_grad.unique().tolist() == [5.0]
+
+
+def test_training_goes_on_after_capture(fsdp, layers):
+    run_backward(fsdp, CASE)
+    fsdp.finish_grad_sync()
+    capture(fsdp, layers, fused=FUSED)
+    run_backward(fsdp, CASE)
+    fsdp.finish_grad_sync()
+    assert in_use(fsdp) == NOTHING
