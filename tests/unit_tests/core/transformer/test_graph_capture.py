@@ -1,0 +1,140 @@
+"""graph_capture: the helper's guards around an engine that does not guard the process itself."""
+
+import gc
+
+import pytest
+import torch
+
+from megatron.core.transformer.graph_capture import Capture, tidied_after_failure, undisturbed_buffers, undisturbed_rng
+
+from .captured_cases import CASES, assert_same_bits, train
+
+pytestmark = pytest.mark.usefixtures("cpu_backend")
+
+
+class Failure(Exception):
+    """Raised in place of an engine's."""
+
+
+def failing_engine(pool):
+    """Fails in the middle of a capture and cleans up nothing."""
+    gc.disable()
+    torch.cuda.set_stream(torch.cuda.Stream())
+    graph = torch.cuda.CUDAGraph()
+    graph.capture_begin(pool=pool)
+    torch.ones(3, device="cuda").mul_(2)
+    try:
+        raise Failure
+    except Failure:
+        graph.capture_end()
+        raise
+
+
+def test_an_engine_that_failed_leaves_the_stream_and_garbage_collection_as_they_were():
+    stream, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
+    with pytest.raises(Failure), tidied_after_failure(pool):
+        failing_engine(pool)
+    assert torch.cuda.current_stream() == stream
+    assert gc.isenabled()
+
+
+def test_garbage_collection_that_was_off_stays_off_after_a_failed_engine():
+    pool = torch.cuda.graph_pool_handle()
+    gc.disable()
+    try:
+        with pytest.raises(Failure), tidied_after_failure(pool):
+            failing_engine(pool)
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_an_engine_that_succeeds_is_left_alone():
+    stream = torch.cuda.Stream()
+    outer = torch.cuda.current_stream()
+    with tidied_after_failure(torch.cuda.graph_pool_handle()):
+        torch.cuda.set_stream(stream)
+    after = torch.cuda.current_stream()
+    torch.cuda.set_stream(outer)
+    assert after == stream
+
+
+def test_training_goes_on_eagerly_after_a_failed_engine():
+    pool = torch.cuda.graph_pool_handle()
+    with pytest.raises(Failure), tidied_after_failure(pool):
+        failing_engine(pool)
+    first = train(CASES["dropout"], None)
+    assert_same_bits(train(CASES["dropout"], None), first)
+
+
+@pytest.mark.parametrize("error", [None, Failure], ids=["success", "failure"])
+def test_buffers_hold_afterwards_what_they_held_before(error):
+    module = torch.nn.BatchNorm1d(3).cuda()
+    address = module.running_mean.data_ptr()
+    before = {name: buffer.clone() for name, buffer in module.named_buffers()}
+    try:
+        with undisturbed_buffers([torch.nn.Sequential(module)]):
+            module(torch.randn(4, 3, device="cuda"))
+            assert not torch.equal(module.running_mean, before["running_mean"])
+            if error is not None:
+                raise error
+    except Failure:
+        pass
+    assert {name: torch.equal(buffer, before[name]) for name, buffer in module.named_buffers()} == {
+        "running_mean": True,
+        "running_var": True,
+        "num_batches_tracked": True,
+    }
+    assert module.running_mean.data_ptr() == address
+
+
+@pytest.mark.parametrize("error", [None, Failure], ids=["success", "failure"])
+def test_generators_are_where_they_were(error):
+    before = torch.cuda.get_rng_state(), torch.get_rng_state()
+    try:
+        with undisturbed_rng():
+            torch.rand(3, device="cuda")
+            torch.rand(3)
+            if error is not None:
+                raise error
+    except Failure:
+        pass
+    assert torch.equal(torch.cuda.get_rng_state(), before[0])
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+def test_the_graphs_of_a_capture_share_a_pool():
+    capture = Capture(None)
+    graphs = [capture.new_graph() for _ in range(2)]
+    x = torch.ones(3, device="cuda")
+    for graph in graphs:
+        with capture.recording(graph):
+            x * 2
+    assert graphs[0].pool() == graphs[1].pool() == capture.pool
+
+
+def test_a_capture_uses_the_pool_that_it_is_given():
+    pool = torch.cuda.graph_pool_handle()
+    assert Capture(pool).pool == pool
+
+
+LEGACY_STREAM = (
+    "operation would make the legacy stream depend on a capturing blocking stream",
+    "cudaErrorStreamCaptureImplicit",
+    "operation failed due to a previous error during capture",
+)
+
+
+@pytest.mark.parametrize("message", LEGACY_STREAM)
+def test_gradients_on_the_legacy_stream_are_explained(message):
+    capture = Capture(None)
+    with pytest.raises(RuntimeError) as error, capture.recording(capture.new_graph()):
+        raise RuntimeError(f"CUDA error: {message}")
+    assert "under torch.cuda.stream(...)" in error.value.__notes__[0]
+
+
+def test_other_errors_of_a_capture_get_no_explanation():
+    capture = Capture(None)
+    with pytest.raises(Failure) as error, capture.recording(capture.new_graph()):
+        raise Failure
+    assert not hasattr(error.value, "__notes__")

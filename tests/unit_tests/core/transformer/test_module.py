@@ -1,0 +1,152 @@
+"""module: a layer replays its graphs through its own call."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.core.transformer.module import GraphableMegatronModule
+
+pytestmark = pytest.mark.usefixtures("cpu_backend")
+
+
+class Layer(GraphableMegatronModule):
+    """A layer that tells what happens to it."""
+
+    def __init__(self):
+        torch.nn.Module.__init__(self)
+        self.config = SimpleNamespace(
+            hidden_size=4,
+            context_parallel_size=1,
+            sequence_parallel=False,
+            tensor_model_parallel_size=1,
+            fp32_residual_connection=False,
+            params_dtype=torch.float32,
+            fine_grained_activation_offloading=False,
+            cuda_graph_impl="transformer_engine",
+        )
+        self.events: list[object] = []
+        self.cuda_graphs: list = []
+        self.cuda_graph_manual_hooks: list[tuple] = []
+
+    def forward(self, x, mask=None):
+        self.events.append("eager")
+        return x
+
+
+def graph(layer, name):
+    def replay(*args, **kwargs):
+        layer.events.append((name, args, kwargs))
+        return name
+
+    return replay
+
+
+@pytest.fixture
+def layer():
+    layer = Layer()
+    layer.cuda_graphs = [graph(layer, "first"), graph(layer, "second")]
+    return layer
+
+
+X = torch.zeros(2)
+
+
+def test_a_call_replays_the_graph(layer):
+    assert layer(X) == "first"
+    assert "eager" not in layer.events
+
+
+def test_hooks_run_around_the_replay(layer):
+    layer.register_forward_pre_hook(lambda module, args: layer.events.append("before"))
+    layer.register_forward_hook(lambda module, args, output: layer.events.append(f"after {output}"))
+    layer(X)
+    before, (name, *_), after = layer.events
+    assert (before, name, after) == ("before", "first", "after first")
+
+
+def test_hooks_see_and_may_change_arguments_and_output(layer):
+    layer.register_forward_pre_hook(lambda module, args, kwargs: ((), {"hidden_states": X}), with_kwargs=True)
+    layer.register_forward_hook(lambda module, args, output: output + " changed")
+    assert layer("anything") == "first changed"
+
+
+def test_manual_hooks_run_before_the_replay(layer):
+    layer.cuda_graph_manual_hooks = [(layer.events.append, ("gather",))]
+    layer(X)
+    assert layer.events[0] == "gather"
+
+
+@pytest.mark.parametrize(("microbatch", "expected"), [(0, "first"), (1, "second"), (2, "first"), (3, "second")])
+def test_each_microbatch_in_flight_replays_its_own_graph(layer, microbatch, expected):
+    layer.current_microbatch = microbatch
+    assert layer(X) == expected
+
+
+def test_a_layer_without_graphs_runs_eagerly(layer):
+    layer.cuda_graphs = []
+    assert layer(X) is X
+    assert layer.events == ["eager"]
+
+
+def test_a_layer_in_evaluation_mode_runs_eagerly(layer):
+    assert layer.eval()(X) is X
+    assert layer.events == ["eager"]
+
+
+def test_forward_is_the_layers_own_again_after_a_replay(layer):
+    layer(X)
+    assert "forward" not in vars(layer)
+
+
+def test_forward_is_the_layers_own_again_after_a_failed_replay(layer):
+    def fails(*args, **kwargs):
+        raise KeyError("replay failed")
+
+    layer.cuda_graphs = [fails]
+    with pytest.raises(KeyError, match="replay failed"):
+        layer(X)
+    assert "forward" not in vars(layer)
+
+
+def test_a_forward_that_a_user_set_on_the_layer_is_there_again_after_a_replay(layer):
+    def wrapped(x):
+        return "wrapped"
+
+    layer.forward = wrapped
+    assert layer(X) == "first"
+    assert layer.forward is wrapped
+
+
+def test_a_compiled_layer_replays_its_graph(layer):
+    layer._compiled_call_impl = lambda *args, **kwargs: "compiled"
+    assert layer(X) == "first"
+
+
+# ---------------------------------------------------------------------------------------------------- static inputs
+
+
+def static_hidden_states(**config):
+    layer = Layer()
+    for name, value in config.items():
+        setattr(layer.config, name, value)
+    return layer.get_layer_static_inputs(8, 2)["hidden_states"]
+
+
+def test_static_hidden_states_are_sequence_by_microbatch_by_hidden():
+    assert static_hidden_states().shape == (8, 2, 4)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_static_hidden_states_have_the_dtype_of_the_model(dtype):
+    assert static_hidden_states(params_dtype=dtype).dtype == dtype
+
+
+def test_static_hidden_states_are_single_precision_where_residuals_are():
+    assert static_hidden_states(params_dtype=torch.bfloat16, fp32_residual_connection=True).dtype == torch.float32
+
+
+def test_static_hidden_states_are_leaves_that_require_grad():
+    hidden_states = static_hidden_states(params_dtype=torch.bfloat16)
+    assert hidden_states.is_leaf
+    assert hidden_states.requires_grad
