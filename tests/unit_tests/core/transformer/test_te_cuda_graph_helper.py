@@ -1,0 +1,174 @@
+"""te_cuda_graph_helper: the parts of the helper that need no model; integration tests train with the whole."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+
+from megatron.core.transformer import te_cuda_graph_helper
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper, is_graph_capturing
+from megatron.core.transformer.graph_plan import ordered_plan
+
+from .pipeline_orders import orders
+
+
+def helper(**attributes):
+    """A helper that has only the attributes that a test needs."""
+    bare = object.__new__(TECudaGraphHelper)
+    vars(bare).update(attributes)
+    return bare
+
+
+def config(**changes):
+    return SimpleNamespace(**{"cuda_graph_impl": "transformer_engine", **changes})
+
+
+# --------------------------------------------------------------------------------------------------- construction
+
+
+@pytest.mark.parametrize("impl", ["none", "local", "full_iteration"])
+def test_another_kind_of_graphs_is_refused_with_the_flag(impl):
+    with pytest.raises(ValueError, match=f"needs --cuda-graph-impl transformer_engine, got '{impl}'"):
+        TECudaGraphHelper([], config(cuda_graph_impl=impl), 8, 1)
+
+
+@pytest.mark.parametrize("registers", [None, "1"])
+def test_expandable_segments_with_registered_nccl_memory_are_refused(monkeypatch, registers):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    if registers:
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", registers)
+    with pytest.raises(ValueError, match="expandable_segments:True needs NCCL_GRAPH_REGISTER=0"):
+        TECudaGraphHelper([], config(), 8, 1)
+
+
+# --------------------------------------------------------------------------------------------------------- slots
+
+
+@given(orders())
+def test_a_layers_slots_are_those_of_the_plan_by_microbatch(case):
+    order, layers, microbatches = case
+    slots = helper(num_layers_per_chunk=layers, num_microbatches=microbatches)._slots()
+    callable_of_slot = ordered_plan(order, layers, sum(layers)).callable_of_slot
+    assert [list(of_layer) for of_layer in slots] == [
+        [slot for slot, index in enumerate(callable_of_slot) if index == layer] for layer in range(sum(layers))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "microbatches", "in_flight", "expected"),
+    [(3, 1, 1, 7), (3, 2, 1, 4), (3, 2, 2, 2), (0, 1, 1, 10), (5, 2, 1, 1), (20, 4, 4, 1), (0, 4, 4, 3)],
+)
+def test_warm_up_makes_up_for_training_steps_that_were_not_run(monkeypatch, steps, microbatches, in_flight, expected):
+    monkeypatch.setattr(te_cuda_graph_helper, "get_num_microbatches", lambda: microbatches)
+    bare = helper(config=config(cuda_graph_warmup_steps=steps), num_microbatches=in_flight)
+    assert bare._num_warmup_iterations() == expected
+
+
+# ----------------------------------------------------------------------------------------------------- capture mode
+
+
+class Failure(Exception):
+    """Raised in place of a capture's."""
+
+
+class CapturingHelper(TECudaGraphHelper):
+    """A helper whose capture is ``capture``."""
+
+    def __init__(self, capture, layers=1):
+        self.config = config(fine_grained_activation_offloading=False)
+        self.flattened_callables = [SimpleNamespace(cuda_graphs=[]) for _ in range(layers)]
+        self._engine = SimpleNamespace(name="native")  # type: ignore[assignment]
+        self._capture_finished = self._graphs_created = False
+        self._capture_layers = capture  # type: ignore[method-assign]
+        self.resets = 0
+
+    def _reset_after_capture(self):
+        self.resets += 1
+
+
+def state(capturing_helper):
+    return {
+        "capturing": is_graph_capturing(),
+        "graphs": capturing_helper.graphs_created(),
+        "finished": capturing_helper.capture_finished(),
+        "resets": capturing_helper.resets,
+    }
+
+
+@pytest.mark.usefixtures("cpu_backend")
+class TestCaptureMode:
+    def test_is_on_while_layers_are_captured_and_off_afterwards(self):
+        during = []
+        capturing = CapturingHelper(lambda: during.append(is_graph_capturing()))
+        capturing.create_cudagraphs()
+        assert during == [True]
+        assert state(capturing) == {"capturing": False, "graphs": True, "finished": True, "resets": 1}
+
+    def test_is_off_after_a_failed_capture_which_leaves_no_graphs(self):
+        def fail():
+            raise Failure
+
+        capturing = CapturingHelper(fail)
+        with pytest.raises(Failure):
+            capturing.create_cudagraphs()
+        assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
+
+    def test_a_capture_may_be_tried_again_after_a_failure(self):
+        attempts = []
+
+        def fail_once():
+            attempts.append(1)
+            if len(attempts) == 1:
+                raise Failure
+
+        capturing = CapturingHelper(fail_once)
+        with pytest.raises(Failure):
+            capturing.create_cudagraphs()
+        capturing.create_cudagraphs()
+        assert capturing.graphs_created()
+
+    def test_nothing_to_capture_is_finished_without_graphs(self):
+        capturing = CapturingHelper(None, layers=0)
+        capturing.create_cudagraphs()
+        assert state(capturing) == {"capturing": False, "graphs": False, "finished": True, "resets": 1}
+
+    def test_a_second_capture_is_refused(self):
+        capturing = CapturingHelper(lambda: None)
+        capturing.create_cudagraphs()
+        with pytest.raises(RuntimeError, match="captured already: call delete_cuda_graphs"):
+            capturing.create_cudagraphs()
+        assert not is_graph_capturing()
+
+    def test_deleting_graphs_that_are_not_there_is_refused(self):
+        with pytest.raises(RuntimeError, match="there are no CUDA graphs to delete"):
+            CapturingHelper(None).delete_cuda_graphs()
+
+
+# -------------------------------------------------------------------------------------------------------- wrappers
+
+
+class Fsdp(torch.nn.Module):
+    """What the helper looks for."""
+
+    def capture_graphs(self, layers):
+        raise NotImplementedError
+
+
+def wrapped(module, levels):
+    for _ in range(levels):
+        wrapper = torch.nn.Module()
+        wrapper.module = module
+        module = wrapper
+    return module
+
+
+@pytest.mark.parametrize("levels", [0, 1, 3])
+def test_megatron_fsdp_is_found_below_other_wrappers(levels):
+    fsdp = Fsdp()
+    assert te_cuda_graph_helper._fsdp_of(wrapped(fsdp, levels)) is fsdp
+
+
+def test_a_model_without_megatron_fsdp_has_none():
+    assert te_cuda_graph_helper._fsdp_of(wrapped(torch.nn.Linear(1, 1), 2)) is None
