@@ -1,0 +1,37 @@
+"""Programs without Megatron's argument parser get its checks from the constructor of ``TECudaGraphHelper``."""
+
+import pytest
+
+from .fsdp_variants import Variant, small
+
+DOUBLE_BUFFER = {"fsdp_double_buffer": True}
+FALLBACK = {"fsdp_db_use_persist_buf_on_alloc_fail": True}
+NEITHER = {"fsdp_double_buffer": False, "fsdp_db_use_persist_buf_on_alloc_fail": False}
+
+
+def helper(sharding):
+    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+    variant = Variant(small(), sharding=NEITHER | sharding)
+    model = variant.build(graphs=True)
+    return TECudaGraphHelper([model], model.config, variant.case.sequence, variant.case.micro_batch)
+
+
+@pytest.mark.parametrize(
+    ("sharding", "named", "not_named"),
+    [
+        (FALLBACK, ["--fsdp-double-buffer"], ["--fsdp-db-use-persist-buf-on-alloc-fail"]),
+        (DOUBLE_BUFFER, ["--fsdp-db-use-persist-buf-on-alloc-fail"], ["--fsdp-double-buffer is"]),
+        ({}, ["--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail"], []),
+    ],
+    ids=["double buffer", "fallback", "both"],
+)
+def test_the_helper_names_what_is_missing(ranks, sharding, named, not_named):
+    with pytest.raises(ValueError) as error:
+        helper(sharding)
+    assert all(flag in str(error.value) for flag in named)
+    assert not any(flag in str(error.value) for flag in not_named)
+
+
+def test_the_helper_takes_a_model_that_has_both(ranks):
+    assert len(helper(DOUBLE_BUFFER | FALLBACK).flattened_callables) == 2
