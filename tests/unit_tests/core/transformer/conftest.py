@@ -31,8 +31,15 @@ def _installed_cpu_backend() -> Iterator[None]:
 
 
 @pytest.fixture
-def cpu_backend(_installed_cpu_backend: None) -> Iterator[None]:
-    """A seeded process on the CPU backend, with a stream current that is not the legacy default one."""
+def cpu_backend(_installed_cpu_backend: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A seeded process on the CPU backend, with a stream current that is not the legacy default one.
+
+    Megatron's RNG tracker is as in a fresh process, whatever other tests have put into it.
+    """
+    from megatron.core.tensor_parallel import random as tensor_parallel_random
+
+    for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
+        monkeypatch.setattr(tensor_parallel_random, name, None)
     torch.manual_seed(1234)
     with torch.cuda.stream(torch.cuda.Stream()):
         yield

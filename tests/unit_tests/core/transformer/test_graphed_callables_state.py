@@ -236,10 +236,8 @@ def test_warm_up_and_capture_run_on_one_stream_of_their_own():
 
 
 @pytest.fixture
-def tracker(monkeypatch):
-    """Megatron's RNG tracker with states that graphs can use, in place of what the process has."""
-    for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
-        monkeypatch.setattr(tensor_parallel_random, name, None)
+def tracker():
+    """Megatron's RNG tracker with states that graphs can use."""
     tensor_parallel_random.initialize_rng_tracker(use_cudagraphable_rng=True)
     tracker = tensor_parallel_random.get_cuda_rng_tracker()
     tracker.reset()
@@ -280,9 +278,7 @@ def test_megatrons_generators_are_where_they_were(tracker, body):
     assert torch.equal(tracker.get_states()["layer"].get_state(), before)
 
 
-def test_a_tracker_that_no_graph_can_use_is_refused_with_the_flag_to_give(monkeypatch):
-    for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
-        monkeypatch.setattr(tensor_parallel_random, name, None)
+def test_a_tracker_that_no_graph_can_use_is_refused_with_the_flag_to_give():
     tensor_parallel_random.initialize_rng_tracker()
     tensor_parallel_random.get_cuda_rng_tracker().add("layer", 77)
     with pytest.raises(RuntimeError, match=r"Give --te-rng-tracker, or .*use_cudagraphable_rng=True"):
