@@ -104,6 +104,17 @@ def delay_weight_gradients(model: torch.nn.Module) -> None:
         layer.mlp.linear_fc1.weight.skip_backward_post_hook = True
 
 
+def hook_by_user(module: torch.nn.Module, *unused: Any) -> None:
+    """Stands for a hook that was there before the model was wrapped."""
+
+
+def hook_layers(model: torch.nn.Module) -> None:
+    """Register hooks of the user's own on every layer."""
+    for layer in model.decoder.layers:
+        layer.register_forward_pre_hook(hook_by_user)
+        layer.register_forward_hook(hook_by_user)
+
+
 def _given(build: Callable, arguments: dict[str, Any]) -> Callable:
     return (lambda *args, **kwargs: build(*args, **kwargs | arguments)) if arguments else build
 

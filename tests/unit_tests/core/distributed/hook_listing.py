@@ -43,4 +43,6 @@ def hooks_of(fsdp: torch.nn.Module) -> dict[str, list]:
 
 def translated(listed: dict[str, list]) -> dict[str, list]:
     """What ``hooks_of`` says of megatron-core's own wrapper, in our names."""
-    return {name: [(kind, METHODS[hook], flags) for kind, hook, flags in hooks] for name, hooks in listed.items()}
+    return {
+        name: [(kind, METHODS.get(hook, hook), flags) for kind, hook, flags in hooks] for name, hooks in listed.items()
+    }

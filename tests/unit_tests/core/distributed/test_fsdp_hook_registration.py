@@ -14,6 +14,7 @@ from .fsdp_variants import (
     Variant,
     delay_weight_gradients,
     freeze_embedding,
+    hook_layers,
     small,
 )
 from .hook_listing import HOOK_DICTS, describe, hooks_of, translated
@@ -31,6 +32,7 @@ VARIANTS = {
     "kept transposes": Variant(sharding={"keep_fp8_transpose_cache": True}),
     "frozen parameters": Variant(change=freeze_embedding),
     "shared parameters": Variant(**SHARED),
+    "hooks of the user": Variant(change=hook_layers),
     "delayed weight gradients": Variant(change=delay_weight_gradients),
 }
 
