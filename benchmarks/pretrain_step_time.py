@@ -35,7 +35,15 @@ def run(variant: str, gpus: int, steps: int, flags: list[str], folder: Path) -> 
     metrics = folder / "metrics.jsonl"
     metrics.unlink(missing_ok=True)
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    environment = {**os.environ, **environment, "PATH": path, "GPUS": str(gpus), "STEP_METRICS_PATH": str(metrics)}
+    # Without the first, cuDNN's attention backward differs from run to run, and two eager runs differ.
+    environment = {
+        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
+        **os.environ,
+        **environment,
+        "PATH": path,
+        "GPUS": str(gpus),
+        "STEP_METRICS_PATH": str(metrics),
+    }
     command = ["bash", str(LAUNCH), mode, "--train-iters", str(steps), *flags]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:

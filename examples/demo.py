@@ -128,6 +128,8 @@ def train(setup: Setup, name: str, flags: str, steps: int, data: Path, output: P
     command += ["--train-iters", str(steps), "--data-path", str(data)]
     command += ["--tokenizer-type", "NullTokenizer", "--vocab-size", str(prepare_text.VOCAB_SIZE)]
     environment = {**os.environ, "STEP_METRICS_PATH": str(metrics)}
+    # Otherwise cuDNN's attention backward may differ from run to run, and two eager runs with it.
+    environment.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
     # One connection would put FSDP's collectives and the layers' kernels in one queue.
     environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)
 

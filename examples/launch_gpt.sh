@@ -15,6 +15,9 @@ shift || true
 GPUS=${GPUS:-2}
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 
+# To compare runs bit for bit, set NVTE_ALLOW_NONDETERMINISTIC_ALGO=0: TransformerEngine otherwise lets cuDNN's attention
+# backward differ from run to run, and two eager runs differ as well.
+
 # FSDP refuses to run with a single hardware queue, in which its collectives would wait for the layers' kernels.
 unset CUDA_DEVICE_MAX_CONNECTIONS
 
@@ -51,7 +54,7 @@ TRAINING=(
     --train-iters 100
     --lr 3e-4
     --lr-decay-style cosine
-    --lr-warmup-iters 10
+    --lr-warmup-fraction 0.1
     --weight-decay 0.1
     --clip-grad 1.0
     --eval-iters 0

@@ -59,7 +59,7 @@ TRAINING=(
     --train-iters 100
     --lr 3e-4
     --lr-decay-style cosine
-    --lr-warmup-iters 10
+    --lr-warmup-fraction 0.1
     --weight-decay 0.1
     --clip-grad 1.0
     --eval-iters 0

@@ -33,7 +33,7 @@ OTHERS = [
     {"strategy": "optim"},
     {"strategy": "no_shard"},
     {"recompute": ["core_attn"]},
-    {"control": "evaluation_between_steps", "dropout": 0.1},
+    {"evaluates": True, "dropout": 0.1},
     {"control": "captured_again", "dropout": 0.1},
 ]
 EQUAL = DENSE + MOE + OTHERS

@@ -56,12 +56,6 @@ def failed_backward_capture(training: Training) -> None:
     _fail_capture(training, lambda tensor: tensor.register_hook(lambda grad: (grad.sum().item(), None)[1]) and None)
 
 
-def evaluation_between_steps(training: Training) -> None:
-    """Capture, then evaluate once, which runs the layers eagerly in between."""
-    training.helper.create_cudagraphs()
-    training.evaluate()
-
-
 def captured_again(training: Training) -> None:
     """Capture, delete the graphs, and capture again."""
     training.helper.create_cudagraphs()
@@ -138,7 +132,6 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         no_pre_backward_sentinel,
         failed_forward_capture,
         failed_backward_capture,
-        evaluation_between_steps,
         captured_again,
         taken_addresses,
     )

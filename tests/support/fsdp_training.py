@@ -33,6 +33,7 @@ class Case:
         double_buffer: Whether parameters are gathered to, and gradients reduced from, fixed buffers.
         unchecked: Whether graphs are attempted without what Megatron-FSDP needs for them.
         layers, hidden, sequence, micro_batch: Sizes.
+        evaluates: Whether an evaluation, which runs layers eagerly, follows the step after capture.
         steps: Optimizer steps.
         warmup: Steps before capture.
     """
@@ -56,6 +57,7 @@ class Case:
     heads: int = 4
     sequence: int = 32
     micro_batch: int = 2
+    evaluates: bool = False
     steps: int = 12
     warmup: int = 3
 
@@ -215,6 +217,8 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
             with torch.cuda.stream(training.stream):
                 (at_capture or (lambda training: training.helper.create_cudagraphs()))(training)
         training.step()
+        if case.evaluates and step == case.warmup:
+            training.evaluate()
     trace = training.trace()
     if training.helper is not None and training.helper.graphs_created():
         training.helper.delete_cuda_graphs()
