@@ -421,6 +421,38 @@ def test_reset_frees_the_static_tensors():
     assert (freed(), output()) == (None, None)
 
 
+@pytest.fixture
+def resets(monkeypatch):
+    """The CUDA graphs that were reset."""
+    graphs: list[torch.cuda.CUDAGraph] = []
+    reset = torch.cuda.CUDAGraph.reset
+
+    def recorded(graph):
+        graphs.append(graph)
+        reset(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "reset", recorded)
+    return graphs
+
+
+def test_reset_frees_both_graphs(resets):
+    graphed = make_graphed_callables(lambda x: x * 2, (device_tensor(3),))
+    graphs = [graphed.forward_graph, graphed.backward_graph]
+    graphed.reset()
+    assert resets == graphs
+
+
+def test_a_failed_capture_frees_the_graphs_that_it_had_made(resets):
+    def fails_in_capture(x):
+        assert not torch.cuda.is_current_stream_capturing(), "capture failed"
+        return x * 2
+
+    modules = mlp(), fails_in_capture
+    with pytest.raises(AssertionError, match="capture failed"):
+        make_graphed_callables(modules, ((device_tensor(4, 6),), (device_tensor(3),)))
+    assert len(resets) == 1
+
+
 def test_one_microbatch_can_be_reset_without_the_others():
     slots = make_graphed_callables(
         (mlp(dropout=0.0),), tuple((device_tensor(4, 6),) for _ in range(2)), _order=[1, 1, -1, -1]
