@@ -5,17 +5,18 @@ capture after 3. The controls break one thing each, and must be noticed.
 """
 
 from itertools import product
+from typing import Any
 
 import pytest
 
 from tests.support.launch import name_of
 
-SIZES = {"layers": 3, "steps": 10}
-DENSE = [
+SIZES: dict[str, Any] = {"layers": 3, "steps": 10}
+DENSE: list[dict[str, Any]] = [
     {"dtype": dtype, "dropout": dropout, "microbatches": microbatches, "modules": modules}
     for dtype, dropout, microbatches, modules in product(("fp32", "bf16"), (0.0, 0.1), (1, 2), ([], ["attn"]))
 ]
-MOE = [
+MOE: list[dict[str, Any]] = [
     {
         "dtype": dtype,
         "dropout": dropout,
@@ -25,7 +26,7 @@ MOE = [
     }
     for dtype, dropout, microbatches in product(("fp32", "bf16"), (0.0, 0.1), (1, 2))
 ]
-OTHERS = [
+OTHERS: list[dict[str, Any]] = [
     {"experts": 4, "shared_experts": 64, "modules": ["moe_router"]},
     {"layers": 4, "dropout": 0.1},
     {"warmup": 0, "dropout": 0.1},

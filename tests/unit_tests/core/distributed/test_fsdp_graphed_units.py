@@ -1,6 +1,7 @@
 """What Megatron-FSDP does about units that run as CUDA graphs: capture mode, gradients withheld, moved buffers."""
 
 from contextlib import contextmanager
+from unittest import mock
 
 import pytest
 import torch
@@ -294,9 +295,42 @@ def test_a_gradient_that_a_graph_wrote_is_kept_when_autograd_reports_it(fsdp, la
         for param in (fused, plain):
             param.grad = torch.full_like(param, 5.0)  # of a fused parameter, a placeholder
             hooks.handle_gradient(param)
+        hooks.release_after_backward(layers[3])
         assert fused.main_grad.unique().tolist() == [3.0]
         assert plain.main_grad.unique().tolist() == [5.0]
         assert fused.grad is None
+
+
+def test_gradients_of_a_graph_are_handled_together_at_the_end_of_its_units_backward(fsdp, layers):
+    capture(fsdp, layers)
+    with replaying(fsdp, layers) as hooks:
+        hooks.unshard_for_backward(layers[3])
+        params = list(layers[3].parameters())
+        handled = []
+        with mock.patch.object(
+            fsdp.grad_reduce_pipeline, "reduce_gradients", lambda params, **_: handled.append(params)
+        ):
+            for param in params:
+                param.grad = torch.full_like(param, 5.0)
+                hooks.handle_gradient(param)
+            assert handled == []
+            hooks.release_after_backward(layers[3])
+        assert [list(map(id, some)) for some in handled] == [list(map(id, params))]
+        assert all(param.main_grad.unique().tolist() == [5.0] for param in params)
+
+
+def test_gradients_that_wait_for_a_unit_without_end_are_handled_at_the_end_of_backward(fsdp, layers):
+    capture(fsdp, layers)
+    with replaying(fsdp, layers) as hooks:
+        hooks.unshard_for_backward(layers[3])
+        params = list(layers[3].parameters())
+        hooks.awaiting_gradient = set(params)
+        for param in params:
+            param.grad = torch.full_like(param, 5.0)
+            hooks.handle_gradient(param)
+        hooks.finish_backward()
+        assert all(param.grad is None for param in params)
+        hooks.release_after_backward(layers[3])  # nothing is handled twice
 
 
 def test_gradients_are_written_anew_once_graphs_are_forgotten(fsdp, layers):

@@ -32,11 +32,13 @@ class GraphedUnit:
         params: The parameters its graphs read.
         addresses: Where ``params`` were at capture, in bytes, for each direction that was captured.
         main_grads: Where the main gradient of each parameter was to which a fused kernel in the graph adds.
+        collected: Parameters that have their gradient and wait for the unit's others.
     """
 
     params: tuple[torch.nn.Parameter, ...]
     addresses: dict[Direction, list[int]] = field(default_factory=dict)
     main_grads: dict[torch.nn.Parameter, int] = field(default_factory=dict)
+    collected: list[torch.nn.Parameter] = field(default_factory=list)
 
 
 class GraphedUnits:
@@ -51,7 +53,11 @@ class GraphedUnits:
         self._fsdp = fsdp
         self._units: dict[torch.nn.Module, GraphedUnit] = {}
         self._fused: set[torch.nn.Parameter] = set()
+        self._module_of: dict[torch.nn.Parameter, torch.nn.Module] = {}
         self._holds_gradients: torch.nn.Module | None = None
+        # Modules of these types have a hook after backward that fetches what was collected.
+        shards_params = fsdp.data_parallel_sharding_strategy == "optim_grads_params"
+        self._released_after_backward = tuple(fsdp.fsdp_unit_modules) if shards_params else ()
 
     # ------------------------------------------------------------------------------------------------------- capture
 
@@ -76,7 +82,10 @@ class GraphedUnits:
             for module in modules:
                 self._units[module] = GraphedUnit(_params_under_graphs(module))
             yield
-            self._fused.update(param for module in modules for param in self._units[module].main_grads)
+            for module in modules:
+                self._fused.update(self._units[module].main_grads)
+                if isinstance(module, self._released_after_backward):
+                    self._module_of |= dict.fromkeys(self._units[module].params, module)
         except BaseException:
             self.forget(modules)
             raise
@@ -99,6 +108,8 @@ class GraphedUnits:
             unit = self._units.pop(module, None)
             if unit is not None:
                 self._fused.difference_update(unit.main_grads)
+                for param in unit.params:
+                    self._module_of.pop(param, None)
 
     def _give_back(self) -> None:
         """End what is in flight, and release every unit's parameters."""
@@ -172,6 +183,30 @@ class GraphedUnits:
         """Say of a parameter whose gradient a graph has added to its main gradient what the fused kernel would say."""
         if param in self._fused:
             param.grad_added_to_main_grad = True
+
+    def collect_gradient(self, param: torch.nn.Parameter) -> bool:
+        """Keep ``param`` until ``collected_gradients`` if its gradient comes from a graph, with all others of its unit.
+
+        Handling them at once saves most of the host's time for them. False if it is to be handled now.
+        """
+        module = self._module_of.get(param)
+        if module is None or not _replays(module):
+            return False
+        self._units[module].collected.append(param)
+        return True
+
+    def collected_gradients(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """Return the parameters of ``module`` whose gradients were kept, and forget them."""
+        unit = self._units.get(module)
+        if unit is None:
+            return []
+        collected, unit.collected = unit.collected, []
+        return collected
+
+    def forget_collected(self) -> None:
+        """Forget gradients that nothing fetched: those of a unit whose inputs need no gradient, which has no end."""
+        for unit in self._units.values():
+            unit.collected = []
 
     def backward_done(self, module: torch.nn.Module) -> None:
         """After a captured backward pass: note fused gradients and give back the buckets that they took.

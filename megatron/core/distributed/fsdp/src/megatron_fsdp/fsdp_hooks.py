@@ -29,6 +29,7 @@ from megatron.core.utils import is_submodule
 from megatron_fsdp_cuda_graphs.overlay import upstream
 
 from .fsdp_graphed_units import GraphedUnits
+from .fsdp_unit import Unit
 from .mixed_precision import fp8_discard_transpose_cache, is_float8tensor
 from .param_and_grad_buffer import PrefetchOrder, _check_nan_in_grad, to_local_if_dtensor
 
@@ -55,6 +56,7 @@ class FsdpHooks:
         self.awaiting_gradient: set[torch.nn.Parameter] = set()
         self.in_backward = False
         self._unit_types = tuple(fsdp.fsdp_unit_modules)
+        self._units: dict[torch.nn.Module, Unit] = {}
         self._shards_params = fsdp.data_parallel_sharding_strategy == "optim_grads_params"
 
     def __deepcopy__(self, memo: dict) -> "FsdpHooks":
@@ -82,6 +84,7 @@ class FsdpHooks:
             if not fsdp.enable_fine_grained_param_gather_hook:
                 self._register_forward_unshard(module)
             if isinstance(module, self._unit_types):
+                self._unit(module)
                 units.append(module)
                 self._register_unit(name, module)
             else:
@@ -99,6 +102,13 @@ class FsdpHooks:
         self.fsdp.backward_pre_hooks[f"all-gather {module._get_name()} parameters"] = self._register_before_backward(
             module, self.unshard_for_backward
         )
+
+    def _unit(self, module: torch.nn.Module) -> Unit:
+        if module not in self._units:
+            if not isinstance(module, self._unit_types):
+                raise TypeError(f"{type(module).__name__} is no FSDP unit: others may still use its parameters")
+            self._units[module] = Unit.of(module, self.fsdp.param_and_grad_buffer.param_to_param_group)
+        return self._units[module]
 
     def _register_unit(self, name, module):
         hooks = self.fsdp
@@ -168,8 +178,11 @@ class FsdpHooks:
     @runs_outside_graphs
     def unshard_for_backward(self, module: torch.nn.Module, *unused: Any) -> None:
         """Gather the parameters of ``module`` for its backward pass."""
-        for submodule in module.modules():
-            submodule._training_state = TrainingState.PRE_BACKWARD
+        if module in self._units:
+            self._units[module].set_training_state(TrainingState.PRE_BACKWARD)
+        else:  # fine-grained hooks are on every module
+            for submodule in module.modules():
+                submodule._training_state = TrainingState.PRE_BACKWARD
         self.fsdp.all_gather_and_wait_parameters_ready(
             self._parameters_to_gather(module, "backward"),
             prefetch_order=PrefetchOrder.BACKWARD_PASS_ORDER,
@@ -177,22 +190,24 @@ class FsdpHooks:
         )
         self.graphed.parameters_gathered(module, "backward")
         for param in self.graphed.fused_gradients(module):
-            self._claim_main_grad(param)
+            param.main_grad = param.get_main_grad()
         self.graphed.gradients_claimed(module)
 
     def _parameters_to_gather(
         self, module: torch.nn.Module, direction: Literal["forward", "backward"]
     ) -> list[torch.nn.Parameter]:
         fsdp = self.fsdp
-        if self.graphed.covers(module):
-            return list(module.parameters())  # in a graph no submodule gathers for itself
+        if self.graphed.covers(module):  # in a graph no submodule gathers for itself
+            return self._units[module].params if module in self._units else list(module.parameters())
         fine_grained = (
             fsdp.enable_fine_grained_param_gather_hook
             if direction == "forward"
             else fsdp.enable_fine_grained_param_gather_backward_hook
         )
-        whole_types = fsdp.fine_grained_recurse_module_types if fine_grained else self._unit_types
-        return list(module.parameters(recurse=isinstance(module, tuple(whole_types))))
+        if not fine_grained and module in self._units:
+            return self._units[module].params
+        whole = fine_grained and isinstance(module, fsdp.fine_grained_recurse_module_types)
+        return list(module.parameters(recurse=whole))
 
     @torch.compiler.disable
     @runs_outside_graphs
@@ -205,22 +220,20 @@ class FsdpHooks:
 
     @runs_outside_graphs
     def release_after_backward(self, module: torch.nn.Module, *unused: Any) -> None:
-        """Give back both parameter buckets of a unit after its backward pass."""
+        """Handle the gradients that waited for the unit's others, and give back both of its parameter buckets."""
+        self.handle_gradients(self.graphed.collected_gradients(module))
         self._release(module, bwd=True)
         self._release(module, bwd=False)
-        for submodule in module.modules():
-            submodule._training_state = TrainingState.IDLE
+        self._unit(module).set_training_state(TrainingState.IDLE)
         self.graphed.backward_done(module)
 
     def _release(self, module, bwd, lazy=False):
-        fsdp = self.fsdp
-        if not isinstance(module, self._unit_types):
-            raise TypeError(f"{type(module).__name__} is no FSDP unit: others may still use its parameters")
-        for param in module.parameters():
-            bucket = fsdp.param_and_grad_buffer.param_to_param_group[param]
-            fsdp.all_gather_pipeline.release_bucket(bucket, bwd, lazy=lazy)
-        if not fsdp.ddp_config.keep_fp8_transpose_cache:
-            self._discard_transpose_caches(module.parameters())
+        unit = self._unit(module)
+        for bucket in unit.buckets:
+            self.fsdp.all_gather_pipeline.release_bucket(bucket, bwd, lazy=lazy)
+        if not self.fsdp.ddp_config.keep_fp8_transpose_cache:
+            for param in unit.float8_params:
+                fp8_discard_transpose_cache(param)
 
     def install_loaded_parameters(self, module: torch.nn.Module, *unused: Any) -> None:
         """Put parameters that ``load_state_dict`` has set where the model computes with them."""
@@ -234,11 +247,7 @@ class FsdpHooks:
     @runs_outside_graphs
     def release_transpose_cache(self, module: torch.nn.Module, *unused: Any) -> None:
         """Drop the FP8 transposes that ``module``'s own parameters cached in forward."""
-        self._discard_transpose_caches(module.parameters(recurse=False))
-
-    @staticmethod
-    def _discard_transpose_caches(params: Iterable[torch.Tensor]) -> None:
-        for param in params:
+        for param in module.parameters(recurse=False):
             if is_float8tensor(param):
                 fp8_discard_transpose_cache(param)
 
@@ -247,8 +256,10 @@ class FsdpHooks:
     def handle_gradient(self, param: torch.nn.Parameter) -> None:
         """Called by autograd when ``param.grad`` is complete."""
         # A parameter with a delayed weight gradient has its own hook; capture's gradients mean nothing.
-        if not getattr(param, "skip_backward_post_hook", False) and not self.graphed.capturing:
-            self.graphed.mark_fused_gradient(param)
+        if getattr(param, "skip_backward_post_hook", False) or self.graphed.capturing:
+            return
+        self.graphed.mark_fused_gradient(param)
+        if not self.graphed.collect_gradient(param):
             self.handle_gradients([param])
 
     @torch.compiler.disable
@@ -269,8 +280,7 @@ class FsdpHooks:
 
     def _accumulate_and_reduce(self, params: list[torch.nn.Parameter]) -> bool:
         """Accumulate each gradient, then reduce if this pass is one that reduces; says whether it is."""
-        for param in params:
-            self._accumulate(param)
+        self._accumulate(params)
         fsdp = self.fsdp
         last_microbatch = getattr(fsdp, "is_last_microbatch", False) or fsdp.model_auto_sync
         reduces = last_microbatch or fsdp.data_parallel_sharding_strategy in REDUCES_EVERY_BACKWARD
@@ -282,31 +292,50 @@ class FsdpHooks:
             )
         return reduces
 
-    def _accumulate(self, param: torch.nn.Parameter) -> None:
-        """Add ``param.grad`` to the main gradient, unless a fused kernel has put it there already."""
+    def _accumulate(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Add each gradient to its main gradient, unless a fused kernel has put it there already."""
         buffer = self.fsdp.param_and_grad_buffer
-        group = buffer.parameter_groups[buffer.param_to_param_group[param]]
-        if not group.requires_grad:
-            return
-        sharded = (group.hfsdp_helper_gbuf or group.main_grad_buffer).is_data_distributed
-        if not param.grad_added_to_main_grad and (sharded or param.grad is not None):
-            if param.grad is not None and self.fsdp.report_nan_in_param_grad:
-                _check_nan_in_grad(to_local_if_dtensor(param.grad))
-            main_grad = self._claim_main_grad(param)
-            if param.grad is None:
-                main_grad.zero_()
-            elif sharded:  # the bucket is new in every backward pass; the reduction adds to the shard
-                main_grad.copy_(to_local_if_dtensor(param.grad))
-            else:
-                main_grad.add_(to_local_if_dtensor(param.grad))
-        if param.grad is not None:
-            del param.grad
-        param.grad_added_to_main_grad = False
+        copied_to, copied_from = [], []
+        claimed: dict[int, Any] = {}
+        for param in params:
+            bucket = buffer.param_to_param_group[param]
+            group = buffer.parameter_groups[bucket]
+            if not group.requires_grad:
+                continue
+            sharded = (group.hfsdp_helper_gbuf or group.main_grad_buffer).is_data_distributed
+            if not param.grad_added_to_main_grad and (sharded or param.grad is not None):
+                if param.grad is not None and self.fsdp.report_nan_in_param_grad:
+                    _check_nan_in_grad(to_local_if_dtensor(param.grad))
+                main_grad = self._claim_main_grad(param, bucket, claimed)
+                if param.grad is None:
+                    main_grad.zero_()
+                elif sharded:  # the bucket is new in every backward pass; the reduction adds to the shard
+                    copied_to.append(main_grad)
+                    copied_from.append(to_local_if_dtensor(param.grad))
+                else:
+                    main_grad.add_(to_local_if_dtensor(param.grad))
+            if param.grad is not None:
+                del param.grad
+            param.grad_added_to_main_grad = False
+        if copied_to:
+            torch._foreach_copy_(copied_to, copied_from)
 
-    @staticmethod
-    def _claim_main_grad(param: torch.nn.Parameter) -> torch.Tensor:
-        """Return ``param.main_grad``, in its bucket for this backward pass."""
-        param.main_grad = param.get_main_grad()
+    def _claim_main_grad(self, param: torch.nn.Parameter, bucket: int, claimed: dict[int, Any]) -> torch.Tensor:
+        """Return ``param.main_grad``, in its bucket for this backward pass.
+
+        Args:
+            param: The parameter.
+            bucket: Its bucket's index.
+            claimed: The storage of each bucket that the caller has claimed already, by index.
+        """
+        main_grads = param._gbuf
+        if bucket in claimed:
+            item = main_grads.get_item_from_bucket(claimed[bucket], param._item_id)
+            param.main_grad = item.view(to_local_if_dtensor(param).shape)
+        else:
+            param.main_grad = param.get_main_grad()
+            dtype = self.fsdp.mp_policy.grad_comm_dtype if main_grads.is_data_distributed else None
+            claimed[bucket] = main_grads.fetch_bucket(dtype=dtype)
         return param.main_grad
 
     # ---------------------------------------------------------------------------------------- the whole model's pass
@@ -342,6 +371,7 @@ class FsdpHooks:
     def finish_backward(self, *unused: Any) -> None:
         """Close the model's backward pass: handle what has no gradient or waited, and end the reductions."""
         fsdp = self.fsdp
+        self.graphed.forget_collected()  # they are among the rest
         rest = sorted(self.awaiting_gradient, key=fsdp.param_to_name.__getitem__)
         self.awaiting_gradient.clear()
         if self._accumulate_and_reduce(rest):
