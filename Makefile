@@ -34,7 +34,7 @@ demo: $(ENVIRONMENT)
 test: test-unit test-integration
 
 test-unit: $(ENVIRONMENT)
-	$(PY) -m pytest -n $(WORKERS) tests/unit_tests
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile tests/unit_tests
 
 # These start processes of their own, one per rank. No GPU is shown, so the tests in tests/gpu say why they are skipped.
 test-integration: $(ENVIRONMENT)

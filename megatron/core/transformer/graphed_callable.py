@@ -1,8 +1,8 @@
 """One callable and micro-batch as a pair of CUDA graphs: its static tensors, its hooks, its capture and its replay."""
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -164,14 +164,15 @@ class GraphedCallable:
             graph: The graph to record into.
 
         Raises:
-            RuntimeError: an input that requires grad got none, and unused inputs are not allowed.
+            RuntimeError: an input that requires grad got none, and unused inputs are not allowed; or the backward pass
+                accumulates gradients by a backward pass of its own.
         """
         outputs = [output for output in self._outputs if _requires_grad(output)]
         self.hooks.run("backward_pre_hooks", self.func)
         if outputs:
             inputs = [tensor for tensor in self.inputs if tensor.requires_grad]
             grad_outputs = new_grads(outputs)
-            with recording(graph):
+            with self._no_gradients_on_the_side(), recording(graph):
                 grads = torch.autograd.grad(
                     outputs,
                     (*inputs, *self.params),
@@ -184,6 +185,25 @@ class GraphedCallable:
         self.hooks.run("backward_hooks", self.func)
         if not self._retain_graph:  # from here on only the storages are needed, not autograd's nodes
             self._outputs = tuple(output if output is None else output.detach() for output in self._outputs)
+
+    @contextmanager
+    def _no_gradients_on_the_side(self) -> Iterator[None]:
+        """Refuse a backward pass that runs another one inside, whose gradients a replay would lose.
+
+        Activation checkpointing does so (``megatron.core.tensor_parallel.checkpoint``).
+        """
+        params = [] if not isinstance(self.func, torch.nn.Module) else list(self.func.parameters())
+        before = [param.grad for param in params]
+        yield
+        touched = [param for param, grad in zip(params, before, strict=True) if param.grad is not grad]
+        for param, grad in zip(params, before, strict=True):
+            param.grad = grad
+        if touched:
+            raise RuntimeError(
+                f"the backward pass of {self.name} accumulated gradients of {len(touched)} parameters by a backward "
+                "pass of its own, as activation checkpointing does. Capture it with TransformerEngine's "
+                "make_graphed_callables, or without recomputing modules that have parameters (--recompute-modules)."
+            )
 
     def _keep_gradients(self, inputs, grad_outputs, grads) -> None:
         input_grads, param_grads = grads[: len(inputs)], grads[len(inputs) :]

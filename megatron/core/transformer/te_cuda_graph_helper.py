@@ -103,8 +103,11 @@ class TECudaGraphHelper:
         config = self.config
         quantized = next((f"--{name}" for name in ("fp8", "fp4") if getattr(config, name)), "")
         delayed = "--delay-wgrad-compute" if config.delay_wgrad_compute else ""
+        # Recomputed modules with parameters accumulate gradients by a backward pass inside the captured one.
+        modules = config.recompute_modules if config.recompute_granularity == "selective" else []
+        recomputed = next((f"--recompute-modules {name}" for name in modules if name != "core_attn"), "")
         return choose_engine(
-            needs_transformer_engine=quantized or delayed,
+            needs_transformer_engine=quantized or delayed or recomputed,
             needs_hooks=any(_fsdp_of(chunk) is not None for chunk in self.model),
         )
 
@@ -423,7 +426,8 @@ def _language_model(chunk: torch.nn.Module) -> torch.nn.Module | None:
 def _layers(model: Any) -> list[tuple[torch.nn.Module, bool]]:
     """The layers of a language model, each with whether it belongs to multi-token prediction."""
     layers = [(layer, False) for layer in model.decoder.layers]
-    if hasattr(model, "mtp"):
+    # A layer that runs several times for one micro-batch would overwrite what its graphs hold for backward.
+    if hasattr(model, "mtp") and not (model.config.mtp_use_repeated_layer and model.config.mtp_num_layers > 1):
         layers += [(layer.mtp_model_layer, True) for layer in model.mtp.layers]
     return layers
 

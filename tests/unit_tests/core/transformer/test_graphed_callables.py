@@ -4,9 +4,11 @@ import gc
 import inspect
 import weakref
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron.core.transformer.cuda_graph_inputs import sample_arguments
 from megatron.core.transformer.graph_plan import ordered_plan
@@ -477,3 +479,23 @@ def test_training_is_bit_equal_in(dtype):
 
     case = Case(lambda: mlp().to(dtype), inputs)
     assert_same_bits(train(case, make_graphed_callables), train(case, None))
+
+
+class _Checkpointed(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return checkpoint(self.linear, x, use_reentrant=True)
+
+
+def test_a_backward_pass_that_accumulates_gradients_inside_is_refused_rather_than_lost():
+    module = _Checkpointed().to("cuda")
+    x = torch.randn(2, 4, device="cuda", requires_grad=True)
+    with (
+        mock.patch("torch.autograd._is_checkpoint_valid", return_value=True),  # as Megatron's own does at capture
+        pytest.raises(RuntimeError, match=r"accumulated gradients of 2 parameters.*--recompute-modules"),
+    ):
+        make_graphed_callables(module, (x,))
+    assert all(param.grad is None for param in module.parameters())
