@@ -72,11 +72,9 @@ class TECudaGraphHelper:
                 "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True needs NCCL_GRAPH_REGISTER=0 with CUDA graphs: NCCL "
                 "would register memory that moves"
             )
-        self.model = model
+        self.model, self.optimizers = model, optimizers
         self.config = config
-        self.seq_length = seq_length
-        self.micro_batch_size = micro_batch_size
-        self.optimizers = optimizers
+        self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.tp_group = self.pg_collection.tp
         self.dp_cp_group = self.pg_collection.dp_cp

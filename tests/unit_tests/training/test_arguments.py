@@ -5,9 +5,8 @@ import sys
 import pytest
 
 pytest.importorskip("megatron.core")
-import torch
 
-from megatron_fsdp_cuda_graphs.cpu_backend import install, installed, uninstall
+from tests.support.on_cpu_backend import on_cpu_backend
 
 MODEL = """
     --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
@@ -23,14 +22,8 @@ GRAPHS = "--cuda-graph-impl transformer_engine"
 
 @pytest.fixture(autouse=True, scope="module")
 def _cpu_backend():
-    if installed():
+    with on_cpu_backend():
         yield
-        return
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is visible: the CPU backend needs CUDA_VISIBLE_DEVICES=''")
-    install()
-    yield
-    uninstall()
 
 
 def step_by_step():

@@ -12,19 +12,13 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron_fsdp_cuda_graphs.cpu_backend import install, installed, uninstall
+from tests.support.on_cpu_backend import on_cpu_backend
 
 
 @pytest.fixture(autouse=True, scope="module")
 def _cpu_backend():
-    if installed():
+    with on_cpu_backend():
         yield
-        return
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is visible: the CPU backend needs CUDA_VISIBLE_DEVICES=''")
-    install()
-    yield
-    uninstall()
 
 
 @contextmanager

@@ -9,7 +9,7 @@ pytest.importorskip("megatron.core")
 import torch
 from hypothesis import settings
 
-from megatron_fsdp_cuda_graphs.cpu_backend import install, installed, uninstall
+from tests.support.on_cpu_backend import on_cpu_backend
 
 # How long an example takes depends on what else the machine does.
 settings.register_profile("no deadline", deadline=None)
@@ -18,16 +18,10 @@ settings.load_profile("no deadline")
 
 @pytest.fixture(scope="module")
 def _installed_cpu_backend() -> Iterator[None]:
-    if installed():
+    with on_cpu_backend():
+        gc.freeze()  # every capture collects garbage: it need not walk through megatron-core each time
         yield
-        return
-    if torch.cuda.is_available():
-        pytest.skip("a GPU is visible: the CPU backend needs CUDA_VISIBLE_DEVICES=''")
-    install()
-    gc.freeze()  # every capture collects garbage: it need not walk through megatron-core each time
-    yield
-    gc.unfreeze()
-    uninstall()
+        gc.unfreeze()
 
 
 @pytest.fixture
