@@ -45,15 +45,20 @@ def transformer_engine() -> Engine | None:
     return _engine(TRANSFORMER_ENGINE, capture)
 
 
-def choose_engine(*, needs_transformer_engine: str = "", needs_hooks: bool = False) -> Engine:
+def choose_engine(
+    *, needs_transformer_engine: str = "", needs_hooks: bool = False, needs_megatron_rng: bool = False
+) -> Engine:
     """Choose the engine, as the environment variable ``MEGATRON_CUDA_GRAPH_ENGINE`` says.
 
-    Its values are ``native``, ``transformer_engine`` and ``auto``, the default: this project's engine, unless only the
-    other can do the job.
+    Its values are ``native``, ``transformer_engine`` and ``auto``, the default: TransformerEngine's engine where it is
+    there and can do the job, because both are about equally fast and it shares memory between graphs; else this
+    project's.
 
     Args:
         needs_transformer_engine: Why only TransformerEngine's engine will do (a flag, say); empty if either does.
         needs_hooks: Whether the engine must run capture-time hooks, which TransformerEngine's does from 2.19 on.
+        needs_megatron_rng: Whether layers draw from generators of Megatron's own RNG tracker, which TransformerEngine's
+            engine does not know.
 
     Raises:
         ValueError: the variable has another value.
@@ -64,9 +69,10 @@ def choose_engine(*, needs_transformer_engine: str = "", needs_hooks: bool = Fal
         raise ValueError(f"{ENGINE_VARIABLE} must be {NATIVE}, {TRANSFORMER_ENGINE} or {AUTO}, got {choice!r}")
     if choice == NATIVE and needs_transformer_engine:
         raise RuntimeError(f"{needs_transformer_engine} needs TransformerEngine's engine: unset {ENGINE_VARIABLE}")
-    if choice == NATIVE or (choice == AUTO and not needs_transformer_engine):
+    engine = None if choice == NATIVE else transformer_engine()
+    fits = engine is not None and not needs_megatron_rng and (engine.takes_hooks or not needs_hooks)
+    if choice == NATIVE or (choice == AUTO and not fits and not needs_transformer_engine):
         return _engine(NATIVE, make_graphed_callables)
-    engine = transformer_engine()
     why = needs_transformer_engine or f"{ENGINE_VARIABLE}={choice}"
     if engine is None:
         raise RuntimeError(f"{why} needs TransformerEngine, which cannot be imported here")

@@ -13,7 +13,7 @@ import torch
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.utils import get_attr_wrapped_model, log_on_each_pipeline_stage, log_single_rank
 from megatron_fsdp_cuda_graphs.overlay import upstream
@@ -107,6 +107,7 @@ class TECudaGraphHelper:
         return choose_engine(
             needs_transformer_engine=quantized or delayed or recomputed,
             needs_hooks=any(_fsdp_of(chunk) is not None for chunk in self.model),
+            needs_megatron_rng=isinstance(get_cuda_rng_tracker(), CudaRNGStatesTracker),
         )
 
     # --------------------------------------------------------------------------------------------- layers

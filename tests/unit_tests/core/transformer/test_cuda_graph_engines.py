@@ -50,14 +50,27 @@ def test_the_variable_has_its_documented_name():
 
 
 @pytest.mark.parametrize("needs_hooks", [False, True])
-def test_by_default_it_is_ours(installed, needs_hooks):
+def test_by_default_it_is_transformer_engines_where_it_can_do_the_job(installed, needs_hooks):
     installed(capture_with_hooks)
-    engine = choose_engine(needs_hooks=needs_hooks)
+    assert choose_engine(needs_hooks=needs_hooks).capture is capture_with_hooks
+
+
+def test_by_default_it_is_ours_without_transformer_engine(installed):
+    installed(None)
+    engine = choose_engine(needs_hooks=True)
     assert (engine.name, engine.capture) == ("native", make_graphed_callables)
+    assert engine.takes_hooks
 
 
-def test_ours_takes_hooks():
-    assert choose_engine().takes_hooks
+def test_by_default_it_is_ours_where_transformer_engine_is_too_old_for_the_hooks_that_are_needed(installed):
+    installed(capture_without_hooks)
+    assert choose_engine(needs_hooks=True).capture is make_graphed_callables
+    assert choose_engine(needs_hooks=False).capture is capture_without_hooks
+
+
+def test_by_default_it_is_ours_where_layers_draw_from_megatrons_own_generators(installed):
+    installed(capture_with_hooks)
+    assert choose_engine(needs_megatron_rng=True).capture is make_graphed_callables
 
 
 @pytest.mark.parametrize("choice", [None, "auto"])
