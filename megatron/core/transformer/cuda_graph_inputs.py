@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
 from megatron.core.transformer.identity_op import IdentityOp
 
 from .graph_plan import Plan
@@ -79,6 +79,8 @@ class LayerInputs:
         inputs = layer.get_layer_static_inputs(self._seq_length, self._micro_batch_size)
         hidden_states = inputs.pop("hidden_states")
         if captures_attention(layer):
+            if getattr(layer.self_attention, "attn_mask_type", AttnMaskType.causal) != AttnMaskType.causal:
+                inputs["attention_mask"].zero_()  # such layers see everything where no mask is given
             rotary = self._rotary_embedding(model, hidden_states)
             if rotary is not None:
                 inputs["rotary_pos_emb"] = rotary

@@ -3,8 +3,9 @@
 import gc
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from typing import Any
 
 import torch
 
@@ -62,16 +63,32 @@ def recover_from_failed_capture(pool: tuple) -> None:
 
 
 @contextmanager
-def tidied_after_failure(pool: tuple) -> Iterator[None]:
-    """Clean up after an engine that leaves a failed capture as it is: its stream current, GC off, torch capturing.
+def tidied_after_failure(pool: tuple, modules: Sequence[torch.nn.Module], recipe: Any = None) -> Iterator[None]:
+    """Clean up after TransformerEngine's engine, which leaves a failed capture as it is.
+
+    Its stream is then current, garbage collection off, torch capturing, its own capture flag set, the classes of the
+    modules have another ``__call__``, and FP8 statistics are those of warm-up.
 
     Args:
         pool: The memory pool that the engine captures into.
+        modules: What it captures.
+        recipe: The quantization recipe; None without quantization.
     """
     stream, gc_enabled = torch.cuda.current_stream(), gc.isenabled()
+    calls = {kind: vars(kind).get("__call__") for kind in map(type, modules)}
+    graph = sys.modules.get("transformer_engine.pytorch.graph")
+    statistics = graph.save_fp8_tensors(modules, recipe) if graph is not None and recipe is not None else None
     try:
         yield
     except BaseException:
+        for kind, call in calls.items():
+            if call is not None:
+                setattr(kind, "__call__", call)  # noqa: B010
+            elif "__call__" in vars(kind):
+                del kind.__call__
+        if graph is not None:
+            graph.set_capture_end()
+            graph.restore_fp8_tensors(modules, statistics)
         torch.cuda.set_stream(stream)
         recover_from_failed_capture(pool)
         if gc_enabled:

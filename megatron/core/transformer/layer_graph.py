@@ -4,6 +4,17 @@ from typing import Any
 
 import torch
 
+# What only attention reads; a layer without attention is given them all the same.
+_ATTENTION_INPUTS = frozenset(
+    (
+        "attention_mask",
+        "rotary_pos_emb",
+        "rotary_pos_cos",
+        "rotary_pos_sin",
+        "rotary_pos_cos_sin",
+        "sequence_len_offset",
+    )
+)
 # Not inputs of the layer: they tell the engine how to replay.
 _REPLAY_OPTIONS = ("is_first_microbatch", "cuda_graph_stream", "cuda_graph_event")
 
@@ -16,7 +27,7 @@ class LayerGraph:
         graphed: The engine's callable.
         sample_args: Its static positional inputs, tensors.
         sample_kwargs: Its static keyword inputs, tensors.
-        ignores_others: Whether the layer has no use for other keywords, such as an attention mask without attention.
+        has_attention: Whether the graphs hold attention; if not, what only attention reads is ignored.
     """
 
     def __init__(
@@ -25,13 +36,13 @@ class LayerGraph:
         graphed: Any,
         sample_args: tuple[torch.Tensor, ...],
         sample_kwargs: dict[str, torch.Tensor],
-        ignores_others: bool,
+        has_attention: bool,
     ):
         self._name = name
         self._graphed = graphed
         self._static_args = sample_args
         self._static_kwargs = sample_kwargs
-        self._ignores_others = ignores_others
+        self._ignored = frozenset() if has_attention else _ATTENTION_INPUTS
         self._given: set[str] = set()
         if hasattr(graphed, "backward_dw"):
             self.backward_dw = graphed.backward_dw
@@ -64,7 +75,7 @@ class LayerGraph:
                 self._compare(name, given, static)
             replay_kwargs[name] = given
         for name, given in kwargs.items():
-            if given is not None and not self._ignores_others:
+            if given is not None and name not in self._ignored:
                 raise ValueError(
                     f"{self._name} was captured without {name}, so its CUDA graph cannot take it. Train with "
                     f"--cuda-graph-impl none, or leave out what makes {name} necessary."

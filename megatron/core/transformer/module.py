@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.core.transformer.layer_graph import LayerGraph
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
@@ -31,13 +32,14 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
             return super().__call__(*args, **kwargs)
         # torch runs the hooks around whatever `forward` is at that moment. Not __call__: it would run what
         # `Module.compile` has made of the eager layer.
-        own = {name: self.__dict__[name] for name in ("forward",) if name in self.__dict__}
+        own = self.__dict__.get("forward")  # a compiled or wrapped one that a user set on this layer
         self.__dict__["forward"] = self._te_cuda_graph_replay
         try:
             return torch.nn.Module._call_impl(self, *args, **kwargs)
         finally:
             del self.__dict__["forward"]
-            self.__dict__.update(own)  # a compiled or wrapped `forward` that a user set on this layer
+            if own is not None:
+                self.__dict__["forward"] = own
 
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, torch.Tensor]:
         """Return one set of static inputs, by keyword.
@@ -51,10 +53,19 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
         return inputs
 
     def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
-        # Of the layer types only TransformerLayer overrides this, and only to make attention masks with
-        # TransformerEngine; the graph has its own.
-        replay_args = _upstream.GraphableMegatronModule._get_te_cuda_graph_replay_args
-        args, kwargs = replay_args(self, *args, **kwargs)
+        microbatch = getattr(self, "current_microbatch", 0)
+        graph = self.cuda_graphs[microbatch % len(self.cuda_graphs)]
+        if not isinstance(graph, LayerGraph):  # put there by someone else
+            return super()._te_cuda_graph_replay(*args, **kwargs)
+        if microbatch >= len(self.cuda_graphs) > 1:
+            raise ValueError(
+                f"micro-batch {microbatch + 1} of a step, but graphs were captured for {len(self.cuda_graphs)}: under "
+                "pipeline parallelism CUDA graphs need the same number of micro-batches (--global-batch-size, "
+                "--rampup-batch-size) in every step"
+            )
+        # Not the override of TransformerLayer, which needs TransformerEngine to make attention masks: the graph has its
+        # own.
+        args, kwargs = _upstream.GraphableMegatronModule._get_te_cuda_graph_replay_args(self, *args, **kwargs)
         for hook, hook_args in self.cuda_graph_manual_hooks:
             hook(*hook_args)
-        return self.cuda_graphs[getattr(self, "current_microbatch", 0) % len(self.cuda_graphs)](*args, **kwargs)
+        return graph(*args, **kwargs)

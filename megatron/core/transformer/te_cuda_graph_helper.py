@@ -181,7 +181,13 @@ class TECudaGraphHelper:
         if all(_fsdp_of(chunk) is not None for chunk in self.model):
             # Megatron-FSDP moves each gradient to its bucket as soon as autograd has it, before any other replay.
             arguments["clone_param_grads_on_return"] = False
-        arguments |= self._quantization_arguments()
+        quantization = self._quantization_arguments()
+        missing = [name for name in quantization if name not in self._engine.parameters]
+        if missing and quantization["enabled"]:
+            raise RuntimeError(
+                f"--fp8 and --fp4 need TransformerEngine 2.19 or newer: its engine knows no {missing[0]!r}"
+            )
+        arguments |= quantization
         if self.config.fine_grained_activation_offloading:
             offload = _offload_interface()
             arguments["pre_warmup_hook"] = offload.disable_offload
@@ -333,7 +339,7 @@ class TECudaGraphHelper:
             if self._engine.takes_hooks:
                 arguments["capture_time_hooks"] = hooks
             arguments["pool"] = pool = torch.cuda.graph_pool_handle()
-            with tidied_after_failure(pool):
+            with tidied_after_failure(pool, layers, arguments.get("recipe")):
                 graphs = self._engine.capture(layers, sample_args, **arguments)
         for index, (layer, slots) in enumerate(zip(layers, self._slots(), strict=True)):
             layer.cuda_graphs = [
@@ -342,7 +348,7 @@ class TECudaGraphHelper:
                     graphs[slot],
                     sample_args[slot],
                     arguments["sample_kwargs"][slot],
-                    ignores_others=not captures_attention(layer),
+                    has_attention=captures_attention(layer),
                 )
                 for slot in slots
             ]

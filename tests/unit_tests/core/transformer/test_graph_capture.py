@@ -1,6 +1,8 @@
 """graph_capture: the helper's guards around an engine that does not guard the process itself."""
 
 import gc
+import sys
+from types import ModuleType
 
 import pytest
 import torch
@@ -32,7 +34,7 @@ def failing_engine(pool):
 
 def test_an_engine_that_failed_leaves_the_stream_and_garbage_collection_as_they_were():
     stream, pool = torch.cuda.current_stream(), torch.cuda.graph_pool_handle()
-    with pytest.raises(Failure), tidied_after_failure(pool):
+    with pytest.raises(Failure), tidied_after_failure(pool, []):
         failing_engine(pool)
     assert torch.cuda.current_stream() == stream
     assert gc.isenabled()
@@ -42,7 +44,7 @@ def test_garbage_collection_that_was_off_stays_off_after_a_failed_engine():
     pool = torch.cuda.graph_pool_handle()
     gc.disable()
     try:
-        with pytest.raises(Failure), tidied_after_failure(pool):
+        with pytest.raises(Failure), tidied_after_failure(pool, []):
             failing_engine(pool)
         assert not gc.isenabled()
     finally:
@@ -52,7 +54,7 @@ def test_garbage_collection_that_was_off_stays_off_after_a_failed_engine():
 def test_an_engine_that_succeeds_is_left_alone():
     stream = torch.cuda.Stream()
     outer = torch.cuda.current_stream()
-    with tidied_after_failure(torch.cuda.graph_pool_handle()):
+    with tidied_after_failure(torch.cuda.graph_pool_handle(), []):
         torch.cuda.set_stream(stream)
     after = torch.cuda.current_stream()
     torch.cuda.set_stream(outer)
@@ -61,7 +63,7 @@ def test_an_engine_that_succeeds_is_left_alone():
 
 def test_training_goes_on_eagerly_after_a_failed_engine():
     pool = torch.cuda.graph_pool_handle()
-    with pytest.raises(Failure), tidied_after_failure(pool):
+    with pytest.raises(Failure), tidied_after_failure(pool, []):
         failing_engine(pool)
     first = train(CASES["dropout"], None)
     assert_same_bits(train(CASES["dropout"], None), first)
@@ -138,3 +140,39 @@ def test_other_errors_of_a_capture_get_no_explanation():
     with pytest.raises(Failure) as error, capture.recording(capture.new_graph()):
         raise Failure
     assert not hasattr(error.value, "__notes__")
+
+
+class _Layer(torch.nn.Module):
+    pass
+
+
+class _LayerWithCall(torch.nn.Module):
+    def __call__(self, *args):
+        return "its own"
+
+
+def test_after_a_failure_the_classes_of_the_modules_have_their_own_call_and_transformer_engines_flag_is_down(
+    monkeypatch,
+):
+    graph = ModuleType("transformer_engine.pytorch.graph")
+    down, restored = [], []
+    graph.__dict__.update(
+        set_capture_end=lambda: down.append(True),
+        save_fp8_tensors=lambda modules, recipe: (tuple(modules), recipe),
+        restore_fp8_tensors=lambda modules, saved: restored.append(saved),
+    )
+    monkeypatch.setitem(sys.modules, graph.__name__, graph)
+    layers = (_Layer(), _LayerWithCall())
+
+    def engine_that_fails():
+        with tidied_after_failure(torch.cuda.graph_pool_handle(), layers, "recipe"):
+            for layer in layers:
+                type(layer).__call__ = lambda self, *args: "wrapped"  # type: ignore[method-assign]
+            raise Failure
+
+    with pytest.raises(Failure):
+        engine_that_fails()
+    assert "__call__" not in vars(_Layer)
+    assert _LayerWithCall()() == "its own"
+    assert down == [True]
+    assert restored == [(layers, "recipe")]

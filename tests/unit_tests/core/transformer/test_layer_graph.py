@@ -24,8 +24,8 @@ class Graphed:
 HIDDEN, MASK = torch.zeros(8, 2, 4), torch.zeros(1, 1, 8, 8, dtype=torch.bool)
 
 
-def layer_graph(ignores_others=False):
-    return LayerGraph("layer 3 (TransformerLayer)", Graphed(), (HIDDEN,), {"attention_mask": MASK}, ignores_others)
+def layer_graph(has_attention=True):
+    return LayerGraph("layer 3 (TransformerLayer)", Graphed(), (HIDDEN,), {"attention_mask": MASK}, has_attention)
 
 
 def replayed_with(graph, *args, **kwargs):
@@ -85,9 +85,15 @@ def test_an_unknown_keyword_is_refused_by_name():
         layer_graph()(HIDDEN, attention_mask=MASK, packed_seq_params=object())
 
 
-def test_a_layer_that_ignores_others_takes_unknown_keywords_and_drops_them():
-    _, kwargs = replayed_with(layer_graph(ignores_others=True), HIDDEN, attention_mask=MASK, rotary_pos_emb=HIDDEN)
+def test_a_layer_without_attention_drops_what_only_attention_reads():
+    _, kwargs = replayed_with(layer_graph(has_attention=False), HIDDEN, attention_mask=MASK, rotary_pos_emb=HIDDEN)
     assert kwargs == {"attention_mask": MASK}
+
+
+@pytest.mark.parametrize("name", ["packed_seq_params", "padding_mask"])
+def test_a_layer_without_attention_refuses_what_it_would_read(name):
+    with pytest.raises(ValueError, match=f"captured without {name}"):
+        layer_graph(has_attention=False)(HIDDEN, attention_mask=MASK, **{name: MASK})
 
 
 # ------------------------------------------------------------------------------------------- shapes, types, counts

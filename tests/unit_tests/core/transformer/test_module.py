@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.core.transformer.layer_graph import LayerGraph
 from megatron.core.transformer.module import GraphableMegatronModule
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
@@ -150,3 +151,20 @@ def test_static_hidden_states_are_leaves_that_require_grad():
     hidden_states = static_hidden_states(params_dtype=torch.bfloat16)
     assert hidden_states.is_leaf
     assert hidden_states.requires_grad
+
+
+def test_more_micro_batches_than_were_captured_are_refused(layer):
+    layer.cuda_graphs = [
+        LayerGraph("layer", lambda *args, name=name, **kwargs: name, (X,), {}, has_attention=True) for name in "ab"
+    ]
+    layer.current_microbatch = 1
+    assert layer(X) == "b"
+    layer.current_microbatch = 2
+    with pytest.raises(ValueError, match="micro-batch 3 of a step, but graphs were captured for 2"):
+        layer(X)
+
+
+def test_one_graph_serves_every_micro_batch(layer):
+    layer.cuda_graphs = [LayerGraph("layer", lambda *args, **kwargs: "graph", (X,), {}, has_attention=True)]
+    layer.current_microbatch = 5
+    assert layer(X) == "graph"

@@ -29,7 +29,7 @@ class GraphedUnit:
     """One module that runs as CUDA graphs.
 
     Attributes:
-        params: The parameters its graphs read.
+        params: All its parameters; they are gathered together, whichever of them its graphs read.
         addresses: Where ``params`` were at capture, in bytes, for each direction that was captured.
         main_grads: Where the main gradient of each parameter was to which a fused kernel in the graph adds.
         collected: Parameters that have their gradient and wait for the unit's others.
@@ -75,12 +75,12 @@ class GraphedUnits:
         modules = list(modules)
         fsdp = self._fsdp
         distributed = fsdp.is_param_fsdp_distributed
-        fsdp._replace_param_with_raw_if_needed()
-        self._give_back()
-        self.capturing = True
         try:
+            fsdp._replace_param_with_raw_if_needed()
+            self._give_back()
+            self.capturing = True
             for module in modules:
-                self._units[module] = GraphedUnit(_params_under_graphs(module))
+                self._units[module] = GraphedUnit(tuple(module.parameters()))
             yield
             for module in modules:
                 self._fused.update(self._units[module].main_grads)
@@ -226,8 +226,3 @@ class GraphedUnits:
 
 def _replays(module: torch.nn.Module) -> bool:
     return module.training and bool(getattr(module, "cuda_graphs", None))
-
-
-def _params_under_graphs(module: torch.nn.Module) -> tuple[torch.nn.Parameter, ...]:
-    covered = getattr(module, "_get_submodules_under_cudagraphs", lambda: [module])()
-    return tuple({param: None for submodule in covered for param in submodule.parameters()})
