@@ -28,7 +28,7 @@ def compare_runs(tmp_path_factory) -> Callable[..., list[dict[str, Any]]]:
     def run(
         cases: Sequence[dict[str, Any]], *options: str, ranks: int = 2, environment: dict[str, str] | None = None
     ) -> list[dict[str, Any]]:
-        # A process that trains many models has, rarely and under load, died in one of gloo's threads (SIGSEGV in malloc;
+        # A process that trains many models has, rarely and under load, died in a gloo thread (SIGSEGV in malloc;
         # the cause is not known). Fewer cases a process, and one more try after such a death; its results count as any.
         parts = [cases[i : i + CASES_PER_PROCESS] for i in range(0, len(cases), CASES_PER_PROCESS)]
         return [result for part in parts for result in run_part(part, options, ranks, environment)]
