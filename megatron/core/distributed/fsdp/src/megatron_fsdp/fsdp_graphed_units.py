@@ -52,7 +52,6 @@ class GraphedUnits:
         self.capturing = False
         self._fsdp = fsdp
         self._units: dict[torch.nn.Module, GraphedUnit] = {}
-        self._fused: set[torch.nn.Parameter] = set()
         self._module_of: dict[torch.nn.Parameter, torch.nn.Module] = {}
         self._holds_gradients: torch.nn.Module | None = None
         # Modules of these types have a hook after backward that fetches what was collected.
@@ -83,7 +82,6 @@ class GraphedUnits:
                 self._units[module] = GraphedUnit(tuple(module.parameters()))
             yield
             for module in modules:
-                self._fused.update(self._units[module].main_grads)
                 if isinstance(module, self._released_after_backward):
                     self._module_of |= dict.fromkeys(self._units[module].params, module)
         except BaseException:
@@ -107,7 +105,6 @@ class GraphedUnits:
         for module in modules:
             unit = self._units.pop(module, None)
             if unit is not None:
-                self._fused.difference_update(unit.main_grads)
                 for param in unit.params:
                     self._module_of.pop(param, None)
 
@@ -181,13 +178,14 @@ class GraphedUnits:
 
     def mark_fused_gradient(self, param: torch.nn.Parameter) -> None:
         """Say of a parameter whose gradient a graph has added to its main gradient what the fused kernel would say."""
-        if param in self._fused:
+        module = self._module_of.get(param)
+        if module is not None and param in self._units[module].main_grads:
             param.grad_added_to_main_grad = True
 
     def collect_gradient(self, param: torch.nn.Parameter) -> bool:
         """Keep ``param`` until ``collected_gradients`` if its gradient comes from a graph, with all others of its unit.
 
-        Handling them at once saves most of the host's time for them. False if it is to be handled now.
+        Handling them at once saves the host time. False if it is to be handled now.
         """
         module = self._module_of.get(param)
         if module is None or not _replays(module):
