@@ -350,3 +350,23 @@ def test_training_goes_on_after_capture(fsdp, layers):
     run_backward(fsdp, CASE)
     fsdp.finish_grad_sync()
     assert in_use(fsdp) == NOTHING
+
+
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize("strategy", ["optim_grads", "optim_grads_params"])
+def test_a_graphed_layer_gathers_for_its_children_which_do_not_run(ranks, strategy, direction):
+    variant = Variant(small(strategy=strategy), fsdp={"enable_fine_grained_param_gather_hook": True})
+    fsdp = variant.build(graphs=True).module
+    layer = fsdp.module.decoder.layers[0]
+    with fsdp.capture_graphs([layer]):
+        pass
+    layer.cuda_graphs = ["graph"]
+    fsdp.start_param_sync()
+    gathered = []
+
+    def gather(params, **unused):
+        gathered.extend(params)
+
+    with mock.patch.object(fsdp, "all_gather_and_wait_parameters_ready", gather):
+        getattr(fsdp.fsdp_hooks, f"unshard_for_{direction}")(layer)
+    assert list(map(id, gathered)) == list(map(id, layer.parameters()))
