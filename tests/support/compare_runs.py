@@ -64,7 +64,9 @@ def main() -> None:
         control = arguments.pop("control", None)
         results.append(compare(Case(**arguments), control, eager, args.output if args.stop_at_error else None))
         if dist.get_rank() == 0:
-            args.output.write_text(json.dumps(results, indent=1))
+            partial = args.output.with_suffix(".partial")  # whoever reads after a crash finds whole results
+            partial.write_text(json.dumps(results, indent=1))
+            partial.replace(args.output)
             shown = results[-1]["error"][-300:] or results[-1]["differences"][:3] or "bit-equal"
             print(f"{results[-1]['case']}: {shown} ({results[-1]['seconds']:.1f} s)", flush=True)
     dist.destroy_process_group()
