@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
 from megatron.core.transformer.identity_op import IdentityOp
 
-from .graph_plan import Plan
+from .graph_plan import Pass, Plan
 
 SampleArguments = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
 _Signature = tuple[tuple[Any, ...], ...]
@@ -18,7 +18,7 @@ _Signature = tuple[tuple[Any, ...], ...]
 def sample_arguments(plan: Plan, make: Callable[[int], SampleArguments]) -> list[SampleArguments]:
     """Make the inputs of every slot of ``plan``.
 
-    A slot's inputs live from its forward pass to its backward pass. After that they serve the next forward pass whose
+    A slot's inputs live from its forward pass to its last one. After that they serve the next forward pass whose
     inputs have the same names, shapes, dtypes and layouts.
 
     Args:
@@ -31,10 +31,12 @@ def sample_arguments(plan: Plan, make: Callable[[int], SampleArguments]) -> list
     of_slot: dict[int, SampleArguments] = {}
     signatures: dict[int, _Signature] = {}
     free: dict[_Signature, deque[SampleArguments]] = defaultdict(deque)
+    last_steps = plan.last_steps()
     for step in plan.steps:
         index = plan.callable_of_slot[step.slot]
-        if step.backward:
-            free[signatures[index]].append(of_slot[step.slot])
+        if step.kind is not Pass.FORWARD:
+            if step in last_steps:
+                free[signatures[index]].append(of_slot[step.slot])
             continue
         made = None
         if index not in signatures:

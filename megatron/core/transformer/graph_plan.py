@@ -1,16 +1,26 @@
 """Which graph is captured when: a pipeline order turned into steps over (layer, micro-batch) slots."""
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import accumulate
+
+
+class Pass(Enum):
+    """What a step runs; weight gradients are a pass of their own where modules delay them."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    WEIGHT_GRADIENTS = "weight gradients"
 
 
 @dataclass(frozen=True)
 class Step:
-    """One forward or backward pass of one slot."""
+    """One pass of one slot."""
 
     slot: int
-    backward: bool
+    kind: Pass
 
 
 @dataclass(frozen=True)
@@ -26,46 +36,51 @@ class Plan:
     callable_of_slot: tuple[int, ...]
     steps: tuple[Step, ...]
 
+    def last_steps(self) -> frozenset[Step]:
+        """The last step of every slot: after it, what the slot holds may serve another."""
+        return frozenset({step.slot: step for step in self.steps}.values())
+
 
 def unordered_plan(num_callables: int) -> Plan:
-    """All forward passes, then all backward passes in reverse."""
+    """All forward passes, then all backward passes in reverse, each followed by delayed weight gradients."""
     slots = range(num_callables)
-    return Plan(
-        callable_of_slot=tuple(slots),
-        steps=(*(Step(slot, False) for slot in slots), *(Step(slot, True) for slot in reversed(slots))),
-    )
+    backward = (Step(slot, kind) for slot in reversed(slots) for kind in (Pass.BACKWARD, Pass.WEIGHT_GRADIENTS))
+    return Plan(callable_of_slot=tuple(slots), steps=(*(Step(slot, Pass.FORWARD) for slot in slots), *backward))
 
 
-def ordered_plan(order: Sequence[int], num_layers_per_chunk: Sequence[int] | int | None, num_callables: int) -> Plan:
+def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | int | None, num_callables: int) -> Plan:
     """Follow a pipeline order.
 
     Args:
-        order: For each step ``c`` (forward of model chunk ``c``, counted from 1) or ``-c`` (its backward).
+        order: For each step ``c`` (forward of model chunk ``c``, counted from 1), ``-c`` (its backward) or ``-c - 0.5``
+            (the weight gradients that its backward delayed, for every micro-batch of the chunk or for none).
         num_layers_per_chunk: How many callables each chunk holds; one number for all chunks, or None where the
             callables divide evenly.
         num_callables: How many callables there are.
 
     Raises:
         ValueError: the order and the counts contradict each other.
-        NotImplementedError: the order holds half steps (delayed weight gradients).
     """
-    if any(int(step) != step for step in order):
-        raise NotImplementedError(
-            "_order holds half steps (delayed weight gradients), which only TransformerEngine's engine captures"
-        )
-    num_chunks = max(order, default=0)
+    num_chunks = max(map(int, order), default=0)
     if num_chunks < 1:
         raise ValueError(f"_order must name chunks counted from 1, got {list(order)}")
-    unknown = [step for step in order if not 1 <= abs(step) <= num_chunks]
+    steps_of_order = [_step_of_order(step) for step in order]
+    unknown = [step for step, (_, chunk) in zip(order, steps_of_order, strict=True) if not 1 <= chunk <= num_chunks]
     if unknown:
         raise ValueError(f"_order names chunks {unknown}, but runs the forward of chunks 1 to {num_chunks} only")
-    num_microbatches = len(order) // num_chunks // 2
+    counts = Counter(steps_of_order)
+    num_microbatches = counts[Pass.FORWARD, 1]
     for chunk in range(1, num_chunks + 1):
-        forward, backward = order.count(chunk), order.count(-chunk)
+        forward, backward, weights = (counts[kind, chunk] for kind in Pass)
         if forward != num_microbatches or backward != num_microbatches:
             raise ValueError(
-                f"_order must run every chunk's forward and backward {num_microbatches} times (its length, "
-                f"{len(order)}, over {num_chunks} chunks), but runs chunk {chunk} {forward} and {backward} times"
+                f"_order must run every chunk's forward and backward {num_microbatches} times (as often as chunk 1's "
+                f"forward), but runs chunk {chunk} {forward} and {backward} times"
+            )
+        if weights not in (0, num_microbatches):
+            raise ValueError(
+                f"_order must run the weight gradients of chunk {chunk} (-{chunk}.5) after each of its "
+                f"{num_microbatches} backwards or never, but runs them {weights} times"
             )
     if num_layers_per_chunk is None:
         num_layers_per_chunk, rest = divmod(num_callables, num_chunks)
@@ -88,16 +103,26 @@ def ordered_plan(order: Sequence[int], num_layers_per_chunk: Sequence[int] | int
         for _ in range(num_microbatches)
         for layer in range(layers)
     ]
-    steps = []
-    forwards, backwards = [0] * num_chunks, [0] * num_chunks
-    for step in order:
-        chunk, backward = abs(step) - 1, step < 0
-        done = backwards if backward else forwards
-        if backward and backwards[chunk] == forwards[chunk]:
-            raise ValueError(f"_order runs a backward of chunk {chunk + 1} before its forward")
-        layers = num_layers_per_chunk[chunk]
-        first = first_layer[chunk] * num_microbatches + done[chunk] * layers
+    steps: list[Step] = []
+    done: Counter = Counter()
+    for kind, chunk in steps_of_order:
+        if kind in _AFTER and done[kind, chunk] == done[_AFTER[kind], chunk]:
+            raise ValueError(f"_order runs the {kind.value} of chunk {chunk} before its {_AFTER[kind].value}")
+        layers = num_layers_per_chunk[chunk - 1]
+        first = first_layer[chunk - 1] * num_microbatches + done[kind, chunk] * layers
         slots = range(first, first + layers)
-        steps += [Step(slot, backward) for slot in (reversed(slots) if backward else slots)]
-        done[chunk] += 1
+        steps += [Step(slot, kind) for slot in (slots if kind is Pass.FORWARD else reversed(slots))]
+        done[kind, chunk] += 1
     return Plan(tuple(callable_of_slot), tuple(steps))
+
+
+_AFTER = {Pass.BACKWARD: Pass.FORWARD, Pass.WEIGHT_GRADIENTS: Pass.BACKWARD}
+
+
+def _step_of_order(step: float) -> tuple[Pass, int]:
+    """Return what a number of an order runs, and the chunk, counted from 1."""
+    if step == int(step):
+        return (Pass.FORWARD, int(step)) if step > 0 else (Pass.BACKWARD, int(-step))
+    if step > 0 or step != int(step) - 0.5:
+        raise ValueError(f"_order holds {step}: it may hold c, -c and -c - 0.5 for chunks c counted from 1")
+    return Pass.WEIGHT_GRADIENTS, int(-step)

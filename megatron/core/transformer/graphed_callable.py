@@ -2,7 +2,7 @@
 
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -85,6 +85,7 @@ class GraphedCallable:
         differentiable: For each output whether it takes part in autograd.
         forward_graph: Runs the forward pass; None before capture and after ``reset``.
         backward_graph: Runs the backward pass; None where nothing requires grad.
+        weight_gradient_graph: Computes the weight gradients that backward delays; None where it delays none.
     """
 
     def __init__(
@@ -110,6 +111,9 @@ class GraphedCallable:
             self.params = tuple(param for param in func.parameters() if param.requires_grad)
         self.forward_graph: torch.cuda.CUDAGraph | None = None
         self.backward_graph: torch.cuda.CUDAGraph | None = None
+        self.weight_gradient_graph: torch.cuda.CUDAGraph | None = None
+        self._delaying: tuple[Any, ...] | None = None
+        self._delayed_grads: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.eager = func.forward if isinstance(func, torch.nn.Module) else func
         self._allow_unused_input = allow_unused_input
         self._retain_graph = retain_graph
@@ -139,7 +143,7 @@ class GraphedCallable:
     def forward(self, recording: Recording, graph: torch.cuda.CUDAGraph | None = None) -> None:
         """Run the forward pass on the static inputs, hooks around it, recorded by ``recording(graph)``."""
         self.hooks.run("forward_pre_hooks", self.func, self.args, self.kwargs)
-        with recording(graph):
+        with self._noting_delaying_modules(), recording(graph):
             output = self.func(*self.args, **self.kwargs)
         self.hooks.run("forward_hooks", self.func, self.args, output)
         outputs, self._output_spec = tree_flatten(output)
@@ -185,6 +189,49 @@ class GraphedCallable:
         self.hooks.run("backward_hooks", self.func)
         if not self._retain_graph:  # from here on only the storages are needed, not autograd's nodes
             self._outputs = tuple(output if output is None else output.detach() for output in self._outputs)
+
+    @property
+    def delays_weight_gradients(self) -> bool:
+        """Whether modules that ran in ``forward`` leave their weight gradients to a pass of their own."""
+        return bool(self._delaying)
+
+    @contextmanager
+    def _noting_delaying_modules(self) -> Iterator[None]:
+        """Find, in the first forward pass, the modules that run and delay their weight gradients.
+
+        They are those with ``need_backward_dw`` and ``backward_dw``, as TransformerEngine's have.
+        """
+        if self._delaying is not None or not isinstance(self.func, torch.nn.Module):
+            yield
+            return
+        ran: dict[Any, None] = {}
+        able = [module for module in self.func.modules() if hasattr(module, "need_backward_dw")]
+        handles = [module.register_forward_hook(lambda module, *_: ran.setdefault(module)) for module in able]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._delaying = tuple(module for module in ran if module.need_backward_dw())
+
+    def weight_gradients(self, recording: Recording, graph: torch.cuda.CUDAGraph | None = None) -> None:
+        """Compute the weight gradients that the last ``backward`` delayed, recorded by ``recording(graph)``."""
+        params = list(self.func.parameters())  # type: ignore[attr-defined]
+        before = [param.grad for param in params]
+        with recording(graph):
+            for module in self._delaying or ():
+                module.backward_dw()
+        changed = [(param, grad) for param, grad in zip(params, before, strict=True) if param.grad is not grad]
+        self._delayed_grads = [(param, param.grad) for param, _ in changed if param.grad is not None]
+        for param, grad in changed:
+            param.grad = grad
+        self.weight_gradient_graph = graph
+
+    def forget_delayed(self) -> None:
+        """Drop what a failed pass left for ``backward_dw``, which the next one would take for its own."""
+        for module in self._delaying or ():
+            while module.wgrad_store.context.qsize():  # TransformerEngine's queue
+                module.wgrad_store.context.get()
 
     @contextmanager
     def _no_gradients_on_the_side(self) -> Iterator[None]:
@@ -275,7 +322,8 @@ class GraphedCallable:
         for static, given in zip(self.inputs, inputs, strict=False):
             if static.data_ptr() != given.data_ptr():
                 static.copy_(given)
-        _run(self.forward_graph, stream, event)
+        with self._phase("forward"):
+            _run(self.forward_graph, stream, event)
         return tuple(output if output is None else output.detach() for output in self._outputs)
 
     def replay_backward(self, grads, stream, event) -> tuple[torch.Tensor | None, ...]:
@@ -289,19 +337,47 @@ class GraphedCallable:
                 static.zero_()
             elif static.data_ptr() != given.data_ptr():
                 static.copy_(given)
-        _run(self.backward_graph, stream, event)
+        with self._phase("backward"):
+            _run(self.backward_graph, stream, event)
         num_inputs = len(self.inputs)
         grads = [grad if grad is None else grad.detach() for grad in self._grad_inputs]
         if self._clone_param_grads:
             grads[num_inputs:] = [grad.clone() for grad in grads[num_inputs:]]
         return tuple(grads)
 
+    def _phase(self, name: str) -> AbstractContextManager:
+        """Show a replay in a profile; where none is taken it costs next to nothing."""
+        if torch.autograd._profiler_enabled():
+            return torch.profiler.record_function(f"{self.name} {name} replay")
+        return nullcontext()
+
+    def backward_dw(self) -> None:
+        """Replay the weight gradients that the last backward pass delayed; nothing where it delays none.
+
+        As in eager mode, a module that does not accumulate into ``main_grad`` sets ``grad`` of its parameters. The
+        hooks that modules run after their weight gradients run.
+
+        Raises:
+            RuntimeError: after ``reset``.
+        """
+        if self.forward_graph is None:
+            raise RuntimeError(f"the graphs of {self.name} were reset; capture them again to replay them")
+        if self.weight_gradient_graph is None:
+            return
+        with self._phase("weight gradients"):
+            self.weight_gradient_graph.replay()
+        for param, grad in self._delayed_grads:
+            param.grad = grad.clone() if self._clone_param_grads else grad
+        for module in self._delaying or ():
+            module._trigger_wgrad_accumulation_and_reduce_hooks()
+
     def reset(self) -> None:
         """Free the graphs and every tensor they own. The callable can no longer be replayed."""
-        for graph in (self.forward_graph, self.backward_graph):
+        for graph in (self.forward_graph, self.backward_graph, self.weight_gradient_graph):
             if graph is not None:
                 graph.reset()
-        self.forward_graph = self.backward_graph = None
+        self.forward_graph = self.backward_graph = self.weight_gradient_graph = None
+        self._delaying, self._delayed_grads = None, []
         self.args, self.kwargs, self.inputs, self.params = (), {}, (), ()
         self._outputs = self._grad_outputs = self._grad_inputs = ()
 

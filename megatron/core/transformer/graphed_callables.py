@@ -4,13 +4,15 @@ The signature is that of ``transformer_engine.pytorch.make_graphed_callables`` (
 called with the same arguments.
 """
 
+import functools
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from .graph_capture import Capture, not_recording, side_stream, transformer_engine_flag, undisturbed_gc, undisturbed_rng
-from .graph_plan import Plan, ordered_plan, unordered_plan
+from .graph_plan import Pass, Plan, ordered_plan, unordered_plan
 from .graphed_callable import CaptureTimeHooks, GraphedCallable, Recording
 
 
@@ -30,7 +32,7 @@ def make_graphed_callables(
     recipe: Any = None,
     amax_reduction_group: Any = None,
     cache_quantized_params: bool | None = None,
-    _order: Sequence[int] | None = None,
+    _order: Sequence[float] | None = None,
     _num_layers_per_chunk: Sequence[int] | int | None = None,
     pool: tuple | None = None,
     retain_graph_in_backward: bool = False,
@@ -54,7 +56,9 @@ def make_graphed_callables(
         enabled, calibrating, recipe, amax_reduction_group, cache_quantized_params: Quantization, which this engine does
             not do: anything but its absence is refused.
         _order: The order of passes: ``c`` for the forward of model chunk ``c`` (counted from 1), ``-c`` for its
-            backward. Without it all forwards, then all backwards in reverse. Warm-up follows the same order.
+            backward, ``-c - 0.5`` for the weight gradients that its modules delayed (``delay_wgrad_compute`` of
+            TransformerEngine's). Without it all forwards, then all backwards in reverse, each with its weight
+            gradients. Warm-up follows the same order.
         _num_layers_per_chunk: How many callables each model chunk holds.
         pool: The memory pool of the graphs, from ``torch.cuda.graph_pool_handle``.
         retain_graph_in_backward: Whether backward keeps autograd's graph.
@@ -72,6 +76,7 @@ def make_graphed_callables(
     Returns:
         With ``_order`` a ``GraphedCallable`` for each entry of ``sample_args``. Without it, for each callable: a module
         itself, whose ``forward`` now replays, or a function's ``GraphedCallable``. A tuple if ``modules`` is one.
+        Where weight gradients are delayed, ``backward_dw()`` of what is returned replays them.
 
     Raises:
         ValueError: lengths, orders or quantization arguments do not fit.
@@ -144,6 +149,7 @@ def make_graphed_callables(
             _run(plan, slots, training, grads, capture.recording, capture.new_graph)
     except BaseException:
         for slot in slots:
+            slot.forget_delayed()
             slot.reset()
         raise
 
@@ -159,29 +165,48 @@ def _run(
     recording: Recording,
     new_graph: Callable[[], torch.cuda.CUDAGraph | None],
 ) -> None:
+    last_steps = plan.last_steps()
+    with_weight_gradients = {step.slot for step in plan.steps if step.kind is Pass.WEIGHT_GRADIENTS}
     for step in plan.steps:
         slot = slots[step.slot]
-        with torch.profiler.record_function(f"{slot.name} {'backward' if step.backward else 'forward'} for capture"):
-            if not step.backward:
-                slot.forward(recording, new_graph())
-            elif training:
-                slot.backward(recording, grads, new_graph())
+        if step.kind is Pass.FORWARD or (training and (step.kind is Pass.BACKWARD or slot.delays_weight_gradients)):
+            with torch.profiler.record_function(f"{slot.name} {step.kind.value} for capture"):
+                if step.kind is Pass.FORWARD:
+                    slot.forward(recording, new_graph())
+                elif step.kind is Pass.WEIGHT_GRADIENTS:
+                    slot.weight_gradients(recording, new_graph())
+                elif slot.delays_weight_gradients and step.slot not in with_weight_gradients:
+                    raise ValueError(
+                        f"{slot.name} delays its weight gradients, so _order must run them (-c - 0.5 for chunk c) "
+                        "after its backward"
+                    )
+                else:
+                    slot.backward(recording, functools.partial(grads.lend, step.slot), new_graph())
+        if step in last_steps:
+            grads.take_back(step.slot)
 
 
 class _StaticGradients:
-    """Makes the static gradients of outputs; one set for all outputs that are alike where they may share."""
+    """Lends static gradients of outputs, where they may be shared to one slot after another."""
 
     def __init__(self, shared: bool):
         self._shared = shared
-        self._made: dict[tuple, tuple[torch.Tensor, ...]] = {}
+        self._lent: dict[int, tuple[tuple, tuple[torch.Tensor, ...]]] = {}
+        self._free: dict[tuple, list[tuple[torch.Tensor, ...]]] = defaultdict(list)
 
-    def __call__(self, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def lend(self, slot: int, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return gradients for the outputs of ``slot``, which keeps them until its last pass."""
         key = tuple((output.shape, output.dtype, output.layout) for output in outputs)
-        if self._shared and key in self._made:
-            return self._made[key]
-        made = tuple(torch.zeros_like(output) for output in outputs)
-        self._made[key] = made
-        return made
+        free = self._free[key]
+        grads = free.pop() if free else tuple(torch.zeros_like(output) for output in outputs)
+        self._lent[slot] = key, grads
+        return grads
+
+    def take_back(self, slot: int) -> None:
+        """Free what ``slot`` was lent for the next slot with such outputs, if they may be shared."""
+        key, grads = self._lent.pop(slot, ((), ()))
+        if self._shared and grads:
+            self._free[key].append(grads)
 
 
 def _refuse_quantization(arguments: Mapping[str, Any]) -> None:
@@ -252,4 +277,6 @@ def _graph_in_place(slot: GraphedCallable) -> Any:
         return slot
     module.forward = slot
     module.reset = slot.reset
+    if slot.delays_weight_gradients:
+        module.backward_dw = slot.backward_dw
     return module

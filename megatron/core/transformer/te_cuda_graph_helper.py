@@ -161,8 +161,7 @@ class TECudaGraphHelper:
             for model, layers in zip(self.chunks_with_decoder, self.callables_per_chunk, strict=True)
             for _ in layers
         ]
-        passes = [int(step) for step in order if int(step) == step]  # weight-gradient half steps take no inputs
-        plan = ordered_plan(passes, self.num_layers_per_chunk, len(self.flattened_callables))
+        plan = ordered_plan(order, self.num_layers_per_chunk, len(self.flattened_callables))
         return sample_arguments(plan, lambda index: inputs.make(self.flattened_callables[index], models[index]))
 
     def _get_cuda_graph_input_data(self) -> tuple[list[tuple[torch.Tensor, ...]], dict[str, Any]]:

@@ -8,7 +8,7 @@ from hypothesis import given
 
 from megatron.core.transformer.cuda_graph_inputs import LayerInputs, captures_attention, sample_arguments
 from megatron.core.transformer.enums import CudaGraphModule
-from megatron.core.transformer.graph_plan import ordered_plan, unordered_plan
+from megatron.core.transformer.graph_plan import Pass, ordered_plan, unordered_plan
 from megatron.core.transformer.identity_op import IdentityOp
 
 from .pipeline_orders import orders
@@ -89,13 +89,18 @@ def test_no_inputs_are_live_twice(case):
     plan = ordered_plan(order, layers, sum(layers))
     samples, _ = inputs_of(plan, lambda index: index % 2)
     live: set[int] = set()
-    for step in plan.steps:
+    for position, step in enumerate(plan.steps):
         sample = id(samples[step.slot])
-        if step.backward:
-            live.remove(sample)
-        else:
+        if step.kind is Pass.FORWARD:
             assert sample not in live
             live.add(sample)
+        elif is_last(plan, position):
+            live.remove(sample)
+
+
+def is_last(plan, position):
+    """Whether no later step of ``plan`` is one of the same slot."""
+    return plan.steps[position].slot not in [step.slot for step in plan.steps[position + 1 :]]
 
 
 @given(orders())
@@ -105,9 +110,9 @@ def test_there_are_as_many_inputs_of_a_kind_as_are_live_at_once(case):
     samples, _ = inputs_of(plan, lambda index: index % 2)
     for kind in (0, 1):
         live, peak = 0, 0
-        for step in plan.steps:
+        for position, step in enumerate(plan.steps):
             if plan.callable_of_slot[step.slot] % 2 == kind:
-                live += -1 if step.backward else 1
+                live += (step.kind is Pass.FORWARD) - is_last(plan, position)
                 peak = max(peak, live)
         buffers = {id(samples[i]) for i, index in enumerate(plan.callable_of_slot) if index % 2 == kind}
         assert len(buffers) == peak

@@ -3,23 +3,28 @@
 import pytest
 from hypothesis import given
 
-from megatron.core.transformer.graph_plan import Step, ordered_plan, unordered_plan
+from megatron.core.transformer.graph_plan import Pass, ordered_plan, unordered_plan
 
 from .pipeline_orders import orders
 
 
 def passes(plan):
-    """The steps as text: ``f0 f1 b1 b0``."""
-    return " ".join(f"{'b' if step.backward else 'f'}{step.slot}" for step in plan.steps)
+    """The steps as text: ``f0 f1 b1 w1 b0 w0``."""
+    return " ".join(f"{step.kind.value[0]}{step.slot}" for step in plan.steps)
+
+
+def run_in(plan, kind):
+    """The slots that have a step of ``kind``, in order."""
+    return [step.slot for step in plan.steps if step.kind is kind]
 
 
 # ------------------------------------------------------------------------------------------------------ unordered
 
 
-def test_without_an_order_all_forwards_run_then_all_backwards_in_reverse():
+def test_without_an_order_all_forwards_run_then_all_backwards_in_reverse_with_their_weight_gradients():
     plan = unordered_plan(3)
     assert plan.callable_of_slot == (0, 1, 2)
-    assert passes(plan) == "f0 f1 f2 b2 b1 b0"
+    assert passes(plan) == "f0 f1 f2 b2 w2 b1 w1 b0 w0"
 
 
 # -------------------------------------------------------------------------------------------------------- ordered
@@ -47,6 +52,21 @@ def test_one_forward_one_backward_of_three_microbatches():
     assert passes(plan) == "f0 f1 b0 f2 b1 b2"
 
 
+def test_weight_gradients_run_in_reverse_after_the_backward_that_delayed_them():
+    plan = ordered_plan([1, 2, -2, -2.5, -1, -1.5], [2, 1], 3)
+    assert passes(plan) == "f0 f1 f2 b2 w2 b1 b0 w1 w0"
+
+
+def test_weight_gradients_of_microbatches_run_in_the_order_of_their_backwards():
+    plan = ordered_plan([1, 1, -1, -1, -1.5, -1.5], [1], 1)
+    assert passes(plan) == "f0 f1 b0 b1 w0 w1"
+
+
+def test_one_chunk_may_delay_weight_gradients_and_another_not():
+    plan = ordered_plan([1, 2, -2, -1, -1.5], [1, 1], 2)
+    assert run_in(plan, Pass.WEIGHT_GRADIENTS) == [0]
+
+
 def test_a_chunk_without_layers_has_no_slots():
     plan = ordered_plan([1, 2, 3, -3, -2, -1], [1, 0, 2], 3)
     assert plan.callable_of_slot == (0, 1, 2)
@@ -62,20 +82,28 @@ def test_without_numbers_the_callables_divide_evenly():
 
 
 @given(orders())
-def test_each_slot_runs_once_each_way(case):
+def test_each_slot_runs_once_in_each_pass(case):
     order, layers, microbatches = case
     plan = ordered_plan(order, layers, sum(layers))
     slots = range(sum(layers) * microbatches)
-    assert sorted(step.slot for step in plan.steps if not step.backward) == list(slots)
-    assert sorted(step.slot for step in plan.steps if step.backward) == list(slots)
+    for kind in Pass:
+        delayed = [slot for slot in slots if -1.5 - _chunk(layers, microbatches, slot) in order]
+        assert sorted(run_in(plan, kind)) == (delayed if kind is Pass.WEIGHT_GRADIENTS else list(slots))
+
+
+def _chunk(layers, microbatches, slot):
+    """The model chunk, from 0, that ``slot`` belongs to."""
+    return next(c for c in range(len(layers)) if slot < sum(layers[: c + 1]) * microbatches)
 
 
 @given(orders())
-def test_each_slot_runs_forward_before_backward(case):
+def test_each_slot_runs_forward_then_backward_then_weight_gradients(case):
     order, layers, _ = case
     plan = ordered_plan(order, layers, sum(layers))
     for slot in range(len(plan.callable_of_slot)):
-        assert plan.steps.index(Step(slot, False)) < plan.steps.index(Step(slot, True))
+        kinds = [step.kind for step in plan.steps if step.slot == slot]
+        assert kinds == list(Pass)[: len(kinds)]
+        assert len(kinds) >= 2
 
 
 @given(orders())
@@ -85,7 +113,7 @@ def test_each_step_of_the_order_runs_the_chunk_of_its_microbatch(case):
     remaining = list(plan.steps)
     done = dict.fromkeys(order, 0)
     for chunk_step in order:
-        chunk = abs(chunk_step) - 1
+        chunk = int(abs(chunk_step)) - 1
         count = layers[chunk]
         ran, remaining = remaining[:count], remaining[count:]
         first = sum(layers[:chunk])
@@ -93,8 +121,9 @@ def test_each_step_of_the_order_runs_the_chunk_of_its_microbatch(case):
         if chunk_step < 0:
             expected.reverse()
         assert [plan.callable_of_slot[step.slot] for step in ran] == expected
-        assert all(step.backward == (chunk_step < 0) for step in ran)
-        # The k-th forward of a chunk is its k-th micro-batch, and so is the k-th backward.
+        kind = Pass.FORWARD if chunk_step > 0 else Pass.BACKWARD if chunk_step % 1 == 0 else Pass.WEIGHT_GRADIENTS
+        assert all(step.kind is kind for step in ran)
+        # The k-th forward of a chunk is its k-th micro-batch, and so are the k-th backward and weight gradients.
         base = sum(layers[:chunk]) * order.count(chunk + 1)
         assert {(step.slot - base) // count for step in ran} <= {done[chunk_step]}
         done[chunk_step] += 1
@@ -104,9 +133,26 @@ def test_each_step_of_the_order_runs_the_chunk_of_its_microbatch(case):
 # --------------------------------------------------------------------------------------------------------- errors
 
 
-def test_half_steps_are_refused():
-    with pytest.raises(NotImplementedError, match=r"_order holds half steps.*TransformerEngine"):
-        ordered_plan([1, -1, -0.5], [1], 1)  # type: ignore[list-item]
+@pytest.mark.parametrize("step", [1.5, -1.25, -1.75, 0.5], ids=str)
+def test_a_number_that_means_nothing_is_refused(step):
+    with pytest.raises(ValueError, match=rf"_order holds {step}: it may hold c, -c and -c - 0.5"):
+        ordered_plan([1, step, -1], [1], 1)
+
+
+def test_weight_gradients_of_an_unknown_chunk_are_refused():
+    with pytest.raises(ValueError, match=r"_order names chunks \[-0.5, -2.5\]"):
+        ordered_plan([1, -1, -0.5, -2.5], [1], 1)
+
+
+@pytest.mark.parametrize("order", [[1, 1, -1, -1.5, -1], [1, -1, -1.5, -1.5]], ids=str)
+def test_weight_gradients_of_some_microbatches_are_refused(order):
+    with pytest.raises(ValueError, match=r"_order must run the weight gradients of chunk 1 \(-1.5\) after each"):
+        ordered_plan(order, [1], 1)
+
+
+def test_weight_gradients_before_their_backward_are_refused():
+    with pytest.raises(ValueError, match="_order runs the weight gradients of chunk 1 before its backward"):
+        ordered_plan([1, -1.5, -1], [1], 1)
 
 
 @pytest.mark.parametrize("order", [[], [0], [-1]], ids=str)
@@ -129,7 +175,7 @@ def test_chunks_that_run_unequally_often_are_refused(order):
 
 @pytest.mark.parametrize("order", [[-1, 1], [1, -1, -1, 1], [1, -2, 2, -1]], ids=str)
 def test_a_backward_before_its_forward_is_refused(order):
-    with pytest.raises(ValueError, match=r"_order runs a backward of chunk \d before its forward"):
+    with pytest.raises(ValueError, match=r"_order runs the backward of chunk \d before its forward"):
         ordered_plan(order, 1, max(order))
 
 

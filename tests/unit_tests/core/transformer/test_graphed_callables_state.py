@@ -219,6 +219,23 @@ def test_garbage_collection_is_off_while_capturing_and_then_as_it_was(enabled, b
     assert seen == [False, False]
 
 
+def phases_of(run) -> list[str]:
+    """The phases of callable 0 that a profile of ``run`` shows, in order."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        run()
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    return [event.name for event in events if event.name.startswith("callable 0")]
+
+
+def test_every_phase_shows_in_a_profile_under_the_callables_name():
+    module = mlp()
+    passes = ["callable 0 (Sequential) forward for capture", "callable 0 (Sequential) backward for capture"]
+    captured = phases_of(lambda: make_graphed_callables(module, (device_tensor(4, 6),), num_warmup_iters=1))
+    assert captured == passes * 2  # warm-up, then capture
+    replayed = phases_of(lambda: module(device_tensor(4, 6)).sum().backward())
+    assert replayed == ["callable 0 (Sequential) forward replay", "callable 0 (Sequential) backward replay"]
+
+
 def test_warm_up_and_capture_run_on_one_stream_of_their_own():
     seen = []
 
