@@ -22,6 +22,7 @@ from .cuda_graph_checks import check_fsdp_options
 from .cuda_graph_engines import Engine, choose_engine
 from .cuda_graph_hooks import extracted_hooks
 from .cuda_graph_inputs import LayerInputs, SampleArguments, captures_attention, sample_arguments
+from .cuda_graph_order import convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
 from .graph_capture import tidied_after_failure, undisturbed_buffers, undisturbed_rng
 from .graph_plan import ordered_plan
 from .layer_graph import LayerGraph
@@ -212,14 +213,15 @@ class TECudaGraphHelper:
             p2p_communicator=self.p2p_communicator,
         )
         table = get_schedule_table(self.num_microbatches, self.num_model_chunks, group_size)
-        order = _upstream.convert_schedule_table_to_order(num_warmup_microbatches, self.num_model_chunks, table)
+        chunks = convert_schedule_table_to_order(num_warmup_microbatches, self.num_model_chunks, table)
+        order: list[float] = [*chunks]
         if overlaps_experts:
             # Layers of two chunks interleave: every layer becomes a chunk of its own.
-            order, _ = _upstream.get_overlap_moe_expert_parallel_comm_order(
-                order, self.num_layers_per_chunk, self.config.delay_wgrad_compute and self._captures_weight_gradients()
+            order, _ = get_overlap_moe_expert_parallel_comm_order(
+                chunks, self.num_layers_per_chunk, self.config.delay_wgrad_compute and self._captures_weight_gradients()
             )
             self.num_layers_per_chunk = [1] * sum(self.num_layers_per_chunk)
-            self.num_model_chunks = max(order)
+            self.num_model_chunks = len(self.num_layers_per_chunk)
             self.num_microbatches = order.count(1)
         self._log(logging.DEBUG, f"order of passes {order}")
         return order

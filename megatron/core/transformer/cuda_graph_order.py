@@ -1,0 +1,103 @@
+"""From a pipeline schedule to the order in which graphs are captured.
+
+An order is what ``make_graphed_callables`` takes as ``_order``: ``c`` for the forward pass of model chunk ``c``
+(counted from 1), ``-c`` for its backward pass and ``-c - 0.5`` for the weight gradients that the backward pass delayed.
+"""
+
+from collections.abc import Sequence
+from itertools import accumulate, zip_longest
+
+
+def convert_schedule_table_to_order(
+    num_warmup_microbatches: int, num_model_chunks: int, schedule_table: Sequence[tuple[int, int]]
+) -> list[int]:
+    """Return the order of a pipeline stage: warm-up, one forward one backward, cool-down.
+
+    Args:
+        num_warmup_microbatches: How many forward passes run before the first backward pass.
+        num_model_chunks: Model chunks of the stage.
+        schedule_table: The micro-batch and the model chunk, counted from 0, of each forward pass in turn, from
+            ``megatron.core.pipeline_parallel.schedules.get_schedule_table``. Backward passes go through the chunks from
+            the last to the first.
+
+    Example: two chunks, five micro-batches in groups of three, five passes of warm-up:
+
+    >>> microbatches, chunks = (0, 1, 2, 0, 1, 2, 3, 4, 3, 4), (0, 0, 0, 1, 1, 1, 0, 0, 1, 1)
+    >>> convert_schedule_table_to_order(5, 2, list(zip(microbatches, chunks)))
+    [1, 1, 1, 2, 2, 2, -2, 1, -2, 1, -2, 2, -1, 2, -1, -1, -2, -2, -1, -1]
+    """
+    forwards = [chunk + 1 for _, chunk in schedule_table]
+    backwards = [chunk - num_model_chunks for _, chunk in schedule_table]
+    # the k-th backward follows the forward that is num_warmup_microbatches further on, if there is one
+    side_by_side = zip_longest(forwards, [0] * num_warmup_microbatches + backwards, fillvalue=0)
+    return [step for pair in side_by_side for step in pair if step]
+
+
+def get_overlap_moe_expert_parallel_comm_order(
+    order: Sequence[int], num_layers_per_chunk: Sequence[int], capture_wgrad_graph: bool
+) -> tuple[list[float], list[list[int] | None]]:
+    """Return the order of layers under ``--overlap-moe-expert-parallel-comm``: each layer is a chunk of its own.
+
+    In the steady state a chunk's backward pass and the next forward pass take turns layer by layer, forward first.
+
+    Args:
+        order: The order of chunks.
+        num_layers_per_chunk: Layers of each chunk that are captured.
+        capture_wgrad_graph: Whether weight gradients have graphs of their own. They follow their layer's backward, but
+            those of the last layer of a backward pass wait until the forward pass beside it is through.
+
+    Returns:
+        The order of layers, and for each of its steps ``[chunk, layer of the chunk]``, counted from 0, of a forward
+        pass, or None.
+
+    Raises:
+        ValueError: between the first backward and the last forward pass the two do not alternate.
+
+    Example:
+
+    >>> get_overlap_moe_expert_parallel_comm_order([1, 2, -2, 1, -1, -1], [1, 2], True)[0]
+    [1, 2, 3, 1, -3, -3.5, -2, -2.5, -1, -1.5, -1, -1.5]
+    """
+    first_layer = [0, *accumulate(num_layers_per_chunk)]
+    steps: list[float] = []
+    layers: list[list[int] | None] = []
+
+    def forward(chunk: int, layer: int) -> None:
+        if layer < num_layers_per_chunk[chunk - 1]:
+            steps.append(first_layer[chunk - 1] + layer + 1)
+            layers.append([chunk - 1, layer])
+
+    def backward(chunk: int, layer: int, half: bool = False) -> None:
+        if 0 <= layer < num_layers_per_chunk[chunk - 1] and (capture_wgrad_graph or not half):
+            steps.append(-(first_layer[chunk - 1] + layer + 1) - (0.5 if half else 0))
+            layers.append(None)
+
+    for back, fore in _alternating(order):
+        layers_back = num_layers_per_chunk[back - 1] if back else 0
+        layers_fore = num_layers_per_chunk[fore - 1] if fore else 0
+        for turn in range(max(layers_back, layers_fore)):
+            if fore:
+                forward(fore, turn)
+            if back:
+                layer = layers_back - 1 - turn
+                backward(back, layer)
+                if layer > 0:
+                    backward(back, layer, half=True)
+        if back:
+            backward(back, 0, half=True)
+    return steps, layers
+
+
+def _alternating(order: Sequence[int]) -> list[tuple[int, int]]:
+    """Return pairs of a backward and a forward pass that run side by side, as chunks; 0 where one runs alone."""
+    first_backward = next((i for i, step in enumerate(order) if step < 0), len(order))
+    after_last_forward = max((i for i, step in enumerate(order, start=1) if step > 0), default=0)
+    steady = order[first_backward:after_last_forward]
+    if any(step > 0 for step in steady[::2]) or any(step < 0 for step in steady[1::2]):
+        raise ValueError(
+            f"order must alternate backward and forward passes between its first backward and its last forward pass, "
+            f"got {list(order)}"
+        )
+    alone_before = [(0, step) for step in order[:first_backward]]
+    together = [(-back, fore) for back, fore in zip(steady[::2], steady[1::2], strict=True)]
+    return [*alone_before, *together, *((-step, 0) for step in order[max(first_backward, after_last_forward) :])]
