@@ -105,6 +105,7 @@ class GraphedCallable:
         self.hooks = hooks
         self.args, self.kwargs = args, kwargs
         self.inputs = self._flatten_inputs(args, kwargs)
+        self._expected = [(tensor.shape, tensor.dtype) for tensor in self.inputs]
         self.training = getattr(func, "training", None)
         self.params: tuple[torch.Tensor, ...] = ()
         if isinstance(func, torch.nn.Module):
@@ -122,6 +123,7 @@ class GraphedCallable:
         self.differentiable: tuple[bool, ...] = ()
         self._outputs: tuple[torch.Tensor | None, ...] = ()
         self._output_spec: TreeSpec | None = None
+        self._returns_one_tensor = False
         self._grad_outputs: tuple[torch.Tensor | None, ...] = ()
         self._grad_inputs: tuple[torch.Tensor | None, ...] = ()
 
@@ -147,6 +149,7 @@ class GraphedCallable:
             output = self.func(*self.args, **self.kwargs)
         self.hooks.run("forward_hooks", self.func, self.args, output)
         outputs, self._output_spec = tree_flatten(output)
+        self._returns_one_tensor = isinstance(output, torch.Tensor)
         for leaf in outputs:
             if leaf is not None and not isinstance(leaf, torch.Tensor):
                 raise TypeError(f"{self.name} returned {leaf!r}, which is neither a tensor nor None")
@@ -296,23 +299,23 @@ class GraphedCallable:
             return self.eager(*args, **kwargs)
         inputs = self._match_inputs(args, kwargs)
         outputs = _Replay.apply(self, stream, event, *inputs, *self.params)
-        return tree_unflatten(outputs, self._output_spec)
+        return outputs[0] if self._returns_one_tensor else tree_unflatten(outputs, self._output_spec)
 
     def _match_inputs(self, args, kwargs) -> list[torch.Tensor]:
-        inputs, _ = tree_flatten(args)
+        inputs = _leaves(args)
         for key in self.kwargs:
             if key not in kwargs:
                 raise TypeError(f"{self.name} was captured with the keyword {key!r}, which this call does not give")
-            values, _ = tree_flatten(kwargs[key])
-            inputs += values
-        if len(inputs) != len(self.inputs):
+            inputs += _leaves((kwargs[key],))
+        if len(inputs) != len(self._expected):
             raise TypeError(f"{self.name} was captured with {len(self.inputs)} tensors, this call gives {len(inputs)}")
-        for i, (static, given) in enumerate(zip(self.inputs, inputs, strict=True)):
+        for i, given in enumerate(inputs):
+            shape, dtype = self._expected[i]
             if not isinstance(given, torch.Tensor):
                 raise TypeError(f"input {i} of {self.name} was captured as a tensor, this call gives {given!r}")
-            if static.shape != given.shape or static.dtype != given.dtype:
+            if given.shape != shape or given.dtype != dtype:
                 raise ValueError(
-                    f"input {i} of {self.name} was captured as {tuple(static.shape)} {static.dtype}, this call gives "
+                    f"input {i} of {self.name} was captured as {tuple(shape)} {dtype}, this call gives "
                     f"{tuple(given.shape)} {given.dtype}"
                 )
         return inputs
@@ -417,6 +420,13 @@ def _run(graph, stream, event) -> None:
         current.wait_stream(stream)
     else:
         current.wait_event(event)
+
+
+def _leaves(inputs: tuple) -> list[Any]:
+    """Flatten ``inputs``; a tuple of tensors, which is the usual case, without the cost of a tree."""
+    if all(isinstance(item, torch.Tensor) for item in inputs):
+        return list(inputs)
+    return tree_flatten(inputs)[0]
 
 
 def _requires_grad(output: torch.Tensor | None) -> bool:
