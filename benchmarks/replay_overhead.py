@@ -1,0 +1,188 @@
+"""Host time of a replay and memory of a graph: this project's engine, TransformerEngine's and torch's.
+
+    python benchmarks/replay_overhead.py --output benchmarks/results/replay_overhead.json
+
+Captures 1, 8 and 64 tiny layers with each engine in turn and times, on the host alone, their forward and their backward
+replays: the GPU has next to nothing to do, so this is what an engine costs in Python and in the driver. Then captures
+larger layers and takes the bytes that the allocator holds more than before. Ratios are to TransformerEngine's engine,
+or to torch's where TransformerEngine is not there. All engines capture the same layers, in the same order of passes
+where they take one, and share buffers where they can.
+
+Needs a GPU; on the CPU backend (``python -m megatron_fsdp_cuda_graphs.cpu_backend benchmarks/replay_overhead.py``) it
+runs without TransformerEngine, to show that it works: its times there are a tape's and its memory is not known.
+"""
+
+import argparse
+import functools
+import gc
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from megatron.core.transformer.cuda_graph_engines import transformer_engine
+from megatron.core.transformer.graphed_callables import make_graphed_callables
+
+Graphed = Sequence[Callable[[torch.Tensor], torch.Tensor]]
+
+
+def layers(count: int, hidden: int) -> tuple[torch.nn.Module, ...]:
+    """Two linear layers around a GELU, ``count`` times."""
+    return tuple(
+        torch.nn.Sequential(torch.nn.Linear(hidden, hidden), torch.nn.GELU(), torch.nn.Linear(hidden, hidden)).cuda()
+        for _ in range(count)
+    )
+
+
+def inputs(count: int, rows: int, hidden: int) -> list[tuple[torch.Tensor]]:
+    """Static inputs ``[rows, hidden]``, one for each layer."""
+    return [(torch.randn(rows, hidden, device="cuda", requires_grad=True),) for _ in range(count)]
+
+
+def ordered(capture: Callable) -> Callable[[tuple, list], Graphed]:
+    """Capture as the layers of one model chunk, with shared buffers."""
+
+    def run(modules: tuple, samples: list) -> Graphed:
+        return capture(
+            modules,
+            tuple(samples),
+            _order=[1, -1],
+            _num_layers_per_chunk=[len(modules)],
+            _reuse_graph_input_output_buffers=True,
+            allow_unused_input=True,
+            clone_param_grads_on_return=False,
+        )
+
+    return run
+
+
+def engines() -> dict[str, Callable[[tuple, list], Graphed]]:
+    """Every engine that is there, by name; the first one is what the others are compared with."""
+    theirs = transformer_engine()
+    found = {"transformer_engine": ordered(theirs.capture)} if theirs else {}
+    found["torch"] = lambda modules, samples: torch.cuda.make_graphed_callables(modules, tuple(samples))
+    found["native"] = ordered(make_graphed_callables)
+    return found
+
+
+def microseconds(run: Callable[[], None], passes: int, repeats: int) -> float:
+    """Median host time of one pass of ``run``, which makes ``passes`` of them."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) / passes * 1e6)
+    return statistics.median(times)
+
+
+def host_times(graphed: Graphed, hidden: int, repeats: int) -> tuple[float, float]:
+    """Microseconds of one layer's forward and of its backward replay."""
+    x = torch.randn(8, hidden, device="cuda", requires_grad=True)
+    gradient = torch.ones_like(x)
+    outputs: list[torch.Tensor] = []
+
+    def forward() -> None:
+        outputs[:] = [layer(x) for layer in graphed]
+
+    def backward() -> None:
+        for output in outputs:
+            output.backward(gradient, inputs=[x], retain_graph=True)
+
+    forward()
+    backward()
+    forwards = microseconds(forward, len(graphed), repeats)
+    return forwards, microseconds(backward, len(graphed), repeats)
+
+
+def held(make: Callable[[], Graphed]) -> tuple[Graphed, int]:
+    """What ``make`` returns, and the bytes that the allocator holds for it."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    made = make()
+    gc.collect()
+    torch.cuda.empty_cache()
+    return made, torch.cuda.memory_reserved() - before
+
+
+def is_installed(distribution: str) -> bool:
+    """Whether the distribution of this name is installed."""
+    try:
+        version(distribution)
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+def main() -> None:
+    """Measure every engine in several rounds, print a table, write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--callables", type=int, nargs="+", default=[1, 8, 64], help="how many layers to time")
+    parser.add_argument("--repeats", type=int, default=50, help="timed passes over all layers")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--hidden", type=int, default=16, help="width of the layers that are timed")
+    parser.add_argument("--memory-layers", type=int, default=8)
+    parser.add_argument("--memory-hidden", type=int, default=2048, help="width and rows of those that are weighed")
+    parser.add_argument("--output", type=Path, help="where to write the results, as JSON")
+    args = parser.parse_args()
+
+    rows = []
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for round_number in range(args.rounds):
+            for count in args.callables:
+                for name, capture in engines().items():
+                    graphed = capture(layers(count, args.hidden), inputs(count, 8, args.hidden))
+                    forward, backward = host_times(graphed, args.hidden, args.repeats)
+                    rows.append(
+                        {
+                            "round": round_number,
+                            "engine": name,
+                            "callables": count,
+                            "forward_us": round(forward, 2),
+                            "backward_us": round(backward, 2),
+                        }
+                    )
+                    del graphed
+        weights = []
+        for name, capture in engines().items():
+            modules = layers(args.memory_layers, args.memory_hidden)
+            samples = inputs(args.memory_layers, args.memory_hidden, args.memory_hidden)
+            graphed, size = held(functools.partial(capture, modules, samples))
+            weights.append({"engine": name, "bytes_per_callable": size // args.memory_layers})
+            del graphed, modules, samples
+
+    reference = next(iter(engines()))
+    print(f"{'callables':>9}  {'engine':<20}{'forward us':>12}{'backward us':>13}   ratio to {reference}")
+    for count in args.callables:
+        medians = {
+            name: [
+                statistics.median(r[key] for r in rows if r["engine"] == name and r["callables"] == count)
+                for key in ("forward_us", "backward_us")
+            ]
+            for name in engines()
+        }
+        for name, (forward, backward) in medians.items():
+            ratio = (forward + backward) / sum(medians[reference])
+            print(f"{count:>9}  {name:<20}{forward:>12.1f}{backward:>13.1f}   {ratio:.2f}")
+    for weight in weights:
+        print(f"{weight['engine']:<20} {weight['bytes_per_callable'] / 2**20:.1f} MiB per callable")
+    if args.output:
+        result = {
+            "command": f"python benchmarks/replay_overhead.py --rounds {args.rounds} --repeats {args.repeats}",
+            "hardware": torch.cuda.get_device_name(),
+            "versions": {"python": platform.python_version()}
+            | {name: version(name) for name in ("torch", "megatron-core", "transformer-engine") if is_installed(name)},
+            "host_time": rows,
+            "memory": weights,
+        }
+        args.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
