@@ -18,7 +18,7 @@ _Signature = tuple[tuple[Any, ...], ...]
 def sample_arguments(plan: Plan, make: Callable[[int], SampleArguments]) -> list[SampleArguments]:
     """Make the inputs of every slot of ``plan``.
 
-    A slot's inputs live from its forward pass to its last one. After that they serve the next forward pass whose
+    A slot's inputs live from its forward pass to its last pass. After that they serve the next forward pass whose
     inputs have the same names, shapes, dtypes and layouts.
 
     Args:
