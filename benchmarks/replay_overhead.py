@@ -2,8 +2,8 @@
 
     python benchmarks/replay_overhead.py --output benchmarks/results/replay_overhead.json
 
-Captures 1, 8 and 64 tiny layers with each engine in turn and times, on the host alone, their forward and their backward
-replays: the GPU has next to nothing to do, so this is what an engine costs in Python and in the driver. Then captures
+Captures 1, 8 and 64 tiny layers in a row with each engine in turn and times, on the host alone, their forward and their
+backward replays: the GPU has next to nothing to do, so this is what an engine costs in Python, autograd and the driver. Then captures
 larger layers and takes the bytes that the allocator holds more than before. Ratios are to TransformerEngine's engine,
 or to torch's where TransformerEngine is not there. All engines capture the same layers, in the same order of passes
 where they take one, and share buffers where they can.
@@ -70,34 +70,24 @@ def engines() -> dict[str, Callable[[tuple, list], Graphed]]:
     return found
 
 
-def microseconds(run: Callable[[], None], passes: int, repeats: int) -> float:
-    """Median host time of one pass of ``run``, which makes ``passes`` of them."""
-    times = []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        run()
-        times.append((time.perf_counter() - start) / passes * 1e6)
-    return statistics.median(times)
-
-
 def host_times(graphed: Graphed, hidden: int, repeats: int) -> tuple[float, float]:
-    """Microseconds of one layer's forward and of its backward replay."""
+    """Median microseconds of host time for one layer's forward and for its backward replay, layers in a row."""
     x = torch.randn(8, hidden, device="cuda", requires_grad=True)
     gradient = torch.ones_like(x)
-    outputs: list[torch.Tensor] = []
-
-    def forward() -> None:
-        outputs[:] = [layer(x) for layer in graphed]
-
-    def backward() -> None:
-        for output in outputs:
-            output.backward(gradient, inputs=[x], retain_graph=True)
-
-    forward()
-    backward()
-    forwards = microseconds(forward, len(graphed), repeats)
-    return forwards, microseconds(backward, len(graphed), repeats)
+    forward, backward = [], []
+    for _ in range(repeats + 1):
+        y = x
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for layer in graphed:
+            y = layer(y)
+        forward.append(time.perf_counter() - start)
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        y.backward(gradient, inputs=[x])
+        backward.append(time.perf_counter() - start)
+        x.grad = None
+    return tuple(statistics.median(times[1:]) / len(graphed) * 1e6 for times in (forward, backward))
 
 
 def held(make: Callable[[], Graphed]) -> tuple[Graphed, int]:

@@ -1,7 +1,6 @@
 """Static inputs for capture, one set for each layer and micro-batch, shared where their lives do not overlap."""
 
-from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -9,48 +8,38 @@ import torch
 from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
 from megatron.core.transformer.identity_op import IdentityOp
 
-from .graph_plan import Pass, Plan
+from .graph_plan import Plan
+from .static_inputs import share_inputs, signature
 
 SampleArguments = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
-_Signature = tuple[tuple[Any, ...], ...]
 
 
 def sample_arguments(plan: Plan, make: Callable[[int], SampleArguments]) -> list[SampleArguments]:
-    """Make the inputs of every slot of ``plan``.
-
-    A slot's inputs live from its forward pass to its last pass. After that they serve the next forward pass whose
-    inputs have the same names, shapes, dtypes and layouts.
+    """Make the inputs of every slot of ``plan``, shared as ``share_inputs`` says.
 
     Args:
         plan: The passes in the order in which they run.
-        make: Makes new inputs for the callable of the given index.
+        make: Makes new inputs for the callable of the given index, always alike.
 
     Returns:
         Positional and keyword inputs for each slot.
     """
-    of_slot: dict[int, SampleArguments] = {}
-    signatures: dict[int, _Signature] = {}
-    free: dict[_Signature, deque[SampleArguments]] = defaultdict(deque)
-    last_steps = plan.last_steps()
-    for step in plan.steps:
-        index = plan.callable_of_slot[step.slot]
-        if step.kind is not Pass.FORWARD:
-            if step in last_steps:
-                free[signatures[index]].append(of_slot[step.slot])
-            continue
-        made = None
+    made: dict[int, SampleArguments] = {}  # to know their signature; for the first slot that needs its own
+    signatures: dict[int, Hashable] = {}
+
+    def signature_of(slot: int) -> Hashable:
+        index = plan.callable_of_slot[slot]
         if index not in signatures:
-            made = make(index)
-            signatures[index] = _signature(made)
-        reusable = free[signatures[index]]
-        of_slot[step.slot] = reusable.popleft() if reusable else made or make(index)
-    return [of_slot[slot] for slot in range(len(plan.callable_of_slot))]
+            made.clear()
+            made[index] = make(index)
+            signatures[index] = signature(*made[index])
+        return signatures[index]
 
+    def inputs_of(slot: int) -> SampleArguments:
+        index = plan.callable_of_slot[slot]
+        return made.pop(index) if index in made else make(index)
 
-def _signature(inputs: SampleArguments) -> _Signature:
-    args, kwargs = inputs
-    named = [(str(i), tensor) for i, tensor in enumerate(args)] + sorted(kwargs.items())
-    return tuple((name, tuple(tensor.shape), tensor.dtype, tensor.layout) for name, tensor in named)
+    return share_inputs(plan, signature_of, inputs_of)
 
 
 def captures_attention(layer: Any) -> bool:

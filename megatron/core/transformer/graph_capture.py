@@ -18,15 +18,18 @@ def generator_states() -> list[torch.Generator]:
     Raises:
         RuntimeError: Megatron's RNG tracker keeps states that a graph cannot use.
     """
-    if not tensor_parallel_random._CUDA_RNG_STATE_TRACKER_INITIALIZED:
-        return []
-    states = tensor_parallel_random.get_all_rng_states() or {}
+    states: dict[str, torch.Generator] = {}
+    if tensor_parallel_random._CUDA_RNG_STATE_TRACKER_INITIALIZED:
+        states |= tensor_parallel_random.get_all_rng_states() or {}
+    distributed = sys.modules.get("transformer_engine.pytorch.distributed")
+    if distributed is not None and distributed.graph_safe_rng_available():
+        states |= distributed.get_all_rng_states()
     if any(isinstance(state, torch.Tensor) for state in states.values()):
         raise RuntimeError(
             "Megatron's RNG tracker holds states that no CUDA graph can use. Give --te-rng-tracker, or without "
             "TransformerEngine initialize it with use_cudagraphable_rng=True."
         )
-    return list(states.values())
+    return list(dict.fromkeys(states.values()))
 
 
 @contextmanager
@@ -195,12 +198,39 @@ class Capture:
 # What warm-up runs in place of Capture.recording.
 not_recording = nullcontext
 
+_LEGACY_STREAM = (
+    "A gradient of the captured layer is accumulated on the legacy default stream: its AccumulateGrad node was made "
+    "there. Build and wrap the model, and run the steps before capture, under torch.cuda.stream(...) with a stream of "
+    "your own, as megatron.training does."
+)
+
+
+@contextmanager
+def refused_on_legacy_stream(name: str, params: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Refuse a backward pass that hands over gradients of ``params`` on the legacy default stream.
+
+    No capture can hold such a pass. Here it fails before capture has begun, and leaves nothing behind.
+
+    Args:
+        name: What the error calls the callable.
+        params: Parameters; a hook of each notes the stream on which autograd runs its AccumulateGrad node.
+
+    Raises:
+        RuntimeError: when the context ends.
+    """
+    legacy = torch.cuda.default_stream()
+    streams: set[torch.cuda.Stream] = set()
+    handles = [param.register_hook(lambda grad: streams.add(torch.cuda.current_stream())) for param in params]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if legacy in streams:
+        raise RuntimeError(f"{name} cannot be captured. {_LEGACY_STREAM}")
+
 
 def _explain(error: BaseException) -> None:
     text = str(error)
     if "StreamCaptureImplicit" in text or "legacy stream" in text or "previous error during capture" in text:
-        error.add_note(
-            "A gradient of the captured layer is accumulated on the legacy default stream: its AccumulateGrad node was "
-            "made there. Build and wrap the model, and run the steps before capture, under torch.cuda.stream(...) with "
-            "a stream of your own, as megatron.training does."
-        )
+        error.add_note(_LEGACY_STREAM)

@@ -4,7 +4,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import accumulate
+from functools import cached_property
+from itertools import accumulate, pairwise
 
 
 class Pass(Enum):
@@ -30,22 +31,46 @@ class Plan:
     Attributes:
         callable_of_slot: For each slot the index of its callable. Slots are numbered by model chunk, then
             micro-batch, then layer of the chunk; without an order there is one slot per callable.
-        steps: The passes in the order in which they run in training.
+        runs: The steps of each entry of the order (the layers of one chunk for one micro-batch), as in training.
     """
 
     callable_of_slot: tuple[int, ...]
-    steps: tuple[Step, ...]
+    runs: tuple[tuple[Step, ...], ...]
+
+    @cached_property
+    def steps(self) -> tuple[Step, ...]:
+        """All steps, in the order in which they run in training."""
+        return tuple(step for run in self.runs for step in run)
 
     def last_steps(self) -> frozenset[Step]:
         """The last step of every slot: after it, what the slot holds may serve another."""
         return frozenset({step.slot: step for step in self.steps}.values())
 
+    def gradients_read(self) -> dict[Step, list[int]]:
+        """For backward steps the slots whose gradients of inputs have been read when the step has run.
+
+        Within a chunk the next backward step reads them. Those of a chunk's first layer leave the chunk, to another
+        pipeline stage perhaps: that they have arrived is certain at the end of the next chunk's backward pass.
+        """
+        read: dict[Step, list[int]] = {}
+        leaving: int | None = None
+        for run in self.runs:
+            backward = [step for step in run if step.kind is Pass.BACKWARD]
+            for step, following in pairwise(backward):
+                read.setdefault(following, []).append(step.slot)
+            if backward:
+                if leaving is not None:
+                    read.setdefault(backward[-1], []).append(leaving)
+                leaving = backward[-1].slot
+        return read
+
 
 def unordered_plan(num_callables: int) -> Plan:
     """All forward passes, then all backward passes in reverse, each followed by delayed weight gradients."""
     slots = range(num_callables)
-    backward = (Step(slot, kind) for slot in reversed(slots) for kind in (Pass.BACKWARD, Pass.WEIGHT_GRADIENTS))
-    return Plan(callable_of_slot=tuple(slots), steps=(*(Step(slot, Pass.FORWARD) for slot in slots), *backward))
+    forward = tuple(Step(slot, Pass.FORWARD) for slot in slots)
+    backward = tuple(Step(slot, kind) for slot in reversed(slots) for kind in (Pass.BACKWARD, Pass.WEIGHT_GRADIENTS))
+    return Plan(callable_of_slot=tuple(slots), runs=(forward, backward))
 
 
 def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | int | None, num_callables: int) -> Plan:
@@ -103,7 +128,7 @@ def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | i
         for _ in range(num_microbatches)
         for layer in range(layers)
     ]
-    steps: list[Step] = []
+    runs: list[tuple[Step, ...]] = []
     done: Counter = Counter()
     for kind, chunk in steps_of_order:
         if kind in _AFTER and done[kind, chunk] == done[_AFTER[kind], chunk]:
@@ -111,9 +136,9 @@ def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | i
         layers = num_layers_per_chunk[chunk - 1]
         first = first_layer[chunk - 1] * num_microbatches + done[kind, chunk] * layers
         slots = range(first, first + layers)
-        steps += [Step(slot, kind) for slot in (slots if kind is Pass.FORWARD else reversed(slots))]
+        runs.append(tuple(Step(slot, kind) for slot in (slots if kind is Pass.FORWARD else reversed(slots))))
         done[kind, chunk] += 1
-    return Plan(tuple(callable_of_slot), tuple(steps))
+    return Plan(tuple(callable_of_slot), tuple(runs))
 
 
 _AFTER = {Pass.BACKWARD: Pass.FORWARD, Pass.WEIGHT_GRADIENTS: Pass.BACKWARD}

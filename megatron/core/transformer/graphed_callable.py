@@ -1,66 +1,37 @@
-"""One callable and micro-batch as a pair of CUDA graphs: its static tensors, its hooks, its capture and its replay."""
+"""One callable and micro-batch as CUDA graphs: its static tensors, its hooks, its capture and its replay."""
 
-import inspect
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from megatron.core.transformer.cuda_graph_hooks import HOOK_KINDS
+from .capture_time_hooks import CaptureTimeHooks
+from .delayed_weight_gradients import DelayedWeightGradients, delays_weight_gradients
+from .graph_capture import refused_on_legacy_stream
+from .graph_memory import weak_reference
+from .graph_quantization import QuantizedReplay
+from .graph_replay import Replay, ReplayOptions, replay
 
 Recording = Callable[[torch.cuda.CUDAGraph | None], AbstractContextManager]
 
 
-class CaptureTimeHooks:
-    """The hooks that run around one callable in warm-up and capture, outside the graph.
+@dataclass(frozen=True)
+class CaptureOptions:
+    """What the arguments of ``make_graphed_callables`` ask of each callable.
 
-    Args:
-        name: What errors call the callable.
-        hooks: ``{kind: {id: hook}}`` with the kinds of ``HOOK_KINDS``; None for no hooks.
-
-    Forward-pre hooks are offered ``(module, args, kwargs)``, forward hooks ``(module, args, output)``, the others
-    ``(module)``. A hook that takes one argument only gets the module.
-
-    Raises:
-        ValueError: an unknown kind.
-        TypeError: a hook that cannot be called.
+    Attributes:
+        allow_unused_input: Whether an input that requires grad may get none.
+        retain_graph: Whether backward keeps the autograd graph.
+        clone_param_grads: Whether backward returns copies of parameter gradients rather than the static ones.
     """
 
-    def __init__(self, name: str, hooks: Mapping[str, Mapping[Any, Callable]] | None):
-        self._name = name
-        self._hooks: dict[str, list[tuple[Callable, bool]]] = {kind: [] for kind in HOOK_KINDS}
-        for kind, entries in (hooks or {}).items():
-            if kind not in HOOK_KINDS:
-                raise ValueError(f"capture_time_hooks of {name}: unknown key {kind!r}; the keys are {HOOK_KINDS}")
-            for key, hook in entries.items():
-                if not callable(hook):
-                    raise TypeError(f"capture_time_hooks of {name}: {kind}[{key!r}] is not callable: {hook!r}")
-                self._hooks[kind].append((hook, kind.startswith("forward") and _takes(hook, 3)))
-
-    def run(self, kind: str, module: Callable, *offered: Any) -> None:
-        """Call the hooks of one kind, in order.
-
-        Raises:
-            RuntimeError: a hook returned something; what it wants to change is in no graph.
-        """
-        for hook, takes_all in self._hooks[kind]:
-            if (hook(module, *offered) if takes_all else hook(module)) is not None:
-                culprit = getattr(hook, "__wrapped__", hook)
-                raise RuntimeError(
-                    f"capture_time_hooks of {self._name}: {kind} hook {culprit!r} returned a value. Hooks run outside "
-                    "the graph and cannot change what it reads or returns; they must return None."
-                )
-
-
-def _takes(hook: Callable, count: int) -> bool:
-    try:
-        inspect.signature(hook, follow_wrapped=False).bind(*range(count))
-    except (TypeError, ValueError):
-        return False
-    return True
+    allow_unused_input: bool = False
+    retain_graph: bool = False
+    clone_param_grads: bool = True
 
 
 class GraphedCallable:
@@ -75,9 +46,9 @@ class GraphedCallable:
         args: Static positional inputs; nested structures of tensors.
         kwargs: Static keyword inputs; nested structures of tensors.
         hooks: What runs around it in warm-up and capture.
-        allow_unused_input: Whether an input that requires grad may get none.
-        retain_graph: Whether backward keeps the autograd graph.
-        clone_param_grads: Whether backward returns copies of parameter gradients rather than the static ones.
+        options: What the capture was asked for.
+        autocast: Makes the context in which ``func`` runs in warm-up and capture.
+        quantized: What its replays do for quantization; None where it is not quantized.
 
     Attributes:
         eager: The function, or the module's ``forward`` as it was, which runs without graphs.
@@ -95,10 +66,9 @@ class GraphedCallable:
         args: tuple,
         kwargs: dict[str, Any],
         hooks: CaptureTimeHooks,
-        *,
-        allow_unused_input: bool = False,
-        retain_graph: bool = False,
-        clone_param_grads: bool = True,
+        options: CaptureOptions,
+        autocast: Callable[[], AbstractContextManager] = nullcontext,
+        quantized: QuantizedReplay | None = None,
     ):
         self.name = name
         self.func = func
@@ -107,19 +77,19 @@ class GraphedCallable:
         self.inputs = self._flatten_inputs(args, kwargs)
         self._expected = [(tensor.shape, tensor.dtype) for tensor in self.inputs]
         self.training = getattr(func, "training", None)
-        self.params: tuple[torch.Tensor, ...] = ()
-        if isinstance(func, torch.nn.Module):
-            self.params = tuple(param for param in func.parameters() if param.requires_grad)
+        is_module = isinstance(func, torch.nn.Module)
+        self._all_params: tuple[torch.Tensor, ...] = tuple(func.parameters()) if is_module else ()  # type: ignore[attr-defined]
+        self.params = tuple(param for param in self._all_params if param.requires_grad)
+        self.eager = func.forward if is_module else func  # type: ignore[attr-defined]
+        self._options = options
+        self._autocast = autocast
+        self._quantized = quantized
+        self._delayed = DelayedWeightGradients((), ())
+        self._ran_forward = self._ran_backward = False
+
         self.forward_graph: torch.cuda.CUDAGraph | None = None
         self.backward_graph: torch.cuda.CUDAGraph | None = None
         self.weight_gradient_graph: torch.cuda.CUDAGraph | None = None
-        self._delaying: tuple[Any, ...] | None = None
-        self._delayed_grads: list[tuple[torch.Tensor, torch.Tensor]] = []
-        self.eager = func.forward if isinstance(func, torch.nn.Module) else func
-        self._allow_unused_input = allow_unused_input
-        self._retain_graph = retain_graph
-        self._clone_param_grads = clone_param_grads
-        self._knows_params = False
         self.differentiable: tuple[bool, ...] = ()
         self._outputs: tuple[torch.Tensor | None, ...] = ()
         self._output_spec: TreeSpec | None = None
@@ -145,7 +115,7 @@ class GraphedCallable:
     def forward(self, recording: Recording, graph: torch.cuda.CUDAGraph | None = None) -> None:
         """Run the forward pass on the static inputs, hooks around it, recorded by ``recording(graph)``."""
         self.hooks.run("forward_pre_hooks", self.func, self.args, self.kwargs)
-        with self._noting_delaying_modules(), recording(graph):
+        with self._noting_modules_that_run(), recording(graph), self._autocast():
             output = self.func(*self.args, **self.kwargs)
         self.hooks.run("forward_hooks", self.func, self.args, output)
         outputs, self._output_spec = tree_flatten(output)
@@ -156,6 +126,24 @@ class GraphedCallable:
         self._outputs = tuple(outputs)
         self.differentiable = tuple(_requires_grad(leaf) for leaf in outputs)
         self.forward_graph = graph
+
+    @contextmanager
+    def _noting_modules_that_run(self) -> Iterator[None]:
+        """In the first forward pass, find the modules that delay weight gradients or hold quantization statistics."""
+        if self._ran_forward or not isinstance(self.func, torch.nn.Module):
+            yield
+            return
+        ran: dict[torch.nn.Module, None] = {}
+        with ExitStack() as stack:
+            for module in self.func.modules():
+                handle = module.register_forward_hook(lambda module, *_: ran.setdefault(module))
+                stack.callback(handle.remove)
+            yield
+        self._ran_forward = True
+        self._delayed = DelayedWeightGradients(filter(delays_weight_gradients, ran), self._all_params)
+        if self._quantized is not None:
+            for module in ran:
+                self._quantized.note(module)
 
     def backward(
         self,
@@ -171,103 +159,55 @@ class GraphedCallable:
             graph: The graph to record into.
 
         Raises:
-            RuntimeError: an input that requires grad got none, and unused inputs are not allowed; or the backward pass
-                accumulates gradients by a backward pass of its own.
+            RuntimeError: an input that requires grad got none, and unused inputs are not allowed; or gradients arrive
+                on the legacy default stream.
         """
         outputs = [output for output in self._outputs if _requires_grad(output)]
         self.hooks.run("backward_pre_hooks", self.func)
         if outputs:
             inputs = [tensor for tensor in self.inputs if tensor.requires_grad]
             grad_outputs = new_grads(outputs)
-            with self._no_gradients_on_the_side(), recording(graph):
+            check = nullcontext() if self._ran_backward else refused_on_legacy_stream(self.name, self.params)
+            with self._without_grad(), check, recording(graph):
                 grads = torch.autograd.grad(
                     outputs,
                     (*inputs, *self.params),
                     grad_outputs,
-                    retain_graph=self._retain_graph,
+                    retain_graph=self._options.retain_graph,
                     allow_unused=True,
                 )
+                grads = (*grads[: len(inputs)], *map(_with_nested, self.params, grads[len(inputs) :]))
             self._keep_gradients(inputs, grad_outputs, grads)
             self.backward_graph = graph
         self.hooks.run("backward_hooks", self.func)
-        if not self._retain_graph:  # from here on only the storages are needed, not autograd's nodes
+        if not self._options.retain_graph:  # from here on only the storages are needed, not autograd's nodes
             self._outputs = tuple(output if output is None else output.detach() for output in self._outputs)
 
-    @property
-    def delays_weight_gradients(self) -> bool:
-        """Whether modules that ran in ``forward`` leave their weight gradients to a pass of their own."""
-        return bool(self._delaying)
-
     @contextmanager
-    def _noting_delaying_modules(self) -> Iterator[None]:
-        """Find, in the first forward pass, the modules that run and delay their weight gradients.
-
-        They are those with ``need_backward_dw`` and ``backward_dw``, as TransformerEngine's have.
-        """
-        if self._delaying is not None or not isinstance(self.func, torch.nn.Module):
-            yield
-            return
-        ran: dict[Any, None] = {}
-        able = [module for module in self.func.modules() if hasattr(module, "need_backward_dw")]
-        handles = [module.register_forward_hook(lambda module, *_: ran.setdefault(module)) for module in able]
+    def _without_grad(self) -> Iterator[None]:
+        """Take every parameter's ``grad`` away, so that it holds what backward passes inside this one accumulate."""
+        before = [param.grad for param in self._all_params]
+        for param in self._all_params:
+            param.grad = None
         try:
             yield
         finally:
-            for handle in handles:
-                handle.remove()
-        self._delaying = tuple(module for module in ran if module.need_backward_dw())
-
-    def weight_gradients(self, recording: Recording, graph: torch.cuda.CUDAGraph | None = None) -> None:
-        """Compute the weight gradients that the last ``backward`` delayed, recorded by ``recording(graph)``."""
-        params = list(self.func.parameters())  # type: ignore[attr-defined]
-        before = [param.grad for param in params]
-        with recording(graph):
-            for module in self._delaying or ():
-                module.backward_dw()
-        changed = [(param, grad) for param, grad in zip(params, before, strict=True) if param.grad is not grad]
-        self._delayed_grads = [(param, param.grad) for param, _ in changed if param.grad is not None]
-        for param, grad in changed:
-            param.grad = grad
-        self.weight_gradient_graph = graph
-
-    def forget_delayed(self) -> None:
-        """Drop what a failed pass left for ``backward_dw``, which the next one would take for its own."""
-        for module in self._delaying or ():
-            while module.wgrad_store.context.qsize():  # TransformerEngine's queue
-                module.wgrad_store.context.get()
-
-    @contextmanager
-    def _no_gradients_on_the_side(self) -> Iterator[None]:
-        """Refuse a backward pass that runs another one inside, whose gradients a replay would lose.
-
-        Activation checkpointing does so (``megatron.core.tensor_parallel.checkpoint``).
-        """
-        params = [] if not isinstance(self.func, torch.nn.Module) else list(self.func.parameters())
-        before = [param.grad for param in params]
-        yield
-        touched = [param for param, grad in zip(params, before, strict=True) if param.grad is not grad]
-        for param, grad in zip(params, before, strict=True):
-            param.grad = grad
-        if touched:
-            raise RuntimeError(
-                f"the backward pass of {self.name} accumulated gradients of {len(touched)} parameters by a backward "
-                "pass of its own, as activation checkpointing does. Capture it with TransformerEngine's "
-                "make_graphed_callables, or without recomputing modules that have parameters (--recompute-modules)."
-            )
+            for param, grad in zip(self._all_params, before, strict=True):
+                param.grad = grad
 
     def _keep_gradients(self, inputs, grad_outputs, grads) -> None:
         input_grads, param_grads = grads[: len(inputs)], grads[len(inputs) :]
-        if not self._allow_unused_input and any(grad is None for grad in input_grads):
+        if not self._options.allow_unused_input and any(grad is None for grad in input_grads):
             unused = next(i for i, grad in enumerate(input_grads) if grad is None)
             raise RuntimeError(
                 f"{self.name} does not use input {unused} of those that require grad; allow_unused_input=True permits "
                 "it"
             )
-        if not self._knows_params:
+        if not self._ran_backward:
             # Hooks of a parameter that gets no gradient must not run at replay.
             used = [(param, grad) for param, grad in zip(self.params, param_grads, strict=True) if grad is not None]
             self.params, param_grads = tuple(param for param, _ in used), tuple(grad for _, grad in used)
-            self._knows_params = True
+            self._ran_backward = True
         remaining = iter(grad_outputs)
         self._grad_outputs = tuple(
             next(remaining) if differentiable else None for differentiable in self.differentiable
@@ -278,28 +218,76 @@ class GraphedCallable:
             *param_grads,
         )
 
+    @property
+    def delays_weight_gradients(self) -> bool:
+        """Whether modules that ran in ``forward`` leave their weight gradients to a pass of their own."""
+        return bool(self._delayed)
+
+    def weight_gradients(self, recording: Recording, graph: torch.cuda.CUDAGraph | None = None) -> None:
+        """Compute the weight gradients that the last ``backward`` delayed, recorded by ``recording(graph)``."""
+        self._delayed.compute(partial(recording, graph))
+        self.weight_gradient_graph = graph
+
+    def forget_delayed(self) -> None:
+        """Drop what a failed pass left for ``backward_dw``, which the next one would take for its own."""
+        self._delayed.forget()
+
+    def release_outputs(self) -> None:
+        """Let later captures use the memory of the outputs, which nothing reads after the backward pass."""
+        if not self._options.retain_graph:
+            self._outputs = _weak(self._outputs)
+
+    def release_gradients(self) -> None:
+        """Let later captures use the memory of the gradients, which have been read."""
+        self._grad_inputs = _weak(self._grad_inputs)
+
     # -------------------------------------------------------------------------------------------------- replay
+
+    def finish(self) -> None:
+        """Make ready to replay, once everything is captured."""
+        self._replay = Replay(
+            self.name,
+            self.forward_graph,
+            self.backward_graph,
+            self.inputs,
+            self._outputs,
+            self.differentiable,
+            self._grad_outputs,
+            self._grad_inputs,
+            self._options.clone_param_grads,
+            self._quantized,
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the graphs on ``args`` and ``kwargs``.
 
         Keywords that the graph was not captured with are ignored; ``cuda_graph_stream`` and ``cuda_graph_event`` name
-        the stream to replay on and the event that ends it. A module in the other mode (training or evaluation) than at
-        capture runs eagerly.
+        the stream to replay on and the event that ends it; ``is_first_microbatch`` says, where quantized weights are
+        cached, whether they are made anew. A module in the other mode (training or evaluation) than at capture runs
+        eagerly.
 
         Raises:
             RuntimeError: after ``reset``.
             TypeError: an input that the graph was captured with is missing, or is not a tensor.
-            ValueError: a tensor is not like the captured one.
+            ValueError: a tensor is not like the captured one, or ``is_first_microbatch`` is missing.
         """
         if self.forward_graph is None:
             raise RuntimeError(f"the graphs of {self.name} were reset; capture them again to replay them")
-        stream, event = kwargs.pop("cuda_graph_stream", None), kwargs.pop("cuda_graph_event", None)
         if self.training is not None and self.func.training != self.training:  # type: ignore[attr-defined]
+            kwargs.pop("cuda_graph_stream", None)
+            kwargs.pop("cuda_graph_event", None)
             return self.eager(*args, **kwargs)
-        inputs = self._match_inputs(args, kwargs)
-        outputs = _Replay.apply(self, stream, event, *inputs, *self.params)
+        options = self._replay_options(kwargs) if kwargs or self._quantized is not None else None
+        outputs = replay(self._replay, options, *self._match_inputs(args, kwargs), *self.params)
         return outputs[0] if self._returns_one_tensor else tree_unflatten(outputs, self._output_spec)
+
+    def _replay_options(self, kwargs: dict[str, Any]) -> ReplayOptions | None:
+        stream, event = kwargs.get("cuda_graph_stream"), kwargs.get("cuda_graph_event")
+        quantized = self._quantized
+        ends_quantization = quantized is not None and quantized.before_forward(kwargs.get("is_first_microbatch"))
+        if stream is None and not ends_quantization:
+            return None
+        return ReplayOptions(stream, event, ends_quantization)
 
     def _match_inputs(self, args, kwargs) -> list[torch.Tensor]:
         inputs = _leaves(args)
@@ -320,40 +308,6 @@ class GraphedCallable:
                 )
         return inputs
 
-    def replay_forward(self, inputs, stream, event) -> tuple[torch.Tensor | None, ...]:
-        """Copy ``inputs`` to their static places and run the forward graph."""
-        for static, given in zip(self.inputs, inputs, strict=False):
-            if static.data_ptr() != given.data_ptr():
-                static.copy_(given)
-        with self._phase("forward"):
-            _run(self.forward_graph, stream, event)
-        return tuple(output if output is None else output.detach() for output in self._outputs)
-
-    def replay_backward(self, grads, stream, event) -> tuple[torch.Tensor | None, ...]:
-        """Copy the outputs' gradients to their static places and run the backward graph."""
-        if self.backward_graph is None:
-            raise RuntimeError(f"{self.name} has no backward graph: it was captured without grad, or reset")
-        for static, given in zip(self._grad_outputs, grads, strict=True):
-            if static is None:
-                continue
-            if given is None:
-                static.zero_()
-            elif static.data_ptr() != given.data_ptr():
-                static.copy_(given)
-        with self._phase("backward"):
-            _run(self.backward_graph, stream, event)
-        num_inputs = len(self.inputs)
-        grads = [grad if grad is None else grad.detach() for grad in self._grad_inputs]
-        if self._clone_param_grads:
-            grads[num_inputs:] = [grad.clone() for grad in grads[num_inputs:]]
-        return tuple(grads)
-
-    def _phase(self, name: str) -> AbstractContextManager:
-        """Show a replay in a profile; where none is taken it costs next to nothing."""
-        if torch.autograd._profiler_enabled():
-            return torch.profiler.record_function(f"{self.name} {name} replay")
-        return nullcontext()
-
     def backward_dw(self) -> None:
         """Replay the weight gradients that the last backward pass delayed; nothing where it delays none.
 
@@ -367,12 +321,8 @@ class GraphedCallable:
             raise RuntimeError(f"the graphs of {self.name} were reset; capture them again to replay them")
         if self.weight_gradient_graph is None:
             return
-        with self._phase("weight gradients"):
-            self.weight_gradient_graph.replay()
-        for param, grad in self._delayed_grads:
-            param.grad = grad.clone() if self._clone_param_grads else grad
-        for module in self._delaying or ():
-            module._trigger_wgrad_accumulation_and_reduce_hooks()
+        self._replay.run(self.weight_gradient_graph, "weight gradients", None)
+        self._delayed.hand_out(self._options.clone_param_grads)
 
     def reset(self) -> None:
         """Free the graphs and every tensor they own. The callable can no longer be replayed."""
@@ -380,46 +330,23 @@ class GraphedCallable:
             if graph is not None:
                 graph.reset()
         self.forward_graph = self.backward_graph = self.weight_gradient_graph = None
-        self._delaying, self._delayed_grads = None, []
-        self.args, self.kwargs, self.inputs, self.params = (), {}, (), ()
+        self._delayed = DelayedWeightGradients((), ())
+        self._quantized = None
+        self.args, self.kwargs, self.inputs, self.params, self._all_params = (), {}, (), (), ()
         self._outputs = self._grad_outputs = self._grad_inputs = ()
+        if hasattr(self, "_replay"):
+            self._replay.reset()
 
 
-class _Replay(torch.autograd.Function):
-    """Replays a ``GraphedCallable`` with autograd: its backward replays the backward graph."""
-
-    @staticmethod
-    def forward(ctx, graphed, stream, event, *inputs):
-        ctx.graphed, ctx.stream, ctx.event = graphed, stream, event
-        ctx.set_materialize_grads(False)
-        outputs = graphed.replay_forward(inputs, stream, event)
-        ctx.mark_non_differentiable(
-            *(
-                output
-                for output, differentiable in zip(outputs, graphed.differentiable, strict=True)
-                if output is not None and not differentiable
-            )
-        )
-        return outputs
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, *grads):
-        return (None, None, None, *ctx.graphed.replay_backward(grads, ctx.stream, ctx.event))
+def _with_nested(param: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
+    """Add what a backward pass inside the backward pass has accumulated: activation checkpointing runs one."""
+    if param.grad is None:
+        return grad
+    return param.grad if grad is None else param.grad + grad
 
 
-def _run(graph, stream, event) -> None:
-    current = torch.cuda.current_stream()
-    if stream is None or stream == current:
-        graph.replay()
-        return
-    stream.wait_stream(current)
-    with torch.cuda.stream(stream):
-        graph.replay()
-    if event is None:
-        current.wait_stream(stream)
-    else:
-        current.wait_event(event)
+def _weak(tensors: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    return tuple(tensor if tensor is None else weak_reference(tensor) for tensor in tensors)
 
 
 def _leaves(inputs: tuple) -> list[Any]:

@@ -7,13 +7,17 @@ called with the same arguments.
 import functools
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from .capture_time_hooks import CaptureTimeHooks
 from .graph_capture import Capture, not_recording, side_stream, transformer_engine_flag, undisturbed_gc, undisturbed_rng
 from .graph_plan import Pass, Plan, ordered_plan, unordered_plan
-from .graphed_callable import CaptureTimeHooks, GraphedCallable, Recording
+from .graph_quantization import quantization_of
+from .graphed_callable import CaptureOptions, GraphedCallable, Recording
+from .static_inputs import share_inputs, signature
 
 
 def make_graphed_callables(
@@ -51,10 +55,14 @@ def make_graphed_callables(
         num_warmup_iters: How often everything runs before capture, at least once.
         allow_unused_input: Whether an input that requires grad may get none.
         sample_kwargs: Keyword inputs, one dict for each entry of ``sample_args``.
-        fp8_enabled, fp8_calibrating, fp8_recipe, fp8_group, fp8_weight_caching: Quantization in TransformerEngine's
-            deprecated spelling; see ``enabled``.
-        enabled, calibrating, recipe, amax_reduction_group, cache_quantized_params: Quantization, which this engine does
-            not do: anything but its absence is refused.
+        fp8_enabled, fp8_calibrating, fp8_recipe, fp8_group, fp8_weight_caching: Deprecated spellings of the next five.
+        enabled: Whether callables are quantized (FP8, FP4); a bool, or a tuple with one for each callable. Needs
+            TransformerEngine, whose modules do it.
+        calibrating: Whether callables that are not quantized collect the statistics for it.
+        recipe: TransformerEngine's recipe; its default one if None.
+        amax_reduction_group: The process group over which amaxes are reduced; None for the default group.
+        cache_quantized_params: Whether weights are quantized in a step's first micro-batch only: each replay then needs
+            the keyword ``is_first_microbatch``, a bool.
         _order: The order of passes: ``c`` for the forward of model chunk ``c`` (counted from 1), ``-c`` for its
             backward, ``-c - 0.5`` for the weight gradients that its modules delayed (``delay_wgrad_compute`` of
             TransformerEngine's). Without it all forwards, then all backwards in reverse, each with its weight
@@ -62,8 +70,11 @@ def make_graphed_callables(
         _num_layers_per_chunk: How many callables each model chunk holds.
         pool: The memory pool of the graphs, from ``torch.cuda.graph_pool_handle``.
         retain_graph_in_backward: Whether backward keeps autograd's graph.
-        _reuse_graph_input_output_buffers: Whether graphs whose outputs have the same shapes and dtypes share the static
-            gradients of those outputs. Needs ``_order``. Static inputs are shared where ``sample_args`` share them.
+        _reuse_graph_input_output_buffers: Whether graphs share memory, as far as replays in the order of ``_order``
+            permit: static inputs of the same structure, once the last pass that reads them is over; static gradients
+            of outputs alike; outputs after their backward pass; gradients of inputs and parameters after the next
+            backward pass of the chunk (those of its first layer after the chunk's next backward pass of all). What
+            replays return must be consumed before. Needs ``_order``.
         clone_param_grads_on_return: Whether backward returns copies of the parameters' gradients. Without, the returned
             gradients are overwritten by the next replay, so each must be consumed before it.
         pre_warmup_hook: Called once, before all warm-up.
@@ -86,7 +97,7 @@ def make_graphed_callables(
 
     A failed capture leaves modules, RNG, garbage collection and TransformerEngine's capture flag as they were.
     """
-    quantization = {
+    quantization_arguments = {
         "fp8_enabled": fp8_enabled,
         "fp8_calibrating": fp8_calibrating,
         "fp8_recipe": fp8_recipe,
@@ -98,7 +109,6 @@ def make_graphed_callables(
         "amax_reduction_group": amax_reduction_group,
         "cache_quantized_params": cache_quantized_params,
     }
-    _refuse_quantization(quantization)
     if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
         raise RuntimeError("capture under autocast needs torch.autocast(..., cache_enabled=False)")
     if num_warmup_iters < 1:
@@ -122,22 +132,28 @@ def make_graphed_callables(
             raise ValueError(f"{what} must have {len(plan.callable_of_slot)} entries, got {len(given)}")
 
     hooks = _checked_hooks(callables, capture_time_hooks)
+    quantization = quantization_of(quantization_arguments, len(callables))
+    options = CaptureOptions(allow_unused_input, retain_graph_in_backward, clone_param_grads_on_return)
+    inputs = [(tuple(args), dict(kwargs)) for args, kwargs in zip(samples, keywords, strict=True)]
+    if _reuse_graph_input_output_buffers:
+        inputs = share_inputs(plan, lambda slot: signature(*inputs[slot]), inputs.__getitem__)
     slots = [
         GraphedCallable(
             _name(callables[index], index),
             callables[index],
-            tuple(args),
-            dict(kwargs),
+            args,
+            kwargs,
             hooks[index],
-            allow_unused_input=allow_unused_input,
-            retain_graph=retain_graph_in_backward,
-            clone_param_grads=clone_param_grads_on_return,
+            options,
+            functools.partial(quantization.autocast, index) if quantization else nullcontext,
+            quantization.of_callable(index) if quantization else None,
         )
-        for index, args, kwargs in zip(plan.callable_of_slot, samples, keywords, strict=True)
+        for index, (args, kwargs) in zip(plan.callable_of_slot, inputs, strict=True)
     ]
     grads = _StaticGradients(shared=_reuse_graph_input_output_buffers)
+    undisturbed = quantization.undisturbed(callables) if quantization else nullcontext()
     try:
-        with undisturbed_gc(), undisturbed_rng(), transformer_engine_flag(), side_stream():
+        with undisturbed_gc(), undisturbed_rng(), undisturbed, transformer_engine_flag(), side_stream():
             if pre_warmup_hook is not None:
                 pre_warmup_hook()
             for _ in range(num_warmup_iters):
@@ -146,7 +162,10 @@ def make_graphed_callables(
                 post_warmup_hook()
             torch.cuda.synchronize()
             capture = Capture(pool)
-            _run(plan, slots, training, grads, capture.recording, capture.new_graph)
+            shares = _reuse_graph_input_output_buffers
+            _run(plan, slots, training, grads, capture.recording, capture.new_graph, shares)
+        for slot in slots:
+            slot.finish()
     except BaseException:
         for slot in slots:
             slot.forget_delayed()
@@ -164,8 +183,10 @@ def _run(
     grads: "_StaticGradients",
     recording: Recording,
     new_graph: Callable[[], torch.cuda.CUDAGraph | None],
+    releases_memory: bool = False,
 ) -> None:
     last_steps = plan.last_steps()
+    gradients_read = plan.gradients_read() if releases_memory else {}
     with_weight_gradients = {step.slot for step in plan.steps if step.kind is Pass.WEIGHT_GRADIENTS}
     for step in plan.steps:
         slot = slots[step.slot]
@@ -182,6 +203,10 @@ def _run(
                     )
                 else:
                     slot.backward(recording, functools.partial(grads.lend, step.slot), new_graph())
+                    if releases_memory:
+                        slot.release_outputs()
+                    for read in gradients_read.get(step, ()):
+                        slots[read].release_gradients()
         if step in last_steps:
             grads.take_back(step.slot)
 
@@ -207,18 +232,6 @@ class _StaticGradients:
         key, grads = self._lent.pop(slot, ((), ()))
         if self._shared and grads:
             self._free[key].append(grads)
-
-
-def _refuse_quantization(arguments: Mapping[str, Any]) -> None:
-    for name, value in arguments.items():
-        if value is None or value is False or (isinstance(value, (tuple, list)) and not any(value)):
-            continue
-        if name in ("amax_reduction_group", "fp8_group", "recipe", "fp8_recipe"):
-            continue  # says how, not that
-        raise ValueError(
-            f"{name}={value!r}: this engine captures no quantized layers; use TransformerEngine's "
-            "make_graphed_callables for them"
-        )
 
 
 def _take_back_reset_graphs(callables: Sequence[Callable]) -> None:

@@ -1,0 +1,198 @@
+"""Our engine on a GPU, beside TransformerEngine's and torch's: what each can capture trains bit for bit as eagerly."""
+
+import gc
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # before TransformerEngine is imported
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    pytest.skip("needs a GPU", allow_module_level=True)
+
+import transformer_engine.pytorch as te
+from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScaling
+from transformer_engine.pytorch.graph import make_graphed_callables as transformer_engine
+from transformer_engine.pytorch.quantization import FP8GlobalStateManager
+
+from megatron.core.transformer.graphed_callables import make_graphed_callables as native
+from tests.unit_tests.core.transformer.captured_cases import CASES, assert_same_bits, copies, descend, mlp, train
+
+ENGINES: dict[str, Callable] = {"native": native, "transformer_engine": transformer_engine}
+STEPS = 10
+
+
+@pytest.fixture(autouse=True)
+def stream_of_its_own():
+    """Everything but the legacy default stream, on which no backward pass can be captured."""
+    torch.manual_seed(1)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        yield
+    FP8GlobalStateManager.reset()
+    gc.collect()
+
+
+# ------------------------------------------------------------------------------------------------- plain callables
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_our_engine_trains_bit_for_bit(case):
+    assert_same_bits(train(case, native, STEPS), train(case, None, STEPS))
+
+
+@pytest.mark.parametrize("name", ["dropout", "keywords", "a frozen parameter", "inputs without grad"])
+def test_transformer_engines_trains_bit_for_bit(name):
+    assert_same_bits(train(CASES[name], transformer_engine, STEPS), train(CASES[name], None, STEPS))
+
+
+def test_torchs_trains_bit_for_bit():
+    def capture(func, args, sample_kwargs):
+        state = torch.cuda.get_rng_state()  # which torch's engine leaves behind
+        graphed = torch.cuda.make_graphed_callables(func, args)
+        torch.cuda.set_rng_state(state)
+        return graphed
+
+    assert_same_bits(train(CASES["dropout"], capture, STEPS), train(CASES["dropout"], None, STEPS))
+
+
+# -------------------------------------------------------------------------------------- TransformerEngine's modules
+
+HIDDEN, SEQUENCE = 128, 128
+
+MODULES = {
+    "LayerNormLinear": lambda: te.LayerNormLinear(HIDDEN, HIDDEN),
+    "LayerNormMLP": lambda: te.LayerNormMLP(HIDDEN, 2 * HIDDEN),
+    "TransformerLayer": lambda: te.TransformerLayer(
+        HIDDEN, 2 * HIDDEN, 4, hidden_dropout=0.1, attention_dropout=0.1, fuse_qkv_params=True
+    ),
+    "operations": lambda: te.ops.Sequential(te.ops.LayerNorm(HIDDEN), te.ops.Linear(HIDDEN, HIDDEN)),
+}
+RECIPES = {
+    "bf16": None,
+    "delayed scaling": DelayedScaling(amax_history_len=4),
+    "current scaling": Float8CurrentScaling(),
+}
+
+
+@dataclass
+class Training:
+    """Two layers of a kind, ``STEPS`` steps of two micro-batches."""
+
+    make: Callable[[], torch.nn.Module]
+    recipe: Any = None
+    caches: bool = False
+    order: tuple[float, ...] = (1, -1)
+    clones: bool = False
+
+    def run(self, engine: Callable | None) -> list[torch.Tensor | None]:
+        """Return every loss, gradient and parameter."""
+        torch.manual_seed(5)
+        FP8GlobalStateManager.reset()
+        layers = [self.make().to(dtype=torch.bfloat16, device="cuda") for _ in range(2)]
+        params = [param for layer in layers for param in layer.parameters()]
+        called: Any = layers
+        if engine is not None:
+            called = engine(
+                tuple(layers),
+                tuple((self.inputs(99),) for _ in layers),
+                _order=list(self.order),
+                _num_layers_per_chunk=[2],
+                _reuse_graph_input_output_buffers=True,
+                clone_param_grads_on_return=self.clones,
+                enabled=self.recipe is not None,
+                recipe=self.recipe,
+                cache_quantized_params=self.caches,
+            )
+        numbers: list[torch.Tensor | None] = []
+        for step in range(STEPS):
+            for microbatch in range(2):
+                x = self.inputs(2 * step + microbatch)
+                hidden = x
+                extra = {"is_first_microbatch": microbatch == 0} if self.caches else {}
+                with te.autocast(enabled=self.recipe is not None, recipe=self.recipe):
+                    for layer in called:
+                        hidden = layer(hidden, **extra)
+                loss = hidden.float().square().mean()
+                loss.backward()
+                numbers += copies([loss, x.grad])
+            numbers += copies([param.grad for param in params])
+            descend(params)
+        return numbers + copies(params) + [torch.cuda.get_rng_state()]
+
+    @staticmethod
+    def inputs(seed: int) -> torch.Tensor:
+        generator = torch.Generator("cuda").manual_seed(seed)
+        return torch.randn(
+            SEQUENCE, 2, HIDDEN, generator=generator, device="cuda", dtype=torch.bfloat16
+        ).requires_grad_()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("caches", [False, True], ids=["weights quantized anew", "cached weights"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("module", MODULES)
+def test_transformer_engines_modules_train_bit_for_bit(module, recipe, caches, engine):
+    if caches and (recipe == "bf16" or module == "operations"):
+        pytest.skip("nothing to cache")
+    training = Training(MODULES[module], RECIPES[recipe], caches)
+    assert_same_bits(training.run(ENGINES[engine]), training.run(None))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_comparison_notices_statistics_that_are_not_updated(monkeypatch, engine):
+    training = Training(MODULES["LayerNormLinear"], RECIPES["delayed scaling"])
+    eager = training.run(None)
+    monkeypatch.setattr(FP8GlobalStateManager, "add_fp8_tensors_to_global_buffer", lambda meta: None)
+    with pytest.raises(AssertionError):
+        assert_same_bits(training.run(ENGINES[engine]), eager)
+
+
+# -------------------------------------------------------------------------------------------- what cannot be captured
+
+
+def test_gradients_on_the_legacy_stream_are_refused_before_capture_and_training_goes_on():
+    with torch.cuda.stream(torch.cuda.default_stream()):
+        layer = torch.nn.Linear(8, 8).cuda()
+        # As data parallel wrappers do, which keep the node alive.
+        nodes = [param.expand_as(param).grad_fn.next_functions[0][0] for param in layer.parameters()]
+    x = torch.randn(4, 8, device="cuda", requires_grad=True)
+    with pytest.raises(RuntimeError, match="legacy default stream"):
+        native(layer, (x,))
+    assert len(nodes) == 2
+    layer(x).sum().backward()
+    assert torch.equal(layer.bias.grad, torch.full((8,), 4.0, device="cuda"))
+
+
+# ------------------------------------------------------------------------------------------------------- memory
+
+
+def bytes_held(engine: Callable) -> int:
+    """What the allocator holds for the graphs of eight layers."""
+    layers = tuple(
+        torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)).cuda()
+        for _ in range(8)
+    )
+    samples = tuple((torch.randn(1024, 1024, device="cuda", requires_grad=True),) for _ in layers)
+    gc.collect()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    graphed = engine(
+        layers,
+        samples,
+        _order=[1, -1],
+        _reuse_graph_input_output_buffers=True,
+        clone_param_grads_on_return=False,
+    )
+    gc.collect()
+    torch.cuda.empty_cache()
+    held = torch.cuda.memory_reserved() - before
+    assert len(graphed) == len(layers)
+    return held
+
+
+def test_our_graphs_hold_no_more_memory_than_transformer_engines():
+    assert bytes_held(native) <= bytes_held(transformer_engine)
