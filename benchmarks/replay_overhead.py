@@ -3,10 +3,10 @@
     python benchmarks/replay_overhead.py --output benchmarks/results/replay_overhead.json
 
 Captures 1, 8 and 64 tiny layers in a row with each engine in turn and times, on the host alone, their forward and their
-backward replays: the GPU has next to nothing to do, so this is what an engine costs in Python, autograd and the driver. Then captures
-larger layers and takes the bytes that the allocator holds more than before. Ratios are to TransformerEngine's engine,
-or to torch's where TransformerEngine is not there. All engines capture the same layers, in the same order of passes
-where they take one, and share buffers where they can.
+backward replays: the GPU has next to nothing to do, so this is what an engine costs in Python, autograd and the driver.
+Then captures larger layers and takes the bytes that the allocator holds more than before. Ratios are to
+TransformerEngine's engine, or to torch's where TransformerEngine is not there. All engines capture the same layers, in
+the same order of passes where they take one, and share buffers where they can.
 
 Needs a GPU; on the CPU backend (``python -m megatron_fsdp_cuda_graphs.cpu_backend benchmarks/replay_overhead.py``) it
 runs without TransformerEngine, to show that it works: its times there are a tape's and its memory is not known.

@@ -13,6 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .errors import StaleAddress
+from .pools import Pool
 
 
 @dataclass(slots=True)
@@ -51,9 +52,10 @@ class Block:
 
 
 class AddressBook:
-    """All blocks of one tape."""
+    """All blocks of one tape, whose own memory is of ``pool``."""
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Pool) -> None:
+        self._pool = pool
         self._blocks: dict[tuple[int, int], Block] = {}
         self._outside: list[Block] = []
         # one tensor on each private storage, and the addresses they had: torch compares all in one call
@@ -70,7 +72,7 @@ class AddressBook:
         return (storage._cdata, storage.data_ptr()) in self._blocks
 
     def block(self, tensor: torch.Tensor, op: str, is_private: bool = False) -> Block:
-        """The block ``tensor`` lies in, made on first sight."""
+        """The block ``tensor`` lies in, made on first sight; ``is_private`` if the capture allocated it."""
         storage = tensor.untyped_storage()
         pointer, nbytes = storage.data_ptr(), storage.nbytes()
         key = (storage._cdata, pointer)
@@ -82,8 +84,7 @@ class AddressBook:
             block = Block(StorageWeakRef(storage), pointer, nbytes, raw, tensor.dtype, user, is_private)
             self._blocks[key] = block
             if is_private:
-                whole = torch.empty(0, dtype=torch.uint8)
-                self._private.append(whole.set_(storage))
+                self._private.append(self._pool.own(storage, tensor.dtype))
                 self._private_pointers.append(pointer)
                 self._private_storages.add(storage._cdata)
             else:

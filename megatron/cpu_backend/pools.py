@@ -1,15 +1,19 @@
 """Private memory pools of graphs: what a capture allocates lives as long as a graph of its pool does.
 
-Memory is never shared between graphs of one pool here, so a graph that overwrites another's outputs on a GPU does not
-show on this backend.
+On a GPU, memory of the pool that no tensor holds any more may be used by whatever is captured next. Here it is never
+used twice; instead, the next graph that is captured into the pool overwrites it with NaN at the beginning of each
+replay, so that who reads it too late shows as on a GPU.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 
 import torch
+
+from .poison import poisoning
 
 PoolHandle = tuple[int, int]
 
@@ -22,7 +26,25 @@ class Pool:
 
     def __init__(self, handle: PoolHandle) -> None:
         self.handle = handle
-        self.storages: list[torch.UntypedStorage] = []
+        self._owned: dict[int, list[torch.Tensor]] = {}
+        self._dtypes: dict[int, torch.dtype] = {}
+
+    def own(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
+        """Keep ``storage``, whose tensors are of ``dtype``, alive; return a tensor of its bytes."""
+        whole = torch.empty(0, dtype=torch.uint8).set_(storage)
+        self._owned.setdefault(storage._cdata, []).append(whole)
+        self._dtypes[storage._cdata] = dtype
+        return whole
+
+    def overwrite_abandoned(self) -> list[Callable[[], object]]:
+        """Return calls that poison the storages that only the pool holds, each storage once."""
+        abandoned = [
+            key
+            for key, wholes in self._owned.items()
+            # torch counts the tensors on a storage, and the Python object that has stood for it
+            if key in self._dtypes and torch._C._storage_Use_Count(key) <= 1 + len(wholes)
+        ]
+        return [poisoning(self._owned[key][-1], self._dtypes.pop(key)) for key in abandoned]
 
 
 def new_handle() -> PoolHandle:

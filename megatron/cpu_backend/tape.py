@@ -21,6 +21,7 @@ from .errors import NOT_PERMITTED, UNJOINED, CaptureError, cuda_error
 from .generators import GeneratorState
 from .host_memory import is_host, is_pinned, making_host_tensor, mark_host
 from .ops import Op, describe, waits_for_device
+from .poison import poisoning
 from .pools import Pool
 from .replay_steps import Step, make_step
 
@@ -33,7 +34,8 @@ class Tape:
     def __init__(self, pool: Pool, generators: set[GeneratorState]) -> None:
         self.pool = pool
         self.generators = generators
-        self.memory = AddressBook()
+        self.memory = AddressBook(pool)
+        self.overwritten = pool.overwrite_abandoned()
         self.steps: list[Step] = []
         self.names: list[str] = []
         self.constants: list[torch.Tensor] = []
@@ -48,6 +50,8 @@ class Tape:
         before = GeneratorState.active
         try:
             with torch.no_grad(), torch._C._AutoDispatchBelowAutograd(), torch._C._DisableAutocast():
+                for fill in self.overwritten:
+                    fill()
                 for step in self.steps:
                     step()
         finally:
@@ -154,7 +158,6 @@ class Recorder(TorchDispatchMode):
     def _adopt(self, tensor: torch.Tensor, op: Op) -> None:
         if not self.tape.memory.knows(tensor):
             self.tape.memory.block(tensor, op.name, is_private=True)
-            self.tape.pool.storages.append(tensor.untyped_storage())
 
     def _bind(self, arguments: Any, op: Op) -> Any:
         return tree_map_only(torch.Tensor, lambda t: self._bound(t, op), arguments)
@@ -180,7 +183,7 @@ class Recorder(TorchDispatchMode):
             if block.problem() is not None:
                 continue
             if block.is_private:
-                _poison(block.raw, block.dtype)
+                poisoning(block.raw, block.dtype)()
             elif block.before is not None:
                 block.raw.copy_(block.before)
                 block.before = None
@@ -202,15 +205,3 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
     return [t for t in tree_flatten(tree)[0] if isinstance(t, torch.Tensor)]
-
-
-def _poison(raw: torch.Tensor, dtype: torch.dtype) -> None:
-    if dtype.is_floating_point or dtype.is_complex:
-        size = torch.empty(0, dtype=dtype).element_size()
-        whole = raw[: raw.numel() // size * size]
-        if dtype.is_complex or size > 1:
-            whole.view(dtype).fill_(float("nan"))
-            return
-        raw.fill_(0x7F)  # NaN in every 8-bit float of torch
-    else:
-        raw.zero_()

@@ -20,7 +20,7 @@ from transformer_engine.pytorch.graph import make_graphed_callables as transform
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
 from megatron.core.transformer.graphed_callables import make_graphed_callables as native
-from tests.unit_tests.core.transformer.captured_cases import CASES, assert_same_bits, copies, descend, mlp, train
+from tests.unit_tests.core.transformer.captured_cases import CASES, assert_same_bits, copies, descend, train
 
 ENGINES: dict[str, Callable] = {"native": native, "transformer_engine": transformer_engine}
 STEPS = 10
@@ -85,8 +85,6 @@ class Training:
     make: Callable[[], torch.nn.Module]
     recipe: Any = None
     caches: bool = False
-    order: tuple[float, ...] = (1, -1)
-    clones: bool = False
 
     def run(self, engine: Callable | None) -> list[torch.Tensor | None]:
         """Return every loss, gradient and parameter."""
@@ -99,10 +97,9 @@ class Training:
             called = engine(
                 tuple(layers),
                 tuple((self.inputs(99),) for _ in layers),
-                _order=list(self.order),
+                _order=[1, -1],
                 _num_layers_per_chunk=[2],
                 _reuse_graph_input_output_buffers=True,
-                clone_param_grads_on_return=self.clones,
                 enabled=self.recipe is not None,
                 recipe=self.recipe,
                 cache_quantized_params=self.caches,
@@ -132,12 +129,12 @@ class Training:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("caches", [False, True], ids=["weights quantized anew", "cached weights"])
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize(
+    ("module", "recipe", "caches"),
+    [(module, recipe, False) for module in MODULES for recipe in RECIPES]
+    + [(module, recipe, True) for module in list(MODULES)[:3] for recipe in list(RECIPES)[1:]],
+)
 def test_transformer_engines_modules_train_bit_for_bit(module, recipe, caches, engine):
-    if caches and (recipe == "bf16" or module == "operations"):
-        pytest.skip("nothing to cache")
     training = Training(MODULES[module], RECIPES[recipe], caches)
     assert_same_bits(training.run(ENGINES[engine]), training.run(None))
 
@@ -195,4 +192,7 @@ def bytes_held(engine: Callable) -> int:
 
 
 def test_our_graphs_hold_no_more_memory_than_transformer_engines():
-    assert bytes_held(native) <= bytes_held(transformer_engine)
+    # The least of some: a stream that meets cuBLAS for the first time gets a workspace.
+    held = [(bytes_held(native), bytes_held(transformer_engine)) for _ in range(3)]
+    ours, theirs = map(min, zip(*held, strict=True))
+    assert ours <= theirs

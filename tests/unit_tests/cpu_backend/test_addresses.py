@@ -108,3 +108,48 @@ def test_reset_frees_the_memory_of_the_last_graph_of_a_pool():
     graph.reset()
     gc.collect()
     assert reference.expired()
+
+
+# ---------------------------------------------------------------------------------------------- memory that is let go
+
+
+def weak(tensor):
+    """A tensor of the same memory that does not hold it."""
+    storage = tensor.untyped_storage()
+    memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
+    return torch.empty(0, dtype=tensor.dtype).set_(memory, 0, tensor.size(), tensor.stride())
+
+
+def two_graphs_of_one_pool(held: bool):
+    """The output of a graph, held or not while another is captured, after replays of the first and of both."""
+    x = torch.ones(4, device="cuda")
+    first, y = capture(lambda: (x + 1) * 2)
+    output = weak(y)
+    if not held:
+        del y
+    second, _ = capture(lambda: x + 3, pool=first.pool())
+    first.replay()
+    before = output.clone()
+    second.replay()
+    return before.tolist(), output.tolist()
+
+
+def test_the_next_graph_of_the_pool_overwrites_memory_that_nobody_holds():
+    before, after = two_graphs_of_one_pool(held=False)
+    assert before == [4.0] * 4
+    assert all(value != value for value in after)
+
+
+def test_memory_that_somebody_holds_is_not_overwritten():
+    assert two_graphs_of_one_pool(held=True) == ([4.0] * 4, [4.0] * 4)
+
+
+def test_a_graph_of_another_pool_overwrites_nothing():
+    x = torch.ones(4, device="cuda")
+    first, y = capture(lambda: x + 1)
+    output = weak(y)
+    del y
+    second, _ = capture(lambda: x + 3)
+    first.replay()
+    second.replay()
+    assert output.tolist() == [2.0] * 4

@@ -3,11 +3,20 @@
 import gc
 import sys
 from types import ModuleType
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
-from megatron.core.transformer.graph_capture import Capture, tidied_after_failure, undisturbed_buffers, undisturbed_rng
+from megatron.core.transformer.graph_capture import (
+    Capture,
+    generator_states,
+    tidied_after_failure,
+    undisturbed_buffers,
+    undisturbed_rng,
+)
+from megatron.core.transformer.graphed_callables import make_graphed_callables
 
 from .captured_cases import CASES, assert_same_bits, train
 
@@ -105,6 +114,15 @@ def test_generators_are_where_they_were(error):
     assert torch.equal(torch.get_rng_state(), before[1])
 
 
+def test_generators_of_transformer_engines_own_trackers_are_known(monkeypatch):
+    distributed: Any = ModuleType("transformer_engine.pytorch.distributed")
+    generator = torch.Generator("cuda")
+    distributed.graph_safe_rng_available = lambda: True
+    distributed.get_all_rng_states = lambda: {"dropout": generator}
+    monkeypatch.setitem(sys.modules, distributed.__name__, distributed)
+    assert generator_states() == [generator]
+
+
 def test_the_graphs_of_a_capture_share_a_pool():
     capture = Capture(None)
     graphs = [capture.new_graph() for _ in range(2)]
@@ -133,6 +151,29 @@ def test_gradients_on_the_legacy_stream_are_explained(message):
     with pytest.raises(RuntimeError) as error, capture.recording(capture.new_graph()):
         raise RuntimeError(f"CUDA error: {message}")
     assert "under torch.cuda.stream(...)" in error.value.__notes__[0]
+
+
+def on_legacy_stream(grad):
+    """A hook of a parameter that leaves the legacy default stream current, as its AccumulateGrad node would."""
+    torch.cuda.set_stream(torch.cuda.default_stream())
+
+
+def test_a_gradient_on_the_legacy_stream_is_refused_before_capture():
+    layer = torch.nn.Linear(3, 3).cuda()
+    layer.bias.register_hook(on_legacy_stream)
+    captures = []
+    with (
+        mock.patch.object(torch.cuda.CUDAGraph, "capture_begin", lambda *args, **kwargs: captures.append(args)),
+        pytest.raises(RuntimeError, match=r"callable 0 \(Linear\) cannot be captured.*under torch.cuda.stream"),
+    ):
+        make_graphed_callables(layer, (torch.ones(2, 3, device="cuda", requires_grad=True),))
+    assert captures == []
+
+
+def test_the_hooks_that_look_for_the_legacy_stream_are_gone_after_warm_up():
+    layer = torch.nn.Linear(3, 3).cuda()
+    make_graphed_callables(layer, (torch.ones(2, 3, device="cuda", requires_grad=True),))
+    assert not any(param._backward_hooks for param in layer.parameters())
 
 
 def test_other_errors_of_a_capture_get_no_explanation():

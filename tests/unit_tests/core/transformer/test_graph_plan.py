@@ -188,3 +188,36 @@ def test_callables_that_do_not_divide_into_the_chunks_are_refused():
 def test_numbers_of_layers_that_do_not_fit_are_refused(layers):
     with pytest.raises(ValueError, match=r"_num_layers_per_chunk is .*2 chunks and 3 callables"):
         ordered_plan([1, 2, -2, -1], layers, 3)
+
+
+# -------------------------------------------------------------------------------------------- gradients that are read
+
+
+def read_after(plan):
+    """For each backward step, as its slot, the slots whose gradients have been read."""
+    return {step.slot: slots for step, slots in plan.gradients_read().items()}
+
+
+def test_the_next_layers_backward_reads_a_layers_gradients():
+    assert read_after(ordered_plan([1, -1], [3], 3)) == {1: [2], 0: [1]}
+
+
+def test_gradients_that_leave_a_chunk_are_read_at_the_end_of_the_next_chunks_backward():
+    plan = ordered_plan([1, 2, -2, -1], [2, 2], 4)
+    assert passes(plan) == "f0 f1 f2 f3 b3 b2 b1 b0"
+    assert read_after(plan) == {2: [3], 0: [1, 2]}
+
+
+def test_weight_gradients_between_two_backwards_read_no_gradients_of_inputs():
+    plan = ordered_plan([1, 2, -2, -2.5, -1, -1.5], [1, 1], 2)
+    assert read_after(plan) == {0: [1]}
+
+
+@given(orders())
+def test_gradients_of_all_but_the_last_backward_are_read_once_and_after_they_were_made(case):
+    order, layers, _ = case
+    plan = ordered_plan(order, layers, sum(layers))
+    place = {step.slot: i for i, step in enumerate(plan.steps) if step.kind is Pass.BACKWARD}
+    read = [(slot, place[step.slot]) for step, slots in plan.gradients_read().items() for slot in slots]
+    assert all(place[slot] < when for slot, when in read)
+    assert sorted(slot for slot, _ in read) == sorted(set(place) - {max(place, key=place.get)}) if place else not read

@@ -4,7 +4,6 @@ import gc
 import inspect
 import weakref
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -481,21 +480,112 @@ def test_training_is_bit_equal_in(dtype):
     assert_same_bits(train(case, make_graphed_callables), train(case, None))
 
 
+# ------------------------------------------------------------------------------------------ recomputed activations
+
+
 class _Checkpointed(torch.nn.Module):
-    def __init__(self):
+    """Computes one layer again in its backward pass, with its parameters inside or outside of that too."""
+
+    def __init__(self, also_outside: bool):
         super().__init__()
-        self.linear = torch.nn.Linear(4, 4)
+        self.inner = torch.nn.Linear(6, 6).cuda()
+        self.also_outside = also_outside
 
     def forward(self, x):
-        return checkpoint(self.linear, x, use_reentrant=True)
+        y = checkpoint(self.inner, x, use_reentrant=True, preserve_rng_state=False)
+        return y * self.inner.bias if self.also_outside else y
 
 
-def test_a_backward_pass_that_accumulates_gradients_inside_is_refused_rather_than_lost():
-    module = _Checkpointed().to("cuda")
-    x = torch.randn(2, 4, device="cuda", requires_grad=True)
-    with (
-        mock.patch("torch.autograd._is_checkpoint_valid", return_value=True),  # as Megatron's own does at capture
-        pytest.raises(RuntimeError, match=r"accumulated gradients of 2 parameters.*--recompute-modules"),
-    ):
-        make_graphed_callables(module, (x,))
-    assert all(param.grad is None for param in module.parameters())
+@pytest.fixture
+def checkpoints_in_captures(monkeypatch):
+    """torch's reentrant checkpoint, as Megatron's own, goes with ``torch.autograd.grad`` too."""
+    monkeypatch.setattr("torch.autograd._is_checkpoint_valid", lambda: True)
+
+
+@pytest.mark.usefixtures("checkpoints_in_captures")
+@pytest.mark.parametrize("also_outside", [False, True], ids=["recomputed", "recomputed and used outside"])
+def test_gradients_that_a_backward_pass_inside_accumulates_are_bit_equal_to_eager(also_outside):
+    case = Case(lambda: _Checkpointed(also_outside))
+    assert_same_bits(train(case, make_graphed_callables), train(case, None))
+
+
+@pytest.mark.usefixtures("checkpoints_in_captures")
+def test_gradients_that_were_there_before_capture_are_untouched_by_a_backward_pass_inside():
+    module = _Checkpointed(False)
+    before = [torch.ones_like(param) for param in module.parameters()]
+    for param, grad in zip(module.parameters(), before, strict=True):
+        param.grad = grad
+    make_graphed_callables(module, (device_tensor(4, 6),))
+    assert all(param.grad is grad for param, grad in zip(module.parameters(), before, strict=True))
+    assert_same_bits(before, [torch.ones_like(param) for param in module.parameters()])
+
+
+# ------------------------------------------------------------------------------------------------- second derivatives
+
+
+def test_first_derivatives_may_be_taken_with_create_graph():
+    x = device_tensor(4, 6)
+    expected = torch.autograd.grad(product(x, x).square().sum(), x, create_graph=True)
+    graphed = make_graphed_callables(product, (device_tensor(4, 6), device_tensor(4, 6)))
+    assert_same_bits(list(torch.autograd.grad(graphed(x, x).square().sum(), x, create_graph=True)), list(expected))
+
+
+def test_second_derivatives_are_refused():
+    graphed = make_graphed_callables(lambda x: x * x * x, (device_tensor(3),))
+    x = device_tensor(3)
+    (grad,) = torch.autograd.grad(graphed(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        grad.sum().backward()
+
+
+# ------------------------------------------------------------------------------------------------------ shared memory
+
+
+def captured_for_sharing(order, shares=True, layers=2):
+    """Slots of equal layers, each with inputs of its own at first."""
+    count = layers * max(order.count(1), 1)
+    samples = [(device_tensor(4, 6, seed=slot),) for slot in range(count)]
+    modules = tuple(mlp() for _ in range(layers))
+    return make_graphed_callables(
+        modules, samples, _order=order, _num_layers_per_chunk=[layers], _reuse_graph_input_output_buffers=shares
+    )
+
+
+def test_static_inputs_are_shared_once_the_last_pass_that_reads_them_is_over():
+    slots = captured_for_sharing([1, -1, 1, -1], layers=1)
+    assert slots[0].inputs[0] is slots[1].inputs[0]
+
+
+def test_static_inputs_are_not_shared_while_both_are_needed():
+    slots = captured_for_sharing([1, 1, -1, -1], layers=1)
+    assert slots[0].inputs[0] is not slots[1].inputs[0]
+
+
+@pytest.mark.parametrize("shares", [True, False])
+def test_outputs_keep_their_memory_only_where_it_is_not_shared(shares):
+    (slot,) = captured_for_sharing([1, -1], shares, layers=1)
+    address = slot._outputs[0].data_ptr()
+    uses = torch._C._storage_Use_Count(slot._outputs[0].untyped_storage()._cdata)
+    assert slot(device_tensor(4, 6)).data_ptr() == address
+    # The pool of the CPU backend holds all memory; an output that holds it too has a storage in common with the pool.
+    assert (uses <= 2) is shares
+
+
+def test_a_replay_overwrites_the_gradients_that_the_backward_before_it_returned_where_memory_is_shared():
+    slots = captured_for_sharing([1, -1], layers=3)
+    inputs = [device_tensor(4, 6, seed=slot) for slot in range(3)]
+    outputs = [slot(x) for slot, x in zip(slots, inputs, strict=True)]
+    grads = []
+    for x, output in zip(reversed(inputs), reversed(outputs), strict=True):
+        grads += torch.autograd.grad(output.sum(), x)
+    assert [bool(grad.isnan().any()) for grad in grads] == [True, False, False]
+
+
+def test_without_sharing_gradients_stay():
+    slots = captured_for_sharing([1, -1], shares=False, layers=3)
+    inputs = [device_tensor(4, 6, seed=slot) for slot in range(3)]
+    outputs = [slot(x) for slot, x in zip(slots, inputs, strict=True)]
+    grads = []
+    for x, output in zip(reversed(inputs), reversed(outputs), strict=True):
+        grads += torch.autograd.grad(output.sum(), x)
+    assert not any(grad.isnan().any() for grad in grads)
