@@ -40,19 +40,21 @@ MORE = [
     {"dtype": "bf16", "fused_wgrad": True},
     {"dtype": "bf16", "fused_wgrad": True, "warmup": 0, "layers": 5},
     {"dtype": "bf16", "recompute": ["core_attn"]},
+    {"dtype": "bf16", "recompute": ["core_attn", "mlp"]},
+    {"dtype": "bf16", "recompute": ["mlp"], "microbatches": 2},
+    {"dtype": "bf16", "recompute": ["layernorm"]},
+    {"dtype": "bf16", "fp8": "delayed", "microbatches": 2},
+    {"dtype": "bf16", "fp8": "tensorwise", "microbatches": 2},
     {"dtype": "bf16", "strategy": "optim_grads"},
     {"dtype": "bf16", "evaluates": True, "dropout": 0.1},
     {"dtype": "bf16", "control": "captured_again", "dropout": 0.1},
     {"dtype": "bf16", "control": "failed_forward_capture", "dropout": 0.1},
     {"dtype": "bf16", "control": "failed_backward_capture", "dropout": 0.1},
 ]
-FP8 = [{"dtype": "bf16", "fp8": "delayed"}, {"dtype": "bf16", "fp8": "tensorwise"}]  # TransformerEngine's engine only
 
 
-def _cases(layout: str, engine: str) -> list[dict]:
-    if layout != "data parallel":
-        return MOE
-    return [*MOE, *MORE, *(FP8 if engine == "transformer_engine" else ())]
+def _cases(layout: str) -> list[dict]:
+    return [*MOE, *MORE] if layout == "data parallel" else MOE
 
 
 RUNS = [(layout, engine) for layout in LAYOUTS for engine in ENGINES if LAYOUTS[layout][2] <= max(GPUS, 1)]
@@ -64,7 +66,7 @@ def results(compare_runs):
     found = {}
     for layout, engine in RUNS:
         options, extra, _ = LAYOUTS[layout]
-        cases = _cases(layout, engine)
+        cases = _cases(layout)
         compared = compare_runs(
             [SIZES | extra | case for case in cases],
             *options,
@@ -99,7 +101,7 @@ def _write(found: dict) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "engine", "case"),
-    [pytest.param(*run, case, id=f"{run[0]}, {run[1]}: {name_of(case)}") for run in RUNS for case in _cases(*run)],
+    [pytest.param(*run, case, id=f"{run[0]}, {run[1]}: {name_of(case)}") for run in RUNS for case in _cases(run[0])],
 )
 def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
     result = results[layout, engine][name_of(case)]

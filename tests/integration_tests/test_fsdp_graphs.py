@@ -34,6 +34,8 @@ OTHERS: list[dict[str, Any]] = [
     {"strategy": "optim"},
     {"strategy": "no_shard"},
     {"recompute": ["core_attn"]},
+    {"recompute": ["core_attn", "mlp"]},
+    {"recompute": ["mlp"], "microbatches": 2},
     {"evaluates": True, "dropout": 0.1},
     {"control": "captured_again", "dropout": 0.1},
 ]

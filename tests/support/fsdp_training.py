@@ -246,6 +246,8 @@ def _config(case: Case, graphs: bool):
         moe |= {"fp8": "hybrid", "fp8_recipe": case.fp8}
     if case.recompute:
         moe |= {"recompute_granularity": "selective", "recompute_modules": list(case.recompute)}
+        # A recomputed MLP would return its bias, a parameter, which becomes an output of its own recomputation.
+        moe["add_bias_linear"] = "mlp" not in case.recompute and not case.experts
     from megatron.core import parallel_state
 
     return TransformerConfig(

@@ -9,7 +9,7 @@ from typing import Any
 from .graphed_callables import make_graphed_callables
 
 ENGINE_VARIABLE = "MEGATRON_CUDA_GRAPH_ENGINE"
-NATIVE, TRANSFORMER_ENGINE, AUTO = "native", "transformer_engine", "auto"
+NATIVE, TRANSFORMER_ENGINE = "native", "transformer_engine"
 
 
 @dataclass(frozen=True)
@@ -45,40 +45,31 @@ def transformer_engine() -> Engine | None:
     return _engine(TRANSFORMER_ENGINE, capture)
 
 
-def choose_engine(
-    *, needs_transformer_engine: str = "", needs_hooks: bool = False, needs_megatron_rng: bool = False
-) -> Engine:
+def choose_engine(*, needs_hooks: bool = False) -> Engine:
     """Choose the engine, as the environment variable ``MEGATRON_CUDA_GRAPH_ENGINE`` says.
 
-    Its values are ``native``, ``transformer_engine`` and ``auto``, the default: TransformerEngine's engine where it is
-    there and can do the job, because both are about equally fast and it shares memory between graphs; else this
-    project's.
+    Its values are ``native``, this project's engine, which is the default, and ``transformer_engine``. Both were seen
+    to compute the same bits and to hold the same memory; ours costs the host less (``benchmarks/replay_overhead.py``)
+    and needs no TransformerEngine.
 
     Args:
-        needs_transformer_engine: Why only TransformerEngine's engine will do (a flag, say); empty if either does.
         needs_hooks: Whether the engine must run capture-time hooks, which TransformerEngine's does from 2.19 on.
-        needs_megatron_rng: Whether layers draw from generators of Megatron's own RNG tracker, which TransformerEngine's
-            engine does not know.
 
     Raises:
         ValueError: the variable has another value.
-        RuntimeError: the engine that is asked for or needed is not there, or cannot do the job.
+        RuntimeError: TransformerEngine's engine is asked for and is not there, or cannot run the hooks.
     """
-    choice = os.environ.get(ENGINE_VARIABLE, AUTO)
-    if choice not in (NATIVE, TRANSFORMER_ENGINE, AUTO):
-        raise ValueError(f"{ENGINE_VARIABLE} must be {NATIVE}, {TRANSFORMER_ENGINE} or {AUTO}, got {choice!r}")
-    if choice == NATIVE and needs_transformer_engine:
-        raise RuntimeError(f"{needs_transformer_engine} needs TransformerEngine's engine: unset {ENGINE_VARIABLE}")
-    engine = None if choice == NATIVE else transformer_engine()
-    fits = engine is not None and not needs_megatron_rng and (engine.takes_hooks or not needs_hooks)
-    if choice == NATIVE or (choice == AUTO and not fits and not needs_transformer_engine):
+    choice = os.environ.get(ENGINE_VARIABLE, NATIVE)
+    if choice == NATIVE:
         return _engine(NATIVE, make_graphed_callables)
-    why = needs_transformer_engine or f"{ENGINE_VARIABLE}={choice}"
+    if choice != TRANSFORMER_ENGINE:
+        raise ValueError(f"{ENGINE_VARIABLE} must be {NATIVE} or {TRANSFORMER_ENGINE}, got {choice!r}")
+    engine = transformer_engine()
     if engine is None:
-        raise RuntimeError(f"{why} needs TransformerEngine, which cannot be imported here")
+        raise RuntimeError(f"{ENGINE_VARIABLE}={choice} needs TransformerEngine, which cannot be imported here")
     if needs_hooks and not engine.takes_hooks:
         raise RuntimeError(
-            f"{why} needs TransformerEngine 2.19 or newer: Megatron-FSDP's hooks must run at capture, and the "
-            "installed make_graphed_callables takes no capture_time_hooks"
+            f"{ENGINE_VARIABLE}={choice} needs TransformerEngine 2.19 or newer: Megatron-FSDP's hooks must run at "
+            "capture, and the installed make_graphed_callables takes no capture_time_hooks"
         )
     return engine

@@ -230,6 +230,21 @@ def refused_on_legacy_stream(name: str, params: Iterable[torch.Tensor]) -> Itera
         raise RuntimeError(f"{name} cannot be captured. {_LEGACY_STREAM}")
 
 
+@contextmanager
+def nested_backward_allowed() -> Iterator[None]:
+    """Let activation checkpointing run its backward pass inside ``torch.autograd.grad``.
+
+    It asks torch, which says no, because what it accumulates is not among what ``grad`` returns. The caller must take
+    care of that.
+    """
+    asked = torch.autograd._is_checkpoint_valid
+    torch.autograd._is_checkpoint_valid = lambda: True
+    try:
+        yield
+    finally:
+        torch.autograd._is_checkpoint_valid = asked
+
+
 def _explain(error: BaseException) -> None:
     text = str(error)
     if "StreamCaptureImplicit" in text or "legacy stream" in text or "previous error during capture" in text:

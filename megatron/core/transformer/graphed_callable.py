@@ -11,7 +11,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from .capture_time_hooks import CaptureTimeHooks
 from .delayed_weight_gradients import DelayedWeightGradients, delays_weight_gradients
-from .graph_capture import refused_on_legacy_stream
+from .graph_capture import nested_backward_allowed, refused_on_legacy_stream
 from .graph_memory import weak_reference
 from .graph_quantization import QuantizedReplay
 from .graph_replay import Replay, ReplayOptions, replay
@@ -168,7 +168,7 @@ class GraphedCallable:
             inputs = [tensor for tensor in self.inputs if tensor.requires_grad]
             grad_outputs = new_grads(outputs)
             check = nullcontext() if self._ran_backward else refused_on_legacy_stream(self.name, self.params)
-            with self._without_grad(), check, recording(graph):
+            with self._without_grad(), check, nested_backward_allowed(), recording(graph):
                 grads = torch.autograd.grad(
                     outputs,
                     (*inputs, *self.params),

@@ -13,13 +13,13 @@ import torch
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.utils import get_attr_wrapped_model, log_on_each_pipeline_stage, log_single_rank
 from megatron_fsdp_cuda_graphs.overlay import upstream
 
 from .cuda_graph_checks import check_fsdp_options
-from .cuda_graph_engines import Engine, choose_engine
+from .cuda_graph_engines import choose_engine
 from .cuda_graph_hooks import extracted_hooks
 from .cuda_graph_inputs import LayerInputs, SampleArguments, captures_attention, sample_arguments
 from .cuda_graph_order import convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
@@ -95,21 +95,8 @@ class TECudaGraphHelper:
                     fsdp.ddp_config,
                     gradient_accumulation_fusion=config.gradient_accumulation_fusion,
                 )
-        self._engine = self._choose_engine()
+        self._engine = choose_engine(needs_hooks=any(_fsdp_of(chunk) is not None for chunk in model))
         self._discover_layers()
-
-    def _choose_engine(self) -> Engine:
-        config = self.config
-        quantized = next((f"--{name}" for name in ("fp8", "fp4") if getattr(config, name)), "")
-        delayed = "--delay-wgrad-compute" if config.delay_wgrad_compute else ""
-        # Recomputed modules with parameters accumulate gradients by a backward pass inside the captured one.
-        modules = config.recompute_modules if config.recompute_granularity == "selective" else []
-        recomputed = next((f"--recompute-modules {name}" for name in modules if name != "core_attn"), "")
-        return choose_engine(
-            needs_transformer_engine=quantized or delayed or recomputed,
-            needs_hooks=any(_fsdp_of(chunk) is not None for chunk in self.model),
-            needs_megatron_rng=isinstance(get_cuda_rng_tracker(), CudaRNGStatesTracker),
-        )
 
     # --------------------------------------------------------------------------------------------- layers
 

@@ -46,62 +46,18 @@ def test_the_variable_has_its_documented_name():
     assert ENGINE_VARIABLE == "MEGATRON_CUDA_GRAPH_ENGINE"
 
 
-# ----------------------------------------------------------------------------------------------------------- auto
-
-
-@pytest.mark.parametrize("needs_hooks", [False, True])
-def test_by_default_it_is_transformer_engines_where_it_can_do_the_job(installed, needs_hooks):
-    installed(capture_with_hooks)
-    assert choose_engine(needs_hooks=needs_hooks).capture is capture_with_hooks
-
-
-def test_by_default_it_is_ours_without_transformer_engine(installed):
-    installed(None)
-    engine = choose_engine(needs_hooks=True)
-    assert (engine.name, engine.capture) == ("native", make_graphed_callables)
-    assert engine.takes_hooks
-
-
-def test_by_default_it_is_ours_where_transformer_engine_is_too_old_for_the_hooks_that_are_needed(installed):
-    installed(capture_without_hooks)
-    assert choose_engine(needs_hooks=True).capture is make_graphed_callables
-    assert choose_engine(needs_hooks=False).capture is capture_without_hooks
-
-
-def test_by_default_it_is_ours_where_layers_draw_from_megatrons_own_generators(installed):
-    installed(capture_with_hooks)
-    assert choose_engine(needs_megatron_rng=True).capture is make_graphed_callables
-
-
-@pytest.mark.parametrize("choice", [None, "auto"])
-def test_by_default_a_job_for_transformer_engine_only_gets_its_engine(installed, choose, choice):
-    if choice:
-        choose(choice)
-    installed(capture_with_hooks)
-    engine = choose_engine(needs_transformer_engine="--fp8", needs_hooks=True)
-    assert (engine.name, engine.capture) == ("transformer_engine", capture_with_hooks)
-    assert engine.takes_hooks
-
-
-def test_a_job_for_transformer_engine_only_is_refused_by_name_without_it(installed):
-    installed(None)
-    with pytest.raises(RuntimeError, match="--fp8 needs TransformerEngine, which cannot be imported here"):
-        choose_engine(needs_transformer_engine="--fp8")
-
-
 # --------------------------------------------------------------------------------------------------------- native
 
 
-def test_native_is_ours(choose):
-    choose("native")
-    assert choose_engine(needs_hooks=True).capture is make_graphed_callables
-
-
-def test_native_is_refused_for_a_job_for_transformer_engine_only(installed, choose):
-    installed(capture_with_hooks)
-    choose("native")
-    with pytest.raises(RuntimeError, match=f"--fp8 needs TransformerEngine's engine: unset {ENGINE_VARIABLE}"):
-        choose_engine(needs_transformer_engine="--fp8")
+@pytest.mark.parametrize("choice", [None, "native"])
+@pytest.mark.parametrize("capture", [None, capture_with_hooks, capture_without_hooks])
+def test_it_is_ours_by_default_whatever_is_installed(installed, choose, choice, capture):
+    installed(capture)
+    if choice:
+        choose(choice)
+    engine = choose_engine(needs_hooks=True)
+    assert (engine.name, engine.capture) == ("native", make_graphed_callables)
+    assert engine.takes_hooks
 
 
 # --------------------------------------------------------------------------------------------- transformer_engine
@@ -150,12 +106,10 @@ def test_a_transformer_engine_that_fails_to_import_is_none(monkeypatch):
 # ---------------------------------------------------------------------------------------------------------- errors
 
 
-@pytest.mark.parametrize("choice", ["", "te", "Native"])
+@pytest.mark.parametrize("choice", ["", "te", "Native", "auto"])
 def test_another_value_is_refused_with_the_values_there_are(choose, choice):
     choose(choice)
-    with pytest.raises(
-        ValueError, match=f"{ENGINE_VARIABLE} must be native, transformer_engine or auto, got '{choice}'"
-    ):
+    with pytest.raises(ValueError, match=f"{ENGINE_VARIABLE} must be native or transformer_engine, got '{choice}'"):
         choose_engine()
 
 

@@ -496,20 +496,12 @@ class _Checkpointed(torch.nn.Module):
         return y * self.inner.bias if self.also_outside else y
 
 
-@pytest.fixture
-def checkpoints_in_captures(monkeypatch):
-    """torch's reentrant checkpoint, as Megatron's own, goes with ``torch.autograd.grad`` too."""
-    monkeypatch.setattr("torch.autograd._is_checkpoint_valid", lambda: True)
-
-
-@pytest.mark.usefixtures("checkpoints_in_captures")
 @pytest.mark.parametrize("also_outside", [False, True], ids=["recomputed", "recomputed and used outside"])
 def test_gradients_that_a_backward_pass_inside_accumulates_are_bit_equal_to_eager(also_outside):
     case = Case(lambda: _Checkpointed(also_outside))
     assert_same_bits(train(case, make_graphed_callables), train(case, None))
 
 
-@pytest.mark.usefixtures("checkpoints_in_captures")
 def test_gradients_that_were_there_before_capture_are_untouched_by_a_backward_pass_inside():
     module = _Checkpointed(False)
     before = [torch.ones_like(param) for param in module.parameters()]
@@ -518,6 +510,13 @@ def test_gradients_that_were_there_before_capture_are_untouched_by_a_backward_pa
     make_graphed_callables(module, (device_tensor(4, 6),))
     assert all(param.grad is grad for param, grad in zip(module.parameters(), before, strict=True))
     assert_same_bits(before, [torch.ones_like(param) for param in module.parameters()])
+
+
+def test_checkpoints_outside_of_captures_are_refused_in_grad_as_ever():
+    make_graphed_callables(_Checkpointed(False), (device_tensor(4, 6),))
+    x = device_tensor(4, 6)
+    with pytest.raises(RuntimeError, match=r"\.grad\(\)"):
+        torch.autograd.grad(_Checkpointed(False)(x).sum(), x)
 
 
 # ------------------------------------------------------------------------------------------------- second derivatives
