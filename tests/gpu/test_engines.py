@@ -148,6 +148,77 @@ def test_the_comparison_notices_statistics_that_are_not_updated(monkeypatch, eng
         assert_same_bits(training.run(ENGINES[engine]), eager)
 
 
+# ------------------------------------------------------------------------------------------- delayed weight gradients
+
+
+def delayed_weight_gradients(engine: Callable | None) -> list[torch.Tensor | None]:
+    """Numbers of a training of two layers, each a chunk, whose weight gradients run after both backward passes."""
+    torch.manual_seed(5)
+    layers = [te.LayerNormLinear(HIDDEN, HIDDEN, delay_wgrad_compute=True, device="cuda") for _ in range(2)]
+    params = [param for layer in layers for param in layer.parameters()]
+    called: Any = layers
+    if engine is not None:
+        called = engine(
+            tuple(layers),
+            tuple((torch.randn(SEQUENCE, HIDDEN, device="cuda", requires_grad=True),) for _ in layers),
+            _order=[1, 2, -2, -1, -2.5, -1.5],
+            _num_layers_per_chunk=[1, 1],
+            allow_unused_input=True,
+        )
+    numbers: list[torch.Tensor | None] = []
+    for step in range(STEPS):
+        generator = torch.Generator("cuda").manual_seed(step)
+        x = torch.randn(SEQUENCE, HIDDEN, generator=generator, device="cuda").requires_grad_()
+        loss = called[1](called[0](x)).square().mean()
+        loss.backward()
+        for layer in reversed(called):
+            layer.backward_dw()
+        numbers += copies([loss, x.grad, *(param.grad for param in params)])
+        descend(params)
+    return numbers + copies(params)
+
+
+def test_delayed_weight_gradients_train_bit_for_bit():
+    assert_same_bits(delayed_weight_gradients(native), delayed_weight_gradients(None))
+
+
+# ----------------------------------------------------------------------------------------------- capture-time hooks
+
+
+def recorded(engine: Callable, **options: Any) -> list[str]:
+    """What hooks of two layers run in warm-up and capture, in order."""
+    events: list[str] = []
+
+    def hook(kind: str, layer: int) -> Callable[[torch.nn.Module], None]:
+        return lambda module: events.append(f"{kind} {layer} {torch.cuda.is_current_stream_capturing()}")
+
+    kinds = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+    engine(
+        tuple(torch.nn.Linear(8, 8).cuda() for _ in range(2)),
+        tuple((torch.randn(4, 8, device="cuda", requires_grad=True),) for _ in range(options.pop("slots", 2))),
+        capture_time_hooks=[{kind: {0: hook(kind, layer)} for kind in kinds} for layer in range(2)],
+        pre_warmup_hook=lambda: events.append("before warm-up"),
+        post_warmup_hook=lambda: events.append("after warm-up"),
+        **options,
+    )
+    return events
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"_order": [1, -1], "_num_layers_per_chunk": [2]},
+        {"_order": [1, 2, 1, 2, -2, -1, -2, -1], "_num_layers_per_chunk": [1, 1], "slots": 4},
+    ],
+    ids=["unordered", "one chunk", "two chunks and micro-batches"],
+)
+def test_hooks_run_as_in_transformer_engine(options):
+    ours = recorded(native, **options)
+    assert ours == recorded(transformer_engine, **options)
+    assert len(ours) == 2 + 4 * 4 * options.get("slots", 2)
+
+
 # -------------------------------------------------------------------------------------------- what cannot be captured
 
 
@@ -167,16 +238,26 @@ def test_gradients_on_the_legacy_stream_are_refused_before_capture_and_training_
 # ------------------------------------------------------------------------------------------------------- memory
 
 
-def bytes_held(engine: Callable) -> int:
-    """What the allocator holds for the graphs of eight layers."""
+def reserved() -> int:
+    """What the allocator holds and cannot give back."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+def large_layers() -> tuple[tuple[torch.nn.Module, ...], tuple[tuple[torch.Tensor], ...]]:
+    """Eight layers with 32 MiB of weights each, and their inputs."""
     layers = tuple(
         torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)).cuda()
         for _ in range(8)
     )
-    samples = tuple((torch.randn(1024, 1024, device="cuda", requires_grad=True),) for _ in layers)
-    gc.collect()
-    torch.cuda.empty_cache()
-    before = torch.cuda.memory_reserved()
+    return layers, tuple((torch.randn(1024, 1024, device="cuda", requires_grad=True),) for _ in layers)
+
+
+def bytes_held(engine: Callable) -> int:
+    """What the allocator holds for the graphs of eight layers."""
+    layers, samples = large_layers()
+    before = reserved()
     graphed = engine(
         layers,
         samples,
@@ -184,9 +265,7 @@ def bytes_held(engine: Callable) -> int:
         _reuse_graph_input_output_buffers=True,
         clone_param_grads_on_return=False,
     )
-    gc.collect()
-    torch.cuda.empty_cache()
-    held = torch.cuda.memory_reserved() - before
+    held = reserved() - before
     assert len(graphed) == len(layers)
     return held
 
@@ -196,3 +275,25 @@ def test_our_graphs_hold_no_more_memory_than_transformer_engines():
     held = [(bytes_held(native), bytes_held(transformer_engine)) for _ in range(3)]
     ours, theirs = map(min, zip(*held, strict=True))
     assert ours <= theirs
+
+
+def test_reset_gives_all_memory_back():
+    layers, samples = large_layers()
+    native(layers, samples, _order=[1, -1])  # cuBLAS gets its workspaces
+    before = reserved()
+    graphed = native(layers, samples, _order=[1, -1])
+    assert reserved() - before > 8 * 2**25
+    for slot in graphed:
+        slot.reset()
+    # A new stream may have cost a workspace of 32 MiB.
+    assert reserved() - before <= 2**25 + 2**22
+
+
+def test_a_failed_capture_holds_no_memory():
+    layers, samples = large_layers()
+    layers[-1][-1].register_forward_hook(lambda module, args, output: output.sum().item() and None)
+    before = reserved()
+    for _ in range(3):
+        with pytest.raises(RuntimeError):
+            native(layers, samples, _order=[1, -1])
+    assert reserved() - before <= 4 * (2**25 + 2**22)  # workspaces of cuBLAS, for each stream; graphs hold 256 MiB

@@ -58,7 +58,7 @@ def recover_from_failed_capture(pool: tuple) -> None:
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
     # What takes generators out of capture mode is the end of a capture that succeeds: an empty one.
-    with side_stream(), warnings.catch_warnings():
+    with torch.cuda.stream(torch.cuda.Stream()), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the graph is empty
         capture = Capture(None)
         with capture.recording(capture.new_graph()):
@@ -138,16 +138,30 @@ def transformer_engine_flag() -> Iterator[None]:
         graph.set_capture_end()
 
 
+_streams: dict[int, torch.cuda.Stream] = {}
+
+
 @contextmanager
-def side_stream() -> Iterator[torch.cuda.Stream]:
-    """Run on a new stream, after all that the current stream was given, and before all that it will be given."""
-    outer, stream = torch.cuda.current_stream(), torch.cuda.Stream()
+def capture_stream() -> Iterator[torch.cuda.Stream]:
+    """Run on the device's stream for captures, after all that the current stream was given, and before all it will be.
+
+    It is one stream for all captures of the process: cuBLAS keeps a workspace for every stream that it has met.
+    """
+    device = torch.cuda.current_device()
+    outer, stream = torch.cuda.current_stream(), _streams.setdefault(device, torch.cuda.Stream())
     stream.wait_stream(outer)
     try:
         with torch.cuda.stream(stream):
             yield stream
     finally:
         outer.wait_stream(stream)
+
+
+def give_back_memory() -> None:
+    """Give the device what warm-up has left in the allocator's cache: graphs have a pool of their own."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
 
 
 class Capture:

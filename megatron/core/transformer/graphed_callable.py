@@ -232,6 +232,10 @@ class GraphedCallable:
         """Drop what a failed pass left for ``backward_dw``, which the next one would take for its own."""
         self._delayed.forget()
 
+    def drop_results(self) -> None:
+        """Let go of what a pass of warm-up computed."""
+        self._outputs = self._grad_outputs = self._grad_inputs = ()
+
     def release_outputs(self) -> None:
         """Let later captures use the memory of the outputs, which nothing reads after the backward pass."""
         if not self._options.retain_graph:

@@ -5,18 +5,25 @@ called with the same arguments.
 """
 
 import functools
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
+from .capture_passes import CapturePasses
 from .capture_time_hooks import CaptureTimeHooks
-from .graph_capture import Capture, not_recording, side_stream, transformer_engine_flag, undisturbed_gc, undisturbed_rng
-from .graph_plan import Pass, Plan, ordered_plan, unordered_plan
+from .graph_capture import (
+    Capture,
+    capture_stream,
+    give_back_memory,
+    transformer_engine_flag,
+    undisturbed_gc,
+    undisturbed_rng,
+)
+from .graph_plan import ordered_plan, unordered_plan
 from .graph_quantization import quantization_of
-from .graphed_callable import CaptureOptions, GraphedCallable, Recording
+from .graphed_callable import CaptureOptions, GraphedCallable
 from .static_inputs import share_inputs, signature
 
 
@@ -150,20 +157,18 @@ def make_graphed_callables(
         )
         for index, (args, kwargs) in zip(plan.callable_of_slot, inputs, strict=True)
     ]
-    grads = _StaticGradients(shared=_reuse_graph_input_output_buffers)
+    passes = CapturePasses(plan, slots, training, shares_memory=_reuse_graph_input_output_buffers)
     undisturbed = quantization.undisturbed(callables) if quantization else nullcontext()
     try:
-        with undisturbed_gc(), undisturbed_rng(), undisturbed, transformer_engine_flag(), side_stream():
+        with undisturbed_gc(), undisturbed_rng(), undisturbed, transformer_engine_flag(), capture_stream():
             if pre_warmup_hook is not None:
                 pre_warmup_hook()
             for _ in range(num_warmup_iters):
-                _run(plan, slots, training, grads, not_recording, lambda: None)
+                passes.warm_up()
             if post_warmup_hook is not None:
                 post_warmup_hook()
-            torch.cuda.synchronize()
-            capture = Capture(pool)
-            shares = _reuse_graph_input_output_buffers
-            _run(plan, slots, training, grads, capture.recording, capture.new_graph, shares)
+            give_back_memory()
+            passes.capture(Capture(pool))
         for slot in slots:
             slot.finish()
     except BaseException:
@@ -174,64 +179,6 @@ def make_graphed_callables(
 
     graphed = tuple(slots) if _order is not None else tuple(_graph_in_place(slot) for slot in slots)
     return graphed[0] if alone else graphed
-
-
-def _run(
-    plan: Plan,
-    slots: Sequence[GraphedCallable],
-    training: bool,
-    grads: "_StaticGradients",
-    recording: Recording,
-    new_graph: Callable[[], torch.cuda.CUDAGraph | None],
-    releases_memory: bool = False,
-) -> None:
-    last_steps = plan.last_steps()
-    gradients_read = plan.gradients_read() if releases_memory else {}
-    with_weight_gradients = {step.slot for step in plan.steps if step.kind is Pass.WEIGHT_GRADIENTS}
-    for step in plan.steps:
-        slot = slots[step.slot]
-        if step.kind is Pass.FORWARD or (training and (step.kind is Pass.BACKWARD or slot.delays_weight_gradients)):
-            with torch.profiler.record_function(f"{slot.name} {step.kind.value} for capture"):
-                if step.kind is Pass.FORWARD:
-                    slot.forward(recording, new_graph())
-                elif step.kind is Pass.WEIGHT_GRADIENTS:
-                    slot.weight_gradients(recording, new_graph())
-                elif slot.delays_weight_gradients and step.slot not in with_weight_gradients:
-                    raise ValueError(
-                        f"{slot.name} delays its weight gradients, so _order must run them (-c - 0.5 for chunk c) "
-                        "after its backward"
-                    )
-                else:
-                    slot.backward(recording, functools.partial(grads.lend, step.slot), new_graph())
-                    if releases_memory:
-                        slot.release_outputs()
-                    for read in gradients_read.get(step, ()):
-                        slots[read].release_gradients()
-        if step in last_steps:
-            grads.take_back(step.slot)
-
-
-class _StaticGradients:
-    """Lends static gradients of outputs, where they may be shared to one slot after another."""
-
-    def __init__(self, shared: bool):
-        self._shared = shared
-        self._lent: dict[int, tuple[tuple, tuple[torch.Tensor, ...]]] = {}
-        self._free: dict[tuple, list[tuple[torch.Tensor, ...]]] = defaultdict(list)
-
-    def lend(self, slot: int, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return gradients for the outputs of ``slot``, which keeps them until its last pass."""
-        key = tuple((output.shape, output.dtype, output.layout) for output in outputs)
-        free = self._free[key]
-        grads = free.pop() if free else tuple(torch.zeros_like(output) for output in outputs)
-        self._lent[slot] = key, grads
-        return grads
-
-    def take_back(self, slot: int) -> None:
-        """Free what ``slot`` was lent for the next slot with such outputs, if they may be shared."""
-        key, grads = self._lent.pop(slot, ((), ()))
-        if self._shared and grads:
-            self._free[key].append(grads)
 
 
 def _take_back_reset_graphs(callables: Sequence[Callable]) -> None:

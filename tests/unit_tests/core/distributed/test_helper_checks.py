@@ -35,22 +35,3 @@ def test_the_helper_names_what_is_missing(ranks, sharding, named, not_named):
 
 def test_the_helper_takes_a_model_that_has_both(ranks):
     assert len(helper(DOUBLE_BUFFER | FALLBACK).flattened_callables) == 2
-
-
-@pytest.mark.parametrize(
-    ("options", "flag"),
-    [
-        ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
-        ({"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}, "--recompute-modules mlp"),
-    ],
-    ids=["delayed weight gradients", "recomputed modules with parameters"],
-)
-def test_what_only_transformer_engine_captures_is_named_where_it_is_missing(ranks, options, flag):
-    from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
-
-    variant = Variant(small(), sharding=DOUBLE_BUFFER | FALLBACK)
-    model = variant.build(graphs=True)
-    for name, value in options.items():
-        setattr(model.config, name, value)
-    with pytest.raises(RuntimeError, match=f"{flag} needs TransformerEngine"):
-        TECudaGraphHelper([model], model.config, variant.case.sequence, variant.case.micro_batch)

@@ -7,6 +7,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.transformer.cuda_graph_hooks import HOOK_KINDS, extracted_hooks
@@ -247,6 +248,39 @@ def test_warm_up_and_capture_run_on_one_stream_of_their_own():
     make_graphed_callables(observed, (device_tensor(3),), num_warmup_iters=1)
     assert seen[0] == seen[1] != outer
     assert seen[0] != torch.cuda.default_stream()
+
+
+def test_all_captures_run_on_one_stream():
+    seen = []
+
+    def observed(x):
+        seen.append(torch.cuda.current_stream())
+        return x * 2
+
+    for _ in range(2):
+        make_graphed_callables(observed, (device_tensor(3),))
+    assert len(set(seen)) == 1
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_that_warm_up_computed_is_held_when_capture_begins(training):
+    module = mlp().train(training)
+    computed = []
+    for param in module.parameters():
+        param.register_hook(lambda grad: computed.append(StorageWeakRef(grad.untyped_storage())))
+    held = []
+
+    def note(module, args, output):
+        computed.append(StorageWeakRef(output.untyped_storage()))
+
+    make_graphed_callables(
+        module,
+        (device_tensor(4, 6),),
+        capture_time_hooks=[{"forward_hooks": {0: note}}],
+        post_warmup_hook=lambda: held.extend(not reference.expired() for reference in computed),
+    )
+    assert len(held) == (3 * 5 if training else 3)
+    assert not any(held)
 
 
 # ------------------------------------------------------------------------------------------- Megatron's generators
