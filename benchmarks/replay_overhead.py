@@ -6,7 +6,8 @@ Captures 1, 8 and 64 tiny layers in a row with each engine in turn and times, on
 backward replays: the GPU has next to nothing to do, so this is what an engine costs in Python, autograd and the driver.
 Then captures larger layers and takes the bytes that the allocator holds more than before. Ratios are to
 TransformerEngine's engine, or to torch's where TransformerEngine is not there. All engines capture the same layers, in
-the same order of passes where they take one, and share buffers where they can.
+the same order of passes where they take one, and share buffers where they can. "autograd alone" is a function of the
+same inputs that does nothing: with one layer most of a backward pass is the start of autograd's engine.
 
 Needs a GPU; on the CPU backend (``python -m megatron_fsdp_cuda_graphs.cpu_backend benchmarks/replay_overhead.py``) it
 runs without TransformerEngine, to show that it works: its times there are a tape's and its memory is not known.
@@ -29,6 +30,8 @@ from megatron.core.transformer.cuda_graph_engines import transformer_engine
 from megatron.core.transformer.graphed_callables import make_graphed_callables
 
 Graphed = Sequence[Callable[[torch.Tensor], torch.Tensor]]
+
+FLOOR = "autograd alone"
 
 
 def layers(count: int, hidden: int) -> tuple[torch.nn.Module, ...]:
@@ -70,6 +73,29 @@ def engines() -> dict[str, Callable[[tuple, list], Graphed]]:
     return found
 
 
+class _Nothing(torch.autograd.Function):
+    """What autograd costs alone: a function of the same inputs that does nothing."""
+
+    @staticmethod
+    def forward(ctx, x, *params):
+        ctx.count = len(params)
+        return x.detach()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, *[None] * ctx.count
+
+
+def autograd_alone(count: int, hidden: int) -> Graphed:
+    """Callables that return their input, with autograd."""
+    modules = layers(count, hidden)
+    return [functools.partial(_apply_nothing, tuple(module.parameters())) for module in modules]
+
+
+def _apply_nothing(params: tuple[torch.Tensor, ...], x: torch.Tensor) -> torch.Tensor:
+    return _Nothing.apply(x, *params)
+
+
 def host_times(graphed: Graphed, hidden: int, repeats: int) -> tuple[float, float]:
     """Median microseconds of host time for one layer's forward and for its backward replay, layers in a row."""
     x = torch.randn(8, hidden, device="cuda", requires_grad=True)
@@ -87,7 +113,8 @@ def host_times(graphed: Graphed, hidden: int, repeats: int) -> tuple[float, floa
         y.backward(gradient, inputs=[x])
         backward.append(time.perf_counter() - start)
         x.grad = None
-    return tuple(statistics.median(times[1:]) / len(graphed) * 1e6 for times in (forward, backward))
+    scale = 1e6 / len(graphed)
+    return statistics.median(forward[1:]) * scale, statistics.median(backward[1:]) * scale
 
 
 def held(make: Callable[[], Graphed]) -> tuple[Graphed, int]:
@@ -126,8 +153,11 @@ def main() -> None:
     with torch.cuda.stream(torch.cuda.Stream()):
         for round_number in range(args.rounds):
             for count in args.callables:
-                for name, capture in engines().items():
-                    graphed = capture(layers(count, args.hidden), inputs(count, 8, args.hidden))
+                for name, capture in (engines() | {FLOOR: None}).items():
+                    if capture is None:
+                        graphed = autograd_alone(count, args.hidden)
+                    else:
+                        graphed = capture(layers(count, args.hidden), inputs(count, 8, args.hidden))
                     forward, backward = host_times(graphed, args.hidden, args.repeats)
                     rows.append(
                         {
@@ -155,7 +185,7 @@ def main() -> None:
                 statistics.median(r[key] for r in rows if r["engine"] == name and r["callables"] == count)
                 for key in ("forward_us", "backward_us")
             ]
-            for name in engines()
+            for name in [*engines(), FLOOR]
         }
         for name, (forward, backward) in medians.items():
             ratio = (forward + backward) / sum(medians[reference])

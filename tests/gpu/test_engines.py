@@ -246,12 +246,15 @@ def reserved() -> int:
 
 
 def large_layers() -> tuple[tuple[torch.nn.Module, ...], tuple[tuple[torch.Tensor], ...]]:
-    """Eight layers with 32 MiB of weights each, and their inputs."""
+    """Eight layers with 32 MiB of weights each, and their inputs of 16 MiB.
+
+    The allocator takes what is smaller in pieces of 20 MiB, for each stream.
+    """
     layers = tuple(
         torch.nn.Sequential(torch.nn.Linear(1024, 4096), torch.nn.GELU(), torch.nn.Linear(4096, 1024)).cuda()
         for _ in range(8)
     )
-    return layers, tuple((torch.randn(1024, 1024, device="cuda", requires_grad=True),) for _ in layers)
+    return layers, tuple((torch.randn(4096, 1024, device="cuda", requires_grad=True),) for _ in layers)
 
 
 def bytes_held(engine: Callable) -> int:
@@ -285,8 +288,7 @@ def test_reset_gives_all_memory_back():
     assert reserved() - before > 8 * 2**25
     for slot in graphed:
         slot.reset()
-    # A new stream may have cost a workspace of 32 MiB.
-    assert reserved() - before <= 2**25 + 2**22
+    assert reserved() <= before
 
 
 def test_a_failed_capture_holds_no_memory():
@@ -296,4 +298,4 @@ def test_a_failed_capture_holds_no_memory():
     for _ in range(3):
         with pytest.raises(RuntimeError):
             native(layers, samples, _order=[1, -1])
-    assert reserved() - before <= 4 * (2**25 + 2**22)  # workspaces of cuBLAS, for each stream; graphs hold 256 MiB
+    assert reserved() - before <= 2 * (2**25 + 2**20)  # workspaces of cuBLAS; graphs hold more than 1 GiB

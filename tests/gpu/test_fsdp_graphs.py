@@ -27,13 +27,13 @@ LAYOUTS = {
     "EP2 with ETP2": (["--tp", "2", "--ep", "2", "--etp", "2"], {"sequence_parallel": True}, 4),
 }
 ENGINES = ("native", "transformer_engine")
-MOE = [
+MOE: list[dict] = [
     {"dtype": dtype, "experts": 4, "shared_experts": 256, "modules": modules}
     for dtype, modules in product(
         ("bf16", "fp32"), (["attn"], ["attn", "moe_router", "moe_preprocess"], ["moe_router"])
     )
 ]
-MORE = [
+MORE: list[dict] = [
     {"dtype": "bf16"},
     {"dtype": "bf16", "dropout": 0.1, "microbatches": 2},
     {"dtype": "bf16", "dropout": 0.1, "warmup": 0},

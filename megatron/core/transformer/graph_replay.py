@@ -158,5 +158,12 @@ def _refusing_second_derivatives(ctx, *grads):
     return None, None, *ctx.replay.backward(grads, ctx.options)
 
 
-# What a call does; a name without an attribute lookup.
-replay = _Replayed.apply
+# Function.apply without what it does in Python for torch.func, which costs more than all the rest of it.
+_apply = super(torch.autograd.Function, _Replayed).apply
+
+
+def replay(graphs: Replay, options: ReplayOptions | None, *inputs: torch.Tensor) -> Tensors:
+    """Replay ``graphs`` with autograd; ``inputs`` are those of the callable, then its parameters."""
+    if torch._C._are_functorch_transforms_active():
+        return _Replayed.apply(graphs, options, *inputs)  # says what torch says of such functions
+    return _apply(graphs, options, *inputs)

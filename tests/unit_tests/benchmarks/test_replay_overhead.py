@@ -16,7 +16,9 @@ def test_every_engine_that_is_there_is_timed_and_weighed(tmp_path):
     assert done.returncode == 0, done.stderr
     result = json.loads(output.read_text())
     timed = {(row["round"], row["callables"], row["engine"]) for row in result["host_time"]}
-    assert timed == {(r, count, engine) for r in (0, 1) for count in (1, 3) for engine in ("torch", "native")}
+    assert timed == {
+        (r, count, engine) for r in (0, 1) for count in (1, 3) for engine in ("torch", "native", "autograd alone")
+    }
     assert all(row["forward_us"] > 0 and row["backward_us"] > 0 for row in result["host_time"])
     assert [weight["engine"] for weight in result["memory"]] == ["torch", "native"]
     assert "ratio to torch" in done.stdout
