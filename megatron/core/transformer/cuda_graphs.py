@@ -1,7 +1,6 @@
 """The public module of Megatron-Core's CUDA graphs.
 
-``TECudaGraphHelper`` is defined in ``te_cuda_graph_helper``, the orders of passes in ``cuda_graph_order``. Every other
-name is, so far, megatron-core's own.
+What is not imported here from the files beside it is megatron-core's own.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,8 @@ from .cuda_graph_order import (  # noqa: E402
     convert_schedule_table_to_order,
     get_overlap_moe_expert_parallel_comm_order,
 )
+from .current_microbatch import set_current_microbatch  # noqa: E402
+from .graphable_layers import _layer_is_graphable  # noqa: E402
 from .te_cuda_graph_helper import TECudaGraphHelper  # noqa: E402
 
 if TYPE_CHECKING:  # names that are megatron-core's own
@@ -21,4 +22,10 @@ if TYPE_CHECKING:  # names that are megatron-core's own
     def __getattr__(name: str) -> Any: ...
 
 
-__all__ = ["TECudaGraphHelper", "convert_schedule_table_to_order", "get_overlap_moe_expert_parallel_comm_order"]
+__all__ = [
+    "TECudaGraphHelper",
+    "_layer_is_graphable",
+    "convert_schedule_table_to_order",
+    "get_overlap_moe_expert_parallel_comm_order",
+    "set_current_microbatch",
+]
