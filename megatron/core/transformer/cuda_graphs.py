@@ -1,6 +1,6 @@
 """The public module of Megatron-Core's CUDA graphs.
 
-What is not imported here from the files beside it is megatron-core's own.
+``docs/cuda_graphs_names.md`` says where each name is defined. What is not defined in this tree is megatron-core's own.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -16,6 +16,11 @@ from .cuda_graph_order import (  # noqa: E402
 from .current_microbatch import set_current_microbatch  # noqa: E402
 from .graphable_layers import _layer_is_graphable  # noqa: E402
 from .te_cuda_graph_helper import TECudaGraphHelper  # noqa: E402
+from .vision_cuda_graphs import (  # noqa: E402
+    VisionTECudaGraphHelper,
+    _wrap_graph_for_vision,
+    get_vision_cuda_graph_seq_length,
+)
 
 if TYPE_CHECKING:  # names that are megatron-core's own
 
@@ -24,8 +29,11 @@ if TYPE_CHECKING:  # names that are megatron-core's own
 
 __all__ = [
     "TECudaGraphHelper",
+    "VisionTECudaGraphHelper",
     "_layer_is_graphable",
+    "_wrap_graph_for_vision",
     "convert_schedule_table_to_order",
     "get_overlap_moe_expert_parallel_comm_order",
+    "get_vision_cuda_graph_seq_length",
     "set_current_microbatch",
 ]
