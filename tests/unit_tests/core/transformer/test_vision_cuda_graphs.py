@@ -23,6 +23,7 @@ from megatron.core.transformer.cuda_graphs import (
 )
 from megatron.core.transformer.graphed_callables import make_graphed_callables
 from megatron.core.transformer.layer_graph import LayerGraph
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_fsdp_cuda_graphs.overlay import upstream
 from tests.support import fsdp_training, vision_training
 from tests.support.vision_training import CLASSES, SIDE
@@ -226,6 +227,7 @@ def test_without_a_vision_model_there_are_no_graphs_and_a_warning(one_stage, cap
         helper.create_cudagraphs()
     assert (helper.capture_finished(), helper.graphs_created()) == (True, False)
     assert "VisionTECudaGraphHelper: no graphable layers found" in caplog.text
+    assert (helper.num_layers, helper.num_layers_per_chunk, helper.num_model_chunks) == (0, [0], 1)
 
 
 def test_the_vision_model_may_be_in_any_chunk(one_stage):
@@ -319,6 +321,13 @@ def test_a_graph_of_a_layer_stays_one(cpu_backend):
     assert isinstance(wrapped, LayerGraph)
     (output,) = wrapped(device_tensor(4, 6, seed=7))
     assert_same_bits([output], [graphed(device_tensor(4, 6, seed=7))[1]])
+
+
+def test_a_layer_that_is_captured_with_its_context_trains_as_eager(one_stage, monkeypatch):
+    expected, _ = train(ORDERS[1], graphs=False, steps=4)
+    monkeypatch.setattr(TransformerLayer, "_te_cuda_graph_capture", TransformerLayer.forward)  # (output, None)
+    numbers, _ = train(ORDERS[1], graphs=True, steps=4)
+    assert_same_bits(numbers, expected)
 
 
 # -------------------------------------------------------------------------------------------------- sequence length
