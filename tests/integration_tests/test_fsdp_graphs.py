@@ -36,6 +36,7 @@ OTHERS: list[dict[str, Any]] = [
     {"recompute": ["core_attn"]},
     {"evaluates": True, "dropout": 0.1},
     {"control": "captured_again", "dropout": 0.1},
+    {"control": "captured_by_two_helpers", "dropout": 0.1},
 ]
 VISION: list[dict[str, Any]] = [
     {"vision": True, "microbatches": 2},

@@ -65,6 +65,19 @@ def captured_again(training: Training) -> None:
     training.helper.create_cudagraphs()
 
 
+def captured_by_two_helpers(training: Training) -> None:
+    """Capture the last layers and the first one with a helper each, as for the language and the vision model of one."""
+    from megatron.core.transformer import te_cuda_graph_helper
+
+    first, *rest = training.layers
+    for layers in (rest, [first]):
+        with mock.patch.object(
+            te_cuda_graph_helper, "_layer_is_graphable", lambda layer, _, some=layers: layer in some
+        ):
+            training.make_helper()
+        training.helper.create_cudagraphs()
+
+
 def taken_addresses(training: Training) -> None:
     """Capture, then take the memory that Megatron-FSDP gave back, as any other part of a program may."""
     training.helper.create_cudagraphs()
@@ -134,6 +147,7 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         failed_forward_capture,
         failed_backward_capture,
         captured_again,
+        captured_by_two_helpers,
         taken_addresses,
     )
 }
