@@ -1,4 +1,4 @@
-"""A GPT under Megatron-FSDP with a graph per layer trains bit for bit as it does eagerly, on two CPU ranks.
+"""A model under Megatron-FSDP with a graph per layer trains bit for bit as it does eagerly, on two CPU ranks.
 
 Loss and gradient norm of every step and every parameter shard that the optimizer owns are compared, over 10 steps with
 capture after 3. The controls break one thing each, and must be noticed.
@@ -38,8 +38,16 @@ OTHERS: list[dict[str, Any]] = [
     {"recompute": ["mlp"], "microbatches": 2},
     {"evaluates": True, "dropout": 0.1},
     {"control": "captured_again", "dropout": 0.1},
+    {"control": "captured_by_two_helpers", "dropout": 0.1},
 ]
-EQUAL = DENSE + MOE + OTHERS
+VISION: list[dict[str, Any]] = [
+    {"vision": True, "microbatches": 2},
+    {"vision": True, "microbatches": 3, "dtype": "bf16", "dropout": 0.1},
+    {"vision": True, "microbatches": 2, "dtype": "bf16", "dropout": 0.1, "modules": ["attn"]},
+    {"vision": True, "evaluates": True},
+    {"vision": True, "control": "captured_again"},
+]
+EQUAL = DENSE + MOE + OTHERS + VISION
 
 SURVIVED = [
     {"control": "failed_forward_capture", "dropout": 0.1},
@@ -52,12 +60,13 @@ NOTICED = {
     "no_pre_backward_sentinel": "forward_hooks hook",
     "taken_addresses": "",
 }
+DEAD_VISION = {"vision": True, "control": "dead_replay"}
 
 
 @pytest.fixture(scope="session")
 def results(compare_runs):
     """The result of each case, by its name."""
-    cases = [*EQUAL, *SURVIVED, *({"control": name} for name in NOTICED)]
+    cases = [*EQUAL, *SURVIVED, *({"control": name} for name in NOTICED), DEAD_VISION]
     return {
         name_of(case): result
         for case, result in zip(cases, compare_runs([SIZES | case for case in cases]), strict=True)
@@ -81,8 +90,9 @@ def test_training_goes_on_eagerly_after_a_failed_capture(results, case):
     assert result["graphs"] == 0
 
 
-def test_a_replay_that_does_nothing_changes_the_loss(results):
-    differences = results["control=dead_replay"]["differences"]
+@pytest.mark.parametrize("case", [{"control": "dead_replay"}, DEAD_VISION], ids=name_of)
+def test_a_replay_that_does_nothing_changes_the_loss(results, case):
+    differences = results[name_of(case)]["differences"]
     assert any("losses[3]" in line for line in differences)
     assert not any("losses[2]" in line for line in differences)
 

@@ -13,7 +13,8 @@ def dead_replay(training: Training) -> None:
     training.helper.create_cudagraphs()
     for layer in training.layers:
         for graph in layer.cuda_graphs:
-            graph._graphed._replay.run = mock.Mock()
+            graphed = getattr(graph._graphed, "graphed", graph._graphed)  # vision graphs are in a wrapper
+            graphed._replay.run = mock.Mock()
 
 
 def hooks_left(training: Training) -> None:
@@ -62,6 +63,19 @@ def captured_again(training: Training) -> None:
     training.helper.delete_cuda_graphs()
     assert not any(layer.cuda_graphs for layer in training.layers)
     training.helper.create_cudagraphs()
+
+
+def captured_by_two_helpers(training: Training) -> None:
+    """Capture the last layers and the first one with a helper each, as for the language and the vision model of one."""
+    from megatron.core.transformer import te_cuda_graph_helper
+
+    first, *rest = training.layers
+    for layers in (rest, [first]):
+        with mock.patch.object(
+            te_cuda_graph_helper, "_layer_is_graphable", lambda layer, _, some=layers: layer in some
+        ):
+            training.make_helper()
+        training.helper.create_cudagraphs()
 
 
 def taken_addresses(training: Training) -> None:
@@ -133,6 +147,7 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         failed_forward_capture,
         failed_backward_capture,
         captured_again,
+        captured_by_two_helpers,
         taken_addresses,
     )
 }

@@ -1,10 +1,10 @@
-"""Trains a small GPT under Megatron-FSDP, eagerly or with CUDA graphs, and keeps every number it can be compared by.
+"""Trains a small model under Megatron-FSDP, eagerly or with CUDA graphs, and keeps every number it can be compared by.
 
 It works the same on GPUs and, once the CPU backend is installed, on CPU ranks: all of it is written for ``torch.cuda``.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -22,6 +22,7 @@ class Case:
     """One training run.
 
     Attributes:
+        vision: Whether the model is a vision encoder (``vision_training``) rather than a GPT.
         dtype: ``fp32`` or ``bf16``.
         dropout: Probability of hidden and attention dropout.
         microbatches: Micro-batches in a step.
@@ -38,6 +39,7 @@ class Case:
         warmup: Steps before capture.
     """
 
+    vision: bool = False
     dtype: str = "fp32"
     dropout: float = 0.0
     microbatches: int = 1
@@ -118,7 +120,7 @@ class Training:
         self.config = _config(case, graphs)
         self.stream = torch.cuda.Stream()
         with torch.cuda.stream(self.stream):
-            self.model = _model(case, self.config)
+            self.model = _under_fsdp(case, self.config, self._unwrapped_model())
             self.optimizer = _optimizer(case, self.model)
         _connect(self.config, self.model, self.optimizer)
         self.helper: Any = None
@@ -135,6 +137,22 @@ class Training:
         size = self.case.micro_batch
         calculator.init_num_microbatches_calculator(0, None, size * ranks * self.case.microbatches, size, ranks)
 
+    def _unwrapped_model(self) -> torch.nn.Module:
+        return _gpt(self.case, self.config)
+
+    def _batches(self, step: int) -> Iterator[Any]:
+        return _batches(self.case, step)
+
+    def _losses(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+        return model(batch.tokens, batch.positions, batch.mask, labels=batch.labels)
+
+    def _forward_step(self, batches: Iterator[Any], model: torch.nn.Module):
+        def loss_of(losses):
+            loss = losses.float().mean()
+            return loss, {"loss": loss.detach().clone()}
+
+        return self._losses(model, next(batches)), loss_of
+
     def make_helper(self) -> Any:
         from megatron.core.transformer import te_cuda_graph_helper
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
@@ -148,7 +166,7 @@ class Training:
 
     @property
     def layers(self) -> list[torch.nn.Module]:
-        """The decoder's layers."""
+        """The layers that are captured."""
         from megatron.core.utils import get_attr_wrapped_model
 
         return list(get_attr_wrapped_model(self.model, "decoder").layers)
@@ -162,8 +180,8 @@ class Training:
             self.model.zero_grad_buffer()
             self.optimizer.zero_grad()
             reduced = get_forward_backward_func()(
-                forward_step_func=_forward_step,
-                data_iterator=_batches(case, number),
+                forward_step_func=self._forward_step,
+                data_iterator=self._batches(number),
                 model=[self.model],
                 num_microbatches=case.microbatches,
                 seq_length=case.sequence,
@@ -182,8 +200,8 @@ class Training:
         self.model.eval()
         with torch.cuda.stream(self.stream), torch.no_grad():
             get_forward_backward_func()(
-                forward_step_func=_forward_step,
-                data_iterator=_batches(self.case, 10_000),
+                forward_step_func=self._forward_step,
+                data_iterator=self._batches(10_000),
                 model=[self.model],
                 num_microbatches=1,
                 seq_length=self.case.sequence,
@@ -209,7 +227,9 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
         graphs: Whether layers are captured after ``case.warmup`` steps.
         at_capture: Called in place of the capture.
     """
-    training = Training(case, graphs)
+    from .vision_training import VisionTraining
+
+    training = VisionTraining(case, graphs) if case.vision else Training(case, graphs)
     if graphs:
         training.make_helper()
     for step in range(case.steps):
@@ -278,10 +298,11 @@ def _config(case: Case, graphs: bool):
 
 
 def _model(case: Case, config):
-    from megatron.core.distributed import DistributedDataParallelConfig
-    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    return _under_fsdp(case, config, _gpt(case, config))
+
+
+def _gpt(case: Case, config):
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
-    from megatron.core.transformer.module import Float16Module
 
     if case.transformer_engine:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
@@ -289,14 +310,22 @@ def _model(case: Case, config):
         )
     else:
         spec = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=case.experts or None, moe_grouped_gemm=False)
-    model = GPTModel(
+    return GPTModel(
         config,
         spec,
         VOCABULARY,
         case.sequence,
         position_embedding_type="rope",
         share_embeddings_and_output_weights=True,
-    ).cuda()
+    )
+
+
+def _under_fsdp(case: Case, config, model):
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
+    from megatron.core.transformer.module import Float16Module
+
+    model = model.cuda()
     if case.dtype == "bf16":
         model = Float16Module(config, model)
     options = DistributedDataParallelConfig(
@@ -355,14 +384,3 @@ def _batches(case: Case, step: int):
             positions=torch.arange(case.sequence).expand(case.micro_batch, -1).contiguous().cuda(),
             mask=mask.expand(case.micro_batch, 1, -1, -1).contiguous().cuda(),
         )
-
-
-def _forward_step(batches, model):
-    batch = next(batches)
-    output = model(batch.tokens, batch.positions, batch.mask, labels=batch.labels)
-
-    def loss_of(losses):
-        loss = losses.float().mean()
-        return loss, {"loss": loss.detach().clone()}
-
-    return output, loss_of

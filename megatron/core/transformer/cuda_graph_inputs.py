@@ -65,8 +65,13 @@ class LayerInputs:
         self._micro_batch_size = micro_batch_size
         self._rotary: dict[tuple[int, int], torch.Tensor] = {}
 
-    def make(self, layer: torch.nn.Module, model: torch.nn.Module) -> SampleArguments:
-        """Return new inputs for ``layer`` of the language model ``model``: hidden states, and what attention takes."""
+    def make(self, layer: torch.nn.Module, model: torch.nn.Module | None) -> SampleArguments:
+        """Return new inputs for ``layer``: hidden states, and what attention takes.
+
+        Args:
+            layer: The layer.
+            model: The language model that it belongs to, which has the rotary embedding; None for no such input.
+        """
         inputs = layer.get_layer_static_inputs(self._seq_length, self._micro_batch_size)
         hidden_states = inputs.pop("hidden_states")
         if captures_attention(layer):
@@ -77,9 +82,11 @@ class LayerInputs:
                 inputs["rotary_pos_emb"] = rotary
         return (hidden_states,), inputs
 
-    def _rotary_embedding(self, model: torch.nn.Module, hidden_states: torch.Tensor) -> torch.Tensor | None:
+    def _rotary_embedding(self, model: torch.nn.Module | None, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """The table ``[sequence, 1, 1, head]`` that every layer of ``model`` is given, or None. It never changes."""
-        if getattr(model, "position_embedding_type", None) != "rope" or self._config.multi_latent_attention:
+        if model is None or getattr(model, "position_embedding_type", None) != "rope":
+            return None
+        if self._config.multi_latent_attention:
             return None
         rotary = model.rotary_pos_emb
         length = rotary.get_rotary_seq_len(None, model.decoder, hidden_states, self._config, None)

@@ -1,5 +1,7 @@
 """A layer's graphed callable with the arguments it was captured with: what ``layer.cuda_graphs`` holds."""
 
+from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import torch
@@ -91,6 +93,12 @@ class LayerGraph:
                 f"{tuple(given.shape)} {given.dtype}. CUDA graphs need the same --seq-length, --micro-batch-size and "
                 "precision in every step."
             )
+
+    def wrapped(self, wrap: Callable[[Any], Any]) -> "LayerGraph":
+        """Return this graph, to be used in its place, with the engine's callable inside ``wrap``."""
+        graph = copy(self)
+        graph._graphed = wrap(self._graphed)
+        return graph
 
     def reset(self) -> None:
         """Free the graphs."""

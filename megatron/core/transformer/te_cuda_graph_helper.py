@@ -15,7 +15,7 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import CudaGraphModule
-from megatron.core.utils import get_attr_wrapped_model, log_on_each_pipeline_stage, log_single_rank
+from megatron.core.utils import log_on_each_pipeline_stage, log_single_rank
 from megatron_fsdp_cuda_graphs.overlay import upstream
 
 from .cuda_graph_checks import check_fsdp_options
@@ -25,6 +25,7 @@ from .cuda_graph_inputs import LayerInputs, SampleArguments, captures_attention,
 from .cuda_graph_order import convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
 from .graph_capture import tidied_after_failure, undisturbed_buffers, undisturbed_rng
 from .graph_plan import ordered_plan
+from .graphable_layers import _layer_is_graphable, decoder_layers, language_model_of
 from .layer_graph import LayerGraph
 
 _upstream = upstream("megatron.core.transformer.cuda_graphs")
@@ -101,14 +102,13 @@ class TECudaGraphHelper:
     # --------------------------------------------------------------------------------------------- layers
 
     def _discover_layers(self) -> None:
-        """Find the layers that can be captured, chunk by chunk: those of the decoder, then those of MTP."""
+        """Find the layers that can be captured, chunk by chunk."""
         self.chunks_with_decoder: list[torch.nn.Module | None] = []
         self.callables_per_chunk: list[list[torch.nn.Module]] = []
         self.callables_per_chunk_is_mtp: list[list[bool]] = []
         for chunk in self.model:
-            with_decoder = _language_model(chunk)
-            layers = [] if with_decoder is None else _layers(with_decoder)
-            graphable = [(layer, mtp) for layer, mtp in layers if _upstream._layer_is_graphable(layer, self.config)]
+            with_decoder, layers = self._layers_of(chunk)
+            graphable = [(layer, mtp) for layer, mtp in layers if _layer_is_graphable(layer, self.config)]
             self.chunks_with_decoder.append(with_decoder if graphable else None)
             self.callables_per_chunk.append([layer for layer, _ in graphable])
             self.callables_per_chunk_is_mtp.append([mtp for _, mtp in graphable])
@@ -116,6 +116,17 @@ class TECudaGraphHelper:
         self.flattened_callables = [layer for layers in self.callables_per_chunk for layer in layers]
         self.flattened_callables_is_mtp = [mtp for chunk in self.callables_per_chunk_is_mtp for mtp in chunk]
         self._log(logging.INFO, f"{len(self.flattened_callables)} graphable layers")
+
+    def _layers_of(self, chunk: torch.nn.Module) -> tuple[torch.nn.Module | None, list[tuple[torch.nn.Module, bool]]]:
+        """Return the model inside ``chunk``, if any, and its layers, each with whether it belongs to MTP."""
+        model = language_model_of(chunk)
+        if model is None:
+            return None, []
+        layers = [(layer, False) for layer in decoder_layers(model)]
+        # A layer that runs several times for one micro-batch would overwrite what its graphs hold for backward.
+        if hasattr(model, "mtp") and not (model.config.mtp_use_repeated_layer and model.config.mtp_num_layers > 1):
+            layers += [(layer.mtp_model_layer, True) for layer in model.mtp.layers]
+        return model, layers
 
     def capture_finished(self) -> bool:
         """Whether ``create_cudagraphs`` has run, with or without layers to capture."""
@@ -237,10 +248,28 @@ class TECudaGraphHelper:
             "recipe": get_fp8_recipe(config) if config.fp8 else get_fp4_recipe(config),
             # Cached copies of weights that are FP8 themselves would outlive the buffers Megatron-FSDP gathers them to.
             "cache_quantized_params": not (config.fp8_param and any(_fsdp_of(chunk) for chunk in self.model)),
-            "amax_reduction_group": self.pg_collection.tp_cp
-            if config.tp_only_amax_red
-            else self.pg_collection.tp_dp_cp,
+            "amax_reduction_group": self._get_amax_reduction_group(
+                with_context_parallel=True, tp_only_amax_red=config.tp_only_amax_red
+            ),
         }
+
+    def _get_amax_reduction_group(
+        self, with_context_parallel: bool = False, tp_only_amax_red: bool = False
+    ) -> torch.distributed.ProcessGroup:
+        """Return the group of ranks that agree on the largest absolute values for FP8 and FP4.
+
+        Args:
+            with_context_parallel: Whether context-parallel ranks belong to it.
+            tp_only_amax_red: Whether data-parallel ranks do not.
+
+        Raises:
+            ValueError: ``pg_collection`` has no such group.
+        """
+        name = "tp" + ("" if tp_only_amax_red else "_dp") + ("_cp" if with_context_parallel else "")
+        group = getattr(self.pg_collection, name, None)
+        if group is None:
+            raise ValueError(f"quantization reduces over the process group {name}, which pg_collection does not have")
+        return group
 
     # -------------------------------------------------------------------------------------------- capture
 
@@ -306,7 +335,7 @@ class TECudaGraphHelper:
                 self._capture_layers()
                 self._graphs_created = True
             else:
-                logger.warning("TECudaGraphHelper: no graphable layers found, nothing to capture")
+                logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
         finally:
             self._leave_capture_mode()
         self._finish_capturing(start_time)
@@ -407,22 +436,6 @@ def _fsdp_of(chunk: torch.nn.Module) -> Any | None:
             return module
         module = getattr(module, "module", None)
     return None
-
-
-def _language_model(chunk: torch.nn.Module) -> torch.nn.Module | None:
-    try:
-        return get_attr_wrapped_model(chunk, "decoder", allow_none=False, return_model_obj=True)
-    except RuntimeError:
-        return None  # a stage with embeddings or loss only
-
-
-def _layers(model: Any) -> list[tuple[torch.nn.Module, bool]]:
-    """The layers of a language model, each with whether it belongs to multi-token prediction."""
-    layers = [(layer, False) for layer in model.decoder.layers]
-    # A layer that runs several times for one micro-batch would overwrite what its graphs hold for backward.
-    if hasattr(model, "mtp") and not (model.config.mtp_use_repeated_layer and model.config.mtp_num_layers > 1):
-        layers += [(layer.mtp_model_layer, True) for layer in model.mtp.layers]
-    return layers
 
 
 def _layer_name(layer: torch.nn.Module, index: int) -> str:

@@ -162,6 +162,14 @@ def test_nothing_is_in_flight_when_a_graph_records(fsdp, layers):
         assert not fsdp.all_gather_pipeline.param_gather_event_map
 
 
+def test_a_unit_that_is_prefetched_but_not_captured_is_released(fsdp, layers):
+    with fsdp.capture_graphs(layers[2:]):
+        fsdp.fsdp_hooks.unshard_for_backward(layers[2])
+        used = in_use(fsdp)["parameters"]
+        buffer = fsdp.param_and_grad_buffer
+        assert used.keys() == {buffer.param_to_param_group[param] for param in layers[2].parameters()}
+
+
 def test_gathers_in_flight_are_settled_before_capture(fsdp, layers):
     fsdp.start_param_sync()
     fsdp.all_gather_and_wait_parameters_ready(list(layers[2].parameters()), wait_bucket_ready=False)

@@ -197,9 +197,16 @@ def test_a_model_has_one_rotary_table_for_all_layers():
         ({}, Layer([CudaGraphModule.moe_router]), model()),
         ({}, Layer(), model("learned_absolute")),
         ({}, Layer(), SimpleNamespace()),
+        ({}, Layer(), None),
         ({"multi_latent_attention": True}, Layer(), model()),
     ],
-    ids=["attention is eager", "learned positions", "no positions", "latent attention has its own"],
+    ids=[
+        "attention is eager",
+        "learned positions",
+        "no positions",
+        "no language model",
+        "latent attention has its own",
+    ],
 )
 def test_there_is_no_rotary_table_where(config, layer, chunk):
     assert list(layer_inputs(**config).make(layer, chunk)[1]) == ["attention_mask"]

@@ -9,6 +9,7 @@ from hypothesis import given
 from megatron.core.transformer import te_cuda_graph_helper
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper, is_graph_capturing
 from megatron.core.transformer.graph_plan import ordered_plan
+from megatron_fsdp_cuda_graphs.overlay import upstream
 
 from .pipeline_orders import orders
 
@@ -64,6 +65,52 @@ def test_warm_up_makes_up_for_training_steps_that_were_not_run(monkeypatch, step
     monkeypatch.setattr(te_cuda_graph_helper, "get_num_microbatches", lambda: microbatches)
     bare = helper(config=config(cuda_graph_warmup_steps=steps), num_microbatches=in_flight)
     assert bare._num_warmup_iterations() == expected
+
+
+# --------------------------------------------------------------------------------------------------------- layers
+
+
+def language_model(mtp_num_layers=0, repeated=False):
+    mtp = SimpleNamespace(layers=[SimpleNamespace(mtp_model_layer=f"MTP {i}") for i in range(mtp_num_layers)])
+    return SimpleNamespace(
+        decoder=SimpleNamespace(layers=["layer 0", "layer 1"]),
+        config=SimpleNamespace(mtp_use_repeated_layer=repeated, mtp_num_layers=mtp_num_layers),
+        **({"mtp": mtp} if mtp_num_layers else {}),
+    )
+
+
+def test_layers_are_those_of_the_decoder_then_those_of_mtp():
+    model = language_model(mtp_num_layers=2)
+    found, layers = helper()._layers_of(SimpleNamespace(module=model))
+    assert found is model
+    assert layers == [("layer 0", False), ("layer 1", False), ("MTP 0", True), ("MTP 1", True)]
+
+
+@pytest.mark.parametrize(("repetitions", "captured"), [(1, True), (2, False)])
+def test_a_layer_that_runs_several_times_for_a_micro_batch_stays_eager(repetitions, captured):
+    _, layers = helper()._layers_of(language_model(repetitions, repeated=True))
+    assert any(is_mtp for _, is_mtp in layers) is captured
+
+
+def test_a_chunk_without_a_decoder_has_no_layers():
+    assert helper()._layers_of(SimpleNamespace(module=SimpleNamespace())) == (None, [])
+
+
+# --------------------------------------------------------------------------------------------------- quantization
+
+
+@pytest.mark.parametrize("tp_only", [False, True])
+@pytest.mark.parametrize("with_context", [False, True])
+def test_the_amax_reduction_group_is_that_of_megatron_core(with_context, tp_only):
+    groups = SimpleNamespace(tp="tp", tp_cp="tp and cp", tp_dp="tp and dp", tp_dp_cp="tp, dp and cp")
+    bare = helper(pg_collection=groups)
+    theirs = upstream("megatron.core.transformer.cuda_graphs").TECudaGraphHelper._get_amax_reduction_group
+    assert bare._get_amax_reduction_group(with_context, tp_only) == theirs(bare, with_context, tp_only)
+
+
+def test_a_missing_amax_reduction_group_is_named():
+    with pytest.raises(ValueError, match="the process group tp_dp_cp, which pg_collection does not have"):
+        helper(pg_collection=SimpleNamespace(tp="tp"))._get_amax_reduction_group(with_context_parallel=True)
 
 
 # ----------------------------------------------------------------------------------------------------- capture mode

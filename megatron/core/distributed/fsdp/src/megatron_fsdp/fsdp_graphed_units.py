@@ -54,6 +54,7 @@ class GraphedUnits:
         self._units: dict[torch.nn.Module, GraphedUnit] = {}
         self._module_of: dict[torch.nn.Parameter, torch.nn.Module] = {}
         self._holds_gradients: torch.nn.Module | None = None
+        self._uncaptured: list[int] = []  # buckets; of the last capture
         # Modules of these types have a hook after backward that fetches what was collected.
         shards_params = fsdp.data_parallel_sharding_strategy == "optim_grads_params"
         self._released_after_backward = tuple(fsdp.fsdp_unit_modules) if shards_params else ()
@@ -80,6 +81,7 @@ class GraphedUnits:
             self.capturing = True
             for module in modules:
                 self._units[module] = GraphedUnit(tuple(module.parameters()))
+            self._uncaptured = self._other_units(modules)
             yield
             for module in modules:
                 if isinstance(module, self._released_after_backward):
@@ -120,6 +122,22 @@ class GraphedUnits:
         for bucket, bwd in list(gathers.param_gather_event_map):
             gathers.wait_bucket_ready(bucket, bwd)
 
+    def _other_units(self, modules: Iterable[torch.nn.Module]) -> list[int]:
+        """The buckets of FSDP units that are released after use and hold no parameter of ``modules``."""
+        if not self._released_after_backward:
+            return []
+        buffer = self._fsdp.param_and_grad_buffer
+        captured = {buffer.param_to_param_group[param] for module in modules for param in module.parameters()}
+        groups = enumerate(buffer.parameter_groups)
+        return [bucket for bucket, group in groups if group.fsdp_unit_id is not None and bucket not in captured]
+
+    def _release_uncaptured(self) -> None:
+        """Release what was prefetched of units that do not run while these graphs are captured: no one else would."""
+        gathers = self._fsdp.all_gather_pipeline
+        for bucket in self._uncaptured:
+            for bwd in (False, True):
+                gathers.release_bucket(bucket, bwd)
+
     def _free_gradients(self, module: torch.nn.Module | None) -> None:
         if module is None:
             return
@@ -148,6 +166,7 @@ class GraphedUnits:
             return
         if self.capturing:
             self._settle()  # prefetched units too: nothing may be in flight while a graph records
+            self._release_uncaptured()
         unit = self._units[module]
         addresses = [param.data_ptr() for param in unit.params]
         if addresses == unit.addresses.setdefault(direction, addresses):

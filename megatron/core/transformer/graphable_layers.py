@@ -1,0 +1,63 @@
+"""Finds the layers of a model that can run as CUDA graphs."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.module import GraphableMegatronModule
+from megatron.core.utils import get_attr_wrapped_model
+
+
+def language_model_of(chunk: torch.nn.Module) -> Any | None:
+    """Return the module with a ``decoder`` inside the wrappers of a model chunk; None in a stage without layers."""
+    try:
+        return get_attr_wrapped_model(chunk, "decoder", allow_none=False, return_model_obj=True)
+    except RuntimeError:
+        return None
+
+
+def vision_model_of(chunk: torch.nn.Module) -> Any | None:
+    """Return the ``vision_model`` inside the wrappers of a model chunk; None where there is none."""
+    try:
+        return get_attr_wrapped_model(chunk, "vision_model")
+    except RuntimeError:
+        return None
+
+
+def decoder_layers(model: Any | None) -> list[torch.nn.Module]:
+    """Return ``model.decoder.layers``; nothing where the model has no such layers, or is None."""
+    return list(getattr(getattr(model, "decoder", None), "layers", ()))
+
+
+def _layer_is_graphable(layer: torch.nn.Module, config: Any) -> bool:
+    """Whether a CUDA graph can hold ``layer``, or a part of it that ``config.cuda_graph_modules`` names.
+
+    Args:
+        layer: Only a ``GraphableMegatronModule`` can be.
+        config: Its ``cuda_graph_modules`` is a list of ``CudaGraphModule``; empty for whole layers of every kind.
+    """
+    if not isinstance(layer, GraphableMegatronModule):
+        return False
+    chosen = config.cuda_graph_modules
+    return not chosen or any(module in chosen for module in _modules_of(layer))
+
+
+def _modules_of(layer: Any) -> Iterator[CudaGraphModule]:
+    """What ``cuda_graph_modules`` may name in ``layer``."""
+    from megatron.core.ssm.mamba_layer import MambaLayer  # these import cuda_graphs, which imports this module
+    from megatron.core.transformer.mlp import MLP
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.transformer_layer import TransformerLayer
+
+    if isinstance(layer, MambaLayer):
+        yield CudaGraphModule.mamba
+    if isinstance(layer, TransformerLayer):
+        if not (isinstance(layer.self_attention, IdentityOp) and isinstance(layer.cross_attention, IdentityOp)):
+            yield CudaGraphModule.attn
+        if isinstance(layer.mlp, MoELayer):
+            yield from (CudaGraphModule.moe, CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess)
+        if isinstance(layer.mlp, MLP):
+            yield CudaGraphModule.mlp

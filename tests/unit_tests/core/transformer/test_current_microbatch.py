@@ -1,0 +1,116 @@
+"""current_microbatch: which layers are told."""
+
+from itertools import pairwise
+from types import SimpleNamespace
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron.core.transformer.cuda_graphs import set_current_microbatch
+from megatron_fsdp_cuda_graphs.overlay import upstream
+
+
+class Layer:
+    """A layer that is told nothing yet."""
+
+    current_microbatch: int | None = None
+
+
+def stack(count):
+    return SimpleNamespace(layers=[Layer() for _ in range(count)])
+
+
+def language_model(mtp_layers=0):
+    mtp = SimpleNamespace(layers=[SimpleNamespace(mtp_model_layer=Layer()) for _ in range(mtp_layers)])
+    return SimpleNamespace(decoder=stack(2), mtp=mtp)
+
+
+def told(layers):
+    return [layer.current_microbatch for layer in layers]
+
+
+def test_decoder_layers_are_told():
+    model = language_model()
+    set_current_microbatch(SimpleNamespace(module=model), 3)
+    assert told(model.decoder.layers) == [3, 3]
+
+
+def test_layers_of_multi_token_prediction_are_told():
+    model = language_model(mtp_layers=2)
+    set_current_microbatch(model, 3)
+    assert told(layer.mtp_model_layer for layer in model.mtp.layers) == [3, 3]
+
+
+def test_vision_layers_are_told_where_the_chunk_has_no_language_model():
+    vision = SimpleNamespace(decoder=stack(2))
+    set_current_microbatch(SimpleNamespace(module=SimpleNamespace(vision_model=vision)), 3)
+    assert told(vision.decoder.layers) == [3, 3]
+
+
+def test_vision_layers_are_told_beside_those_of_the_language_model():
+    model = language_model()
+    model.vision_model = SimpleNamespace(decoder=stack(2))
+    set_current_microbatch(model, 3)
+    assert told(model.decoder.layers + model.vision_model.decoder.layers) == [3, 3, 3, 3]
+
+
+def test_a_chunk_without_layers_is_left_alone():
+    chunk = SimpleNamespace(module=SimpleNamespace(vision_model=None, decoder=None))
+    set_current_microbatch(chunk, 3)
+    assert vars(chunk.module) == {"vision_model": None, "decoder": None}
+
+
+ABSENT = "absent"
+
+
+@st.composite
+def chunks(draw):
+    """A function that makes the same chunk each time, with or without each part and wrappers between them."""
+    parts = {
+        "decoder": draw(st.sampled_from([ABSENT, None, 0, 2])),
+        "mtp": draw(st.sampled_from([ABSENT, 0, 2])),
+        "vision_model": draw(st.sampled_from([ABSENT, None, "no decoder", "no layers", 0, 2])),
+    }
+    depths = {name: draw(st.integers(0, 2)) for name in ("decoder", "vision_model")}
+    depths["mtp"] = depths["decoder"]
+
+    def make():
+        layers: list[Layer] = []
+
+        def new_stack(count):
+            made = stack(count)
+            layers.extend(made.layers)
+            return made
+
+        def part(name):
+            value = parts[name]
+            if value is None:
+                return None
+            if name == "decoder":
+                return new_stack(value)
+            if name == "mtp":
+                rows = [SimpleNamespace(mtp_model_layer=layer) for layer in new_stack(value).layers]
+                return SimpleNamespace(layers=rows)
+            if value == "no decoder":
+                return SimpleNamespace()
+            return SimpleNamespace(decoder=SimpleNamespace() if value == "no layers" else new_stack(value))
+
+        levels = [
+            SimpleNamespace(
+                **{name: part(name) for name in parts if parts[name] is not ABSENT and depths[name] == depth}
+            )
+            for depth in range(3)
+        ]
+        for outer, inner in pairwise(levels):
+            outer.module = inner
+        return levels[0], layers
+
+    return make
+
+
+@given(chunks(), st.integers(0, 7))
+def test_the_same_layers_are_told_as_by_megatron_core(make, microbatch):
+    (chunk, layers), (their_chunk, their_layers) = make(), make()
+    set_current_microbatch(chunk, microbatch)
+    upstream("megatron.core.transformer.cuda_graphs").set_current_microbatch(their_chunk, microbatch)
+    assert told(layers) == told(their_layers)
