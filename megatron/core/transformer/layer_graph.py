@@ -30,6 +30,7 @@ class LayerGraph:
         sample_args: Its static positional inputs, tensors.
         sample_kwargs: Its static keyword inputs, tensors.
         has_attention: Whether the graphs hold attention; if not, what only attention reads is ignored.
+        num_microbatches: How many micro-batches every step must have; None where one graph serves any number.
     """
 
     def __init__(
@@ -39,12 +40,14 @@ class LayerGraph:
         sample_args: tuple[torch.Tensor, ...],
         sample_kwargs: dict[str, torch.Tensor],
         has_attention: bool,
+        num_microbatches: int | None = None,
     ):
         self._name = name
         self._graphed = graphed
         self._static_args = sample_args
         self._static_kwargs = sample_kwargs
         self._ignored = frozenset() if has_attention else _ATTENTION_INPUTS
+        self.num_microbatches = num_microbatches
         self._given: set[str] = set()
         if hasattr(graphed, "backward_dw"):
             self.backward_dw = graphed.backward_dw

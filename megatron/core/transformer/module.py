@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer.layer_graph import LayerGraph
 from megatron_fsdp_cuda_graphs.overlay import extend
 
@@ -57,11 +58,16 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
         graph = self.cuda_graphs[microbatch % len(self.cuda_graphs)]
         if not isinstance(graph, LayerGraph):  # put there by someone else
             return super()._te_cuda_graph_replay(*args, **kwargs)
-        if microbatch >= len(self.cuda_graphs) > 1:
+        expected = graph.num_microbatches
+        # Fewer are no better than more: the pipeline may then run passes in an order in which graphs overwrite memory
+        # that others still read.
+        if expected is not None and (
+            microbatch >= expected or (microbatch == 0 and get_num_microbatches() != expected)
+        ):
             raise ValueError(
-                f"micro-batch {microbatch + 1} of a step, but graphs were captured for {len(self.cuda_graphs)}: under "
-                "pipeline parallelism CUDA graphs need the same number of micro-batches (--global-batch-size, "
-                "--rampup-batch-size) in every step"
+                f"graphs were captured for steps of {expected} micro-batches, and this one has "
+                f"{max(microbatch + 1, get_num_microbatches())}: under pipeline parallelism CUDA graphs need the same "
+                "number of micro-batches (--global-batch-size, --rampup-batch-size) in every step"
             )
         # Not the override of TransformerLayer, which needs TransformerEngine to make attention masks: the graph has its
         # own.

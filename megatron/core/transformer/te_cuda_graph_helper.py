@@ -198,10 +198,7 @@ class TECudaGraphHelper:
 
         self.num_model_chunks = len(self.model)
         self.num_layers_per_chunk = [len(layers) for layers in self.callables_per_chunk]
-        overlaps_experts = self.config.overlap_moe_expert_parallel_comm
-        # Without pipeline stages a micro-batch's backward follows its forward, so one graph serves all.
-        one_graph = self.pp_group.size() == 1 and not overlaps_experts
-        self.num_microbatches = 1 if one_graph else get_num_microbatches()
+        self.num_microbatches = 1 if self._one_graph_serves_all() else get_num_microbatches()
         group_size = self.config.microbatch_group_size_per_vp_stage
         _, _, num_warmup_microbatches, _ = get_pp_rank_microbatches(
             self.num_microbatches,
@@ -213,7 +210,7 @@ class TECudaGraphHelper:
         table = get_schedule_table(self.num_microbatches, self.num_model_chunks, group_size)
         chunks = convert_schedule_table_to_order(num_warmup_microbatches, self.num_model_chunks, table)
         order: list[float] = [*chunks]
-        if overlaps_experts:
+        if self.config.overlap_moe_expert_parallel_comm:
             # Layers of two chunks interleave: every layer becomes a chunk of its own.
             order, _ = get_overlap_moe_expert_parallel_comm_order(
                 chunks, self.num_layers_per_chunk, self.config.delay_wgrad_compute and self._captures_weight_gradients()
@@ -223,6 +220,10 @@ class TECudaGraphHelper:
             self.num_microbatches = order.count(1)
         self._log(logging.DEBUG, f"order of passes {order}")
         return order
+
+    def _one_graph_serves_all(self) -> bool:
+        """Whether a micro-batch's backward follows its forward, as it does without pipeline stages."""
+        return self.pp_group.size() == 1 and not self.config.overlap_moe_expert_parallel_comm
 
     def _captures_weight_gradients(self) -> bool:
         modules, config = self.config.cuda_graph_modules, self.config
@@ -366,6 +367,7 @@ class TECudaGraphHelper:
                     sample_args[slot],
                     arguments["sample_kwargs"][slot],
                     has_attention=captures_attention(layer),
+                    num_microbatches=None if self._one_graph_serves_all() else self.num_microbatches,
                 )
                 for slot in slots
             ]

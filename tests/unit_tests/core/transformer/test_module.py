@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.core.transformer import module
 from megatron.core.transformer.layer_graph import LayerGraph
 from megatron.core.transformer.module import GraphableMegatronModule
 
@@ -153,18 +154,41 @@ def test_static_hidden_states_are_leaves_that_require_grad():
     assert hidden_states.requires_grad
 
 
-def test_more_micro_batches_than_were_captured_are_refused(layer):
-    layer.cuda_graphs = [
-        LayerGraph("layer", lambda *args, name=name, **kwargs: name, (X,), {}, has_attention=True) for name in "ab"
+def layer_graphs(count, num_microbatches):
+    return [
+        LayerGraph("layer", lambda *args, i=i, **kwargs: i, (X,), {}, True, num_microbatches) for i in range(count)
     ]
-    layer.current_microbatch = 1
-    assert layer(X) == "b"
-    layer.current_microbatch = 2
-    with pytest.raises(ValueError, match="micro-batch 3 of a step, but graphs were captured for 2"):
+
+
+def replays(layer, microbatches, monkeypatch):
+    """What a step of so many micro-batches replays."""
+    monkeypatch.setattr(module, "get_num_microbatches", lambda: microbatches)
+    for layer.current_microbatch in range(microbatches):
+        yield layer(X)
+
+
+@pytest.mark.parametrize("captured", [1, 3])
+def test_the_captured_number_of_micro_batches_is_replayed(layer, monkeypatch, captured):
+    layer.cuda_graphs = layer_graphs(captured, captured)
+    assert list(replays(layer, captured, monkeypatch)) == list(range(captured))
+
+
+@pytest.mark.parametrize(("captured", "given"), [(3, 2), (3, 4), (1, 2)])
+def test_a_step_of_more_or_fewer_micro_batches_is_refused_from_the_first_on(layer, monkeypatch, captured, given):
+    layer.cuda_graphs = layer_graphs(captured, captured)
+    with pytest.raises(ValueError, match=f"for steps of {captured} micro-batches, and this one has {given}:"):
+        next(replays(layer, given, monkeypatch))
+
+
+@pytest.mark.parametrize("captured", [1, 3])
+def test_a_micro_batch_beyond_those_that_were_announced_is_refused(layer, monkeypatch, captured):
+    monkeypatch.setattr(module, "get_num_microbatches", lambda: captured)
+    layer.cuda_graphs = layer_graphs(captured, captured)
+    layer.current_microbatch = captured
+    with pytest.raises(ValueError, match=f"for steps of {captured} micro-batches, and this one has {captured + 1}:"):
         layer(X)
 
 
-def test_one_graph_serves_every_micro_batch(layer):
-    layer.cuda_graphs = [LayerGraph("layer", lambda *args, **kwargs: "graph", (X,), {}, has_attention=True)]
-    layer.current_microbatch = 5
-    assert layer(X) == "graph"
+def test_one_graph_serves_every_micro_batch(layer, monkeypatch):
+    layer.cuda_graphs = layer_graphs(1, None)
+    assert list(replays(layer, 5, monkeypatch)) == [0] * 5
