@@ -14,19 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES
 from tests.support.launch import name_of
-
-SIZES = {"transformer_engine": True, "hidden": 512, "sequence": 1024, "micro_batch": 1}
-# Without this, cuDNN's attention backward differs from run to run, graphs or not.
-DETERMINISTIC = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
-GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 LAYOUTS = {
     "data parallel": ([], {}, 1),
     "TP2 with sequence parallelism": (["--tp", "2"], {"sequence_parallel": True}, 2),
     "EP2 with ETP2": (["--tp", "2", "--ep", "2", "--etp", "2"], {"sequence_parallel": True}, 4),
 }
-ENGINES = ("native", "transformer_engine")
 MOE: list[dict] = [
     {"dtype": dtype, "experts": 4, "shared_experts": 256, "modules": modules}
     for dtype, modules in product(

@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--cases", type=Path, required=True, help="JSON list of cases")
     parser.add_argument("--output", type=Path, required=True, help="where the results go, as JSON")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
+    parser.add_argument("--pp", type=int, default=1, help="pipeline parallel ranks")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel ranks")
     parser.add_argument("--etp", type=int, default=None, help="tensor parallel ranks of experts")
     parser.add_argument("--stop-at-error", action="store_true", help="write the first error of any rank, and exit")
@@ -54,6 +56,7 @@ def main() -> None:
 
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tp,
+        pipeline_model_parallel_size=args.pp,
         expert_model_parallel_size=args.ep,
         expert_tensor_parallel_size=args.etp,
     )
@@ -95,7 +98,9 @@ def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to
     except Exception:
         error = traceback.format_exc()
         if errors_to is not None:
-            errors_to.write_text(json.dumps([{"case": str(case), "error": error, "differences": []}]))
+            with suppress(FileExistsError):  # a rank that lost this one while it waited for it must not write its error
+                errors_to.with_suffix(".error").touch(exist_ok=False)
+                errors_to.write_text(json.dumps([{"case": str(case), "error": error, "differences": []}]))
             os._exit(1)  # the other ranks may be waiting for this one
     errors: list = [None] * dist.get_world_size()
     of_ranks: list = [None] * dist.get_world_size()

@@ -17,6 +17,12 @@ def dead_replay(training: Training) -> None:
             graphed._replay.run = mock.Mock()
 
 
+def no_manual_hooks(training: Training) -> None:
+    """Layers under DistributedDataParallel that are not told which parameters to gather before a replay."""
+    training.helper.create_cudagraphs()
+    training.helper.cuda_graph_set_manual_hooks = mock.Mock()
+
+
 def hooks_left(training: Training) -> None:
     """Layers that are captured with their hooks on."""
     from megatron.core.transformer import cuda_graph_hooks
@@ -81,7 +87,7 @@ def captured_by_two_helpers(training: Training) -> None:
 def taken_addresses(training: Training) -> None:
     """Capture, then take the memory that Megatron-FSDP gave back, as any other part of a program may."""
     training.helper.create_cudagraphs()
-    groups = training.model.module.param_and_grad_buffer.parameter_groups
+    groups = training.chunks[0].module.param_and_grad_buffer.parameter_groups
     training.taken = [
         torch.empty(group.model_weight_buffer.bucket_index.size, dtype=group.model_weight_buffer.dtype, device="cuda")
         for group in groups * 4
@@ -113,7 +119,7 @@ def _state(training: Training) -> dict[str, object]:
     from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
     layers = training.layers
-    fsdp = training.model.module
+    fsdp = training.chunks[0].module
     return {
         "hooks": [
             [(name, list(value.items())) for name, value in vars(module).items() if "_hooks" in name and value]
@@ -121,8 +127,8 @@ def _state(training: Training) -> dict[str, object]:
             for module in layer.modules()
         ],
         "graphs": [list(layer.cuda_graphs) for layer in layers],
-        "parameters": [(name, id(param)) for name, param in training.model.named_parameters()],
-        "gradients": [param.grad is None for param in training.model.parameters()],
+        "parameters": [(name, id(param)) for name, param in training.chunks[0].named_parameters()],
+        "gradients": [param.grad is None for param in training.chunks[0].parameters()],
         "distributed": fsdp.is_param_fsdp_distributed,
         "capturing": (
             is_graph_capturing(),
@@ -141,6 +147,7 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
     function.__name__: function
     for function in (
         dead_replay,
+        no_manual_hooks,
         hooks_left,
         no_post_backward_sentinel,
         no_pre_backward_sentinel,

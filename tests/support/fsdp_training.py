@@ -1,4 +1,6 @@
-"""Trains a small model under Megatron-FSDP, eagerly or with CUDA graphs, and keeps every number it can be compared by.
+"""Trains a small model, eagerly or with CUDA graphs, and keeps every number it can be compared by.
+
+It is under Megatron-FSDP, or under DistributedDataParallel with the distributed optimizer, then also in pipeline stages.
 
 It works the same on GPUs and, once the CPU backend is installed, on CPU ranks: all of it is written for ``torch.cuda``.
 """
@@ -15,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 VOCABULARY = 128
+BUCKET = 10_000  # parameters of a gradient bucket of DistributedDataParallel: several a model
 
 
 @dataclass(frozen=True)
@@ -26,10 +29,14 @@ class Case:
         dtype: ``fp32`` or ``bf16``.
         dropout: Probability of hidden and attention dropout.
         microbatches: Micro-batches in a step.
+        microbatches_later: Micro-batches from the second step after capture on; 0 for no change.
         modules: ``cuda_graph_modules``; empty for whole layers.
         experts: MoE experts; 0 for a dense model.
         shared_experts: Hidden size of the shared experts; 0 for none.
         transformer_engine: Whether layers are TransformerEngine's rather than Megatron's own.
+        fsdp: Whether the model is under Megatron-FSDP rather than DistributedDataParallel.
+        overlap_param_gather: Whether parameters are gathered where forward needs them, rather than by the optimizer.
+        virtual: Model chunks of each pipeline stage; None where the pipeline does not interleave chunks.
         strategy: Megatron-FSDP's sharding strategy.
         double_buffer: Whether parameters are gathered to, and gradients reduced from, fixed buffers.
         unchecked: Whether graphs are attempted without what Megatron-FSDP needs for them.
@@ -43,10 +50,14 @@ class Case:
     dtype: str = "fp32"
     dropout: float = 0.0
     microbatches: int = 1
+    microbatches_later: int = 0
     modules: tuple[str, ...] = ()
     experts: int = 0
     shared_experts: int = 0
     transformer_engine: bool = False
+    fsdp: bool = True
+    overlap_param_gather: bool = True
+    virtual: int | None = None
     strategy: str = "optim_grads_params"
     double_buffer: bool = True
     unchecked: bool = False
@@ -67,6 +78,10 @@ class Case:
     def torch_dtype(self) -> torch.dtype:
         return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype]
 
+    def microbatches_of(self, step: int) -> int:
+        """How many micro-batches ``step`` has."""
+        return self.microbatches_later or self.microbatches if step > self.warmup else self.microbatches
+
     def __str__(self) -> str:
         changed = [
             f"{field.name}={getattr(self, field.name)}"
@@ -81,7 +96,7 @@ class Trace:
     """What a run computed on this rank.
 
     Attributes:
-        losses: Per step, the mean loss over micro-batches and data-parallel ranks.
+        losses: Per step, the mean loss over micro-batches and data-parallel ranks, on every rank.
         grad_norms: Per step.
         shards: What the optimizer owns at the end, in its order: local shards of the parameters.
         graphs: How many layer graphs there were.
@@ -106,39 +121,63 @@ class Trace:
 
 
 class Training:
-    """A model under Megatron-FSDP with its optimizer, ready to train. Model-parallel groups must stand."""
+    """A model with its optimizer, ready to train. Model-parallel groups must stand.
+
+    Attributes:
+        chunks: The model's chunks of this pipeline stage, wrapped.
+    """
 
     def __init__(self, case: Case, graphs: bool):
+        from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
         self.case = case
+        parallel_state.set_virtual_pipeline_model_parallel_world_size(case.virtual)
         torch.manual_seed(1234)
         model_parallel_cuda_manual_seed(
             1234, te_rng_tracker=case.transformer_engine, use_cudagraphable_rng=True, force_reset_rng=True
         )
-        self._set_microbatches()
+        self._set_microbatches(case.microbatches)
         self.config = _config(case, graphs)
         self.stream = torch.cuda.Stream()
         with torch.cuda.stream(self.stream):
-            self.model = _under_fsdp(case, self.config, self._unwrapped_model())
-            self.optimizer = _optimizer(case, self.model)
-        _connect(self.config, self.model, self.optimizer)
+            self.chunks = self._wrapped_chunks()
+            self.optimizer = _optimizer(case, self.chunks)
+        self._connect()
         self.helper: Any = None
         self.taken: list[torch.Tensor] = []  # memory that a control keeps from everyone else
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
 
-    def _set_microbatches(self) -> None:
+    def _set_microbatches(self, count: int) -> None:
         from megatron.core import num_microbatches_calculator as calculator
         from megatron.core import parallel_state
 
         calculator.unset_num_microbatches_calculator()
         ranks = parallel_state.get_data_parallel_world_size()
         size = self.case.micro_batch
-        calculator.init_num_microbatches_calculator(0, None, size * ranks * self.case.microbatches, size, ranks)
+        calculator.init_num_microbatches_calculator(0, None, size * ranks * count, size, ranks)
 
-    def _unwrapped_model(self) -> torch.nn.Module:
-        return _gpt(self.case, self.config)
+    def _wrapped_chunks(self) -> list[torch.nn.Module]:
+        wrap = _under_fsdp if self.case.fsdp else _under_ddp
+        stages = [None] if self.case.virtual is None else range(self.case.virtual)
+        return [wrap(self.case, self.config, self._unwrapped_chunk(stage)) for stage in stages]
+
+    def _unwrapped_chunk(self, virtual_stage: int | None) -> torch.nn.Module:
+        return _gpt(self.case, self.config, virtual_stage)
+
+    def _connect(self) -> None:
+        """Tell the schedules what megatron.training tells them."""
+        from megatron.core.distributed import finalize_model_grads
+
+        def of_chunks(functions: list[Callable]) -> Callable | list[Callable]:
+            return functions[0] if len(functions) == 1 else functions
+
+        self.config.no_sync_func = of_chunks([chunk.no_sync for chunk in self.chunks])
+        if not self.case.fsdp:
+            self.config.grad_sync_func = of_chunks([chunk.start_grad_sync for chunk in self.chunks])
+        self.config.finalize_model_grads_func = finalize_model_grads
+        self.config.grad_scale_func = self.optimizer.scale_loss
 
     def _batches(self, step: int) -> Iterator[Any]:
         return _batches(self.case, step)
@@ -160,7 +199,7 @@ class Training:
         check = mock.patch.object(te_cuda_graph_helper, "check_fsdp_options")
         with check if self.case.unchecked else nullcontext():
             self.helper = TECudaGraphHelper(
-                [self.model], self.config, self.case.sequence, self.case.micro_batch, [self.optimizer]
+                self.chunks, self.config, self.case.sequence, self.case.micro_batch, [self.optimizer]
             )
         return self.helper
 
@@ -169,46 +208,62 @@ class Training:
         """The layers that are captured."""
         from megatron.core.utils import get_attr_wrapped_model
 
-        return list(get_attr_wrapped_model(self.model, "decoder").layers)
+        return [layer for chunk in self.chunks for layer in get_attr_wrapped_model(chunk, "decoder").layers]
+
+    def capture(self, capture: Callable[["Training"], None]) -> None:
+        """Call ``capture`` as megatron.training calls ``create_cudagraphs``."""
+        gathers_in_hooks = not self.case.fsdp and self.case.overlap_param_gather
+        if gathers_in_hooks:
+            for chunk in self.chunks:
+                chunk.disable_forward_pre_hook(param_sync=False)
+        with torch.cuda.stream(self.stream):
+            capture(self)
+        if gathers_in_hooks:
+            for chunk in self.chunks:
+                chunk.enable_forward_pre_hook()
+            self.helper.cuda_graph_set_manual_hooks()
 
     def step(self) -> None:
         """Train one step."""
-        from megatron.core.pipeline_parallel import get_forward_backward_func
+        from megatron.core import parallel_state
 
-        number, case = len(self.losses), self.case
         with torch.cuda.stream(self.stream):
-            self.model.zero_grad_buffer()
+            number = len(self.losses)
+            self._set_microbatches(self.case.microbatches_of(number))
+            for chunk in self.chunks:
+                chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            reduced = get_forward_backward_func()(
-                forward_step_func=self._forward_step,
-                data_iterator=self._batches(number),
-                model=[self.model],
-                num_microbatches=case.microbatches,
-                seq_length=case.sequence,
-                micro_batch_size=case.micro_batch,
-            )
+            reduced = self._run_passes(number)
             _, grad_norm, _ = self.optimizer.step()
-            loss = torch.stack([item["loss"] for item in reduced]).mean()
+            # only the last pipeline stage has losses
+            loss = torch.stack([item["loss"] for item in reduced]).mean() if reduced else torch.zeros((), device="cuda")
             dist.all_reduce(loss)
-            self.losses.append(loss.item() / dist.get_world_size())
+            stages = parallel_state.get_pipeline_model_parallel_world_size()
+            self.losses.append(loss.item() / (dist.get_world_size() // stages))
             self.grad_norms.append(float(grad_norm))
 
-    def evaluate(self) -> None:
-        """Run one forward pass in evaluation mode, outside any step."""
+    def _run_passes(self, step: int, forward_only: bool = False) -> list[dict[str, torch.Tensor]]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
-        self.model.eval()
+        batches = [self._batches(step) for _ in self.chunks]
+        return get_forward_backward_func()(
+            forward_step_func=self._forward_step,
+            data_iterator=batches if len(batches) > 1 else batches[0],
+            model=self.chunks,
+            num_microbatches=self.case.microbatches_of(step),
+            seq_length=self.case.sequence,
+            micro_batch_size=self.case.micro_batch,
+            forward_only=forward_only,
+        )
+
+    def evaluate(self) -> None:
+        """Run forward passes in evaluation mode, outside any step."""
+        for chunk in self.chunks:
+            chunk.eval()
         with torch.cuda.stream(self.stream), torch.no_grad():
-            get_forward_backward_func()(
-                forward_step_func=self._forward_step,
-                data_iterator=self._batches(10_000),
-                model=[self.model],
-                num_microbatches=1,
-                seq_length=self.case.sequence,
-                micro_batch_size=self.case.micro_batch,
-                forward_only=True,
-            )
-        self.model.train()
+            self._run_passes(10_000, forward_only=True)
+        for chunk in self.chunks:
+            chunk.train()
 
     def trace(self) -> Trace:
         """Return what was computed so far."""
@@ -234,8 +289,7 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
         training.make_helper()
     for step in range(case.steps):
         if graphs and step == case.warmup:
-            with torch.cuda.stream(training.stream):
-                (at_capture or (lambda training: training.helper.create_cudagraphs()))(training)
+            training.capture(at_capture or (lambda training: training.helper.create_cudagraphs()))
         training.step()
         if case.evaluates and step == case.warmup:
             training.evaluate()
@@ -284,6 +338,11 @@ def _config(case: Case, graphs: bool):
         cuda_graph_modules=list(case.modules) if graphs else [],
         cuda_graph_warmup_steps=case.warmup,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
+        virtual_pipeline_model_parallel_size=case.virtual,
+        overlap_p2p_comm=case.virtual is not None,
+        batch_p2p_comm=case.virtual is None,
+        deallocate_pipeline_outputs=True,
         sequence_parallel=case.sequence_parallel,
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
@@ -301,7 +360,8 @@ def _model(case: Case, config):
     return _under_fsdp(case, config, _gpt(case, config))
 
 
-def _gpt(case: Case, config):
+def _gpt(case: Case, config, virtual_stage: int | None = None):
+    from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
     if case.transformer_engine:
@@ -315,25 +375,24 @@ def _gpt(case: Case, config):
         spec,
         VOCABULARY,
         case.sequence,
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage),
         position_embedding_type="rope",
         share_embeddings_and_output_weights=True,
+        vp_stage=virtual_stage,
     )
 
 
 def _under_fsdp(case: Case, config, model):
     from megatron.core.distributed import DistributedDataParallelConfig
     from megatron.core.distributed.fsdp.mcore_fsdp_adapter import FullyShardedDataParallel
-    from megatron.core.transformer.module import Float16Module
 
-    model = model.cuda()
-    if case.dtype == "bf16":
-        model = Float16Module(config, model)
     options = DistributedDataParallelConfig(
         use_megatron_fsdp=True,
         use_distributed_optimizer=True,
         data_parallel_sharding_strategy=case.strategy,
         overlap_grad_reduce=True,
-        overlap_param_gather=True,
+        overlap_param_gather=case.overlap_param_gather,
         grad_reduce_in_fp32=True,
         check_for_nan_in_grad=False,
         gradient_reduce_div_fusion=False,
@@ -341,10 +400,30 @@ def _under_fsdp(case: Case, config, model):
         fsdp_db_use_persist_buf_on_alloc_fail=case.double_buffer,
         megatron_fsdp_cuda_graph_mode=config.cuda_graph_impl != "none",
     )
-    return FullyShardedDataParallel(config, options, model)
+    return FullyShardedDataParallel(config, options, _on_device(case, config, model))
 
 
-def _optimizer(case: Case, model):
+def _under_ddp(case: Case, config, model):
+    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+    options = DistributedDataParallelConfig(
+        use_distributed_optimizer=True,
+        overlap_grad_reduce=True,
+        overlap_param_gather=case.overlap_param_gather,
+        grad_reduce_in_fp32=True,
+        bucket_size=BUCKET,
+    )
+    return DistributedDataParallel(config, options, _on_device(case, config, model))
+
+
+def _on_device(case: Case, config, model):
+    from megatron.core.transformer.module import Float16Module
+
+    model = model.cuda()
+    return Float16Module(config, model) if case.dtype == "bf16" else model
+
+
+def _optimizer(case: Case, chunks: list[torch.nn.Module]):
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     config = OptimizerConfig(
@@ -356,26 +435,18 @@ def _optimizer(case: Case, model):
         params_dtype=case.torch_dtype,
         use_distributed_optimizer=True,
     )
-    return get_megatron_optimizer(config, [model])
-
-
-def _connect(config, model, optimizer) -> None:
-    """Tell the schedules what megatron.training tells them."""
-    from megatron.core.distributed import finalize_model_grads
-
-    config.no_sync_func = model.no_sync
-    config.finalize_model_grads_func = finalize_model_grads
-    config.grad_scale_func = optimizer.scale_loss
+    return get_megatron_optimizer(config, chunks)
 
 
 def _batches(case: Case, step: int):
     from megatron.core import parallel_state
 
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    count = case.micro_batch * case.microbatches * ranks
+    microbatches = case.microbatches_of(step)
+    count = case.micro_batch * microbatches * ranks
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, VOCABULARY, (count, case.sequence + 1), generator=generator)
-    tokens = tokens.view(ranks, case.microbatches, case.micro_batch, case.sequence + 1)[rank]
+    tokens = tokens.view(ranks, microbatches, case.micro_batch, case.sequence + 1)[rank]
     mask = torch.triu(torch.ones(case.sequence, case.sequence, dtype=torch.bool), 1)
     for microbatch in tokens:
         yield SimpleNamespace(

@@ -14,7 +14,7 @@ PATCH, SIDE, CLASSES = 4, 16, 10  # pixels of a patch and of an image a side; cl
 class VisionTraining(Training):
     """A vision encoder in place of the GPT. A micro-batch is one image: vision encoders have a batch dimension of 1."""
 
-    def _unwrapped_model(self) -> torch.nn.Module:
+    def _unwrapped_chunk(self, virtual_stage: int | None) -> torch.nn.Module:
         return classifier(self.config)
 
     def _batches(self, step: int) -> Iterator[Any]:
@@ -22,7 +22,7 @@ class VisionTraining(Training):
 
         ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         generator = torch.Generator().manual_seed(step)
-        count = self.case.microbatches
+        count = self.case.microbatches_of(step)
         images = torch.randn(ranks, count, 1, 3, SIDE, SIDE, generator=generator)[rank]
         labels = torch.randint(0, CLASSES, (ranks, count, 1), generator=generator)[rank]
         for image, label in zip(images.to(self.case.torch_dtype), labels, strict=True):
@@ -38,14 +38,14 @@ class VisionTraining(Training):
         )
 
         length = get_vision_cuda_graph_seq_length(SimpleNamespace(num_position_embeddings=self._encoder.seq_length))
-        self.helper = VisionTECudaGraphHelper([self.model], self.config, length, self.case.micro_batch)
+        self.helper = VisionTECudaGraphHelper(self.chunks, self.config, length, self.case.micro_batch)
         return self.helper
 
     @property
     def _encoder(self) -> Any:
         from megatron.core.utils import get_attr_wrapped_model
 
-        return get_attr_wrapped_model(self.model, "vision_model")
+        return get_attr_wrapped_model(self.chunks[0], "vision_model")
 
     @property
     def layers(self) -> list[torch.nn.Module]:

@@ -75,14 +75,15 @@ def order(request):
 
 
 def new_model(graphs=True, modules=()):
-    """megatron-core's CLIP encoder with two layers, and a classifier."""
+    """megatron-core's CLIP encoder with two layers in this pipeline stage, and a classifier."""
+    from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234, use_cudagraphable_rng=True, force_reset_rng=True)
-    config = fsdp_training._config(
-        fsdp_training.Case(vision=True, layers=2, hidden=32, heads=2, dropout=0.1, modules=modules), graphs
-    )
+    layers = 2 * parallel_state.get_pipeline_model_parallel_world_size()
+    case = fsdp_training.Case(vision=True, layers=layers, hidden=32, heads=2, dropout=0.1, modules=modules)
+    config = fsdp_training._config(case, graphs)
     return vision_training.classifier(config).cuda(), config
 
 

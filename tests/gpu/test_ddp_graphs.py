@@ -1,0 +1,68 @@
+"""Without Megatron-FSDP: with graphs, a model under DistributedDataParallel trains bit for bit as eagerly.
+
+Layouts: data parallel over all GPUs; two pipeline stages, each with one model chunk or with two that interleave. Models
+of 4 TransformerEngine layers, both engines, the distributed optimizer.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES
+from tests.support.launch import name_of
+
+DDP: dict[str, Any] = SIZES | {"fsdp": False, "dtype": "bf16"}
+MOE: dict[str, Any] = {"experts": 4, "shared_experts": 256, "modules": ["attn", "moe_router", "moe_preprocess"]}
+DATA_PARALLEL: list[dict[str, Any]] = [
+    {"dropout": 0.1, "microbatches": 2, "microbatches_later": 3},
+    {"overlap_param_gather": False},
+    {"warmup": 0},
+    {"dropout": 0.1, **MOE},
+    {"fp8": "delayed", "microbatches": 2},
+]
+PIPELINE: list[dict[str, Any]] = [
+    {"dropout": 0.1, "microbatches": 4},
+    {"microbatches": 3, **MOE},
+    {"microbatches": 4, "fp8": "delayed"},
+    {"virtual": 2, "dropout": 0.1, "microbatches": 4},
+    {"virtual": 2, "microbatches": 4, **MOE},
+    {"virtual": 2, "microbatches": 4, "evaluates": True},
+]
+LAYOUTS = {"data parallel": ([], DATA_PARALLEL), "PP2": (["--pp", "2"], PIPELINE)}
+RUNS = [(layout, engine) for layout in LAYOUTS for engine in ENGINES]
+
+
+@pytest.fixture(scope="module")
+def results(compare_runs):
+    """The results of each layout and engine, by case; each layout in processes of its own."""
+    found = {}
+    for layout, engine in RUNS:
+        options, cases = LAYOUTS[layout]
+        compared = compare_runs(
+            [DDP | case for case in cases],
+            *options,
+            ranks=GPUS,
+            environment=DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": engine},
+        )
+        found[layout, engine] = {name_of(case): result for case, result in zip(cases, compared, strict=True)}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "engine", "case"),
+    [pytest.param(*run, case, id=f"{run[0]}, {run[1]}: {name_of(case)}") for run in RUNS for case in LAYOUTS[run[0]][1]],
+)
+def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
+    result = results[layout, engine][name_of(case)]
+    assert not result["error"]
+    assert result["differences"] == []
+    assert result["graphs"] == (4 if layout == "data parallel" else 2 * case["microbatches"])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_another_number_of_micro_batches_is_refused_in_a_pipeline(compare_runs, engine):
+    case = DDP | {"microbatches": 4, "microbatches_later": 2}
+    (result,) = compare_runs(
+        [case], "--pp", "2", "--stop-at-error", ranks=GPUS, environment={"MEGATRON_CUDA_GRAPH_ENGINE": engine}
+    )
+    assert "graphs were captured for steps of 4 micro-batches, and this one has 2" in result["error"]

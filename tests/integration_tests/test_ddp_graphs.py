@@ -1,0 +1,79 @@
+"""Without Megatron-FSDP: a model with a graph per layer trains bit for bit as it does eagerly, on two CPU ranks.
+
+It is under DistributedDataParallel with the distributed optimizer, data parallel or in two pipeline stages, each with
+one model chunk (1F1B) or with two that interleave. Loss and gradient norm of every step and what the optimizer owns are
+compared, over 10 steps with capture after 3. The controls break one thing each, and must be noticed.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.support.launch import name_of
+
+DDP: dict[str, Any] = {"fsdp": False, "steps": 10, "hidden": 32, "sequence": 16}
+MOE: dict[str, Any] = {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"]}
+DATA_PARALLEL: list[dict[str, Any]] = [
+    {"layers": 2, "dropout": 0.1, "microbatches": 2, "microbatches_later": 3},
+    {"layers": 2, "dtype": "bf16", "overlap_param_gather": False},
+    {"layers": 2, "warmup": 0},
+    {"layers": 2, "dropout": 0.1, **MOE},
+]
+PIPELINE: list[dict[str, Any]] = [
+    {"layers": 4, "dropout": 0.1, "microbatches": 4},
+    {"layers": 2, "dtype": "bf16", "microbatches": 3, **MOE},
+    {"layers": 4, "virtual": 2, "dropout": 0.1, "microbatches": 4},
+    {"layers": 4, "virtual": 2, "evaluates": True, "microbatches": 4},
+]
+DEAD_REPLAY: dict[str, Any] = {"layers": 2, "microbatches": 2, "control": "dead_replay"}
+NO_MANUAL_HOOKS: dict[str, Any] = {"layers": 2, "control": "no_manual_hooks"}
+
+
+def by_name(cases, results):
+    return {name_of(case): result for case, result in zip(cases, results, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def data_parallel(compare_runs):
+    cases = [*DATA_PARALLEL, NO_MANUAL_HOOKS]
+    return by_name(cases, compare_runs([DDP | case for case in cases]))
+
+
+@pytest.fixture(scope="module")
+def pipeline(compare_runs):
+    cases = [*PIPELINE, DEAD_REPLAY]
+    return by_name(cases, compare_runs([DDP | case for case in cases], "--pp", "2"))
+
+
+def assert_bit_equal(result, graphs):
+    assert not result["error"]
+    assert result["differences"] == []
+    assert result["graphs"] == graphs
+    assert len(result["losses"]) == 10
+
+
+@pytest.mark.parametrize("case", DATA_PARALLEL, ids=name_of)
+def test_data_parallel_graphs_train_bit_for_bit_as_eager(data_parallel, case):
+    assert_bit_equal(data_parallel[name_of(case)], graphs=case["layers"])
+
+
+@pytest.mark.parametrize("case", PIPELINE, ids=name_of)
+def test_pipelined_graphs_train_bit_for_bit_as_eager(pipeline, case):
+    assert_bit_equal(pipeline[name_of(case)], graphs=case["layers"] // 2 * case["microbatches"])
+
+
+def test_a_replay_that_does_nothing_changes_the_loss(pipeline):
+    differences = pipeline[name_of(DEAD_REPLAY)]["differences"]
+    assert any("losses[3]" in line for line in differences)
+    assert not any("losses[2]" in line for line in differences)
+
+
+def test_layers_that_do_not_gather_their_parameters_break_the_order_of_gathers(data_parallel):
+    assert "start_param_sync" in data_parallel[name_of(NO_MANUAL_HOOKS)]["error"]
+
+
+def test_another_number_of_micro_batches_is_refused_in_a_pipeline(compare_runs):
+    # The stages wait for one another, so the first error ends all ranks.
+    case = DDP | {"layers": 2, "microbatches": 1, "microbatches_later": 2}
+    (result,) = compare_runs([case], "--pp", "2", "--stop-at-error")
+    assert "graphs were captured for steps of 1 micro-batches, and this one has 2" in result["error"]
