@@ -537,6 +537,12 @@ def test_second_derivatives_are_refused():
         grad.sum().backward()
 
 
+def test_transforms_of_torch_func_are_refused():
+    graphed = make_graphed_callables(lambda x: x * x, (device_tensor(3),))
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda x: graphed(x).sum())(device_tensor(3, grad=False))
+
+
 # ------------------------------------------------------------------------------------------------------ shared memory
 
 
