@@ -13,6 +13,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -95,8 +96,10 @@ def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to
     except Exception:
         error = traceback.format_exc()
         if errors_to is not None:
-            errors_to.write_text(json.dumps([{"case": str(case), "error": error, "differences": []}]))
-            os._exit(1)  # the other ranks may be waiting for this one
+            # The other ranks may be waiting for this one. That it is gone is an error of theirs, which comes later.
+            with suppress(FileExistsError), errors_to.open("x") as file:
+                json.dump([{"case": str(case), "error": error, "differences": []}], file)
+            os._exit(1)
     errors: list = [None] * dist.get_world_size()
     of_ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)  # every rank fails at the same place, or this is where they hang
