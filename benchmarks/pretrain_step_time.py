@@ -4,8 +4,9 @@
 
 Runs the variants of ``examples/launch_gpt.sh`` (16 layers, hidden 2048, sequence 2048, bf16, micro-batch 1) one after
 the other on the GPUs of this machine, in several rounds. Reported are the median milliseconds per step over the second
-half of each run, their ratio to the eager run of the same round, and whether every loss and gradient norm equals
-eager's. The exit code is 1 where one does not. Further flags go to every run.
+half of each run, their ratio to the eager run of the same round, the device memory that a rank holds at the end, and
+whether every loss and gradient norm equals eager's. The exit code is 1 where one does not. Further flags go to every
+run.
 """
 
 import argparse
@@ -54,6 +55,7 @@ def run(variant: str, gpus: int, steps: int, flags: list[str], folder: Path) -> 
         "numbers": [(line["loss_hex"], line["grad_norm_hex"]) for line in lines],
         "last_loss": lines[-1]["loss"],
         "graphs": lines[-1]["graphs"],
+        "reserved_mib": lines[-1]["reserved_mib"],
     }
 
 
@@ -84,6 +86,7 @@ def main() -> int:
                         ),
                         "steps": len(result["numbers"]),
                         "graphs_per_rank": result["graphs"],
+                        "reserved_mib": result["reserved_mib"],
                         "last_loss": result["last_loss"],
                     }
                 )

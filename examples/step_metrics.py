@@ -27,6 +27,7 @@ class StepMetrics:
         loss_hex: the same as ``float.hex()``.
         grad_norm, grad_norm_hex: norm of the gradient before clipping; null if the step had none.
         ms: milliseconds since the step before was logged, GPU work included; null for the first.
+        reserved_mib: MiB of device memory that the allocator holds on this rank.
         graphs: layer graphs that this rank holds, one for each layer and micro-batch slot that was captured.
         skipped: whether the optimizer skipped the step.
     """
@@ -78,6 +79,7 @@ class StepMetrics:
             "grad_norm": norm,
             "grad_norm_hex": None if norm is None else norm.hex(),
             "ms": None if self.last_time is None else (now - self.last_time) * 1000,
+            "reserved_mib": torch.cuda.memory_reserved() / 2**20,
             "graphs": self.graphs(),
             "skipped": skipped,
         }

@@ -98,10 +98,10 @@ def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to
     except Exception:
         error = traceback.format_exc()
         if errors_to is not None:
-            with suppress(FileExistsError):  # a rank that lost this one while it waited for it must not write its error
-                errors_to.with_suffix(".error").touch(exist_ok=False)
-                errors_to.write_text(json.dumps([{"case": str(case), "error": error, "differences": []}]))
-            os._exit(1)  # the other ranks may be waiting for this one
+            # The other ranks may be waiting for this one. That it is gone is an error of theirs, which comes later.
+            with suppress(FileExistsError), errors_to.open("x") as file:
+                json.dump([{"case": str(case), "error": error, "differences": []}], file)
+            os._exit(1)
     errors: list = [None] * dist.get_world_size()
     of_ranks: list = [None] * dist.get_world_size()
     dist.all_gather_object(errors, error)  # every rank fails at the same place, or this is where they hang

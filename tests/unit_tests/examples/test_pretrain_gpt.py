@@ -78,6 +78,12 @@ def test_metrics_are_exact(metrics):
     assert (first["skipped"], second["skipped"]) == (False, True)
 
 
+def test_memory_is_in_mib(metrics, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 3 * 2**19)
+    metrics.record(1, {}, None, skipped=False)
+    assert [line["reserved_mib"] for line in lines(metrics)] == [1.5]
+
+
 def test_a_stage_without_loss_and_a_step_without_norm_are_null(metrics):
     metrics.record(1, {}, None, skipped=False)
     (line,) = lines(metrics)

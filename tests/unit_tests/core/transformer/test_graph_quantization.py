@@ -55,6 +55,21 @@ def test_training_is_bit_equal_to_eager(enabled, caches):
     assert_same_bits(train(True, caches, enabled), train(False, caches, enabled))
 
 
+def test_cached_weights_are_made_anew_in_the_first_micro_batch_only():
+    layer = Linear()
+    (graphed,) = capture([layer], cache_quantized_params=True)
+    cached = []
+    for is_first in (True, False, True):
+        with autocast(enabled=True, recipe="recipe"):
+            graphed(device_tensor(4, 6), is_first_microbatch=is_first)
+        cached += copies([layer.cached])
+        with torch.no_grad():
+            layer.weight.mul_(3)
+    first, second, third = cached
+    assert torch.equal(first, second)
+    assert not torch.equal(second, third)
+
+
 def test_statistics_are_reduced_once_in_each_direction_for_a_micro_batch():
     train(True)
     assert State.reductions == ["forward", "backward"] * 10

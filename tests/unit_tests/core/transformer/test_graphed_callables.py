@@ -502,14 +502,19 @@ def test_gradients_that_a_backward_pass_inside_accumulates_are_bit_equal_to_eage
     assert_same_bits(train(case, make_graphed_callables), train(case, None))
 
 
-def test_gradients_that_were_there_before_capture_are_untouched_by_a_backward_pass_inside():
+def test_gradients_that_were_there_before_capture_stay_and_are_no_part_of_what_is_captured():
     module = _Checkpointed(False)
-    before = [torch.ones_like(param) for param in module.parameters()]
-    for param, grad in zip(module.parameters(), before, strict=True):
-        param.grad = grad
-    make_graphed_callables(module, (device_tensor(4, 6),))
-    assert all(param.grad is grad for param, grad in zip(module.parameters(), before, strict=True))
-    assert_same_bits(before, [torch.ones_like(param) for param in module.parameters()])
+    params = list(module.parameters())
+    module(device_tensor(4, 6)).square().sum().backward()
+    expected = copies([param.grad for param in params])
+    kept = [param.grad for param in params]
+    graphed = make_graphed_callables(module, (device_tensor(4, 6),))
+    assert all(param.grad is grad for param, grad in zip(params, kept, strict=True))
+    assert_same_bits(kept, expected)
+    for param in params:
+        param.grad = None
+    graphed(device_tensor(4, 6)).square().sum().backward()
+    assert_same_bits([param.grad for param in params], expected)
 
 
 def test_checkpoints_outside_of_captures_are_refused_in_grad_as_ever():
@@ -535,6 +540,12 @@ def test_second_derivatives_are_refused():
     (grad,) = torch.autograd.grad(graphed(x).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiate twice"):
         grad.sum().backward()
+
+
+def test_transforms_of_torch_func_are_refused():
+    graphed = make_graphed_callables(lambda x: x * x, (device_tensor(3),))
+    with pytest.raises(RuntimeError, match="functorch transforms"):
+        torch.func.grad(lambda x: graphed(x).sum())(device_tensor(3, grad=False))
 
 
 # ------------------------------------------------------------------------------------------------------ shared memory
