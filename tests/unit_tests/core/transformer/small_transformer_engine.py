@@ -2,7 +2,7 @@
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -192,8 +192,9 @@ def restore(modules, saved):
 def installed(monkeypatch) -> ModuleType:
     """Put this in TransformerEngine's place; returns what stands for ``transformer_engine.pytorch.graph``."""
     State.reset()
-    root, pytorch = ModuleType("transformer_engine"), ModuleType("transformer_engine.pytorch")
-    graph: Any = ModuleType("transformer_engine.pytorch.graph")
+    root, pytorch, graph = (
+        cast("Any", ModuleType("transformer_engine" + rest)) for rest in ("", ".pytorch", ".pytorch.graph")
+    )
     graph.FP8GlobalStateManager, graph.autocast = State, autocast
     graph.save_fp8_tensors, graph.restore_fp8_tensors = statistics, restore
     graph.get_default_fp8_recipe = lambda: "default recipe"

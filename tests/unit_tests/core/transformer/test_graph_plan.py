@@ -220,4 +220,5 @@ def test_gradients_of_all_but_the_last_backward_are_read_once_and_after_they_wer
     place = {step.slot: i for i, step in enumerate(plan.steps) if step.kind is Pass.BACKWARD}
     read = [(slot, place[step.slot]) for step, slots in plan.gradients_read().items() for slot in slots]
     assert all(place[slot] < when for slot, when in read)
-    assert sorted(slot for slot, _ in read) == sorted(set(place) - {max(place, key=place.get)}) if place else not read
+    last = sorted(place, key=place.__getitem__)[-1:]
+    assert sorted(slot for slot, _ in read) == sorted(set(place) - set(last))

@@ -21,7 +21,7 @@ def engine(monkeypatch):
 def capture(layers, **options):
     """Layers captured as one chunk; quantized with some recipe unless told otherwise."""
     samples = tuple((device_tensor(4, 6, seed=77),) for _ in layers)
-    options = {"enabled": True, "recipe": "recipe", "_order": [1, -1]} | options
+    options = {"enabled": True, "recipe": "recipe", "_order": [1, -1], **options}
     return make_graphed_callables(tuple(layers), samples, **options)
 
 
@@ -77,7 +77,7 @@ def test_statistics_are_reduced_once_in_each_direction_for_a_micro_batch():
 
 def test_capture_leaves_statistics_as_they_were():
     layers = [Linear(), Linear()]
-    before = [copies(layer.fp8_meta.values()) for layer in layers]
+    before = [copies([*layer.fp8_meta.values()]) for layer in layers]
     capture(layers)
     for layer, values in zip(layers, before, strict=True):
         assert_same_bits(list(layer.fp8_meta.values()), values)
@@ -205,7 +205,12 @@ def test_cached_weights_need_is_first_microbatch(value):
 )
 def test_a_deprecated_spelling_means_the_new_one_and_warns(monkeypatch, engine, old, new, value):
     given = []
-    monkeypatch.setattr(engine, "autocast", lambda **arguments: given.append(arguments) or autocast(**arguments))
+
+    def noted(**arguments):
+        given.append(arguments)
+        return autocast(**arguments)
+
+    monkeypatch.setattr(engine, "autocast", noted)
     arguments = {"enabled": True, "recipe": "recipe"} | {new: None, old: value}
     with pytest.warns(DeprecationWarning, match=f"{old} is deprecated, use {new}"):
         (graphed,) = capture([Linear()], **arguments)

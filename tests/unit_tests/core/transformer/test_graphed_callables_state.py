@@ -265,10 +265,10 @@ def test_all_captures_run_on_one_stream():
 @pytest.mark.parametrize("training", [True, False])
 def test_nothing_that_warm_up_computed_is_held_when_capture_begins(training):
     module = mlp().train(training)
-    computed = []
+    computed: list[StorageWeakRef] = []
     for param in module.parameters():
         param.register_hook(lambda grad: computed.append(StorageWeakRef(grad.untyped_storage())))
-    held = []
+    held: list[bool] = []
 
     def note(module, args, output):
         computed.append(StorageWeakRef(output.untyped_storage()))
