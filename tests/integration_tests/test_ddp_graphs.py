@@ -17,6 +17,7 @@ DATA_PARALLEL: list[dict[str, Any]] = [
     {"layers": 2, "dropout": 0.1, "microbatches": 2, "microbatches_later": 3},
     {"layers": 2, "dtype": "bf16", "overlap_param_gather": False},
     {"layers": 2, "warmup": 0},
+    {"layers": 2, "evaluates": True},
     {"layers": 2, "dropout": 0.1, **MOE},
 ]
 PIPELINE: list[dict[str, Any]] = [

@@ -143,8 +143,9 @@ class Training:
         with torch.cuda.stream(self.stream):
             self.chunks = self._wrapped_chunks()
             self.optimizer = _optimizer(case, self.chunks)
-        self._connect()
         self.helper: Any = None
+        self._connect()
+        self._gather_in_hooks(False)
         self.taken: list[torch.Tensor] = []  # memory that a control keeps from everyone else
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
@@ -170,14 +171,36 @@ class Training:
         """Tell the schedules what megatron.training tells them."""
         from megatron.core.distributed import finalize_model_grads
 
-        def of_chunks(functions: list[Callable]) -> Callable | list[Callable]:
-            return functions[0] if len(functions) == 1 else functions
-
-        self.config.no_sync_func = of_chunks([chunk.no_sync for chunk in self.chunks])
+        self.config.no_sync_func = self._of_chunks("no_sync")
         if not self.case.fsdp:
-            self.config.grad_sync_func = of_chunks([chunk.start_grad_sync for chunk in self.chunks])
+            self.config.grad_sync_func = self._of_chunks("start_grad_sync")
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
+
+    def _of_chunks(self, method: str) -> Callable | list[Callable]:
+        methods = [getattr(chunk, method) for chunk in self.chunks]
+        return methods[0] if len(methods) == 1 else methods
+
+    def _gather_in_hooks(self, on: bool, param_sync: bool = False) -> None:
+        """Turn on or off what gathers parameters where forward needs them, before replays too.
+
+        megatron.training has it off in the first step, at capture and in evaluation.
+
+        Args:
+            on: Which of both.
+            param_sync: Whether to gather all parameters when it goes off.
+        """
+        if self.case.fsdp or not self.case.overlap_param_gather:
+            return
+        for chunk in self.chunks:
+            if on:
+                chunk.enable_forward_pre_hook()
+            else:
+                chunk.disable_forward_pre_hook(param_sync=param_sync)
+        if self.case.virtual is not None:
+            self.config.param_sync_func = self._of_chunks("start_param_sync") if on else None
+        if on and self.helper is not None and self.helper.graphs_created():
+            self.helper.cuda_graph_set_manual_hooks()
 
     def _batches(self, step: int) -> Iterator[Any]:
         return _batches(self.case, step)
@@ -212,16 +235,13 @@ class Training:
 
     def capture(self, capture: Callable[["Training"], None]) -> None:
         """Call ``capture`` as megatron.training calls ``create_cudagraphs``."""
-        gathers_in_hooks = not self.case.fsdp and self.case.overlap_param_gather
-        if gathers_in_hooks:
-            for chunk in self.chunks:
-                chunk.disable_forward_pre_hook(param_sync=False)
+        first_step_done = bool(self.losses)
+        if first_step_done:
+            self._gather_in_hooks(False)
         with torch.cuda.stream(self.stream):
             capture(self)
-        if gathers_in_hooks:
-            for chunk in self.chunks:
-                chunk.enable_forward_pre_hook()
-            self.helper.cuda_graph_set_manual_hooks()
+        if first_step_done:
+            self._gather_in_hooks(True)
 
     def step(self) -> None:
         """Train one step."""
@@ -241,6 +261,8 @@ class Training:
             stages = parallel_state.get_pipeline_model_parallel_world_size()
             self.losses.append(loss.item() / (dist.get_world_size() // stages))
             self.grad_norms.append(float(grad_norm))
+        if number == 0:
+            self._gather_in_hooks(True)
 
     def _run_passes(self, step: int, forward_only: bool = False) -> list[dict[str, torch.Tensor]]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -261,9 +283,11 @@ class Training:
         for chunk in self.chunks:
             chunk.eval()
         with torch.cuda.stream(self.stream), torch.no_grad():
+            self._gather_in_hooks(False, param_sync=True)
             self._run_passes(10_000, forward_only=True)
         for chunk in self.chunks:
             chunk.train()
+        self._gather_in_hooks(True)
 
     def trace(self) -> Trace:
         """Return what was computed so far."""
@@ -410,6 +434,7 @@ def _under_ddp(case: Case, config, model):
         use_distributed_optimizer=True,
         overlap_grad_reduce=True,
         overlap_param_gather=case.overlap_param_gather,
+        align_param_gather=case.virtual is not None,
         grad_reduce_in_fp32=True,
         bucket_size=BUCKET,
     )
