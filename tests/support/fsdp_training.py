@@ -1,6 +1,6 @@
 """Trains a small model, eagerly or with CUDA graphs, and keeps every number it can be compared by.
 
-It is under Megatron-FSDP, or under DistributedDataParallel with the distributed optimizer, then also in pipeline stages.
+It is under Megatron-FSDP, or under DistributedDataParallel with the distributed optimizer, then in pipeline stages too.
 
 It works the same on GPUs and, once the CPU backend is installed, on CPU ranks: all of it is written for ``torch.cuda``.
 """
@@ -42,8 +42,9 @@ class Case:
         unchecked: Whether graphs are attempted without what Megatron-FSDP needs for them.
         layers, hidden, sequence, micro_batch: Sizes.
         evaluates: Whether an evaluation, which runs layers eagerly, follows the step after capture.
+        local: Whether graphs are those of ``cuda_graph_impl="local"``: the first step is recorded.
         steps: Optimizer steps.
-        warmup: Steps before capture.
+        warmup: Steps before capture; with ``local`` how often each layer runs before its capture.
     """
 
     vision: bool = False
@@ -71,6 +72,7 @@ class Case:
     sequence: int = 32
     micro_batch: int = 2
     evaluates: bool = False
+    local: bool = False
     steps: int = 12
     warmup: int = 3
 
@@ -294,7 +296,7 @@ class Training:
         torch.cuda.synchronize()
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         shards = [getattr(param, "_local_tensor", param).detach().clone().cpu() for param in params]
-        graphs = sum(len(getattr(layer, "cuda_graphs", ())) for layer in self.layers)
+        graphs = _local_graphs(self.layers) if self.case.local else _layer_graphs(self.layers)
         return Trace(self.losses, self.grad_norms, shards, graphs)
 
 
@@ -309,18 +311,35 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
     from .vision_training import VisionTraining
 
     training = VisionTraining(case, graphs) if case.vision else Training(case, graphs)
-    if graphs:
+    by_helper = graphs and not case.local
+    if by_helper:
         training.make_helper()
-    for step in range(case.steps):
-        if graphs and step == case.warmup:
-            training.capture(at_capture or (lambda training: training.helper.create_cudagraphs()))
-        training.step()
-        if case.evaluates and step == case.warmup:
-            training.evaluate()
-    trace = training.trace()
-    if training.helper is not None and training.helper.graphs_created():
-        training.helper.delete_cuda_graphs()
-    return trace
+    try:
+        for step in range(case.steps):
+            if by_helper and step == case.warmup:
+                training.capture(at_capture or (lambda training: training.helper.create_cudagraphs()))
+            training.step()
+            if case.evaluates and step == case.warmup:
+                training.evaluate()
+        trace = training.trace()
+        if training.helper is not None and training.helper.graphs_created():
+            training.helper.delete_cuda_graphs()
+        return trace
+    finally:
+        if case.local:
+            from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+            delete_cuda_graphs()
+
+
+def _layer_graphs(layers: list[torch.nn.Module]) -> int:
+    return sum(len(getattr(layer, "cuda_graphs", ())) for layer in layers)
+
+
+def _local_graphs(layers: list[torch.nn.Module]) -> int:
+    """Count the pairs of graphs of all managers of the layers."""
+    managers = [module for layer in layers for module in layer.modules() if hasattr(module, "cudagraph_runners")]
+    return sum(runner.bwd_graph is not None for manager in managers for runner in manager.cudagraph_runners)
 
 
 def _config(case: Case, graphs: bool):
@@ -358,7 +377,7 @@ def _config(case: Case, graphs: bool):
         bf16=case.dtype == "bf16",
         params_dtype=case.torch_dtype,
         pipeline_dtype=case.torch_dtype,
-        cuda_graph_impl="transformer_engine" if graphs else "none",
+        cuda_graph_impl=("local" if case.local else "transformer_engine") if graphs else "none",
         cuda_graph_modules=list(case.modules) if graphs else [],
         cuda_graph_warmup_steps=case.warmup,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
@@ -394,6 +413,10 @@ def _gpt(case: Case, config, virtual_stage: int | None = None):
         )
     else:
         spec = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=case.experts or None, moe_grouped_gemm=False)
+    if case.local and case.experts and config.cuda_graph_impl == "local":
+        from megatron.core.transformer.transformer_layer import MoETransformerLayer
+
+        spec.module = MoETransformerLayer  # the same layer, in parts that local graphs can hold
     return GPTModel(
         config,
         spec,

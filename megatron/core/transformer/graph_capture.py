@@ -11,6 +11,8 @@ import torch
 
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 
+from .generator_states import _ensure_generator_state_is_cudagraph_safe
+
 
 def generator_states() -> list[torch.Generator]:
     """The generators, besides the default one, from which a Megatron layer may draw.
@@ -30,6 +32,12 @@ def generator_states() -> list[torch.Generator]:
             "TransformerEngine initialize it with use_cudagraphable_rng=True."
         )
     return list(dict.fromkeys(states.values()))
+
+
+def make_generators_safe() -> None:
+    """Let graphs use all generators, whatever was done with them under ``torch.inference_mode``."""
+    for generator in [torch.cuda.default_generators[torch.cuda.current_device()], *generator_states()]:
+        _ensure_generator_state_is_cudagraph_safe(generator)
 
 
 @contextmanager
@@ -112,6 +120,19 @@ def undisturbed_buffers(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
 
 
 @contextmanager
+def undisturbed_moe_metrics() -> Iterator[None]:
+    """Put what MoE layers add up for the log (auxiliary losses) back to what it was before warm-up."""
+    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    metrics = {} if logging is None else logging.get_moe_metrics_tracker().metrics
+    saved = {name: entry.values.clone() for name, entry in metrics.items()}
+    try:
+        yield
+    finally:
+        for name, values in saved.items():
+            metrics[name].values.copy_(values)
+
+
+@contextmanager
 def undisturbed_gc() -> Iterator[None]:
     """Collect now, then not until the end: a graph that is collected while another is captured spoils the capture."""
     enabled = gc.isenabled()
@@ -136,6 +157,27 @@ def transformer_engine_flag() -> Iterator[None]:
         yield
     finally:
         graph.set_capture_end()
+
+
+_away_from_default: torch.cuda.Stream | None = None
+
+
+def leave_default_stream() -> None:
+    """Go on on another stream if the legacy default stream is current: what autograd meets there cannot be captured."""
+    global _away_from_default
+    default = torch.cuda.default_stream()
+    if torch.cuda.current_stream() == default:
+        _away_from_default = _away_from_default or torch.cuda.Stream()
+        _away_from_default.wait_stream(default)
+        torch.cuda.set_stream(_away_from_default)
+
+
+def return_to_default_stream() -> None:
+    """Undo ``leave_default_stream``, if its stream is still the current one."""
+    if _away_from_default is not None and torch.cuda.current_stream() == _away_from_default:
+        default = torch.cuda.default_stream()
+        default.wait_stream(_away_from_default)
+        torch.cuda.set_stream(default)
 
 
 _streams: dict[int, torch.cuda.Stream] = {}
@@ -173,13 +215,15 @@ class Capture:
 
     def __init__(self, pool: tuple | None):
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
-        self._generators = generator_states()
+        self._generators = [torch.cuda.default_generators[torch.cuda.current_device()], *generator_states()]
 
     def new_graph(self) -> torch.cuda.CUDAGraph:
         """Return an empty graph that knows every generator."""
         graph = torch.cuda.CUDAGraph()
-        for generator in self._generators:
-            graph.register_generator_state(generator)
+        # Registration makes tensors, which outlive this graph and may be written outside inference mode later.
+        with torch.inference_mode(False):
+            for generator in self._generators:
+                graph.register_generator_state(generator)
         return graph
 
     @contextmanager

@@ -6,6 +6,7 @@ that says whether cached quantized weights are up to date. The protocol is that 
 ``make_graphed_callables``.
 """
 
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -69,6 +70,18 @@ def quantization_of(arguments: Mapping[str, Any], num_callables: int) -> "Quanti
         given["amax_reduction_group"],
         bool(given["cache_quantized_params"]),
     )
+
+
+def quantization_in_force() -> "Quantization | None":
+    """Return how TransformerEngine's ``autocast`` context around the caller quantizes; None outside of such a context.
+
+    Quantized weights are kept from a step's first micro-batch for the others, as Megatron's layers do it.
+    """
+    graph = sys.modules.get("transformer_engine.pytorch.graph")
+    if graph is None or not graph.FP8GlobalStateManager.is_fp8_enabled():
+        return None
+    state = graph.FP8GlobalStateManager
+    return Quantization(graph, (True,), False, state.get_fp8_recipe(), state.get_fp8_group(), True)
 
 
 class Quantization:

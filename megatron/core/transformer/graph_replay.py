@@ -55,7 +55,7 @@ class Replay:
         clone_param_grads: bool,
         quantized: QuantizedReplay | None,
     ):
-        self._name = name
+        self.name = name
         self._forward_graph, self._backward_graph = forward_graph, backward_graph
         self._inputs = [(tensor, tensor.data_ptr()) for tensor in inputs]
         self._outputs = outputs
@@ -72,11 +72,15 @@ class Replay:
 
     def forward(self, inputs: Sequence[torch.Tensor], options: ReplayOptions | None) -> Tensors:
         """Copy ``inputs`` to their static places and run the forward graph. Further ``inputs`` are parameters."""
+        self.place(inputs)
+        self.run(self._forward_graph, "forward", options)
+        return tuple([output if output is None else output.detach() for output in self._outputs])
+
+    def place(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Copy ``inputs``, which parameters may follow, to where the forward graph reads them."""
         for (static, address), given in zip(self._inputs, inputs):  # noqa: B905
             if given.data_ptr() != address:
                 static.copy_(given)
-        self.run(self._forward_graph, "forward", options)
-        return tuple([output if output is None else output.detach() for output in self._outputs])
 
     def backward(self, grads: Tensors, options: ReplayOptions | None) -> list[torch.Tensor | None]:
         """Copy the outputs' gradients to their static places and run the backward graph.
@@ -85,7 +89,7 @@ class Replay:
             RuntimeError: there is no backward graph.
         """
         if self._backward_graph is None:
-            raise RuntimeError(f"{self._name} has no backward graph: it was captured without grad, or reset")
+            raise RuntimeError(f"{self.name} has no backward graph: it was captured without grad, or reset")
         for (static, address), given in zip(self._grad_outputs, grads):  # noqa: B905
             if static is None:
                 continue
@@ -107,7 +111,7 @@ class Replay:
         if not torch.autograd._profiler_enabled():
             _run(graph, options)
             return
-        with torch.profiler.record_function(f"{self._name} {phase} replay"):
+        with torch.profiler.record_function(f"{self.name} {phase} replay"):
             _run(graph, options)
 
     def reset(self) -> None:
@@ -134,7 +138,7 @@ def _run(graph: Any, options: ReplayOptions | None) -> None:
         current.wait_event(options.event)
 
 
-class _Replayed(torch.autograd.Function):
+class ReplayNode(torch.autograd.Function):
     """Replays with autograd: its backward replays the backward graph."""
 
     @staticmethod
@@ -159,11 +163,11 @@ def _refusing_second_derivatives(ctx, *grads):
 
 
 # Function.apply without what it does in Python for torch.func, which costs more than all the rest of it.
-_apply = super(torch.autograd.Function, _Replayed).apply
+_apply = super(torch.autograd.Function, ReplayNode).apply
 
 
 def replay(graphs: Replay, options: ReplayOptions | None, *inputs: torch.Tensor) -> Tensors:
     """Replay ``graphs`` with autograd; ``inputs`` are those of the callable, then its parameters."""
     if torch._C._are_functorch_transforms_active():
-        return _Replayed.apply(graphs, options, *inputs)  # says what torch says of such functions
+        return ReplayNode.apply(graphs, options, *inputs)  # says what torch says of such functions
     return _apply(graphs, options, *inputs)

@@ -1,9 +1,10 @@
 """One callable and micro-batch as CUDA graphs: its static tensors, its hooks, its capture and its replay."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from itertools import compress
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from .graph_quantization import QuantizedReplay
 from .graph_replay import Replay, ReplayOptions, replay
 
 Recording = Callable[[torch.cuda.CUDAGraph | None], AbstractContextManager]
+Grads = Sequence[torch.Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,9 @@ class GraphedCallable:
         options: What the capture was asked for.
         autocast: Makes the context in which ``func`` runs in warm-up and capture.
         quantized: What its replays do for quantization; None where it is not quantized.
+        module: The module whose parameters and submodules a function uses; a module uses its own.
+        keep_param_grads: Takes the parameters and their gradients (None for a parameter without) and returns what the
+            backward graph is to return of them; what it computes is recorded. None to return them all.
 
     Attributes:
         eager: The function, or the module's ``forward`` as it was, which runs without graphs.
@@ -69,6 +74,8 @@ class GraphedCallable:
         options: CaptureOptions,
         autocast: Callable[[], AbstractContextManager] = nullcontext,
         quantized: QuantizedReplay | None = None,
+        module: torch.nn.Module | None = None,
+        keep_param_grads: Callable[[Grads, Grads], Grads] | None = None,
     ):
         self.name = name
         self.func = func
@@ -78,9 +85,11 @@ class GraphedCallable:
         self._expected = [(tensor.shape, tensor.dtype) for tensor in self.inputs]
         self.training = getattr(func, "training", None)
         is_module = isinstance(func, torch.nn.Module)
-        self._all_params: tuple[torch.Tensor, ...] = tuple(func.parameters()) if is_module else ()  # type: ignore[attr-defined]
+        self._module = func if isinstance(func, torch.nn.Module) else module
+        self._all_params: tuple[torch.Tensor, ...] = () if self._module is None else tuple(self._module.parameters())
         self.params = tuple(param for param in self._all_params if param.requires_grad)
         self.eager = func.forward if is_module else func  # type: ignore[attr-defined]
+        self._keep_param_grads = keep_param_grads
         self._options = options
         self._autocast = autocast
         self._quantized = quantized
@@ -130,12 +139,12 @@ class GraphedCallable:
     @contextmanager
     def _noting_modules_that_run(self) -> Iterator[None]:
         """In the first forward pass, find the modules that delay weight gradients or hold quantization statistics."""
-        if self._ran_forward or not isinstance(self.func, torch.nn.Module):
+        if self._ran_forward or self._module is None:
             yield
             return
         ran: dict[torch.nn.Module, None] = {}
         with ExitStack() as stack:
-            for module in self.func.modules():
+            for module in self._module.modules():
                 handle = module.register_forward_hook(lambda module, *_: ran.setdefault(module))
                 stack.callback(handle.remove)
             yield
@@ -176,8 +185,11 @@ class GraphedCallable:
                     retain_graph=self._options.retain_graph,
                     allow_unused=True,
                 )
-                grads = (*grads[: len(inputs)], *map(_with_nested, self.params, grads[len(inputs) :]))
-            self._keep_gradients(inputs, grad_outputs, grads)
+                param_grads: Grads = tuple(map(_with_nested, self.params, grads[len(inputs) :]))
+                used = [grad is not None for grad in param_grads]
+                if graph is not None and self._keep_param_grads is not None:
+                    param_grads = self._keep_param_grads(self.params, param_grads)
+            self._keep_gradients(inputs, grad_outputs, grads[: len(inputs)], param_grads, used)
             self.backward_graph = graph
         self.hooks.run("backward_hooks", self.func)
         if not self._options.retain_graph:  # from here on only the storages are needed, not autograd's nodes
@@ -195,8 +207,7 @@ class GraphedCallable:
             for param, grad in zip(self._all_params, before, strict=True):
                 param.grad = grad
 
-    def _keep_gradients(self, inputs, grad_outputs, grads) -> None:
-        input_grads, param_grads = grads[: len(inputs)], grads[len(inputs) :]
+    def _keep_gradients(self, inputs, grad_outputs, input_grads, param_grads, used) -> None:
         if not self._options.allow_unused_input and any(grad is None for grad in input_grads):
             unused = next(i for i, grad in enumerate(input_grads) if grad is None)
             raise RuntimeError(
@@ -205,8 +216,7 @@ class GraphedCallable:
             )
         if not self._ran_backward:
             # Hooks of a parameter that gets no gradient must not run at replay.
-            used = [(param, grad) for param, grad in zip(self.params, param_grads, strict=True) if grad is not None]
-            self.params, param_grads = tuple(param for param, _ in used), tuple(grad for _, grad in used)
+            self.params, param_grads = tuple(compress(self.params, used)), tuple(compress(param_grads, used))
             self._ran_backward = True
         remaining = iter(grad_outputs)
         self._grad_outputs = tuple(
@@ -241,15 +251,37 @@ class GraphedCallable:
         if not self._options.retain_graph:
             self._outputs = _weak(self._outputs)
 
-    def release_gradients(self) -> None:
-        """Let later captures use the memory of the gradients, which have been read."""
-        self._grad_inputs = _weak(self._grad_inputs)
+    def release_gradients(self, keep: Collection[int] = ()) -> None:
+        """Let later captures use the memory of gradients that have been read: all but those of the inputs ``keep``."""
+        weak = _weak(self._grad_inputs)
+        self._grad_inputs = tuple(self._grad_inputs[i] if i in keep else grad for i, grad in enumerate(weak))
+
+    def release_inputs(self) -> None:
+        """Let later captures use the memory of the static inputs, unless someone else keeps it."""
+        leaves, structure = tree_flatten((self.args, self.kwargs))
+        self.inputs = _weak(tuple(leaves))  # none is None
+        self.args, self.kwargs = tree_unflatten(self.inputs, structure)
+
+    @property
+    def outputs(self) -> tuple[torch.Tensor | None, ...]:
+        """The static outputs, flattened."""
+        return self._outputs
+
+    @property
+    def grad_outputs(self) -> tuple[torch.Tensor | None, ...]:
+        """The static gradients of the outputs; None for an output that is not differentiable."""
+        return self._grad_outputs
+
+    @property
+    def grad_inputs(self) -> tuple[torch.Tensor | None, ...]:
+        """The static gradients of the inputs, then of the parameters; None where there is none."""
+        return self._grad_inputs
 
     # -------------------------------------------------------------------------------------------------- replay
 
-    def finish(self) -> None:
-        """Make ready to replay, once everything is captured."""
-        self._replay = Replay(
+    def finish[R: Replay](self, replay: type[R] = Replay) -> R:  # type: ignore[assignment]
+        """Make ready to replay, once everything is captured, by an object of the given class, and return it."""
+        made = replay(
             self.name,
             self.forward_graph,
             self.backward_graph,
@@ -261,6 +293,8 @@ class GraphedCallable:
             self._options.clone_param_grads,
             self._quantized,
         )
+        self._replay: Replay = made
+        return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the graphs on ``args`` and ``kwargs``.

@@ -16,8 +16,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.utils import log_on_each_pipeline_stage, log_single_rank
-from megatron_fsdp_cuda_graphs.overlay import upstream
 
+from . import capture_state
 from .cuda_graph_checks import check_fsdp_options
 from .cuda_graph_engines import choose_engine
 from .cuda_graph_hooks import extracted_hooks
@@ -28,8 +28,7 @@ from .graph_plan import ordered_plan
 from .graphable_layers import _layer_is_graphable, decoder_layers, language_model_of
 from .layer_graph import LayerGraph
 
-_upstream = upstream("megatron.core.transformer.cuda_graphs")
-logger = logging.getLogger(_upstream.__name__)
+logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 # Warm-up iterations that a layer should have had before it is captured, training steps included.
 _WARMUP_ITERATIONS = 10
@@ -285,17 +284,17 @@ class TECudaGraphHelper:
         torch.cuda.synchronize()
         gc.collect()
         torch.cuda.empty_cache()
-        if _upstream.FREEZE_GC:
+        if capture_state.FREEZE_GC:
             gc.freeze()
-        _upstream._set_capture_start()
+        capture_state._set_capture_start()
         log_single_rank(logger, logging.INFO, "Start CUDA graph capture")
         return time.time()
 
     def _leave_capture_mode(self) -> None:
-        _upstream._set_capture_end()
+        capture_state._set_capture_end()
         if self.config.fine_grained_activation_offloading:
             _offload_interface().reset()
-        if _upstream.FREEZE_GC:
+        if capture_state.FREEZE_GC:
             gc.unfreeze()
         torch.cuda.synchronize()
         self._reset_after_capture()

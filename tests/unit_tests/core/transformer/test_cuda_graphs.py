@@ -1,18 +1,25 @@
 """cuda_graphs: the table of its names, docs/cuda_graphs_names.md, says what is so."""
 
 import ast
+import importlib
 import re
+import subprocess
 import sys
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
 import megatron.core
-from megatron.core.transformer import cuda_graphs
-from megatron_fsdp_cuda_graphs import overlay
+from megatron.core.transformer import capture_state, cuda_graphs, local_graph_buffers
 
 TABLE = Path(__file__).parents[4] / "docs" / "cuda_graphs_names.md"
-UPSTREAM = overlay.upstream(cuda_graphs.__name__)
+LIVE = {
+    "_IS_GRAPH_CAPTURING": capture_state,
+    "_IS_GRAPH_WARMUP": capture_state,
+    "fwd_buffer_reuse_ref_count": local_graph_buffers,
+    "bwd_buffer_reuse_ref_count": local_graph_buffers,
+}
 
 
 def table():
@@ -21,35 +28,57 @@ def table():
     return [(where.strip().strip("`"), name) for where, names in rows for name in re.findall(r"`(\w+)`", names)]
 
 
-def names(start):
-    return [name for where, name in table() if where.startswith(start)]
+def names():
+    return [name for _, name in table()]
 
 
-@pytest.mark.parametrize(("file", "name"), [row for row in table() if row[0].endswith(".py")])
-def test_our_names_are_defined_in_the_file_of_the_table(file, name):
-    defined = vars(cuda_graphs)[name]
-    source = Path(sys.modules[defined.__module__].__file__ or "")
-    assert source.relative_to(overlay.ROOT) == Path(file).relative_to("megatron")
-
-
-@pytest.mark.parametrize("name", names("megatron-core"))
-def test_the_names_of_megatron_core_are_its_own(name):
-    assert name not in vars(cuda_graphs)
-    assert getattr(cuda_graphs, name) is getattr(UPSTREAM, name)
-
-
-@pytest.mark.parametrize("name", names("nowhere"))
-def test_names_that_are_nowhere_cannot_be_imported(name):
-    assert not hasattr(cuda_graphs, name)
+@pytest.mark.parametrize(("file", "name"), table())
+def test_names_are_defined_in_the_file_of_the_table(file, name):
+    module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
+    assert name in vars(module)
+    assert getattr(cuda_graphs, name) is getattr(module, name)
+    if isinstance(vars(module)[name], (type, FunctionType)):  # it could have been imported there
+        assert vars(module)[name].__module__ == module.__name__
 
 
 def test_no_name_is_in_the_table_twice():
-    listed = [name for _, name in table()]
-    assert sorted(listed) == sorted(set(listed))
+    assert sorted(names()) == sorted(set(names()))
 
 
-def test_every_name_of_ours_is_in_the_table():
-    assert sorted(cuda_graphs.__all__) == sorted(names("megatron/"))
+def test_every_name_of_the_module_is_in_the_table():
+    assert sorted([*cuda_graphs.__all__, *LIVE]) == sorted(names())
+
+
+@pytest.mark.parametrize("name", LIVE)
+def test_variables_have_their_value_of_the_moment(name, monkeypatch):
+    monkeypatch.setattr(LIVE[name], name, 7)
+    assert getattr(cuda_graphs, name) == 7
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="no attribute 'HAVE_TE_GRAPHS'"):
+        _ = cuda_graphs.HAVE_TE_GRAPHS
+
+
+IMPORTED_FIRST = [
+    "megatron.core.transformer.cuda_graphs",
+    "megatron.core.transformer.local_graph_runner",
+    "megatron.core.transformer.module",
+    "megatron.core.distributed",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.tensor_parallel",
+    "megatron.core.inference.contexts",
+]
+
+
+@pytest.mark.parametrize("first", IMPORTED_FIRST)
+def test_nothing_comes_from_megatron_core_whatever_is_imported_first(first):
+    code = f"""
+import sys, torch, {first}
+from megatron.core.transformer import cuda_graphs
+assert not [name for name in sys.modules if name.endswith("_upstream_cuda_graphs")]
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
 
 
 def imported_by_megatron_core():
@@ -69,4 +98,4 @@ def imported_by_megatron_core():
 def test_every_name_that_megatron_core_imports_is_in_the_table():
     imported = imported_by_megatron_core()
     assert "is_graph_capturing" in imported
-    assert {name: file for name, file in imported.items() if name not in names("megatron")} == {}
+    assert {name: file for name, file in imported.items() if name not in names()} == {}

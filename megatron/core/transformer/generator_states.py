@@ -1,0 +1,36 @@
+"""States of random number generators that CUDA graphs can use."""
+
+from typing import Any
+
+import torch
+
+
+def _clone_nested_tensors(value: Any) -> Any:
+    """Return ``value`` with every tensor in it cloned; tuples, lists and dicts are rebuilt, anything else is shared.
+
+    Raises:
+        TypeError: a set, whose members a graph could not tell apart.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, (set, frozenset)):
+        raise TypeError("tensors in a set have no order that CUDA graphs could keep: use a tuple or a list")
+    if isinstance(value, dict):
+        return {key: _clone_nested_tensors(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_clone_nested_tensors, value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_clone_nested_tensors, value))
+    return value
+
+
+def _ensure_generator_state_is_cudagraph_safe(gen: torch.Generator) -> torch.Generator:
+    """Let graphs use ``gen`` whose state was made or set under ``torch.inference_mode``, and return it.
+
+    The tensors of such a state are inference tensors, which a capture outside inference mode may not write. The state
+    gets the same value anew, from a clone that is no inference tensor. It stays the same state: graphs that were
+    registered with it go on drawing from it.
+    """
+    with torch.inference_mode(False):
+        gen.set_state(_clone_nested_tensors(gen.get_state()))
+    return gen

@@ -1,0 +1,167 @@
+"""Arguments of graphed modules: descriptions that stand for tensors, and walks through nested arguments."""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map as pytree_map
+
+
+@dataclass
+class CudagraphBufferMetadata:
+    """What is known of a tensor between graphs; its attribute ``cg_buffer_metadata`` while a step is recorded.
+
+    Recorded:
+
+    Attributes:
+        is_cudagraph_input: Whether graphs take the tensor as an input.
+        is_cudagraph_output: Whether a graph returns it.
+        input_use_count: How many inputs of graphs it is.
+        cudagraph_reuse_ref_count: How many inputs of graphs it is as the output of another: these read it where the
+            graph puts it, without a copy.
+        capture_reuse_count: While graphs are captured, how many of those inputs may still be read by graphs to come.
+        fwd_cudagraph_buffer: While graphs are captured, the static tensor that holds its value.
+        bwd_cudagraph_buffer: While graphs are captured, the static tensor that holds its gradient, from the backward
+            graph that computes it to the one that reads it.
+        recording: The recording that this belongs to; a tensor may live on into another.
+    """
+
+    is_cudagraph_input: bool = False
+    is_cudagraph_output: bool = False
+    input_use_count: int = 0
+    cudagraph_reuse_ref_count: int = 0
+    capture_reuse_count: int = 0
+    fwd_cudagraph_buffer: torch.Tensor | None = None
+    bwd_cudagraph_buffer: torch.Tensor | None = None
+    recording: object | None = None
+
+
+class ArgMetadata:
+    """Stands for an argument: a tensor's properties without its memory, or any other argument itself.
+
+    Attributes:
+        type: The argument's type.
+        value: The address of a tensor; any other argument itself.
+        shape, stride, dtype, device, requires_grad: Of a tensor. A tensor whose elements overlap or leave gaps gets the
+            strides of a contiguous one.
+        cg_buffer_metadata: The tensor's ``CudagraphBufferMetadata``, if it has one: the same object, not a copy.
+    """
+
+    def __init__(self, arg: Any):
+        self.type = type(arg)
+        if not isinstance(arg, torch.Tensor):
+            self.value = arg
+            return
+        self.value = arg.data_ptr()
+        self.shape, self.dtype, self.device = arg.shape, arg.dtype, arg.device
+        dense = arg if arg.is_contiguous() else torch.empty_like(arg, device="meta")
+        self.stride = dense.stride()
+        self.requires_grad = arg.requires_grad
+        if hasattr(arg, "cg_buffer_metadata"):
+            self.cg_buffer_metadata: CudagraphBufferMetadata = arg.cg_buffer_metadata
+
+    @property
+    def is_tensor(self) -> bool:
+        """Whether it stands for a tensor."""
+        return issubclass(self.type, torch.Tensor)
+
+    def zeros_like(self) -> torch.Tensor:
+        """Return a new tensor of zeros with the shape, strides, dtype, device and ``requires_grad`` of the argument.
+
+        Raises:
+            TypeError: the argument is no tensor.
+        """
+        if not self.is_tensor:
+            raise TypeError(f"an argument of type {self.type.__name__} has no zeros: only tensors have")
+        zeros = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
+        return zeros.requires_grad_(self.requires_grad)
+
+
+def tree_map(func: Callable[[Any], Any], tree: Any) -> Any:
+    """Map ``func`` over the leaves of ``tree``: of tuples, lists, dicts and dataclasses, nested in any way.
+
+    A dataclass is copied with its fields mapped and nothing else changed: ``__post_init__`` does not run.
+    """
+
+    def map_leaf(leaf: Any) -> Any:
+        if not _is_dataclass(leaf):
+            return func(leaf)
+        mapped = copy.copy(leaf)
+        for field in dataclasses.fields(leaf):
+            object.__setattr__(mapped, field.name, tree_map(func, getattr(leaf, field.name)))  # it may be frozen
+        return mapped
+
+    return pytree_map(map_leaf, tree)
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Return the leaves of ``tree``, in the order in which ``tree_map`` meets them."""
+    leaves: list[Any] = []
+    tree_map(leaves.append, tree)
+    return leaves
+
+
+def tensors_of(args: Any, kwargs: Mapping[str, Any] | None = None) -> tuple[torch.Tensor, ...]:
+    """Return the tensors among the arguments, in order."""
+    tensors: list[torch.Tensor] = []
+    for value in _arguments(args, kwargs):
+        if isinstance(value, torch.Tensor):
+            tensors.append(value)
+        elif value is not None and not isinstance(value, (bool, int, float, str)):
+            tensors += (leaf for leaf in leaves_of(value) if isinstance(leaf, torch.Tensor))
+    return tuple(tensors)
+
+
+def metas_of(args: Any, kwargs: Mapping[str, Any] | None = None) -> list[ArgMetadata]:
+    """Return the descriptions of tensors among arguments that were described, in the order of ``tensors_of``."""
+    return [leaf for value in _arguments(args, kwargs) for leaf in leaves_of(value) if isinstance(leaf, ArgMetadata)]
+
+
+def described(tree: Any) -> Any:
+    """Return ``tree`` with an ``ArgMetadata`` in the place of each tensor."""
+    return tree_map(lambda leaf: ArgMetadata(leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def with_tensors(tree: Any, tensors: Iterator[torch.Tensor]) -> Any:
+    """Return ``tree`` with the next of ``tensors`` in the place of each tensor or description of one."""
+    return tree_map(lambda leaf: next(tensors) if isinstance(leaf, (torch.Tensor, ArgMetadata)) else leaf, tree)
+
+
+def _arguments(args: Any, kwargs: Mapping[str, Any] | None) -> list[Any]:
+    positional = [args] if isinstance(args, (torch.Tensor, ArgMetadata)) else list(args or ())
+    return positional + list((kwargs or {}).values())
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+_SCALARS = (torch.Tensor, type(None), bool, int, float, str, Enum, torch.dtype, ArgMetadata)
+
+
+def _check_supported_type(meta: ArgMetadata) -> None:
+    """Refuse an argument that no graph can be captured with or compared by.
+
+    Supported are tensors, None, bools, numbers, strings, enums, dtypes, inference contexts, and dataclasses, tuples,
+    lists and dicts of these.
+
+    Raises:
+        TypeError: names the type.
+    """
+    for leaf in leaves_of(meta.value) if not meta.is_tensor else ():
+        if not (isinstance(leaf, _SCALARS) or _is_inference_context(leaf)):
+            raise TypeError(
+                f"an argument of type {type(leaf).__name__} cannot be given to a module with --cuda-graph-impl local: "
+                "a graph takes tensors, None, bool, int, float, str, enums, inference contexts and dataclasses, "
+                "tuples, lists and dicts of these"
+            )
+
+
+def _is_inference_context(value: Any) -> bool:
+    from megatron.core.inference.contexts import BaseInferenceContext  # imports this module
+
+    return isinstance(value, BaseInferenceContext)

@@ -1,0 +1,102 @@
+"""Small layers behind a ``CudaGraphManager``, and trainings of them, eagerly and with local graphs."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from megatron.core.tensor_parallel import random as tensor_parallel_random
+from megatron.core.transformer.cuda_graphs import CudaGraphManager, create_cudagraphs
+
+HIDDEN = 8
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    """A configuration with local graphs, of what their code reads."""
+    options = {"cuda_graph_impl": "local", "cuda_graph_warmup_steps": 2, "cuda_graph_retain_backward_graph": False}
+    return SimpleNamespace(**options | changes)
+
+
+def groups(pipeline: int = 1) -> Any:
+    """Process groups of a job with so many pipeline stages."""
+    return SimpleNamespace(pp=SimpleNamespace(size=lambda: pipeline))
+
+
+def use_graphable_rng() -> None:
+    """Let Megatron's RNG tracker keep states that graphs can use."""
+    tensor_parallel_random.initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
+    tensor_parallel_random.get_cuda_rng_tracker().add("model-parallel-rng", 77)
+
+
+class Layer(torch.nn.Module):
+    """A residual layer: dropout and a linear map of its input, times ``scale``; with or without graphs."""
+
+    def __init__(self, number: int = 1, graphs: bool = True, pipeline: int = 1, dropout: float = 0.0, **changes: Any):
+        super().__init__()
+        self.layer_number = number
+        self.config = config(**changes)
+        self.is_first_layer = self.is_last_layer = True
+        self.linear = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.dropout = dropout
+        self.eager_calls = 0
+        if graphs:
+            self.cudagraph_manager = CudaGraphManager(self.config, pg_collection=groups(pipeline))
+
+    def forward(self, hidden_states, scale=None, factor=1.0, **unused):
+        self.eager_calls += 1
+        with tensor_parallel_random.get_cuda_rng_tracker().fork():
+            dropped = torch.nn.functional.dropout(hidden_states, self.dropout, self.training)
+        out = torch.nn.functional.gelu(self.linear(dropped)) * factor
+        return hidden_states + (out if scale is None else out * scale), None
+
+    def __call__(self, *args, **kwargs):
+        if hasattr(self, "cudagraph_manager"):
+            return self.cudagraph_manager(self, args, kwargs)
+        return super().__call__(*args, **kwargs)
+
+
+class Stack(torch.nn.Module):
+    """Layers one after the other, with an eager linear map before and after."""
+
+    def __init__(self, layers: list[Layer]):
+        super().__init__()
+        self.before = torch.nn.Linear(HIDDEN, HIDDEN)
+        self.layers = torch.nn.ModuleList(layers)
+        self.after = torch.nn.Linear(HIDDEN, 1)
+
+    def forward(self, x, **kwargs):
+        x = self.before(x)
+        for layer in self.layers:
+            x, _ = layer(x, **kwargs)
+        return self.after(x)
+
+
+def stack(count: int = 3, graphs: bool = True, **options: Any) -> Stack:
+    """A seeded stack of ``count`` layers on the device."""
+    torch.manual_seed(5)
+    torch.cuda.manual_seed(5)
+    use_graphable_rng()
+    return Stack([Layer(i + 1, graphs, **options) for i in range(count)]).cuda()
+
+
+def batch(step: int, microbatch: int = 0, size: int = 3) -> torch.Tensor:
+    """Inputs of a micro-batch, ``[size, HIDDEN]``."""
+    generator = torch.Generator().manual_seed(100 * step + microbatch)
+    return torch.randn(size, HIDDEN, generator=generator).cuda()
+
+
+def train(model: Stack, steps: int = 5, microbatches: int = 1, **kwargs: Any) -> list[Any]:
+    """Train ``model`` with plain SGD; return every loss, and all gradients and parameters, as lists of numbers."""
+    trace: list[Any] = []
+    for step in range(steps):
+        for microbatch in range(microbatches):
+            loss = model(batch(step, microbatch), **kwargs).square().mean()
+            loss.backward()
+            trace.append(loss.item())
+        create_cudagraphs()
+        with torch.no_grad():
+            for param in model.parameters():
+                trace.append(param.grad.tolist())
+                param -= 0.1 * param.grad
+                param.grad = None
+    return [*trace, [param.tolist() for param in model.parameters()]]
