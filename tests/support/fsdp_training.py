@@ -1,6 +1,6 @@
 """Trains a small model, eagerly or with CUDA graphs, and keeps every number it can be compared by.
 
-It is under Megatron-FSDP, or under DistributedDataParallel with the distributed optimizer, then also in pipeline stages.
+It is under Megatron-FSDP, or under DistributedDataParallel with the distributed optimizer, then in pipeline stages too.
 
 It works the same on GPUs and, once the CPU backend is installed, on CPU ranks: all of it is written for ``torch.cuda``.
 """
