@@ -24,9 +24,9 @@ PIPELINE: list[dict[str, Any]] = [
     {"dropout": 0.1, "microbatches": 4},
     {"microbatches": 3, **MOE},
     {"microbatches": 4, "fp8": "delayed"},
-    {"virtual": 2, "dropout": 0.1, "microbatches": 4},
+    {"virtual": 2, "microbatches": 4},
     {"virtual": 2, "microbatches": 4, **MOE},
-    {"virtual": 2, "microbatches": 4, "evaluates": True},
+    {"virtual": 2, "dropout": 0.1, "microbatches": 4, "evaluates": True},
 ]
 LAYOUTS = {"data parallel": ([], DATA_PARALLEL, 1), "PP2": (["--pp", "2"], PIPELINE, 2)}
 RUNS = [(layout, engine) for layout in LAYOUTS for engine in ENGINES if LAYOUTS[layout][2] <= max(GPUS, 1)]
