@@ -57,14 +57,16 @@ class Replay:
     ):
         self._name = name
         self._forward_graph, self._backward_graph = forward_graph, backward_graph
-        self._inputs = [(tensor, tensor.data_ptr()) for tensor in inputs]
+        self._inputs = [(tensor, tensor.data_ptr(), tensor.stride()) for tensor in inputs]
         self._outputs = outputs
         self.not_differentiable = [
             i
             for i, (output, takes_part) in enumerate(zip(outputs, differentiable, strict=True))
             if output is not None and not takes_part
         ]
-        self._grad_outputs = [(grad, 0 if grad is None else grad.data_ptr()) for grad in grad_outputs]
+        self._grad_outputs = [
+            (grad, 0, ()) if grad is None else (grad, grad.data_ptr(), grad.stride()) for grad in grad_outputs
+        ]
         self._grad_inputs = grad_inputs
         self._num_inputs = len(inputs)
         self._clone_param_grads = clone_param_grads
@@ -72,9 +74,11 @@ class Replay:
 
     def forward(self, inputs: Sequence[torch.Tensor], options: ReplayOptions | None) -> Tensors:
         """Copy ``inputs`` to their static places and run the forward graph. Further ``inputs`` are parameters."""
-        for (static, address), given in zip(self._inputs, inputs):  # noqa: B905
+        for (static, address, stride), given in zip(self._inputs, inputs):  # noqa: B905
             if given.data_ptr() != address:
                 static.copy_(given)
+            elif given.stride() != stride:
+                static.copy_(given.clone())
         self.run(self._forward_graph, "forward", options)
         return tuple([output if output is None else output.detach() for output in self._outputs])
 
@@ -86,13 +90,15 @@ class Replay:
         """
         if self._backward_graph is None:
             raise RuntimeError(f"{self._name} has no backward graph: it was captured without grad, or reset")
-        for (static, address), given in zip(self._grad_outputs, grads):  # noqa: B905
+        for (static, address, stride), given in zip(self._grad_outputs, grads):  # noqa: B905
             if static is None:
                 continue
             if given is None:
                 static.zero_()
             elif given.data_ptr() != address:
                 static.copy_(given)
+            elif given.stride() != stride:
+                static.copy_(given.clone())
         self.run(self._backward_graph, "backward", options)
         if options is not None and options.ends_quantization and self._quantized is not None:
             self._quantized.after_backward()

@@ -153,20 +153,43 @@ def test_gradients_on_the_legacy_stream_are_explained(message):
     assert "under torch.cuda.stream(...)" in error.value.__notes__[0]
 
 
-def on_legacy_stream(grad):
-    """A hook of a parameter that leaves the legacy default stream current, as its AccumulateGrad node would."""
-    torch.cuda.set_stream(torch.cuda.default_stream())
+class _OnLegacyStream(torch.autograd.Function):
+    """Its backward leaves the legacy default stream current, as an AccumulateGrad node that was made there would."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch.cuda.set_stream(torch.cuda.default_stream())
+        return grad
 
 
-def test_a_gradient_on_the_legacy_stream_is_refused_before_capture():
-    layer = torch.nn.Linear(3, 3).cuda()
-    layer.bias.register_hook(on_legacy_stream)
+def on_legacy_stream(weight, x):
+    return x @ _OnLegacyStream.apply(weight)
+
+
+def leaf(*shape, requires_grad=True):
+    return torch.ones(*shape, device="cuda", requires_grad=requires_grad)
+
+
+@pytest.mark.parametrize(("weight", "x"), [(False, True), (True, False)], ids=["of an input", "of a parameter"])
+def test_a_gradient_on_the_legacy_stream_is_refused_before_capture(weight, x):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(leaf(3, 3), requires_grad=weight)
+
+        def forward(self, x):
+            return on_legacy_stream(self.weight, x) if weight else on_legacy_stream(x, self.weight.t())
+
     captures = []
     with (
         mock.patch.object(torch.cuda.CUDAGraph, "capture_begin", lambda *args, **kwargs: captures.append(args)),
-        pytest.raises(RuntimeError, match=r"callable 0 \(Linear\) cannot be captured.*under torch.cuda.stream"),
+        pytest.raises(RuntimeError, match=r"callable 0 \(Layer\) cannot be captured.*under torch.cuda.stream"),
     ):
-        make_graphed_callables(layer, (torch.ones(2, 3, device="cuda", requires_grad=True),))
+        make_graphed_callables(Layer(), (leaf(3, 3, requires_grad=x),))
     assert captures == []
 
 

@@ -262,19 +262,36 @@ def test_all_captures_run_on_one_stream():
     assert len(set(seen)) == 1
 
 
+class _Noted(torch.autograd.Function):
+    """Notes the memory of the gradient that passes by."""
+
+    @staticmethod
+    def forward(ctx, x, noted):
+        ctx.noted = noted
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.noted.append(StorageWeakRef(grad.untyped_storage()))
+        return grad, None
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_nothing_that_warm_up_computed_is_held_when_capture_begins(training):
-    module = mlp().train(training)
     computed: list[StorageWeakRef] = []
-    for param in module.parameters():
-        param.register_hook(lambda grad: computed.append(StorageWeakRef(grad.untyped_storage())))
     held: list[bool] = []
+
+    def noted_gradients(layers, x):
+        params = {name: _Noted.apply(param, computed) for name, param in layers.named_parameters()}
+        return torch.func.functional_call(layers, params, (x,))
 
     def note(module, args, output):
         computed.append(StorageWeakRef(output.untyped_storage()))
 
+    module = Forward(noted_gradients)
+    module.linear = mlp()
     make_graphed_callables(
-        module,
+        module.train(training),
         (device_tensor(4, 6),),
         capture_time_hooks=[{"forward_hooks": {0: note}}],
         post_warmup_hook=lambda: held.extend(not reference.expired() for reference in computed),
