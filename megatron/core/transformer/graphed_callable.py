@@ -334,7 +334,8 @@ class GraphedCallable:
                     f"{tuple(given.shape)} {given.dtype}"
                 )
         if structure != self._structure:
-            raise TypeError(f"{self.name} was captured with inputs like {self._structure}, this call gives {structure}")
+            captured, given = (_nested(len(inputs), spec) for spec in (self._structure, structure))
+            raise TypeError(f"{self.name} was captured with inputs nested as {captured}, this call gives {given}")
         return inputs
 
     def backward_dw(self) -> None:
@@ -394,6 +395,12 @@ def _flat(inputs: tuple) -> tuple[Sequence[Any], TreeSpec | None]:
     if all(isinstance(item, torch.Tensor) for item in inputs):
         return inputs, None
     return tree_flatten(inputs)
+
+
+def _nested(count: int, structure: TreeSpec | None) -> Any:
+    """Numbers in place of the leaves that ``_flat`` found."""
+    numbers = range(count)
+    return tuple(numbers) if structure is None else tree_unflatten(numbers, structure)
 
 
 def _requires_grad(output: torch.Tensor | None) -> bool:

@@ -162,6 +162,20 @@ class TestCaptureMode:
             capturing.create_cudagraphs()
         assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
 
+    def test_activations_are_offloaded_again_after_a_failure(self, monkeypatch):
+        calls = []
+        offload = SimpleNamespace(enable_offload=lambda: calls.append("enable"), reset=lambda: calls.append("reset"))
+        monkeypatch.setattr(te_cuda_graph_helper, "_offload_interface", lambda: offload)
+
+        def fail():
+            raise Failure
+
+        capturing = CapturingHelper(fail)
+        capturing.config.fine_grained_activation_offloading = True
+        with pytest.raises(Failure):
+            capturing.create_cudagraphs()
+        assert calls == ["enable", "reset"]
+
     def test_a_capture_may_be_tried_again_after_a_failure(self):
         attempts = []
 
