@@ -94,8 +94,7 @@ def main() -> int:
     if args.output:
         report = {
             "command": " ".join(
-                ["python benchmarks/pretrain_step_time.py", f"--gpus {args.gpus} --steps {args.steps}"]
-                + [f"--rounds {args.rounds}", *flags]
+                [f"python benchmarks/pretrain_step_time.py --gpus {args.gpus} --steps {args.steps}", *flags]
             ),
             "hardware": f"{args.gpus} x {torch.cuda.get_device_name()}",
             "versions": {"python": platform.python_version(), "torch": torch.__version__}
