@@ -42,7 +42,8 @@ class CapturePasses:
         for step in self._plan.steps:
             if self._runs(step):
                 slot = self._slots[step.slot]
-                with torch.profiler.record_function(f"{slot.name} {step.kind.value} for capture"):
+                phase = "warm-up" if capture is None else "capture"
+                with torch.profiler.record_function(f"{slot.name} {step.kind.value} {phase}"):
                     self._run_step(step, slot, grads, capture)
             # Gradients that backward hands on as they are would be overwritten before they are read.
             if self._shares_memory and step in self._last_steps and not self._slots[step.slot].returns_static_gradients:

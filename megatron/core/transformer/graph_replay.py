@@ -37,8 +37,9 @@ class Replay:
         outputs: Static outputs.
         differentiable: For each output whether it takes part in autograd.
         grad_outputs: Static gradients of outputs; None where an output is not differentiable.
-        grad_inputs: Static gradients of inputs, then of parameters.
-        clone_param_grads: Whether the latter are returned as copies.
+        grad_inputs: Static gradients of inputs; None where an input requires none.
+        grad_params: Static gradients of parameters.
+        clone_param_grads: Whether these are returned as copies.
         quantized: What is done for quantization.
     """
 
@@ -52,6 +53,7 @@ class Replay:
         differentiable: Sequence[bool],
         grad_outputs: Tensors,
         grad_inputs: Tensors,
+        grad_params: Sequence[torch.Tensor],
         clone_param_grads: bool,
         quantized: QuantizedReplay | None,
     ):
@@ -67,8 +69,7 @@ class Replay:
         self._grad_outputs = [
             (grad, 0, ()) if grad is None else (grad, grad.data_ptr(), grad.stride()) for grad in grad_outputs
         ]
-        self._grad_inputs = grad_inputs
-        self._num_inputs = len(inputs)
+        self._grad_inputs, self._grad_params = grad_inputs, grad_params
         self._clone_param_grads = clone_param_grads
         self._quantized = quantized
 
@@ -104,8 +105,9 @@ class Replay:
             self._quantized.after_backward()
         results = [grad if grad is None else grad.detach() for grad in self._grad_inputs]
         if self._clone_param_grads:
-            first = self._num_inputs
-            results[first:] = [grad if grad is None else grad.clone() for grad in results[first:]]
+            results += [grad.clone() for grad in self._grad_params]
+        else:
+            results += [grad.detach() for grad in self._grad_params]
         return results
 
     def run(self, graph: Any, phase: str, options: ReplayOptions | None) -> None:
@@ -120,7 +122,7 @@ class Replay:
         """Let go of the graphs and of all tensors."""
         self._forward_graph = self._backward_graph = self._quantized = None
         self._inputs, self._grad_outputs = [], []
-        self._outputs = self._grad_inputs = ()
+        self._outputs = self._grad_inputs = self._grad_params = ()
 
 
 def _run(graph: Any, options: ReplayOptions | None) -> None:

@@ -100,6 +100,7 @@ class GraphedCallable:
         self._returns_one_tensor = False
         self._grad_outputs: tuple[torch.Tensor | None, ...] = ()
         self._grad_inputs: tuple[torch.Tensor | None, ...] = ()
+        self._grad_params: tuple[torch.Tensor | None, ...] = ()
         self._replay: Replay | None = None
 
     def _flatten_inputs(self, args, kwargs) -> tuple[tuple[torch.Tensor, ...], TreeSpec | None]:
@@ -214,10 +215,8 @@ class GraphedCallable:
             next(remaining) if differentiable else None for differentiable in self.differentiable
         )
         remaining = iter(input_grads)
-        self._grad_inputs = (
-            *(next(remaining) if tensor.requires_grad else None for tensor in self.inputs),
-            *param_grads,
-        )
+        self._grad_inputs = tuple(next(remaining) if tensor.requires_grad else None for tensor in self.inputs)
+        self._grad_params = tuple(param_grads)
 
     @property
     def delays_weight_gradients(self) -> bool:
@@ -235,10 +234,10 @@ class GraphedCallable:
 
     def drop_results(self) -> None:
         """Let go of what a pass of warm-up computed."""
-        for tensor in (*self._outputs, *self._grad_inputs):
+        for tensor in (*self._outputs, *self._grad_inputs, *self._grad_params):
             if tensor is not None:
                 self._seen[_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
-        self._outputs = self._grad_outputs = self._grad_inputs = ()
+        self._outputs = self._grad_outputs = self._grad_inputs = self._grad_params = ()
 
     def release_outputs(self) -> None:
         """Let later captures use the memory of the outputs, which nothing reads after the backward pass."""
@@ -247,7 +246,7 @@ class GraphedCallable:
 
     def release_gradients(self) -> None:
         """Let later captures use the memory of the gradients, which have been read."""
-        self._grad_inputs = self._weak(self._grad_inputs)
+        self._grad_inputs, self._grad_params = self._weak(self._grad_inputs), self._weak(self._grad_params)
 
     def _weak(self, tensors: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
         return tuple(
@@ -263,7 +262,8 @@ class GraphedCallable:
     def returns_static_gradients(self) -> bool:
         """Whether a gradient that backward returns lies in the memory of a static gradient of the outputs."""
         addresses = {_address(grad) for grad in self._grad_outputs if grad is not None}
-        return any(_address(grad) in addresses for grad in self._grad_inputs if grad is not None)
+        grads = (*self._grad_inputs, *self._grad_params)
+        return any(_address(grad) in addresses for grad in grads if grad is not None)
 
     # -------------------------------------------------------------------------------------------------- replay
 
@@ -278,6 +278,7 @@ class GraphedCallable:
             self.differentiable,
             self._grad_outputs,
             self._grad_inputs,
+            self._grad_params,
             self._options.clone_param_grads,
             self._quantized,
         )
@@ -334,7 +335,8 @@ class GraphedCallable:
                     f"{tuple(given.shape)} {given.dtype}"
                 )
         if structure != self._structure:
-            raise TypeError(f"{self.name} was captured with inputs like {self._structure}, this call gives {structure}")
+            captured, given = (_nested(len(inputs), spec) for spec in (self._structure, structure))
+            raise TypeError(f"{self.name} was captured with inputs nested as {captured}, this call gives {given}")
         return inputs
 
     def backward_dw(self) -> None:
@@ -367,7 +369,7 @@ class GraphedCallable:
         self.hooks = CaptureTimeHooks(self.name, None)
         self.args, self.kwargs, self.inputs, self.params, self._all_params = (), {}, (), (), ()
         self._seen = {}
-        self._outputs = self._grad_outputs = self._grad_inputs = ()
+        self._outputs = self._grad_outputs = self._grad_inputs = self._grad_params = ()
         if self._replay is not None:
             self._replay.reset()
             self._replay = None
@@ -394,6 +396,12 @@ def _flat(inputs: tuple) -> tuple[Sequence[Any], TreeSpec | None]:
     if all(isinstance(item, torch.Tensor) for item in inputs):
         return inputs, None
     return tree_flatten(inputs)
+
+
+def _nested(count: int, structure: TreeSpec | None) -> Any:
+    """Numbers in place of the leaves that ``_flat`` found."""
+    numbers = range(count)
+    return tuple(numbers) if structure is None else tree_unflatten(numbers, structure)
 
 
 def _requires_grad(output: torch.Tensor | None) -> bool:

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ import torch
 
 from megatron.core.transformer.graph_capture import (
     Capture,
+    bare_parameters,
     generator_states,
     tidied_after_failure,
     undisturbed_buffers,
@@ -136,6 +138,48 @@ def test_the_graphs_of_a_capture_share_a_pool():
 def test_a_capture_uses_the_pool_that_it_is_given():
     pool = torch.cuda.graph_pool_handle()
     assert Capture(pool).pool == pool
+
+
+@pytest.mark.parametrize("step", ["capture_begin", "capture_end"])
+def test_a_capture_that_cannot_begin_or_end_leaves_the_next_alone(step, monkeypatch):
+    capture = Capture(None)
+    real = getattr(torch.cuda.CUDAGraph, step)
+
+    def fail_once(graph, *args, **kwargs):
+        monkeypatch.setattr(torch.cuda.CUDAGraph, step, real)
+        raise Failure
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, step, fail_once)
+    x = torch.ones(3, device="cuda")
+    with pytest.raises(Failure), capture.recording(capture.new_graph()):
+        x * 2
+    assert not torch.cuda.is_current_stream_capturing()
+    torch.randn(2, device="cuda")  # which generators in capture mode refuse
+    graph = capture.new_graph()
+    with capture.recording(graph):
+        y = x * 3
+    graph.replay()
+    assert y.tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_parameters_are_bare_meanwhile_and_then_as_they_were(fails):
+    param = torch.nn.Parameter(torch.ones(2))
+    called: list[torch.Tensor] = []
+    param.register_hook(called.append)
+    grad = torch.full((2,), 5.0)
+    param.grad = grad
+    with suppress(Failure), bare_parameters([param]):
+        assert param.grad is None
+        (param * 2).sum().backward()
+        assert torch.equal(torch.tensor([2.0, 2.0]), param.grad)
+        assert called == []
+        if fails:
+            raise Failure
+    assert param.grad is grad
+    (param * 2).sum().backward()
+    assert len(called) == 1
+    assert torch.equal(grad, torch.tensor([7.0, 7.0]))
 
 
 LEGACY_STREAM = (
