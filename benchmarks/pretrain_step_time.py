@@ -93,7 +93,9 @@ def main() -> int:
                 print(json.dumps(rows[-1]), flush=True)
     if args.output:
         report = {
-            "command": f"python benchmarks/pretrain_step_time.py {' '.join(sys.argv[1:])}",
+            "command": " ".join(
+                [f"python benchmarks/pretrain_step_time.py --gpus {args.gpus} --steps {args.steps}", *flags]
+            ),
             "hardware": f"{args.gpus} x {torch.cuda.get_device_name()}",
             "versions": {"python": platform.python_version(), "torch": torch.__version__}
             | {name: version(name) for name in ("megatron-core", "transformer-engine")},

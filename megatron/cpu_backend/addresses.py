@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_fsdp_cuda_graphs.tensor_alias import alias_of
+
 from .errors import StaleAddress
 from .pools import Pool
 
@@ -93,14 +95,7 @@ class AddressBook:
 
     def alias(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """A tensor at the same address, of the same shape, strides and dtype, that owns nothing."""
-        raw = self.block(tensor, op).raw
-        alias = torch.empty(0, dtype=tensor.dtype)
-        alias.set_(raw.untyped_storage(), tensor.storage_offset(), tensor.size(), tensor.stride())
-        if tensor.is_conj():
-            torch._C._set_conj(alias, True)
-        if tensor.is_neg():
-            torch._C._set_neg(alias, True)
-        return alias
+        return alias_of(tensor, self.block(tensor, op).raw.untyped_storage())
 
     def check(self) -> None:
         """Raise if any memory of the tape was freed, resized or moved since capture.

@@ -17,14 +17,14 @@ DATA_PARALLEL: list[dict[str, Any]] = [
     {"layers": 2, "dropout": 0.1, "microbatches": 2, "microbatches_later": 3},
     {"layers": 2, "dtype": "bf16", "overlap_param_gather": False},
     {"layers": 2, "warmup": 0},
-    {"layers": 2, "evaluates": True},
+    {"layers": 2, "dropout": 0.1, "evaluates": True},
     {"layers": 2, "dropout": 0.1, **MOE},
 ]
 PIPELINE: list[dict[str, Any]] = [
     {"layers": 4, "dropout": 0.1, "microbatches": 4},
     {"layers": 2, "dtype": "bf16", "microbatches": 3, **MOE},
-    {"layers": 4, "virtual": 2, "dropout": 0.1, "microbatches": 4},
-    {"layers": 4, "virtual": 2, "evaluates": True, "microbatches": 4},
+    {"layers": 4, "virtual": 2, "dtype": "bf16", "microbatches": 4},
+    {"layers": 4, "virtual": 2, "dropout": 0.1, "evaluates": True, "microbatches": 4},
 ]
 DEAD_REPLAY: dict[str, Any] = {"layers": 2, "microbatches": 2, "control": "dead_replay"}
 NO_MANUAL_HOOKS: dict[str, Any] = {"layers": 2, "control": "no_manual_hooks"}

@@ -87,6 +87,8 @@ def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to
         eager: Eager runs so far.
         errors_to: Where to write an error before ending the process; None to go on after errors.
     """
+    from megatron.core import parallel_state
+
     start, error, differences = time.perf_counter(), "", []
     graphed = None
     try:
@@ -101,6 +103,9 @@ def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to
             # The other ranks may be waiting for this one. That it is gone is an error of theirs, which comes later.
             with suppress(FileExistsError), errors_to.open("x") as file:
                 json.dump([{"case": str(case), "error": error, "differences": []}], file)
+            os._exit(1)
+        if parallel_state.get_pipeline_model_parallel_world_size() > 1:  # another stage may be waiting for this one
+            print(f"{case}: {error}", file=sys.stderr, flush=True)
             os._exit(1)
     errors: list = [None] * dist.get_world_size()
     of_ranks: list = [None] * dist.get_world_size()

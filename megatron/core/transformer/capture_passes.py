@@ -38,13 +38,15 @@ class CapturePasses:
         self._run(capture)
 
     def _run(self, capture: Capture | None) -> None:
-        grads = _StaticGradients(self._shares_memory)
+        grads = _StaticGradients()
         for step in self._plan.steps:
             if self._runs(step):
                 slot = self._slots[step.slot]
-                with torch.profiler.record_function(f"{slot.name} {step.kind.value} for capture"):
+                phase = "warm-up" if capture is None else "capture"
+                with torch.profiler.record_function(f"{slot.name} {step.kind.value} {phase}"):
                     self._run_step(step, slot, grads, capture)
-            if step in self._last_steps:
+            # Gradients that backward hands on as they are would be overwritten before they are read.
+            if self._shares_memory and step in self._last_steps and not self._slots[step.slot].returns_static_gradients:
                 grads.take_back(step.slot)
 
     def _runs(self, step: Step) -> bool:
@@ -66,6 +68,8 @@ class CapturePasses:
             )
         else:
             slot.backward(recording, functools.partial(grads.lend, step.slot), graph)
+        if not self._training:
+            slot.detach_outputs()
         if capture is None:
             if step.kind is Pass.BACKWARD or not self._training:
                 slot.drop_results()
@@ -76,23 +80,22 @@ class CapturePasses:
 
 
 class _StaticGradients:
-    """Lends static gradients of outputs, where they may be shared to one slot after another."""
+    """Lends static gradients of outputs, to one slot after another where they are taken back."""
 
-    def __init__(self, shared: bool):
-        self._shared = shared
+    def __init__(self) -> None:
         self._lent: dict[int, tuple[tuple, tuple[torch.Tensor, ...]]] = {}
         self._free: dict[tuple, list[tuple[torch.Tensor, ...]]] = defaultdict(list)
 
     def lend(self, slot: int, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return gradients for the outputs of ``slot``, which keeps them until its last pass."""
-        key = tuple((output.shape, output.dtype, output.layout) for output in outputs)
+        key = tuple((output.shape, output.stride(), output.dtype, output.layout) for output in outputs)
         free = self._free[key]
         grads = free.pop() if free else tuple(torch.zeros_like(output) for output in outputs)
         self._lent[slot] = key, grads
         return grads
 
     def take_back(self, slot: int) -> None:
-        """Free what ``slot`` was lent for the next slot with such outputs, if they may be shared."""
+        """Free what ``slot`` was lent for the next slot with such outputs."""
         key, grads = self._lent.pop(slot, ((), ()))
-        if self._shared and grads:
+        if grads:
             self._free[key].append(grads)

@@ -19,15 +19,21 @@ class CaptureTimeHooks:
 
     Raises:
         ValueError: an unknown kind.
-        TypeError: a hook that cannot be called.
+        TypeError: a hook that cannot be called, or hooks that are in no dict.
     """
 
     def __init__(self, name: str, hooks: Mapping[str, Mapping[Any, Callable]] | None):
         self._name = name
         self._hooks: dict[str, list[tuple[Callable, bool]]] = {kind: [] for kind in HOOK_KINDS}
+        if not isinstance(hooks, Mapping | None):
+            raise TypeError(
+                f"capture_time_hooks of {name} must be a dict of the keys {HOOK_KINDS} or None, got {hooks!r}"
+            )
         for kind, entries in (hooks or {}).items():
             if kind not in HOOK_KINDS:
                 raise ValueError(f"capture_time_hooks of {name}: unknown key {kind!r}; the keys are {HOOK_KINDS}")
+            if not isinstance(entries, Mapping):
+                raise TypeError(f"capture_time_hooks of {name}: {kind} must be a dict of hooks by id, got {entries!r}")
             for key, hook in entries.items():
                 if not callable(hook):
                     raise TypeError(f"capture_time_hooks of {name}: {kind}[{key!r}] is not callable: {hook!r}")

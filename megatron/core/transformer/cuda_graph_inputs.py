@@ -14,12 +14,15 @@ from .static_inputs import share_inputs, signature
 SampleArguments = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
 
 
-def sample_arguments(plan: Plan, make: Callable[[int], SampleArguments]) -> list[SampleArguments]:
+def sample_arguments(
+    plan: Plan, make: Callable[[int], SampleArguments], values: Callable[[int], Hashable] = lambda index: None
+) -> list[SampleArguments]:
     """Make the inputs of every slot of ``plan``, shared as ``share_inputs`` says.
 
     Args:
         plan: The passes in the order in which they run.
         make: Makes new inputs for the callable of the given index, always alike.
+        values: What makes the values of a callable's inputs what they are; others are not shared with it.
 
     Returns:
         Positional and keyword inputs for each slot.
@@ -32,7 +35,7 @@ def sample_arguments(plan: Plan, make: Callable[[int], SampleArguments]) -> list
         if index not in signatures:
             made.clear()
             made[index] = make(index)
-            signatures[index] = signature(*made[index])
+            signatures[index] = values(index), signature(*made[index])
         return signatures[index]
 
     def inputs_of(slot: int) -> SampleArguments:
@@ -40,6 +43,13 @@ def sample_arguments(plan: Plan, make: Callable[[int], SampleArguments]) -> list
         return made.pop(index) if index in made else make(index)
 
     return share_inputs(plan, signature_of, inputs_of)
+
+
+def attention_mask_type(layer: Any) -> AttnMaskType | None:
+    """The mask that self-attention of ``layer`` applies if it is given none; None if the graphs hold no attention."""
+    if not captures_attention(layer):
+        return None
+    return getattr(layer.self_attention, "attn_mask_type", AttnMaskType.causal)
 
 
 def captures_attention(layer: Any) -> bool:
@@ -75,7 +85,7 @@ class LayerInputs:
         inputs = layer.get_layer_static_inputs(self._seq_length, self._micro_batch_size)
         hidden_states = inputs.pop("hidden_states")
         if captures_attention(layer):
-            if getattr(layer.self_attention, "attn_mask_type", AttnMaskType.causal) != AttnMaskType.causal:
+            if attention_mask_type(layer) is not AttnMaskType.causal:
                 inputs["attention_mask"].zero_()  # such layers see everything where no mask is given
             rotary = self._rotary_embedding(model, hidden_states)
             if rotary is not None:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from .graph_capture import bare_parameters
+
 
 def delays_weight_gradients(module: torch.nn.Module) -> bool:
     """Whether ``module`` is one that may, and does, delay its weight gradients."""
@@ -16,12 +18,13 @@ class DelayedWeightGradients:
     """The modules of one callable that delay their weight gradients, and the gradients that a graph computes for them.
 
     Args:
-        modules: Modules with ``need_backward_dw``, ``backward_dw`` and ``wgrad_store``, which run in the forward pass.
+        modules: Modules with ``need_backward_dw`` and ``backward_dw``, which run in the forward pass.
         params: The callable's parameters.
     """
 
     def __init__(self, modules: Iterable[Any], params: Iterable[torch.Tensor]):
         self._modules = tuple(modules)
+        self._compute = [module.backward_dw for module in self._modules]  # which a graphed module replaces by its own
         self._params = tuple(params)
         self._grads: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -30,14 +33,16 @@ class DelayedWeightGradients:
 
     def compute(self, recording: Callable[[], AbstractContextManager]) -> None:
         """Compute what the last backward pass left, within ``recording()``. No parameter's ``grad`` changes."""
-        before = [param.grad for param in self._params]
-        with recording():
-            for module in self._modules:
-                module.backward_dw()
-        changed = [(param, grad) for param, grad in zip(self._params, before, strict=True) if param.grad is not grad]
-        self._grads = [(param, param.grad) for param, _ in changed if param.grad is not None]
-        for param, grad in changed:
-            param.grad = grad
+        # Without a grad, because modules do not set one that is there already.
+        with bare_parameters(self._params):
+            with recording():
+                self.compute_eagerly()
+            self._grads = [(param, param.grad) for param in self._params if param.grad is not None]
+
+    def compute_eagerly(self) -> None:
+        """Let the modules compute what their last backward pass left."""
+        for compute in self._compute:
+            compute()
 
     def hand_out(self, clone: bool) -> None:
         """Set ``grad`` of parameters to what a replay computed, and run the hooks that modules run after that.
@@ -52,5 +57,6 @@ class DelayedWeightGradients:
     def forget(self) -> None:
         """Drop what a failed pass left to be computed, which the next one would take for its own."""
         for module in self._modules:
-            while module.wgrad_store.context.qsize():  # TransformerEngine's queue
-                module.wgrad_store.context.get()
+            queue = getattr(getattr(module, "wgrad_store", None), "context", None)  # TransformerEngine's
+            while queue is not None and queue.qsize():
+                queue.get()

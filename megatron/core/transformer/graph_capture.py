@@ -68,9 +68,9 @@ def recover_from_failed_capture(pool: tuple) -> None:
     # What takes generators out of capture mode is the end of a capture that succeeds: an empty one.
     with torch.cuda.stream(torch.cuda.Stream()), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the graph is empty
-        capture = Capture(None)
-        with capture.recording(capture.new_graph()):
-            pass
+        graph = Capture(None).new_graph()
+        graph.capture_begin(capture_error_mode="thread_local")
+        graph.capture_end()
 
 
 @contextmanager
@@ -133,6 +133,23 @@ def undisturbed_moe_metrics() -> Iterator[None]:
 
 
 @contextmanager
+def bare_parameters(params: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Take the ``grad`` and the hooks of ``params`` away, and put them back at the end.
+
+    What accumulates into ``grad`` meanwhile can then be told apart. Hooks run at each replay, on the gradients that it
+    returns; recorded in the graph they would run once more.
+    """
+    before = [(param.grad, param._backward_hooks) for param in params]
+    for param in params:
+        param.grad, param._backward_hooks = None, None
+    try:
+        yield
+    finally:
+        for param, (grad, hooks) in zip(params, before, strict=True):
+            param.grad, param._backward_hooks = grad, hooks
+
+
+@contextmanager
 def undisturbed_gc() -> Iterator[None]:
     """Collect now, then not until the end: a graph that is collected while another is captured spoils the capture."""
     enabled = gc.isenabled()
@@ -190,7 +207,9 @@ def capture_stream() -> Iterator[torch.cuda.Stream]:
     It is one stream for all captures of the process: cuBLAS keeps a workspace for every stream that it has met.
     """
     device = torch.cuda.current_device()
-    outer, stream = torch.cuda.current_stream(), _streams.setdefault(device, torch.cuda.Stream())
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream()
+    outer, stream = torch.cuda.current_stream(), _streams[device]
     stream.wait_stream(outer)
     try:
         with torch.cuda.stream(stream):
@@ -234,14 +253,14 @@ class Capture:
             RuntimeError: something in the context cannot be captured.
         """
         # "thread_local": threads that pin memory or watch NCCL may go on meanwhile.
-        graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
         try:
+            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             yield
+            graph.capture_end()
         except BaseException as error:
             self._abandon(graph)
             _explain(error)
             raise
-        graph.capture_end()
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a failed capture so that the allocator and the generators serve eager work again."""
@@ -264,21 +283,21 @@ _LEGACY_STREAM = (
 
 
 @contextmanager
-def refused_on_legacy_stream(name: str, params: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Refuse a backward pass that hands over gradients of ``params`` on the legacy default stream.
+def refused_on_legacy_stream(name: str, leaves: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Refuse a backward pass that hands over gradients of ``leaves`` on the legacy default stream.
 
     No capture can hold such a pass. Here it fails before capture has begun, and leaves nothing behind.
 
     Args:
         name: What the error calls the callable.
-        params: Parameters; a hook of each notes the stream on which autograd runs its AccumulateGrad node.
+        leaves: Parameters and inputs; a hook of each notes the stream on which autograd runs its AccumulateGrad node.
 
     Raises:
         RuntimeError: when the context ends.
     """
     legacy = torch.cuda.default_stream()
     streams: set[torch.cuda.Stream] = set()
-    handles = [param.register_hook(lambda grad: streams.add(torch.cuda.current_stream())) for param in params]
+    handles = [leaf.register_hook(lambda grad: streams.add(torch.cuda.current_stream())) for leaf in leaves]
     try:
         yield
     finally:

@@ -2,9 +2,11 @@
 
 import torch
 
+from megatron_fsdp_cuda_graphs.tensor_alias import alias_of
+
 
 def weak_reference(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same memory, shape, strides and dtype that does not keep the memory.
+    """Return a tensor that is in all like ``tensor``, but does not keep its memory, and takes no part in autograd.
 
     Once no other tensor holds it, graphs that are captured later into the same pool may use the memory: what a replay
     puts there must be read before those graphs replay. The memory itself stays mapped as long as a graph of the pool
@@ -12,5 +14,4 @@ def weak_reference(tensor: torch.Tensor) -> torch.Tensor:
     """
     storage = tensor.untyped_storage()
     memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
-    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return alias.set_(memory, tensor.storage_offset(), tensor.size(), tensor.stride())
+    return alias_of(tensor, memory)

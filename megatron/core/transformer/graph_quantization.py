@@ -8,7 +8,7 @@ that says whether cached quantized weights are up to date. The protocol is that 
 
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -24,17 +24,17 @@ _DEPRECATED = {
 }
 
 
-def quantization_of(arguments: Mapping[str, Any], num_callables: int) -> "Quantization | None":
+def quantization_of(arguments: Mapping[str, Any], callables: Sequence[Callable]) -> "Quantization | None":
     """Return how callables are to be quantized; None if none is.
 
     Args:
         arguments: ``enabled``, ``calibrating``, ``recipe``, ``amax_reduction_group`` and ``cache_quantized_params`` of
             ``make_graphed_callables``, or their deprecated spellings; None where not given.
-        num_callables: How many callables there are.
+        callables: What is captured.
 
     Raises:
         ValueError: an argument is given in both spellings, or ``enabled`` has another length.
-        TypeError: ``enabled`` is neither a bool nor a sequence of bools.
+        TypeError: ``enabled`` is neither a bool nor a sequence of bools, or asks for a function to be quantized.
         RuntimeError: TransformerEngine, which does the quantization, cannot be imported.
     """
     given = {}
@@ -46,13 +46,20 @@ def quantization_of(arguments: Mapping[str, Any], num_callables: int) -> "Quanti
             raise ValueError(f"{name} and its deprecated spelling {deprecated} are both given: leave {deprecated} out")
         warnings.warn(f"{deprecated} is deprecated, use {name}", DeprecationWarning, stacklevel=3)
         given[name] = arguments[deprecated]
-    enabled = given["enabled"] or False
+    enabled = given["enabled"]
+    if enabled is None:
+        enabled = False
     if isinstance(enabled, bool):
-        enabled = (enabled,) * num_callables
+        enabled = (enabled,) * len(callables)
     if not isinstance(enabled, Sequence) or not all(isinstance(value, bool) for value in enabled):
         raise TypeError(f"enabled must be a bool or a tuple with a bool for each callable, got {enabled!r}")
-    if len(enabled) != num_callables:
-        raise ValueError(f"enabled must have one entry for each of {num_callables} callables, got {len(enabled)}")
+    if len(enabled) != len(callables):
+        raise ValueError(f"enabled must have one entry for each of {len(callables)} callables, got {len(enabled)}")
+    for index, (quantized, func) in enumerate(zip(enabled, callables, strict=True)):
+        if quantized and not isinstance(func, torch.nn.Module):
+            raise TypeError(
+                f"enabled[{index}] is True, but only modules can be quantized, and callable {index} is {func}"
+            )
     if not any(enabled) and not given["calibrating"]:
         return None
     name = "enabled" if any(enabled) else "calibrating"
@@ -146,19 +153,17 @@ class QuantizedReplay:
     def __init__(self, quantization: Quantization):
         self._state = quantization.state
         self._caches_params = quantization.caches_params
-        self._modules: dict[Any, None] = {}
-        self._operations: dict[Any, None] = {}
-        recipe = quantization.recipe
-        self._quantizes_attention = getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False)
+        self._modules: list[Any] = []
+        self._attention: list[Any] = []
+        self._operations: list[Any] = []
 
     def note(self, module: Any) -> None:
         """Remember a module that ran in warm-up, if it holds statistics."""
-        is_attention = any(kind.__name__ == "DotProductAttention" for kind in type(module).__mro__)
-        if hasattr(module, "fp8_meta") and (self._quantizes_attention or not is_attention):
-            self._modules[module] = None
-        # A sequence of operations is fused and runs without calling them.
-        parts = module.modules() if hasattr(module, "_module_groups") else [module]
-        self._operations |= dict.fromkeys(part for part in parts if hasattr(part, "_fp8_metas"))
+        if hasattr(module, "fp8_meta"):
+            is_attention = any(kind.__name__ == "DotProductAttention" for kind in type(module).__mro__)
+            (self._attention if is_attention else self._modules).append(module)
+        elif hasattr(module, "_fp8_metas"):
+            self._operations.append(module)
 
     def before_forward(self, is_first_microbatch: Any) -> bool:
         """Prepare a replay of the forward graph.
@@ -181,6 +186,8 @@ class QuantizedReplay:
         if state.is_fp8_enabled():
             recipe, group = state.get_fp8_recipe(), state.get_fp8_group()
             metas = [module.fp8_meta for module in self._modules]
+            if getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):
+                metas += [module.fp8_meta for module in self._attention]
             for operation in self._operations:
                 metas += [operation._fp8_metas[m] for m in ("forward", "backward") if operation.num_quantizers(m)]
             for meta in metas:

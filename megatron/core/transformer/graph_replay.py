@@ -37,8 +37,9 @@ class Replay:
         outputs: Static outputs.
         differentiable: For each output whether it takes part in autograd.
         grad_outputs: Static gradients of outputs; None where an output is not differentiable.
-        grad_inputs: Static gradients of inputs, then of parameters.
-        clone_param_grads: Whether the latter are returned as copies.
+        grad_inputs: Static gradients of inputs; None where an input requires none.
+        grad_params: Static gradients of parameters; None for what backward returns no gradient of.
+        clone_param_grads: Whether these are returned as copies.
         quantized: What is done for quantization.
     """
 
@@ -52,21 +53,23 @@ class Replay:
         differentiable: Sequence[bool],
         grad_outputs: Tensors,
         grad_inputs: Tensors,
+        grad_params: Tensors,
         clone_param_grads: bool,
         quantized: QuantizedReplay | None,
     ):
         self.name = name
         self._forward_graph, self._backward_graph = forward_graph, backward_graph
-        self._inputs = [(tensor, tensor.data_ptr()) for tensor in inputs]
+        self._inputs = [(tensor, tensor.data_ptr(), tensor.stride()) for tensor in inputs]
         self._outputs = outputs
         self.not_differentiable = [
             i
             for i, (output, takes_part) in enumerate(zip(outputs, differentiable, strict=True))
             if output is not None and not takes_part
         ]
-        self._grad_outputs = [(grad, 0 if grad is None else grad.data_ptr()) for grad in grad_outputs]
-        self._grad_inputs = grad_inputs
-        self._num_inputs = len(inputs)
+        self._grad_outputs = [
+            (grad, 0, ()) if grad is None else (grad, grad.data_ptr(), grad.stride()) for grad in grad_outputs
+        ]
+        self._grad_inputs, self._grad_params = grad_inputs, grad_params
         self._clone_param_grads = clone_param_grads
         self._quantized = quantized
 
@@ -78,9 +81,11 @@ class Replay:
 
     def place(self, inputs: Sequence[torch.Tensor]) -> None:
         """Copy ``inputs``, which parameters may follow, to where the forward graph reads them."""
-        for (static, address), given in zip(self._inputs, inputs):  # noqa: B905
+        for (static, address, stride), given in zip(self._inputs, inputs):  # noqa: B905
             if given.data_ptr() != address:
                 static.copy_(given)
+            elif given.stride() != stride:
+                static.copy_(given.clone())
 
     def backward(self, grads: Tensors, options: ReplayOptions | None) -> list[torch.Tensor | None]:
         """Copy the outputs' gradients to their static places and run the backward graph.
@@ -90,20 +95,23 @@ class Replay:
         """
         if self._backward_graph is None:
             raise RuntimeError(f"{self.name} has no backward graph: it was captured without grad, or reset")
-        for (static, address), given in zip(self._grad_outputs, grads):  # noqa: B905
+        for (static, address, stride), given in zip(self._grad_outputs, grads):  # noqa: B905
             if static is None:
                 continue
             if given is None:
                 static.zero_()
             elif given.data_ptr() != address:
                 static.copy_(given)
+            elif given.stride() != stride:
+                static.copy_(given.clone())
         self.run(self._backward_graph, "backward", options)
         if options is not None and options.ends_quantization and self._quantized is not None:
             self._quantized.after_backward()
         results = [grad if grad is None else grad.detach() for grad in self._grad_inputs]
         if self._clone_param_grads:
-            first = self._num_inputs
-            results[first:] = [grad if grad is None else grad.clone() for grad in results[first:]]
+            results += [grad if grad is None else grad.clone() for grad in self._grad_params]
+        else:
+            results += [grad if grad is None else grad.detach() for grad in self._grad_params]
         return results
 
     def run(self, graph: Any, phase: str, options: ReplayOptions | None) -> None:
@@ -118,7 +126,7 @@ class Replay:
         """Let go of the graphs and of all tensors."""
         self._forward_graph = self._backward_graph = self._quantized = None
         self._inputs, self._grad_outputs = [], []
-        self._outputs = self._grad_inputs = ()
+        self._outputs = self._grad_inputs = self._grad_params = ()
 
 
 def _run(graph: Any, options: ReplayOptions | None) -> None:

@@ -8,11 +8,12 @@ from itertools import compress
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
 from .capture_time_hooks import CaptureTimeHooks
 from .delayed_weight_gradients import DelayedWeightGradients, delays_weight_gradients
-from .graph_capture import nested_backward_allowed, refused_on_legacy_stream
+from .graph_capture import bare_parameters, nested_backward_allowed, refused_on_legacy_stream
 from .graph_memory import weak_reference
 from .graph_quantization import QuantizedReplay
 from .graph_replay import Replay, ReplayOptions, replay
@@ -40,7 +41,8 @@ class GraphedCallable:
     """A callable, for one micro-batch, that replays its CUDA graphs.
 
     It is called as the callable was, with tensors of the same shapes and dtypes, and takes part in autograd. What it
-    returns lives in the graphs' memory until the next replay of a graph that shares it.
+    returns lives in the graphs' memory until the next replay of a graph that shares it. The backward graph reads that
+    memory, unseen by autograd: who changes an output in place changes the gradients if the callable saved it.
 
     Args:
         name: What errors and profiles call it.
@@ -81,20 +83,21 @@ class GraphedCallable:
         self.func = func
         self.hooks = hooks
         self.args, self.kwargs = args, kwargs
-        self.inputs = self._flatten_inputs(args, kwargs)
+        self.inputs, self._structure = self._flatten_inputs(args, kwargs)
         self._expected = [(tensor.shape, tensor.dtype) for tensor in self.inputs]
         self.training = getattr(func, "training", None)
-        is_module = isinstance(func, torch.nn.Module)
         self._module = func if isinstance(func, torch.nn.Module) else module
         self._all_params: tuple[torch.Tensor, ...] = () if self._module is None else tuple(self._module.parameters())
         self.params = tuple(param for param in self._all_params if param.requires_grad)
-        self.eager = func.forward if is_module else func  # type: ignore[attr-defined]
+        self.eager = func.forward if isinstance(func, torch.nn.Module) else func
         self._keep_param_grads = keep_param_grads
         self._options = options
         self._autocast = autocast
         self._quantized = quantized
         self._delayed = DelayedWeightGradients((), ())
         self._ran_forward = self._ran_backward = False
+        self._ran_eagerly = False  # in the last call
+        self._seen: dict[int, StorageWeakRef] = {}  # in warm-up, by address: what it returned
 
         self.forward_graph: torch.cuda.CUDAGraph | None = None
         self.backward_graph: torch.cuda.CUDAGraph | None = None
@@ -105,19 +108,19 @@ class GraphedCallable:
         self._returns_one_tensor = False
         self._grad_outputs: tuple[torch.Tensor | None, ...] = ()
         self._grad_inputs: tuple[torch.Tensor | None, ...] = ()
+        self._grad_params: tuple[torch.Tensor | None, ...] = ()
+        self._replay: Replay | None = None
 
-    def _flatten_inputs(self, args, kwargs) -> tuple[torch.Tensor, ...]:
-        leaves, _ = tree_flatten(args)
+    def _flatten_inputs(self, args, kwargs) -> tuple[tuple[torch.Tensor, ...], TreeSpec | None]:
         for key, value in kwargs.items():
-            values, _ = tree_flatten(value)
-            for leaf in values:
+            for leaf in tree_leaves(value):
                 if not isinstance(leaf, torch.Tensor):
                     raise TypeError(f"sample_kwargs of {self.name}: {key!r} holds {leaf!r}, which is not a tensor")
-            leaves += values
+        leaves, structure = _flat((*args, *kwargs.values()))
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
                 raise TypeError(f"sample_args of {self.name} hold {leaf!r}, which is not a tensor")
-        return tuple(leaves)
+        return tuple(leaves), structure
 
     # ------------------------------------------------------------------------------------- warm-up and capture
 
@@ -145,8 +148,7 @@ class GraphedCallable:
         ran: dict[torch.nn.Module, None] = {}
         with ExitStack() as stack:
             for module in self._module.modules():
-                handle = module.register_forward_hook(lambda module, *_: ran.setdefault(module))
-                stack.callback(handle.remove)
+                stack.callback(module.register_forward_hook(partial(_note_parts, ran)).remove)
             yield
         self._ran_forward = True
         self._delayed = DelayedWeightGradients(filter(delays_weight_gradients, ran), self._all_params)
@@ -168,19 +170,26 @@ class GraphedCallable:
             graph: The graph to record into.
 
         Raises:
-            RuntimeError: an input that requires grad got none, and unused inputs are not allowed; or gradients arrive
-                on the legacy default stream.
+            RuntimeError: an input that requires grad got none, and unused inputs are not allowed; no input or parameter
+                requires grad, but an output does; or gradients arrive on the legacy default stream.
         """
         outputs = [output for output in self._outputs if _requires_grad(output)]
         self.hooks.run("backward_pre_hooks", self.func)
         if outputs:
             inputs = [tensor for tensor in self.inputs if tensor.requires_grad]
+            leaves = (*inputs, *self.params)
+            if not leaves:
+                raise RuntimeError(
+                    f"{self.name} returns what requires grad, but none of its inputs does, nor a parameter of its own. "
+                    "A function's parameters get no gradients from a graph: give their module, or inputs that require "
+                    "grad."
+                )
             grad_outputs = new_grads(outputs)
-            check = nullcontext() if self._ran_backward else refused_on_legacy_stream(self.name, self.params)
-            with self._without_grad(), check, nested_backward_allowed(), recording(graph):
+            check = nullcontext() if self._ran_backward else refused_on_legacy_stream(self.name, leaves)
+            with bare_parameters(self._all_params), check, nested_backward_allowed(), recording(graph):
                 grads = torch.autograd.grad(
                     outputs,
-                    (*inputs, *self.params),
+                    leaves,
                     grad_outputs,
                     retain_graph=self._options.retain_graph,
                     allow_unused=True,
@@ -189,44 +198,33 @@ class GraphedCallable:
                 used = [grad is not None for grad in param_grads]
                 if graph is not None and self._keep_param_grads is not None:
                     param_grads = self._keep_param_grads(self.params, param_grads)
-            self._keep_gradients(inputs, grad_outputs, grads[: len(inputs)], param_grads, used)
+            self._ran_backward = True
+            if graph is not None:  # hooks of a parameter that gets no gradient must not run at replay
+                self.params, param_grads = tuple(compress(self.params, used)), tuple(compress(param_grads, used))
+            self._keep_gradients(inputs, grad_outputs, grads[: len(inputs)], param_grads)
             self.backward_graph = graph
         self.hooks.run("backward_hooks", self.func)
-        if not self._options.retain_graph:  # from here on only the storages are needed, not autograd's nodes
-            self._outputs = tuple(output if output is None else output.detach() for output in self._outputs)
+        if not self._options.retain_graph:
+            self.detach_outputs()
 
-    @contextmanager
-    def _without_grad(self) -> Iterator[None]:
-        """Take every parameter's ``grad`` away, so that it holds what backward passes inside this one accumulate."""
-        before = [param.grad for param in self._all_params]
-        for param in self._all_params:
-            param.grad = None
-        try:
-            yield
-        finally:
-            for param, grad in zip(self._all_params, before, strict=True):
-                param.grad = grad
+    def detach_outputs(self) -> None:
+        """Let go of autograd's nodes and what they saved; from here on only the memory of the outputs is needed."""
+        self._outputs = tuple(output if output is None else output.detach() for output in self._outputs)
 
-    def _keep_gradients(self, inputs, grad_outputs, input_grads, param_grads, used) -> None:
+    def _keep_gradients(self, inputs, grad_outputs, input_grads, param_grads) -> None:
         if not self._options.allow_unused_input and any(grad is None for grad in input_grads):
             unused = next(i for i, grad in enumerate(input_grads) if grad is None)
             raise RuntimeError(
                 f"{self.name} does not use input {unused} of those that require grad; allow_unused_input=True permits "
                 "it"
             )
-        if not self._ran_backward:
-            # Hooks of a parameter that gets no gradient must not run at replay.
-            self.params, param_grads = tuple(compress(self.params, used)), tuple(compress(param_grads, used))
-            self._ran_backward = True
         remaining = iter(grad_outputs)
         self._grad_outputs = tuple(
             next(remaining) if differentiable else None for differentiable in self.differentiable
         )
         remaining = iter(input_grads)
-        self._grad_inputs = (
-            *(next(remaining) if tensor.requires_grad else None for tensor in self.inputs),
-            *param_grads,
-        )
+        self._grad_inputs = tuple(next(remaining) if tensor.requires_grad else None for tensor in self.inputs)
+        self._grad_params = tuple(param_grads)
 
     @property
     def delays_weight_gradients(self) -> bool:
@@ -244,22 +242,26 @@ class GraphedCallable:
 
     def drop_results(self) -> None:
         """Let go of what a pass of warm-up computed."""
-        self._outputs = self._grad_outputs = self._grad_inputs = ()
+        for tensor in (*self._outputs, *self._grad_inputs, *self._grad_params):
+            if tensor is not None:
+                self._seen[_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        self._outputs = self._grad_outputs = self._grad_inputs = self._grad_params = ()
 
     def release_outputs(self) -> None:
         """Let later captures use the memory of the outputs, which nothing reads after the backward pass."""
         if not self._options.retain_graph:
-            self._outputs = _weak(self._outputs)
+            self._outputs = self._weak(self._outputs)
 
     def release_gradients(self, keep: Collection[int] = ()) -> None:
         """Let later captures use the memory of gradients that have been read: all but those of the inputs ``keep``."""
-        weak = _weak(self._grad_inputs)
+        weak = self._weak(self._grad_inputs)
         self._grad_inputs = tuple(self._grad_inputs[i] if i in keep else grad for i, grad in enumerate(weak))
+        self._grad_params = self._weak(self._grad_params)
 
     def release_inputs(self) -> None:
         """Let later captures use the memory of the static inputs, unless someone else keeps it."""
         leaves, structure = tree_flatten((self.args, self.kwargs))
-        self.inputs = _weak(tuple(leaves))  # none is None
+        self.inputs = tuple(map(weak_reference, leaves))
         self.args, self.kwargs = tree_unflatten(self.inputs, structure)
 
     @property
@@ -268,14 +270,26 @@ class GraphedCallable:
         return self._outputs
 
     @property
-    def grad_outputs(self) -> tuple[torch.Tensor | None, ...]:
-        """The static gradients of the outputs; None for an output that is not differentiable."""
-        return self._grad_outputs
+    def grad_inputs(self) -> tuple[torch.Tensor | None, ...]:
+        """The static gradients of the inputs; None for an input that gets none."""
+        return self._grad_inputs
+
+    def _weak(self, tensors: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        return tuple(
+            tensor if tensor is None or self._is_older(tensor) else weak_reference(tensor) for tensor in tensors
+        )
+
+    def _is_older(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is in memory from before capture, a buffer, say: warm-up returned it, and it is there."""
+        seen = self._seen.get(_address(tensor))
+        return seen is not None and not seen.expired()
 
     @property
-    def grad_inputs(self) -> tuple[torch.Tensor | None, ...]:
-        """The static gradients of the inputs, then of the parameters; None where there is none."""
-        return self._grad_inputs
+    def returns_static_gradients(self) -> bool:
+        """Whether a gradient that backward returns lies in the memory of a static gradient of the outputs."""
+        addresses = {_address(grad) for grad in self._grad_outputs if grad is not None}
+        grads = (*self._grad_inputs, *self._grad_params)
+        return any(_address(grad) in addresses for grad in grads if grad is not None)
 
     # -------------------------------------------------------------------------------------------------- replay
 
@@ -290,10 +304,11 @@ class GraphedCallable:
             self.differentiable,
             self._grad_outputs,
             self._grad_inputs,
+            self._grad_params,
             self._options.clone_param_grads,
             self._quantized,
         )
-        self._replay: Replay = made
+        self._replay = made
         return made
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -306,17 +321,19 @@ class GraphedCallable:
 
         Raises:
             RuntimeError: after ``reset``.
-            TypeError: an input that the graph was captured with is missing, or is not a tensor.
+            TypeError: an input that the graph was captured with is missing, is not a tensor, or is nested otherwise.
             ValueError: a tensor is not like the captured one, or ``is_first_microbatch`` is missing.
         """
-        if self.forward_graph is None:
+        if self._replay is None:
             raise RuntimeError(f"the graphs of {self.name} were reset; capture them again to replay them")
-        if self.training is not None and self.func.training != self.training:  # type: ignore[attr-defined]
+        self._ran_eagerly = self.training is not None and self.func.training != self.training  # type: ignore[attr-defined]
+        if self._ran_eagerly:
             kwargs.pop("cuda_graph_stream", None)
             kwargs.pop("cuda_graph_event", None)
             return self.eager(*args, **kwargs)
+        inputs = self._match_inputs(args, kwargs)
         options = self._replay_options(kwargs) if kwargs or self._quantized is not None else None
-        outputs = replay(self._replay, options, *self._match_inputs(args, kwargs), *self.params)
+        outputs = replay(self._replay, options, *inputs, *self.params)
         return outputs[0] if self._returns_one_tensor else tree_unflatten(outputs, self._output_spec)
 
     def _replay_options(self, kwargs: dict[str, Any]) -> ReplayOptions | None:
@@ -327,12 +344,13 @@ class GraphedCallable:
             return None
         return ReplayOptions(stream, event, ends_quantization)
 
-    def _match_inputs(self, args, kwargs) -> list[torch.Tensor]:
-        inputs = _leaves(args)
-        for key in self.kwargs:
-            if key not in kwargs:
-                raise TypeError(f"{self.name} was captured with the keyword {key!r}, which this call does not give")
-            inputs += _leaves((kwargs[key],))
+    def _match_inputs(self, args, kwargs) -> Sequence[torch.Tensor]:
+        if self.kwargs:
+            for key in self.kwargs:
+                if key not in kwargs:
+                    raise TypeError(f"{self.name} was captured with the keyword {key!r}, which this call does not give")
+            args = (*args, *(kwargs[key] for key in self.kwargs))
+        inputs, structure = _flat(args)
         if len(inputs) != len(self._expected):
             raise TypeError(f"{self.name} was captured with {len(self.inputs)} tensors, this call gives {len(inputs)}")
         for i, given in enumerate(inputs):
@@ -344,19 +362,25 @@ class GraphedCallable:
                     f"input {i} of {self.name} was captured as {tuple(shape)} {dtype}, this call gives "
                     f"{tuple(given.shape)} {given.dtype}"
                 )
+        if structure != self._structure:
+            captured, given = (_nested(len(inputs), spec) for spec in (self._structure, structure))
+            raise TypeError(f"{self.name} was captured with inputs nested as {captured}, this call gives {given}")
         return inputs
 
     def backward_dw(self) -> None:
         """Replay the weight gradients that the last backward pass delayed; nothing where it delays none.
 
         As in eager mode, a module that does not accumulate into ``main_grad`` sets ``grad`` of its parameters. The
-        hooks that modules run after their weight gradients run.
+        hooks that modules run after their weight gradients run. If the last call ran eagerly, so does this.
 
         Raises:
             RuntimeError: after ``reset``.
         """
-        if self.forward_graph is None:
+        if self._replay is None:
             raise RuntimeError(f"the graphs of {self.name} were reset; capture them again to replay them")
+        if self._ran_eagerly:
+            self._delayed.compute_eagerly()
+            return
         if self.weight_gradient_graph is None:
             return
         self._replay.run(self.weight_gradient_graph, "weight gradients", None)
@@ -369,11 +393,19 @@ class GraphedCallable:
                 graph.reset()
         self.forward_graph = self.backward_graph = self.weight_gradient_graph = None
         self._delayed = DelayedWeightGradients((), ())
-        self._quantized = None
+        self._quantized, self._autocast = None, nullcontext
+        self.hooks = CaptureTimeHooks(self.name, None)
         self.args, self.kwargs, self.inputs, self.params, self._all_params = (), {}, (), (), ()
-        self._outputs = self._grad_outputs = self._grad_inputs = ()
-        if hasattr(self, "_replay"):
+        self._seen = {}
+        self._outputs = self._grad_outputs = self._grad_inputs = self._grad_params = ()
+        if self._replay is not None:
             self._replay.reset()
+            self._replay = None
+
+
+def _note_parts(ran: dict[torch.nn.Module, None], module: torch.nn.Module, *_: Any) -> None:
+    # A sequence of TransformerEngine's operations runs them fused, without calling them.
+    ran.update(dict.fromkeys(module.modules() if hasattr(module, "_module_groups") else (module,)))
 
 
 def _with_nested(param: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -383,15 +415,21 @@ def _with_nested(param: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor
     return param.grad if grad is None else param.grad + grad
 
 
-def _weak(tensors: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
-    return tuple(tensor if tensor is None else weak_reference(tensor) for tensor in tensors)
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
 
 
-def _leaves(inputs: tuple) -> list[Any]:
-    """Flatten ``inputs``; a tuple of tensors, which is the usual case, without the cost of a tree."""
+def _flat(inputs: tuple) -> tuple[Sequence[Any], TreeSpec | None]:
+    """The leaves of ``inputs`` and how they are nested: None for a tuple of tensors, which is the usual case."""
     if all(isinstance(item, torch.Tensor) for item in inputs):
-        return list(inputs)
-    return tree_flatten(inputs)[0]
+        return inputs, None
+    return tree_flatten(inputs)
+
+
+def _nested(count: int, structure: TreeSpec | None) -> Any:
+    """Numbers in place of the leaves that ``_flat`` found."""
+    numbers = range(count)
+    return tuple(numbers) if structure is None else tree_unflatten(numbers, structure)
 
 
 def _requires_grad(output: torch.Tensor | None) -> bool:

@@ -18,13 +18,14 @@ from .graph_capture import (
     capture_stream,
     give_back_memory,
     transformer_engine_flag,
+    undisturbed_buffers,
     undisturbed_gc,
     undisturbed_rng,
 )
 from .graph_plan import ordered_plan, unordered_plan
 from .graph_quantization import quantization_of
 from .graphed_callable import CaptureOptions, GraphedCallable
-from .static_inputs import share_inputs, signature
+from .static_inputs import distinct, share_inputs, signature
 
 
 def make_graphed_callables(
@@ -98,11 +99,13 @@ def make_graphed_callables(
 
     Raises:
         ValueError: lengths, orders or quantization arguments do not fit.
-        TypeError: an input or output is not a tensor, or a hook is not callable.
+        TypeError: an input or output is not a tensor, a hook is not callable, ``sample_kwargs`` or
+            ``capture_time_hooks`` are nested otherwise, or a function is to be quantized.
         RuntimeError: a module has hooks or trainable buffers, autocast caches weights, modules are in different modes,
             a hook returned a value, or something in a callable cannot be captured.
 
-    A failed capture leaves modules, RNG, garbage collection and TransformerEngine's capture flag as they were.
+    Capture leaves parameters' ``grad``, buffers, RNG, garbage collection and TransformerEngine's capture flag as they
+    were; a failed one the modules too.
     """
     quantization_arguments = {
         "fp8_enabled": fp8_enabled,
@@ -125,7 +128,7 @@ def make_graphed_callables(
     callables: tuple[Callable, ...] = modules if isinstance(modules, tuple) else (modules,)
     samples = [sample_args] if alone else list(sample_args)
     keywords: list[Any] = [sample_kwargs or {}] if alone else list(sample_kwargs or [{}] * len(samples))
-    _take_back_reset_graphs(callables)
+    _refuse_graphs(callables)
     training = _training_mode(callables)
     _refuse_module_hooks(callables)
     if _order is None:
@@ -137,13 +140,16 @@ def make_graphed_callables(
     for what, given in (("sample_args", samples), ("sample_kwargs", keywords)):
         if len(given) != len(plan.callable_of_slot):
             raise ValueError(f"{what} must have {len(plan.callable_of_slot)} entries, got {len(given)}")
+    if not all(isinstance(entry, Mapping) for entry in keywords):
+        raise TypeError(f"sample_kwargs must hold a dict for each entry of sample_args, got {sample_kwargs!r}")
 
     hooks = _checked_hooks(callables, capture_time_hooks)
-    quantization = quantization_of(quantization_arguments, len(callables))
+    quantization = quantization_of(quantization_arguments, callables)
     options = CaptureOptions(allow_unused_input, retain_graph_in_backward, clone_param_grads_on_return)
-    inputs = [(tuple(args), dict(kwargs)) for args, kwargs in zip(samples, keywords, strict=True)]
+    inputs = [distinct(tuple(args), dict(kwargs)) for args, kwargs in zip(samples, keywords, strict=True)]
     if _reuse_graph_input_output_buffers:
         inputs = share_inputs(plan, lambda slot: signature(*inputs[slot]), inputs.__getitem__)
+    _give_modules_back(callables)
     slots = [
         GraphedCallable(
             _name(callables[index], index),
@@ -158,9 +164,10 @@ def make_graphed_callables(
         for index, (args, kwargs) in zip(plan.callable_of_slot, inputs, strict=True)
     ]
     passes = CapturePasses(plan, slots, training, shares_memory=_reuse_graph_input_output_buffers)
-    undisturbed = quantization.undisturbed(callables) if quantization else nullcontext()
+    statistics = quantization.undisturbed(callables) if quantization else nullcontext()
+    buffers = undisturbed_buffers(module for module in callables if isinstance(module, torch.nn.Module))
     try:
-        with undisturbed_gc(), undisturbed_rng(), undisturbed, transformer_engine_flag(), capture_stream():
+        with undisturbed_gc(), undisturbed_rng(), buffers, statistics, transformer_engine_flag(), capture_stream():
             if pre_warmup_hook is not None:
                 pre_warmup_hook()
             for _ in range(num_warmup_iters):
@@ -174,6 +181,7 @@ def make_graphed_callables(
     except BaseException:
         for slot in slots:
             slot.forget_delayed()
+        for slot in slots:
             slot.reset()
         raise
 
@@ -181,15 +189,27 @@ def make_graphed_callables(
     return graphed[0] if alone else graphed
 
 
-def _take_back_reset_graphs(callables: Sequence[Callable]) -> None:
-    """Give modules whose graphs were reset their own ``forward`` back, so that they can be captured again."""
+def _graph_of(module: Callable) -> GraphedCallable | None:
+    """What ``_graph_in_place`` made of a module."""
+    forward = getattr(module, "__dict__", {}).get("forward")
+    return forward if isinstance(forward, GraphedCallable) else None
+
+
+def _refuse_graphs(callables: Sequence[Callable]) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("make_graphed_callables cannot be called while the current stream is capturing")
     for index, module in enumerate(callables):
-        graphed = getattr(module, "__dict__", {}).get("forward")
-        if not isinstance(graphed, GraphedCallable):
-            continue
-        if graphed.forward_graph is not None:
+        graphed = _graph_of(module)
+        if graphed is not None and graphed.forward_graph is not None:
             raise RuntimeError(f"{_name(module, index)} has graphs already: call its reset() before capturing it again")
-        module.forward = graphed.eager  # type: ignore[attr-defined]
+
+
+def _give_modules_back(callables: Sequence[Callable]) -> None:
+    """Give modules whose graphs were reset their own methods back, so that they can be captured again."""
+    for module in callables:
+        if _graph_of(module) is not None:
+            for name in ("forward", "reset", "backward_dw"):
+                vars(module).pop(name, None)
 
 
 def _training_mode(callables: Sequence[Callable]) -> bool:
@@ -219,6 +239,8 @@ def _checked_hooks(
 ) -> list[CaptureTimeHooks]:
     if given is None:
         given = [None] * len(callables)
+    if isinstance(given, Mapping):
+        raise TypeError(f"capture_time_hooks must be a list with one entry for each callable, got the dict {given!r}")
     if len(given) != len(callables):
         raise ValueError(f"capture_time_hooks must have one entry for each of {len(callables)} callables: {len(given)}")
     return [

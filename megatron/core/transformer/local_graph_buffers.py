@@ -157,16 +157,17 @@ class StaticInput:
     Attributes:
         tensor: The static tensor, without grad.
         only_copied_to: Whether nothing but ``put`` writes it. Then a value that is there already is not copied again.
-        address: Its address.
+        address, stride: Its address and strides.
     """
 
     tensor: torch.Tensor
     only_copied_to: bool
     address: int = 0
+    stride: tuple[int, ...] = ()
     _given: tuple[weakref.ref, int] | None = None
 
     def __post_init__(self) -> None:
-        self.address = self.tensor.data_ptr()
+        self.address, self.stride = self.tensor.data_ptr(), self.tensor.stride()
 
     def put(self, given: torch.Tensor, in_use: bool) -> bool:
         """Let the memory hold the value of ``given``.
@@ -178,7 +179,8 @@ class StaticInput:
         Returns:
             False if that value would have to be overwritten: then nothing is done.
         """
-        if given.data_ptr() == self.address:
+        here = given.data_ptr() == self.address
+        if here and given.stride() == self.stride:
             return True
         version = -1 if given.is_inference() else given._version
         last = self._given
@@ -186,7 +188,7 @@ class StaticInput:
             return True
         if in_use:
             return False
-        self.tensor.copy_(given)
+        self.tensor.copy_(given.clone() if here else given)
         if self.only_copied_to:
             self._given = weakref.ref(given), version
         return True

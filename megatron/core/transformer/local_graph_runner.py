@@ -246,7 +246,7 @@ class _CudaGraphRunner(torch.nn.Module):
         ):
             slot.backward(capture.recording, lambda outputs: tuple(grads), capture.new_graph())
         buffers.grads_of_outputs_read(metas, grads)
-        self._escaping = buffers.lend_grads(self._input_metas, slot.grad_inputs[: len(self._input_metas)])
+        self._escaping = buffers.lend_grads(self._input_metas, slot.grad_inputs)
         buffers.inputs_read(self._input_metas)
         for output in outputs:
             buffers.let_go(output)

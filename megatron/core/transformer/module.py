@@ -59,15 +59,16 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
         if not isinstance(graph, LayerGraph):  # put there by someone else
             return super()._te_cuda_graph_replay(*args, **kwargs)
         expected = graph.num_microbatches
-        # Fewer are no better than more: the pipeline may then run passes in an order in which graphs overwrite memory
-        # that others still read.
+        # Fewer are no better than more: passes may then come in an order in which graphs overwrite memory that others
+        # still read.
         if expected is not None and (
             microbatch >= expected or (microbatch == 0 and get_num_microbatches() != expected)
         ):
             raise ValueError(
                 f"graphs were captured for steps of {expected} micro-batches, and this one has "
-                f"{max(microbatch + 1, get_num_microbatches())}: under pipeline parallelism CUDA graphs need the same "
-                "number of micro-batches (--global-batch-size, --rampup-batch-size) in every step"
+                f"{max(microbatch + 1, get_num_microbatches())}: under pipeline parallelism, and with "
+                "--overlap-moe-expert-parallel-comm, CUDA graphs need the same number of micro-batches "
+                "(--global-batch-size, --rampup-batch-size) in every step"
             )
         # Not the override of TransformerLayer, which needs TransformerEngine to make attention masks: the graph has its
         # own.

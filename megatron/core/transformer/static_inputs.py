@@ -1,11 +1,11 @@
-"""Which slots of a plan may share their static inputs: those whose lives do not overlap."""
+"""Static inputs: apart within a slot, shared between slots of a plan whose lives do not overlap."""
 
 from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten
+from torch.utils._pytree import tree_flatten, tree_map
 
 from .graph_plan import Pass, Plan
 
@@ -34,6 +34,19 @@ def share_inputs[Inputs](
         elif step in last_steps:
             free[signature_of(slot)].append(of_slot[slot])
     return [of_slot[slot] for slot in range(len(plan.callable_of_slot))]
+
+
+def distinct(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Return inputs in which no tensor is there twice: replays may be given two where capture was given one."""
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or id(leaf) not in seen:
+            seen.add(id(leaf))
+            return leaf
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+    return tree_map(own, (args, kwargs))
 
 
 def signature(args: tuple, kwargs: Mapping[str, Any]) -> Hashable:

@@ -21,7 +21,13 @@ from . import capture_state
 from .cuda_graph_checks import check_fsdp_options
 from .cuda_graph_engines import choose_engine
 from .cuda_graph_hooks import extracted_hooks
-from .cuda_graph_inputs import LayerInputs, SampleArguments, captures_attention, sample_arguments
+from .cuda_graph_inputs import (
+    LayerInputs,
+    SampleArguments,
+    attention_mask_type,
+    captures_attention,
+    sample_arguments,
+)
 from .cuda_graph_order import convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
 from .graph_capture import tidied_after_failure, undisturbed_buffers, undisturbed_rng
 from .graph_plan import ordered_plan
@@ -160,7 +166,12 @@ class TECudaGraphHelper:
             for _ in layers
         ]
         plan = ordered_plan(order, self.num_layers_per_chunk, len(self.flattened_callables))
-        return sample_arguments(plan, lambda index: inputs.make(self.flattened_callables[index], models[index]))
+        layers = self.flattened_callables
+        return sample_arguments(
+            plan,
+            lambda index: inputs.make(layers[index], models[index]),
+            lambda index: attention_mask_type(layers[index]),
+        )
 
     def _get_cuda_graph_input_data(self) -> tuple[list[tuple[torch.Tensor, ...]], dict[str, Any]]:
         """Return the positional inputs and the keyword arguments of ``make_graphed_callables``."""
@@ -336,6 +347,10 @@ class TECudaGraphHelper:
                 self._graphs_created = True
             else:
                 logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
+        except BaseException:
+            if self.config.fine_grained_activation_offloading:
+                _offload_interface().enable_offload()  # which warm-up runs without
+            raise
         finally:
             self._leave_capture_mode()
         self._finish_capturing(start_time)

@@ -34,9 +34,9 @@ def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int
 class VisionTECudaGraphHelper(TECudaGraphHelper):
     """Captures graphs of the layers in ``vision_model.decoder.layers`` and attaches them to the layers.
 
-    It goes beside the ``TECudaGraphHelper`` of the language model, which zeroes gradients and metrics after capture:
-    this one does not. It meets no other rank of the pipeline, so it may be called on ranks with a vision model only;
-    elsewhere it captures nothing.
+    It goes beside the ``TECudaGraphHelper`` of the language model and captures before that one does, which zeroes
+    gradients and metrics after capture: this one does not. It meets no other rank of the pipeline, so it may be called
+    on ranks with a vision model only; elsewhere it captures nothing.
 
     Inputs are ``[vision_seq_length, 1, hidden]``: all images of a micro-batch, one after the other. There are no
     rotary embeddings among them.
@@ -128,4 +128,6 @@ class _WithoutNone:
         return tuple(item for item in output if item is not None) or output
 
     def __getattr__(self, name: str) -> Any:
+        if name == "graphed":  # while it is copied
+            raise AttributeError(name)
         return getattr(self.graphed, name)

@@ -66,7 +66,7 @@ class autocast:
         self.calibrating = calibrating
 
     def __enter__(self):
-        self._outer = State.enabled, State.capturing, State.recipe, State.group
+        self._outer = State.enabled, State.capturing, State.recipe, State.group, State.first
         State.enabled, State.capturing, State.recipe, State.group = self._given
         if State.depth == 0:
             State.first = True
@@ -74,10 +74,10 @@ class autocast:
         return self
 
     def __exit__(self, *error):
-        State.enabled, State.capturing, State.recipe, State.group = self._outer
+        State.enabled, State.capturing, State.recipe, State.group, State.first = self._outer
         State.depth -= 1
         enabled, graph = self._given[:2]
-        if enabled and not graph and State.depth == 0:
+        if enabled and not graph and State.depth == 0 and torch.is_grad_enabled():
             State.reduce_and_update_fp8_tensors(forward=True)
 
 

@@ -6,8 +6,13 @@ import pytest
 import torch
 from hypothesis import given
 
-from megatron.core.transformer.cuda_graph_inputs import LayerInputs, captures_attention, sample_arguments
-from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.cuda_graph_inputs import (
+    LayerInputs,
+    attention_mask_type,
+    captures_attention,
+    sample_arguments,
+)
+from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
 from megatron.core.transformer.graph_plan import Pass, ordered_plan, unordered_plan
 from megatron.core.transformer.identity_op import IdentityOp
 
@@ -75,6 +80,12 @@ def test_the_order_of_keywords_does_not_matter():
     ]
     samples = sample_arguments(ordered_plan([1, -1, 2, -2], [1, 1], 2), lambda index: makes[index]())
     assert shared(samples) == [0, 0]
+
+
+def test_inputs_of_other_values_are_not_shared():
+    plan = ordered_plan([1, -1, 2, -2, 3, -3], [1, 1, 1], 3)
+    samples = sample_arguments(plan, lambda index: ((torch.zeros(2),), {}), lambda index: index % 2)
+    assert shared(samples) == [0, 1, 0]
 
 
 def test_without_an_order_every_callable_has_inputs_of_its_own():
@@ -176,6 +187,19 @@ def layer_inputs(**config):
 )
 def test_attention_is_captured(layer, captured):
     assert captures_attention(layer) is captured
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (Layer(), AttnMaskType.causal),
+        (Layer(attention=SimpleNamespace(attn_mask_type=AttnMaskType.no_mask)), AttnMaskType.no_mask),
+        (Layer([CudaGraphModule.moe_router]), None),
+    ],
+    ids=["not said", "no mask", "no attention"],
+)
+def test_the_mask_of_attention_is(layer, expected):
+    assert attention_mask_type(layer) is expected
 
 
 def test_hidden_states_come_first_and_the_rest_by_name():

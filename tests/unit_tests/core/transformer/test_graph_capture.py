@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from contextlib import suppress
 from types import ModuleType
 from typing import Any
 from unittest import mock
@@ -11,6 +12,7 @@ import torch
 
 from megatron.core.transformer.graph_capture import (
     Capture,
+    bare_parameters,
     generator_states,
     tidied_after_failure,
     undisturbed_buffers,
@@ -138,6 +140,48 @@ def test_a_capture_uses_the_pool_that_it_is_given():
     assert Capture(pool).pool == pool
 
 
+@pytest.mark.parametrize("step", ["capture_begin", "capture_end"])
+def test_a_capture_that_cannot_begin_or_end_leaves_the_next_alone(step, monkeypatch):
+    capture = Capture(None)
+    real = getattr(torch.cuda.CUDAGraph, step)
+
+    def fail_once(graph, *args, **kwargs):
+        monkeypatch.setattr(torch.cuda.CUDAGraph, step, real)
+        raise Failure
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, step, fail_once)
+    x = torch.ones(3, device="cuda")
+    with pytest.raises(Failure), capture.recording(capture.new_graph()):
+        x * 2
+    assert not torch.cuda.is_current_stream_capturing()
+    torch.randn(2, device="cuda")  # which generators in capture mode refuse
+    graph = capture.new_graph()
+    with capture.recording(graph):
+        y = x * 3
+    graph.replay()
+    assert y.tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_parameters_are_bare_meanwhile_and_then_as_they_were(fails):
+    param = torch.nn.Parameter(torch.ones(2))
+    called: list[torch.Tensor] = []
+    param.register_hook(called.append)
+    grad = torch.full((2,), 5.0)
+    param.grad = grad
+    with suppress(Failure), bare_parameters([param]):
+        assert param.grad is None
+        (param * 2).sum().backward()
+        assert torch.equal(torch.tensor([2.0, 2.0]), param.grad)
+        assert called == []
+        if fails:
+            raise Failure
+    assert param.grad is grad
+    (param * 2).sum().backward()
+    assert len(called) == 1
+    assert torch.equal(grad, torch.tensor([7.0, 7.0]))
+
+
 LEGACY_STREAM = (
     "operation would make the legacy stream depend on a capturing blocking stream",
     "cudaErrorStreamCaptureImplicit",
@@ -153,20 +197,43 @@ def test_gradients_on_the_legacy_stream_are_explained(message):
     assert "under torch.cuda.stream(...)" in error.value.__notes__[0]
 
 
-def on_legacy_stream(grad):
-    """A hook of a parameter that leaves the legacy default stream current, as its AccumulateGrad node would."""
-    torch.cuda.set_stream(torch.cuda.default_stream())
+class _OnLegacyStream(torch.autograd.Function):
+    """Its backward leaves the legacy default stream current, as an AccumulateGrad node that was made there would."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch.cuda.set_stream(torch.cuda.default_stream())
+        return grad
 
 
-def test_a_gradient_on_the_legacy_stream_is_refused_before_capture():
-    layer = torch.nn.Linear(3, 3).cuda()
-    layer.bias.register_hook(on_legacy_stream)
+def on_legacy_stream(weight, x):
+    return x @ _OnLegacyStream.apply(weight)
+
+
+def leaf(*shape, requires_grad=True):
+    return torch.ones(*shape, device="cuda", requires_grad=requires_grad)
+
+
+@pytest.mark.parametrize(("weight", "x"), [(False, True), (True, False)], ids=["of an input", "of a parameter"])
+def test_a_gradient_on_the_legacy_stream_is_refused_before_capture(weight, x):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(leaf(3, 3), requires_grad=weight)
+
+        def forward(self, x):
+            return on_legacy_stream(self.weight, x) if weight else on_legacy_stream(x, self.weight.t())
+
     captures = []
     with (
         mock.patch.object(torch.cuda.CUDAGraph, "capture_begin", lambda *args, **kwargs: captures.append(args)),
-        pytest.raises(RuntimeError, match=r"callable 0 \(Linear\) cannot be captured.*under torch.cuda.stream"),
+        pytest.raises(RuntimeError, match=r"callable 0 \(Layer\) cannot be captured.*under torch.cuda.stream"),
     ):
-        make_graphed_callables(layer, (torch.ones(2, 3, device="cuda", requires_grad=True),))
+        make_graphed_callables(Layer(), (leaf(3, 3, requires_grad=x),))
     assert captures == []
 
 

@@ -17,8 +17,10 @@ from megatron.core.transformer.graph_memory import weak_reference
         torch.arange(12.0, dtype=torch.bfloat16).view(3, 4).t(),
         torch.tensor(3),
         torch.zeros(0, 3),
+        torch.arange(12.0).view(3, 2, 2).view(torch.complex64).conj(),
+        torch._neg_view(torch.arange(3.0)),
     ],
-    ids=["whole", "part", "transposed bf16", "a number", "empty"],
+    ids=["whole", "part", "transposed bf16", "a number", "empty", "conjugate", "negative"],
 )
 def test_it_has_the_same_memory_shape_strides_and_dtype(tensor):
     weak = weak_reference(tensor)

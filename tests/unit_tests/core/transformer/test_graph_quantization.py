@@ -70,9 +70,12 @@ def test_cached_weights_are_made_anew_in_the_first_micro_batch_only():
     assert not torch.equal(second, third)
 
 
-def test_statistics_are_reduced_once_in_each_direction_for_a_micro_batch():
+def test_statistics_are_reduced_as_often_as_in_eager_mode():
+    train(False)
+    eager = State.reductions
     train(True)
-    assert State.reductions == ["forward", "backward"] * 10
+    # Of the forward pass at the end of the outermost autocast, of the backward pass after each that has modules.
+    assert State.reductions == eager == ["forward", "backward", "backward"] * 10
 
 
 def test_capture_leaves_statistics_as_they_were():
@@ -134,6 +137,27 @@ def test_calibration_alone_needs_no_recipe_and_its_replays_do_nothing_for_quanti
     assert State.reductions == []
 
 
+def test_a_refused_replay_leaves_the_reduction_to_the_next():
+    (graphed,) = capture([Linear()])
+    with autocast(enabled=True, recipe="recipe"):
+        with pytest.raises(ValueError, match="this call gives"):
+            graphed(device_tensor(3, 6))
+        output = graphed(device_tensor(4, 6))
+    State.reductions.clear()
+    output.sum().backward()
+    assert State.reductions == ["backward"]
+
+
+def test_a_function_cannot_be_quantized():
+    with pytest.raises(TypeError, match=r"enabled\[1\] is True, but only modules can be quantized, and callable 1 is"):
+        capture([Linear(), lambda x: x], enabled=(False, True))
+
+
+def test_no_entry_of_enabled_is_too_few():
+    with pytest.raises(ValueError, match="enabled must have one entry for each of 1 callables, got 0"):
+        capture([Linear()], enabled=())
+
+
 # ------------------------------------------------------------------------------------------------------- statistics
 
 
@@ -166,6 +190,18 @@ def test_attention_is_left_out_unless_the_recipe_quantizes_it():
         layer = Forward(lambda attention, x: attention(x))
         layer.linear = AttentionOfMegatron()
         assert [meta is layer.linear.fp8_meta for meta in metas_after_a_replay(layer, recipe)] == registered
+
+
+def test_it_is_the_recipe_of_the_replay_that_says_whether_attention_is_quantized():
+    class Recipe:
+        fp8_mha = True
+
+    layer = Forward(lambda attention, x: attention(x))
+    layer.linear = AttentionOfMegatron()
+    (graphed,) = capture([layer], recipe="recipe")
+    with autocast(enabled=True, recipe=Recipe()):
+        graphed(device_tensor(4, 6))
+    assert [meta is layer.linear.fp8_meta for meta in State.metas] == [True]
 
 
 @pytest.mark.parametrize("kind", [Operation, Fused])

@@ -1,5 +1,6 @@
 """graphed_callables: replays compute what eager runs compute, to the bit."""
 
+import functools
 import gc
 import inspect
 import weakref
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from megatron.core.transformer.cuda_graph_inputs import sample_arguments
@@ -291,9 +293,70 @@ def test_a_hook_of_an_unused_parameter_does_not_run_at_replay():
     assert called == []
     graphed(*case.args(1)).sum().backward()
     assert sorted(called) == ["used.bias", "used.weight"]
+    assert len(graphed.forward.params) == 2
+
+
+def test_a_hook_of_a_parameter_runs_on_the_gradient_that_a_replay_returns():
+    def hooked() -> torch.nn.Module:
+        module = mlp()
+        for param in module.parameters():
+            param.register_hook(lambda grad: grad * 3)
+        return module
+
+    case = Case(hooked)
+    assert_same_bits(train(case, make_graphed_callables), train(case, None))
+
+
+class _Late(torch.nn.Module):
+    """Uses its second layer from the second call on."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = torch.nn.Linear(6, 6).cuda(), torch.nn.Linear(6, 6).cuda()
+        self.calls = 0
+
+    def forward(self, x):
+        self.calls += 1
+        return self.first(x) if self.calls == 1 else self.second(self.first(x))
+
+
+def test_a_parameter_that_warm_up_uses_late_gets_its_gradient():
+    module = make_graphed_callables(_Late(), (device_tensor(4, 6),))
+    module(device_tensor(4, 6)).sum().backward()
+    assert all(param.grad is not None for param in module.parameters())
 
 
 # ------------------------------------------------------------------------------------------------- how to replay
+
+
+def test_a_tensor_at_the_static_address_is_copied_if_its_strides_differ():
+    graphed = make_graphed_callables(lambda x: (x * 2, x), (device_tensor(4, 4, grad=False),))
+    _, static = graphed(device_tensor(4, 4, seed=1, grad=False))
+    expected = static.t().clone() * 2
+    assert torch.equal(graphed(static.t())[0], expected)
+
+
+def test_a_gradient_at_the_static_address_is_copied_if_its_strides_differ():
+    layers = (Forward(lambda linear, x: x + linear.bias[:4]), Forward(lambda linear, x: x + linear.bias[:4]))
+    samples = [(device_tensor(4, 4, seed=i),) for i in range(2)]
+
+    def gradient(first, second):
+        x = device_tensor(4, 4)
+        (second(first(x).t()) * torch.arange(16.0, device="cuda").view(4, 4)).sum().backward()
+        return x.grad
+
+    expected = gradient(*layers)
+    slots = make_graphed_callables(layers, samples, _order=[1, -1], _reuse_graph_input_output_buffers=True)
+    assert_same_bits([gradient(*slots)], [expected])
+
+
+def test_a_tensor_that_capture_is_given_twice_may_be_two_in_a_replay():
+    x, a, b = (device_tensor(3, seed=seed) for seed in range(3))
+    graphed = make_graphed_callables(lambda x, *, y: 2 * x + 3 * y, (x,), sample_kwargs={"y": x})
+    output = graphed(a, y=b)
+    assert torch.equal(output, 2 * a + 3 * b)
+    output.sum().backward()
+    assert (a.grad[0], b.grad[0]) == (2, 3)
 
 
 def test_a_module_in_the_other_mode_runs_eagerly():
@@ -302,6 +365,11 @@ def test_a_module_in_the_other_mode_runs_eagerly():
     graphed = make_graphed_callables(module.train(), (device_tensor(4, 6, seed=1),))
     assert torch.equal(graphed.eval()(x), expected)
     assert not torch.equal(graphed.train()(x), expected)
+
+
+def test_modules_captured_in_evaluation_mode_hold_nothing_for_a_backward_pass():
+    (slot,) = make_graphed_callables((mlp().eval(),), ((device_tensor(4, 6),),), _order=[1, -1])
+    assert [output.grad_fn for output in slot._outputs] == [None]
 
 
 def test_modules_captured_in_evaluation_mode_have_no_backward():
@@ -408,6 +476,32 @@ def test_a_module_that_was_reset_can_be_captured_again():
         return make_graphed_callables(func, args)
 
     assert_same_bits(train(CASES["dropout"], capture_twice), train(CASES["dropout"], None))
+
+
+def test_a_capture_that_is_refused_leaves_a_module_that_was_reset_as_it_was():
+    module = make_graphed_callables(mlp(), (device_tensor(4, 6),))
+    module.reset()
+    before = dict(vars(module))
+    with pytest.raises(ValueError, match="_order"):
+        make_graphed_callables((module,), ((device_tensor(4, 6),),), _order=[2])
+    assert vars(module) == before
+
+
+def test_reset_lets_go_of_hooks():
+    def hook(module, resource):
+        assert resource
+
+    resource = torch.ones(1)
+    held = StorageWeakRef(resource.untyped_storage())
+    (slot,) = make_graphed_callables(
+        (mlp(),),
+        ((device_tensor(4, 6),),),
+        _order=[1, -1],
+        capture_time_hooks=[{"backward_hooks": {0: functools.partial(hook, resource=resource)}}],
+    )
+    slot.reset()
+    del resource
+    assert held.expired()
 
 
 def test_a_module_with_graphs_is_not_captured_again():
@@ -546,56 +640,3 @@ def test_transforms_of_torch_func_are_refused():
     graphed = make_graphed_callables(lambda x: x * x, (device_tensor(3),))
     with pytest.raises(RuntimeError, match="functorch transforms"):
         torch.func.grad(lambda x: graphed(x).sum())(device_tensor(3, grad=False))
-
-
-# ------------------------------------------------------------------------------------------------------ shared memory
-
-
-def captured_for_sharing(order, shares=True, layers=2):
-    """Slots of equal layers, each with inputs of its own at first."""
-    count = layers * max(order.count(1), 1)
-    samples = [(device_tensor(4, 6, seed=slot),) for slot in range(count)]
-    modules = tuple(mlp() for _ in range(layers))
-    return make_graphed_callables(
-        modules, samples, _order=order, _num_layers_per_chunk=[layers], _reuse_graph_input_output_buffers=shares
-    )
-
-
-def test_static_inputs_are_shared_once_the_last_pass_that_reads_them_is_over():
-    slots = captured_for_sharing([1, -1, 1, -1], layers=1)
-    assert slots[0].inputs[0] is slots[1].inputs[0]
-
-
-def test_static_inputs_are_not_shared_while_both_are_needed():
-    slots = captured_for_sharing([1, 1, -1, -1], layers=1)
-    assert slots[0].inputs[0] is not slots[1].inputs[0]
-
-
-@pytest.mark.parametrize("shares", [True, False])
-def test_outputs_keep_their_memory_only_where_it_is_not_shared(shares):
-    (slot,) = captured_for_sharing([1, -1], shares, layers=1)
-    address = slot._outputs[0].data_ptr()
-    uses = torch._C._storage_Use_Count(slot._outputs[0].untyped_storage()._cdata)
-    assert slot(device_tensor(4, 6)).data_ptr() == address
-    # The pool of the CPU backend holds all memory; an output that holds it too has a storage in common with the pool.
-    assert (uses <= 2) is shares
-
-
-def test_a_replay_overwrites_the_gradients_that_the_backward_before_it_returned_where_memory_is_shared():
-    slots = captured_for_sharing([1, -1], layers=3)
-    inputs = [device_tensor(4, 6, seed=slot) for slot in range(3)]
-    outputs = [slot(x) for slot, x in zip(slots, inputs, strict=True)]
-    grads = []
-    for x, output in zip(reversed(inputs), reversed(outputs), strict=True):
-        grads += torch.autograd.grad(output.sum(), x)
-    assert [bool(grad.isnan().any()) for grad in grads] == [True, False, False]
-
-
-def test_without_sharing_gradients_stay():
-    slots = captured_for_sharing([1, -1], shares=False, layers=3)
-    inputs = [device_tensor(4, 6, seed=slot) for slot in range(3)]
-    outputs = [slot(x) for slot, x in zip(slots, inputs, strict=True)]
-    grads = []
-    for x, output in zip(reversed(inputs), reversed(outputs), strict=True):
-        grads += torch.autograd.grad(output.sum(), x)
-    assert not any(grad.isnan().any() for grad in grads)

@@ -130,3 +130,51 @@ def test_autocast_that_caches_weights_is_refused():
         pytest.raises(RuntimeError, match=r"needs torch\.autocast\(\.\.\., cache_enabled=False\)"),
     ):
         capture()
+
+
+# ------------------------------------------------------------------------------------------------------ other nesting
+
+
+def test_sample_kwargs_of_several_callables_must_be_several():
+    with pytest.raises(TypeError, match="sample_kwargs must hold a dict for each entry of sample_args"):
+        capture((double, double), ((device_tensor(3),), (device_tensor(3),)), sample_kwargs={"a": 1, "b": 2})
+
+
+@pytest.mark.parametrize(
+    ("other", "shown"),
+    [
+        (lambda a, b: {"b": b, "a": a}, "{'b': 0, 'a': 1}"),
+        (lambda a, b: [a, b], "[0, 1]"),
+        (lambda a, b: {"a": [a], "b": b}, "{'a': [0], 'b': 1}"),
+    ],
+    ids=["another order of keys", "a list", "one level more"],
+)
+def test_inputs_that_are_nested_otherwise_are_refused(other, shown):
+    a, b = device_tensor(3, seed=1), device_tensor(3, seed=2)
+    graphed = capture(lambda pair: pair["a"] - pair["b"], ({"a": a, "b": b},))
+    assert torch.equal(graphed({"a": b, "b": a}), b - a)
+    with pytest.raises(TypeError) as error:
+        graphed(other(a, b))
+    assert str(error.value) == (
+        f"callable 0 (<lambda>) was captured with inputs nested as ({{'a': 0, 'b': 1}},), this call gives ({shown},)"
+    )
+
+
+# ------------------------------------------------------------------------------------------- what cannot be captured
+
+
+def test_a_function_whose_parameters_alone_require_grad_is_refused_by_name():
+    linear = torch.nn.Linear(3, 3).cuda()
+    with pytest.raises(
+        RuntimeError, match=r"callable 0 \(Linear\.forward|callable 0 \(forward\) returns what requires"
+    ):
+        capture(linear.forward, (device_tensor(2, 3, grad=False),))
+
+
+def test_a_capture_inside_a_capture_is_refused():
+    graph, args = torch.cuda.CUDAGraph(), (device_tensor(3),)
+    with (
+        pytest.raises(RuntimeError, match="cannot be called while the current stream is capturing"),
+        torch.cuda.graph(graph),
+    ):
+        capture(double, args)

@@ -293,6 +293,20 @@ def test_an_unknown_key_is_refused_by_name_with_the_keys_there_are(key):
     )
 
 
+@pytest.mark.parametrize(
+    ("hooks", "said"),
+    [
+        ({"forward_hooks": {}}, "capture_time_hooks must be a list with one entry for each callable, got the dict {"),
+        ([None, [print]], "capture_time_hooks of callable 1 (Sequential) must be a dict of the keys ("),
+        ([None, {"forward_hooks": [print]}], "of callable 1 (Sequential): forward_hooks must be a dict of hooks by id"),
+    ],
+    ids=["a dict for all", "a list for one", "a list of one kind"],
+)
+def test_hooks_that_are_nested_otherwise_are_refused_by_name(hooks, said):
+    with pytest.raises(TypeError, match=re.escape(said)):
+        capture_two(hooks)
+
+
 def test_a_hook_that_cannot_be_called_is_refused_by_name():
     with pytest.raises(
         TypeError, match=re.escape("of callable 1 (Sequential): forward_hooks[4] is not callable: 'no hook'")

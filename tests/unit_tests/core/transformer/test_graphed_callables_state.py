@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.transformer.cuda_graph_hooks import HOOK_KINDS, extracted_hooks
 from megatron.core.transformer.graphed_callables import make_graphed_callables
 
-from .captured_cases import CASES, Case, Forward, assert_same_bits, device_tensor, mlp, train
+from .captured_cases import CASES, Case, Forward, assert_same_bits, copies, device_tensor, mlp, train
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 
@@ -230,11 +230,13 @@ def phases_of(run) -> list[str]:
 
 def test_every_phase_shows_in_a_profile_under_the_callables_name():
     module = mlp()
-    passes = ["callable 0 (Sequential) forward for capture", "callable 0 (Sequential) backward for capture"]
-    captured = phases_of(lambda: make_graphed_callables(module, (device_tensor(4, 6),), num_warmup_iters=1))
-    assert captured == passes * 2  # warm-up, then capture
-    replayed = phases_of(lambda: module(device_tensor(4, 6)).sum().backward())
-    assert replayed == ["callable 0 (Sequential) forward replay", "callable 0 (Sequential) backward replay"]
+    phases = phases_of(lambda: make_graphed_callables(module, (device_tensor(4, 6),), num_warmup_iters=1))
+    phases += phases_of(lambda: module(device_tensor(4, 6)).sum().backward())
+    assert phases == [
+        f"callable 0 (Sequential) {direction} {phase}"
+        for phase in ("warm-up", "capture", "replay")
+        for direction in ("forward", "backward")
+    ]
 
 
 def test_warm_up_and_capture_run_on_one_stream_of_their_own():
@@ -262,25 +264,55 @@ def test_all_captures_run_on_one_stream():
     assert len(set(seen)) == 1
 
 
+class _Noted(torch.autograd.Function):
+    """Notes the memory of the gradient that passes by."""
+
+    @staticmethod
+    def forward(ctx, x, noted):
+        ctx.noted = noted
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.noted.append(StorageWeakRef(grad.untyped_storage()))
+        return grad, None
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_nothing_that_warm_up_computed_is_held_when_capture_begins(training):
-    module = mlp().train(training)
     computed: list[StorageWeakRef] = []
-    for param in module.parameters():
-        param.register_hook(lambda grad: computed.append(StorageWeakRef(grad.untyped_storage())))
     held: list[bool] = []
+
+    def noted_gradients(layers, x):
+        params = {name: _Noted.apply(param, computed) for name, param in layers.named_parameters()}
+        return torch.func.functional_call(layers, params, (x,))
 
     def note(module, args, output):
         computed.append(StorageWeakRef(output.untyped_storage()))
 
+    module = Forward(noted_gradients)
+    module.linear = mlp()
     make_graphed_callables(
-        module,
+        module.train(training),
         (device_tensor(4, 6),),
         capture_time_hooks=[{"forward_hooks": {0: note}}],
         post_warmup_hook=lambda: held.extend(not reference.expired() for reference in computed),
     )
     assert len(held) == (3 * 5 if training else 3)
     assert not any(held)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_buffers_are_as_they_were_before_warm_up(fails):
+    norm = torch.nn.BatchNorm1d(6).cuda()
+    before = copies(list(norm.buffers()))
+
+    def fail():
+        raise Failure
+
+    with suppress(Failure):
+        make_graphed_callables(norm, (device_tensor(4, 6),), post_warmup_hook=fail if fails else None)
+    assert_same_bits(list(norm.buffers()), before)
 
 
 # ------------------------------------------------------------------------------------------- Megatron's generators

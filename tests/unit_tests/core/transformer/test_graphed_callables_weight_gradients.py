@@ -180,6 +180,112 @@ def test_a_failure_before_the_weight_gradients_leaves_nothing_delayed(capturing)
     assert torch.equal(module.weight.grad, torch.ones(6, 4, device="cuda") @ device_tensor(4, 6).detach())
 
 
+def test_weight_gradients_that_were_there_before_capture_stay_and_hinder_none():
+    module = WithBias()
+    before = torch.zeros(6, 6, device="cuda"), torch.zeros(6, device="cuda")
+    module.weight.grad, module.bias.grad = before
+    make_graphed_callables(module, (device_tensor(4, 6),))
+    assert (module.weight.grad, module.bias.grad) == before
+    module.weight.grad = module.bias.grad = None
+    x = device_tensor(4, 6)
+    module(x).sum().backward()
+    module.backward_dw()
+    assert_same_bits([module.weight.grad, module.bias.grad], [torch.ones_like(x).t() @ x.detach(), 4 * torch.ones(6)])
+
+
+class WithBias(DelayedLinear):
+    """Sets the gradient of its bias only where there is none, as TransformerEngine's modules do."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(6, device="cuda"))
+
+    def forward(self, x):
+        return super().forward(x) + self.bias.detach()
+
+    def backward_dw(self):
+        grad, x = self.wgrad_store.context.get(block=False)
+        self.weight.grad = grad.t() @ x
+        if self.bias.grad is None:
+            self.bias.grad = grad.sum(0)
+
+
+def test_a_failure_of_the_weight_gradients_leaves_no_gradient_and_is_what_is_raised():
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = DelayedLinear(), Failing()
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    class Failing(DelayedLinear):
+        def backward_dw(self):
+            raise KeyError("weight gradients")
+
+    module = Two()
+    with pytest.raises(KeyError, match="weight gradients"):
+        make_graphed_callables(module, (device_tensor(4, 6),))
+    assert module.first.weight.grad is None
+    assert module.second.wgrad_store.context.qsize() == 0
+
+
+def test_a_module_without_a_store_does_not_hide_what_failed():
+    class Other(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(6, 6).cuda()
+
+        def need_backward_dw(self):
+            return True
+
+        def backward_dw(self):
+            raise KeyError("weight gradients")
+
+        def forward(self, x):
+            return self.linear(x)
+
+    with pytest.raises(KeyError, match="weight gradients"):
+        make_graphed_callables(Other(), (device_tensor(4, 6),))
+
+
+def test_operations_that_run_fused_delay_weight_gradients_too():
+    class Fused(torch.nn.Module):
+        _module_groups = None
+
+        def __init__(self):
+            super().__init__()
+            self.operation = DelayedLinear()
+
+        def forward(self, x):
+            return self.operation.forward(x)  # without its hooks
+
+    module = make_graphed_callables(Fused(), (device_tensor(4, 6),))
+    x = device_tensor(4, 6)
+    module(x).sum().backward()
+    module.backward_dw()
+    assert_same_bits([module.operation.weight.grad], [torch.ones_like(x).t() @ x.detach()])
+
+
+def test_after_an_eager_pass_weight_gradients_are_computed_eagerly():
+    module = make_graphed_callables(DelayedLinear(), (device_tensor(4, 6),)).eval()
+    x = torch.full((4, 6), 2.0, device="cuda", requires_grad=True)
+    module(x).sum().backward()
+    module.backward_dw()
+    assert module.wgrad_store.context.qsize() == 0
+    assert module.weight.grad.eq(8).all()
+
+
+def test_a_module_that_delays_weight_gradients_can_be_captured_again():
+    module = DelayedLinear()
+    make_graphed_callables(module, (device_tensor(4, 6),)).reset()
+    make_graphed_callables(module, (device_tensor(4, 6),))
+    x = device_tensor(4, 6)
+    module(x).sum().backward()
+    module.backward_dw()
+    assert_same_bits([module.weight.grad], [torch.ones_like(x).t() @ x.detach()])
+
+
 def test_after_reset_there_are_no_weight_gradients_to_replay():
     graphed = make_graphed_callables((DelayedLinear(),), ((device_tensor(4, 6),),), _order=[1, -1, -1.5])[0]
     graphed.reset()

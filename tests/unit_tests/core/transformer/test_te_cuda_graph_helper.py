@@ -8,6 +8,7 @@ from hypothesis import given
 
 from megatron.core.transformer import te_cuda_graph_helper
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper, is_graph_capturing
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.graph_plan import ordered_plan
 from megatron_fsdp_cuda_graphs.overlay import upstream
 
@@ -113,6 +114,36 @@ def test_a_missing_amax_reduction_group_is_named():
         helper(pg_collection=SimpleNamespace(tp="tp"))._get_amax_reduction_group(with_context_parallel=True)
 
 
+# ----------------------------------------------------------------------------------------------------- static inputs
+
+
+class MaskedLayer:
+    """A layer whose attention applies a mask of this type."""
+
+    def __init__(self, attn_mask_type):
+        self.config = SimpleNamespace(cuda_graph_modules=[])
+        self.self_attention = SimpleNamespace(attn_mask_type=attn_mask_type)
+
+    def get_layer_static_inputs(self, seq_length, micro_batch_size):
+        return {"hidden_states": torch.zeros(seq_length, micro_batch_size, 4), "attention_mask": torch.ones(1)}
+
+
+def test_layers_whose_masks_differ_share_no_static_inputs():
+    kinds = AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskType.causal
+    layers = [MaskedLayer(kind) for kind in kinds]
+    samples = helper(
+        config=None,
+        seq_length=2,
+        micro_batch_size=1,
+        flattened_callables=layers,
+        callables_per_chunk=[[layer] for layer in layers],
+        chunks_with_decoder=[None] * 3,
+        num_layers_per_chunk=[1, 1, 1],
+    )._samples([1, -1, 2, -2, 3, -3])
+    assert [kwargs["attention_mask"].item() for _, kwargs in samples] == [1, 0, 1]
+    assert samples[0][0][0] is samples[2][0][0]
+
+
 # ----------------------------------------------------------------------------------------------------- capture mode
 
 
@@ -161,6 +192,20 @@ class TestCaptureMode:
         with pytest.raises(Failure):
             capturing.create_cudagraphs()
         assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
+
+    def test_activations_are_offloaded_again_after_a_failure(self, monkeypatch):
+        calls = []
+        offload = SimpleNamespace(enable_offload=lambda: calls.append("enable"), reset=lambda: calls.append("reset"))
+        monkeypatch.setattr(te_cuda_graph_helper, "_offload_interface", lambda: offload)
+
+        def fail():
+            raise Failure
+
+        capturing = CapturingHelper(fail)
+        capturing.config.fine_grained_activation_offloading = True
+        with pytest.raises(Failure):
+            capturing.create_cudagraphs()
+        assert calls == ["enable", "reset"]
 
     def test_a_capture_may_be_tried_again_after_a_failure(self):
         attempts = []

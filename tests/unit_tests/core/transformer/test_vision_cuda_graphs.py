@@ -1,5 +1,6 @@
 """vision_cuda_graphs: graphs of a vision encoder, in one process as the first stage of a pipeline of one or two."""
 
+import copy
 import inspect
 import logging
 from collections.abc import Iterator
@@ -313,6 +314,10 @@ def test_reset_and_delayed_weight_gradients_are_the_callables():
     assert wrapped.reset is graph.reset
     assert wrapped.backward_dw is graph.backward_dw
     assert not hasattr(_wrap_graph_for_vision(lambda: None), "backward_dw")
+
+
+def test_a_wrapped_graph_can_be_copied():
+    assert copy.copy(_wrap_graph_for_vision(lambda: (1, None)))() == (1,)
 
 
 def test_a_graph_of_a_layer_stays_one(cpu_backend):
