@@ -25,9 +25,14 @@ from .first_last_layer import _determine_if_first_last_layer_of_this_vp_chunk, a
 from .generator_states import _clone_nested_tensors, _ensure_generator_state_is_cudagraph_safe
 from .graph_arguments import ArgMetadata, CudagraphBufferMetadata, _check_supported_type, tree_map
 from .graphable_layers import _layer_is_graphable
-from .local_graph_manager import CudaGraphManager, alloc_tensor_from_graph_mempool, get_gtp_runner_streams
+from .local_graph_manager import (
+    CudaGraphManager,
+    alloc_tensor_from_graph_mempool,
+    delete_cuda_graphs,
+    get_gtp_runner_streams,
+)
 from .local_graph_nodes import _CudagraphRecordNode, _CudagraphReplayNode, _GraphStatus
-from .local_graph_record import _CudagraphGlobalRecord, create_cudagraphs, delete_cuda_graphs, logger
+from .local_graph_record import _CudagraphGlobalRecord, create_cudagraphs, logger
 from .local_graph_runner import _CudaGraphRunner
 from .te_cuda_graph_helper import TECudaGraphHelper
 from .tensor_reuse_pool import TensorReusePool

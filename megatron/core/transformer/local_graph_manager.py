@@ -1,5 +1,6 @@
 """``CudaGraphManager``: runs a module eagerly or with CUDA graphs, whichever is due."""
 
+import gc
 import inspect
 import sys
 from collections.abc import Callable, Hashable
@@ -144,8 +145,14 @@ class CudaGraphManager(torch.nn.Module):
                 if fits and not runner.get_mismatch_errors(args, kwargs):
                     return runner
         elif created and self.cudagraph_runners:
-            runner = self.cudagraph_runners.pop(0)
-            self.cudagraph_runners.append(runner)
+            runner = self.cudagraph_runners[0]
+            if runner.status is not _GraphStatus.FWD_READY:
+                raise RuntimeError(
+                    f"{runner.name} has CUDA graphs for {len(self.cudagraph_runners)} micro-batches, all of which wait "
+                    "for their backward passes. Under pipeline parallelism --cuda-graph-impl local needs no more "
+                    "micro-batches in a step than the first one had (--global-batch-size, --rampup-batch-size)."
+                )
+            self.cudagraph_runners.append(self.cudagraph_runners.pop(0))
             return runner
         if created and not self._inline_capture:
             raise RuntimeError(self._why_none(megatron_module, args, kwargs, wants_grad))
@@ -264,10 +271,20 @@ class CudaGraphManager(torch.nn.Module):
             self.cudagraph_runners.sort(key=lambda runner: runner.number)
 
     def reset(self) -> None:
-        """Forget all runners, and free their graphs."""
+        """Forget all runners, and free their graphs. The next are captured into another memory pool."""
+        CudaGraphManager.global_mempool = None
         for runner in (*self.cudagraph_runners, *self.custom_cudagraphs_lookup_table.values()):
             runner.reset()
         self.cudagraph_runners, self.custom_cudagraphs_lookup_table = [], {}
+
+
+def delete_cuda_graphs() -> None:
+    """Delete all graphs of ``--cuda-graph-impl local``, those for inference too. The next step is recorded anew."""
+    _CudagraphGlobalRecord.forget_graphs()
+    _CudagraphGlobalRecord.capture_failed = False
+    CudaGraphManager.global_mempool = None
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def alloc_tensor_from_graph_mempool(meta: ArgMetadata) -> torch.Tensor:

@@ -1,6 +1,5 @@
 """What a first training step recorded, and the capture of its graphs in the order in which they will be replayed."""
 
-import gc
 import logging
 import time
 import weakref
@@ -105,7 +104,7 @@ class _CudagraphGlobalRecord:
                     "chooses the modules that do; MoE layers can be captured up to their all-to-all only "
                     "(moe_router), and only as MoETransformerLayer."
                 )
-            cls._forget_graphs()
+            cls.forget_graphs()
             cls.capture_failed = True
             raise
         finally:
@@ -212,7 +211,8 @@ class _CudagraphGlobalRecord:
         )
 
     @classmethod
-    def _forget_graphs(cls) -> None:
+    def forget_graphs(cls) -> None:
+        """Free all graphs and all that was recorded."""
         for manager in cls.managers:
             manager.reset()
         for entry in (*cls.cudagraph_record, *cls.cudagraph_inference_record):
@@ -235,11 +235,3 @@ def create_cudagraphs() -> dict[str, float] | None:
     model trains on eagerly; ``delete_cuda_graphs`` lets the next step be recorded again.
     """
     return _CudagraphGlobalRecord.create_cudagraphs()
-
-
-def delete_cuda_graphs() -> None:
-    """Delete all graphs of ``--cuda-graph-impl local``, those for inference too. The next step is recorded anew."""
-    _CudagraphGlobalRecord._forget_graphs()
-    _CudagraphGlobalRecord.capture_failed = False
-    gc.collect()
-    torch.cuda.empty_cache()
