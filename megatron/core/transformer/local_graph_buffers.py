@@ -39,9 +39,15 @@ class StaticBuffers:
         return tensor
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Keep the memory of ``tensor``, if it is of the pool, until it is let go once more."""
+        """Keep the memory of ``tensor``, if it is of the pool, until it is let go once more.
+
+        Raises:
+            RuntimeError: the pool has it back already.
+        """
         if _storage(tensor) in self._holders:
             self._holders[_storage(tensor)] += 1
+        elif self.pool.owns(tensor):
+            raise RuntimeError(f"static memory of shape {tuple(tensor.shape)} is used after it was given back")
 
     def let_go(self, tensor: torch.Tensor) -> None:
         """Give the memory of ``tensor`` back to the pool, if it is from there and nobody else holds it."""

@@ -82,6 +82,7 @@ class CudaGraphManager(torch.nn.Module):
         self.is_first_microbatch = False
         self._inline_capture = inline_capture
         self._num_warmup_steps = num_warmup_steps
+        self._parts: tuple[torch.nn.Module, ...] = ()  # the module's own, once graphs are replayed
         self.func: Callable | None = None
         if function_name is not None:
             self.func = getattr(base_module, function_name)
@@ -213,7 +214,8 @@ class CudaGraphManager(torch.nn.Module):
                 _refuse_fsdp(megatron_module)
             runner = self.get_cudagraph_runner(megatron_module, args, kwargs, self.reuse_cudagraphs)
             output = runner.record_graph_capture(args, kwargs)
-        self.is_first_microbatch = False
+        if self.is_first_microbatch:  # to set an attribute of a module takes time
+            self.is_first_microbatch = False
         return output
 
     def _run_eagerly(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
@@ -223,11 +225,14 @@ class CudaGraphManager(torch.nn.Module):
 
     def _replay(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         if torch.is_grad_enabled():
-            for part in module.modules():
+            self._parts = self._parts or tuple(module.modules())
+            for part in self._parts:
                 if part._forward_pre_hooks:
                     self.call_ddp_preforward_hook(part)
         runner = self.get_cudagraph_runner(module, args, kwargs, self.reuse_cudagraphs)
-        output = runner.replay_graph_capture(self.is_first_microbatch, args, kwargs)
+        if not self.reuse_cudagraphs:  # otherwise it was found by its arguments
+            runner.refuse_mismatch(args, kwargs)
+        output = runner.replay(self.is_first_microbatch, args, kwargs)
         return output if runner.returns_tuple else output[0]
 
     # ------------------------------------------------------------------------------------------------- inference
@@ -275,6 +280,7 @@ class CudaGraphManager(torch.nn.Module):
         CudaGraphManager.global_mempool = None
         for runner in (*self.cudagraph_runners, *self.custom_cudagraphs_lookup_table.values()):
             runner.reset()
+        self._parts = ()
         self.cudagraph_runners, self.custom_cudagraphs_lookup_table = [], {}
 
 

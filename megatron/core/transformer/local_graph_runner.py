@@ -245,8 +245,8 @@ class _CudaGraphRunner(torch.nn.Module):
             torch.profiler.record_function(f"{self.name} backward for capture"),
         ):
             slot.backward(capture.recording, lambda outputs: tuple(grads), capture.new_graph())
-        buffers.grads_of_outputs_read(metas, grads)
         self._escaping = buffers.lend_grads(self._input_metas, slot.grad_inputs)
+        buffers.grads_of_outputs_read(metas, grads)  # after what may hand these very gradients on
         buffers.inputs_read(self._input_metas)
         for output in outputs:
             buffers.let_go(output)
@@ -281,9 +281,6 @@ class _CudaGraphRunner(torch.nn.Module):
             static.only_copied_to &= not self._are_inputs_written
             replay.static_inputs.append((static, users.get(id(getattr(meta, "cg_buffer_metadata", None)), 0)))
         self.params_to_backprop = slot.params if self.bwd_graph is not None else ()
-        self._modules_with_params = [
-            module for module in self.base_module.modules() if next(module.parameters(recurse=False), None) is not None
-        ]
         self.cudagraph_created = True
 
     def _new_slot(self, inputs: Sequence[torch.Tensor]) -> GraphedCallable:
@@ -345,9 +342,21 @@ class _CudaGraphRunner(torch.nn.Module):
             ValueError: arguments do not match; says which, and how.
             RuntimeError: a replay is not possible now; see ``_CudagraphReplayNode``.
         """
+        self.refuse_mismatch(args, kwargs)
+        return self.replay(is_first_microbatch, args, kwargs)
+
+    def refuse_mismatch(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Refuse arguments that are not like those at capture.
+
+        Raises:
+            ValueError: says which, and how.
+        """
         problems = self.get_mismatch_errors(args, kwargs)
         if problems:
             raise ValueError(f"{self.name} cannot replay its CUDA graph:\n" + "\n".join(problems))
+
+    def replay(self, is_first_microbatch: bool, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        """``replay_graph_capture`` on arguments that were compared already."""
         inputs = tensors_of(args, {name: kwargs[name] for name in self.fwd_graph_input_kwarg_metas})
         outputs = replay_runner(self, is_first_microbatch, *inputs, *self.params_to_backprop)
         if any(output.requires_grad for output in outputs):

@@ -1,0 +1,156 @@
+"""Local graphs under random schedules: whatever shares memory, every number is that of eager training.
+
+Memory of graphs that is used too early or too late holds NaN on the CPU backend.
+"""
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from megatron.core.transformer.cuda_graphs import (
+    CudaGraphManager,
+    _CudagraphGlobalRecord,
+    create_cudagraphs,
+    delete_cuda_graphs,
+)
+
+from .local_graph_cases import HIDDEN, Layer, batch, config, groups, use_graphable_rng
+
+pytestmark = pytest.mark.usefixtures("cpu_backend")
+
+
+@pytest.fixture(autouse=True)
+def no_graphs(cpu_backend):
+    delete_cuda_graphs()
+    yield
+    delete_cuda_graphs()
+
+
+class Parts(torch.nn.Module):
+    """A layer in two graphs with an eager middle, as a mixture of experts has it.
+
+    The first graph returns its input beside what it computes, and a tensor that takes no gradient; the second adds, so
+    that its backward pass hands on the gradient that it gets.
+    """
+
+    def __init__(self, graphs, pipeline):
+        super().__init__()
+        self.config = config(cuda_graph_warmup_steps=1)
+        self.first, self.middle = (torch.nn.Linear(HIDDEN, HIDDEN) for _ in range(2))
+        if graphs:
+            for name in ("begin", "end"):
+                setattr(
+                    self, f"manager_{name}", CudaGraphManager(self.config, self, name, pg_collection=groups(pipeline))
+                )
+
+    def begin(self, x):
+        return x, torch.tanh(self.first(x)), (x > 0).float()
+
+    def end(self, x, y, mask):
+        return x + y * mask
+
+    def forward(self, x, scale=None):
+        x, y, mask = self.begin(x)
+        return self.end(x, torch.sigmoid(self.middle(y)), mask), None
+
+
+class Gap(torch.nn.Module):
+    """An eager layer that keeps its input for its backward pass."""
+
+    def forward(self, x, scale=None):
+        return x * x.sigmoid(), None
+
+
+class Model(torch.nn.Module):
+    def __init__(self, kinds, graphs, pipeline):
+        super().__init__()
+        torch.manual_seed(5)
+        use_graphable_rng()
+        self.before = torch.nn.Linear(HIDDEN, HIDDEN)
+        make = {
+            "layer": lambda: Layer(1, graphs, pipeline, dropout=0.5, cuda_graph_warmup_steps=1),
+            "parts": lambda: Parts(graphs, pipeline),
+            "gap": Gap,
+        }
+        self.layers = torch.nn.ModuleList(make[kind]() for kind in kinds)
+
+    def forward(self, x, scale):
+        x = self.before(x)
+        for layer in self.layers:
+            x, _ = layer(x, scale=scale)
+        return x.square().mean()
+
+
+def train(kinds, orders, graphs, pipeline, shares_scale):
+    """Train with a schedule for each step; return every loss and gradient."""
+    model = Model(kinds, graphs, pipeline).cuda()
+    torch.cuda.manual_seed(9)
+    trace = []
+    scale = torch.full((1, HIDDEN), 2.0).cuda() if shares_scale else None
+    for step, order in enumerate(orders):
+        waiting = []
+        for index, kind in enumerate(order):
+            if kind == "F":
+                waiting.append(model(batch(step, index), scale))
+            else:
+                loss = waiting.pop(0)
+                loss.backward()
+                trace.append(loss.item())
+        create_cudagraphs()
+        for param in model.parameters():
+            trace.append(param.grad.tolist())
+            param.grad = None
+    delete_cuda_graphs()
+    return trace
+
+
+@st.composite
+def schedules(draw):
+    """Forward (F) and backward (B) passes of micro-batches, at most three of them in flight."""
+    count = draw(st.integers(1, 5))
+    order, forward, backward = "", 0, 0
+    while backward < count:
+        may_go_on = forward < count and forward - backward < 3
+        if may_go_on and (forward == backward or draw(st.booleans())):
+            order, forward = order + "F", forward + 1
+        else:
+            order, backward = order + "B", backward + 1
+    return order
+
+
+KINDS = st.lists(st.sampled_from(["layer", "parts", "gap"]), min_size=1, max_size=4)
+
+
+@settings(max_examples=25)
+@given(kinds=KINDS, order=schedules(), shares_scale=st.booleans())
+@example(kinds=["layer", "parts", "gap", "parts"], order="FFFBFBFBBB"[:10], shares_scale=True)
+@example(kinds=["parts", "parts"], order="FFBFBFBFBB", shares_scale=False)
+def test_pipelines_train_bit_for_bit_as_eager(kinds, order, shares_scale):
+    arguments = kinds, [order] * 3
+    graphed = train(*arguments, graphs=True, pipeline=2, shares_scale=shares_scale)
+    assert graphed == train(*arguments, graphs=False, pipeline=2, shares_scale=shares_scale)
+
+
+@settings(max_examples=15)
+@given(kinds=KINDS, microbatches=st.integers(1, 3), shares_scale=st.booleans())
+def test_without_a_pipeline_training_is_bit_for_bit_eager(kinds, microbatches, shares_scale):
+    arguments = kinds, ["FB" * microbatches, "FB", "FB" * microbatches]
+    graphed = train(*arguments, graphs=True, pipeline=1, shares_scale=shares_scale)
+    assert graphed == train(*arguments, graphs=False, pipeline=1, shares_scale=shares_scale)
+
+
+@settings(max_examples=15)
+@given(recorded=schedules(), later=schedules())
+def test_another_schedule_trains_bit_for_bit_as_eager_or_is_refused(recorded, later):
+    arguments = ["layer", "gap", "parts"], [recorded, later, recorded]
+    eager = train(*arguments, graphs=False, pipeline=2, shares_scale=True)
+    try:
+        graphed = train(*arguments, graphs=True, pipeline=2, shares_scale=True)
+    except RuntimeError as error:
+        if later == recorded or "--global-batch-size" not in str(error):
+            raise
+        delete_cuda_graphs()
+    else:
+        assert graphed == eager
+    assert _CudagraphGlobalRecord.in_flight == 0
