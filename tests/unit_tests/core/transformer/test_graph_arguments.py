@@ -140,7 +140,7 @@ class TestSupportedTypes:
     def test_are_taken(self, argument):
         _check_supported_type(ArgMetadata(argument))
 
-    @pytest.mark.parametrize("argument", [object(), SimpleNamespace(), {1, 2}, [object()], Packed(object(), 1)])  # type: ignore[arg-type]
+    @pytest.mark.parametrize("argument", [object(), SimpleNamespace(), {1, 2}, [object()], Packed(object(), 1)])
     def test_others_are_refused_by_name(self, argument):
         with pytest.raises(TypeError, match=r"an argument of type (object|SimpleNamespace|set) cannot be given"):
             _check_supported_type(ArgMetadata(argument))

@@ -1,6 +1,7 @@
 """local_graph_buffers and tensor_reuse_pool: no static tensor serves two at a time, and none too many are made."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -143,7 +144,8 @@ def test_no_static_tensor_is_overwritten_while_it_is_needed_and_no_more_are_made
     live = most = 0
     for kind, microbatch in order:
         if kind == "F":
-            chain, hidden = [], None
+            chain: list = []
+            hidden: Any = None
             for layer in range(layers):
                 linked = hidden is not None and not gaps[layer]
                 if linked:
