@@ -94,6 +94,86 @@ def taken_addresses(training: Training) -> None:
     ]
 
 
+def dead_local_replay(training: Training) -> None:
+    """Local graphs that are replayed but do nothing."""
+
+    def kill(create: Callable[[], None]) -> None:
+        create()
+        for runner in _runners(training):
+            runner._replay.run = mock.Mock()
+
+    _at_local_capture(training, kill)
+
+
+def failed_local_capture(training: Training) -> None:
+    """A layer that reads a value on the host if it is captured: training goes on eagerly."""
+
+    def hook(module, args, output):
+        if torch.cuda.is_current_stream_capturing():
+            (output[0] if isinstance(output, tuple) else output).sum().item()
+
+    training.layers[-1].mlp.register_forward_hook(hook)
+    failures = []
+
+    def fail(create: Callable[[], None]) -> None:
+        before = _process_state()
+        try:
+            create()
+        except RuntimeError as error:
+            failures.append(error)
+            print(f"capture failed as it should: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
+            assert _process_state() == before, "a failed capture changed the state of the process"
+        assert len(failures) == 1, "the capture should have failed, once"
+
+    _at_local_capture(training, fail)
+
+
+def local_graphs_recorded_again(training: Training) -> None:
+    """Delete local graphs after the fourth step, and let the next be recorded."""
+    from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+    def delete(create: Callable[[], None]) -> None:
+        create()
+        if len(training.losses) == 3:
+            delete_cuda_graphs()
+            assert not _runners(training)
+
+    _at_local_capture(training, delete)
+
+
+def _at_local_capture(training: Training, run: Callable[[Callable[[], None]], None]) -> None:
+    """Let ``run`` call the function that schedules call at the end of each step."""
+    from megatron.core.pipeline_parallel import schedules
+
+    create = schedules.create_cudagraphs
+    at_the_end = mock.Mock(side_effect=lambda: run(create))
+    training.patches.enter_context(mock.patch.object(schedules, "create_cudagraphs", at_the_end))
+
+
+def _runners(training: Training) -> list:
+    managers = [
+        module for layer in training.layers for module in layer.modules() if hasattr(module, "cudagraph_runners")
+    ]
+    return [runner for manager in managers for runner in manager.cudagraph_runners]
+
+
+def _process_state() -> dict[str, object]:
+    """What a failed capture must leave alone, whatever was captured."""
+    import gc
+
+    from megatron.core.tensor_parallel.random import get_all_rng_states
+    from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
+    return {
+        "capturing": (is_graph_capturing(), torch.cuda.is_current_stream_capturing()),
+        "stream": torch.cuda.current_stream().cuda_stream,
+        "rng": [torch.cuda.get_rng_state().tolist()]
+        + [state.get_state().tolist() for state in get_all_rng_states().values()],
+        "cpu_rng": torch.get_rng_state().tolist(),
+        "gc": gc.isenabled(),
+    }
+
+
 def _fail_capture(training: Training, touch: Callable[[torch.Tensor], object]) -> None:
     def hook(module, args, output):
         touch(output[0] if isinstance(output, tuple) else output)
@@ -156,5 +236,8 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         captured_again,
         captured_by_two_helpers,
         taken_addresses,
+        dead_local_replay,
+        failed_local_capture,
+        local_graphs_recorded_again,
     )
 }

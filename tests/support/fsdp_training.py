@@ -7,7 +7,7 @@ It works the same on GPUs and, once the CPU backend is installed, on CPU ranks: 
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
@@ -146,6 +146,7 @@ class Training:
             self.chunks = self._wrapped_chunks()
             self.optimizer = _optimizer(case, self.chunks)
         self.helper: Any = None
+        self.patches = ExitStack()  # closed when the training is over
         self._connect()
         self._gather_in_hooks(False)
         self.taken: list[torch.Tensor] = []  # memory that a control keeps from everyone else
@@ -306,7 +307,8 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
     Args:
         case: What to train.
         graphs: Whether layers are captured after ``case.warmup`` steps.
-        at_capture: Called in place of the capture.
+        at_capture: Called in place of the capture; with ``case.local``, whose graphs capture themselves, at the
+            beginning.
     """
     from .vision_training import VisionTraining
 
@@ -315,6 +317,8 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
     if by_helper:
         training.make_helper()
     try:
+        if graphs and case.local and at_capture is not None:
+            at_capture(training)
         for step in range(case.steps):
             if by_helper and step == case.warmup:
                 training.capture(at_capture or (lambda training: training.helper.create_cudagraphs()))
@@ -326,6 +330,7 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
             training.helper.delete_cuda_graphs()
         return trace
     finally:
+        training.patches.close()
         if case.local:
             from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 

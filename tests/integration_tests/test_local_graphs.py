@@ -1,0 +1,112 @@
+"""A model with local graphs trains bit for bit as it does eagerly, on two CPU ranks.
+
+It is under DistributedDataParallel with the distributed optimizer, data or tensor parallel, or in two pipeline stages
+with one model chunk each (1F1B) or two that interleave. The first step is recorded, every later one replayed. Loss and
+gradient norm of every step and what the optimizer owns are compared. The controls must be noticed or survived.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.support.launch import name_of
+
+LOCAL: dict[str, Any] = {
+    "local": True,
+    "fsdp": False,
+    "layers": 3,
+    "steps": 10,
+    "warmup": 1,
+    "hidden": 32,
+    "sequence": 16,
+}
+MOE: dict[str, Any] = {"experts": 4, "modules": ["attn", "moe_router"]}
+DATA_PARALLEL: list[dict[str, Any]] = [
+    {},
+    {"dropout": 0.1, "microbatches": 3, "dtype": "bf16"},
+    {"dropout": 0.1, "microbatches": 2, "microbatches_later": 3},
+    {"dropout": 0.1, "evaluates": True},
+    {"overlap_param_gather": False},
+    {"warmup": 0},
+    {"fused_wgrad": True, "microbatches": 2},
+    {"recompute": ["core_attn"]},
+    {"recompute": ["mlp"], "microbatches": 2},
+    {"dropout": 0.1, **MOE},
+    {"dropout": 0.1, "shared_experts": 64, "microbatches": 2, "dtype": "bf16", **MOE},
+    {"dropout": 0.1, "control": "local_graphs_recorded_again"},
+]
+TENSOR_PARALLEL: list[dict[str, Any]] = [{"dropout": 0.1, "microbatches": 2}]
+PIPELINE: list[dict[str, Any]] = [
+    {"layers": 4, "dropout": 0.1, "microbatches": 4},
+    {"layers": 4, "dropout": 0.1, "microbatches": 6, "microbatches_later": 3},
+    {"layers": 2, "dropout": 0.1, "microbatches": 3, **MOE},
+    {"layers": 4, "virtual": 2, "dtype": "bf16", "microbatches": 4},
+    {"layers": 4, "virtual": 2, "dropout": 0.1, "evaluates": True, "microbatches": 4},
+]
+SURVIVED: dict[str, Any] = {"dropout": 0.1, "control": "failed_local_capture"}
+DEAD_REPLAY: dict[str, Any] = {"control": "dead_local_replay"}
+LAYOUTS: dict[str, tuple[list[str], list[dict[str, Any]]]] = {
+    "data parallel": ([], [*DATA_PARALLEL, SURVIVED, DEAD_REPLAY]),
+    "TP2": (["--tp", "2"], TENSOR_PARALLEL),
+    "PP2": (["--pp", "2"], PIPELINE),
+}
+EQUAL = [
+    (layout, case) for layout, (_, cases) in LAYOUTS.items() for case in cases if case not in (SURVIVED, DEAD_REPLAY)
+]
+
+
+@pytest.fixture(scope="module")
+def results(compare_runs):
+    """The results of each layout, by case; each layout in processes of its own."""
+    return {
+        layout: {
+            name_of(case): result
+            for case, result in zip(cases, compare_runs([LOCAL | case for case in cases], *options), strict=True)
+        }
+        for layout, (options, cases) in LAYOUTS.items()
+    }
+
+
+def pairs_of_graphs(layout, case):
+    """How many pairs of a forward and a backward graph a rank has: two a MoE layer, in a pipeline one a micro-batch."""
+    layers = case.get("layers", LOCAL["layers"])
+    return layers * (2 if "experts" in case else 1) * (case["microbatches"] if layout == "PP2" else 2) // 2
+
+
+@pytest.mark.parametrize(("layout", "case"), [pytest.param(*run, id=f"{run[0]}: {name_of(run[1])}") for run in EQUAL])
+def test_graphs_train_bit_for_bit_as_eager(results, layout, case):
+    result = results[layout][name_of(case)]
+    assert not result["error"]
+    assert result["differences"] == []
+    assert result["graphs"] == pairs_of_graphs(layout, case)
+    assert len(result["losses"]) == 10
+
+
+def test_training_goes_on_eagerly_after_a_failed_capture(results):
+    result = results["data parallel"][name_of(SURVIVED)]
+    assert not result["error"]
+    assert result["differences"] == []
+    assert result["graphs"] == 0
+
+
+def test_a_replay_that_does_nothing_changes_the_loss_of_the_second_step(results):
+    differences = results["data parallel"][name_of(DEAD_REPLAY)]["differences"]
+    assert any("losses[1]" in line for line in differences)
+    assert not any("losses[0]" in line for line in differences)
+
+
+def test_more_micro_batches_than_were_recorded_are_refused_in_a_pipeline(compare_runs):
+    # The stages wait for one another, so the first error ends all ranks.
+    case = LOCAL | {"layers": 2, "microbatches": 1, "microbatches_later": 3}
+    (result,) = compare_runs([case], "--pp", "2", "--stop-at-error")
+    assert "--global-batch-size" in result["error"]
+
+
+def test_megatron_fsdp_is_refused_by_the_names_of_the_flags(compare_runs):
+    (result,) = compare_runs([LOCAL | {"fsdp": True}], ranks=1)
+    assert "--use-megatron-fsdp with --cuda-graph-impl local" in result["error"]
+
+
+def test_a_layer_that_no_graph_can_hold_is_named(compare_runs):
+    (result,) = compare_runs([LOCAL | {"experts": 4}], ranks=1)
+    assert "cannot run in a CUDA graph (--cuda-graph-impl local)" in result["error"]
