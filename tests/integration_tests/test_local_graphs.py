@@ -32,6 +32,7 @@ DATA_PARALLEL: list[dict[str, Any]] = [
     {"recompute": ["core_attn"]},
     {"recompute": ["mlp"], "microbatches": 2},
     {"dropout": 0.1, **MOE},
+    {"recompute": ["moe"], "microbatches": 2, **MOE},
     {"dropout": 0.1, "shared_experts": 64, "microbatches": 2, "dtype": "bf16", **MOE},
     {"dropout": 0.1, "control": "local_graphs_recorded_again"},
 ]

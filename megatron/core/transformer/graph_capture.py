@@ -150,10 +150,15 @@ def bare_parameters(params: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def undisturbed_gc() -> Iterator[None]:
-    """Collect now, then not until the end: a graph that is collected while another is captured spoils the capture."""
+def undisturbed_gc(collects: bool = True) -> Iterator[None]:
+    """Collect no garbage until the end: a graph that is collected while another is captured spoils the capture.
+
+    Args:
+        collects: Whether garbage is collected now, so that graphs do not come on top of it.
+    """
     enabled = gc.isenabled()
-    gc.collect()
+    if collects:
+        gc.collect()
     gc.disable()
     try:
         yield

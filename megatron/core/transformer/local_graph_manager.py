@@ -251,7 +251,8 @@ class CudaGraphManager(torch.nn.Module):
         given = tensors_of(args, {name: kwargs[name] for name in runner.fwd_graph_input_kwarg_metas})
         capture_state._set_capture_start()
         try:
-            with undisturbed_gc(), undisturbed_rng(), transformer_engine_flag(), capture_stream():
+            # Inference captures many graphs, one by one: walks through all objects would take longer than that.
+            with undisturbed_gc(collects=False), undisturbed_rng(), transformer_engine_flag(), capture_stream():
                 make_generators_safe()
                 runner.warm_up([tensor.detach().clone() for tensor in given])
                 static = [_static_input(tensor) for tensor in given]
