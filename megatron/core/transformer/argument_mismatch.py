@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .graph_arguments import ArgMetadata, _check_supported_type
+from .graph_arguments import ArgMetadata, _check_supported_type, is_inference_context
 
 
 def mismatches(
@@ -73,6 +73,11 @@ def _compare(given: Any, meta: ArgMetadata, where: str, grad_enabled: bool, foun
             return
         for key, item in given.items():
             _compare(item, _meta_of(meta.value[key]), f"{where}[{key!r}]", grad_enabled, found)
+    elif is_inference_context(given):  # a graph writes into the caches of the one that it was captured with
+        if given is not meta.value:
+            found.append(
+                f"{where}: another {type(given).__name__} than at capture; delete_cuda_graphs() frees its graphs"
+            )
     elif given is not meta.value and given != meta.value:
         _check_supported_type(ArgMetadata(given))
         found.append(f"{where}: {given!r}, captured with {meta.value!r}")

@@ -153,7 +153,7 @@ def _check_supported_type(meta: ArgMetadata) -> None:
         TypeError: names the type.
     """
     for leaf in leaves_of(meta.value) if not meta.is_tensor else ():
-        if not (isinstance(leaf, _SCALARS) or _is_inference_context(leaf)):
+        if not (isinstance(leaf, _SCALARS) or is_inference_context(leaf)):
             raise TypeError(
                 f"an argument of type {type(leaf).__name__} cannot be given to a module with --cuda-graph-impl local: "
                 "a graph takes tensors, None, bool, int, float, str, enums, inference contexts and dataclasses, "
@@ -161,7 +161,8 @@ def _check_supported_type(meta: ArgMetadata) -> None:
             )
 
 
-def _is_inference_context(value: Any) -> bool:
+def is_inference_context(value: Any) -> bool:
+    """Whether ``value`` is an inference context of Megatron's, static or dynamic."""
     from megatron.core.inference.contexts import BaseInferenceContext  # imports this module
 
     return isinstance(value, BaseInferenceContext)

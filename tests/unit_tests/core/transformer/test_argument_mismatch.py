@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 import torch
 
+from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.transformer.argument_mismatch import mismatches
 from megatron.core.transformer.graph_arguments import ArgMetadata, described
 
@@ -79,6 +80,13 @@ def test_a_gradient_that_was_not_captured_matters_only_where_gradients_are_wante
     (line,) = compare(given, captured, grad_enabled=True)
     assert "requires grad, captured without" in line
     assert compare(captured, given, grad_enabled=True) == []
+
+
+def test_an_inference_context_must_be_the_captured_one():
+    context = StaticInferenceContext(1, 2)
+    assert compare(context, context) == []
+    (line,) = compare(StaticInferenceContext(1, 2), context)
+    assert "another StaticInferenceContext than at capture" in line
 
 
 def test_a_type_that_no_graph_takes_is_refused():
