@@ -66,7 +66,7 @@ def test_without_sharing_gradients_stay():
 def test_static_gradients_lie_in_memory_as_their_outputs_do():
     layers = (
         Forward(lambda linear, x: linear(x).square()),
-        Forward(lambda linear, x: linear(x).square().t().clone().t()),
+        Forward(lambda linear, x: linear(x).square().t().contiguous().t()),
     )
     samples = [(device_tensor(6, 6, seed=slot),) for slot in range(2)]
     slots = make_graphed_callables(layers, samples, _order=[1, -1, 2, -2], _reuse_graph_input_output_buffers=True)
