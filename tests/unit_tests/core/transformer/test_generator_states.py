@@ -46,7 +46,7 @@ def test_the_state_of_a_generator_is_no_inference_tensor_any_more():
     with torch.inference_mode():
         generator.set_state(generator.get_state())
         assert generator.state.value.is_inference()
-    _ensure_generator_state_is_cudagraph_safe(generator)
+        _ensure_generator_state_is_cudagraph_safe(generator)
     assert not generator.state.value.is_inference()
 
 

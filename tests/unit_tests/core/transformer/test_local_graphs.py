@@ -3,12 +3,14 @@
 import gc
 import weakref
 from contextlib import nullcontext
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
+from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.transformer import capture_state, cuda_graphs
 from megatron.core.transformer.cuda_graphs import (
     CudaGraphManager,
@@ -17,6 +19,7 @@ from megatron.core.transformer.cuda_graphs import (
     create_cudagraphs,
     delete_cuda_graphs,
 )
+from megatron_fsdp_cuda_graphs.cpu_backend.pools import pool_of
 
 from .local_graph_cases import HIDDEN, Layer, Stack, batch, config, groups, stack, train, use_graphable_rng
 
@@ -204,9 +207,20 @@ class TestPipeline:
         with pytest.raises(RuntimeError, match=r"for 2 micro-batches, all of which wait.*--global-batch-size"):
             self.run(True, "FFBB", later="FFF")
 
-    def test_refuses_an_order_that_would_overwrite_memory_in_use(self):
-        with pytest.raises(RuntimeError, match="would overwrite memory of layer"):
-            self.run(True, "FFBFBB", later="FFFBBB")
+    def test_refuses_a_forward_pass_that_would_overwrite_memory_in_use(self):
+        with pytest.raises(RuntimeError, match=r"layer 1 .* would overwrite memory of layer 1"):
+            self.run(True, "FFBFBB", later="FFF")
+
+    def test_refuses_a_backward_pass_that_would_overwrite_memory_in_use(self):
+        model = stack(pipeline=2)
+        for _ in range(2):
+            model(batch(0)).square().mean().backward()  # the first micro-batch is over before the second begins
+        create_cudagraphs()
+        first = model(batch(1)).square().mean()
+        other = model.layers[0].cudagraph_manager.cudagraph_runners[0]
+        _CudagraphGlobalRecord.in_flight |= other.bit
+        with pytest.raises(RuntimeError, match=r"layer 3 .* would overwrite memory of layer 1"):
+            first.backward()
 
     def test_static_memory_of_a_microbatch_serves_a_later_one(self):
         _, model = self.run(True, "FFBFBFBFBB")
@@ -268,6 +282,17 @@ class TestBuffers:
         x, _ = model.layers[0](model.before(batch(1)))
         with pytest.raises(RuntimeError, match="came straight from another graph"):
             model.layers[1](x.clone())
+
+    def test_graphs_that_are_captured_later_may_use_all_memory_that_no_replay_reads_any_more(self):
+        model = stack()
+        record(model)
+        # A weak reference has a storage of its own, which the pool of the graphs does not know.
+        owned = pool_of(CudaGraphManager.global_mempool)._owned
+        for runner in runners(model):
+            slot = runner._slot
+            tensors = [*slot.inputs, *slot.outputs, *slot.grad_inputs, *slot._grad_params]
+            kept = [tensor for tensor in tensors if tensor is not None and tensor.untyped_storage()._cdata in owned]
+            assert len(kept) == (runner.base_module is model.layers[0])  # the gradient that goes to eager code
 
     def test_no_static_value_waits_after_the_capture(self):
         record(stack(), scale=torch.ones(1, HIDDEN).cuda())
@@ -563,6 +588,16 @@ class TestManager:
             record(model)
 
 
+class Context(StaticInferenceContext):
+    """An inference context of static or of dynamic batching."""
+
+    dynamic = False
+    padded_batch_dimensions: Any = None
+
+    def is_static_batching(self):
+        return not self.dynamic
+
+
 class TestInference:
     def inline(self, **options):
         use_graphable_rng()
@@ -618,6 +653,32 @@ class TestInference:
         model = stack(dropout=0.5)
         record(model)
         model(batch(1)).sum().backward()
+
+    @pytest.mark.parametrize("batching", ["static", "dynamic"])
+    def test_a_call_with_an_inference_context_has_a_graph_for_each_kind_of_batch(self, batching):
+        context = Context(1, 8)
+        context.dynamic = batching == "dynamic"
+        layer, reference = stack(count=1).layers[0].eval(), stack(count=1, graphs=False).layers[0].eval()
+        with torch.inference_mode():
+            for size in (2, 3, 2):
+                context.padded_batch_dimensions = ("tokens", size)
+                hidden = batch(size, size=size)
+                out = layer(hidden_states=hidden, inference_context=context)
+                assert torch.equal(out[0], reference(hidden)[0])
+        keys = set(layer.cudagraph_manager.custom_cudagraphs_lookup_table)
+        assert keys == ({("tokens", 2), ("tokens", 3)} if context.dynamic else {((2, 8), False), ((3, 8), False)})
+
+    def test_graphs_for_inference_and_for_training_of_one_model_do_not_meet(self):
+        model = stack(count=1)
+        record(model)
+        before = eager_calls(model)
+        with torch.inference_mode():
+            model.layers[0](hidden_states=batch(0), inference_context=Context(1, 8))
+        calls = eager_calls(model)
+        assert calls != before
+        model(batch(1)).sum().backward()
+        create_cudagraphs()
+        assert eager_calls(model) == calls
 
     def test_a_failed_capture_leaves_no_graph(self):
         layer = self.inline()
