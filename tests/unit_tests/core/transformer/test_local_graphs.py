@@ -460,6 +460,7 @@ class TestFailedCapture:
         assert torch.cuda.current_stream() == stream
         assert not capture_state.is_graph_capturing()
         assert not capture_state.is_graph_warmup()
+        assert CudaGraphManager.global_mempool is None  # a pool without graphs cannot be captured into again
 
     def test_can_be_tried_again_after_delete_cuda_graphs(self, failing):
         with pytest.raises(RuntimeError):
