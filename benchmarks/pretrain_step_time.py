@@ -93,9 +93,8 @@ def main() -> int:
                 print(json.dumps(rows[-1]), flush=True)
     if args.output:
         report = {
-            "command": " ".join(
-                [f"python benchmarks/pretrain_step_time.py --gpus {args.gpus} --steps {args.steps}", *flags]
-            ),
+            "command": f"python benchmarks/pretrain_step_time.py --gpus {args.gpus} --steps {args.steps} "
+            f"--rounds {args.rounds} {' '.join(flags)}".rstrip(),
             "hardware": f"{args.gpus} x {torch.cuda.get_device_name()}",
             "versions": {"python": platform.python_version(), "torch": torch.__version__}
             | {name: version(name) for name in ("megatron-core", "transformer-engine")},

@@ -1,6 +1,6 @@
 """Static inputs for capture, one set for each layer and micro-batch, shared where their lives do not overlap."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -58,6 +58,27 @@ def captures_attention(layer: Any) -> bool:
     return not isinstance(getattr(layer, "self_attention", IdentityOp()), IdentityOp) and (
         not modules or CudaGraphModule.attn in modules
     )
+
+
+def values_when_absent(
+    layers: Sequence[Any], sample_kwargs: Sequence[dict[str, torch.Tensor]]
+) -> list[dict[str, torch.Tensor]]:
+    """For each slot what replays read for keywords that they are not given: the values at capture.
+
+    Engines share static inputs that are alike in all but their values. Where these differ, with the type of attention
+    masks, they are kept apart from what engines write to.
+
+    Args:
+        layers: The captured layers.
+        sample_kwargs: The keyword inputs of each slot, as they were captured.
+    """
+    if len({attention_mask_type(layer) for layer in layers} - {None}) < 2:
+        return list(sample_kwargs)
+    values: dict[int, torch.Tensor] = {}
+    return [
+        {name: values.setdefault(id(static), static.clone()) for name, static in kwargs.items()}
+        for kwargs in sample_kwargs
+    ]
 
 
 class LayerInputs:

@@ -25,6 +25,11 @@ class DelayedWeightGradients:
     def __init__(self, modules: Iterable[Any], params: Iterable[torch.Tensor]):
         self._modules = tuple(modules)
         self._compute = [module.backward_dw for module in self._modules]  # which a graphed module replaces by its own
+        self._notify = [
+            module._trigger_wgrad_accumulation_and_reduce_hooks
+            for module in self._modules
+            if hasattr(module, "_trigger_wgrad_accumulation_and_reduce_hooks")
+        ]
         self._params = tuple(params)
         self._grads: list[tuple[torch.Tensor, torch.Tensor]] = []
 
@@ -51,8 +56,8 @@ class DelayedWeightGradients:
         """
         for param, grad in self._grads:
             param.grad = grad.clone() if clone else grad
-        for module in self._modules:
-            module._trigger_wgrad_accumulation_and_reduce_hooks()
+        for notify in self._notify:
+            notify()
 
     def forget(self) -> None:
         """Drop what a failed pass left to be computed, which the next one would take for its own."""

@@ -101,9 +101,9 @@ def tidied_after_failure(pool: tuple, modules: Sequence[torch.nn.Module], recipe
             graph.set_capture_end()
             graph.restore_fp8_tensors(modules, statistics)
         torch.cuda.set_stream(stream)
-        recover_from_failed_capture(pool)
         if gc_enabled:
             gc.enable()
+        recover_from_failed_capture(pool)
         raise
 
 
@@ -114,9 +114,11 @@ def undisturbed_buffers(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
+        with torch.inference_mode():  # in which buffers that were made in it can be written too
             for buffer, value in saved.items():
-                buffer.copy_(value)
+                # Others may be expanded, which cannot be written, or saved for a backward pass, which would notice.
+                if not torch.equal(buffer, value):
+                    buffer.copy_(value)
 
 
 @contextmanager
@@ -134,7 +136,7 @@ def undisturbed_moe_metrics() -> Iterator[None]:
 
 @contextmanager
 def bare_parameters(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Take the ``grad`` and the hooks of ``params`` away, and put them back at the end.
+    """Take the ``grad`` and the hooks (``register_hook``) of ``params`` away, and put them back at the end.
 
     What accumulates into ``grad`` meanwhile can then be told apart. Hooks run at each replay, on the gradients that it
     returns; recorded in the graph they would run once more.
@@ -263,8 +265,11 @@ class Capture:
             yield
             graph.capture_end()
         except BaseException as error:
-            self._abandon(graph)
             _explain(error)
+            try:
+                self._abandon(graph)
+            except Exception as another:
+                error.add_note(f"What the failed capture left could not be cleaned up: {another}")
             raise
 
     def _abandon(self, graph: torch.cuda.CUDAGraph) -> None:

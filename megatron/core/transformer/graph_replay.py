@@ -84,7 +84,7 @@ class Replay:
         for (static, address, stride), given in zip(self._inputs, inputs):  # noqa: B905
             if given.data_ptr() != address:
                 static.copy_(given)
-            elif given.stride() != stride:
+            elif given.stride() != stride or _differ_in_bits(given, static):
                 static.copy_(given.clone())
 
     def backward(self, grads: Tensors, options: ReplayOptions | None) -> list[torch.Tensor | None]:
@@ -102,7 +102,7 @@ class Replay:
                 static.zero_()
             elif given.data_ptr() != address:
                 static.copy_(given)
-            elif given.stride() != stride:
+            elif given.stride() != stride or _differ_in_bits(given, static):
                 static.copy_(given.clone())
         self.run(self._backward_graph, "backward", options)
         if options is not None and options.ends_quantization and self._quantized is not None:
@@ -127,6 +127,11 @@ class Replay:
         self._forward_graph = self._backward_graph = self._quantized = None
         self._inputs, self._grad_outputs = [], []
         self._outputs = self._grad_inputs = self._grad_params = ()
+
+
+def _differ_in_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether one is the conjugate, or the negative, of the other's memory."""
+    return one.is_conj() != other.is_conj() or one.is_neg() != other.is_neg()
 
 
 def _run(graph: Any, options: ReplayOptions | None) -> None:

@@ -42,7 +42,8 @@ class GraphedCallable:
 
     It is called as the callable was, with tensors of the same shapes and dtypes, and takes part in autograd. What it
     returns lives in the graphs' memory until the next replay of a graph that shares it. The backward graph reads that
-    memory, unseen by autograd: who changes an output in place changes the gradients if the callable saved it.
+    memory, unseen by autograd: who changes an output in place changes the gradients if the callable saved it. Inputs
+    may be in the graphs' memory themselves, but not each in the place of another.
 
     Args:
         name: What errors and profiles call it.
@@ -61,6 +62,7 @@ class GraphedCallable:
         eager: The function, or the module's ``forward`` as it was, which runs without graphs.
         params: The parameters that get a gradient.
         differentiable: For each output whether it takes part in autograd.
+        replaced: What a module's ``__dict__`` had where this object's methods are now.
         forward_graph: Runs the forward pass; None before capture and after ``reset``.
         backward_graph: Runs the backward pass; None where nothing requires grad.
         weight_gradient_graph: Computes the weight gradients that backward delays; None where it delays none.
@@ -91,12 +93,13 @@ class GraphedCallable:
         self.params = tuple(param for param in self._all_params if param.requires_grad)
         self.eager = func.forward if isinstance(func, torch.nn.Module) else func
         self._keep_param_grads = keep_param_grads
+        self.replaced: dict[str, Any] = {}
         self._options = options
         self._autocast = autocast
         self._quantized = quantized
         self._delayed = DelayedWeightGradients((), ())
         self._ran_forward = self._ran_backward = False
-        self._ran_eagerly = False  # in the last call
+        self._ran_eagerly = False  # in the last call with grad
         self._seen: dict[int, StorageWeakRef] = {}  # in warm-up, by address: what it returned
 
         self.forward_graph: torch.cuda.CUDAGraph | None = None
@@ -295,6 +298,7 @@ class GraphedCallable:
 
     def finish[R: Replay](self, replay: type[R] = Replay) -> R:  # type: ignore[assignment]
         """Make ready to replay, once everything is captured, by an object of the given class, and return it."""
+        self._seen = {}
         made = replay(
             self.name,
             self.forward_graph,
@@ -326,8 +330,10 @@ class GraphedCallable:
         """
         if self._replay is None:
             raise RuntimeError(f"the graphs of {self.name} were reset; capture them again to replay them")
-        self._ran_eagerly = self.training is not None and self.func.training != self.training  # type: ignore[attr-defined]
-        if self._ran_eagerly:
+        eagerly = self.training is not None and self.func.training != self.training  # type: ignore[attr-defined]
+        if torch.is_grad_enabled():
+            self._ran_eagerly = eagerly
+        if eagerly:
             kwargs.pop("cuda_graph_stream", None)
             kwargs.pop("cuda_graph_event", None)
             return self.eager(*args, **kwargs)
@@ -371,7 +377,7 @@ class GraphedCallable:
         """Replay the weight gradients that the last backward pass delayed; nothing where it delays none.
 
         As in eager mode, a module that does not accumulate into ``main_grad`` sets ``grad`` of its parameters. The
-        hooks that modules run after their weight gradients run. If the last call ran eagerly, so does this.
+        hooks that modules run after their weight gradients run. If the last call with grad ran eagerly, so does this.
 
         Raises:
             RuntimeError: after ``reset``.

@@ -84,7 +84,8 @@ def make_graphed_callables(
             backward pass of the chunk (those of its first layer after the chunk's next backward pass of all). What
             replays return must be consumed before. Needs ``_order``.
         clone_param_grads_on_return: Whether backward returns copies of the parameters' gradients. Without, the returned
-            gradients are overwritten by the next replay, so each must be consumed before it.
+            gradients are overwritten by the next replay, so each must be consumed before it. Gradients of inputs
+            always are: copy them to keep or accumulate them over replays.
         pre_warmup_hook: Called once, before all warm-up.
         post_warmup_hook: Called once, after all warm-up.
         capture_time_hooks: For each callable None or ``{kind: {id: hook}}``, with the kinds ``forward_pre_hooks``,
@@ -105,7 +106,7 @@ def make_graphed_callables(
             a hook returned a value, or something in a callable cannot be captured.
 
     Capture leaves parameters' ``grad``, buffers, RNG, garbage collection and TransformerEngine's capture flag as they
-    were; a failed one the modules too.
+    were; a failed one the modules too, but for those whose graphs were reset: these have their own methods back.
     """
     quantization_arguments = {
         "fp8_enabled": fp8_enabled,
@@ -189,6 +190,10 @@ def make_graphed_callables(
     return graphed[0] if alone else graphed
 
 
+# What a module that replays its graphs has in the place of its own.
+_METHODS = ("forward", "reset", "backward_dw")
+
+
 def _graph_of(module: Callable) -> GraphedCallable | None:
     """What ``_graph_in_place`` made of a module."""
     forward = getattr(module, "__dict__", {}).get("forward")
@@ -207,9 +212,11 @@ def _refuse_graphs(callables: Sequence[Callable]) -> None:
 def _give_modules_back(callables: Sequence[Callable]) -> None:
     """Give modules whose graphs were reset their own methods back, so that they can be captured again."""
     for module in callables:
-        if _graph_of(module) is not None:
-            for name in ("forward", "reset", "backward_dw"):
+        graphed = _graph_of(module)
+        if graphed is not None:
+            for name in _METHODS:
                 vars(module).pop(name, None)
+            vars(module).update(graphed.replaced)
 
 
 def _training_mode(callables: Sequence[Callable]) -> bool:
@@ -257,6 +264,7 @@ def _graph_in_place(slot: GraphedCallable) -> Any:
     module = slot.func
     if not isinstance(module, torch.nn.Module):
         return slot
+    slot.replaced = {name: vars(module)[name] for name in _METHODS if name in vars(module)}
     module.forward = slot
     module.reset = slot.reset
     if slot.delays_weight_gradients:

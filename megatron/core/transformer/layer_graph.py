@@ -31,6 +31,9 @@ class LayerGraph:
         sample_kwargs: Its static keyword inputs, tensors.
         has_attention: Whether the graphs hold attention; if not, what only attention reads is ignored.
         num_microbatches: How many micro-batches every step must have; None where one graph serves any number.
+        absent: What a replay reads for a keyword that it is not given; by default what is in ``sample_kwargs``.
+        given: The ``id`` of each tensor of ``sample_kwargs`` in whose place replays were given another; one set for all
+            layers that share these tensors.
     """
 
     def __init__(
@@ -41,6 +44,8 @@ class LayerGraph:
         sample_kwargs: dict[str, torch.Tensor],
         has_attention: bool,
         num_microbatches: int | None = None,
+        absent: dict[str, torch.Tensor] | None = None,
+        given: set[int] | None = None,
     ):
         self._name = name
         self._graphed = graphed
@@ -48,15 +53,17 @@ class LayerGraph:
         self._static_kwargs = sample_kwargs
         self._ignored = frozenset() if has_attention else _ATTENTION_INPUTS
         self.num_microbatches = num_microbatches
-        self._given: set[str] = set()
+        self._absent = sample_kwargs if absent is None else absent
+        self._given = set() if given is None else given
         if hasattr(graphed, "backward_dw"):
             self.backward_dw = graphed.backward_dw
 
     def __call__(self, *args: torch.Tensor, **kwargs: Any) -> Any:
         """Replay on ``args`` and ``kwargs``.
 
-        A keyword may be None if the layer was captured without it, or if no replay ever gave it: then the graph reads
-        what capture put there (of a causal attention mask, the causal mask).
+        A keyword may be None if the layer was captured without it, or if no replay ever gave it, to this layer or one
+        that shares its static inputs: then the graph reads what capture put there (of a causal attention mask, the
+        causal mask).
 
         Raises:
             ValueError: an input that the graph was not captured with, or of another shape or dtype.
@@ -72,11 +79,11 @@ class LayerGraph:
         for name, static in self._static_kwargs.items():
             given = kwargs.pop(name, None)
             if given is None:
-                if name in self._given:
+                if id(static) in self._given:
                     raise ValueError(f"{self._name}: {name} was given to some replays and is None in this one")
-                given = static
+                given = self._absent[name]
             else:
-                self._given.add(name)
+                self._given.add(id(static))
                 self._compare(name, given, static)
             replay_kwargs[name] = given
         for name, given in kwargs.items():
@@ -106,4 +113,4 @@ class LayerGraph:
     def reset(self) -> None:
         """Free the graphs."""
         self._graphed.reset()
-        self._static_args, self._static_kwargs = (), {}
+        self._static_args, self._static_kwargs, self._absent = (), {}, {}

@@ -20,12 +20,13 @@ if TYPE_CHECKING:  # names that are megatron-core's own
 
 
 class GraphableMegatronModule(_upstream.GraphableMegatronModule):
-    """megatron-core's ``GraphableMegatronModule`` (a layer that can run as CUDA graphs), with three differences.
+    """megatron-core's ``GraphableMegatronModule`` (a layer that can run as CUDA graphs), with four differences.
 
     - A replay goes through ``torch.nn.Module``'s own call: the layer's hooks, Megatron-FSDP's among them, run around it
       as they do around ``forward``.
     - Static inputs have the dtype of the model's hidden states, not always bf16.
     - Arguments of a replay are checked by the graph itself, and TransformerEngine is not needed for it.
+    - Under pipeline parallelism another number of micro-batches than at capture is refused.
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -37,7 +37,7 @@ def share_inputs[Inputs](
 
 
 def distinct(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Return inputs in which no tensor is there twice: replays may be given two where capture was given one."""
+    """Return inputs in which no tensor object is there twice: replays may be given two where capture was given one."""
     seen: set[int] = set()
 
     def own(leaf: Any) -> Any:

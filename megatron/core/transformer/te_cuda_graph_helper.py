@@ -27,6 +27,7 @@ from .cuda_graph_inputs import (
     attention_mask_type,
     captures_attention,
     sample_arguments,
+    values_when_absent,
 )
 from .cuda_graph_order import convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
 from .graph_capture import tidied_after_failure, undisturbed_buffers, undisturbed_rng
@@ -373,6 +374,8 @@ class TECudaGraphHelper:
             arguments["pool"] = pool = torch.cuda.graph_pool_handle()
             with tidied_after_failure(pool, layers, arguments.get("recipe")):
                 graphs = self._engine.capture(layers, sample_args, **arguments)
+        absent = values_when_absent(layers, arguments["sample_kwargs"])
+        given: set[int] = set()
         for index, (layer, slots) in enumerate(zip(layers, self._slots(), strict=True)):
             layer.cuda_graphs = [
                 LayerGraph(
@@ -382,6 +385,8 @@ class TECudaGraphHelper:
                     arguments["sample_kwargs"][slot],
                     has_attention=captures_attention(layer),
                     num_microbatches=None if self._one_graph_serves_all() else self.num_microbatches,
+                    absent=absent[slot],
+                    given=given,
                 )
                 for slot in slots
             ]

@@ -101,6 +101,37 @@ def test_buffers_hold_afterwards_what_they_held_before(error):
     assert module.running_mean.data_ptr() == address
 
 
+class _Buffer(torch.nn.Module):
+    def __init__(self, buffer):
+        super().__init__()
+        self.register_buffer("buffer", buffer)
+
+
+def test_buffers_that_are_expanded_are_left_alone():
+    module = _Buffer(torch.ones(1, device="cuda").expand(4))
+    with undisturbed_buffers([module]):
+        pass
+    assert module.buffer.tolist() == [1] * 4
+
+
+def test_buffers_that_were_made_in_inference_mode_are_put_back_too():
+    with torch.inference_mode():
+        module = _Buffer(torch.ones(4, device="cuda"))
+    with undisturbed_buffers([module]), torch.inference_mode():
+        module.buffer.add_(1)
+    assert module.buffer.tolist() == [1] * 4
+
+
+def test_a_buffer_that_did_not_change_serves_a_backward_pass_that_saved_it():
+    module = _Buffer(torch.full((4,), 3.0, device="cuda"))
+    x = torch.ones(4, device="cuda", requires_grad=True)
+    y = x * module.buffer
+    with undisturbed_buffers([module]):
+        pass
+    y.sum().backward()
+    assert x.grad.tolist() == [3] * 4
+
+
 @pytest.mark.parametrize("error", [None, Failure], ids=["success", "failure"])
 def test_generators_are_where_they_were(error):
     before = torch.cuda.get_rng_state(), torch.get_rng_state()
@@ -162,6 +193,21 @@ def test_a_capture_that_cannot_begin_or_end_leaves_the_next_alone(step, monkeypa
         y = x * 3
     graph.replay()
     assert y.tolist() == [3, 3, 3]
+
+
+def test_the_error_of_a_capture_is_raised_though_nothing_can_be_cleaned_up(monkeypatch):
+    capture = Capture(None)
+    graph = capture.new_graph()
+    attempts: list[int] = []
+
+    def fail(graph, *args, **kwargs):
+        attempts.append(1)
+        raise Failure(f"attempt {len(attempts)}")
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", fail)
+    with pytest.raises(Failure, match="attempt 1") as error, capture.recording(graph):
+        raise AssertionError("not reached")
+    assert error.value.__notes__ == ["What the failed capture left could not be cleaned up: attempt 2"]
 
 
 @pytest.mark.parametrize("fails", [False, True])

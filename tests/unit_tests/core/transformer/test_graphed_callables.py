@@ -336,6 +336,13 @@ def test_a_tensor_at_the_static_address_is_copied_if_its_strides_differ():
     assert torch.equal(graphed(static.t())[0], expected)
 
 
+def test_a_conjugate_of_the_static_input_is_copied():
+    x = torch.full((2,), 2 + 4j, device="cuda")
+    graphed = make_graphed_callables(lambda x: (x * 1, x), (x.clone(),))
+    _, static = graphed(x)
+    assert torch.equal(graphed(static.conj())[0], x.conj())
+
+
 def test_a_gradient_at_the_static_address_is_copied_if_its_strides_differ():
     graphed = make_graphed_callables(Forward(lambda linear, x: x + linear.bias[:4]), (device_tensor(4, 4),))
     x, grad = device_tensor(4, 4), device_tensor(4, 4, seed=2, grad=False)
@@ -470,6 +477,22 @@ def test_a_module_that_was_reset_can_be_captured_again():
         return make_graphed_callables(func, args)
 
     assert_same_bits(train(CASES["dropout"], capture_twice), train(CASES["dropout"], None))
+
+
+def test_methods_that_were_set_on_a_module_are_there_again_at_the_next_capture():
+    module = mlp(dropout=0)
+    own = type(module).forward
+    module.forward = lambda x: 3 * own(module, x)
+    module.reset = lambda: "its own"
+    expected = module(device_tensor(4, 6))
+    for _ in range(2):
+        graphed = make_graphed_callables(module, (device_tensor(4, 6, seed=1),))
+        assert torch.equal(graphed(device_tensor(4, 6)), expected)
+        graphed.reset()
+    with pytest.raises(ZeroDivisionError):
+        make_graphed_callables(module, (device_tensor(4, 6),), pre_warmup_hook=lambda: 1 / 0)
+    assert module.reset() == "its own"
+    assert torch.equal(module(device_tensor(4, 6)), expected)
 
 
 def test_a_capture_that_is_refused_leaves_a_module_that_was_reset_as_it_was():

@@ -165,9 +165,7 @@ def test_inputs_that_are_nested_otherwise_are_refused(other, shown):
 
 def test_a_function_whose_parameters_alone_require_grad_is_refused_by_name():
     linear = torch.nn.Linear(3, 3).cuda()
-    with pytest.raises(
-        RuntimeError, match=r"callable 0 \(Linear\.forward|callable 0 \(forward\) returns what requires"
-    ):
+    with pytest.raises(RuntimeError, match=r"callable 0 \(forward\) returns what requires grad, but none of"):
         capture(linear.forward, (device_tensor(2, 3, grad=False),))
 
 

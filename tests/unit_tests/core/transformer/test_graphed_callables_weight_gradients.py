@@ -276,6 +276,33 @@ def test_after_an_eager_pass_weight_gradients_are_computed_eagerly():
     assert module.weight.grad.eq(8).all()
 
 
+def test_an_eager_pass_without_grad_does_not_come_between_a_replay_and_its_weight_gradients():
+    module = make_graphed_callables(DelayedLinear(), (device_tensor(4, 6),))
+    x = device_tensor(4, 6)
+    loss = module(x).sum()
+    with torch.no_grad():
+        module.eval()(device_tensor(4, 6, seed=1))
+    module.train()
+    loss.backward()
+    module.backward_dw()
+    assert_same_bits([module.weight.grad], [torch.ones_like(x).t() @ x.detach()])
+
+
+def test_a_module_needs_no_hooks_after_its_weight_gradients():
+    class Plain(DelayedLinear):
+        _trigger_wgrad_accumulation_and_reduce_hooks = property()  # hasattr says no
+
+        def backward_dw(self):
+            grad, x = self.wgrad_store.context.get(block=False)
+            self.weight.grad = grad.t() @ x
+
+    module = make_graphed_callables(Plain(), (device_tensor(4, 6),))
+    x = device_tensor(4, 6)
+    module(x).sum().backward()
+    module.backward_dw()
+    assert_same_bits([module.weight.grad], [torch.ones_like(x).t() @ x.detach()])
+
+
 def test_a_module_that_delays_weight_gradients_can_be_captured_again():
     module = DelayedLinear()
     make_graphed_callables(module, (device_tensor(4, 6),)).reset()

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 
 from megatron.core.transformer import te_cuda_graph_helper
+from megatron.core.transformer.cuda_graph_engines import choose_engine
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper, is_graph_capturing
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.graph_plan import ordered_plan
@@ -117,31 +118,74 @@ def test_a_missing_amax_reduction_group_is_named():
 # ----------------------------------------------------------------------------------------------------- static inputs
 
 
-class MaskedLayer:
-    """A layer whose attention applies a mask of this type."""
+class MaskedLayer(torch.nn.Module):
+    """A layer whose attention applies a mask of this type; it adds the mask."""
 
     def __init__(self, attn_mask_type):
+        super().__init__()
         self.config = SimpleNamespace(cuda_graph_modules=[])
-        self.self_attention = SimpleNamespace(attn_mask_type=attn_mask_type)
+        self.self_attention = torch.nn.Identity()
+        self.self_attention.attn_mask_type = attn_mask_type
+        self.cuda_graphs = []
 
     def get_layer_static_inputs(self, seq_length, micro_batch_size):
-        return {"hidden_states": torch.zeros(seq_length, micro_batch_size, 4), "attention_mask": torch.ones(1)}
+        hidden_states = torch.zeros(seq_length, micro_batch_size, 4, device="cuda", requires_grad=True)
+        return {"hidden_states": hidden_states, "attention_mask": torch.ones(1, device="cuda")}
+
+    def forward(self, hidden_states, attention_mask=None):
+        return hidden_states * 2 + attention_mask
 
 
-def test_layers_whose_masks_differ_share_no_static_inputs():
-    kinds = AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskType.causal
-    layers = [MaskedLayer(kind) for kind in kinds]
-    samples = helper(
-        config=None,
+def helper_of_layers(layers, order):
+    """A helper for layers that are a chunk each, with the native engine."""
+    return helper(
+        config=config(
+            cuda_graph_retain_backward_graph=False,
+            cuda_graph_warmup_steps=0,
+            sequence_parallel=False,
+            fp8=None,
+            fp4=None,
+            fine_grained_activation_offloading=False,
+            overlap_moe_expert_parallel_comm=False,
+        ),
+        model=[torch.nn.Module() for _ in layers],
         seq_length=2,
         micro_batch_size=1,
+        num_microbatches=1,
         flattened_callables=layers,
         callables_per_chunk=[[layer] for layer in layers],
-        chunks_with_decoder=[None] * 3,
-        num_layers_per_chunk=[1, 1, 1],
-    )._samples([1, -1, 2, -2, 3, -3])
-    assert [kwargs["attention_mask"].item() for _, kwargs in samples] == [1, 0, 1]
-    assert samples[0][0][0] is samples[2][0][0]
+        chunks_with_decoder=[None] * len(layers),
+        num_layers_per_chunk=[1] * len(layers),
+        pp_group=SimpleNamespace(size=lambda: 1),
+        _order=lambda: order,
+        _num_warmup_iterations=lambda: 1,
+        _engine=choose_engine(),
+    )
+
+
+@pytest.mark.usefixtures("cpu_backend")
+class TestMasks:
+    def test_layers_whose_masks_differ_share_no_static_inputs(self):
+        layers = [MaskedLayer(kind) for kind in (AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskType.causal)]
+        samples = helper_of_layers(layers, None)._samples([1, -1, 2, -2, 3, -3])
+        assert [kwargs["attention_mask"].item() for _, kwargs in samples] == [1, 0, 1]
+        assert samples[0][0][0] is samples[2][0][0]
+
+    def test_a_layer_that_is_given_no_mask_has_its_own_in_every_step(self):
+        layers = [MaskedLayer(kind) for kind in (AttnMaskType.causal, AttnMaskType.no_mask)]
+        helper_of_layers(layers, [1, -1, 2, -2])._capture_layers()
+        x = torch.zeros(2, 1, 4, device="cuda", requires_grad=True)
+        for _ in range(3):
+            outputs = [layer.cuda_graphs[0](x, attention_mask=None)[0, 0, 0].item() for layer in layers]
+            assert outputs == [1, 0]
+
+    def test_a_mask_that_one_layer_is_given_cannot_be_left_out_for_another_that_shares_its_memory(self):
+        layers = [MaskedLayer(AttnMaskType.causal) for _ in range(2)]
+        helper_of_layers(layers, [1, -1, 2, -2])._capture_layers()
+        x = torch.zeros(2, 1, 4, device="cuda", requires_grad=True)
+        layers[0].cuda_graphs[0](x, attention_mask=torch.full((1,), 5.0, device="cuda"))
+        with pytest.raises(ValueError, match=r"layer 2 .*attention_mask was given to some replays and is None in this"):
+            layers[1].cuda_graphs[0](x, attention_mask=None)
 
 
 # ----------------------------------------------------------------------------------------------------- capture mode
