@@ -155,6 +155,20 @@ class TestTraining:
         assert graphed == eager
         assert all(param.grad is None for param in model.layers.parameters())
 
+    def test_warm_up_and_capture_add_nothing_to_main_gradients_though_layers_do(self):
+        model = stack()
+        main_grads = []
+        for layer in model.layers:
+            layer.linear.weight.main_grad = torch.zeros_like(layer.linear.weight)
+            layer.linear.forward = lambda x, weight=layer.linear.weight: _FusedProduct.apply(x, weight)
+            main_grads.append(layer.linear.weight.main_grad)
+        model(batch(0)).square().mean().backward()
+        recorded = [main_grad.tolist() for main_grad in main_grads]
+        create_cudagraphs()
+        assert [main_grad.tolist() for main_grad in main_grads] == recorded
+        model(batch(1)).square().mean().backward()
+        assert all(grad.tolist() != before for grad, before in zip(main_grads, recorded, strict=True))
+
     def test_after_a_replay_each_parameter_has_the_event_that_its_gradient_waits_for(self):
         model = stack()
         for param in model.parameters():
@@ -166,6 +180,23 @@ class TestTraining:
         assert {param._cudagraph_wgrad_ready_event for param in model.layers[0].parameters()} == {event}
         delete_cuda_graphs()
         assert not any(hasattr(param, "_cudagraph_wgrad_ready_event") for param in model.parameters())
+
+
+class _FusedProduct(torch.autograd.Function):
+    """Adds the gradient of the weight to its main gradient itself (``--gradient-accumulation-fusion``)."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        ctx.main_grad = weight.main_grad
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        ctx.main_grad.addmm_(grad.t(), x).add_(1)  # which warm-up, with gradients of zero, would add too
+        weight.grad_added_to_main_grad = True
+        return grad @ weight, torch.zeros_like(weight)
 
 
 def add_to_main_grad(param):
