@@ -279,13 +279,17 @@ class GraphedCallable:
 
     def _weak(self, tensors: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
         return tuple(
-            tensor if tensor is None or self._is_older(tensor) else weak_reference(tensor) for tensor in tensors
+            weak_reference(tensor) if tensor is not None and self._is_of_the_graphs(tensor) else tensor
+            for tensor in tensors
         )
 
-    def _is_older(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is in memory from before capture, a buffer, say: warm-up returned it, and it is there."""
+    def _is_of_the_graphs(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of ``tensor`` is that of a graph pool, which stays mapped though no tensor holds it.
+
+        Neither memory of the host is, nor what was there before capture, a buffer, say: warm-up returned it too.
+        """
         seen = self._seen.get(_address(tensor))
-        return seen is not None and not seen.expired()
+        return tensor.is_cuda and (seen is None or seen.expired())
 
     @property
     def returns_static_gradients(self) -> bool:

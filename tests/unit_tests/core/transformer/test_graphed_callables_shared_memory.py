@@ -166,6 +166,22 @@ def test_what_a_layer_returns_of_its_own_stays_whatever_becomes_of_the_layer():
     assert slot(device_tensor(4, 6))[1].eq(5).all()
 
 
+def test_memory_of_the_host_that_a_layer_returns_stays():
+    made: list[StorageWeakRef] = []
+
+    def with_counts(linear, x):
+        counts = torch.full((4,), 3)  # on the host, as the token counts of an MoE layer that pads to capacity
+        made.append(StorageWeakRef(counts.untyped_storage()))
+        return linear(x), counts
+
+    (slot,) = make_graphed_callables(
+        (Forward(with_counts),), ((device_tensor(4, 6),),), _order=[1, -1], _reuse_graph_input_output_buffers=True
+    )
+    gc.collect()
+    assert [reference.expired() for reference in made] == [True] * 3 + [False]
+    assert slot(device_tensor(4, 6))[1].tolist() == [3] * 4
+
+
 def test_an_output_that_is_a_conjugate_stays_one():
     def conjugate(linear, x):
         return torch.view_as_complex(linear(x).view(4, 3, 2)).conj()
