@@ -31,6 +31,7 @@ class StaticBuffers:
         self.pool = pool
         self._holders: dict[int, int] = {}  # of tensors that the pool has lent, by address of their storage
         self._lent: dict[int, torch.Tensor] = {}
+        self._gradients: set[int] = set()  # addresses of what was ever lent as a gradient
 
     def _borrow(self, meta: ArgMetadata) -> torch.Tensor:
         tensor = self.pool.get(meta)
@@ -100,8 +101,15 @@ class StaticBuffers:
         grads = []
         for meta in metas:
             lent = _metadata(meta).bwd_cudagraph_buffer
-            grads.append(self._borrow(_without_grad(meta)) if lent is None else lent)
+            if lent is None:
+                lent = self._borrow(_without_grad(meta))
+                self._gradients.add(lent.data_ptr())
+            grads.append(lent)
         return grads
+
+    def holds_inputs_only(self, tensor: torch.Tensor) -> bool:
+        """Whether nothing but inputs of replays is ever put where ``tensor``, a static input, starts."""
+        return self.pool.owns(tensor) and tensor.data_ptr() not in self._gradients
 
     def grads_of_outputs_read(self, metas: Sequence[ArgMetadata], grads: Iterable[torch.Tensor]) -> None:
         """Say that the backward graph that reads ``grads``, from ``grads_of_outputs``, has been captured."""

@@ -275,9 +275,11 @@ class _CudaGraphRunner(torch.nn.Module):
         slot = self._slot
         assert slot is not None
         self._replay = replay = slot.finish(LocalReplay)
-        pool = _CudagraphGlobalRecord.tensor_reuse_pool
+        buffers = _CudagraphGlobalRecord.buffers
         for meta, tensor in zip(self._input_metas, slot.inputs, strict=True):
-            static = static_inputs.setdefault(tensor.data_ptr(), StaticInput(tensor.detach(), pool.owns(tensor)))
+            static = static_inputs.setdefault(
+                tensor.data_ptr(), StaticInput(tensor.detach(), buffers.holds_inputs_only(tensor))
+            )
             static.only_copied_to &= not self._are_inputs_written
             replay.static_inputs.append((static, users.get(id(getattr(meta, "cg_buffer_metadata", None)), 0)))
         self.params_to_backprop = slot.params if self.bwd_graph is not None else ()

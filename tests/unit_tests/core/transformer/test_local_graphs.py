@@ -130,6 +130,15 @@ class TestTraining:
         assert graphed == eager
         assert len(model.layers[0].cudagraph_manager.cudagraph_runners) == 2
 
+    def test_an_input_that_stays_the_same_is_copied_again_where_gradients_were_since(self):
+        def steps(graphs):
+            torch.manual_seed(5)
+            use_graphable_rng()
+            model = _Scaled([Layer(i + 1, graphs) for i in range(4)]).cuda()
+            return train(model, steps=3, scales=[batch(900 + i) for i in range(4)])
+
+        assert steps(True) == steps(False)
+
     def test_a_gradient_of_main_grad_is_added_inside_the_graph(self):
         def steps(graphs):
             model = stack(graphs=graphs)
@@ -180,6 +189,17 @@ class TestTraining:
         assert {param._cudagraph_wgrad_ready_event for param in model.layers[0].parameters()} == {event}
         delete_cuda_graphs()
         assert not any(hasattr(param, "_cudagraph_wgrad_ready_event") for param in model.parameters())
+
+
+class _Scaled(Stack):
+    """Every layer has a scale of its own, and something eager behind it."""
+
+    def forward(self, x, scales):
+        x = self.before(x)
+        for layer, scale in zip(self.layers, scales, strict=True):
+            x, _ = layer(x, scale=scale)
+            x = x * 1.5
+        return self.after(x)
 
 
 class _FusedProduct(torch.autograd.Function):
