@@ -224,11 +224,11 @@ class CudaGraphManager(torch.nn.Module):
         return torch.nn.Module.__call__(module, *args, **kwargs)
 
     def _replay(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
-        if torch.is_grad_enabled():
-            self._parts = self._parts or tuple(module.modules())
-            for part in self._parts:
-                if part._forward_pre_hooks:
-                    self.call_ddp_preforward_hook(part)
+        # Without grad too: the first pass of a layer that is computed again reads gathered parameters as well.
+        self._parts = self._parts or tuple(module.modules())
+        for part in self._parts:
+            if part._forward_pre_hooks:
+                self.call_ddp_preforward_hook(part)
         runner = self.get_cudagraph_runner(module, args, kwargs, self.reuse_cudagraphs)
         if not self.reuse_cudagraphs:  # otherwise it was found by its arguments
             runner.refuse_mismatch(args, kwargs)

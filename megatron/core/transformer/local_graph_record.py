@@ -104,8 +104,11 @@ class _CudagraphGlobalRecord:
                     "chooses the modules that do; MoE layers can be captured up to their all-to-all only "
                     "(moe_router), and only as MoETransformerLayer."
                 )
-            cls.forget_graphs()
             cls.capture_failed = True
+            try:
+                cls.forget_graphs()
+            except Exception as another:
+                error.add_note(f"What the failed capture left could not be cleaned up: {another}")
             raise
         finally:
             capture_state._set_capture_end()

@@ -9,7 +9,6 @@ import torch
 from . import capture_state
 from .argument_mismatch import mismatches
 from .capture_time_hooks import CaptureTimeHooks
-from .first_last_layer import _determine_if_first_last_layer_of_this_vp_chunk
 from .graph_arguments import (
     ArgMetadata,
     CudagraphBufferMetadata,
@@ -47,7 +46,8 @@ class _CudaGraphRunner(torch.nn.Module):
         fwd_graph_recorded, bwd_graph_recorded: Whether a pass was recorded, for its graph to be captured.
         cudagraph_created: Whether the graphs are there.
         grad_enabled: Whether there is a backward graph, or will be.
-        is_first_layer, is_last_layer: Whether the module is the first, or last, of its model chunk.
+        is_first_layer, is_last_layer: Whether the module is the first, or last, of its model chunk; true where
+            ``annotate_first_last_layer`` has not said.
         params_to_backprop: The parameters that get a gradient.
         fwd_graph_input_arg_metas, fwd_graph_input_kwarg_metas: Descriptions of the arguments.
         num_warmup_steps: How often the module runs before capture, to warm up.
@@ -88,7 +88,8 @@ class _CudaGraphRunner(torch.nn.Module):
         self.grad_enabled = need_backward and torch.is_grad_enabled()
         self.status = _GraphStatus.FWD_READY
         self.fwd_graph_recorded = self.bwd_graph_recorded = self.cudagraph_created = False
-        self.is_first_layer, self.is_last_layer = _determine_if_first_last_layer_of_this_vp_chunk(base_module)
+        self.is_first_layer = getattr(base_module, "is_first_layer", True)  # annotate_first_last_layer says so
+        self.is_last_layer = getattr(base_module, "is_last_layer", True)
         config = getattr(base_module, "config", None)
         self.num_warmup_steps = getattr(config, "cuda_graph_warmup_steps", 0)
         self._retains_graph = getattr(config, "cuda_graph_retain_backward_graph", False)

@@ -194,10 +194,10 @@ class TestTraining:
 class _Scaled(Stack):
     """Every layer has a scale of its own, and something eager behind it."""
 
-    def forward(self, x, scales):
+    def forward(self, x, *, scales=(), **kwargs):
         x = self.before(x)
         for layer, scale in zip(self.layers, scales, strict=True):
-            x, _ = layer(x, scale=scale)
+            x, _ = layer(x, scale=scale, **kwargs)
             x = x * 1.5
         return self.after(x)
 
@@ -587,14 +587,16 @@ class TestManager:
             record(model)
             assert torch.cuda.current_stream() == torch.cuda.default_stream()
 
-    def test_replays_run_hooks_of_distributed_data_parallel(self):
+    @pytest.mark.parametrize("grad", [True, False], ids=["with grad", "before it is computed again"])
+    def test_replays_run_hooks_of_distributed_data_parallel(self, grad):
         model = stack(count=1)
         record(model)
         hook = mock.Mock()
         model.layers[0].linear.register_forward_pre_hook(lambda module, *_: hook(module))
         with mock.patch("inspect.getmodule") as getmodule:
             getmodule.return_value.__name__ = "megatron.core.distributed.distributed_data_parallel"
-            model(batch(1))
+            with torch.set_grad_enabled(grad):
+                model(batch(1))
         hook.assert_called_once_with(model.layers[0].linear)
 
     def test_replays_refuse_any_other_forward_pre_hook(self):
@@ -603,6 +605,30 @@ class TestManager:
         model.layers[0].linear.register_forward_pre_hook(lambda module, args: None)
         with pytest.raises(RuntimeError, match="Linear has a forward-pre hook"):
             model(batch(1))
+
+    def test_modules_that_were_not_annotated_count_as_first_and_last(self):
+        use_graphable_rng()
+        layer = Layer(number=99).cuda()
+        del layer.is_first_layer
+        layer(batch(0))
+        (runner,) = layer.cudagraph_manager.cudagraph_runners
+        assert (runner.is_first_layer, runner.is_last_layer) == (True, True)
+
+    def test_the_error_of_a_capture_is_raised_though_nothing_can_be_cleaned_up(self):
+        model = stack(count=1)
+        model(batch(0)).sum().backward()
+
+        def fail(*args):
+            raise KeyError("clean-up")
+
+        with (
+            mock.patch.object(_CudagraphGlobalRecord, "_capture", side_effect=ZeroDivisionError),
+            mock.patch.object(_CudagraphGlobalRecord, "forget_graphs", fail),
+            pytest.raises(ZeroDivisionError) as error,
+        ):
+            create_cudagraphs()
+        assert error.value.__notes__ == ["What the failed capture left could not be cleaned up: 'clean-up'"]
+        assert _CudagraphGlobalRecord.capture_failed
 
     def test_refuses_layers_under_megatron_fsdp(self):
         model = stack(count=1)
