@@ -226,7 +226,7 @@ def capture_stream() -> Iterator[torch.cuda.Stream]:
 
 
 def give_back_memory() -> None:
-    """Give the device what warm-up has left in the allocator's cache: graphs have a pool of their own."""
+    """Give the device what is free in the allocator's cache: graphs, which have a pool of their own, cannot use it."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()

@@ -30,7 +30,7 @@ from .cuda_graph_inputs import (
     values_when_absent,
 )
 from .cuda_graph_order import convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
-from .graph_capture import tidied_after_failure, undisturbed_buffers, undisturbed_rng
+from .graph_capture import give_back_memory, tidied_after_failure, undisturbed_buffers, undisturbed_rng
 from .graph_plan import ordered_plan
 from .graphable_layers import _layer_is_graphable, decoder_layers, language_model_of
 from .layer_graph import LayerGraph
@@ -293,9 +293,7 @@ class TECudaGraphHelper:
         """
         if self._capture_finished:
             raise RuntimeError("CUDA graphs have been captured already: call delete_cuda_graphs before capturing again")
-        torch.cuda.synchronize()
-        gc.collect()
-        torch.cuda.empty_cache()
+        give_back_memory()
         if capture_state.FREEZE_GC:
             gc.freeze()
         capture_state._set_capture_start()
@@ -325,8 +323,7 @@ class TECudaGraphHelper:
 
     def _finish_capturing(self, start_time: float) -> None:
         """Free what capture left over and report how long it took."""
-        gc.collect()
-        torch.cuda.empty_cache()
+        give_back_memory()
         self._capture_finished = True
         log_single_rank(
             logger,

@@ -180,6 +180,14 @@ def test_a_failure_before_the_weight_gradients_leaves_nothing_delayed(capturing)
     assert torch.equal(module.weight.grad, torch.ones(6, 4, device="cuda") @ device_tensor(4, 6).detach())
 
 
+def assert_a_step_gives_the_gradient_of(weight, module):
+    """Run both passes of ``module`` and its weight gradients; ``weight`` multiplies the input."""
+    x = device_tensor(4, 6)
+    module(x).sum().backward()
+    module.backward_dw()
+    assert_same_bits([weight.grad], [torch.ones_like(x).t() @ x.detach()])
+
+
 def test_weight_gradients_that_were_there_before_capture_stay_and_hinder_none():
     module = WithBias()
     before = torch.zeros(6, 6, device="cuda"), torch.zeros(6, device="cuda")
@@ -187,10 +195,8 @@ def test_weight_gradients_that_were_there_before_capture_stay_and_hinder_none():
     make_graphed_callables(module, (device_tensor(4, 6),))
     assert (module.weight.grad, module.bias.grad) == before
     module.weight.grad = module.bias.grad = None
-    x = device_tensor(4, 6)
-    module(x).sum().backward()
-    module.backward_dw()
-    assert_same_bits([module.weight.grad, module.bias.grad], [torch.ones_like(x).t() @ x.detach(), 4 * torch.ones(6)])
+    assert_a_step_gives_the_gradient_of(module.weight, module)
+    assert_same_bits([module.bias.grad], [4 * torch.ones(6)])
 
 
 class WithBias(DelayedLinear):
@@ -261,10 +267,7 @@ def test_operations_that_run_fused_delay_weight_gradients_too():
             return self.operation.forward(x)  # without its hooks
 
     module = make_graphed_callables(Fused(), (device_tensor(4, 6),))
-    x = device_tensor(4, 6)
-    module(x).sum().backward()
-    module.backward_dw()
-    assert_same_bits([module.operation.weight.grad], [torch.ones_like(x).t() @ x.detach()])
+    assert_a_step_gives_the_gradient_of(module.operation.weight, module)
 
 
 def test_after_an_eager_pass_weight_gradients_are_computed_eagerly():
@@ -297,20 +300,14 @@ def test_a_module_needs_no_hooks_after_its_weight_gradients():
             self.weight.grad = grad.t() @ x
 
     module = make_graphed_callables(Plain(), (device_tensor(4, 6),))
-    x = device_tensor(4, 6)
-    module(x).sum().backward()
-    module.backward_dw()
-    assert_same_bits([module.weight.grad], [torch.ones_like(x).t() @ x.detach()])
+    assert_a_step_gives_the_gradient_of(module.weight, module)
 
 
 def test_a_module_that_delays_weight_gradients_can_be_captured_again():
     module = DelayedLinear()
     make_graphed_callables(module, (device_tensor(4, 6),)).reset()
     make_graphed_callables(module, (device_tensor(4, 6),))
-    x = device_tensor(4, 6)
-    module(x).sum().backward()
-    module.backward_dw()
-    assert_same_bits([module.weight.grad], [torch.ones_like(x).t() @ x.detach()])
+    assert_a_step_gives_the_gradient_of(module.weight, module)
 
 
 def test_after_reset_there_are_no_weight_gradients_to_replay():
