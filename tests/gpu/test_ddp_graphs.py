@@ -18,7 +18,10 @@ DATA_PARALLEL: list[dict[str, Any]] = [
     {"overlap_param_gather": False},
     {"warmup": 0},
     {"dropout": 0.1, **MOE},
+    {"experts": 4, "capacity": 1.0, "modules": ["attn", "moe"]},
     {"fp8": "delayed", "microbatches": 2},
+    {"fp8": "delayed", "microbatches": 2, "evaluates": True},
+    {"fp8": "tensorwise", "microbatches": 2, "evaluates": True},
 ]
 PIPELINE: list[dict[str, Any]] = [
     {"dropout": 0.1, "microbatches": 4},

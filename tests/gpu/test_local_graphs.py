@@ -1,8 +1,8 @@
 """With local graphs, a model under DistributedDataParallel trains bit for bit as eagerly.
 
-Layouts: data parallel over all GPUs; tensor parallel; two pipeline stages, each with one model chunk or with two that
-interleave. Models of 4 layers of TransformerEngine's or Megatron's own, the distributed optimizer. The first step is
-recorded, every later one replayed.
+Layouts: data parallel over all GPUs; tensor parallel; expert parallel; two pipeline stages, each with one model chunk
+or with two that interleave. Models of 4 layers of TransformerEngine's or Megatron's own, the distributed optimizer. The
+first step is recorded, every later one replayed.
 """
 
 from typing import Any
@@ -25,11 +25,15 @@ DATA_PARALLEL: list[dict[str, Any]] = [
     {"recompute": ["layernorm"], "microbatches": 2},
     {"dropout": 0.1, **MOE},
     {"recompute": ["moe"], "microbatches": 2, **MOE},
+    {"experts": 4, "capacity": 1.0, "modules": [], "microbatches": 2},
     {"fp8": "delayed", "microbatches": 2},
     {"fp8": "tensorwise", "microbatches": 2},
+    {"fp8": "delayed", "microbatches": 2, "evaluates": True},
+    {"fp8": "tensorwise", "microbatches": 2, "evaluates": True},
     {"dropout": 0.1, "control": "local_graphs_recorded_again"},
 ]
 TENSOR_PARALLEL: list[dict[str, Any]] = [{"dropout": 0.1, "sequence_parallel": True, "microbatches": 2}]
+EXPERT_PARALLEL: list[dict[str, Any]] = [{"dropout": 0.1, "microbatches": 2, **MOE}]
 PIPELINE: list[dict[str, Any]] = [
     {"dropout": 0.1, "microbatches": 4},
     {"dropout": 0.1, "microbatches": 6, "microbatches_later": 3},
@@ -44,6 +48,7 @@ DEAD_REPLAY: dict[str, Any] = {"control": "dead_local_replay"}
 LAYOUTS: dict[str, tuple[list[str], list[dict[str, Any]], int]] = {
     "data parallel": ([], [*DATA_PARALLEL, SURVIVED, DEAD_REPLAY], 1),
     "TP2": (["--tp", "2"], TENSOR_PARALLEL, 2),
+    "EP2": (["--ep", "2"], EXPERT_PARALLEL, 2),
     "PP2": (["--pp", "2"], PIPELINE, 2),
 }
 RUNS = [layout for layout in LAYOUTS if LAYOUTS[layout][2] <= max(GPUS, 1)]
@@ -66,7 +71,7 @@ def test_graphs_train_bit_for_bit_as_eager(results, layout, case):
     result = results[layout][name_of(case)]
     assert not result["error"]
     assert result["differences"] == []
-    in_a_layer = 2 if "experts" in case else 1
+    in_a_layer = 2 if "moe_router" in case.get("modules", []) else 1
     assert result["graphs"] == in_a_layer * (2 * case["microbatches"] if layout == "PP2" else 4)
 
 

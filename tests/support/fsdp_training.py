@@ -33,6 +33,8 @@ class Case:
         modules: ``cuda_graph_modules``; empty for whole layers.
         experts: MoE experts; 0 for a dense model.
         shared_experts: Hidden size of the shared experts; 0 for none.
+        capacity: Tokens of an expert, relative to an even share; the rest is dropped, and what lacks is padded. None
+            for as many tokens as the router sends.
         transformer_engine: Whether layers are TransformerEngine's rather than Megatron's own.
         fsdp: Whether the model is under Megatron-FSDP rather than DistributedDataParallel.
         overlap_param_gather: Whether parameters are gathered where forward needs them, rather than by the optimizer.
@@ -55,6 +57,7 @@ class Case:
     modules: tuple[str, ...] = ()
     experts: int = 0
     shared_experts: int = 0
+    capacity: float | None = None
     transformer_engine: bool = False
     fsdp: bool = True
     overlap_param_gather: bool = True
@@ -360,6 +363,8 @@ def _config(case: Case, graphs: bool):
             "moe_aux_loss_coeff": 1e-2,
             "moe_router_load_balancing_type": "aux_loss",
             "moe_shared_expert_intermediate_size": case.shared_experts or None,
+            "moe_expert_capacity_factor": case.capacity,
+            "moe_pad_expert_input_to_capacity": case.capacity is not None,
             "add_bias_linear": False,
         }
         if case.transformer_engine:
@@ -418,7 +423,7 @@ def _gpt(case: Case, config, virtual_stage: int | None = None):
         )
     else:
         spec = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=case.experts or None, moe_grouped_gemm=False)
-    if case.local and case.experts and config.cuda_graph_impl == "local":
+    if case.local and "moe_router" in case.modules and config.cuda_graph_impl == "local":
         from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
         spec.module = MoETransformerLayer  # the same layer, in parts that local graphs can hold

@@ -68,7 +68,8 @@ def new_model(graphs: bool) -> torch.nn.Module:
         bf16=not on_cpu,
     )
     spec = gpt_layer_specs.get_gpt_layer_local_spec()
-    return GPTModel(config, spec, VOCABULARY, LENGTH, position_embedding_type="learned_absolute").cuda().eval()
+    model = GPTModel(config, spec, VOCABULARY, LENGTH, position_embedding_type="learned_absolute")
+    return model.to("cuda", config.params_dtype).eval()
 
 
 def generate(graphs: bool, batches: tuple[int, ...] = (2, 3, 2)) -> tuple[list, int, int]:

@@ -1,5 +1,7 @@
 """States of random number generators that CUDA graphs can use."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,3 +36,23 @@ def _ensure_generator_state_is_cudagraph_safe(gen: torch.Generator) -> torch.Gen
     with torch.inference_mode(False):
         gen.set_state(_clone_nested_tensors(gen.get_state()))
     return gen
+
+
+def state_in_use() -> torch.Generator:
+    """Return a generator that shares the state from which the device's default generator draws at this moment.
+
+    Megatron's and TransformerEngine's RNG trackers put others there: the decoder runs its layers so under sequence
+    parallelism.
+    """
+    return torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_get_state()
+
+
+@contextmanager
+def drawing_from(state: torch.Generator) -> Iterator[None]:
+    """Let the device's default generator draw from ``state``, of ``state_in_use``."""
+    default, before = torch.cuda.default_generators[torch.cuda.current_device()], state_in_use()
+    default.graphsafe_set_state(state)
+    try:
+        yield
+    finally:
+        default.graphsafe_set_state(before)

@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 
-from .generator_states import _ensure_generator_state_is_cudagraph_safe
+from .generator_states import _ensure_generator_state_is_cudagraph_safe, state_in_use
 
 
 def generator_states() -> list[torch.Generator]:
@@ -55,11 +55,12 @@ def undisturbed_rng() -> Iterator[None]:
             generator.set_state(state)
 
 
-def recover_from_failed_capture(pool: tuple) -> None:
+def recover_from_failed_capture(pool: tuple, capture: "Capture | None" = None) -> None:
     """Take the allocator and the generators out of capture mode, in which torch leaves both.
 
     Args:
         pool: The memory pool of the failed capture.
+        capture: What recorded, if it was ours: its graphs know generators that are not in use where it failed.
     """
     with suppress(RuntimeError):  # where the capture had not begun, or could be ended
         device = torch.cuda.current_device()
@@ -68,7 +69,7 @@ def recover_from_failed_capture(pool: tuple) -> None:
     # What takes generators out of capture mode is the end of a capture that succeeds: an empty one.
     with torch.cuda.stream(torch.cuda.Stream()), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the graph is empty
-        graph = Capture(None).new_graph()
+        graph = (capture or Capture(None)).new_graph()
         graph.capture_begin(capture_error_mode="thread_local")
         graph.capture_end()
 
@@ -241,7 +242,7 @@ class Capture:
 
     def __init__(self, pool: tuple | None):
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
-        self._generators = [torch.cuda.default_generators[torch.cuda.current_device()], *generator_states()]
+        self._generators = [state_in_use(), *generator_states()]
 
     def new_graph(self) -> torch.cuda.CUDAGraph:
         """Return an empty graph that knows every generator."""
@@ -279,7 +280,7 @@ class Capture:
                 warnings.simplefilter("ignore")  # torch warns where nothing had been recorded yet
                 graph.capture_end()
         except RuntimeError:  # CUDA refused, before torch had told allocator and generators that capture is over
-            recover_from_failed_capture(self.pool)
+            recover_from_failed_capture(self.pool, self)
 
 
 # What warm-up runs in place of Capture.recording.

@@ -9,6 +9,7 @@ import torch
 from . import capture_state
 from .argument_mismatch import mismatches
 from .capture_time_hooks import CaptureTimeHooks
+from .generator_states import drawing_from, state_in_use
 from .graph_arguments import (
     ArgMetadata,
     CudagraphBufferMetadata,
@@ -104,6 +105,7 @@ class _CudaGraphRunner(torch.nn.Module):
         self._quantization: Quantization | None = None
         self._quantized: QuantizedReplay | None = None
         self._escaping: set[int] = set()
+        self._rng_state = state_in_use()
 
     @property
     def name(self) -> str:
@@ -154,6 +156,7 @@ class _CudaGraphRunner(torch.nn.Module):
         if not self.fwd_graph_recorded:
             self.apply_cudagraph_record_metadata(args, kwargs, output)
             self._quantization = quantization_in_force()
+            self._rng_state = state_in_use()
             _CudagraphGlobalRecord.record_fwd_graph(self, described(args), described(kwargs), described(output))
             self.fwd_graph_recorded = True
         return output
@@ -191,7 +194,8 @@ class _CudaGraphRunner(torch.nn.Module):
         undisturbed = undisturbed_buffers([self.base_module]) if self.grad_enabled else nullcontext()
         with self._capturing(), undisturbed, undisturbed_moe_metrics(), scratch_main_grads(slot.params), _warming_up():
             for _ in range(self.num_warmup_steps):
-                slot.forward(not_recording)
+                with drawing_from(self._rng_state):
+                    slot.forward(not_recording)
                 if self.grad_enabled:
                     slot.backward(not_recording, lambda outputs: tuple(map(torch.zeros_like, outputs)))
                 slot.drop_results()
@@ -211,7 +215,8 @@ class _CudaGraphRunner(torch.nn.Module):
         versions = [tensor._version for tensor in inputs if not tensor.is_inference()]
         self._slot = slot = self._new_slot(inputs)
         capture = Capture(self.mempool)
-        with self._capturing(), torch.profiler.record_function(f"{self.name} forward for capture"):
+        profiled = torch.profiler.record_function(f"{self.name} forward for capture")
+        with self._capturing(), drawing_from(self._rng_state), profiled:
             slot.forward(capture.recording, capture.new_graph())
         if slot.delays_weight_gradients:
             raise ValueError(f"{self.name}: --delay-wgrad-compute cannot be had with --cuda-graph-impl local")

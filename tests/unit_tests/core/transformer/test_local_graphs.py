@@ -11,6 +11,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import capture_state, cuda_graphs
 from megatron.core.transformer.cuda_graphs import (
     CudaGraphManager,
@@ -56,6 +57,26 @@ class TestTraining:
         model = stack(dropout=dropout)
         assert train(model, microbatches=microbatches) == eager
         assert eager_calls(model) == [microbatches + 3] * 3  # the recorded step, two to warm up, and the capture
+
+    def test_draws_from_the_generator_state_that_is_in_use_around_the_layers(self):
+        class DrawsWhereItIs(Layer):
+            def forward(self, hidden_states, **kwargs):
+                return super().forward(torch.nn.functional.dropout(hidden_states, 0.5, self.training), **kwargs)
+
+        def losses(graphs):
+            torch.manual_seed(5)
+            torch.cuda.manual_seed(5)
+            use_graphable_rng()
+            model, found = Stack([DrawsWhereItIs(graphs=graphs)]).cuda(), []
+            for step in range(4):
+                with get_cuda_rng_tracker().fork():  # as the decoder does under sequence parallelism
+                    loss = model(batch(step)).square().mean()
+                loss.backward()
+                create_cudagraphs()
+                found += [loss.item(), torch.rand(2, device="cuda").tolist()]
+            return found
+
+        assert losses(graphs=True) == losses(graphs=False)
 
     def test_takes_another_tensor_in_every_step_that_all_layers_share(self):
         def steps(graphs):
