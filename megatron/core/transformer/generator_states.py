@@ -29,9 +29,8 @@ def _clone_nested_tensors(value: Any) -> Any:
 def _ensure_generator_state_is_cudagraph_safe(gen: torch.Generator) -> torch.Generator:
     """Let graphs use ``gen`` whose state was made or set under ``torch.inference_mode``, and return it.
 
-    The tensors of such a state are inference tensors, which a capture outside inference mode may not write. The state
-    gets the same value anew, from a clone that is no inference tensor. It stays the same state: graphs that were
-    registered with it go on drawing from it.
+    Tensors that are made in that mode are inference tensors, which may not be written outside it. The state gets the
+    same value anew, from a clone that is none. It stays the same object: graphs that know it go on drawing from it.
     """
     with torch.inference_mode(False):
         gen.set_state(_clone_nested_tensors(gen.get_state()))

@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.utils._pytree import tree_map as pytree_map
 
 
@@ -140,14 +141,16 @@ def _is_dataclass(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-_SCALARS = (torch.Tensor, type(None), bool, int, float, str, Enum, torch.dtype, ArgMetadata)
+_SCALARS: tuple[type, ...] = (torch.Tensor, type(None), bool, int, float, str, Enum, torch.dtype, ArgMetadata)
+if dist.is_available():
+    _SCALARS += (dist.ProcessGroup,)
 
 
 def _check_supported_type(meta: ArgMetadata) -> None:
     """Refuse an argument that no graph can be captured with or compared by.
 
-    Supported are tensors, None, bools, numbers, strings, enums, dtypes, inference contexts, and dataclasses, tuples,
-    lists and dicts of these.
+    Supported are tensors, None, bools, numbers, strings, enums, dtypes, process groups, inference contexts, and
+    dataclasses, tuples, lists and dicts of these.
 
     Raises:
         TypeError: names the type.
@@ -156,8 +159,8 @@ def _check_supported_type(meta: ArgMetadata) -> None:
         if not (isinstance(leaf, _SCALARS) or is_inference_context(leaf)):
             raise TypeError(
                 f"an argument of type {type(leaf).__name__} cannot be given to a module with --cuda-graph-impl local: "
-                "a graph takes tensors, None, bool, int, float, str, enums, inference contexts and dataclasses, "
-                "tuples, lists and dicts of these"
+                "a graph takes tensors, None, bool, int, float, str, enums, process groups, inference contexts and "
+                "dataclasses, tuples, lists and dicts of these"
             )
 
 

@@ -20,18 +20,18 @@ def generator_states() -> list[torch.Generator]:
     Raises:
         RuntimeError: Megatron's RNG tracker keeps states that a graph cannot use.
     """
-    states: dict[str, torch.Generator] = {}
+    states: list[torch.Generator] = []  # both trackers may have states of the same names
     if tensor_parallel_random._CUDA_RNG_STATE_TRACKER_INITIALIZED:
-        states |= tensor_parallel_random.get_all_rng_states() or {}
+        states += (tensor_parallel_random.get_all_rng_states() or {}).values()
     distributed = sys.modules.get("transformer_engine.pytorch.distributed")
     if distributed is not None and distributed.graph_safe_rng_available():
-        states |= distributed.get_all_rng_states()
-    if any(isinstance(state, torch.Tensor) for state in states.values()):
+        states += distributed.get_all_rng_states().values()
+    if any(isinstance(state, torch.Tensor) for state in states):
         raise RuntimeError(
             "Megatron's RNG tracker holds states that no CUDA graph can use. Give --te-rng-tracker, or without "
             "TransformerEngine initialize it with use_cudagraphable_rng=True."
         )
-    return list(dict.fromkeys(states.values()))
+    return list(dict.fromkeys(states))
 
 
 def make_generators_safe() -> None:
@@ -184,24 +184,26 @@ def transformer_engine_flag() -> Iterator[None]:
         graph.set_capture_end()
 
 
-_away_from_default: torch.cuda.Stream | None = None
+_away_from_default: dict[int, torch.cuda.Stream] = {}  # by device
 
 
 def leave_default_stream() -> None:
     """Go on on another stream if the legacy default stream is current: what autograd meets there cannot be captured."""
-    global _away_from_default
-    default = torch.cuda.default_stream()
+    device, default = torch.cuda.current_device(), torch.cuda.default_stream()
     if torch.cuda.current_stream() == default:
-        _away_from_default = _away_from_default or torch.cuda.Stream()
-        _away_from_default.wait_stream(default)
-        torch.cuda.set_stream(_away_from_default)
+        if device not in _away_from_default:
+            _away_from_default[device] = torch.cuda.Stream()
+        stream = _away_from_default[device]
+        stream.wait_stream(default)
+        torch.cuda.set_stream(stream)
 
 
 def return_to_default_stream() -> None:
     """Undo ``leave_default_stream``, if its stream is still the current one."""
-    if _away_from_default is not None and torch.cuda.current_stream() == _away_from_default:
+    stream = _away_from_default.get(torch.cuda.current_device())
+    if stream is not None and torch.cuda.current_stream() == stream:
         default = torch.cuda.default_stream()
-        default.wait_stream(_away_from_default)
+        default.wait_stream(stream)
         torch.cuda.set_stream(default)
 
 
@@ -226,9 +228,14 @@ def capture_stream() -> Iterator[torch.cuda.Stream]:
         outer.wait_stream(stream)
 
 
-def give_back_memory() -> None:
-    """Give the device what is free in the allocator's cache: graphs, which have a pool of their own, cannot use it."""
-    gc.collect()
+def give_back_memory(thorough: bool = True) -> None:
+    """Give the device what is free in the allocator's cache: graphs, which have a pool of their own, cannot use it.
+
+    Args:
+        thorough: Whether all garbage is collected before. A walk through all objects of a program takes longer than the
+            capture of many graphs; if not, garbage of the last moments is collected.
+    """
+    gc.collect(2 if thorough else 1)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 
@@ -260,6 +267,8 @@ class Capture:
         Raises:
             RuntimeError: something in the context cannot be captured.
         """
+        # Backward passes of TransformerEngine leave cycles that hold gradients, and nobody collects garbage meanwhile.
+        gc.collect(0)
         # "thread_local": threads that pin memory or watch NCCL may go on meanwhile.
         try:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")

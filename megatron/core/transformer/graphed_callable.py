@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -37,6 +37,21 @@ class CaptureOptions:
     clone_param_grads: bool = True
 
 
+@dataclass
+class Findings:
+    """What earlier passes have shown of a function. Callables for other micro-batches of it may share it.
+
+    Attributes:
+        ran: The modules that ran in the first forward pass; None before it.
+        backward_ran: Whether a backward pass ran, on a stream that can be captured.
+        returned: What passes of warm-up returned, by address.
+    """
+
+    ran: tuple[torch.nn.Module, ...] | None = None
+    backward_ran: bool = False
+    returned: dict[int, StorageWeakRef] = field(default_factory=dict)
+
+
 class GraphedCallable:
     """A callable, for one micro-batch, that replays its CUDA graphs.
 
@@ -57,6 +72,7 @@ class GraphedCallable:
         module: The module whose parameters and submodules a function uses; a module uses its own.
         keep_param_grads: Takes the parameters and their gradients (None for a parameter without) and returns what the
             backward graph is to return of them; what it computes is recorded. None to return them all.
+        findings: What passes of the same function have shown before.
 
     Attributes:
         eager: The function, or the module's ``forward`` as it was, which runs without graphs.
@@ -80,6 +96,7 @@ class GraphedCallable:
         quantized: QuantizedReplay | None = None,
         module: torch.nn.Module | None = None,
         keep_param_grads: Callable[[Grads, Grads], Grads] | None = None,
+        findings: Findings | None = None,
     ):
         self.name = name
         self.func = func
@@ -98,9 +115,10 @@ class GraphedCallable:
         self._autocast = autocast
         self._quantized = quantized
         self._delayed = DelayedWeightGradients((), ())
-        self._ran_forward = self._ran_backward = False
         self._ran_eagerly = False  # in the last call with grad
-        self._seen: dict[int, StorageWeakRef] = {}  # in warm-up, by address: what it returned
+        self._found = findings or Findings()
+        if self._found.ran is not None:
+            self._note_parts(self._found.ran)
 
         self.forward_graph: torch.cuda.CUDAGraph | None = None
         self.backward_graph: torch.cuda.CUDAGraph | None = None
@@ -144,8 +162,8 @@ class GraphedCallable:
 
     @contextmanager
     def _noting_modules_that_run(self) -> Iterator[None]:
-        """In the first forward pass, find the modules that delay weight gradients or hold quantization statistics."""
-        if self._ran_forward or self._module is None:
+        """In the first forward pass, find the modules that run: some delay weight gradients, or hold statistics."""
+        if self._found.ran is not None or self._module is None:
             yield
             return
         ran: dict[torch.nn.Module, None] = {}
@@ -153,7 +171,10 @@ class GraphedCallable:
             for module in self._module.modules():
                 stack.callback(module.register_forward_hook(partial(_note_parts, ran)).remove)
             yield
-        self._ran_forward = True
+        self._found.ran = tuple(ran)
+        self._note_parts(self._found.ran)
+
+    def _note_parts(self, ran: Sequence[torch.nn.Module]) -> None:
         self._delayed = DelayedWeightGradients(filter(delays_weight_gradients, ran), self._all_params)
         if self._quantized is not None:
             for module in ran:
@@ -188,7 +209,7 @@ class GraphedCallable:
                     "grad."
                 )
             grad_outputs = new_grads(outputs)
-            check = nullcontext() if self._ran_backward else refused_on_legacy_stream(self.name, leaves)
+            check = nullcontext() if self._found.backward_ran else refused_on_legacy_stream(self.name, leaves)
             with bare_parameters(self._all_params), check, nested_backward_allowed(), recording(graph):
                 grads = torch.autograd.grad(
                     outputs,
@@ -201,7 +222,7 @@ class GraphedCallable:
                 used = [grad is not None for grad in param_grads]
                 if graph is not None and self._keep_param_grads is not None:
                     param_grads = self._keep_param_grads(self.params, param_grads)
-            self._ran_backward = True
+            self._found.backward_ran = True
             if graph is not None:  # hooks of a parameter that gets no gradient must not run at replay
                 self.params, param_grads = tuple(compress(self.params, used)), tuple(compress(param_grads, used))
             self._keep_gradients(inputs, grad_outputs, grads[: len(inputs)], param_grads)
@@ -247,7 +268,7 @@ class GraphedCallable:
         """Let go of what a pass of warm-up computed."""
         for tensor in (*self._outputs, *self._grad_inputs, *self._grad_params):
             if tensor is not None:
-                self._seen[_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
+                self._found.returned[_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
         self._outputs = self._grad_outputs = self._grad_inputs = self._grad_params = ()
 
     def release_outputs(self) -> None:
@@ -260,6 +281,10 @@ class GraphedCallable:
         weak = self._weak(self._grad_inputs)
         self._grad_inputs = tuple(self._grad_inputs[i] if i in keep else grad for i, grad in enumerate(weak))
         self._grad_params = self._weak(self._grad_params)
+
+    def release_grad_outputs(self) -> None:
+        """Let later captures use the memory of the outputs' static gradients, unless someone else keeps it."""
+        self._grad_outputs = tuple(grad if grad is None else weak_reference(grad) for grad in self._grad_outputs)
 
     def release_inputs(self) -> None:
         """Let later captures use the memory of the static inputs, unless someone else keeps it."""
@@ -288,8 +313,8 @@ class GraphedCallable:
 
         Neither memory of the host is, nor what was there before capture, a buffer, say: warm-up returned it too.
         """
-        seen = self._seen.get(_address(tensor))
-        return tensor.is_cuda and (seen is None or seen.expired())
+        returned = self._found.returned.get(_address(tensor))
+        return tensor.is_cuda and (returned is None or returned.expired())
 
     @property
     def returns_static_gradients(self) -> bool:
@@ -302,7 +327,7 @@ class GraphedCallable:
 
     def finish[R: Replay](self, replay: type[R] = Replay) -> R:  # type: ignore[assignment]
         """Make ready to replay, once everything is captured, by an object of the given class, and return it."""
-        self._seen = {}
+        self._found = Findings()
         made = replay(
             self.name,
             self.forward_graph,
@@ -406,7 +431,7 @@ class GraphedCallable:
         self._quantized, self._autocast = None, nullcontext
         self.hooks = CaptureTimeHooks(self.name, None)
         self.args, self.kwargs, self.inputs, self.params, self._all_params = (), {}, (), (), ()
-        self._seen = {}
+        self._found = Findings()
         self._outputs = self._grad_outputs = self._grad_inputs = self._grad_params = ()
         if self._replay is not None:
             self._replay.reset()

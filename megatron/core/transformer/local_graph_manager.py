@@ -107,7 +107,7 @@ class CudaGraphManager(torch.nn.Module):
             RuntimeError: ``module`` has another forward-pre hook, which no replay would run.
         """
         for hook in module._forward_pre_hooks.values():
-            if inspect.getmodule(hook) is None or inspect.getmodule(hook).__name__ != _DDP:  # type: ignore[union-attr]
+            if getattr(hook, "__module__", None) != _DDP:
                 raise RuntimeError(
                     f"{type(module).__name__} has a forward-pre hook ({hook!r}), which a CUDA graph does not run. Only "
                     "hooks of DistributedDataParallel may be there with --cuda-graph-impl local; with "
@@ -255,7 +255,7 @@ class CudaGraphManager(torch.nn.Module):
             with undisturbed_gc(collects=False), undisturbed_rng(), transformer_engine_flag(), capture_stream():
                 make_generators_safe()
                 runner.warm_up([tensor.detach().clone() for tensor in given])
-                static = [_static_input(tensor) for tensor in given]
+                static = [record.static_input(tensor) for tensor in given]
                 values, named = with_tensors((args, kwargs), iter(static))
                 runner.create_fwd_graph(values, named, clone_inputs=False)
         except BaseException:
@@ -278,7 +278,7 @@ class CudaGraphManager(torch.nn.Module):
 
     def reset(self) -> None:
         """Forget all runners, and free their graphs. The next are captured into another memory pool."""
-        CudaGraphManager.global_mempool = None
+        _forget_pool()
         for runner in (*self.cudagraph_runners, *self.custom_cudagraphs_lookup_table.values()):
             runner.reset()
         self._parts = ()
@@ -289,7 +289,7 @@ def delete_cuda_graphs() -> None:
     """Delete all graphs of ``--cuda-graph-impl local``, those for inference too. The next step is recorded anew."""
     _CudagraphGlobalRecord.forget_graphs()
     _CudagraphGlobalRecord.capture_failed = False
-    CudaGraphManager.global_mempool = None
+    _forget_pool()
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -299,12 +299,15 @@ def alloc_tensor_from_graph_mempool(meta: ArgMetadata) -> torch.Tensor:
 
     Its memory stays with the pool: it serves graphs that are captured after the tensor is gone.
     """
-    device, pool = torch.cuda.current_device(), _memory_pool()
+    used = device, pool = torch.cuda.current_device(), _memory_pool()
     torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
     try:
         return meta.zeros_like()
     finally:
         torch._C._cuda_endAllocateToPool(device, pool)
+        if used in _used_pools:
+            torch._C._cuda_releasePool(device, pool)
+        _used_pools.add(used)
 
 
 def get_gtp_runner_streams() -> list[torch.cuda.Stream]:
@@ -316,6 +319,17 @@ def _memory_pool() -> tuple:
     if CudaGraphManager.global_mempool is None:
         CudaGraphManager.global_mempool = torch.cuda.graph_pool_handle()
     return CudaGraphManager.global_mempool
+
+
+# Pools from which tensors were taken, with their device. Such a pool counts that as a use, as it does a graph. One use
+# has to stay until the pool is forgotten: torch does not take up a pool again that nobody used any more.
+_used_pools: set[tuple[int, tuple]] = set()
+
+
+def _forget_pool() -> None:
+    CudaGraphManager.global_mempool = None
+    while _used_pools:
+        torch._C._cuda_releasePool(*_used_pools.pop())
 
 
 def _check(config: Any) -> None:
@@ -367,11 +381,3 @@ def _key_of(context: Any, args: tuple, kwargs: dict[str, Any]) -> Hashable:
         hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
         return tuple(hidden_states.shape), context.is_decode_only()
     return context.padded_batch_dimensions
-
-
-def _static_input(given: torch.Tensor) -> torch.Tensor:
-    """Where a graph for inference reads ``given``: where another graph puts it, or else in memory of its own."""
-    if given.data_ptr() in _CudagraphGlobalRecord.inference_outputs:
-        return given.detach()
-    with torch.inference_mode(False):
-        return torch.empty_like(given, requires_grad=False).copy_(given)

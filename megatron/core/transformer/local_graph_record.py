@@ -6,6 +6,7 @@ import weakref
 from typing import Any, NoReturn
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from megatron.core.utils import log_single_rank
 
@@ -20,6 +21,7 @@ from .graph_capture import (
     undisturbed_gc,
     undisturbed_rng,
 )
+from .graphed_callable import Findings
 from .local_graph_buffers import StaticBuffers, StaticInput, reset_counts
 from .tensor_reuse_pool import TensorReusePool
 
@@ -45,6 +47,7 @@ class _CudagraphGlobalRecord:
         in_flight: The runners between their forward and their backward pass, a bit each.
         managers: All living managers.
         inference_outputs: Addresses of what graphs for inference return.
+        inference_inputs: For tensors that graphs for inference take where these read them.
     """
 
     cudagraph_created = False
@@ -57,6 +60,7 @@ class _CudagraphGlobalRecord:
     in_flight = 0
     managers: weakref.WeakSet = weakref.WeakSet()
     inference_outputs: set[int] = set()
+    inference_inputs = WeakTensorKeyDictionary()
     _runners: list[Any] = []
     _capturing: str | None = None
 
@@ -94,7 +98,7 @@ class _CudagraphGlobalRecord:
         before = torch.cuda.memory_stats()
         capture_state._set_capture_start()
         try:
-            with undisturbed_gc(), undisturbed_rng(), transformer_engine_flag(), capture_stream():
+            with undisturbed_gc(collects=False), undisturbed_rng(), transformer_engine_flag(), capture_stream():
                 make_generators_safe()
                 cls._capture()
         except BaseException as error:
@@ -143,7 +147,7 @@ class _CudagraphGlobalRecord:
             runner.bit = 1 << index if runner.grad_enabled else 0
         cls._warm_up()
         cls._capturing = None
-        give_back_memory()
+        give_back_memory(thorough=False)
         in_flight = 0
         last_backward: dict[tuple, Any] = {}
         for runner, kind, *arguments in record:
@@ -170,16 +174,18 @@ class _CudagraphGlobalRecord:
     @classmethod
     def _warm_up(cls) -> None:
         """Run every function once for each kind of arguments: what is set up in a first call must not be captured."""
-        warm: set[tuple] = set()
+        found: dict[tuple, Findings] = {}
         for runner, kind, *arguments in cls.cudagraph_record:
             if kind != "fwd":
                 continue
             metas = metas_of(*arguments[:2])
             key = (runner.function, runner.grad_enabled, *((meta.shape, meta.dtype) for meta in metas))
-            if key not in warm:
-                warm.add(key)
-                cls._capturing = str(runner)
-                runner.warm_up([meta.zeros_like() for meta in metas])
+            if key in found:
+                runner.findings = found[key]
+                continue
+            cls._capturing = str(runner)
+            runner.warm_up([meta.zeros_like() for meta in metas])
+            found[key] = runner.findings
 
     @classmethod
     def _users(cls) -> dict[int, int]:
@@ -197,6 +203,21 @@ class _CudagraphGlobalRecord:
         cls.in_flight = 0
         for manager in cls.managers:
             manager.begin_step()
+
+    @classmethod
+    def static_input(cls, given: torch.Tensor) -> torch.Tensor:
+        """Where a graph for inference reads ``given``: where another graph puts it, or else in memory of its own.
+
+        All graphs that take one tensor read it there: every replay copies its inputs before it runs.
+        """
+        if given.data_ptr() in cls.inference_outputs:
+            return given.detach()
+        static = cls.inference_inputs.get(given)
+        if static is None or (static.shape, static.stride()) != (given.shape, given.stride()):
+            with torch.inference_mode(False):
+                static = torch.empty_like(given, requires_grad=False).copy_(given)
+            cls.inference_inputs[given] = static
+        return static
 
     @classmethod
     def refuse_order(cls, runner: Any, others: int) -> NoReturn:
@@ -226,7 +247,7 @@ class _CudagraphGlobalRecord:
         cls.buffers = StaticBuffers(cls.tensor_reuse_pool)
         cls.recording = object()
         cls.in_flight = 0
-        cls.inference_outputs = set()
+        cls.inference_outputs, cls.inference_inputs = set(), WeakTensorKeyDictionary()
         cls._capturing = None
         reset_counts()
 

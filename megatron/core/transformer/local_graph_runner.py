@@ -22,7 +22,7 @@ from .graph_arguments import (
 from .graph_capture import Capture, not_recording, undisturbed_buffers, undisturbed_moe_metrics
 from .graph_quantization import Quantization, QuantizedReplay, quantization_in_force
 from .graph_replay import ReplayOptions
-from .graphed_callable import CaptureOptions, GraphedCallable
+from .graphed_callable import CaptureOptions, Findings, GraphedCallable
 from .local_graph_buffers import StaticInput
 from .local_graph_nodes import LocalReplay, _CudagraphRecordNode, _GraphStatus, replay_runner
 from .local_graph_record import _CudagraphGlobalRecord
@@ -55,6 +55,7 @@ class _CudaGraphRunner(torch.nn.Module):
         function: What it runs, for comparison with other runners.
         number: Its place in the order of all runners' first forward passes.
         bit: This runner in sets of runners that are numbers; 0 without a backward graph.
+        findings: What warm-up has shown of the function, for all its runners; until the graphs are captured.
         busy_at_forward, busy_at_backward: The runners between their forward and backward pass when its own passes were
             recorded: graphs may use the memory of all others.
 
@@ -105,6 +106,7 @@ class _CudaGraphRunner(torch.nn.Module):
         self._quantization: Quantization | None = None
         self._quantized: QuantizedReplay | None = None
         self._escaping: set[int] = set()
+        self.findings = Findings()
         self._rng_state = state_in_use()
 
     @property
@@ -258,6 +260,7 @@ class _CudaGraphRunner(torch.nn.Module):
             buffers.let_go(output)
         slot.release_outputs()
         slot.release_inputs()
+        slot.release_grad_outputs()
         slot.release_gradients(keep=self._escaping)
 
     def release_escaping_gradients(self) -> None:
@@ -288,6 +291,7 @@ class _CudaGraphRunner(torch.nn.Module):
             )
             static.only_copied_to &= not self._are_inputs_written
             replay.static_inputs.append((static, users.get(id(getattr(meta, "cg_buffer_metadata", None)), 0)))
+        self.findings = Findings()
         self.params_to_backprop = slot.params if self.bwd_graph is not None else ()
         self.cudagraph_created = True
 
@@ -304,6 +308,7 @@ class _CudaGraphRunner(torch.nn.Module):
             self._quantized,
             self.base_module,
             accumulate_into_main_grads,
+            self.findings,
         )
 
     def _run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
 from megatron.core.transformer.cuda_graphs import (
@@ -134,6 +135,7 @@ class TestSupportedTypes:
             (torch.ones(1), None),
             {"a": [1]},
             StaticInferenceContext(1, 2),
+            dist.ProcessGroup.__new__(dist.ProcessGroup),
         ],
         ids=lambda argument: type(argument).__name__,
     )

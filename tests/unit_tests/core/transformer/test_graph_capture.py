@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import weakref
 from contextlib import suppress
 from types import ModuleType
 from typing import Any
@@ -10,12 +11,14 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, initialize_rng_tracker
 from megatron.core.transformer.graph_capture import (
     Capture,
     bare_parameters,
     generator_states,
     tidied_after_failure,
     undisturbed_buffers,
+    undisturbed_gc,
     undisturbed_rng,
 )
 from megatron.core.transformer.graphed_callables import make_graphed_callables
@@ -154,6 +157,12 @@ def test_generators_of_transformer_engines_own_trackers_are_known(monkeypatch):
     distributed.get_all_rng_states = lambda: {"dropout": generator}
     monkeypatch.setitem(sys.modules, distributed.__name__, distributed)
     assert generator_states() == [generator]
+    # Megatron's own tracker may have a state of that name, which is another.
+    initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
+    get_cuda_rng_tracker().add("dropout", 3)
+    states = generator_states()
+    assert len(states) == 2
+    assert generator in states
 
 
 def test_the_graphs_of_a_capture_share_a_pool():
@@ -164,6 +173,21 @@ def test_the_graphs_of_a_capture_share_a_pool():
         with capture.recording(graph):
             x * 2
     assert graphs[0].pool() == graphs[1].pool() == capture.pool
+
+
+def test_garbage_of_the_pass_before_is_collected_before_a_capture():
+    class Node:
+        pass
+
+    capture = Capture(None)
+    with undisturbed_gc():
+        node = Node()
+        node.itself = node  # type: ignore[attr-defined]
+        gone = weakref.ref(node)
+        del node
+        with capture.recording(capture.new_graph()):
+            assert gone() is None
+            torch.ones(3, device="cuda")
 
 
 def test_a_capture_uses_the_pool_that_it_is_given():

@@ -14,9 +14,11 @@ from megatron.core.inference.contexts.static_context import StaticInferenceConte
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import capture_state, cuda_graphs
 from megatron.core.transformer.cuda_graphs import (
+    ArgMetadata,
     CudaGraphManager,
     _CudagraphGlobalRecord,
     _GraphStatus,
+    alloc_tensor_from_graph_mempool,
     create_cudagraphs,
     delete_cuda_graphs,
 )
@@ -104,6 +106,16 @@ class TestTraining:
             return [loss.item() for loss in losses]
 
         assert steps(graphs=True) == steps(graphs=False)
+
+    def test_looks_at_the_modules_that_run_in_the_first_pass_of_a_function_only(self):
+        model = stack(count=1, pipeline=2)
+        losses = [model(batch(0, microbatch)).sum() for microbatch in range(3)]
+        for loss in reversed(losses):
+            loss.backward()
+        register = torch.nn.Module.register_forward_hook
+        with mock.patch.object(torch.nn.Module, "register_forward_hook", autospec=True, side_effect=register) as hooks:
+            create_cudagraphs()
+        assert [call.args[0] for call in hooks.call_args_list] == list(model.layers[0].modules())
 
     def test_with_keywords_in_another_order(self):
         losses: dict[bool, list] = {}
@@ -366,6 +378,32 @@ class TestBuffers:
             kept = [tensor for tensor in tensors if tensor is not None and tensor.untyped_storage()._cdata in owned]
             assert len(kept) == (runner.base_module is model.layers[0])  # the gradient that goes to eager code
 
+    def test_static_gradients_that_another_graph_computes_are_held_by_none(self):
+        model = stack()
+        record(model)
+        addresses = [
+            [grad.data_ptr() for grad in runner._slot.grad_inputs if grad is not None] for runner in runners(model)
+        ]
+        owned = pool_of(CudaGraphManager.global_mempool)._owned
+        for runner, (address,) in zip(runners(model)[:-1], addresses[1:], strict=True):
+            (grad,) = (grad for grad in runner._slot._grad_outputs if grad is not None)
+            assert grad.data_ptr() == address
+            assert grad.untyped_storage()._cdata not in owned
+
+    def test_a_pool_that_tensors_were_taken_from_is_released_once_when_it_is_forgotten(self):
+        meta = ArgMetadata(batch(0))
+        with (
+            mock.patch.object(torch._C, "_cuda_beginAllocateCurrentThreadToPool") as begin,
+            mock.patch.object(torch._C, "_cuda_releasePool") as release,
+        ):
+            tensors = [alloc_tensor_from_graph_mempool(meta) for _ in range(3)]
+            assert (begin.call_count, release.call_count) == (3, 2)  # the pool stays in use
+            delete_cuda_graphs()
+            assert release.call_count == 3
+            delete_cuda_graphs()
+            assert release.call_count == 3
+        assert all(torch.equal(tensor, torch.zeros(3, HIDDEN).cuda()) for tensor in tensors)
+
     def test_no_static_value_waits_after_the_capture(self):
         record(stack(), scale=torch.ones(1, HIDDEN).cuda())
         assert cuda_graphs.fwd_buffer_reuse_ref_count == 0
@@ -612,13 +650,16 @@ class TestManager:
     def test_replays_run_hooks_of_distributed_data_parallel(self, grad):
         model = stack(count=1)
         record(model)
-        hook = mock.Mock()
-        model.layers[0].linear.register_forward_pre_hook(lambda module, *_: hook(module))
-        with mock.patch("inspect.getmodule") as getmodule:
-            getmodule.return_value.__name__ = "megatron.core.distributed.distributed_data_parallel"
-            with torch.set_grad_enabled(grad):
-                model(batch(1))
-        hook.assert_called_once_with(model.layers[0].linear)
+        called = []
+
+        def hook(module, *_):
+            called.append(module)
+
+        hook.__module__ = "megatron.core.distributed.distributed_data_parallel"
+        model.layers[0].linear.register_forward_pre_hook(hook)
+        with torch.set_grad_enabled(grad):
+            model(batch(1))
+        assert called == [model.layers[0].linear]
 
     def test_replays_refuse_any_other_forward_pre_hook(self):
         model = stack(count=1)
@@ -742,6 +783,20 @@ class TestInference:
             second(hidden, cache_key=0)
         (one,), (two,) = (layer.manager.custom_cudagraphs_lookup_table.values() for layer in (first, second))
         assert two._slot.inputs[0].data_ptr() == one._slot.outputs[0].data_ptr()
+
+    def test_layers_read_a_tensor_that_all_of_them_take_in_one_place(self):
+        layers, references = [self.inline() for _ in range(2)], stack(count=2, graphs=False).layers.eval()
+        for layer, reference in zip(layers, references, strict=True):
+            layer.load_state_dict(reference.state_dict(), strict=False)
+        for step in range(3):
+            scale, others = torch.full((1, HIDDEN), 1.0 + step).cuda(), torch.full((1, HIDDEN), 7.0).cuda()
+            for layer, reference, given in zip(
+                layers, references, (scale, others if step == 1 else scale), strict=True
+            ):
+                assert torch.equal(layer(batch(step), scale=given, cache_key=0)[0], reference(batch(step), given)[0])
+        (one,), (two,) = (layer.manager.custom_cudagraphs_lookup_table.values() for layer in layers)
+        assert one._slot.inputs[1].data_ptr() == two._slot.inputs[1].data_ptr()
+        assert one._slot.inputs[0].data_ptr() != two._slot.inputs[0].data_ptr()
 
     def test_generators_that_were_set_in_inference_mode_can_be_used(self):
         layer = self.inline()
