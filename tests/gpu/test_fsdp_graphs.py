@@ -43,6 +43,9 @@ MORE: list[dict] = [
     {"dtype": "bf16", "fp8": "delayed", "microbatches": 2, "evaluates": True},
     {"dtype": "bf16", "fp8": "tensorwise", "microbatches": 2, "evaluates": True},
     {"dtype": "bf16", "experts": 4, "capacity": 1.0, "modules": ["attn", "moe"]},
+    {"dtype": "bf16", "dropout": 0.1, "mtp": 1, "microbatches": 2},
+    {"dtype": "bf16", "vision": True, "dropout": 0.1, "microbatches": 2},
+    {"dtype": "bf16", "vision": True, "microbatches": 2, "transformer_engine": False},
     {"dtype": "bf16", "strategy": "optim_grads"},
     {"dtype": "bf16", "evaluates": True, "dropout": 0.1},
     {"dtype": "bf16", "control": "captured_again", "dropout": 0.1},
@@ -105,7 +108,9 @@ def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
     result = results[layout, engine][name_of(case)]
     assert not result["error"]
     assert result["differences"] == []
-    assert result["graphs"] == (0 if "failed" in case.get("control", "") else case.get("layers", 4))
+    assert result["graphs"] == (
+        0 if "failed" in case.get("control", "") else case.get("layers", 4) + case.get("mtp", 0)
+    )
 
 
 def test_a_replay_that_does_nothing_changes_the_loss(compare_runs):

@@ -26,6 +26,7 @@ DATA_PARALLEL: list[dict[str, Any]] = [
     {"dropout": 0.1, **MOE},
     {"recompute": ["moe"], "microbatches": 2, **MOE},
     {"experts": 4, "capacity": 1.0, "modules": [], "microbatches": 2},
+    {"dropout": 0.1, "mtp": 1, "microbatches": 2},
     {"fp8": "delayed", "microbatches": 2},
     {"fp8": "tensorwise", "microbatches": 2},
     {"fp8": "delayed", "microbatches": 2, "evaluates": True},
@@ -72,7 +73,8 @@ def test_graphs_train_bit_for_bit_as_eager(results, layout, case):
     assert not result["error"]
     assert result["differences"] == []
     in_a_layer = 2 if "moe_router" in case.get("modules", []) else 1
-    assert result["graphs"] == in_a_layer * (2 * case["microbatches"] if layout == "PP2" else 4)
+    in_a_stage = 2 * case["microbatches"] if layout == "PP2" else 4 + case.get("mtp", 0)
+    assert result["graphs"] == in_a_layer * in_a_stage
 
 
 def test_training_goes_on_eagerly_after_a_failed_capture(results):

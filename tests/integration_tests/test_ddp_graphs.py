@@ -19,6 +19,7 @@ DATA_PARALLEL: list[dict[str, Any]] = [
     {"layers": 2, "warmup": 0},
     {"layers": 2, "dropout": 0.1, "evaluates": True},
     {"layers": 2, "dropout": 0.1, **MOE},
+    {"layers": 2, "dropout": 0.1, "mtp": 1},
 ]
 PIPELINE: list[dict[str, Any]] = [
     {"layers": 4, "dropout": 0.1, "microbatches": 4},
@@ -55,7 +56,7 @@ def assert_bit_equal(result, graphs):
 
 @pytest.mark.parametrize("case", DATA_PARALLEL, ids=name_of)
 def test_data_parallel_graphs_train_bit_for_bit_as_eager(data_parallel, case):
-    assert_bit_equal(data_parallel[name_of(case)], graphs=case["layers"])
+    assert_bit_equal(data_parallel[name_of(case)], graphs=case["layers"] + case.get("mtp", 0))
 
 
 @pytest.mark.parametrize("case", PIPELINE, ids=name_of)

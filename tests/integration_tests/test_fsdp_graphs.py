@@ -37,6 +37,8 @@ OTHERS: list[dict[str, Any]] = [
     {"recompute": ["core_attn", "mlp"]},
     {"recompute": ["mlp"], "microbatches": 2},
     {"evaluates": True, "dropout": 0.1},
+    {"mtp": 1, "dropout": 0.1, "microbatches": 2},
+    {"experts": 4, "capacity": 1.0, "modules": ["attn", "moe"]},
     {"control": "captured_again", "dropout": 0.1},
     {"control": "captured_by_two_helpers", "dropout": 0.1},
 ]
@@ -78,7 +80,7 @@ def test_graphs_train_bit_for_bit_as_eager(results, case):
     result = results[name_of(case)]
     assert not result["error"]
     assert result["differences"] == []
-    assert result["graphs"] == case.get("layers", SIZES["layers"])
+    assert result["graphs"] == case.get("layers", SIZES["layers"]) + case.get("mtp", 0)
     assert len(result["losses"]) >= 10
 
 

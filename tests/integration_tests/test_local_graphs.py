@@ -34,6 +34,8 @@ DATA_PARALLEL: list[dict[str, Any]] = [
     {"dropout": 0.1, **MOE},
     {"recompute": ["moe"], "microbatches": 2, **MOE},
     {"dropout": 0.1, "shared_experts": 64, "microbatches": 2, "dtype": "bf16", **MOE},
+    {"experts": 4, "capacity": 1.0, "microbatches": 2},
+    {"mtp": 1, "dropout": 0.1, "microbatches": 2},
     {"dropout": 0.1, "control": "local_graphs_recorded_again"},
 ]
 TENSOR_PARALLEL: list[dict[str, Any]] = [{"dropout": 0.1, "microbatches": 2}]
@@ -69,9 +71,14 @@ def results(compare_runs):
 
 
 def pairs_of_graphs(layout, case):
-    """How many pairs of a forward and a backward graph a rank has: two a MoE layer, in a pipeline one a micro-batch."""
-    layers = case.get("layers", LOCAL["layers"])
-    return layers * (2 if "experts" in case else 1) * (case["microbatches"] if layout == "PP2" else 2) // 2
+    """How many pairs of a forward and a backward graph a rank has: two a MoE layer in parts, in a pipeline one a micro-batch."""
+    layers = case.get("layers", LOCAL["layers"]) + case.get("mtp", 0)
+    return (
+        layers
+        * (2 if "moe_router" in case.get("modules", []) else 1)
+        * (case["microbatches"] if layout == "PP2" else 2)
+        // 2
+    )
 
 
 @pytest.mark.parametrize(("layout", "case"), [pytest.param(*run, id=f"{run[0]}: {name_of(run[1])}") for run in EQUAL])

@@ -38,6 +38,7 @@ class Case:
         transformer_engine: Whether layers are TransformerEngine's rather than Megatron's own.
         fsdp: Whether the model is under Megatron-FSDP rather than DistributedDataParallel.
         overlap_param_gather: Whether parameters are gathered where forward needs them, rather than by the optimizer.
+        mtp: Layers of multi-token prediction.
         virtual: Model chunks of each pipeline stage; None where the pipeline does not interleave chunks.
         strategy: Megatron-FSDP's sharding strategy.
         double_buffer: Whether parameters are gathered to, and gradients reduced from, fixed buffers.
@@ -61,6 +62,7 @@ class Case:
     transformer_engine: bool = False
     fsdp: bool = True
     overlap_param_gather: bool = True
+    mtp: int = 0
     virtual: int | None = None
     strategy: str = "optim_grads_params"
     double_buffer: bool = True
@@ -237,7 +239,11 @@ class Training:
         """The layers that are captured."""
         from megatron.core.utils import get_attr_wrapped_model
 
-        return [layer for chunk in self.chunks for layer in get_attr_wrapped_model(chunk, "decoder").layers]
+        layers = [layer for chunk in self.chunks for layer in get_attr_wrapped_model(chunk, "decoder").layers]
+        for chunk in self.chunks if self.case.mtp else ():
+            model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
+            layers += [layer.mtp_model_layer for layer in model.mtp.layers] if hasattr(model, "mtp") else []
+        return layers
 
     def capture(self, capture: Callable[["Training"], None]) -> None:
         """Call ``capture`` as megatron.training calls ``create_cudagraphs``."""
@@ -399,6 +405,7 @@ def _config(case: Case, graphs: bool):
         sequence_parallel=case.sequence_parallel,
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
+        mtp_num_layers=case.mtp or None,
         gradient_accumulation_fusion=case.fused_wgrad,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
@@ -427,6 +434,11 @@ def _gpt(case: Case, config, virtual_stage: int | None = None):
         from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
         spec.module = MoETransformerLayer  # the same layer, in parts that local graphs can hold
+    mtp = None
+    if case.mtp:
+        mtp = gpt_layer_specs.get_gpt_mtp_block_spec(
+            config, spec, use_transformer_engine=case.transformer_engine, vp_stage=virtual_stage
+        )
     return GPTModel(
         config,
         spec,
@@ -437,6 +449,7 @@ def _gpt(case: Case, config, virtual_stage: int | None = None):
         position_embedding_type="rope",
         share_embeddings_and_output_weights=True,
         vp_stage=virtual_stage,
+        mtp_block_spec=mtp,
     )
 
 

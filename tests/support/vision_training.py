@@ -15,7 +15,7 @@ class VisionTraining(Training):
     """A vision encoder in place of the GPT. A micro-batch is one image: vision encoders have a batch dimension of 1."""
 
     def _unwrapped_chunk(self, virtual_stage: int | None) -> torch.nn.Module:
-        return classifier(self.config)
+        return classifier(self.config, self.case.transformer_engine)
 
     def _batches(self, step: int) -> Iterator[Any]:
         from megatron.core import parallel_state
@@ -53,12 +53,17 @@ class VisionTraining(Training):
         return list(self._encoder.decoder.layers)
 
 
-def classifier(config: Any) -> torch.nn.Module:
+def classifier(config: Any, transformer_engine: bool = False) -> torch.nn.Module:
     """A model with a ``vision_model``, which returns the loss of each image."""
     from megatron.core.models.vision.clip_vit_model import CLIPViTModel
-    from megatron.core.models.vision.vit_layer_specs import get_vit_layer_with_local_spec
+    from megatron.core.models.vision import vit_layer_specs
     from megatron.core.transformer.enums import ModelType
     from megatron.core.transformer.module import MegatronModule
+
+    if transformer_engine:
+        spec = vit_layer_specs.get_vit_layer_with_transformer_engine_spec()
+    else:
+        spec = vit_layer_specs.get_vit_layer_with_local_spec()
 
     class Classifier(MegatronModule):
         def __init__(self):
@@ -66,7 +71,7 @@ def classifier(config: Any) -> torch.nn.Module:
             self.model_type = ModelType.encoder_or_decoder
             self.vision_model = CLIPViTModel(
                 config,
-                get_vit_layer_with_local_spec(),
+                spec,
                 patch_dim=PATCH,
                 img_h=SIDE,
                 img_w=SIDE,

@@ -62,8 +62,9 @@ class TestTraining:
 
     def test_draws_from_the_generator_state_that_is_in_use_around_the_layers(self):
         class DrawsWhereItIs(Layer):
-            def forward(self, hidden_states, **kwargs):
-                return super().forward(torch.nn.functional.dropout(hidden_states, 0.5, self.training), **kwargs)
+            def forward(self, hidden_states, *args, **kwargs):
+                dropped = torch.nn.functional.dropout(hidden_states, 0.5, self.training)
+                return super().forward(dropped, *args, **kwargs)
 
         def losses(graphs):
             torch.manual_seed(5)
