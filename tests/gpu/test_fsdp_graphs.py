@@ -2,19 +2,14 @@
 
 Layouts: data parallel over all GPUs; tensor parallel 2 with sequence parallelism; expert parallel 2 with expert tensor
 parallel 2 (four GPUs). MoE models of 4 TransformerEngine layers with shared experts, both engines. Then, data parallel,
-what else a job may turn on. ``EQUALITY_RESULTS=FILE`` writes all results there as JSON.
+what else a job may turn on.
 """
 
-import json
-import os
-import platform
 from itertools import product
-from pathlib import Path
 
 import pytest
-import torch
 
-from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES
+from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES, write_results
 from tests.support.launch import name_of
 
 LAYOUTS = {
@@ -75,29 +70,8 @@ def results(compare_runs):
             environment=DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": engine},
         )
         found[layout, engine] = {name_of(case): result for case, result in zip(cases, compared, strict=True)}
-        _write(found)
+        write_results("test_fsdp_graphs", found)
     return found
-
-
-def _write(found: dict) -> None:
-    if "EQUALITY_RESULTS" not in os.environ:
-        return
-    from importlib.metadata import version
-
-    packages = ("megatron-core", "transformer-engine", "megatron-fsdp-cuda-graphs")
-    report = {
-        "command": "EQUALITY_RESULTS=FILE make test-gpu",
-        "hardware": f"{GPUS} x {torch.cuda.get_device_name()}",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__}
-        | {package: version(package) for package in packages},
-        "sizes": SIZES,
-        "results": [
-            {"layout": layout, "engine": engine} | result
-            for (layout, engine), by_case in found.items()
-            for result in by_case.values()
-        ],
-    }
-    Path(os.environ["EQUALITY_RESULTS"]).write_text(json.dumps(report, indent=1))
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def results(compare_runs):
 
 
 def pairs_of_graphs(layout, case):
-    """How many pairs of a forward and a backward graph a rank has: two a MoE layer in parts, in a pipeline one a micro-batch."""
+    """How many pairs of graphs a rank has: two for a MoE layer in parts, in a pipeline one for each micro-batch."""
     layers = case.get("layers", LOCAL["layers"]) + case.get("mtp", 0)
     return (
         layers

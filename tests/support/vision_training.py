@@ -55,8 +55,8 @@ class VisionTraining(Training):
 
 def classifier(config: Any, transformer_engine: bool = False) -> torch.nn.Module:
     """A model with a ``vision_model``, which returns the loss of each image."""
-    from megatron.core.models.vision.clip_vit_model import CLIPViTModel
     from megatron.core.models.vision import vit_layer_specs
+    from megatron.core.models.vision.clip_vit_model import CLIPViTModel
     from megatron.core.transformer.enums import ModelType
     from megatron.core.transformer.module import MegatronModule
 
