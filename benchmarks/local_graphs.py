@@ -95,6 +95,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         sequence=args.sequence,
         micro_batch=1,
         microbatches=args.microbatches,
+        bucket=40_000_000,
         transformer_engine=args.transformer_engine,
     )
     with tempfile.TemporaryDirectory() as folder:

@@ -50,7 +50,7 @@ MORE: list[dict] = [
 
 
 def _cases(layout: str) -> list[dict]:
-    return [*MOE, *MORE] if layout == "data parallel" else MOE
+    return [*MOE, *(MORE if layout == "data parallel" else MORE[1:2])]
 
 
 RUNS = [(layout, engine) for layout in LAYOUTS for engine in ENGINES if LAYOUTS[layout][2] <= max(GPUS, 1)]

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 
 VOCABULARY = 128
-BUCKET = 10_000  # parameters of a gradient bucket of DistributedDataParallel: several a model
 
 
 @dataclass(frozen=True)
@@ -40,6 +39,7 @@ class Case:
         overlap_param_gather: Whether parameters are gathered where forward needs them, rather than by the optimizer.
         mtp: Layers of multi-token prediction.
         virtual: Model chunks of each pipeline stage; None where the pipeline does not interleave chunks.
+        bucket: Parameters in a gradient bucket of DistributedDataParallel; few, so that a model has several.
         strategy: Megatron-FSDP's sharding strategy.
         double_buffer: Whether parameters are gathered to, and gradients reduced from, fixed buffers.
         unchecked: Whether graphs are attempted without what Megatron-FSDP needs for them.
@@ -64,6 +64,7 @@ class Case:
     overlap_param_gather: bool = True
     mtp: int = 0
     virtual: int | None = None
+    bucket: int = 10_000
     strategy: str = "optim_grads_params"
     double_buffer: bool = True
     unchecked: bool = False
@@ -482,7 +483,7 @@ def _under_ddp(case: Case, config, model):
         overlap_param_gather=case.overlap_param_gather,
         align_param_gather=case.virtual is not None,
         grad_reduce_in_fp32=True,
-        bucket_size=BUCKET,
+        bucket_size=case.bucket,
     )
     return DistributedDataParallel(config, options, _on_device(case, config, model))
 

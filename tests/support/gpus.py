@@ -3,6 +3,7 @@
 import json
 import os
 import platform
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
 PACKAGES = ("megatron-core", "transformer-engine", "megatron-fsdp-cuda-graphs")
 
 
-def write_results(name: str, found: dict[tuple[str, ...], dict[str, dict[str, Any]]]) -> None:
+def write_results(name: str, found: Mapping[Any, dict[str, Any]]) -> None:
     """Write the results of ``tests/gpu/NAME.py`` to ``$EQUALITY_RESULTS/NAME.json``, if that folder is named.
 
     Args:
