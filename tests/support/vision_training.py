@@ -1,21 +1,22 @@
 """Trains megatron-core's CLIP vision encoder, with a linear classifier, under Megatron-FSDP."""
 
+import math
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from .fsdp_training import Training
+from .fsdp_training import Case, Training
 
-PATCH, SIDE, CLASSES = 4, 16, 10  # pixels of a patch and of an image a side; classes
+PATCH, CLASSES = 4, 10  # pixels of a side of a patch; classes
 
 
 class VisionTraining(Training):
     """A vision encoder in place of the GPT. A micro-batch is one image: vision encoders have a batch dimension of 1."""
 
     def _unwrapped_chunk(self, virtual_stage: int | None) -> torch.nn.Module:
-        return classifier(self.config, self.case.transformer_engine)
+        return classifier(self.config, _side(self.case), self.case.transformer_engine)
 
     def _batches(self, step: int) -> Iterator[Any]:
         from megatron.core import parallel_state
@@ -23,7 +24,8 @@ class VisionTraining(Training):
         ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
         generator = torch.Generator().manual_seed(step)
         count = self.case.microbatches_of(step)
-        images = torch.randn(ranks, count, 1, 3, SIDE, SIDE, generator=generator)[rank]
+        side = _side(self.case)
+        images = torch.randn(ranks, count, 1, 3, side, side, generator=generator)[rank]
         labels = torch.randint(0, CLASSES, (ranks, count, 1), generator=generator)[rank]
         for image, label in zip(images.to(self.case.torch_dtype), labels, strict=True):
             yield SimpleNamespace(images=image.cuda(), labels=label.cuda())
@@ -53,8 +55,13 @@ class VisionTraining(Training):
         return list(self._encoder.decoder.layers)
 
 
-def classifier(config: Any, transformer_engine: bool = False) -> torch.nn.Module:
-    """A model with a ``vision_model``, which returns the loss of each image."""
+def _side(case: Case) -> int:
+    """Pixels of a side of the images that have ``case.sequence`` patches, or somewhat fewer: they are square."""
+    return PATCH * math.isqrt(case.sequence)
+
+
+def classifier(config: Any, side: int, transformer_engine: bool = False) -> torch.nn.Module:
+    """A model with a ``vision_model``, which returns the loss of each image of ``side`` times ``side`` pixels."""
     from megatron.core.models.vision import vit_layer_specs
     from megatron.core.models.vision.clip_vit_model import CLIPViTModel
     from megatron.core.transformer.enums import ModelType
@@ -73,8 +80,8 @@ def classifier(config: Any, transformer_engine: bool = False) -> torch.nn.Module
                 config,
                 spec,
                 patch_dim=PATCH,
-                img_h=SIDE,
-                img_w=SIDE,
+                img_h=side,
+                img_w=side,
                 model_subtype="internvit",  # the others have norms that want Apex or TransformerEngine
             )
             self.head = torch.nn.Linear(config.hidden_size, CLASSES)

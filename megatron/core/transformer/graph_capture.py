@@ -267,8 +267,9 @@ class Capture:
         Raises:
             RuntimeError: something in the context cannot be captured.
         """
-        # Backward passes of TransformerEngine leave cycles that hold gradients, and nobody collects garbage meanwhile.
-        gc.collect(0)
+        # Autograd marks gradients as used on the stream of their AccumulateGrad node. If that is not this stream, torch
+        # does not use their memory again until it sees that the other is done with it, for which it looks here only.
+        torch.cuda.empty_cache()
         # "thread_local": threads that pin memory or watch NCCL may go on meanwhile.
         try:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")

@@ -27,13 +27,14 @@ from megatron.core.transformer.layer_graph import LayerGraph
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_fsdp_cuda_graphs.overlay import upstream
 from tests.support import fsdp_training, vision_training
-from tests.support.vision_training import CLASSES, SIDE
+from tests.support.vision_training import CLASSES, PATCH
 
 from .captured_cases import Forward, assert_same_bits, copies, descend, device_tensor, none_outputs
 
 UPSTREAM = upstream("megatron.core.transformer.cuda_graphs")
 MICROBATCHES = 3
 ORDERS = {1: [1, -1, 1, -1, 1, -1], 2: [1, 1, -1, 1, -1, -1]}  # by the number of pipeline stages
+SIDE = 4 * PATCH
 TOKENS = 17  # 16 patches and a class token
 
 
@@ -85,7 +86,7 @@ def new_model(graphs=True, modules=()):
     layers = 2 * parallel_state.get_pipeline_model_parallel_world_size()
     case = fsdp_training.Case(vision=True, layers=layers, hidden=32, heads=2, dropout=0.1, modules=modules)
     config = fsdp_training._config(case, graphs)
-    return vision_training.classifier(config).cuda(), config
+    return vision_training.classifier(config, SIDE).cuda(), config
 
 
 def helper_for(model, config, **arguments):

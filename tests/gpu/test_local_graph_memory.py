@@ -1,0 +1,47 @@
+"""Memory of local graphs on a GPU: what a graph no longer needs serves the graphs after it."""
+
+import pytest
+import torch
+
+from megatron.core.tensor_parallel import random as tensor_parallel_random
+from megatron.core.transformer.cuda_graphs import create_cudagraphs, delete_cuda_graphs
+from tests.unit_tests.core.transformer.local_graph_cases import Layer, Stack, use_graphable_rng
+
+WIDTH = 2048
+
+
+@pytest.fixture
+def trackers(monkeypatch):
+    """The RNG trackers of the process, put back at the end."""
+    for name in ("_CUDA_RNG_STATE_TRACKER", "_CUDA_RNG_STATE_TRACKER_INITIALIZED"):
+        monkeypatch.setattr(tensor_parallel_random, name, getattr(tensor_parallel_random, name))
+
+
+def memory_of_graphs(layers: int) -> int:
+    """Bytes that the graphs of so many layers take, whose weights add their gradients to main gradients."""
+    with torch.cuda.stream(torch.cuda.Stream()):
+        model = Stack([Layer(number + 1) for number in range(layers)])
+        for module in (model.before, model.after, *(layer.linear for layer in model.layers)):
+            module.weight = torch.nn.Parameter(torch.randn(WIDTH, WIDTH) / WIDTH)
+            module.bias = torch.nn.Parameter(torch.zeros(WIDTH))
+        model.cuda()
+        nodes = []
+        for layer in model.layers:
+            for param in layer.parameters():
+                param.main_grad = torch.zeros_like(param)
+                # As DistributedDataParallel does, which keeps the node on this stream alive.
+                nodes.append(param.expand_as(param).grad_fn.next_functions[0][0])
+        model(torch.randn(4, WIDTH, device="cuda")).square().mean().backward()
+        found = create_cudagraphs()
+        torch.cuda.synchronize()
+        delete_cuda_graphs()
+    assert found is not None
+    return int(found["reserved_bytes"])
+
+
+def test_gradients_of_one_layer_after_the_other_take_the_memory_of_one(trackers):
+    delete_cuda_graphs()
+    use_graphable_rng()
+    memory_of_graphs(1)  # what is set up once
+    gradient = WIDTH * WIDTH * 4
+    assert memory_of_graphs(10) - memory_of_graphs(2) < 4 * gradient
