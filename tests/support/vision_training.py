@@ -82,6 +82,8 @@ def classifier(config: Any, side: int, transformer_engine: bool = False) -> torc
                 patch_dim=PATCH,
                 img_h=side,
                 img_w=side,
+                # With an odd number of tokens TransformerEngine's attention takes another kernel under capture.
+                add_class_token=False,
                 model_subtype="internvit",  # the others have norms that want Apex or TransformerEngine
             )
             self.head = torch.nn.Linear(config.hidden_size, CLASSES)

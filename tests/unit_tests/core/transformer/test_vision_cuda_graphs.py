@@ -35,7 +35,7 @@ UPSTREAM = upstream("megatron.core.transformer.cuda_graphs")
 MICROBATCHES = 3
 ORDERS = {1: [1, -1, 1, -1, 1, -1], 2: [1, 1, -1, 1, -1, -1]}  # by the number of pipeline stages
 SIDE = 4 * PATCH
-TOKENS = 17  # 16 patches and a class token
+TOKENS = 16  # a patch each
 
 
 @contextmanager
