@@ -85,18 +85,26 @@ class ArgMetadata:
 def tree_map(func: Callable[[Any], Any], tree: Any) -> Any:
     """Map ``func`` over the leaves of ``tree``: of tuples, lists, dicts and dataclasses, nested in any way.
 
-    A dataclass is copied with its fields mapped and nothing else changed: ``__post_init__`` does not run.
+    A dataclass is copied with its fields mapped and nothing else changed: ``__post_init__`` does not run. Whatever else
+    torch's ``tree_map`` takes apart (named tuples, say) is too.
     """
-
-    def map_leaf(leaf: Any) -> Any:
-        if not _is_dataclass(leaf):
-            return func(leaf)
-        mapped = copy.copy(leaf)
-        for field in dataclasses.fields(leaf):
-            object.__setattr__(mapped, field.name, tree_map(func, getattr(leaf, field.name)))  # it may be frozen
+    kind = type(tree)
+    if kind is tuple or kind is list:  # the usual kinds, many times faster than by torch's
+        return kind([tree_map(func, item) for item in tree])
+    if kind is dict:
+        return {key: tree_map(func, item) for key, item in tree.items()}
+    if tree is None or isinstance(tree, _LEAVES):
+        return func(tree)
+    if _is_dataclass(tree):
+        mapped = copy.copy(tree)
+        for field in dataclasses.fields(tree):
+            object.__setattr__(mapped, field.name, tree_map(func, getattr(tree, field.name)))  # it may be frozen
         return mapped
+    return pytree_map(lambda leaf: func(leaf) if leaf is tree else tree_map(func, leaf), tree)
 
-    return pytree_map(map_leaf, tree)
+
+# What has no leaves inside.
+_LEAVES = (torch.Tensor, ArgMetadata, bool, int, float, str)
 
 
 def leaves_of(tree: Any) -> list[Any]:
