@@ -58,7 +58,7 @@ def main() -> None:
     }
     args.output.write_text(json.dumps(report, indent=1) + "\n")
     for row in rows:
-        print(json.dumps(row))
+        print(json.dumps({name: value for name, value in row.items() if name != "losses"}))
 
 
 def run(args: argparse.Namespace, graphs: str, virtual: int | None, reuse: bool) -> dict[str, Any]:
@@ -71,7 +71,8 @@ def run(args: argparse.Namespace, graphs: str, virtual: int | None, reuse: bool)
     ]
     file = args.output.with_suffix(".part")
     launch = [sys.executable, "-W", "ignore", "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    subprocess.run([*launch, *sys.argv, "--output", str(file), *options], check=True)
+    deterministic = os.environ | {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+    subprocess.run([*launch, *sys.argv, "--output", str(file), *options], check=True, env=deterministic)
     figures = json.loads(file.read_text())
     file.unlink()
     return figures

@@ -5,7 +5,8 @@
 Trains a GPT on one rank under DistributedDataParallel, each time in a process of its own: eagerly, with this patch's
 local graphs, and with megatron-core's (MEGATRON_FSDP_CUDA_GRAPHS=0), one after the other, as many rounds as asked.
 Writes down the median time of a replayed step, the time that the capture takes, and the memory that is allocated and
-reserved after it; and this patch's figures as ratios to megatron-core's, of the medians over rounds.
+reserved after it; this patch's figures as ratios to megatron-core's, of the medians over rounds; and in how many rounds
+all losses were those of the eager training.
 
 Needs a GPU; without one the CPU backend takes its place, to show that it works: its times are a tape's, and what memory
 it takes is not known.
@@ -14,11 +15,13 @@ it takes is not known.
 import argparse
 import json
 import os
+import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +53,29 @@ def main() -> None:
     }
     ours, theirs = medians["this patch"], medians["megatron-core"]
     ratios = {figure: ours[figure] / theirs[figure] if theirs[figure] else None for figure in FIGURES}
-    options = {name: value for name, value in vars(args).items() if name not in ("output", "variant")}
-    args.output.write_text(
-        json.dumps({"options": options, "ratios": ratios, "medians": medians, "rounds": rounds}, indent=1) + "\n"
-    )
-    print(json.dumps({"ratios": ratios, "medians": medians}, indent=1))
+    import torch
+
+    report = {
+        "command": " ".join(["python", *sys.argv]),
+        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU backend",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__}
+        | {name: version(name) for name in ("megatron-core", "megatron-fsdp-cuda-graphs")},
+        "ratios": ratios,
+        "equal_losses": {
+            variant: sum(each[variant]["losses"] == each["eager"]["losses"] for each in rounds) for variant in VARIANTS
+        },
+        "medians": medians,
+        "rounds": rounds,
+    }
+    args.output.write_text(json.dumps(report, indent=1) + "\n")
+    print(json.dumps({name: report[name] for name in ("ratios", "equal_losses", "medians")}, indent=1))
 
 
 def run(variant: str) -> dict[str, Any]:
     """Measure one variant in a process of its own."""
     done = subprocess.run(
         [sys.executable, "-W", "ignore", *sys.argv, "--variant", variant],
-        env=os.environ | {"MEGATRON_FSDP_CUDA_GRAPHS": VARIANTS[variant][1]},
+        env=os.environ | {"MEGATRON_FSDP_CUDA_GRAPHS": VARIANTS[variant][1], "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
         stdout=subprocess.PIPE,
         text=True,
         check=True,
