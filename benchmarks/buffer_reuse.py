@@ -23,6 +23,7 @@ from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 GRAPHS = ("transformer_engine", "local")
+OPTIONS = ("layers", "hidden", "sequence", "microbatches")
 
 
 def main() -> None:
@@ -47,10 +48,11 @@ def main() -> None:
         for virtual in (None, 2)
         for reuse in (True, False)
     ]
+    options = " ".join(f"--{name} {getattr(args, name)}" for name in OPTIONS)
     import torch
 
     report = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": f"python benchmarks/buffer_reuse.py {options}" + args.cpu * " --cpu",
         "hardware": "CPU backend" if args.cpu else f"2 x {torch.cuda.get_device_name()}",
         "versions": {"python": platform.python_version(), "torch": torch.__version__}
         | {name: version(name) for name in ("megatron-core", "megatron-fsdp-cuda-graphs")},

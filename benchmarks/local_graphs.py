@@ -27,6 +27,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 VARIANTS = {"eager": ("none", "1"), "this patch": ("local", "1"), "megatron-core": ("local", "0")}
+OPTIONS = ("rounds", "steps", "layers", "hidden", "sequence", "microbatches")
 FIGURES = ("step_ms", "capture_s", "allocated_MiB", "reserved_MiB")
 
 
@@ -53,10 +54,11 @@ def main() -> None:
     }
     ours, theirs = medians["this patch"], medians["megatron-core"]
     ratios = {figure: ours[figure] / theirs[figure] if theirs[figure] else None for figure in FIGURES}
+    options = " ".join(f"--{name} {getattr(args, name)}" for name in OPTIONS)
     import torch
 
     report = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": f"python benchmarks/local_graphs.py {options}" + args.transformer_engine * " --transformer-engine",
         "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU backend",
         "versions": {"python": platform.python_version(), "torch": torch.__version__}
         | {name: version(name) for name in ("megatron-core", "megatron-fsdp-cuda-graphs")},

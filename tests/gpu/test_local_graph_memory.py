@@ -45,5 +45,5 @@ def test_gradients_of_one_layer_after_the_other_take_the_memory_of_one(trackers)
     memory_of_graphs(1)  # what is set up once
     gradient = WIDTH * WIDTH * 4
     few, many = memory_of_graphs(2), memory_of_graphs(10)
-    assert 0 < few
+    assert few > 0
     assert many - few < 4 * gradient
