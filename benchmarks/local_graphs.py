@@ -98,7 +98,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
         cpu_backend.install()
     from megatron.core import parallel_state
     from megatron.core.pipeline_parallel import schedules
-    from tests.support.fsdp_training import Case, Training
+    from tests.support.training import Case, Training
 
     impl = VARIANTS[args.variant][0]
     case = Case(

@@ -34,6 +34,7 @@ def memory_of_graphs(layers: int) -> int:
         model(torch.randn(4, WIDTH, device="cuda")).square().mean().backward()
         assert create_cudagraphs() is not None
         pool = CudaGraphManager.global_mempool
+        assert pool is not None
         segments = [each for each in torch.cuda.memory_snapshot() if tuple(each["segment_pool_id"]) == tuple(pool)]
         delete_cuda_graphs()
     return sum(segment["total_size"] for segment in segments)

@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 tests/support/compare_runs.py --cases cases.json --output results.json --tp 2
 
-``cases.json`` is a list of keyword arguments of ``fsdp_training.Case``; a further one, ``control``, names one of
+``cases.json`` is a list of keyword arguments of ``training.Case``; a further one, ``control``, names one of
 ``controls.CONTROLS`` to capture with. Without a GPU the CPU backend takes its place. Each layout of ranks needs
 processes of its own: NCCL keeps the memory of communicators that are not used any more.
 """
@@ -34,7 +34,7 @@ from tests.support import fused_weight_gradient_mlp_cuda  # noqa: E402
 sys.modules.setdefault("fused_weight_gradient_mlp_cuda", fused_weight_gradient_mlp_cuda)
 
 from tests.support.controls import CONTROLS  # noqa: E402
-from tests.support.fsdp_training import Case, Trace, train  # noqa: E402
+from tests.support.training import Case, Trace, train  # noqa: E402
 
 
 def main() -> None:

@@ -5,7 +5,7 @@ from unittest import mock
 
 import torch
 
-from .fsdp_training import Training
+from .training import Training
 
 
 def dead_replay(training: Training) -> None:

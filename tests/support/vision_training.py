@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .fsdp_training import Case, Training
+from .training import Case, Training
 
 PATCH, CLASSES = 4, 10  # pixels of a side of a patch; classes
 

@@ -8,8 +8,8 @@ from unittest import mock
 
 import torch
 
-from tests.support import fsdp_training
-from tests.support.fsdp_training import Case
+from tests.support import training
+from tests.support.training import Case
 
 SMALL = {"layers": 2, "hidden": 32, "sequence": 16, "steps": 3}
 
@@ -63,7 +63,7 @@ class Variant:
     def build(self, *, upstream: bool = False, graphs: bool = False) -> torch.nn.Module:
         """The wrapped model, without an optimizer."""
         with self.in_place(upstream=upstream):
-            return fsdp_training._model(self.case, fsdp_training._config(self.case, graphs))
+            return training._model(self.case, training._config(self.case, graphs))
 
 
 def small(**changes: Any) -> Case:
@@ -81,7 +81,7 @@ def upstream_class() -> type:
 
 def run_backward(model: torch.nn.Module, case: Case) -> None:
     """Forward and backward of one micro-batch."""
-    batch = next(fsdp_training._batches(case, 0))
+    batch = next(training._batches(case, 0))
     model(batch.tokens, batch.positions, batch.mask, labels=batch.labels).float().mean().backward()
 
 
