@@ -4,7 +4,7 @@ import gc
 import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
@@ -108,18 +108,23 @@ def tidied_after_failure(pool: tuple, modules: Sequence[torch.nn.Module], recipe
         raise
 
 
-@contextmanager
-def undisturbed_buffers(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+def undisturbed_buffers(modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
     """Put the buffers of ``modules`` (token counts of an MoE router, say) back to what they held before warm-up."""
-    saved = {buffer: buffer.clone() for module in modules for buffer in module.buffers()}
+    return undisturbed_tensors(buffer for module in modules for buffer in module.buffers())
+
+
+@contextmanager
+def undisturbed_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Put ``tensors`` back to what they held before warm-up."""
+    saved = {tensor: tensor.clone() for tensor in tensors}
     try:
         yield
     finally:
-        with torch.inference_mode():  # in which buffers that were made in it can be written too
-            for buffer, value in saved.items():
+        with torch.inference_mode():  # in which tensors that were made in it can be written too
+            for tensor, value in saved.items():
                 # Others may be expanded, which cannot be written, or saved for a backward pass, which would notice.
-                if not torch.equal(buffer, value):
-                    buffer.copy_(value)
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
 
 
 @contextmanager

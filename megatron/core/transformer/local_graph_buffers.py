@@ -125,16 +125,19 @@ class StaticBuffers:
         """Let the graphs that return ``metas`` read ``grads``, which a backward graph computes, and hold these.
 
         Returns:
-            The indices of those that no graph reads: of these nobody knows when they have been read.
+            The indices of those that no graph reads: of these nobody knows when they have been read. One gradient of
+            two inputs is lent once: what autograd adds to it for the other would be read by both.
         """
         global bwd_buffer_reuse_ref_count
-        escaping = set()
+        escaping: set[int] = set()
+        lent: set[int] = set()
         for index, (meta, grad) in enumerate(zip(metas, grads, strict=True)):
             if grad is None:
                 continue
             self.hold(grad)
             known = _metadata(meta)
-            if known.is_cudagraph_output and known.bwd_cudagraph_buffer is None:
+            if known.is_cudagraph_output and known.bwd_cudagraph_buffer is None and _storage(grad) not in lent:
+                lent.add(_storage(grad))
                 known.bwd_cudagraph_buffer = grad
                 bwd_buffer_reuse_ref_count += 1
             else:
@@ -170,7 +173,8 @@ class StaticInput:
 
     Attributes:
         tensor: The static tensor, without grad.
-        only_copied_to: Whether nothing but ``put`` writes it. Then a value that is there already is not copied again.
+        only_copied_to: Whether nothing but ``put`` writes it. Then a tensor that several graphs of a step take is
+            copied once, unless it is changed in between in a way that autograd notices.
         address, stride: Its address and strides.
     """
 
@@ -182,6 +186,10 @@ class StaticInput:
 
     def __post_init__(self) -> None:
         self.address, self.stride = self.tensor.data_ptr(), self.tensor.stride()
+
+    def forget(self) -> None:
+        """At the end of a step: optimizers change parameters in ways that their version does not tell."""
+        self._given = None
 
     def put(self, given: torch.Tensor, in_use: bool) -> bool:
         """Let the memory hold the value of ``given``.

@@ -2,17 +2,16 @@
 
 import gc
 import inspect
-import sys
 from collections.abc import Callable, Hashable
 from typing import Any, ClassVar
 
 import torch
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker, is_checkpointing
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
 from . import capture_state
-from .graph_arguments import ArgMetadata, tensors_of, with_tensors
+from .graph_arguments import ArgMetadata, described, tensors_of, with_tensors
 from .graph_capture import (
     capture_stream,
     leave_default_stream,
@@ -20,6 +19,7 @@ from .graph_capture import (
     transformer_engine_flag,
     undisturbed_gc,
     undisturbed_rng,
+    undisturbed_tensors,
 )
 from .local_graph_nodes import _GraphStatus
 from .local_graph_record import _CudagraphGlobalRecord
@@ -153,6 +153,8 @@ class CudaGraphManager(torch.nn.Module):
                     "for their backward passes. Under pipeline parallelism --cuda-graph-impl local needs no more "
                     "micro-batches in a step than the first one had (--global-batch-size, --rampup-batch-size)."
                 )
+            if wants_grad and not runner.grad_enabled:
+                raise RuntimeError(self._why_none(megatron_module, args, kwargs, wants_grad))
             self.cudagraph_runners.append(self.cudagraph_runners.pop(0))
             return runner
         if created and not self._inline_capture:
@@ -170,8 +172,9 @@ class CudaGraphManager(torch.nn.Module):
     def _why_none(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], wants_grad: bool) -> str:
         lines = [
             f"no CUDA graph of {type(module).__name__} is for this call. With --cuda-graph-impl local every step needs "
-            "the same --seq-length, --micro-batch-size and order of passes as the first one; delete_cuda_graphs() lets "
-            "the next step be recorded anew."
+            "the same --seq-length, --micro-batch-size and order of passes as the first one, and under pipeline "
+            "parallelism --global-batch-size if activations are computed again (--recompute-modules); "
+            "delete_cuda_graphs() lets the next step be recorded anew."
         ]
         for runner in self.cudagraph_runners:
             problems = runner.get_mismatch_errors(args, kwargs)
@@ -204,7 +207,7 @@ class CudaGraphManager(torch.nn.Module):
             if cache_key is None and context is not None:
                 cache_key = _key_of(context, args, kwargs)
             output = self._run_inline(megatron_module, args, kwargs, cache_key)
-        elif _CudagraphGlobalRecord.capture_failed or not (self.training or _in_checkpoint()):
+        elif _CudagraphGlobalRecord.capture_failed or not self.training:
             return self._run_eagerly(megatron_module, args, kwargs)
         elif _CudagraphGlobalRecord.cudagraph_created:
             output = self._replay(megatron_module, args, kwargs)
@@ -254,7 +257,8 @@ class CudaGraphManager(torch.nn.Module):
             # Inference captures many graphs, one by one: walks through all objects would take longer than that.
             with undisturbed_gc(collects=False), undisturbed_rng(), transformer_engine_flag(), capture_stream():
                 make_generators_safe()
-                runner.warm_up([tensor.detach().clone() for tensor in given])
+                with undisturbed_tensors(_states_of(kwargs.get("inference_context"), runner.base_module)):
+                    runner.warm_up([tensor.detach().clone() for tensor in given])
                 static = [record.static_input(tensor) for tensor in given]
                 values, named = with_tensors((args, kwargs), iter(static))
                 runner.create_fwd_graph(values, named, clone_inputs=False)
@@ -265,7 +269,7 @@ class CudaGraphManager(torch.nn.Module):
             capture_state._set_capture_end()
         runner.finish({}, {})
         record.inference_outputs |= runner.output_addresses
-        record.cudagraph_inference_record.append((runner, "fwd", args, kwargs))
+        record.cudagraph_inference_record.append((runner, "fwd", described(args), described(kwargs)))
 
     # ------------------------------------------------------------------------------------------------- life cycle
 
@@ -369,15 +373,16 @@ def _refuse_fsdp(module: torch.nn.Module) -> None:
                 )
 
 
-def _in_checkpoint() -> bool:
-    """Whether activations are being computed again for a backward pass."""
-    distributed = sys.modules.get("transformer_engine.pytorch.distributed")
-    return is_checkpointing() or (distributed is not None and distributed.is_fp8_activation_recompute_enabled())
+def _states_of(context: Any, module: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    """What a layer keeps in a context of static batching, or all layers: Mamba's states advance in every call."""
+    states = getattr(context, "key_value_memory_dict", {})
+    number = getattr(module, "layer_number", None)
+    return tensors_of((states[number],) if number in states else tuple(states.values()))
 
 
 def _key_of(context: Any, args: tuple, kwargs: dict[str, Any]) -> Hashable:
     """What graphs for inference are told apart by."""
     if context.is_static_batching():
-        hidden_states = kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
-        return tuple(hidden_states.shape), context.is_decode_only()
+        first = kwargs["hidden_states"] if "hidden_states" in kwargs else tensors_of(args, kwargs)[0]
+        return tuple(first.shape), context.is_decode_only()
     return context.padded_batch_dimensions

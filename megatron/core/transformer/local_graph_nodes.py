@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .graph_replay import Replay, ReplayNode
+from .graph_replay import Replay, ReplayNode, ReplayOptions, Tensors
 from .local_graph_buffers import StaticInput
 from .local_graph_record import _CudagraphGlobalRecord
 
@@ -98,11 +98,13 @@ class LocalReplay(Replay):
 
     Attributes:
         static_inputs: Each with the runners, a bit each, that hold its value from their forward to their backward pass.
+        leaves: The indices of the inputs of the last forward pass whose gradient becomes their ``grad``.
     """
 
     def __init__(self, *args: Any):
         super().__init__(*args)
         self.static_inputs: list[tuple[StaticInput, int]] = []
+        self.leaves: list[int] = []
 
     def place(self, inputs: Sequence[torch.Tensor]) -> None:
         """Copy ``inputs``, which parameters may follow, to where the forward graph reads them.
@@ -118,6 +120,20 @@ class LocalReplay(Replay):
                     "or came straight from another graph, and now it is another tensor. With --cuda-graph-impl local "
                     "every step must pass tensors from layer to layer as the first one did."
                 )
+        given = inputs[: len(self.static_inputs)]
+        self.leaves = [index for index, each in enumerate(given) if each.requires_grad and each.is_leaf]
+
+    def backward(self, grads: Tensors, options: ReplayOptions | None) -> list[torch.Tensor | None]:
+        """Copy the outputs' gradients to their static places and run the backward graph.
+
+        Raises:
+            RuntimeError: there is no backward graph.
+        """
+        results = super().backward(grads, options)
+        for index in self.leaves:  # the next micro-batch would write into a static one before it is added
+            grad = results[index]
+            results[index] = grad if grad is None else grad.clone()
+        return results
 
     def reset(self) -> None:
         """Let go of the graphs and of all tensors."""

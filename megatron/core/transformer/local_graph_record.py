@@ -39,12 +39,13 @@ class _CudagraphGlobalRecord:
         cudagraph_record: ``(runner, "fwd", args, kwargs, outputs)``, with descriptions in the place of tensors, and
             ``(runner, "bwd")``.
         cudagraph_inference_record: ``(runner, "fwd", args, kwargs)`` of graphs that were captured at once, for
-            inference.
+            inference; with descriptions too.
         tensor_reuse_pool: Static tensors that no graph writes.
         buffers: Who uses which static tensor while graphs are captured.
         recording: Another object in each recording, by which tensors that were noted in an earlier one are told.
         capture_failed: Whether the last capture failed: modules run eagerly until ``delete_cuda_graphs``.
         in_flight: The runners between their forward and their backward pass, a bit each.
+        addresses_checked: Whether it is known of this step that all parameters are where graphs use them.
         managers: All living managers.
         inference_outputs: Addresses of what graphs for inference return.
         inference_inputs: For tensors that graphs for inference take where these read them.
@@ -58,10 +59,12 @@ class _CudagraphGlobalRecord:
     recording = object()
     capture_failed = False
     in_flight = 0
+    addresses_checked = False
     managers: weakref.WeakSet = weakref.WeakSet()
     inference_outputs: set[int] = set()
     inference_inputs = WeakTensorKeyDictionary()
     _runners: list[Any] = []
+    _static_inputs: list[StaticInput] = []
     _capturing: str | None = None
 
     @classmethod
@@ -134,6 +137,7 @@ class _CudagraphGlobalRecord:
         )
         cls.cudagraph_created = True
         cls.cudagraph_record = []
+        cls._begin_step()
         return stats
 
     @classmethod
@@ -170,6 +174,7 @@ class _CudagraphGlobalRecord:
         static_inputs: dict[int, StaticInput] = {}
         for runner in cls._runners:
             runner.finish(static_inputs, users)
+        cls._static_inputs = list(static_inputs.values())
 
     @classmethod
     def _warm_up(cls) -> None:
@@ -201,14 +206,18 @@ class _CudagraphGlobalRecord:
     def _begin_step(cls) -> None:
         """At the end of a step: whatever passes it left out will not come any more."""
         cls.in_flight = 0
+        cls.addresses_checked = False
         for manager in cls.managers:
             manager.begin_step()
+        for static in cls._static_inputs:
+            static.forget()
 
     @classmethod
     def static_input(cls, given: torch.Tensor) -> torch.Tensor:
         """Where a graph for inference reads ``given``: where another graph puts it, or else in memory of its own.
 
-        All graphs that take one tensor read it there: every replay copies its inputs before it runs.
+        All graphs that take one tensor read it there: every replay copies its inputs before it runs. Who gives a graph
+        that was captured on another's output something else later overwrites that output.
         """
         if given.data_ptr() in cls.inference_outputs:
             return given.detach()
@@ -218,6 +227,17 @@ class _CudagraphGlobalRecord:
                 static = torch.empty_like(given, requires_grad=False).copy_(given)
             cls.inference_inputs[given] = static
         return static
+
+    @classmethod
+    def check_addresses(cls) -> None:
+        """Refuse to replay where a parameter or a main gradient is not where the graphs use it; once a step.
+
+        Raises:
+            RuntimeError: names the parameter.
+        """
+        for runner in cls._runners:
+            runner.refuse_moved_parameters()
+        cls.addresses_checked = True
 
     @classmethod
     def refuse_order(cls, runner: Any, others: int) -> NoReturn:
@@ -243,6 +263,7 @@ class _CudagraphGlobalRecord:
             entry[0].reset()
         cls.cudagraph_created = False
         cls.cudagraph_record, cls.cudagraph_inference_record, cls._runners = [], [], []
+        cls._static_inputs = []
         cls.tensor_reuse_pool = TensorReusePool()
         cls.buffers = StaticBuffers(cls.tensor_reuse_pool)
         cls.recording = object()

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -108,6 +109,9 @@ class _CudaGraphRunner(torch.nn.Module):
         self._escaping: set[int] = set()
         self.findings = Findings()
         self._rng_state = state_in_use()
+        self._autocast: Callable[[], AbstractContextManager] = nullcontext
+        self._output_addresses: list[int] = []
+        self._addresses: list[tuple[torch.Tensor, int, int]] = []
 
     @property
     def name(self) -> str:
@@ -152,13 +156,16 @@ class _CudaGraphRunner(torch.nn.Module):
         differentiable = [tensor for tensor in tensors_of(output) if tensor.requires_grad] if self.grad_enabled else []
         if differentiable and torch.is_grad_enabled():
             noted = _CudagraphRecordNode.apply(self, *differentiable)
-            noted = dict(zip(map(id, differentiable), (noted,) if len(differentiable) == 1 else noted, strict=True))
-            output = with_tensors(output, iter([noted.get(id(tensor), tensor) for tensor in tensors_of(output)]))
+            noted = iter((noted,) if len(differentiable) == 1 else noted)
+            output = with_tensors(
+                output, iter([next(noted) if tensor.requires_grad else tensor for tensor in tensors_of(output)])
+            )
             self.status = _GraphStatus.BWD_READY
         if not self.fwd_graph_recorded:
             self.apply_cudagraph_record_metadata(args, kwargs, output)
             self._quantization = quantization_in_force()
             self._rng_state = state_in_use()
+            self._autocast = _autocast_in_force(tensors_of(args, kwargs))
             _CudagraphGlobalRecord.record_fwd_graph(self, described(args), described(kwargs), described(output))
             self.fwd_graph_recorded = True
         return output
@@ -196,7 +203,7 @@ class _CudaGraphRunner(torch.nn.Module):
         undisturbed = undisturbed_buffers([self.base_module]) if self.grad_enabled else nullcontext()
         with self._capturing(), undisturbed, undisturbed_moe_metrics(), scratch_main_grads(slot.params), _warming_up():
             for _ in range(self.num_warmup_steps):
-                with drawing_from(self._rng_state):
+                with self._as_recorded():
                     slot.forward(not_recording)
                 if self.grad_enabled:
                     slot.backward(not_recording, lambda outputs: tuple(map(torch.zeros_like, outputs)))
@@ -218,17 +225,21 @@ class _CudaGraphRunner(torch.nn.Module):
         self._slot = slot = self._new_slot(inputs)
         capture = Capture(self.mempool)
         profiled = torch.profiler.record_function(f"{self.name} forward for capture")
-        with self._capturing(), drawing_from(self._rng_state), profiled:
+        with self._capturing(), self._as_recorded(), profiled:
             slot.forward(capture.recording, capture.new_graph())
         if slot.delays_weight_gradients:
             raise ValueError(f"{self.name}: --delay-wgrad-compute cannot be had with --cuda-graph-impl local")
         self._are_inputs_written = versions != [tensor._version for tensor in inputs if not tensor.is_inference()]
-        self._output_metas = metas_of(outputs) if outputs is not None else list(map(ArgMetadata, slot.outputs))
-        if len(self._output_metas) != len(slot.outputs):
+        self._output_metas = captured = list(map(ArgMetadata, slot.outputs))
+        if outputs is not None:
+            self._output_metas = metas_of(outputs)
+        kinds, recorded = ([(tuple(m.shape), m.dtype) for m in metas] for metas in (captured, self._output_metas))
+        if kinds != recorded:
             raise RuntimeError(
-                f"{self.name} returned {len(slot.outputs)} tensors in capture and {len(self._output_metas)} when it "
-                "was recorded: what it returns must not depend on whether graphs are captured"
+                f"{self.name} returned {kinds} in capture and {recorded} when it was recorded: what it returns must "
+                "not depend on whether graphs are captured"
             )
+        self._output_addresses = [output.data_ptr() for output in tensors_of(slot.outputs)]
         buffers.lend_outputs(self._output_metas, slot.outputs)
         if not self.grad_enabled:  # what it returns may alias its inputs, and is read by nobody knows whom
             buffers.inputs_read(self._input_metas)
@@ -253,6 +264,11 @@ class _CudaGraphRunner(torch.nn.Module):
             torch.profiler.record_function(f"{self.name} backward for capture"),
         ):
             slot.backward(capture.recording, lambda outputs: tuple(grads), capture.new_graph())
+        if self._output_addresses != [output.data_ptr() for output in outputs]:
+            raise ValueError(
+                f"{self.name} returns memory that is taken away before its backward pass and computed again elsewhere, "
+                "where replays would look for it. Leave layernorm out of --recompute-modules."
+            )
         self._escaping = buffers.lend_grads(self._input_metas, slot.grad_inputs)
         buffers.grads_of_outputs_read(metas, grads)  # after what may hand these very gradients on
         buffers.inputs_read(self._input_metas)
@@ -293,6 +309,7 @@ class _CudaGraphRunner(torch.nn.Module):
             replay.static_inputs.append((static, users.get(id(getattr(meta, "cg_buffer_metadata", None)), 0)))
         self.findings = Findings()
         self.params_to_backprop = slot.params if self.bwd_graph is not None else ()
+        self._addresses = [(param, *_addresses_of(param)) for param in slot.params]
         self.cudagraph_created = True
 
     def _new_slot(self, inputs: Sequence[torch.Tensor]) -> GraphedCallable:
@@ -322,6 +339,12 @@ class _CudaGraphRunner(torch.nn.Module):
         values = [meta if meta.is_tensor else meta.value for meta in self.fwd_graph_input_arg_metas]
         named = {n: meta if meta.is_tensor else meta.value for n, meta in self.fwd_graph_input_kwarg_metas.items()}
         return with_tensors((values, named), iter(inputs))
+
+    @contextmanager
+    def _as_recorded(self) -> Iterator[None]:
+        """What surrounded the forward pass that was recorded."""
+        with drawing_from(self._rng_state), self._autocast():
+            yield
 
     @contextmanager
     def _capturing(self) -> Iterator[None]:
@@ -389,6 +412,21 @@ class _CudaGraphRunner(torch.nn.Module):
         """Whether ``func`` itself returns a tuple."""
         return isinstance(self.fwd_graph_outputs, tuple)
 
+    def refuse_moved_parameters(self) -> None:
+        """Refuse to replay where a parameter, or its main gradient, is no longer where the graphs read or write it.
+
+        Raises:
+            RuntimeError: names the parameter.
+        """
+        for param, *captured in self._addresses:
+            if captured != [*_addresses_of(param)]:
+                name = next((name for name, each in self.base_module.named_parameters() if each is param), "?")
+                raise RuntimeError(
+                    f"{self.name}: parameter {name} or its main_grad was moved after the capture, and the CUDA graphs "
+                    "(--cuda-graph-impl local) read and write the old memory. Call delete_cuda_graphs() after moving "
+                    "parameters or gradient buffers: the next step is recorded anew."
+                )
+
     def begin_forward(self) -> LocalReplay:
         """Make ready for a replay of the forward graph and return what replays it.
 
@@ -399,6 +437,8 @@ class _CudaGraphRunner(torch.nn.Module):
         if self._replay is None:
             raise RuntimeError(f"{self.name} has no CUDA graph to replay: it was not captured, or deleted")
         self.expect(_GraphStatus.FWD_READY)
+        if self.bit and not _CudagraphGlobalRecord.addresses_checked:  # inference does without gradient buffers
+            _CudagraphGlobalRecord.check_addresses()
         others = _CudagraphGlobalRecord.in_flight & ~self.busy_at_forward
         if others:
             _CudagraphGlobalRecord.refuse_order(self, others)
@@ -466,9 +506,27 @@ class _CudaGraphRunner(torch.nn.Module):
                     del param._cudagraph_wgrad_ready_event
             self._slot.reset()
         self._slot = self._replay = None
-        self.params_to_backprop = ()
+        self.params_to_backprop, self._addresses = (), []
         self.fwd_graph_recorded = self.bwd_graph_recorded = self.cudagraph_created = False
         self.status = _GraphStatus.FWD_READY
+
+
+def _addresses_of(param: torch.Tensor) -> tuple[int, int]:
+    """Where ``param`` and its main gradient are; 0 for what has no memory of its own."""
+    main_grad = getattr(param, "main_grad", None)
+    try:
+        own = param.data_ptr()
+    except RuntimeError:  # a quantized parameter
+        own = 0
+    return own, 0 if main_grad is None else main_grad.data_ptr()
+
+
+def _autocast_in_force(inputs: Sequence[torch.Tensor]) -> Callable[[], AbstractContextManager]:
+    """Return what enters torch's autocast again as it is now for the device of ``inputs``."""
+    kind = inputs[0].device.type if inputs else "cuda"
+    if not torch.is_autocast_enabled(kind):
+        return nullcontext
+    return partial(torch.autocast, kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False)
 
 
 def _meta_of_argument(value: Any) -> ArgMetadata:
