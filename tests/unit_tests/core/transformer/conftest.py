@@ -38,3 +38,13 @@ def cpu_backend(_installed_cpu_backend: None, monkeypatch: pytest.MonkeyPatch) -
     with torch.cuda.stream(torch.cuda.Stream()):
         yield
     assert not torch.cuda.is_current_stream_capturing()
+
+
+@pytest.fixture
+def no_graphs(cpu_backend):
+    """No local graphs of another test, and none that outlives this one."""
+    from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
+
+    delete_cuda_graphs()
+    yield
+    delete_cuda_graphs()

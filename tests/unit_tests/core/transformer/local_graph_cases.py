@@ -100,3 +100,19 @@ def train(model: Stack, steps: int = 5, microbatches: int = 1, **kwargs: Any) ->
                 param -= 0.1 * param.grad
                 param.grad = None
     return [*trace, [param.tolist() for param in model.parameters()]]
+
+
+def eager_calls(model: Stack) -> list[int]:
+    """How often each layer ran eagerly, to warm up or in capture."""
+    return [layer.eager_calls for layer in model.layers]
+
+
+def runners(model: Stack) -> list[Any]:
+    """The runners of all layers."""
+    return [runner for layer in model.layers for runner in layer.cudagraph_manager.cudagraph_runners]
+
+
+def record(model: Stack, **kwargs: Any) -> Any:
+    """Run one step, which is recorded, and capture it."""
+    model(batch(0), **kwargs).square().mean().backward()
+    return create_cudagraphs()

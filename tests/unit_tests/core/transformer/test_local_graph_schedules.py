@@ -17,14 +17,7 @@ from megatron.core.transformer.cuda_graphs import (
 
 from .local_graph_cases import HIDDEN, Layer, batch, config, groups, use_graphable_rng
 
-pytestmark = pytest.mark.usefixtures("cpu_backend")
-
-
-@pytest.fixture(autouse=True)
-def no_graphs(cpu_backend):
-    delete_cuda_graphs()
-    yield
-    delete_cuda_graphs()
+pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
 
 class Parts(torch.nn.Module):

@@ -2,16 +2,12 @@
 
 import gc
 import weakref
-from contextlib import nullcontext
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from megatron.core.inference.contexts.static_context import StaticInferenceContext
-from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import capture_state, cuda_graphs
 from megatron.core.transformer.cuda_graphs import (
@@ -25,31 +21,22 @@ from megatron.core.transformer.cuda_graphs import (
 )
 from megatron_fsdp_cuda_graphs.cpu_backend.pools import pool_of
 
-from .local_graph_cases import HIDDEN, Layer, Stack, batch, config, groups, stack, train, use_graphable_rng
+from .local_graph_cases import (
+    HIDDEN,
+    Layer,
+    Stack,
+    batch,
+    config,
+    eager_calls,
+    groups,
+    record,
+    runners,
+    stack,
+    train,
+    use_graphable_rng,
+)
 
-pytestmark = pytest.mark.usefixtures("cpu_backend")
-
-
-@pytest.fixture(autouse=True)
-def no_graphs(cpu_backend):
-    """No local graphs of another test, and none that outlives this one."""
-    delete_cuda_graphs()
-    yield
-    delete_cuda_graphs()
-
-
-def eager_calls(model):
-    return [layer.eager_calls for layer in model.layers]
-
-
-def runners(model):
-    return [runner for layer in model.layers for runner in layer.cudagraph_manager.cudagraph_runners]
-
-
-def record(model, **kwargs):
-    """Run one step, which is recorded, and capture it."""
-    model(batch(0), **kwargs).square().mean().backward()
-    return create_cudagraphs()
+pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
 
 class TestTraining:
@@ -728,315 +715,3 @@ class TestManager:
         )
         with patch, pytest.raises(ValueError, match="--delay-wgrad-compute"):
             record(model)
-
-
-class Context(StaticInferenceContext):
-    """An inference context of static or of dynamic batching."""
-
-    dynamic = False
-    padded_batch_dimensions: Any = None
-
-    def is_static_batching(self):
-        return not self.dynamic
-
-
-class TestUnusualTrainings:
-    """What megatron-core's own layers do not do, or seldom."""
-
-    def compare(self, run):
-        eager = run(graphs=False)
-        delete_cuda_graphs()
-        assert run(graphs=True) == eager
-
-    def test_evaluation_inside_a_checkpoint_runs_eagerly(self):
-        model = stack(count=1, dropout=0.5)
-        record(model)
-        reference = stack(count=1, graphs=False, dropout=0.5).eval()
-        calls, before = eager_calls(model), torch.cuda.get_rng_state()
-        model.eval()
-        with mock.patch.object(tensor_parallel_random, "IS_CHECKPOINTING", True):
-            assert torch.equal(model(batch(1)), reference(batch(1)))
-        assert eager_calls(model) == [calls[0] + 1]
-        assert torch.equal(torch.cuda.get_rng_state(), before)
-
-    def test_a_pass_with_grad_refuses_a_graph_without_backward_in_a_pipeline(self):
-        model = stack(count=1, pipeline=2)
-        with torch.no_grad():
-            model(batch(0))
-        record(model)
-        with pytest.raises(RuntimeError, match="it was recorded without a backward pass"):
-            model(batch(1))
-
-    @pytest.mark.parametrize("parameter", [True, False])
-    def test_sees_what_optimizers_change_unnoticed_by_autograd(self, parameter):
-        def run(graphs):
-            model, scale, found = stack(graphs=graphs), torch.ones(1, HIDDEN).cuda(), []
-            scale = torch.nn.Parameter(scale) if parameter else scale
-            for step in range(4):
-                loss = model(batch(step), scale=scale).square().mean()
-                loss.backward()
-                create_cudagraphs()
-                scale.data.add_(1)
-                found.append((loss.item(), scale.grad.tolist() if parameter else None))
-            return found
-
-        self.compare(run)
-
-    def test_one_gradient_of_two_inputs_is_read_by_one_graph_where_it_is(self):
-        class Sum(Layer):
-            def forward(self, hidden_states, scale=None, *args, **kwargs):
-                return (hidden_states + scale) * 2, None
-
-        def run(graphs):
-            torch.manual_seed(5)
-            use_graphable_rng()
-            first, second, last = (kind(graphs=graphs).cuda() for kind in (Layer, Layer, Sum))
-            found = []
-            for step in range(4):
-                (a, _), (b, _) = first(batch(step)), second(batch(step, 1))
-                loss = (last(a, b)[0] + b.square()).square().mean()
-                loss.backward()
-                create_cudagraphs()
-                params = [*first.parameters(), *second.parameters()]
-                found.append([param.grad.tolist() for param in params if param.grad is not None])
-                for param in params:
-                    param.grad = None
-            return found
-
-        self.compare(run)
-
-    def test_a_tensor_that_is_returned_twice_has_a_gradient_for_each(self):
-        class Twice(Layer):
-            def forward(self, hidden_states, *args, **kwargs):
-                out, _ = super().forward(hidden_states, *args, **kwargs)
-                return out, out
-
-        def run(graphs):
-            torch.manual_seed(5)
-            use_graphable_rng()
-            layer, following, found = Twice(graphs=graphs).cuda(), Layer(2, graphs).cuda(), []
-            for step in range(4):
-                one, _ = layer(batch(step))  # the other is used nowhere
-                following(one)[0].sum().backward()
-                create_cudagraphs()
-                found.append([param.grad.tolist() for param in layer.parameters()])
-                layer.zero_grad()
-            return found
-
-        self.compare(run)
-
-    def test_gradients_of_leaves_are_added_up_over_micro_batches(self):
-        def run(graphs):
-            model, found = stack(count=1, graphs=graphs), []
-            scale = torch.nn.Parameter(torch.ones(3, HIDDEN).cuda())
-            for step in range(3):
-                for microbatch in range(2):
-                    model(batch(step, microbatch), scale=scale).square().mean().backward()
-                create_cudagraphs()
-                found.append(scale.grad.tolist())
-                scale.grad = None
-            return found
-
-        self.compare(run)
-
-    def test_autocast_is_in_force_in_the_graphs_too(self):
-        def run(graphs):
-            model, found = stack(graphs=graphs), []
-            kind = batch(0).device.type
-            for step in range(3):
-                with torch.autocast(kind, dtype=torch.bfloat16):
-                    loss = model(batch(step)).float().square().mean()
-                loss.backward()
-                create_cudagraphs()
-                found.append(loss.item())
-            return found
-
-        self.compare(run)
-
-    def test_an_output_of_another_type_in_capture_is_refused(self):
-        class Changing(Layer):
-            def forward(self, hidden_states, *args, **kwargs):
-                out, _ = super().forward(hidden_states, *args, **kwargs)
-                return (out.double() if cuda_graphs.is_graph_capturing() else out), None
-
-        use_graphable_rng()
-        layer = Changing().cuda()
-        layer(batch(0))[0].sum().backward()
-        with pytest.raises(RuntimeError, match="what it returns must not depend on whether graphs are captured"):
-            create_cudagraphs()
-
-    def test_a_step_without_a_backward_pass_does_not_hold_up_the_next(self):
-        model = stack(count=1)
-        model(batch(0)).sum().backward()
-        model(batch(1))  # its backward pass never comes
-        create_cudagraphs()
-        model(batch(2)).sum().backward()
-
-    def test_memory_that_a_backward_pass_takes_from_an_output_is_refused(self):
-        class Taking(Layer):
-            def forward(self, hidden_states, *args, **kwargs):
-                out, kept = hidden_states * 2, self.linear(hidden_states)
-                storage = kept.untyped_storage()
-                if torch.is_grad_enabled():
-                    out.register_hook(lambda grad: (storage.resize_(0), None)[1])
-                return out, kept
-
-        use_graphable_rng()
-        layer = Taking(cuda_graph_warmup_steps=0).cuda()
-        out, kept = layer(batch(0).requires_grad_())
-        (out.sum() + kept.sum() * 0).backward()
-        with pytest.raises(ValueError, match="Leave layernorm out of --recompute-modules"):
-            create_cudagraphs()
-
-    @pytest.mark.parametrize("moved", ["main_grad", "data"])
-    def test_a_parameter_that_moved_is_named(self, moved):
-        model = stack(count=1)
-        weight = model.layers[0].linear.weight
-        weight.main_grad = torch.zeros_like(weight)
-        weight.grad_added_to_main_grad = False
-        record(model)
-        model(batch(1)).sum().backward()
-        create_cudagraphs()
-        old = getattr(weight, moved)
-        setattr(weight, moved, torch.zeros_like(old))
-        with pytest.raises(RuntimeError, match=r"parameter linear\.weight or its main_grad was moved"):
-            model(batch(2))
-        setattr(weight, moved, old)
-        model(batch(2)).sum().backward()
-
-
-class TestInference:
-    def inline(self, **options):
-        use_graphable_rng()
-        layer = Layer(graphs=False).cuda().eval()
-        layer.manager = CudaGraphManager(
-            layer.config, layer, "forward", need_backward=False, inline_capture=True, pg_collection=groups(), **options
-        )
-        return layer
-
-    @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, nullcontext])
-    def test_the_first_call_is_captured_at_once(self, mode):
-        layer = self.inline()
-        with mode():
-            for step in range(3):
-                out, _ = layer(batch(step), cache_key="one")
-                assert torch.equal(out, layer.forward(batch(step), eager=True)[0])
-        assert layer.eager_calls == 2 + 1 + 3  # to warm up, to capture, and to compare
-
-    def test_each_key_has_a_graph(self):
-        layer = self.inline(num_warmup_steps=1)
-        for size in (2, 3, 2, 3):
-            out, _ = layer(batch(0, size=size), cache_key=size)
-            assert torch.equal(out, layer.forward(batch(0, size=size), eager=True)[0])
-        assert layer.manager.custom_cudagraphs_lookup_table.keys() == {2, 3}
-        assert [entry[1] for entry in _CudagraphGlobalRecord.cudagraph_inference_record] == ["fwd", "fwd"]
-
-    def test_a_key_with_other_arguments_is_refused(self):
-        layer = self.inline()
-        layer(batch(0, size=2), cache_key="one")
-        with pytest.raises(ValueError, match=r"args\[0\]: shape \(3, 8\), captured with \(2, 8\)"):
-            layer(batch(0, size=3), cache_key="one")
-
-    def test_calls_without_a_key_find_their_graph_by_their_arguments(self):
-        layer = self.inline()
-        for size in (2, 3, 2):
-            layer(batch(0, size=size))
-        assert len(layer.manager.cudagraph_runners) == 2
-
-    def test_a_layer_reads_the_output_of_the_one_before_where_that_puts_it(self):
-        first, second = self.inline(), self.inline()
-        with torch.inference_mode():
-            hidden, _ = first(batch(0), cache_key=0)
-            second(hidden, cache_key=0)
-        (one,), (two,) = (layer.manager.custom_cudagraphs_lookup_table.values() for layer in (first, second))
-        assert two._slot.inputs[0].data_ptr() == one._slot.outputs[0].data_ptr()
-
-    def test_layers_read_a_tensor_that_all_of_them_take_in_one_place(self):
-        layers, references = [self.inline() for _ in range(2)], stack(count=2, graphs=False).layers.eval()
-        for layer, reference in zip(layers, references, strict=True):
-            layer.load_state_dict(reference.state_dict(), strict=False)
-        for step in range(3):
-            scale, others = torch.full((1, HIDDEN), 1.0 + step).cuda(), torch.full((1, HIDDEN), 7.0).cuda()
-            for layer, reference, given in zip(
-                layers, references, (scale, others if step == 1 else scale), strict=True
-            ):
-                assert torch.equal(layer(batch(step), scale=given, cache_key=0)[0], reference(batch(step), given)[0])
-        (one,), (two,) = (layer.manager.custom_cudagraphs_lookup_table.values() for layer in layers)
-        assert one._slot.inputs[1].data_ptr() == two._slot.inputs[1].data_ptr()
-        assert one._slot.inputs[0].data_ptr() != two._slot.inputs[0].data_ptr()
-
-    def test_generators_that_were_set_in_inference_mode_can_be_used(self):
-        layer = self.inline()
-        with torch.inference_mode():
-            use_graphable_rng()
-            torch.cuda.manual_seed(1)
-            layer(batch(0), cache_key=0)
-        model = stack(dropout=0.5)
-        record(model)
-        model(batch(1)).sum().backward()
-
-    @pytest.mark.parametrize("batching", ["static", "dynamic"])
-    def test_a_call_with_an_inference_context_has_a_graph_for_each_kind_of_batch(self, batching):
-        context = Context(1, 8)
-        context.dynamic = batching == "dynamic"
-        layer, reference = stack(count=1).layers[0].eval(), stack(count=1, graphs=False).layers[0].eval()
-        with torch.inference_mode():
-            for size in (2, 3, 2):
-                context.padded_batch_dimensions = ("tokens", size)
-                hidden = batch(size, size=size)
-                out = layer(hidden_states=hidden, inference_context=context)
-                assert torch.equal(out[0], reference(hidden)[0])
-        keys = set(layer.cudagraph_manager.custom_cudagraphs_lookup_table)
-        assert keys == ({("tokens", 2), ("tokens", 3)} if context.dynamic else {((2, 8), False), ((3, 8), False)})
-
-    def test_a_context_knows_the_kind_of_a_call_by_its_first_tensor(self):
-        layer = stack(count=1).layers[0].eval()
-        with torch.inference_mode():
-            layer(batch(0), scale=torch.ones(1, HIDDEN).cuda(), inference_context=Context(1, 8))
-        assert set(layer.cudagraph_manager.custom_cudagraphs_lookup_table) == {((3, 8), False)}
-
-    def test_arguments_of_a_capture_are_not_kept_alive(self):
-        layer = self.inline()
-        given = batch(0)
-        gone = weakref.ref(given)
-        layer(given, cache_key=0)
-        del given
-        assert gone() is None
-
-    def test_warming_up_does_not_advance_what_a_layer_keeps_in_the_context(self):
-        class Recurrent(Layer):
-            def forward(self, hidden_states, *args, inference_context=None, **kwargs):
-                state = inference_context.key_value_memory_dict[self.layer_number]
-                state.mul_(0.5).add_(hidden_states.mean(0, keepdim=True))
-                return self.linear(hidden_states + state), None
-
-        def run(graphs):
-            torch.manual_seed(5)
-            use_graphable_rng()
-            layer, context = Recurrent(graphs=graphs).cuda().eval(), StaticInferenceContext(3, 8)
-            context.key_value_memory_dict[1] = torch.zeros(1, HIDDEN).cuda()
-            with torch.inference_mode():
-                return [layer(hidden_states=batch(i), inference_context=context)[0].tolist() for i in range(3)]
-
-        assert run(graphs=True) == run(graphs=False)
-
-    def test_graphs_for_inference_and_for_training_of_one_model_do_not_meet(self):
-        model = stack(count=1)
-        record(model)
-        before = eager_calls(model)
-        with torch.inference_mode():
-            model.layers[0](hidden_states=batch(0), inference_context=Context(1, 8))
-        calls = eager_calls(model)
-        assert calls != before
-        model(batch(1)).sum().backward()
-        create_cudagraphs()
-        assert eager_calls(model) == calls
-
-    def test_a_failed_capture_leaves_no_graph(self):
-        layer = self.inline()
-        hook = layer.linear.register_forward_hook(lambda module, args, output: output.sum().item() and None)
-        with pytest.raises(RuntimeError):
-            layer(batch(0), cache_key=0)
-        assert not capture_state.is_graph_capturing()
-        hook.remove()
-        assert torch.equal(layer(batch(1), cache_key=0)[0], layer.forward(batch(1), eager=True)[0])

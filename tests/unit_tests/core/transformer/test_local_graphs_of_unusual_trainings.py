@@ -1,0 +1,182 @@
+"""Local graphs of what megatron-core's own layers do not do, or seldom."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.core.tensor_parallel import random as tensor_parallel_random
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.cuda_graphs import (
+    create_cudagraphs,
+    delete_cuda_graphs,
+)
+
+from .local_graph_cases import HIDDEN, Layer, batch, eager_calls, record, stack, use_graphable_rng
+
+pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
+
+
+class TestUnusualTrainings:
+    """What megatron-core's own layers do not do, or seldom."""
+
+    def compare(self, run):
+        eager = run(graphs=False)
+        delete_cuda_graphs()
+        assert run(graphs=True) == eager
+
+    def test_evaluation_inside_a_checkpoint_runs_eagerly(self):
+        model = stack(count=1, dropout=0.5)
+        record(model)
+        reference = stack(count=1, graphs=False, dropout=0.5).eval()
+        calls, before = eager_calls(model), torch.cuda.get_rng_state()
+        model.eval()
+        with mock.patch.object(tensor_parallel_random, "IS_CHECKPOINTING", True):
+            assert torch.equal(model(batch(1)), reference(batch(1)))
+        assert eager_calls(model) == [calls[0] + 1]
+        assert torch.equal(torch.cuda.get_rng_state(), before)
+
+    def test_a_pass_with_grad_refuses_a_graph_without_backward_in_a_pipeline(self):
+        model = stack(count=1, pipeline=2)
+        with torch.no_grad():
+            model(batch(0))
+        record(model)
+        with pytest.raises(RuntimeError, match="it was recorded without a backward pass"):
+            model(batch(1))
+
+    @pytest.mark.parametrize("parameter", [True, False])
+    def test_sees_what_optimizers_change_unnoticed_by_autograd(self, parameter):
+        def run(graphs):
+            model, scale, found = stack(graphs=graphs), torch.ones(1, HIDDEN).cuda(), []
+            scale = torch.nn.Parameter(scale) if parameter else scale
+            for step in range(4):
+                loss = model(batch(step), scale=scale).square().mean()
+                loss.backward()
+                create_cudagraphs()
+                scale.data.add_(1)
+                found.append((loss.item(), scale.grad.tolist() if parameter else None))
+            return found
+
+        self.compare(run)
+
+    def test_one_gradient_of_two_inputs_is_read_by_one_graph_where_it_is(self):
+        class Sum(Layer):
+            def forward(self, hidden_states, scale=None, *args, **kwargs):
+                return (hidden_states + scale) * 2, None
+
+        def run(graphs):
+            torch.manual_seed(5)
+            use_graphable_rng()
+            first, second, last = (kind(graphs=graphs).cuda() for kind in (Layer, Layer, Sum))
+            found = []
+            for step in range(4):
+                (a, _), (b, _) = first(batch(step)), second(batch(step, 1))
+                loss = (last(a, b)[0] + b.square()).square().mean()
+                loss.backward()
+                create_cudagraphs()
+                params = [*first.parameters(), *second.parameters()]
+                found.append([param.grad.tolist() for param in params if param.grad is not None])
+                for param in params:
+                    param.grad = None
+            return found
+
+        self.compare(run)
+
+    def test_a_tensor_that_is_returned_twice_has_a_gradient_for_each(self):
+        class Twice(Layer):
+            def forward(self, hidden_states, *args, **kwargs):
+                out, _ = super().forward(hidden_states, *args, **kwargs)
+                return out, out
+
+        def run(graphs):
+            torch.manual_seed(5)
+            use_graphable_rng()
+            layer, following, found = Twice(graphs=graphs).cuda(), Layer(2, graphs).cuda(), []
+            for step in range(4):
+                one, _ = layer(batch(step))  # the other is used nowhere
+                following(one)[0].sum().backward()
+                create_cudagraphs()
+                found.append([param.grad.tolist() for param in layer.parameters()])
+                layer.zero_grad()
+            return found
+
+        self.compare(run)
+
+    def test_gradients_of_leaves_are_added_up_over_micro_batches(self):
+        def run(graphs):
+            model, found = stack(count=1, graphs=graphs), []
+            scale = torch.nn.Parameter(torch.ones(3, HIDDEN).cuda())
+            for step in range(3):
+                for microbatch in range(2):
+                    model(batch(step, microbatch), scale=scale).square().mean().backward()
+                create_cudagraphs()
+                found.append(scale.grad.tolist())
+                scale.grad = None
+            return found
+
+        self.compare(run)
+
+    def test_autocast_is_in_force_in_the_graphs_too(self):
+        def run(graphs):
+            model, found = stack(graphs=graphs), []
+            kind = batch(0).device.type
+            for step in range(3):
+                with torch.autocast(kind, dtype=torch.bfloat16):
+                    loss = model(batch(step)).float().square().mean()
+                loss.backward()
+                create_cudagraphs()
+                found.append(loss.item())
+            return found
+
+        self.compare(run)
+
+    def test_an_output_of_another_type_in_capture_is_refused(self):
+        class Changing(Layer):
+            def forward(self, hidden_states, *args, **kwargs):
+                out, _ = super().forward(hidden_states, *args, **kwargs)
+                return (out.double() if cuda_graphs.is_graph_capturing() else out), None
+
+        use_graphable_rng()
+        layer = Changing().cuda()
+        layer(batch(0))[0].sum().backward()
+        with pytest.raises(RuntimeError, match="what it returns must not depend on whether graphs are captured"):
+            create_cudagraphs()
+
+    def test_a_step_without_a_backward_pass_does_not_hold_up_the_next(self):
+        model = stack(count=1)
+        model(batch(0)).sum().backward()
+        model(batch(1))  # its backward pass never comes
+        create_cudagraphs()
+        model(batch(2)).sum().backward()
+
+    def test_memory_that_a_backward_pass_takes_from_an_output_is_refused(self):
+        class Taking(Layer):
+            def forward(self, hidden_states, *args, **kwargs):
+                out, kept = hidden_states * 2, self.linear(hidden_states)
+                storage = kept.untyped_storage()
+                if torch.is_grad_enabled():
+                    out.register_hook(lambda grad: (storage.resize_(0), None)[1])
+                return out, kept
+
+        use_graphable_rng()
+        layer = Taking(cuda_graph_warmup_steps=0).cuda()
+        out, kept = layer(batch(0).requires_grad_())
+        (out.sum() + kept.sum() * 0).backward()
+        with pytest.raises(ValueError, match="Leave layernorm out of --recompute-modules"):
+            create_cudagraphs()
+
+    @pytest.mark.parametrize("moved", ["main_grad", "data"])
+    def test_a_parameter_that_moved_is_named(self, moved):
+        model = stack(count=1)
+        weight = model.layers[0].linear.weight
+        weight.main_grad = torch.zeros_like(weight)
+        weight.grad_added_to_main_grad = False
+        record(model)
+        model(batch(1)).sum().backward()
+        create_cudagraphs()
+        old = getattr(weight, moved)
+        setattr(weight, moved, torch.zeros_like(old))
+        with pytest.raises(RuntimeError, match=r"parameter linear\.weight or its main_grad was moved"):
+            model(batch(2))
+        setattr(weight, moved, old)
+        model(batch(2)).sum().backward()
