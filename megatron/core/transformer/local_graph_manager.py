@@ -142,7 +142,7 @@ class CudaGraphManager(torch.nn.Module):
             return runner
         if reuse_cudagraphs:
             for runner in self.cudagraph_runners:
-                fits = runner.status is _GraphStatus.FWD_READY and (runner.grad_enabled or not wants_grad)
+                fits = runner.status is _GraphStatus.FWD_READY and runner.can_differentiate(wants_grad, args, kwargs)
                 if fits and not runner.get_mismatch_errors(args, kwargs):
                     return runner
         elif created and self.cudagraph_runners:
@@ -153,7 +153,7 @@ class CudaGraphManager(torch.nn.Module):
                     "for their backward passes. Under pipeline parallelism --cuda-graph-impl local needs no more "
                     "micro-batches in a step than the first one had (--global-batch-size, --rampup-batch-size)."
                 )
-            if wants_grad and not runner.grad_enabled:
+            if not runner.can_differentiate(wants_grad, args, kwargs):
                 raise RuntimeError(self._why_none(megatron_module, args, kwargs, wants_grad))
             self.cudagraph_runners.append(self.cudagraph_runners.pop(0))
             return runner
@@ -180,7 +180,7 @@ class CudaGraphManager(torch.nn.Module):
             problems = runner.get_mismatch_errors(args, kwargs)
             if runner.status is not _GraphStatus.FWD_READY:
                 problems.append("it waits for its backward pass")
-            if wants_grad and not runner.grad_enabled:
+            if not runner.can_differentiate(wants_grad, args, kwargs):
                 problems.append("it was recorded without a backward pass")
             lines += [f"{runner.name}:", *(f"  {problem}" for problem in problems)]
         return "\n".join(lines)

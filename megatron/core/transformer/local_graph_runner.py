@@ -48,6 +48,7 @@ class _CudaGraphRunner(torch.nn.Module):
         fwd_graph_recorded, bwd_graph_recorded: Whether a pass was recorded, for its graph to be captured.
         cudagraph_created: Whether the graphs are there.
         grad_enabled: Whether there is a backward graph, or will be.
+        is_frozen: Whether the recorded call had nothing to differentiate.
         is_first_layer, is_last_layer: Whether the module is the first, or last, of its model chunk; true where
             ``annotate_first_last_layer`` has not said.
         params_to_backprop: The parameters that get a gradient.
@@ -102,6 +103,7 @@ class _CudaGraphRunner(torch.nn.Module):
         self.fwd_graph_outputs: Any = None
         self.number = self.bit = self.busy_at_forward = self.busy_at_backward = 0
         self.bwd_graph_replay_complete_event = torch.cuda.Event()
+        self.is_frozen = False
         self._slot: GraphedCallable | None = None
         self._replay: LocalReplay | None = None
         self._quantization: Quantization | None = None
@@ -162,6 +164,7 @@ class _CudaGraphRunner(torch.nn.Module):
             )
             self.status = _GraphStatus.BWD_READY
         if not self.fwd_graph_recorded:
+            self.is_frozen = torch.is_grad_enabled() and not differentiable
             self.apply_cudagraph_record_metadata(args, kwargs, output)
             self._quantization = quantization_in_force()
             self._rng_state = state_in_use()
@@ -352,6 +355,13 @@ class _CudaGraphRunner(torch.nn.Module):
         quantized = self._quantization.undisturbed([self.base_module]) if self._quantization else nullcontext()
         with nullcontext() if self.grad_enabled else torch.no_grad(), quantized:
             yield
+
+    def can_differentiate(self, wants_grad: bool, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether a replay on these arguments has the gradients that ``wants_grad`` asks for, or needs none."""
+        if self.grad_enabled or not wants_grad:
+            return True
+        trained = (*tensors_of(args, kwargs), *self.base_module.parameters())
+        return self.is_frozen and not any(tensor.requires_grad for tensor in trained)
 
     def get_connected_params(self, outputs: Any) -> tuple[torch.nn.Parameter, ...]:
         """The parameters of the module from which ``outputs`` were computed, by autograd's graph, in their order."""

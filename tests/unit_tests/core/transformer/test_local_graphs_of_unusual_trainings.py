@@ -102,6 +102,33 @@ class TestUnusualTrainings:
 
         self.compare(run)
 
+    @pytest.mark.parametrize("pipeline", [1, 2])
+    def test_layers_that_are_not_trained_are_replayed_with_grad_on(self, pipeline):
+        def run(graphs):
+            model, found = stack(graphs=graphs, pipeline=pipeline), []
+            model.before.requires_grad_(False)
+            model.layers.requires_grad_(False)
+            for step in range(3):
+                for microbatch in range(2):
+                    model(batch(step, microbatch)).square().mean().backward()
+                create_cudagraphs()
+                found.append(model.after.weight.grad.tolist())
+            return found, eager_calls(model)
+
+        (eager, all_calls), (graphed, calls) = run(graphs=False), run(graphs=True)
+        assert graphed == eager
+        assert all_calls == [6] * 3
+        assert calls == [2 + 2 + pipeline] * 3  # the recorded step, two to warm up, and the captures
+
+    def test_a_layer_that_is_trained_after_all_is_refused(self):
+        model = stack(count=1)
+        model.before.requires_grad_(False)
+        model.layers.requires_grad_(False)
+        record(model)
+        model.layers.requires_grad_(True)
+        with pytest.raises(RuntimeError, match="it was recorded without a backward pass"):
+            model(batch(1))
+
     def test_gradients_of_leaves_are_added_up_over_micro_batches(self):
         def run(graphs):
             model, found = stack(count=1, graphs=graphs), []
