@@ -82,7 +82,6 @@ class CudaGraphManager(torch.nn.Module):
         self.is_first_microbatch = False
         self._inline_capture = inline_capture
         self._num_warmup_steps = num_warmup_steps
-        self._parts: tuple[torch.nn.Module, ...] = ()  # the module's own, once graphs are replayed
         self.func: Callable | None = None
         if function_name is not None:
             self.func = getattr(base_module, function_name)
@@ -228,8 +227,7 @@ class CudaGraphManager(torch.nn.Module):
 
     def _replay(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
         # Without grad too: the first pass of a layer that is computed again reads gathered parameters as well.
-        self._parts = self._parts or tuple(module.modules())
-        for part in self._parts:
+        for part in self.cudagraph_runners[0].parts if self.cudagraph_runners else ():
             if part._forward_pre_hooks:
                 self.call_ddp_preforward_hook(part)
         runner = self.get_cudagraph_runner(module, args, kwargs, self.reuse_cudagraphs)
@@ -285,7 +283,6 @@ class CudaGraphManager(torch.nn.Module):
         _forget_pool()
         for runner in (*self.cudagraph_runners, *self.custom_cudagraphs_lookup_table.values()):
             runner.reset()
-        self._parts = ()
         self.cudagraph_runners, self.custom_cudagraphs_lookup_table = [], {}
 
 

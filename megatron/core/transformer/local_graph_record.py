@@ -235,7 +235,7 @@ class _CudagraphGlobalRecord:
         Raises:
             RuntimeError: names the parameter.
         """
-        for runner in cls._runners:
+        for runner in {runner.function: runner for runner in cls._runners}.values():  # one for all micro-batches
             runner.refuse_moved_parameters()
         cls.addresses_checked = True
 

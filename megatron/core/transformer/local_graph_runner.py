@@ -58,6 +58,7 @@ class _CudaGraphRunner(torch.nn.Module):
         number: Its place in the order of all runners' first forward passes.
         bit: This runner in sets of runners that are numbers; 0 without a backward graph.
         findings: What warm-up has shown of the function, for all its runners; until the graphs are captured.
+        parts: The modules that run in the forward graph.
         busy_at_forward, busy_at_backward: The runners between their forward and backward pass when its own passes were
             recorded: graphs may use the memory of all others.
 
@@ -110,6 +111,7 @@ class _CudaGraphRunner(torch.nn.Module):
         self._quantized: QuantizedReplay | None = None
         self._escaping: set[int] = set()
         self.findings = Findings()
+        self.parts: tuple[torch.nn.Module, ...] = ()
         self._rng_state = state_in_use()
         self._autocast: Callable[[], AbstractContextManager] = nullcontext
         self._output_addresses: list[int] = []
@@ -310,6 +312,7 @@ class _CudaGraphRunner(torch.nn.Module):
             )
             static.only_copied_to &= not self._are_inputs_written
             replay.static_inputs.append((static, users.get(id(getattr(meta, "cg_buffer_metadata", None)), 0)))
+        self.parts = self.findings.ran or ()
         self.findings = Findings()
         self.params_to_backprop = slot.params if self.bwd_graph is not None else ()
         self._addresses = [(param, *_addresses_of(param)) for param in slot.params]

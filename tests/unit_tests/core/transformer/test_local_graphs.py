@@ -657,6 +657,15 @@ class TestManager:
         with pytest.raises(RuntimeError, match="Linear has a forward-pre hook"):
             model(batch(1))
 
+    def test_hooks_of_modules_that_run_outside_the_graph_are_left_to_them(self):
+        model = stack(count=1)
+        model.layers[0].experts = torch.nn.Linear(1, 1)  # not in the graph
+        called = []
+        record(model)
+        model.layers[0].experts.register_forward_pre_hook(lambda module, args: called.append(module))
+        model(batch(1)).sum().backward()
+        assert not called
+
     def test_modules_that_were_not_annotated_count_as_first_and_last(self):
         use_graphable_rng()
         layer = Layer(number=99).cuda()
