@@ -15,3 +15,8 @@ def weak_reference(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage()
     memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
     return alias_of(tensor, memory)
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """Where the memory of ``tensor`` starts, whatever part of it the tensor shows."""
+    return tensor.untyped_storage().data_ptr()

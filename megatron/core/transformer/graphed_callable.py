@@ -14,7 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 from .capture_time_hooks import CaptureTimeHooks
 from .delayed_weight_gradients import DelayedWeightGradients, delays_weight_gradients
 from .graph_capture import bare_parameters, nested_backward_allowed, refused_on_legacy_stream
-from .graph_memory import weak_reference
+from .graph_memory import storage_address, weak_reference
 from .graph_quantization import QuantizedReplay
 from .graph_replay import Replay, ReplayOptions, replay
 
@@ -118,7 +118,7 @@ class GraphedCallable:
         self._ran_eagerly = False  # in the last call with grad
         self._found = findings or Findings()
         if self._found.ran is not None:
-            self._note_parts(self._found.ran)
+            self._look_for_delays_and_statistics(self._found.ran)
 
         self.forward_graph: torch.cuda.CUDAGraph | None = None
         self.backward_graph: torch.cuda.CUDAGraph | None = None
@@ -172,9 +172,9 @@ class GraphedCallable:
                 stack.callback(module.register_forward_hook(partial(_note_parts, ran)).remove)
             yield
         self._found.ran = tuple(ran)
-        self._note_parts(self._found.ran)
+        self._look_for_delays_and_statistics(self._found.ran)
 
-    def _note_parts(self, ran: Sequence[torch.nn.Module]) -> None:
+    def _look_for_delays_and_statistics(self, ran: Sequence[torch.nn.Module]) -> None:
         self._delayed = DelayedWeightGradients(filter(delays_weight_gradients, ran), self._all_params)
         if self._quantized is not None:
             for module in ran:
@@ -268,7 +268,7 @@ class GraphedCallable:
         """Let go of what a pass of warm-up computed."""
         for tensor in (*self._outputs, *self._grad_inputs, *self._grad_params):
             if tensor is not None:
-                self._found.returned[_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
+                self._found.returned[storage_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
         self._outputs = self._grad_outputs = self._grad_inputs = self._grad_params = ()
 
     def release_outputs(self) -> None:
@@ -313,15 +313,15 @@ class GraphedCallable:
 
         Neither memory of the host is, nor what was there before capture, a buffer, say: warm-up returned it too.
         """
-        returned = self._found.returned.get(_address(tensor))
+        returned = self._found.returned.get(storage_address(tensor))
         return tensor.is_cuda and (returned is None or returned.expired())
 
     @property
     def returns_static_gradients(self) -> bool:
         """Whether a gradient that backward returns lies in the memory of a static gradient of the outputs."""
-        addresses = {_address(grad) for grad in self._grad_outputs if grad is not None}
+        addresses = {storage_address(grad) for grad in self._grad_outputs if grad is not None}
         grads = (*self._grad_inputs, *self._grad_params)
-        return any(_address(grad) in addresses for grad in grads if grad is not None)
+        return any(storage_address(grad) in addresses for grad in grads if grad is not None)
 
     # -------------------------------------------------------------------------------------------------- replay
 
@@ -448,10 +448,6 @@ def _with_nested(param: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor
     if param.grad is None:
         return grad
     return param.grad if grad is None else param.grad + grad
-
-
-def _address(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _flat(inputs: tuple) -> tuple[Sequence[Any], TreeSpec | None]:

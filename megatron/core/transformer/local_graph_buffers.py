@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from .graph_arguments import ArgMetadata, CudagraphBufferMetadata
+from .graph_memory import storage_address
 from .tensor_reuse_pool import TensorReusePool
 
 # How many static values, and static gradients, wait at this moment for graphs that are still to be captured. At the end
@@ -36,7 +37,7 @@ class StaticBuffers:
     def _borrow(self, meta: ArgMetadata) -> torch.Tensor:
         tensor = self.pool.get(meta)
         if self.pool.owns(tensor):
-            self._lent[_storage(tensor)], self._holders[_storage(tensor)] = tensor, 1
+            self._lent[storage_address(tensor)], self._holders[storage_address(tensor)] = tensor, 1
         return tensor
 
     def hold(self, tensor: torch.Tensor) -> None:
@@ -45,14 +46,14 @@ class StaticBuffers:
         Raises:
             RuntimeError: the pool has it back already.
         """
-        if _storage(tensor) in self._holders:
-            self._holders[_storage(tensor)] += 1
+        if storage_address(tensor) in self._holders:
+            self._holders[storage_address(tensor)] += 1
         elif self.pool.owns(tensor):
             raise RuntimeError(f"static memory of shape {tuple(tensor.shape)} is used after it was given back")
 
     def let_go(self, tensor: torch.Tensor) -> None:
         """Give the memory of ``tensor`` back to the pool, if it is from there and nobody else holds it."""
-        storage = _storage(tensor)
+        storage = storage_address(tensor)
         if storage not in self._holders:
             return
         self._holders[storage] -= 1
@@ -136,8 +137,8 @@ class StaticBuffers:
                 continue
             self.hold(grad)
             known = _metadata(meta)
-            if known.is_cudagraph_output and known.bwd_cudagraph_buffer is None and _storage(grad) not in lent:
-                lent.add(_storage(grad))
+            if known.is_cudagraph_output and known.bwd_cudagraph_buffer is None and storage_address(grad) not in lent:
+                lent.add(storage_address(grad))
                 known.bwd_cudagraph_buffer = grad
                 bwd_buffer_reuse_ref_count += 1
             else:
@@ -149,10 +150,6 @@ def reset_counts() -> None:
     """Count from zero again, after a capture that failed or graphs that were deleted."""
     global fwd_buffer_reuse_ref_count, bwd_buffer_reuse_ref_count
     fwd_buffer_reuse_ref_count = bwd_buffer_reuse_ref_count = 0
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr()
 
 
 def _metadata(meta: ArgMetadata) -> CudagraphBufferMetadata:
