@@ -26,8 +26,8 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.transformer.cuda_graph_engines import transformer_engine
-from megatron.core.transformer.graphed_callables import make_graphed_callables
+from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
+from megatron.core.transformer._cuda_graphs.te.backends import transformer_engine
 
 Graphed = Sequence[Callable[[torch.Tensor], torch.Tensor]]
 

@@ -6,7 +6,7 @@ Everything else of megatron-core's module of this path is megatron-core's own.
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.transformer.cuda_graph_checks import check_fsdp_options
+from megatron.core.transformer._cuda_graphs.fsdp_checks import check_fsdp_options
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)

@@ -19,8 +19,14 @@ from transformer_engine.common.recipe import DelayedScaling, Float8CurrentScalin
 from transformer_engine.pytorch.graph import make_graphed_callables as transformer_engine
 from transformer_engine.pytorch.quantization import FP8GlobalStateManager
 
-from megatron.core.transformer.graphed_callables import make_graphed_callables as native
-from tests.unit_tests.core.transformer.captured_cases import CASES, assert_same_bits, copies, descend, train
+from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables as native
+from tests.unit_tests.core.transformer._cuda_graphs.engine.captured_cases import (
+    CASES,
+    assert_same_bits,
+    copies,
+    descend,
+    train,
+)
 
 ENGINES: dict[str, Callable] = {"native": native, "transformer_engine": transformer_engine}
 STEPS = 10

@@ -25,14 +25,14 @@ def no_manual_hooks(training: Training) -> None:
 
 def hooks_left(training: Training) -> None:
     """Layers that are captured with their hooks on."""
-    from megatron.core.transformer import cuda_graph_hooks
+    from megatron.core.transformer._cuda_graphs import hooks
 
-    with mock.patch.object(cuda_graph_hooks.ModuleHooks, "extract", _keep_hooks):
+    with mock.patch.object(hooks.ModuleHooks, "extract", _keep_hooks):
         training.helper.create_cudagraphs()
 
 
 def _keep_hooks(module):
-    from megatron.core.transformer.cuda_graph_hooks import ModuleHooks
+    from megatron.core.transformer._cuda_graphs.hooks import ModuleHooks
 
     names = [name for name in vars(module) if name.endswith("_hooks") or "_hooks_" in name]
     kept = {name: dict(value) for name in names if isinstance(value := getattr(module, name), dict)}
@@ -73,13 +73,11 @@ def captured_again(training: Training) -> None:
 
 def captured_by_two_helpers(training: Training) -> None:
     """Capture the last layers and the first one with a helper each, as for the language and the vision model of one."""
-    from megatron.core.transformer import te_cuda_graph_helper
+    from megatron.core.transformer._cuda_graphs.te import helper
 
     first, *rest = training.layers
     for layers in (rest, [first]):
-        with mock.patch.object(
-            te_cuda_graph_helper, "_layer_is_graphable", lambda layer, _, some=layers: layer in some
-        ):
+        with mock.patch.object(helper, "_layer_is_graphable", lambda layer, _, some=layers: layer in some):
             training.make_helper()
         training.helper.create_cudagraphs()
 

@@ -225,10 +225,10 @@ class Training:
         return self._losses(model, next(batches)), loss_of
 
     def make_helper(self) -> Any:
-        from megatron.core.transformer import te_cuda_graph_helper
+        from megatron.core.transformer._cuda_graphs.te import helper as te_helper
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
-        check = mock.patch.object(te_cuda_graph_helper, "check_fsdp_options")
+        check = mock.patch.object(te_helper, "check_fsdp_options")
         with check if self.case.unchecked else nullcontext():
             self.helper = TECudaGraphHelper(
                 self.chunks, self.config, self.case.sequence, self.case.micro_batch, [self.optimizer]

@@ -6,8 +6,8 @@
 from typing import Any
 
 # What follows imports modules of megatron-core that ask this one whether graphs are being captured.
-from . import capture_state
-from .capture_state import (
+from ._cuda_graphs import state
+from ._cuda_graphs.state import (
     FREEZE_GC,
     _set_capture_end,
     _set_capture_start,
@@ -18,25 +18,28 @@ from .capture_state import (
 )
 
 # isort: split
-from . import local_graph_buffers
-from .cuda_graph_order import convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
-from .current_microbatch import set_current_microbatch
-from .first_last_layer import _determine_if_first_last_layer_of_this_vp_chunk, annotate_first_last_layer
-from .generator_states import _clone_nested_tensors, _ensure_generator_state_is_cudagraph_safe
-from .graph_arguments import ArgMetadata, CudagraphBufferMetadata, _check_supported_type, tree_map
-from .graphable_layers import _layer_is_graphable
-from .local_graph_manager import (
+from ._cuda_graphs.engine.rng import _clone_nested_tensors, _ensure_generator_state_is_cudagraph_safe
+from ._cuda_graphs.local import buffers
+from ._cuda_graphs.local.arguments import ArgMetadata, CudagraphBufferMetadata, _check_supported_type, tree_map
+from ._cuda_graphs.local.first_last_layer import (
+    _determine_if_first_last_layer_of_this_vp_chunk,
+    annotate_first_last_layer,
+)
+from ._cuda_graphs.local.manager import (
     CudaGraphManager,
     alloc_tensor_from_graph_mempool,
     delete_cuda_graphs,
     get_gtp_runner_streams,
 )
-from .local_graph_nodes import _CudagraphRecordNode, _CudagraphReplayNode, _GraphStatus
-from .local_graph_record import _CudagraphGlobalRecord, create_cudagraphs, logger
-from .local_graph_runner import _CudaGraphRunner
-from .te_cuda_graph_helper import TECudaGraphHelper
-from .tensor_reuse_pool import TensorReusePool
-from .vision_cuda_graphs import (
+from ._cuda_graphs.local.nodes import _CudagraphRecordNode, _CudagraphReplayNode, _GraphStatus
+from ._cuda_graphs.local.record import _CudagraphGlobalRecord, create_cudagraphs, logger
+from ._cuda_graphs.local.runner import _CudaGraphRunner
+from ._cuda_graphs.local.tensor_reuse_pool import TensorReusePool
+from ._cuda_graphs.te.current_microbatch import set_current_microbatch
+from ._cuda_graphs.te.helper import TECudaGraphHelper
+from ._cuda_graphs.te.layers import _layer_is_graphable
+from ._cuda_graphs.te.order import convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
+from ._cuda_graphs.te.vision_helper import (
     VisionTECudaGraphHelper,
     _wrap_graph_for_vision,
     get_vision_cuda_graph_seq_length,
@@ -44,10 +47,10 @@ from .vision_cuda_graphs import (
 
 # Variables of other files, whose value of the moment this module has too.
 _LIVE = {
-    "_IS_GRAPH_CAPTURING": capture_state,
-    "_IS_GRAPH_WARMUP": capture_state,
-    "fwd_buffer_reuse_ref_count": local_graph_buffers,
-    "bwd_buffer_reuse_ref_count": local_graph_buffers,
+    "_IS_GRAPH_CAPTURING": state,
+    "_IS_GRAPH_WARMUP": state,
+    "fwd_buffer_reuse_ref_count": buffers,
+    "bwd_buffer_reuse_ref_count": buffers,
 }
 
 

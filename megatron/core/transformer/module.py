@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.transformer.layer_graph import LayerGraph
+from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)

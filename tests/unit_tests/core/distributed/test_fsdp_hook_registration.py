@@ -139,7 +139,7 @@ def test_every_hook_that_attaches_to_autograd_has_a_sentinel(fsdp):
 
 @pytest.mark.parametrize("name", ["optim_grads_params", "fine forward and backward", "optim_grads"])
 def test_every_hook_stays_out_of_graphs(ranks, name):
-    from megatron.core.transformer.cuda_graph_hooks import ModuleHooks
+    from megatron.core.transformer._cuda_graphs.hooks import ModuleHooks
 
     for module in build(name).modules():
         withheld = ModuleHooks.withhold(module)

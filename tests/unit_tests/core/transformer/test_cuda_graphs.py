@@ -11,14 +11,16 @@ from types import FunctionType
 import pytest
 
 import megatron.core
-from megatron.core.transformer import capture_state, cuda_graphs, local_graph_buffers
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer._cuda_graphs import state
+from megatron.core.transformer._cuda_graphs.local import buffers
 
 TABLE = Path(__file__).parents[4] / "docs" / "cuda_graphs_names.md"
 LIVE = {
-    "_IS_GRAPH_CAPTURING": capture_state,
-    "_IS_GRAPH_WARMUP": capture_state,
-    "fwd_buffer_reuse_ref_count": local_graph_buffers,
-    "bwd_buffer_reuse_ref_count": local_graph_buffers,
+    "_IS_GRAPH_CAPTURING": state,
+    "_IS_GRAPH_WARMUP": state,
+    "fwd_buffer_reuse_ref_count": buffers,
+    "bwd_buffer_reuse_ref_count": buffers,
 }
 
 
@@ -62,7 +64,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
 
 IMPORTED_FIRST = [
     "megatron.core.transformer.cuda_graphs",
-    "megatron.core.transformer.local_graph_runner",
+    "megatron.core.transformer._cuda_graphs.local.runner",
     "megatron.core.transformer.module",
     "megatron.core.distributed",
     "megatron.core.pipeline_parallel.schedules",

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.transformer import module
-from megatron.core.transformer.layer_graph import LayerGraph
+from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer.module import GraphableMegatronModule
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")

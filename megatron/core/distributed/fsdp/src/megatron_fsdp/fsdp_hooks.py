@@ -14,7 +14,7 @@ Other modules gather their own direct parameters before forward and keep them. `
 ``finish_backward`` frame the backward pass of the whole model.
 
 Autograd has no hook that runs before or after the backward of a module, so ``attach_*`` insert one into the graph
-around the module. They carry the sentinels by which ``megatron.core.transformer.cuda_graph_hooks`` finds the handler.
+around the module. They carry the sentinels by which ``megatron.core.transformer._cuda_graphs.hooks`` finds the handler.
 """
 
 from collections.abc import Callable, Iterable
@@ -24,7 +24,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from megatron.core.transformer.cuda_graph_hooks import BACKWARD_HANDLER, BACKWARD_PRE_HANDLER, runs_outside_graphs
+from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_HANDLER, BACKWARD_PRE_HANDLER, runs_outside_graphs
 from megatron.core.utils import is_submodule
 from megatron_fsdp_cuda_graphs.overlay import upstream
 

@@ -1,0 +1,56 @@
+"""Notices that memory which CUDA graphs read or write is no longer where it was at capture."""
+
+from collections.abc import Callable, Sequence
+from typing import NoReturn
+
+import torch
+
+
+class MovedBufferError(RuntimeError):
+    """A tensor that a CUDA graph uses is no longer where it was at capture."""
+
+
+class AddressGuard:
+    """Remembers where tensors are when it is made, which is at capture, and refuses replays once one has moved.
+
+    A graph replayed after that would read or write memory that belongs to something else by now.
+
+    Args:
+        tensors: Returns the tensors as they are at the moment of the call, always in the same order; None for one that
+            does not exist (a parameter without ``main_grad``, say).
+        describe: Returns what the error calls the tensor of this index.
+        advice: The end of the error message: what to do about it.
+    """
+
+    def __init__(
+        self, tensors: Callable[[], Sequence[torch.Tensor | None]], describe: Callable[[int], str], advice: str
+    ):
+        self._tensors, self._describe, self._advice = tensors, describe, advice
+        self._captured = [address_of(tensor) for tensor in tensors()]
+
+    def check(self) -> None:
+        """Compare addresses with those at capture.
+
+        Raises:
+            MovedBufferError: a tensor is not where it was; names it.
+        """
+        current = [address_of(tensor) for tensor in self._tensors()]
+        if current != self._captured:
+            self._refuse(current)
+
+    def _refuse(self, current: list[int]) -> NoReturn:
+        moved = next(i for i, pair in enumerate(zip(self._captured, current, strict=True)) if pair[0] != pair[1])
+        raise MovedBufferError(
+            f"CUDA graphs use {self._describe(moved)} at {self._captured[moved]:#x}, where it was at capture; now it "
+            f"is at {current[moved]:#x}. {self._advice}"
+        )
+
+
+def address_of(tensor: torch.Tensor | None) -> int:
+    """Where ``tensor`` starts; 0 for what has no memory of its own (None, a quantized parameter)."""
+    if tensor is None:
+        return 0
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0

@@ -1,0 +1,266 @@
+"""``make_graphed_callables``: CUDA graphs of several callables at once, with hooks that run outside capture.
+
+The signature is that of ``transformer_engine.pytorch.make_graphed_callables`` (2.20), so that either engine can be
+called with the same arguments.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from .capture import Capture, capture_stream, release_cached_memory, transformer_engine_flag
+from .capture_time_hooks import CaptureTimeHooks
+from .passes import CapturePasses
+from .plan import ordered_plan, unordered_plan
+from .preserve import pause_gc, preserve_buffers
+from .quantization import resolve_quantization
+from .rng import preserve_rng
+from .slot import CaptureOptions, GraphedSlot
+from .static_inputs import distinct, share_inputs, signature
+
+
+def make_graphed_callables(
+    modules: Callable | tuple[Callable, ...],
+    sample_args: Sequence,
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    sample_kwargs: Sequence[dict[str, Any]] | dict[str, Any] | None = None,
+    fp8_enabled: Any = None,
+    fp8_calibrating: bool | None = None,
+    fp8_recipe: Any = None,
+    fp8_group: Any = None,
+    fp8_weight_caching: bool | None = None,
+    enabled: Any = None,
+    calibrating: bool | None = None,
+    recipe: Any = None,
+    amax_reduction_group: Any = None,
+    cache_quantized_params: bool | None = None,
+    _order: Sequence[float] | None = None,
+    _num_layers_per_chunk: Sequence[int] | int | None = None,
+    pool: tuple | None = None,
+    retain_graph_in_backward: bool = False,
+    _reuse_graph_input_output_buffers: bool = False,
+    clone_param_grads_on_return: bool = True,
+    pre_warmup_hook: Callable[[], Any] | None = None,
+    post_warmup_hook: Callable[[], Any] | None = None,
+    capture_time_hooks: Sequence[Mapping[str, Mapping[Any, Callable]] | None] | None = None,
+) -> Any:
+    """Capture forward and backward of each callable in CUDA graphs.
+
+    Args:
+        modules: Modules or functions of tensors; a tuple, or one alone.
+        sample_args: Positional inputs, a tuple of tensors for each callable, or with ``_order`` for each callable and
+            micro-batch: by model chunk, then micro-batch, then layer. They become the graphs' static inputs.
+        num_warmup_iters: How often everything runs before capture, at least once.
+        allow_unused_input: Whether an input that requires grad may get none.
+        sample_kwargs: Keyword inputs, one dict for each entry of ``sample_args``.
+        fp8_enabled, fp8_calibrating, fp8_recipe, fp8_group, fp8_weight_caching: Deprecated spellings of the next five.
+        enabled: Whether callables are quantized (FP8, FP4); a bool, or a tuple with one for each callable. Needs
+            TransformerEngine, whose modules do it.
+        calibrating: Whether callables that are not quantized collect the statistics for it.
+        recipe: TransformerEngine's recipe; its default one if None.
+        amax_reduction_group: The process group over which amaxes are reduced; None for the default group.
+        cache_quantized_params: Whether weights are quantized in a step's first micro-batch only: each replay then needs
+            the keyword ``is_first_microbatch``, a bool.
+        _order: The order of passes: ``c`` for the forward of model chunk ``c`` (counted from 1), ``-c`` for its
+            backward, ``-c - 0.5`` for the weight gradients that its modules delayed (``delay_wgrad_compute`` of
+            TransformerEngine's). Without it all forwards, then all backwards in reverse, each with its weight
+            gradients. Warm-up follows the same order.
+        _num_layers_per_chunk: How many callables each model chunk holds.
+        pool: The memory pool of the graphs, from ``torch.cuda.graph_pool_handle``.
+        retain_graph_in_backward: Whether backward keeps autograd's graph.
+        _reuse_graph_input_output_buffers: Whether graphs share memory, as far as replays in the order of ``_order``
+            permit: static inputs of the same structure, once the last pass that reads them is over; static gradients
+            of outputs alike; outputs after their backward pass; gradients of inputs and parameters after the next
+            backward pass of the chunk (those of its first layer after the chunk's next backward pass of all). What
+            replays return must be consumed before. Needs ``_order``.
+        clone_param_grads_on_return: Whether backward returns copies of the parameters' gradients. Without, the returned
+            gradients are overwritten by the next replay, so each must be consumed before it. Gradients of inputs
+            always are: copy them to keep or accumulate them over replays.
+        pre_warmup_hook: Called once, before all warm-up.
+        post_warmup_hook: Called once, after all warm-up.
+        capture_time_hooks: For each callable None or ``{kind: {id: hook}}``, with the kinds ``forward_pre_hooks``,
+            ``forward_hooks``, ``backward_pre_hooks`` and ``backward_hooks``. They run around the callable's passes in
+            every warm-up iteration and in capture, outside the graph, and are not replayed. See ``CaptureTimeHooks``
+            for what each is called with; each must return None.
+
+    Returns:
+        With ``_order`` a ``GraphedSlot`` for each entry of ``sample_args``. Without it, for each callable: a module
+        itself, whose ``forward`` now replays, or a function's ``GraphedSlot``. A tuple if ``modules`` is one.
+        Where weight gradients are delayed, ``backward_dw()`` of what is returned replays them.
+
+    Raises:
+        ValueError: lengths, orders or quantization arguments do not fit.
+        TypeError: an input or output is not a tensor, a hook is not callable, ``sample_kwargs`` or
+            ``capture_time_hooks`` are nested otherwise, or a function is to be quantized.
+        RuntimeError: a module has hooks or trainable buffers, autocast caches weights, modules are in different modes,
+            a hook returned a value, or something in a callable cannot be captured.
+
+    Capture leaves parameters' ``grad``, buffers, RNG, garbage collection and TransformerEngine's capture flag as they
+    were; a failed one the modules too, but for those whose graphs were reset: these have their own methods back.
+    """
+    quantization_arguments = {
+        "fp8_enabled": fp8_enabled,
+        "fp8_calibrating": fp8_calibrating,
+        "fp8_recipe": fp8_recipe,
+        "fp8_group": fp8_group,
+        "fp8_weight_caching": fp8_weight_caching,
+        "enabled": enabled,
+        "calibrating": calibrating,
+        "recipe": recipe,
+        "amax_reduction_group": amax_reduction_group,
+        "cache_quantized_params": cache_quantized_params,
+    }
+    if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
+        raise RuntimeError("capture under autocast needs torch.autocast(..., cache_enabled=False)")
+    if num_warmup_iters < 1:
+        raise ValueError(f"num_warmup_iters must be at least 1, got {num_warmup_iters}")
+
+    alone = not isinstance(modules, tuple)
+    callables: tuple[Callable, ...] = modules if isinstance(modules, tuple) else (modules,)
+    samples = [sample_args] if alone else list(sample_args)
+    keywords: list[Any] = [sample_kwargs or {}] if alone else list(sample_kwargs or [{}] * len(samples))
+    _refuse_graphs(callables)
+    training = _training_mode(callables)
+    _refuse_module_hooks(callables)
+    if _order is None:
+        if _reuse_graph_input_output_buffers:
+            raise ValueError("_reuse_graph_input_output_buffers needs _order")
+        plan = unordered_plan(len(callables))
+    else:
+        plan = ordered_plan(_order, _num_layers_per_chunk, len(callables))
+    for what, given in (("sample_args", samples), ("sample_kwargs", keywords)):
+        if len(given) != len(plan.callable_of_slot):
+            raise ValueError(f"{what} must have {len(plan.callable_of_slot)} entries, got {len(given)}")
+    if not all(isinstance(entry, Mapping) for entry in keywords):
+        raise TypeError(f"sample_kwargs must hold a dict for each entry of sample_args, got {sample_kwargs!r}")
+
+    hooks = _checked_hooks(callables, capture_time_hooks)
+    quantization = resolve_quantization(quantization_arguments, callables)
+    options = CaptureOptions(allow_unused_input, retain_graph_in_backward, clone_param_grads_on_return)
+    inputs = [distinct(tuple(args), dict(kwargs)) for args, kwargs in zip(samples, keywords, strict=True)]
+    if _reuse_graph_input_output_buffers:
+        inputs = share_inputs(plan, lambda slot: signature(*inputs[slot]), inputs.__getitem__)
+    _give_modules_back(callables)
+    slots = [
+        GraphedSlot(
+            _name(callables[index], index),
+            callables[index],
+            args,
+            kwargs,
+            hooks[index],
+            options,
+            functools.partial(quantization.autocast, index) if quantization else nullcontext,
+            quantization.of_callable(index) if quantization else None,
+        )
+        for index, (args, kwargs) in zip(plan.callable_of_slot, inputs, strict=True)
+    ]
+    passes = CapturePasses(plan, slots, training, shares_memory=_reuse_graph_input_output_buffers)
+    statistics = quantization.preserve_statistics(callables) if quantization else nullcontext()
+    buffers = preserve_buffers(module for module in callables if isinstance(module, torch.nn.Module))
+    try:
+        with pause_gc(), preserve_rng(), buffers, statistics, transformer_engine_flag(), capture_stream():
+            if pre_warmup_hook is not None:
+                pre_warmup_hook()
+            for _ in range(num_warmup_iters):
+                passes.warm_up()
+            if post_warmup_hook is not None:
+                post_warmup_hook()
+            release_cached_memory()
+            passes.capture(Capture(pool))
+        for slot in slots:
+            slot.finish()
+    except BaseException:
+        for slot in slots:
+            slot.forget_delayed()
+        for slot in slots:
+            slot.reset()
+        raise
+
+    graphed = tuple(slots) if _order is not None else tuple(_graph_in_place(slot) for slot in slots)
+    return graphed[0] if alone else graphed
+
+
+# What a module that replays its graphs has in the place of its own.
+_METHODS = ("forward", "reset", "backward_dw")
+
+
+def _graph_of(module: Callable) -> GraphedSlot | None:
+    """What ``_graph_in_place`` made of a module."""
+    forward = getattr(module, "__dict__", {}).get("forward")
+    return forward if isinstance(forward, GraphedSlot) else None
+
+
+def _refuse_graphs(callables: Sequence[Callable]) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise RuntimeError("make_graphed_callables cannot be called while the current stream is capturing")
+    for index, module in enumerate(callables):
+        graphed = _graph_of(module)
+        if graphed is not None and graphed.forward_graph is not None:
+            raise RuntimeError(f"{_name(module, index)} has graphs already: call its reset() before capturing it again")
+
+
+def _give_modules_back(callables: Sequence[Callable]) -> None:
+    """Give modules whose graphs were reset their own methods back, so that they can be captured again."""
+    for module in callables:
+        graphed = _graph_of(module)
+        if graphed is not None:
+            for name in _METHODS:
+                vars(module).pop(name, None)
+            vars(module).update(graphed.replaced)
+
+
+def _training_mode(callables: Sequence[Callable]) -> bool:
+    modes = {module.training for module in callables if isinstance(module, torch.nn.Module)}
+    if len(modes) > 1:
+        raise RuntimeError("modules must be all in training or all in evaluation mode")
+    return modes != {False}
+
+
+def _refuse_module_hooks(callables: Sequence[Callable]) -> None:
+    for index, module in enumerate(callables):
+        if not isinstance(module, torch.nn.Module):
+            continue
+        if module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
+            raise RuntimeError(
+                f"{_name(module, index)} has hooks, which would become part of the graph. Take them away and give "
+                "those that must run at capture as capture_time_hooks; they can be registered again afterwards."
+            )
+        if any(buffer.requires_grad for buffer in module.buffers()):
+            raise RuntimeError(
+                f"{_name(module, index)} has a buffer that requires grad; only parameters may be trainable"
+            )
+
+
+def _checked_hooks(
+    callables: Sequence[Callable], given: Sequence[Mapping[str, Mapping[Any, Callable]] | None] | None
+) -> list[CaptureTimeHooks]:
+    if given is None:
+        given = [None] * len(callables)
+    if isinstance(given, Mapping):
+        raise TypeError(f"capture_time_hooks must be a list with one entry for each callable, got the dict {given!r}")
+    if len(given) != len(callables):
+        raise ValueError(f"capture_time_hooks must have one entry for each of {len(callables)} callables: {len(given)}")
+    return [
+        CaptureTimeHooks(_name(module, index), hooks)
+        for index, (module, hooks) in enumerate(zip(callables, given, strict=True))
+    ]
+
+
+def _name(module: Callable, index: int) -> str:
+    return f"callable {index} ({getattr(module, '__name__', type(module).__name__)})"
+
+
+def _graph_in_place(slot: GraphedSlot) -> Any:
+    module = slot.func
+    if not isinstance(module, torch.nn.Module):
+        return slot
+    slot.replaced = {name: vars(module)[name] for name in _METHODS if name in vars(module)}
+    module.forward = slot
+    module.reset = slot.reset
+    if slot.delays_weight_gradients:
+        module.backward_dw = slot.backward_dw
+    return module

@@ -1,0 +1,101 @@
+"""Runs the passes of a plan over its slots: to warm up, then to capture."""
+
+import functools
+from collections import defaultdict
+from collections.abc import Sequence
+
+import torch
+
+from .capture import Capture, not_recording
+from .plan import Pass, Plan, Step
+from .slot import GraphedSlot
+
+
+class CapturePasses:
+    """The passes of one capture.
+
+    Args:
+        plan: What runs when.
+        slots: What runs.
+        training: Whether backward passes run.
+        shares_memory: Whether memory that no later replay reads is left to graphs that are captured later.
+    """
+
+    def __init__(self, plan: Plan, slots: Sequence[GraphedSlot], training: bool, shares_memory: bool):
+        self._plan, self._slots = plan, slots
+        self._training = training
+        self._shares_memory = shares_memory
+        self._last_steps = plan.last_steps()
+        self._gradients_read = plan.gradients_read() if shares_memory else {}
+        self._with_weight_gradients = {step.slot for step in plan.steps if step.kind is Pass.WEIGHT_GRADIENTS}
+
+    def warm_up(self) -> None:
+        """Run all passes once. Nothing of what they computed is kept."""
+        self._run(None)
+
+    def capture(self, capture: Capture) -> None:
+        """Record all passes."""
+        self._run(capture)
+
+    def _run(self, capture: Capture | None) -> None:
+        grads = _StaticGradients()
+        for step in self._plan.steps:
+            if self._runs(step):
+                slot = self._slots[step.slot]
+                phase = "warm-up" if capture is None else "capture"
+                with torch.profiler.record_function(f"{slot.name} {step.kind.value} {phase}"):
+                    self._run_step(step, slot, grads, capture)
+            # Gradients that backward hands on as they are would be overwritten before they are read.
+            if self._shares_memory and step in self._last_steps and not self._slots[step.slot].returns_static_gradients:
+                grads.take_back(step.slot)
+
+    def _runs(self, step: Step) -> bool:
+        if step.kind is Pass.FORWARD:
+            return True
+        return self._training and (step.kind is Pass.BACKWARD or self._slots[step.slot].delays_weight_gradients)
+
+    def _run_step(self, step: Step, slot: GraphedSlot, grads: "_StaticGradients", capture: Capture | None) -> None:
+        recording = not_recording if capture is None else capture.recording
+        graph = None if capture is None else capture.new_graph()
+        if step.kind is Pass.FORWARD:
+            slot.forward(recording, graph)
+        elif step.kind is Pass.WEIGHT_GRADIENTS:
+            slot.weight_gradients(recording, graph)
+        elif slot.delays_weight_gradients and step.slot not in self._with_weight_gradients:
+            raise ValueError(
+                f"{slot.name} delays its weight gradients, so _order must run them (-c - 0.5 for chunk c) after its "
+                "backward"
+            )
+        else:
+            slot.backward(recording, functools.partial(grads.lend, step.slot), graph)
+        if not self._training:
+            slot.detach_outputs()
+        if capture is None:
+            if step.kind is Pass.BACKWARD or not self._training:
+                slot.drop_results()
+        elif step.kind is Pass.BACKWARD and self._shares_memory:
+            slot.release_outputs()
+            for read in self._gradients_read.get(step, ()):
+                self._slots[read].release_gradients()
+
+
+class _StaticGradients:
+    """Lends static gradients of outputs, to one slot after another where they are taken back."""
+
+    def __init__(self) -> None:
+        self._lent: dict[int, tuple[tuple, tuple[torch.Tensor, ...]]] = {}
+        self._free: dict[tuple, list[tuple[torch.Tensor, ...]]] = defaultdict(list)
+
+    def lend(self, slot: int, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return gradients for the outputs of ``slot``, which keeps them until its last pass."""
+        key = tuple((output.shape, output.stride(), output.dtype, output.layout) for output in outputs)
+        free = self._free[key]
+        grads = free.pop() if free else tuple(torch.zeros_like(output) for output in outputs)
+        self._lent[slot] = key, grads
+        return grads
+
+    def take_back(self, slot: int) -> None:
+        """Free what ``slot`` was lent for the next slot with such outputs."""
+        key, grads = self._lent.pop(slot, ((), ()))
+        if grads:
+            self._free[key].append(grads)

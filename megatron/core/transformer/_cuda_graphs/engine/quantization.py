@@ -1,0 +1,203 @@
+"""Quantized layers (FP8, FP4) in CUDA graphs, through TransformerEngine's own calls.
+
+What a graph cannot hold is done around it: TransformerEngine's ``autocast`` during capture; at a replay the
+registration of statistics for delayed scaling, their reduction after the first module's backward pass, and the flag
+that says whether cached quantized weights are up to date. The protocol is that of TransformerEngine 2.20's
+``make_graphed_callables``.
+"""
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+
+# The arguments of make_graphed_callables, and their deprecated spellings.
+_DEPRECATED = {
+    "enabled": "fp8_enabled",
+    "calibrating": "fp8_calibrating",
+    "recipe": "fp8_recipe",
+    "amax_reduction_group": "fp8_group",
+    "cache_quantized_params": "fp8_weight_caching",
+}
+
+
+def resolve_quantization(arguments: Mapping[str, Any], callables: Sequence[Callable]) -> "Quantization | None":
+    """Return how callables are to be quantized; None if none is.
+
+    Args:
+        arguments: ``enabled``, ``calibrating``, ``recipe``, ``amax_reduction_group`` and ``cache_quantized_params`` of
+            ``make_graphed_callables``, or their deprecated spellings; None where not given.
+        callables: What is captured.
+
+    Raises:
+        ValueError: an argument is given in both spellings, or ``enabled`` has another length.
+        TypeError: ``enabled`` is neither a bool nor a sequence of bools, or asks for a function to be quantized.
+        RuntimeError: TransformerEngine, which does the quantization, cannot be imported.
+    """
+    given = {}
+    for name, deprecated in _DEPRECATED.items():
+        given[name] = arguments[name]
+        if arguments[deprecated] is None:
+            continue
+        if arguments[name] is not None:
+            raise ValueError(f"{name} and its deprecated spelling {deprecated} are both given: leave {deprecated} out")
+        warnings.warn(f"{deprecated} is deprecated, use {name}", DeprecationWarning, stacklevel=3)
+        given[name] = arguments[deprecated]
+    enabled = given["enabled"]
+    if enabled is None:
+        enabled = False
+    if isinstance(enabled, bool):
+        enabled = (enabled,) * len(callables)
+    if not isinstance(enabled, Sequence) or not all(isinstance(value, bool) for value in enabled):
+        raise TypeError(f"enabled must be a bool or a tuple with a bool for each callable, got {enabled!r}")
+    if len(enabled) != len(callables):
+        raise ValueError(f"enabled must have one entry for each of {len(callables)} callables, got {len(enabled)}")
+    for index, (quantized, func) in enumerate(zip(enabled, callables, strict=True)):
+        if quantized and not isinstance(func, torch.nn.Module):
+            raise TypeError(
+                f"enabled[{index}] is True, but only modules can be quantized, and callable {index} is {func}"
+            )
+    if not any(enabled) and not given["calibrating"]:
+        return None
+    name = "enabled" if any(enabled) else "calibrating"
+    try:
+        from transformer_engine.pytorch import graph
+    except Exception as error:  # a wheel without a CUDA driver fails in many ways
+        raise RuntimeError(
+            f"{name}={given[name]!r}: TransformerEngine quantizes, and cannot be imported here"
+        ) from error
+    return Quantization(
+        graph,
+        tuple(enabled),
+        bool(given["calibrating"]),
+        (given["recipe"] or graph.get_default_fp8_recipe()) if any(enabled) else None,
+        given["amax_reduction_group"],
+        bool(given["cache_quantized_params"]),
+    )
+
+
+def current_quantization() -> "Quantization | None":
+    """Return how TransformerEngine's ``autocast`` context around the caller quantizes; None outside of such a context.
+
+    Quantized weights are kept from a step's first micro-batch for the others, as Megatron's layers do it.
+    """
+    graph = sys.modules.get("transformer_engine.pytorch.graph")
+    if graph is None or not graph.FP8GlobalStateManager.is_fp8_enabled():
+        return None
+    state = graph.FP8GlobalStateManager
+    return Quantization(graph, (True,), False, state.get_fp8_recipe(), state.get_fp8_group(), True)
+
+
+class Quantization:
+    """How the callables of one capture are quantized.
+
+    Args:
+        graph: The module ``transformer_engine.pytorch.graph``.
+        enabled: For each callable whether it is quantized.
+        calibrating: Whether those that are not collect statistics.
+        recipe: TransformerEngine's recipe; None if no callable is quantized.
+        amax_reduction_group: The process group over which amaxes are reduced.
+        caches_params: Whether quantized weights are kept from a step's first micro-batch for the others.
+    """
+
+    def __init__(
+        self,
+        graph: Any,
+        enabled: tuple[bool, ...],
+        calibrating: bool,
+        recipe: Any,
+        amax_reduction_group: Any,
+        caches_params: bool,
+    ):
+        self._graph = graph
+        self.state: Any = graph.FP8GlobalStateManager
+        self._enabled = enabled
+        self._calibrating = calibrating
+        self.recipe = recipe
+        self._group = amax_reduction_group
+        self.caches_params = caches_params
+
+    def autocast(self, index: int) -> AbstractContextManager:
+        """The context in which the callable of this index runs in warm-up and capture."""
+        return self._graph.autocast(
+            enabled=self._enabled[index],
+            calibrating=self._calibrating,
+            recipe=self.recipe,
+            amax_reduction_group=self._group,
+            _graph=True,
+        )
+
+    @contextmanager
+    def preserve_statistics(self, callables: Iterable[Any]) -> Iterator[None]:
+        """Put the statistics of delayed scaling back to what they were before warm-up."""
+        modules = [module for module in callables if isinstance(module, torch.nn.Module)]
+        if self.caches_params:
+            self.state.set_skip_fp8_weight_update_tensor(False)
+        statistics = self._graph.save_fp8_tensors(modules, recipe=self.recipe)
+        try:
+            yield
+        finally:
+            self._graph.restore_fp8_tensors(modules, statistics)
+
+    def of_callable(self, index: int) -> "QuantizedReplay | None":
+        """What replays of the callable of this index do; None if it is not quantized."""
+        return QuantizedReplay(self) if self._enabled[index] else None
+
+
+class QuantizedReplay:
+    """What a replay of one quantized callable does outside its graphs."""
+
+    def __init__(self, quantization: Quantization):
+        self._state = quantization.state
+        self._caches_params = quantization.caches_params
+        self._modules: list[Any] = []
+        self._attention: list[Any] = []
+        self._operations: list[Any] = []
+
+    def note(self, module: Any) -> None:
+        """Remember a module that ran in warm-up, if it holds statistics."""
+        if hasattr(module, "fp8_meta"):
+            is_attention = any(kind.__name__ == "DotProductAttention" for kind in type(module).__mro__)
+            (self._attention if is_attention else self._modules).append(module)
+        elif hasattr(module, "_fp8_metas"):
+            self._operations.append(module)
+
+    def before_forward(self, is_first_microbatch: Any) -> bool:
+        """Prepare a replay of the forward graph.
+
+        Args:
+            is_first_microbatch: Whether quantized weights are to be made anew; needed only where they are cached.
+
+        Returns:
+            Whether ``after_backward`` is to be called: once within each of TransformerEngine's ``autocast`` contexts.
+
+        Raises:
+            ValueError: weights are cached and ``is_first_microbatch`` is not a bool.
+        """
+        if self._caches_params and not isinstance(is_first_microbatch, bool):
+            raise ValueError(
+                "is_first_microbatch=True or False must be given to every replay of graphs captured with "
+                f"cache_quantized_params, got {is_first_microbatch!r}"
+            )
+        state = self._state
+        if state.is_fp8_enabled():
+            recipe, group = state.get_fp8_recipe(), state.get_fp8_group()
+            metas = [module.fp8_meta for module in self._modules]
+            if getattr(recipe, "fp8_dpa", False) or getattr(recipe, "fp8_mha", False):
+                metas += [module.fp8_meta for module in self._attention]
+            for operation in self._operations:
+                metas += [operation._fp8_metas[m] for m in ("forward", "backward") if operation.num_quantizers(m)]
+            for meta in metas:
+                meta["fp8_group"], meta["recipe"] = group, recipe
+                state.add_fp8_tensors_to_global_buffer(meta)
+        is_first = state.is_first_fp8_module()
+        if is_first and self._caches_params:
+            state.set_skip_fp8_weight_update_tensor(not is_first_microbatch)
+        return is_first
+
+    def after_backward(self) -> None:
+        """Reduce the amaxes of gradients and update the scales."""
+        self._state.reduce_and_update_fp8_tensors(forward=False)

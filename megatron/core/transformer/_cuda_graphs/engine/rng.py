@@ -1,0 +1,101 @@
+"""States of random number generators that CUDA graphs can use."""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from megatron.core.tensor_parallel import random as tensor_parallel_random
+
+
+def _clone_nested_tensors(value: Any) -> Any:
+    """Return ``value`` with every tensor in it cloned; tuples, lists and dicts are rebuilt, anything else is shared.
+
+    Raises:
+        TypeError: a set, whose members a graph could not tell apart.
+    """
+    if isinstance(value, torch.Tensor):
+        return value.clone()
+    if isinstance(value, (set, frozenset)):
+        raise TypeError("tensors in a set have no order that CUDA graphs could keep: use a tuple or a list")
+    if isinstance(value, dict):
+        return {key: _clone_nested_tensors(item) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*map(_clone_nested_tensors, value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(map(_clone_nested_tensors, value))
+    return value
+
+
+def _ensure_generator_state_is_cudagraph_safe(gen: torch.Generator) -> torch.Generator:
+    """Let graphs use ``gen`` whose state was made or set under ``torch.inference_mode``, and return it.
+
+    Tensors that are made in that mode are inference tensors, which may not be written outside it. The state gets the
+    same value anew, from a clone that is none. It stays the same object: graphs that know it go on drawing from it.
+    """
+    with torch.inference_mode(False):
+        gen.set_state(_clone_nested_tensors(gen.get_state()))
+    return gen
+
+
+def current_rng_state() -> torch.Generator:
+    """Return a generator that shares the state from which the device's default generator draws at this moment.
+
+    Megatron's and TransformerEngine's RNG trackers put others there: the decoder runs its layers so under sequence
+    parallelism.
+    """
+    return torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_get_state()
+
+
+@contextmanager
+def use_rng_state(state: torch.Generator) -> Iterator[None]:
+    """Let the device's default generator draw from ``state``, of ``current_rng_state``."""
+    default, before = torch.cuda.default_generators[torch.cuda.current_device()], current_rng_state()
+    default.graphsafe_set_state(state)
+    try:
+        yield
+    finally:
+        default.graphsafe_set_state(before)
+
+
+def generator_states() -> list[torch.Generator]:
+    """The generators, besides the default one, from which a Megatron layer may draw.
+
+    Raises:
+        RuntimeError: Megatron's RNG tracker keeps states that a graph cannot use.
+    """
+    states: list[torch.Generator] = []  # both trackers may have states of the same names
+    if tensor_parallel_random._CUDA_RNG_STATE_TRACKER_INITIALIZED:
+        states += (tensor_parallel_random.get_all_rng_states() or {}).values()
+    distributed = sys.modules.get("transformer_engine.pytorch.distributed")
+    if distributed is not None and distributed.graph_safe_rng_available():
+        states += distributed.get_all_rng_states().values()
+    if any(isinstance(state, torch.Tensor) for state in states):
+        raise RuntimeError(
+            "Megatron's RNG tracker holds states that no CUDA graph can use. Give --te-rng-tracker, or without "
+            "TransformerEngine initialize it with use_cudagraphable_rng=True."
+        )
+    return list(dict.fromkeys(states))
+
+
+def make_generators_safe() -> None:
+    """Let graphs use all generators, whatever was done with them under ``torch.inference_mode``."""
+    for generator in [torch.cuda.default_generators[torch.cuda.current_device()], *generator_states()]:
+        _ensure_generator_state_is_cudagraph_safe(generator)
+
+
+@contextmanager
+def preserve_rng() -> Iterator[None]:
+    """Put every generator back to where it was, so that warm-up's draws leave no trace."""
+    generators = generator_states()
+    states = [generator.get_state() for generator in generators]
+    cuda, cpu = torch.cuda.get_rng_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        torch.cuda.set_rng_state(cuda)
+        torch.set_rng_state(cpu)
+        for generator, state in zip(generators, states, strict=True):
+            generator.set_state(state)

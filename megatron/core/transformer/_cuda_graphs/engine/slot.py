@@ -1,0 +1,468 @@
+"""One callable and micro-batch as CUDA graphs: its static tensors, its hooks, its capture and its replay."""
+
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import compress
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+from .capture import allow_nested_backward, refuse_legacy_stream
+from .capture_time_hooks import CaptureTimeHooks
+from .delayed_wgrad import DelayedWeightGradients, delays_weight_gradients
+from .memory import storage_address, weak_reference
+from .preserve import hide_grads_and_hooks
+from .quantization import QuantizedReplay
+from .replay import Replay, ReplayOptions, replay
+
+Recording = Callable[[torch.cuda.CUDAGraph | None], AbstractContextManager]
+Grads = Sequence[torch.Tensor | None]
+
+
+@dataclass(frozen=True)
+class CaptureOptions:
+    """What the arguments of ``make_graphed_callables`` ask of each callable.
+
+    Attributes:
+        allow_unused_input: Whether an input that requires grad may get none.
+        retain_graph: Whether backward keeps the autograd graph.
+        clone_param_grads: Whether backward returns copies of parameter gradients rather than the static ones.
+    """
+
+    allow_unused_input: bool = False
+    retain_graph: bool = False
+    clone_param_grads: bool = True
+
+
+@dataclass
+class WarmupRecord:
+    """What earlier passes have shown of a function. Callables for other micro-batches of it may share it.
+
+    Attributes:
+        ran: The modules that ran in the first forward pass; None before it.
+        backward_ran: Whether a backward pass ran, on a stream that can be captured.
+        returned: What passes of warm-up returned, by address.
+    """
+
+    ran: tuple[torch.nn.Module, ...] | None = None
+    backward_ran: bool = False
+    returned: dict[int, StorageWeakRef] = field(default_factory=dict)
+
+
+class GraphedSlot:
+    """A callable, for one micro-batch, that replays its CUDA graphs.
+
+    It is called as the callable was, with tensors of the same shapes and dtypes, and takes part in autograd. What it
+    returns lives in the graphs' memory until the next replay of a graph that shares it. The backward graph reads that
+    memory, unseen by autograd: who changes an output in place changes the gradients if the callable saved it. Inputs
+    may be in the graphs' memory themselves, but not each in the place of another.
+
+    Args:
+        name: What errors and profiles call it.
+        func: The module or function.
+        args: Static positional inputs; nested structures of tensors.
+        kwargs: Static keyword inputs; nested structures of tensors.
+        hooks: What runs around it in warm-up and capture.
+        options: What the capture was asked for.
+        autocast: Makes the context in which ``func`` runs in warm-up and capture.
+        quantized: What its replays do for quantization; None where it is not quantized.
+        module: The module whose parameters and submodules a function uses; a module uses its own.
+        keep_param_grads: Takes the parameters and their gradients (None for a parameter without) and returns what the
+            backward graph is to return of them; what it computes is recorded. None to return them all.
+        warmup_record: What passes of the same function have shown before.
+
+    Attributes:
+        eager: The function, or the module's ``forward`` as it was, which runs without graphs.
+        params: The parameters that get a gradient.
+        differentiable: For each output whether it takes part in autograd.
+        replaced: What a module's ``__dict__`` had where this object's methods are now.
+        forward_graph: Runs the forward pass; None before capture and after ``reset``.
+        backward_graph: Runs the backward pass; None where nothing requires grad.
+        weight_gradient_graph: Computes the weight gradients that backward delays; None where it delays none.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        func: Callable,
+        args: tuple,
+        kwargs: dict[str, Any],
+        hooks: CaptureTimeHooks,
+        options: CaptureOptions,
+        autocast: Callable[[], AbstractContextManager] = nullcontext,
+        quantized: QuantizedReplay | None = None,
+        module: torch.nn.Module | None = None,
+        keep_param_grads: Callable[[Grads, Grads], Grads] | None = None,
+        warmup_record: WarmupRecord | None = None,
+    ):
+        self.name = name
+        self.func = func
+        self.hooks = hooks
+        self.args, self.kwargs = args, kwargs
+        self.inputs, self._structure = self._flatten_inputs(args, kwargs)
+        self._expected = [(tensor.shape, tensor.dtype) for tensor in self.inputs]
+        self.training = getattr(func, "training", None)
+        self._module = func if isinstance(func, torch.nn.Module) else module
+        self._all_params: tuple[torch.Tensor, ...] = () if self._module is None else tuple(self._module.parameters())
+        self.params = tuple(param for param in self._all_params if param.requires_grad)
+        self.eager = func.forward if isinstance(func, torch.nn.Module) else func
+        self._keep_param_grads = keep_param_grads
+        self.replaced: dict[str, Any] = {}
+        self._options = options
+        self._autocast = autocast
+        self._quantized = quantized
+        self._delayed = DelayedWeightGradients((), ())
+        self._ran_eagerly = False  # in the last call with grad
+        self._warmup = warmup_record or WarmupRecord()
+        if self._warmup.ran is not None:
+            self._look_for_delays_and_statistics(self._warmup.ran)
+
+        self.forward_graph: torch.cuda.CUDAGraph | None = None
+        self.backward_graph: torch.cuda.CUDAGraph | None = None
+        self.weight_gradient_graph: torch.cuda.CUDAGraph | None = None
+        self.differentiable: tuple[bool, ...] = ()
+        self._outputs: tuple[torch.Tensor | None, ...] = ()
+        self._output_spec: TreeSpec | None = None
+        self._returns_one_tensor = False
+        self._grad_outputs: tuple[torch.Tensor | None, ...] = ()
+        self._grad_inputs: tuple[torch.Tensor | None, ...] = ()
+        self._grad_params: tuple[torch.Tensor | None, ...] = ()
+        self._replay: Replay | None = None
+
+    def _flatten_inputs(self, args, kwargs) -> tuple[tuple[torch.Tensor, ...], TreeSpec | None]:
+        for key, value in kwargs.items():
+            for leaf in tree_leaves(value):
+                if not isinstance(leaf, torch.Tensor):
+                    raise TypeError(f"sample_kwargs of {self.name}: {key!r} holds {leaf!r}, which is not a tensor")
+        leaves, structure = _flat((*args, *kwargs.values()))
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor):
+                raise TypeError(f"sample_args of {self.name} hold {leaf!r}, which is not a tensor")
+        return tuple(leaves), structure
+
+    # ------------------------------------------------------------------------------------- warm-up and capture
+
+    def forward(self, recording: Recording, graph: torch.cuda.CUDAGraph | None = None) -> None:
+        """Run the forward pass on the static inputs, hooks around it, recorded by ``recording(graph)``."""
+        self.hooks.run("forward_pre_hooks", self.func, self.args, self.kwargs)
+        with self._noting_modules_that_run(), recording(graph), self._autocast():
+            output = self.func(*self.args, **self.kwargs)
+        self.hooks.run("forward_hooks", self.func, self.args, output)
+        outputs, self._output_spec = tree_flatten(output)
+        self._returns_one_tensor = isinstance(output, torch.Tensor)
+        for leaf in outputs:
+            if leaf is not None and not isinstance(leaf, torch.Tensor):
+                raise TypeError(f"{self.name} returned {leaf!r}, which is neither a tensor nor None")
+        self._outputs = tuple(outputs)
+        self.differentiable = tuple(_requires_grad(leaf) for leaf in outputs)
+        self.forward_graph = graph
+
+    @contextmanager
+    def _noting_modules_that_run(self) -> Iterator[None]:
+        """In the first forward pass, find the modules that run: some delay weight gradients, or hold statistics."""
+        if self._warmup.ran is not None or self._module is None:
+            yield
+            return
+        ran: dict[torch.nn.Module, None] = {}
+        with ExitStack() as stack:
+            for module in self._module.modules():
+                stack.callback(module.register_forward_hook(partial(_note_parts, ran)).remove)
+            yield
+        self._warmup.ran = tuple(ran)
+        self._look_for_delays_and_statistics(self._warmup.ran)
+
+    def _look_for_delays_and_statistics(self, ran: Sequence[torch.nn.Module]) -> None:
+        self._delayed = DelayedWeightGradients(filter(delays_weight_gradients, ran), self._all_params)
+        if self._quantized is not None:
+            for module in ran:
+                self._quantized.note(module)
+
+    def backward(
+        self,
+        recording: Recording,
+        new_grads: Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]],
+        graph: torch.cuda.CUDAGraph | None = None,
+    ) -> None:
+        """Run the backward pass of the last ``forward``, hooks around it, recorded by ``recording(graph)``.
+
+        Args:
+            recording: The context in which autograd runs.
+            new_grads: Makes static gradients for the given outputs.
+            graph: The graph to record into.
+
+        Raises:
+            RuntimeError: an input that requires grad got none, and unused inputs are not allowed; no input or parameter
+                requires grad, but an output does; or gradients arrive on the legacy default stream.
+        """
+        outputs = [output for output in self._outputs if _requires_grad(output)]
+        self.hooks.run("backward_pre_hooks", self.func)
+        if outputs:
+            inputs = [tensor for tensor in self.inputs if tensor.requires_grad]
+            leaves = (*inputs, *self.params)
+            if not leaves:
+                raise RuntimeError(
+                    f"{self.name} returns what requires grad, but none of its inputs does, nor a parameter of its own. "
+                    "A function's parameters get no gradients from a graph: give their module, or inputs that require "
+                    "grad."
+                )
+            grad_outputs = new_grads(outputs)
+            check = nullcontext() if self._warmup.backward_ran else refuse_legacy_stream(self.name, leaves)
+            with hide_grads_and_hooks(self._all_params), check, allow_nested_backward(), recording(graph):
+                grads = torch.autograd.grad(
+                    outputs,
+                    leaves,
+                    grad_outputs,
+                    retain_graph=self._options.retain_graph,
+                    allow_unused=True,
+                )
+                param_grads: Grads = tuple(map(_with_nested, self.params, grads[len(inputs) :]))
+                used = [grad is not None for grad in param_grads]
+                if graph is not None and self._keep_param_grads is not None:
+                    param_grads = self._keep_param_grads(self.params, param_grads)
+            self._warmup.backward_ran = True
+            if graph is not None:  # hooks of a parameter that gets no gradient must not run at replay
+                self.params, param_grads = tuple(compress(self.params, used)), tuple(compress(param_grads, used))
+            self._keep_gradients(inputs, grad_outputs, grads[: len(inputs)], param_grads)
+            self.backward_graph = graph
+        self.hooks.run("backward_hooks", self.func)
+        if not self._options.retain_graph:
+            self.detach_outputs()
+
+    def detach_outputs(self) -> None:
+        """Let go of autograd's nodes and what they saved; from here on only the memory of the outputs is needed."""
+        self._outputs = tuple(output if output is None else output.detach() for output in self._outputs)
+
+    def _keep_gradients(self, inputs, grad_outputs, input_grads, param_grads) -> None:
+        if not self._options.allow_unused_input and any(grad is None for grad in input_grads):
+            unused = next(i for i, grad in enumerate(input_grads) if grad is None)
+            raise RuntimeError(
+                f"{self.name} does not use input {unused} of those that require grad; allow_unused_input=True permits "
+                "it"
+            )
+        remaining = iter(grad_outputs)
+        self._grad_outputs = tuple(
+            next(remaining) if differentiable else None for differentiable in self.differentiable
+        )
+        remaining = iter(input_grads)
+        self._grad_inputs = tuple(next(remaining) if tensor.requires_grad else None for tensor in self.inputs)
+        self._grad_params = tuple(param_grads)
+
+    @property
+    def delays_weight_gradients(self) -> bool:
+        """Whether modules that ran in ``forward`` leave their weight gradients to a pass of their own."""
+        return bool(self._delayed)
+
+    def weight_gradients(self, recording: Recording, graph: torch.cuda.CUDAGraph | None = None) -> None:
+        """Compute the weight gradients that the last ``backward`` delayed, recorded by ``recording(graph)``."""
+        self._delayed.compute(partial(recording, graph))
+        self.weight_gradient_graph = graph
+
+    def forget_delayed(self) -> None:
+        """Drop what a failed pass left for ``backward_dw``, which the next one would take for its own."""
+        self._delayed.forget()
+
+    def drop_results(self) -> None:
+        """Let go of what a pass of warm-up computed."""
+        for tensor in (*self._outputs, *self._grad_inputs, *self._grad_params):
+            if tensor is not None:
+                self._warmup.returned[storage_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
+        self._outputs = self._grad_outputs = self._grad_inputs = self._grad_params = ()
+
+    def release_outputs(self) -> None:
+        """Let later captures use the memory of the outputs, which nothing reads after the backward pass."""
+        if not self._options.retain_graph:
+            self._outputs = self._weak(self._outputs)
+
+    def release_gradients(self, keep: Collection[int] = ()) -> None:
+        """Let later captures use the memory of gradients that have been read: all but those of the inputs ``keep``."""
+        weak = self._weak(self._grad_inputs)
+        self._grad_inputs = tuple(self._grad_inputs[i] if i in keep else grad for i, grad in enumerate(weak))
+        self._grad_params = self._weak(self._grad_params)
+
+    def release_grad_outputs(self) -> None:
+        """Let later captures use the memory of the outputs' static gradients, unless someone else keeps it."""
+        self._grad_outputs = tuple(grad if grad is None else weak_reference(grad) for grad in self._grad_outputs)
+
+    def release_inputs(self) -> None:
+        """Let later captures use the memory of the static inputs, unless someone else keeps it."""
+        leaves, structure = tree_flatten((self.args, self.kwargs))
+        self.inputs = tuple(map(weak_reference, leaves))
+        self.args, self.kwargs = tree_unflatten(self.inputs, structure)
+
+    @property
+    def outputs(self) -> tuple[torch.Tensor | None, ...]:
+        """The static outputs, flattened."""
+        return self._outputs
+
+    @property
+    def grad_inputs(self) -> tuple[torch.Tensor | None, ...]:
+        """The static gradients of the inputs; None for an input that gets none."""
+        return self._grad_inputs
+
+    def _weak(self, tensors: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+        return tuple(
+            weak_reference(tensor) if tensor is not None and self._is_of_the_graphs(tensor) else tensor
+            for tensor in tensors
+        )
+
+    def _is_of_the_graphs(self, tensor: torch.Tensor) -> bool:
+        """Whether the memory of ``tensor`` is that of a graph pool, which stays mapped though no tensor holds it.
+
+        Neither memory of the host is, nor what was there before capture, a buffer, say: warm-up returned it too.
+        """
+        returned = self._warmup.returned.get(storage_address(tensor))
+        return tensor.is_cuda and (returned is None or returned.expired())
+
+    @property
+    def returns_static_gradients(self) -> bool:
+        """Whether a gradient that backward returns lies in the memory of a static gradient of the outputs."""
+        addresses = {storage_address(grad) for grad in self._grad_outputs if grad is not None}
+        grads = (*self._grad_inputs, *self._grad_params)
+        return any(storage_address(grad) in addresses for grad in grads if grad is not None)
+
+    # -------------------------------------------------------------------------------------------------- replay
+
+    def finish[R: Replay](self, replay: type[R] = Replay) -> R:  # type: ignore[assignment]
+        """Make ready to replay, once everything is captured, by an object of the given class, and return it."""
+        self._warmup = WarmupRecord()
+        made = replay(
+            self.name,
+            self.forward_graph,
+            self.backward_graph,
+            self.inputs,
+            self._outputs,
+            self.differentiable,
+            self._grad_outputs,
+            self._grad_inputs,
+            self._grad_params,
+            self._options.clone_param_grads,
+            self._quantized,
+        )
+        self._replay = made
+        return made
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay the graphs on ``args`` and ``kwargs``.
+
+        Keywords that the graph was not captured with are ignored; ``cuda_graph_stream`` and ``cuda_graph_event`` name
+        the stream to replay on and the event that ends it; ``is_first_microbatch`` says, where quantized weights are
+        cached, whether they are made anew. A module in the other mode (training or evaluation) than at capture runs
+        eagerly.
+
+        Raises:
+            RuntimeError: after ``reset``.
+            TypeError: an input that the graph was captured with is missing, is not a tensor, or is nested otherwise.
+            ValueError: a tensor is not like the captured one, or ``is_first_microbatch`` is missing.
+        """
+        if self._replay is None:
+            raise RuntimeError(f"the graphs of {self.name} were reset; capture them again to replay them")
+        eagerly = self.training is not None and self.func.training != self.training  # type: ignore[attr-defined]
+        if torch.is_grad_enabled():
+            self._ran_eagerly = eagerly
+        if eagerly:
+            kwargs.pop("cuda_graph_stream", None)
+            kwargs.pop("cuda_graph_event", None)
+            return self.eager(*args, **kwargs)
+        inputs = self._match_inputs(args, kwargs)
+        options = self._replay_options(kwargs) if kwargs or self._quantized is not None else None
+        outputs = replay(self._replay, options, *inputs, *self.params)
+        return outputs[0] if self._returns_one_tensor else tree_unflatten(outputs, self._output_spec)
+
+    def _replay_options(self, kwargs: dict[str, Any]) -> ReplayOptions | None:
+        stream, event = kwargs.get("cuda_graph_stream"), kwargs.get("cuda_graph_event")
+        quantized = self._quantized
+        ends_quantization = quantized is not None and quantized.before_forward(kwargs.get("is_first_microbatch"))
+        if stream is None and not ends_quantization:
+            return None
+        return ReplayOptions(stream, event, ends_quantization)
+
+    def _match_inputs(self, args, kwargs) -> Sequence[torch.Tensor]:
+        if self.kwargs:
+            for key in self.kwargs:
+                if key not in kwargs:
+                    raise TypeError(f"{self.name} was captured with the keyword {key!r}, which this call does not give")
+            args = (*args, *(kwargs[key] for key in self.kwargs))
+        inputs, structure = _flat(args)
+        if len(inputs) != len(self._expected):
+            raise TypeError(f"{self.name} was captured with {len(self.inputs)} tensors, this call gives {len(inputs)}")
+        for i, given in enumerate(inputs):
+            shape, dtype = self._expected[i]
+            if not isinstance(given, torch.Tensor):
+                raise TypeError(f"input {i} of {self.name} was captured as a tensor, this call gives {given!r}")
+            if given.shape != shape or given.dtype != dtype:
+                raise ValueError(
+                    f"input {i} of {self.name} was captured as {tuple(shape)} {dtype}, this call gives "
+                    f"{tuple(given.shape)} {given.dtype}"
+                )
+        if structure != self._structure:
+            captured, given = (_nested(len(inputs), spec) for spec in (self._structure, structure))
+            raise TypeError(f"{self.name} was captured with inputs nested as {captured}, this call gives {given}")
+        return inputs
+
+    def backward_dw(self) -> None:
+        """Replay the weight gradients that the last backward pass delayed; nothing where it delays none.
+
+        As in eager mode, a module that does not accumulate into ``main_grad`` sets ``grad`` of its parameters. The
+        hooks that modules run after their weight gradients run. If the last call with grad ran eagerly, so does this.
+
+        Raises:
+            RuntimeError: after ``reset``.
+        """
+        if self._replay is None:
+            raise RuntimeError(f"the graphs of {self.name} were reset; capture them again to replay them")
+        if self._ran_eagerly:
+            self._delayed.compute_eagerly()
+            return
+        if self.weight_gradient_graph is None:
+            return
+        self._replay.run(self.weight_gradient_graph, "weight gradients", None)
+        self._delayed.hand_out(self._options.clone_param_grads)
+
+    def reset(self) -> None:
+        """Free the graphs and every tensor they own. The callable can no longer be replayed."""
+        for graph in (self.forward_graph, self.backward_graph, self.weight_gradient_graph):
+            if graph is not None:
+                graph.reset()
+        self.forward_graph = self.backward_graph = self.weight_gradient_graph = None
+        self._delayed = DelayedWeightGradients((), ())
+        self._quantized, self._autocast = None, nullcontext
+        self.hooks = CaptureTimeHooks(self.name, None)
+        self.args, self.kwargs, self.inputs, self.params, self._all_params = (), {}, (), (), ()
+        self._warmup = WarmupRecord()
+        self._outputs = self._grad_outputs = self._grad_inputs = self._grad_params = ()
+        if self._replay is not None:
+            self._replay.reset()
+            self._replay = None
+
+
+def _note_parts(ran: dict[torch.nn.Module, None], module: torch.nn.Module, *_: Any) -> None:
+    # A sequence of TransformerEngine's operations runs them fused, without calling them.
+    ran.update(dict.fromkeys(module.modules() if hasattr(module, "_module_groups") else (module,)))
+
+
+def _with_nested(param: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:
+    """Add what a backward pass inside the backward pass has accumulated: activation checkpointing runs one."""
+    if param.grad is None:
+        return grad
+    return param.grad if grad is None else param.grad + grad
+
+
+def _flat(inputs: tuple) -> tuple[Sequence[Any], TreeSpec | None]:
+    """The leaves of ``inputs`` and how they are nested: None for a tuple of tensors, which is the usual case."""
+    if all(isinstance(item, torch.Tensor) for item in inputs):
+        return inputs, None
+    return tree_flatten(inputs)
+
+
+def _nested(count: int, structure: TreeSpec | None) -> Any:
+    """Numbers in place of the leaves that ``_flat`` found."""
+    numbers = range(count)
+    return tuple(numbers) if structure is None else tree_unflatten(numbers, structure)
+
+
+def _requires_grad(output: torch.Tensor | None) -> bool:
+    return output is not None and output.requires_grad

@@ -1,0 +1,60 @@
+"""Static inputs: apart within a slot, shared between slots of a plan whose lives do not overlap."""
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_flatten, tree_map
+
+from .plan import Pass, Plan
+
+
+def share_inputs[Inputs](
+    plan: Plan, signature_of: Callable[[int], Hashable], inputs_of: Callable[[int], Inputs]
+) -> list[Inputs]:
+    """Give every slot of ``plan`` its inputs.
+
+    A slot's inputs live from its forward pass to its last pass. After that they serve the next forward pass whose
+    inputs have the same signature; those that were freed first are taken first.
+
+    Args:
+        plan: The passes in the order in which they run.
+        signature_of: What the inputs of a slot must have in common with others to be shared.
+        inputs_of: The inputs of a slot; called only for slots that need inputs of their own.
+    """
+    of_slot: dict[int, Inputs] = {}
+    free: dict[Hashable, deque[Inputs]] = defaultdict(deque)
+    last_steps = plan.last_steps()
+    for step in plan.steps:
+        slot = step.slot
+        if step.kind is Pass.FORWARD:
+            reusable = free[signature_of(slot)]
+            of_slot[slot] = reusable.popleft() if reusable else inputs_of(slot)
+        elif step in last_steps:
+            free[signature_of(slot)].append(of_slot[slot])
+    return [of_slot[slot] for slot in range(len(plan.callable_of_slot))]
+
+
+def distinct(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    """Return inputs in which no tensor object is there twice: replays may be given two where capture was given one."""
+    seen: set[int] = set()
+
+    def own(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or id(leaf) not in seen:
+            seen.add(id(leaf))
+            return leaf
+        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+
+    return tree_map(own, (args, kwargs))
+
+
+def signature(args: tuple, kwargs: Mapping[str, Any]) -> Hashable:
+    """The structure of inputs, with shape, dtype and layout in place of each tensor; keywords in any order."""
+    leaves, structure = tree_flatten((args, sorted(kwargs.items())))
+    return repr(structure), tuple(
+        (tuple(leaf.shape), leaf.dtype, leaf.layout, leaf.requires_grad)
+        if isinstance(leaf, torch.Tensor)
+        else repr(leaf)
+        for leaf in leaves
+    )

@@ -1,0 +1,201 @@
+"""Takes a layer's hooks away for CUDA-graph capture, hands them to the engine, and puts them back.
+
+A capture engine calls the layer with no hooks on it, and runs *capture-time hooks* around that call, outside the
+graph. Two phases turn the one into the other:
+
+1. ``ModuleHooks.extract`` copies the four hook dicts of the layer, uniformly, and clears them. Hooks on the layer's
+   submodules are part of what the graph records and stay, except wrappers (see below) and those that say they must
+   run outside a graph (``runs_outside_graphs``).
+2. ``ModuleHooks.capture_time_hooks`` sorts the copies under the engine's four keys. Two kinds of hook only *wrap* a
+   handler that autograd is to call later; they carry a sentinel, the engine gets the handler and never the wrapper:
+
+   - ``_cuda_graph_backward_handler`` on a forward-pre hook: the handler runs after backward;
+   - ``_cuda_graph_backward_pre_handler`` on a forward hook: the handler runs before backward.
+
+``restore`` puts back the copy of phase 1, which phase 2 never touches.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+HOOK_KINDS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
+BACKWARD_HANDLER = "_cuda_graph_backward_handler"
+BACKWARD_PRE_HANDLER = "_cuda_graph_backward_pre_handler"
+_RUNS_OUTSIDE = "_cuda_graph_runs_outside"
+
+# Every dict in which torch.nn.Module keeps hooks or a flag about one, keyed by the hook's id.
+_HOOK_DICTS = tuple(f"_{kind}" for kind in HOOK_KINDS)
+_FLAG_DICTS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+HookDicts = dict[str, dict[int, Callable[..., None]]]
+
+
+def runs_outside_graphs(hook: Callable) -> Callable:
+    """Mark ``hook`` as one that must never run while a graph records, whichever module it is registered on."""
+    setattr(hook, _RUNS_OUTSIDE, True)
+    return hook
+
+
+def _must_run_outside(hook: Callable) -> bool:
+    while not any(hasattr(hook, mark) for mark in (BACKWARD_HANDLER, BACKWARD_PRE_HANDLER, _RUNS_OUTSIDE)):
+        if not isinstance(hook, partial):
+            return False
+        hook = hook.func
+    return True
+
+
+@dataclass(frozen=True)
+class ModuleHooks:
+    """The hooks of one module as they stood before capture.
+
+    Attributes:
+        module: The module they were taken from.
+        saved: For each of torch's hook and flag dicts, a copy of its entries, in their order.
+    """
+
+    module: torch.nn.Module
+    saved: dict[str, dict[int, Any]]
+
+    @classmethod
+    def extract(cls, module: torch.nn.Module) -> "ModuleHooks":
+        """Phase 1: copy the hooks of ``module``, then clear them."""
+        hooks = cls(module, {name: dict(getattr(module, name)) for name in (*_HOOK_DICTS, *_FLAG_DICTS)})
+        for name in hooks.saved:
+            getattr(module, name).clear()
+        return hooks
+
+    @classmethod
+    def withhold(cls, module: torch.nn.Module) -> "ModuleHooks":
+        """Copy the hooks of ``module``, then take away only those that must run outside graphs."""
+        hooks = cls.extract(module)
+        for name in _HOOK_DICTS:
+            for key, hook in hooks.saved[name].items():
+                if not _must_run_outside(hook):
+                    hooks._put_back(name, key)
+        return hooks
+
+    def _put_back(self, name: str, key: int) -> None:
+        getattr(self.module, name)[key] = self.saved[name][key]
+        for flags in _FLAG_DICTS:
+            if flags.startswith(name) and key in self.saved[flags]:
+                getattr(self.module, flags)[key] = self.saved[flags][key]
+
+    def restore(self) -> None:
+        """Put every hook back, in its place and with its flags.
+
+        The dicts are refilled rather than replaced: torch's ``RemovableHandle`` refers to the dict object. A hook that
+        was registered meanwhile stays, behind the restored ones.
+        """
+        for name, entries in self.saved.items():
+            current = getattr(self.module, name)
+            added = {key: value for key, value in current.items() if key not in entries}
+            current.clear()
+            current.update(entries)
+            current.update(added)
+
+    def capture_time_hooks(self) -> HookDicts:
+        """Phase 2: the engine's ``{kind: {id: hook}}``.
+
+        Each hook takes the module and, where the engine offers them, the arguments that torch would give a hook of its
+        kind; each returns what the hook returned, so that the engine can refuse a hook that wants to change a value.
+        """
+        sorted_hooks: HookDicts = {kind: {} for kind in HOOK_KINDS}
+        for key, hook in self.saved["_forward_pre_hooks"].items():
+            handler = getattr(hook, BACKWARD_HANDLER, None)
+            if handler is not None:
+                sorted_hooks["backward_hooks"][key] = _module_only(handler)
+            elif key in self.saved["_forward_pre_hooks_with_kwargs"]:
+                sorted_hooks["forward_pre_hooks"][key] = _forward_pre_hook_with_kwargs(hook)
+            else:
+                sorted_hooks["forward_pre_hooks"][key] = _forward_pre_hook(hook)
+        for key, hook in self.saved["_forward_hooks"].items():
+            handler = getattr(hook, BACKWARD_PRE_HANDLER, None)
+            if handler is not None:
+                sorted_hooks["backward_pre_hooks"][key] = _module_only(handler)
+            elif key in self.saved["_forward_hooks_with_kwargs"]:
+                sorted_hooks["forward_hooks"][key] = _forward_hook_with_kwargs(hook)
+            else:
+                sorted_hooks["forward_hooks"][key] = _forward_hook(hook)
+        # torch gives these the gradients, which no engine offers outside a graph.
+        for key, hook in self.saved["_backward_pre_hooks"].items():
+            sorted_hooks["backward_pre_hooks"][key] = _with_empty(hook, 1)
+        for key, hook in self.saved["_backward_hooks"].items():
+            sorted_hooks["backward_hooks"][key] = _with_empty(hook, 2)
+        return sorted_hooks
+
+
+# What the engine calls. ``__wrapped__`` is for its error messages.
+
+
+def _module_only(handler):
+    def call(module, *offered):
+        return handler(module)
+
+    return _wrapping(call, handler)
+
+
+def _with_empty(hook, count):
+    def call(module, *offered):
+        return hook(module, *((),) * count)
+
+    return _wrapping(call, hook)
+
+
+def _forward_pre_hook(hook):
+    def call(module, args=(), kwargs=None):
+        return hook(module, args)
+
+    return _wrapping(call, hook)
+
+
+def _forward_pre_hook_with_kwargs(hook):
+    def call(module, args=(), kwargs=None):
+        return hook(module, args, kwargs or {})
+
+    return _wrapping(call, hook)
+
+
+def _forward_hook(hook):
+    def call(module, args=(), output=None):
+        return hook(module, args, output)
+
+    return _wrapping(call, hook)
+
+
+def _forward_hook_with_kwargs(hook):
+    def call(module, args=(), output=None):
+        return hook(module, args, {}, output)
+
+    return _wrapping(call, hook)
+
+
+def _wrapping(call, hook):
+    call.__wrapped__ = hook
+    return call
+
+
+@contextmanager
+def extracted_hooks(callables: Iterable[torch.nn.Module]) -> Iterator[list[HookDicts]]:
+    """Take the hooks of ``callables`` away while the context lasts.
+
+    Yields:
+        One dict of capture-time hooks for each callable, in order.
+
+    The hooks are back on their modules when the context ends, also by an exception.
+    """
+    taken: list[ModuleHooks] = []
+    try:
+        capture_time_hooks = []
+        for module in callables:
+            taken.append(ModuleHooks.extract(module))
+            capture_time_hooks.append(taken[-1].capture_time_hooks())
+            taken.extend(ModuleHooks.withhold(child) for child in module.modules() if child is not module)
+        yield capture_time_hooks
+    finally:
+        for hooks in reversed(taken):
+            hooks.restore()

@@ -1,0 +1,56 @@
+"""Main gradients (``param.main_grad``, of ``DistributedDataParallel``) in captured backward passes."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+# A flag of parameters: whether the layer has added the gradient to the main gradient itself.
+_ADDED = "grad_added_to_main_grad"
+
+
+def accumulate_into_main_grads(
+    params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Add ``grads`` to the main gradients of ``params``, as the hook of ``DistributedDataParallel`` does in eager mode.
+
+    A layer that has added its gradient itself (``--gradient-accumulation-fusion``) has set
+    ``param.grad_added_to_main_grad``.
+
+    Returns:
+        The gradients of parameters without a main gradient; None for the others.
+    """
+    left: list[torch.Tensor | None] = []
+    for param, grad in zip(params, grads, strict=True):
+        main_grad = getattr(param, "main_grad", None)
+        left.append(grad if main_grad is None else None)
+        if main_grad is not None and grad is not None and not getattr(param, _ADDED, False):
+            with torch.no_grad():
+                main_grad.add_(grad)
+    return left
+
+
+@contextmanager
+def track_fused_accumulation(params: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let layers say anew whether they add gradients of ``params`` themselves, and put their flags back afterwards."""
+    flags = [(param, getattr(param, _ADDED)) for param in params if hasattr(param, _ADDED)]
+    for param, _ in flags:
+        setattr(param, _ADDED, False)
+    try:
+        yield
+    finally:
+        for param, flag in flags:
+            setattr(param, _ADDED, flag)
+
+
+@contextmanager
+def scratch_main_grads(params: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let layers add the gradients of ``params`` to something that is thrown away."""
+    main_grads = [(param, param.main_grad) for param in params if getattr(param, "main_grad", None) is not None]
+    for param, main_grad in main_grads:
+        param.main_grad = torch.zeros_like(main_grad)
+    try:
+        yield
+    finally:
+        for param, main_grad in main_grads:
+            param.main_grad = main_grad

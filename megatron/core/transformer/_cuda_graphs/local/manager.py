@@ -1,0 +1,379 @@
+"""``CudaGraphManager``: runs a module eagerly or with CUDA graphs, whichever is due."""
+
+import gc
+import inspect
+from collections.abc import Callable, Hashable
+from typing import Any, ClassVar
+
+import torch
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
+
+from .. import state
+from ..engine.capture import capture_stream, leave_default_stream, transformer_engine_flag
+from ..engine.preserve import pause_gc, preserve_tensors
+from ..engine.rng import make_generators_safe, preserve_rng
+from .arguments import ArgMetadata, described, tensors_of, with_tensors
+from .nodes import _GraphStatus
+from .record import _CudagraphGlobalRecord
+from .runner import _CudaGraphRunner
+
+_DDP = "megatron.core.distributed.distributed_data_parallel"
+
+
+class CudaGraphManager(torch.nn.Module):
+    """Runs one module, or one function of it, with CUDA graphs.
+
+    Training: the first step runs eagerly and is recorded; ``create_cudagraphs`` captures it, at its end; later steps
+    replay. Inference (a call with ``inference_context``, or ``inline_capture``): the first call of each kind is
+    captured and replayed at once. A module in evaluation mode runs eagerly otherwise.
+
+    Args:
+        config: The model's configuration, with ``cuda_graph_impl="local"``.
+        base_module: The module whose function is replaced; only with ``function_name``.
+        function_name: The method of ``base_module`` that this manager takes the place of. It then takes two more
+            keywords: ``eager=True`` runs it without graphs, ``cache_key`` names the graph.
+        need_backward: Whether gradients may be wanted.
+        pg_collection: The process groups; by default those of ``parallel_state``.
+        inline_capture: Whether all graphs are captured at their first call.
+        num_warmup_steps: How often the module runs before its capture; by default the configuration's
+            ``cuda_graph_warmup_steps``.
+
+    Attributes:
+        global_mempool: The memory pool of all local graphs; None before the first manager and after
+            ``delete_cuda_graphs``. Of the class.
+        cudagraph_runners: The graphs of training and of calls without a key, each for one micro-batch at a time, in
+            the order in which they are used next.
+        custom_cudagraphs_lookup_table: The graphs of calls with a key.
+        reuse_cudagraphs: Whether one micro-batch after another uses the same graphs: without pipeline parallelism.
+        is_first_microbatch: Whether the next call is a step's first, in which quantized weights are made anew.
+
+    Raises:
+        ValueError: the configuration is for other graphs, or for what local graphs cannot do.
+        RuntimeError: Megatron's RNG tracker keeps states that a graph cannot use.
+    """
+
+    global_mempool: ClassVar[tuple | None] = None
+
+    def __init__(
+        self,
+        config: Any,
+        base_module: torch.nn.Module | None = None,
+        function_name: str | None = None,
+        need_backward: bool = True,
+        pg_collection: ProcessGroupCollection | None = None,
+        inline_capture: bool = False,
+        num_warmup_steps: int | None = None,
+    ):
+        super().__init__()
+        _check(config)
+        self.need_backward = need_backward
+        self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        self.reuse_cudagraphs = self.pg_collection.pp.size() == 1
+        self.cudagraph_runners: list[_CudaGraphRunner] = []
+        self.custom_cudagraphs_lookup_table: dict[Hashable, _CudaGraphRunner] = {}
+        self.is_first_microbatch = False
+        self._inline_capture = inline_capture
+        self._num_warmup_steps = num_warmup_steps
+        self.func: Callable | None = None
+        if function_name is not None:
+            self.func = getattr(base_module, function_name)
+            setattr(base_module, function_name, self._wrapped(base_module, self.func))
+        _CudagraphGlobalRecord.managers.add(self)
+        _memory_pool()
+        leave_default_stream()
+
+    def _wrapped(self, base_module: Any, func: Any) -> Callable:
+        def graphed(*args: Any, eager: bool = False, cache_key: Hashable | None = None, **kwargs: Any) -> Any:
+            if eager:
+                return func(*args, **kwargs)
+            output = self(base_module, args, kwargs, cache_key=cache_key)
+            return output[0] if isinstance(output, tuple) and len(output) == 1 else output
+
+        return graphed
+
+    def call_ddp_preforward_hook(self, module: torch.nn.Module) -> None:
+        """Run the forward-pre hooks of ``DistributedDataParallel`` on ``module``: they wait for its parameters.
+
+        Raises:
+            RuntimeError: ``module`` has another forward-pre hook, which no replay would run.
+        """
+        for hook in module._forward_pre_hooks.values():
+            if getattr(hook, "__module__", None) != _DDP:
+                raise RuntimeError(
+                    f"{type(module).__name__} has a forward-pre hook ({hook!r}), which a CUDA graph does not run. Only "
+                    "hooks of DistributedDataParallel may be there with --cuda-graph-impl local; with "
+                    "--use-megatron-fsdp take --cuda-graph-impl transformer_engine."
+                )
+            hook(module)
+
+    def get_cudagraph_runner(
+        self,
+        megatron_module: torch.nn.Module,
+        args: tuple,
+        kwargs: dict[str, Any],
+        reuse_cudagraphs: bool,
+        cache_key: Hashable | None = None,
+    ) -> _CudaGraphRunner:
+        """Return the runner for a call, a new one if graphs can still be recorded.
+
+        With ``reuse_cudagraphs`` that is the first that is not busy and fits the arguments, or the one of the key.
+        Without, every call of a step has a runner of its own, in the order of calls.
+
+        Raises:
+            RuntimeError: graphs were captured, and none is for this call.
+        """
+        created = _CudagraphGlobalRecord.cudagraph_created
+        wants_grad = self.need_backward and torch.is_grad_enabled()
+        if cache_key is not None:
+            runner = self.custom_cudagraphs_lookup_table.get(cache_key)
+            if runner is None:
+                runner = self.custom_cudagraphs_lookup_table[cache_key] = self._new_runner(
+                    megatron_module, args, kwargs
+                )
+            return runner
+        if reuse_cudagraphs:
+            for runner in self.cudagraph_runners:
+                fits = runner.status is _GraphStatus.FWD_READY and runner.can_differentiate(wants_grad, args, kwargs)
+                if fits and not runner.get_mismatch_errors(args, kwargs):
+                    return runner
+        elif created and self.cudagraph_runners:
+            runner = self.cudagraph_runners[0]
+            if runner.status is not _GraphStatus.FWD_READY:
+                raise RuntimeError(
+                    f"{runner.name} has CUDA graphs for {len(self.cudagraph_runners)} micro-batches, all of which wait "
+                    "for their backward passes. Under pipeline parallelism --cuda-graph-impl local needs no more "
+                    "micro-batches in a step than the first one had (--global-batch-size, --rampup-batch-size)."
+                )
+            if not runner.can_differentiate(wants_grad, args, kwargs):
+                raise RuntimeError(self._why_none(megatron_module, args, kwargs, wants_grad))
+            self.cudagraph_runners.append(self.cudagraph_runners.pop(0))
+            return runner
+        if created and not self._inline_capture:
+            raise RuntimeError(self._why_none(megatron_module, args, kwargs, wants_grad))
+        runner = self._new_runner(megatron_module, args, kwargs)
+        self.cudagraph_runners.append(runner)
+        return runner
+
+    def _new_runner(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> _CudaGraphRunner:
+        runner = _CudaGraphRunner(module, _memory_pool(), args, kwargs, self.func, self.need_backward)
+        if self._num_warmup_steps is not None:
+            runner.num_warmup_steps = self._num_warmup_steps
+        return runner
+
+    def _why_none(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], wants_grad: bool) -> str:
+        lines = [
+            f"no CUDA graph of {type(module).__name__} is for this call. With --cuda-graph-impl local every step needs "
+            "the same --seq-length, --micro-batch-size and order of passes as the first one, and under pipeline "
+            "parallelism --global-batch-size if activations are computed again (--recompute-modules); "
+            "delete_cuda_graphs() lets the next step be recorded anew."
+        ]
+        for runner in self.cudagraph_runners:
+            problems = runner.get_mismatch_errors(args, kwargs)
+            if runner.status is not _GraphStatus.FWD_READY:
+                problems.append("it waits for its backward pass")
+            if not runner.can_differentiate(wants_grad, args, kwargs):
+                problems.append("it was recorded without a backward pass")
+            lines += [f"{runner.name}:", *(f"  {problem}" for problem in problems)]
+        return "\n".join(lines)
+
+    def __call__(
+        self, megatron_module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], cache_key: Hashable | None = None
+    ) -> Any:
+        """Run ``megatron_module`` on ``args`` and ``kwargs``.
+
+        Args:
+            megatron_module: The module.
+            args, kwargs: The arguments.
+            cache_key: Names the graph for inference; a call with ``inference_context`` has a key of its own.
+
+        Returns:
+            What the module returns; a captured call for inference returns a tuple always.
+
+        Raises:
+            ValueError: arguments are not like those at capture; says which, and how.
+            RuntimeError: no graph is for this call, or a replay is not possible now.
+        """
+        context = kwargs.get("inference_context")
+        if context is not None or self._inline_capture:
+            if cache_key is None and context is not None:
+                cache_key = _key_of(context, args, kwargs)
+            output = self._run_inline(megatron_module, args, kwargs, cache_key)
+        elif _CudagraphGlobalRecord.capture_failed or not self.training:
+            return self._run_eagerly(megatron_module, args, kwargs)
+        elif _CudagraphGlobalRecord.cudagraph_created:
+            output = self._replay(megatron_module, args, kwargs)
+        else:
+            leave_default_stream()
+            if not self.cudagraph_runners:
+                _refuse_fsdp(megatron_module)
+            runner = self.get_cudagraph_runner(megatron_module, args, kwargs, self.reuse_cudagraphs)
+            output = runner.record_graph_capture(args, kwargs)
+        if self.is_first_microbatch:  # to set an attribute of a module takes time
+            self.is_first_microbatch = False
+        return output
+
+    def _run_eagerly(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        if self.func is not None:
+            return self.func(*args, **kwargs)
+        return torch.nn.Module.__call__(module, *args, **kwargs)
+
+    def _replay(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+        # Without grad too: the first pass of a layer that is computed again reads gathered parameters as well.
+        for part in self.cudagraph_runners[0].parts if self.cudagraph_runners else ():
+            if part._forward_pre_hooks:
+                self.call_ddp_preforward_hook(part)
+        runner = self.get_cudagraph_runner(module, args, kwargs, self.reuse_cudagraphs)
+        if not self.reuse_cudagraphs:  # otherwise it was found by its arguments
+            runner.refuse_mismatch(args, kwargs)
+        output = runner.replay(self.is_first_microbatch, args, kwargs)
+        return output if runner.returns_tuple else output[0]
+
+    # ------------------------------------------------------------------------------------------------- inference
+
+    def _run_inline(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], key: Hashable | None) -> tuple:
+        with torch.no_grad():
+            runner = self.get_cudagraph_runner(module, args, kwargs, True, cache_key=key)
+            if not runner.cudagraph_created:
+                self._capture_inline(runner, args, kwargs)
+            return runner.replay_graph_capture(self.is_first_microbatch, args, kwargs)
+
+    def _capture_inline(self, runner: _CudaGraphRunner, args: tuple, kwargs: dict[str, Any]) -> None:
+        record = _CudagraphGlobalRecord
+        runner.grad_enabled = False
+        runner.busy_at_forward = -1
+        given = tensors_of(args, {name: kwargs[name] for name in runner.fwd_graph_input_kwarg_metas})
+        state._set_capture_start()
+        try:
+            # Inference captures many graphs, one by one: walks through all objects would take longer than that.
+            with pause_gc(collects=False), preserve_rng(), transformer_engine_flag(), capture_stream():
+                make_generators_safe()
+                with preserve_tensors(_states_of(kwargs.get("inference_context"), runner.base_module)):
+                    runner.warm_up([tensor.detach().clone() for tensor in given])
+                static = [record.static_input(tensor) for tensor in given]
+                values, named = with_tensors((args, kwargs), iter(static))
+                runner.create_fwd_graph(values, named, clone_inputs=False)
+        except BaseException:
+            runner.reset()
+            raise
+        finally:
+            state._set_capture_end()
+        runner.finish({}, {})
+        record.inference_outputs |= runner.output_addresses
+        record.cudagraph_inference_record.append((runner, "fwd", described(args), described(kwargs)))
+
+    # ------------------------------------------------------------------------------------------------- life cycle
+
+    def begin_step(self) -> None:
+        """Start over with the first runner; none is busy any more."""
+        for runner in self.cudagraph_runners:
+            runner.status = _GraphStatus.FWD_READY
+        if not self.reuse_cudagraphs:
+            self.cudagraph_runners.sort(key=lambda runner: runner.number)
+
+    def reset(self) -> None:
+        """Forget all runners, and free their graphs. The next are captured into another memory pool."""
+        _forget_pool()
+        for runner in (*self.cudagraph_runners, *self.custom_cudagraphs_lookup_table.values()):
+            runner.reset()
+        self.cudagraph_runners, self.custom_cudagraphs_lookup_table = [], {}
+
+
+def delete_cuda_graphs() -> None:
+    """Delete all graphs of ``--cuda-graph-impl local``, those for inference too. The next step is recorded anew."""
+    _CudagraphGlobalRecord.forget_graphs()
+    _CudagraphGlobalRecord.capture_failed = False
+    _forget_pool()
+    gc.collect()
+    torch.cuda.empty_cache()
+
+
+def alloc_tensor_from_graph_mempool(meta: ArgMetadata) -> torch.Tensor:
+    """Return a new tensor of zeros like ``meta`` in the memory pool of local graphs.
+
+    Its memory stays with the pool: it serves graphs that are captured after the tensor is gone.
+    """
+    used = device, pool = torch.cuda.current_device(), _memory_pool()
+    torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
+    try:
+        return meta.zeros_like()
+    finally:
+        torch._C._cuda_endAllocateToPool(device, pool)
+        if used in _used_pools:
+            torch._C._cuda_releasePool(device, pool)
+        _used_pools.add(used)
+
+
+def get_gtp_runner_streams() -> list[torch.cuda.Stream]:
+    """The streams on which graphs with gathers of sharded weights are replayed: none, such graphs are refused."""
+    return []
+
+
+def _memory_pool() -> tuple:
+    if CudaGraphManager.global_mempool is None:
+        CudaGraphManager.global_mempool = torch.cuda.graph_pool_handle()
+    return CudaGraphManager.global_mempool
+
+
+# Pools from which tensors were taken, with their device. Such a pool counts that as a use, as it does a graph. One use
+# has to stay until the pool is forgotten: torch does not take up a pool again that nobody used any more.
+_used_pools: set[tuple[int, tuple]] = set()
+
+
+def _forget_pool() -> None:
+    CudaGraphManager.global_mempool = None
+    while _used_pools:
+        torch._C._cuda_releasePool(*_used_pools.pop())
+
+
+def _check(config: Any) -> None:
+    if config.cuda_graph_impl != "local":
+        raise ValueError(f"CudaGraphManager needs --cuda-graph-impl local, got {config.cuda_graph_impl!r}")
+    if getattr(config, "gtp_weight_remat_size", 1) > 1:
+        raise ValueError(
+            "--tensor-parallel-num-weight-shards with --cuda-graph-impl local: graphs of this patch do not hold the "
+            "gathers of sharded weights. Take --cuda-graph-impl none."
+        )
+    tracker = get_cuda_rng_tracker()
+    if isinstance(tracker, CudaRNGStatesTracker):
+        usable = tracker.use_cudagraphable_rng or tracker.is_inference_rng_tracker
+    else:  # TransformerEngine's
+        usable = type(tracker).__name__ == "TECudaRNGStatesTracker" or getattr(
+            tracker, "is_inference_rng_tracker", False
+        )
+    if not usable:
+        raise RuntimeError(
+            "Megatron's RNG tracker keeps states that no CUDA graph can use. Give --te-rng-tracker, or without "
+            "TransformerEngine initialize it with use_cudagraphable_rng=True."
+        )
+
+
+def _refuse_fsdp(module: torch.nn.Module) -> None:
+    """Refuse a layer with hooks of Megatron-FSDP.
+
+    Raises:
+        ValueError: names the flags.
+    """
+    for part in module.modules():
+        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+            if "megatron_fsdp" in getattr(inspect.getmodule(hook), "__name__", ""):
+                raise ValueError(
+                    "--use-megatron-fsdp with --cuda-graph-impl local: local graphs run none of Megatron-FSDP's hooks, "
+                    "which gather parameters and reduce gradients. Take --cuda-graph-impl transformer_engine."
+                )
+
+
+def _states_of(context: Any, module: torch.nn.Module) -> tuple[torch.Tensor, ...]:
+    """What a layer keeps in a context of static batching, or all layers: Mamba's states advance in every call."""
+    states = getattr(context, "key_value_memory_dict", {})
+    number = getattr(module, "layer_number", None)
+    return tensors_of((states[number],) if number in states else tuple(states.values()))
+
+
+def _key_of(context: Any, args: tuple, kwargs: dict[str, Any]) -> Hashable:
+    """What graphs for inference are told apart by."""
+    if context.is_static_batching():
+        first = kwargs["hidden_states"] if "hidden_states" in kwargs else tensors_of(args, kwargs)[0]
+        return tuple(first.shape), context.is_decode_only()
+    return context.padded_batch_dimensions

@@ -1,0 +1,556 @@
+"""One module, or function of one, for one micro-batch as CUDA graphs that its first training step recorded."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from .. import state
+from ..engine.capture import Capture, not_recording
+from ..engine.capture_time_hooks import CaptureTimeHooks
+from ..engine.preserve import preserve_buffers, preserve_moe_metrics
+from ..engine.quantization import Quantization, QuantizedReplay, current_quantization
+from ..engine.replay import ReplayOptions
+from ..engine.rng import current_rng_state, use_rng_state
+from ..engine.slot import CaptureOptions, GraphedSlot, WarmupRecord
+from .arguments import (
+    ArgMetadata,
+    CudagraphBufferMetadata,
+    _check_supported_type,
+    described,
+    metas_of,
+    tensors_of,
+    with_tensors,
+)
+from .buffers import StaticInput
+from .main_grads import accumulate_into_main_grads, scratch_main_grads, track_fused_accumulation
+from .mismatch import mismatches
+from .nodes import LocalReplay, _CudagraphRecordNode, _GraphStatus, replay_runner
+from .record import _CudagraphGlobalRecord
+
+
+class _CudaGraphRunner(torch.nn.Module):
+    """Runs ``func`` of ``base_module`` eagerly while a step is recorded, and as CUDA graphs from then on.
+
+    It serves one micro-batch at a time: from a forward pass to its backward pass it is busy. Its ``CudaGraphManager``
+    makes as many as are busy at once.
+
+    Args:
+        base_module: The module whose parameters ``func`` uses.
+        mempool: The memory pool of the graphs, a handle of ``torch.cuda.graph_pool_handle``.
+        fwd_graph_input_args, fwd_graph_input_kwargs: Arguments of the call to record; calls to replay must be like it.
+        func: What to run; None for the module's own call.
+        need_backward: Whether gradients may be wanted; without, graphs are captured under ``torch.no_grad``.
+
+    Attributes:
+        status: Which pass comes next.
+        fwd_graph_recorded, bwd_graph_recorded: Whether a pass was recorded, for its graph to be captured.
+        cudagraph_created: Whether the graphs are there.
+        grad_enabled: Whether there is a backward graph, or will be.
+        is_frozen: Whether the recorded call had nothing to differentiate.
+        is_first_layer, is_last_layer: Whether the module is the first, or last, of its model chunk; true where
+            ``annotate_first_last_layer`` has not said.
+        params_to_backprop: The parameters that get a gradient.
+        fwd_graph_input_arg_metas, fwd_graph_input_kwarg_metas: Descriptions of the arguments.
+        num_warmup_steps: How often the module runs before capture, to warm up.
+        function: What it runs, for comparison with other runners.
+        number: Its place in the order of all runners' first forward passes.
+        bit: This runner in sets of runners that are numbers; 0 without a backward graph.
+        warmup_record: What warm-up has shown of the function, for all its runners; until the graphs are captured.
+        parts: The modules that run in the forward graph.
+        busy_at_forward, busy_at_backward: The runners between their forward and backward pass when its own passes were
+            recorded: graphs may use the memory of all others.
+
+    Raises:
+        ValueError: the module's configuration asks for what local graphs cannot do.
+        TypeError: an argument is of a type that no graph takes.
+    """
+
+    # A module's own __setattr__ looks for parameters and submodules, in every replay.
+    __setattr__ = object.__setattr__
+
+    def __init__(
+        self,
+        base_module: torch.nn.Module,
+        mempool: tuple,
+        fwd_graph_input_args: Sequence[Any],
+        fwd_graph_input_kwargs: Mapping[str, Any],
+        func: Callable | None,
+        need_backward: bool,
+    ):
+        super().__init__()
+        torch.nn.Module.__setattr__(self, "base_module", base_module)
+        self.mempool = mempool
+        for value in (*fwd_graph_input_args, *fwd_graph_input_kwargs.values()):
+            _check_supported_type(ArgMetadata(value))
+        self.fwd_graph_input_arg_metas = [_meta_of_argument(value) for value in fwd_graph_input_args]
+        self.fwd_graph_input_kwarg_metas = {
+            name: _meta_of_argument(value) for name, value in fwd_graph_input_kwargs.items()
+        }
+        self.function: tuple = (base_module, func)
+        self.func = func or (lambda *args, **kwargs: torch.nn.Module.__call__(base_module, *args, **kwargs))
+        self.grad_enabled = need_backward and torch.is_grad_enabled()
+        self.status = _GraphStatus.FWD_READY
+        self.fwd_graph_recorded = self.bwd_graph_recorded = self.cudagraph_created = False
+        self.is_first_layer = getattr(base_module, "is_first_layer", True)  # annotate_first_last_layer says so
+        self.is_last_layer = getattr(base_module, "is_last_layer", True)
+        config = getattr(base_module, "config", None)
+        self.num_warmup_steps = getattr(config, "cuda_graph_warmup_steps", 0)
+        self._retains_graph = getattr(config, "cuda_graph_retain_backward_graph", False)
+        self.fp8_enabled = getattr(config, "fp8", None) is not None
+        self.fp4_enabled = getattr(config, "fp4", None) is not None
+        self.params_to_backprop: tuple[torch.nn.Parameter, ...] = ()
+        self.fwd_graph_outputs: Any = None
+        self.number = self.bit = self.busy_at_forward = self.busy_at_backward = 0
+        self.bwd_graph_replay_complete_event = torch.cuda.Event()
+        self.is_frozen = False
+        self._slot: GraphedSlot | None = None
+        self._replay: LocalReplay | None = None
+        self._quantization: Quantization | None = None
+        self._quantized: QuantizedReplay | None = None
+        self._escaping: set[int] = set()
+        self.warmup_record = WarmupRecord()
+        self.parts: tuple[torch.nn.Module, ...] = ()
+        self._rng_state = current_rng_state()
+        self._autocast: Callable[[], AbstractContextManager] = nullcontext
+        self._output_addresses: list[int] = []
+        self._addresses: list[tuple[torch.Tensor, int, int]] = []
+
+    @property
+    def name(self) -> str:
+        """What errors and profiles call the runner."""
+        number = getattr(self.base_module, "layer_number", None)
+        own = "" if not hasattr(self.func, "__name__") or self.func.__name__ == "<lambda>" else f".{self.func.__name__}"
+        return f"{'' if number is None else f'layer {number} '}({type(self.base_module).__name__}){own}"
+
+    def __str__(self) -> str:
+        metas = metas_of(self.fwd_graph_input_arg_metas, self.fwd_graph_input_kwarg_metas)
+        return f"{self.name} on {', '.join(str(tuple(meta.shape)) for meta in metas if meta.is_tensor) or 'no tensors'}"
+
+    @property
+    def fwd_graph(self) -> torch.cuda.CUDAGraph | None:
+        """The forward graph, if it was captured."""
+        return None if self._slot is None else self._slot.forward_graph
+
+    @property
+    def bwd_graph(self) -> torch.cuda.CUDAGraph | None:
+        """The backward graph, if it was captured."""
+        return None if self._slot is None else self._slot.backward_graph
+
+    def expect(self, status: _GraphStatus) -> None:
+        """Refuse a pass that is not due.
+
+        Raises:
+            RuntimeError: the other pass comes next.
+        """
+        if self.status is not status:
+            due, called = ("backward", "forward") if status is _GraphStatus.FWD_READY else ("forward", "backward")
+            raise RuntimeError(f"{self.name}: a {called} pass, but its {due} pass comes next")
+
+    def get_quantization_context(self) -> AbstractContextManager:
+        """The context of FP8 or FP4 in which the recorded call ran; none without quantization."""
+        return nullcontext() if self._quantization is None else self._quantization.autocast(0)
+
+    # ------------------------------------------------------------------------------------------------ recording
+
+    def record_graph_capture(self, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run eagerly, and record the first call and its backward pass. Returns what ``func`` returns."""
+        output = self.func(*args, **kwargs)
+        differentiable = [tensor for tensor in tensors_of(output) if tensor.requires_grad] if self.grad_enabled else []
+        if differentiable and torch.is_grad_enabled():
+            noted = _CudagraphRecordNode.apply(self, *differentiable)
+            noted = iter((noted,) if len(differentiable) == 1 else noted)
+            output = with_tensors(
+                output, iter([next(noted) if tensor.requires_grad else tensor for tensor in tensors_of(output)])
+            )
+            self.status = _GraphStatus.BWD_READY
+        if not self.fwd_graph_recorded:
+            self.is_frozen = torch.is_grad_enabled() and not differentiable
+            self.apply_cudagraph_record_metadata(args, kwargs, output)
+            self._quantization = current_quantization()
+            self._rng_state = current_rng_state()
+            self._autocast = _autocast_in_force(tensors_of(args, kwargs))
+            _CudagraphGlobalRecord.record_fwd_graph(self, described(args), described(kwargs), described(output))
+            self.fwd_graph_recorded = True
+        return output
+
+    def record_backward(self) -> None:
+        """Note a backward pass of the recorded step; the first is recorded.
+
+        Raises:
+            RuntimeError: the runner waits for its forward pass.
+        """
+        self.expect(_GraphStatus.BWD_READY)
+        self.status = _GraphStatus.FWD_READY
+        if not self.bwd_graph_recorded:
+            _CudagraphGlobalRecord.record_bwd_graph(self)
+            self.bwd_graph_recorded = True
+
+    def apply_cudagraph_record_metadata(self, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
+        """Note in all tensors of a recorded call, as ``cg_buffer_metadata``, that a graph takes or returns them."""
+        recording = _CudagraphGlobalRecord.recording
+        for tensor in tensors_of(args, kwargs):
+            known = getattr(tensor, "cg_buffer_metadata", None)
+            if known is None or known.recording is not recording:
+                known = tensor.cg_buffer_metadata = CudagraphBufferMetadata(recording=recording)
+            known.is_cudagraph_input = True
+            known.input_use_count += 1
+            known.cudagraph_reuse_ref_count += known.is_cudagraph_output
+        for tensor in tensors_of(outputs):
+            tensor.cg_buffer_metadata = CudagraphBufferMetadata(is_cudagraph_output=True, recording=recording)
+
+    # -------------------------------------------------------------------------------------------------- capture
+
+    def warm_up(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Run forward and backward ``num_warmup_steps`` times on ``inputs``; nothing that they compute is kept."""
+        slot = self._new_slot(inputs)
+        undisturbed = preserve_buffers([self.base_module]) if self.grad_enabled else nullcontext()
+        with self._capturing(), undisturbed, preserve_moe_metrics(), scratch_main_grads(slot.params), _warming_up():
+            for _ in range(self.num_warmup_steps):
+                with self._as_recorded():
+                    slot.forward(not_recording)
+                if self.grad_enabled:
+                    slot.backward(not_recording, lambda outputs: tuple(map(torch.zeros_like, outputs)))
+                slot.drop_results()
+
+    def create_fwd_graph(self, args: Any, kwargs: Any, outputs: Any = None, clone_inputs: bool = True) -> None:
+        """Capture the forward graph.
+
+        Args:
+            args, kwargs: The arguments, tensors or their descriptions.
+            outputs: Descriptions of what the recorded call returned; None where nothing was recorded.
+            clone_inputs: Whether the graph gets static inputs of its own, or reads the tensors among the arguments.
+        """
+        buffers = _CudagraphGlobalRecord.buffers
+        given = tensors_of(args, kwargs)
+        self._input_metas = metas_of(described(args), described(kwargs))
+        inputs = buffers.inputs(self._input_metas) if clone_inputs else [tensor.detach() for tensor in given]
+        versions = [tensor._version for tensor in inputs if not tensor.is_inference()]
+        self._slot = slot = self._new_slot(inputs)
+        capture = Capture(self.mempool)
+        profiled = torch.profiler.record_function(f"{self.name} forward for capture")
+        with self._capturing(), self._as_recorded(), profiled:
+            slot.forward(capture.recording, capture.new_graph())
+        if slot.delays_weight_gradients:
+            raise ValueError(f"{self.name}: --delay-wgrad-compute cannot be had with --cuda-graph-impl local")
+        self._are_inputs_written = versions != [tensor._version for tensor in inputs if not tensor.is_inference()]
+        self._output_metas = captured = list(map(ArgMetadata, slot.outputs))
+        if outputs is not None:
+            self._output_metas = metas_of(outputs)
+        kinds, recorded = ([(tuple(m.shape), m.dtype) for m in metas] for metas in (captured, self._output_metas))
+        if kinds != recorded:
+            raise RuntimeError(
+                f"{self.name} returned {kinds} in capture and {recorded} when it was recorded: what it returns must "
+                "not depend on whether graphs are captured"
+            )
+        self._output_addresses = [output.data_ptr() for output in tensors_of(slot.outputs)]
+        buffers.lend_outputs(self._output_metas, slot.outputs)
+        if not self.grad_enabled:  # what it returns may alias its inputs, and is read by nobody knows whom
+            buffers.inputs_read(self._input_metas)
+
+    def create_bwd_graph(self) -> None:
+        """Capture the backward graph, after the forward graph.
+
+        Raises:
+            RuntimeError: there is no forward graph, or it was captured without grad.
+        """
+        slot = self._slot
+        if slot is None or not self.grad_enabled:
+            raise RuntimeError(f"{self.name}: no backward graph without a forward graph that was captured with grad")
+        buffers = _CudagraphGlobalRecord.buffers
+        outputs = tensors_of(slot.outputs)
+        metas = [meta for meta, output in zip(self._output_metas, outputs, strict=True) if output.requires_grad]
+        grads = buffers.grads_of_outputs(metas)
+        capture = Capture(self.mempool)
+        with (
+            self._capturing(),
+            track_fused_accumulation(slot.params),
+            torch.profiler.record_function(f"{self.name} backward for capture"),
+        ):
+            slot.backward(capture.recording, lambda outputs: tuple(grads), capture.new_graph())
+        if self._output_addresses != [output.data_ptr() for output in outputs]:
+            raise ValueError(
+                f"{self.name} returns memory that is taken away before its backward pass and computed again elsewhere, "
+                "where replays would look for it. Leave layernorm out of --recompute-modules."
+            )
+        self._escaping = buffers.lend_grads(self._input_metas, slot.grad_inputs)
+        buffers.grads_of_outputs_read(metas, grads)  # after what may hand these very gradients on
+        buffers.inputs_read(self._input_metas)
+        for output in outputs:
+            buffers.let_go(output)
+        slot.release_outputs()
+        slot.release_inputs()
+        slot.release_grad_outputs()
+        slot.release_gradients(keep=self._escaping)
+
+    def release_escaping_gradients(self) -> None:
+        """Let later captures use the memory of the gradients that no graph reads.
+
+        They have been read when a later backward pass of the same module runs.
+        """
+        if self._slot is not None and self._escaping:
+            for index in self._escaping:
+                _CudagraphGlobalRecord.buffers.let_go(self._slot.grad_inputs[index])
+            self._slot.release_gradients()
+            self._escaping = set()
+
+    def finish(self, static_inputs: dict[int, StaticInput], users: Mapping[int, int]) -> None:
+        """Make ready to replay, once all graphs are captured.
+
+        Args:
+            static_inputs: The static inputs of all runners by address, to which those of this one are added.
+            users: For the ``id`` of a ``CudagraphBufferMetadata`` the runners that hold the same memory, a bit each.
+        """
+        slot = self._slot
+        assert slot is not None
+        self._replay = replay = slot.finish(LocalReplay)
+        buffers = _CudagraphGlobalRecord.buffers
+        for meta, tensor in zip(self._input_metas, slot.inputs, strict=True):
+            static = static_inputs.setdefault(
+                tensor.data_ptr(), StaticInput(tensor.detach(), buffers.holds_inputs_only(tensor))
+            )
+            static.only_copied_to &= not self._are_inputs_written
+            replay.static_inputs.append((static, users.get(id(getattr(meta, "cg_buffer_metadata", None)), 0)))
+        self.parts = self.warmup_record.ran or ()
+        self.warmup_record = WarmupRecord()
+        self.params_to_backprop = slot.params if self.bwd_graph is not None else ()
+        self._addresses = [(param, *_addresses_of(param)) for param in slot.params]
+        self.cudagraph_created = True
+
+    def _new_slot(self, inputs: Sequence[torch.Tensor]) -> GraphedSlot:
+        self._quantized = None if self._quantization is None else self._quantization.of_callable(0)
+        return GraphedSlot(
+            self.name,
+            self._run,
+            tuple(inputs),
+            {},
+            CaptureTimeHooks(self.name, None),
+            CaptureOptions(allow_unused_input=True, retain_graph=self._retains_graph),
+            self.get_quantization_context,
+            self._quantized,
+            self.base_module,
+            accumulate_into_main_grads,
+            self.warmup_record,
+        )
+
+    def _run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """``func`` as a function of tensors that returns tensors."""
+        args, kwargs = self._arguments(inputs)
+        output = self.func(*args, **kwargs)
+        self.fwd_graph_outputs = described(output)
+        return tensors_of(output)
+
+    def _arguments(self, inputs: Sequence[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
+        values = [meta if meta.is_tensor else meta.value for meta in self.fwd_graph_input_arg_metas]
+        named = {n: meta if meta.is_tensor else meta.value for n, meta in self.fwd_graph_input_kwarg_metas.items()}
+        return with_tensors((values, named), iter(inputs))
+
+    @contextmanager
+    def _as_recorded(self) -> Iterator[None]:
+        """What surrounded the forward pass that was recorded."""
+        with use_rng_state(self._rng_state), self._autocast():
+            yield
+
+    @contextmanager
+    def _capturing(self) -> Iterator[None]:
+        """What surrounds a pass of warm-up or capture."""
+        quantized = self._quantization.preserve_statistics([self.base_module]) if self._quantization else nullcontext()
+        with nullcontext() if self.grad_enabled else torch.no_grad(), quantized:
+            yield
+
+    def can_differentiate(self, wants_grad: bool, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether a replay on these arguments has the gradients that ``wants_grad`` asks for, or needs none."""
+        if self.grad_enabled or not wants_grad:
+            return True
+        trained = (*tensors_of(args, kwargs), *self.base_module.parameters())
+        return self.is_frozen and not any(tensor.requires_grad for tensor in trained)
+
+    def get_connected_params(self, outputs: Any) -> tuple[torch.nn.Parameter, ...]:
+        """The parameters of the module from which ``outputs`` were computed, by autograd's graph, in their order."""
+        nodes = [tensor.grad_fn for tensor in tensors_of(outputs) if tensor.grad_fn is not None]
+        seen, leaves = set(nodes), {id(tensor) for tensor in tensors_of(outputs) if tensor.is_leaf}
+        while nodes:
+            node = nodes.pop()
+            if hasattr(node, "variable"):
+                leaves.add(id(node.variable))
+            following = {function for function, _ in node.next_functions if function is not None} - seen
+            seen |= following
+            nodes += following
+        return tuple(param for param in self.base_module.parameters() if id(param) in leaves)
+
+    # --------------------------------------------------------------------------------------------------- replay
+
+    def replay_graph_capture(self, is_first_microbatch: bool, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        """Replay the forward graph on arguments like those at capture, with autograd.
+
+        Returns:
+            What ``func`` returned at capture, in a tuple if it was none.
+
+        Raises:
+            ValueError: arguments do not match; says which, and how.
+            RuntimeError: a replay is not possible now; see ``_CudagraphReplayNode``.
+        """
+        self.refuse_mismatch(args, kwargs)
+        return self.replay(is_first_microbatch, args, kwargs)
+
+    def refuse_mismatch(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Refuse arguments that are not like those at capture.
+
+        Raises:
+            ValueError: says which, and how.
+        """
+        problems = self.get_mismatch_errors(args, kwargs)
+        if problems:
+            raise ValueError(f"{self.name} cannot replay its CUDA graph:\n" + "\n".join(problems))
+
+    def replay(self, is_first_microbatch: bool, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        """``replay_graph_capture`` on arguments that were compared already."""
+        inputs = tensors_of(args, {name: kwargs[name] for name in self.fwd_graph_input_kwarg_metas})
+        outputs = replay_runner(self, is_first_microbatch, *inputs, *self.params_to_backprop)
+        if any(output.requires_grad for output in outputs):
+            self.status = _GraphStatus.BWD_READY
+            _CudagraphGlobalRecord.in_flight |= self.bit
+        output = with_tensors(self.fwd_graph_outputs, iter(outputs))
+        return output if isinstance(output, tuple) else (output,)
+
+    @property
+    def output_addresses(self) -> set[int]:
+        """Where the forward graph puts what it returns."""
+        outputs = () if self._slot is None else tensors_of(self._slot.outputs)
+        return {output.data_ptr() for output in outputs if output.numel()}
+
+    @property
+    def returns_tuple(self) -> bool:
+        """Whether ``func`` itself returns a tuple."""
+        return isinstance(self.fwd_graph_outputs, tuple)
+
+    def refuse_moved_parameters(self) -> None:
+        """Refuse to replay where a parameter, or its main gradient, is no longer where the graphs read or write it.
+
+        Raises:
+            RuntimeError: names the parameter.
+        """
+        for param, *captured in self._addresses:
+            if captured != [*_addresses_of(param)]:
+                name = next((name for name, each in self.base_module.named_parameters() if each is param), "?")
+                raise RuntimeError(
+                    f"{self.name}: parameter {name} or its main_grad was moved after the capture, and the CUDA graphs "
+                    "(--cuda-graph-impl local) read and write the old memory. Call delete_cuda_graphs() after moving "
+                    "parameters or gradient buffers: the next step is recorded anew."
+                )
+
+    def begin_forward(self) -> LocalReplay:
+        """Make ready for a replay of the forward graph and return what replays it.
+
+        Raises:
+            RuntimeError: there is no graph, the backward pass comes next, or the replay would overwrite what other
+                runners wait for.
+        """
+        if self._replay is None:
+            raise RuntimeError(f"{self.name} has no CUDA graph to replay: it was not captured, or deleted")
+        self.expect(_GraphStatus.FWD_READY)
+        if self.bit and not _CudagraphGlobalRecord.addresses_checked:  # inference does without gradient buffers
+            _CudagraphGlobalRecord.check_addresses()
+        others = _CudagraphGlobalRecord.in_flight & ~self.busy_at_forward
+        if others:
+            _CudagraphGlobalRecord.refuse_order(self, others)
+        return self._replay
+
+    def replay_options(self, is_first_microbatch: bool) -> ReplayOptions | None:
+        """What the replay needs besides its inputs."""
+        if self._quantized is None:
+            return None
+        return ReplayOptions(None, None, self._quantized.before_forward(is_first_microbatch))
+
+    def begin_backward(self) -> None:
+        """Make ready for a replay of the backward graph.
+
+        Raises:
+            RuntimeError: the forward pass comes next, or the replay would overwrite what other runners wait for.
+        """
+        self.expect(_GraphStatus.BWD_READY)
+        others = _CudagraphGlobalRecord.in_flight & ~self.busy_at_backward & ~self.bit
+        if others:
+            _CudagraphGlobalRecord.refuse_order(self, others)
+
+    def end_backward(self) -> None:
+        """Note that the backward graph was replayed: weight gradients are complete after this point of the stream."""
+        event = self.bwd_graph_replay_complete_event
+        event.record()
+        for param in self.params_to_backprop:
+            param._cudagraph_wgrad_ready_event = event
+        self.status = _GraphStatus.FWD_READY
+        _CudagraphGlobalRecord.in_flight &= ~self.bit
+
+    # ----------------------------------------------------------------------------------- what else is asked of it
+
+    def get_mismatch_errors(self, args: tuple, kwargs: dict[str, Any]) -> list[str]:
+        """Return a line for each argument that is not like the captured one; none if the graphs can be replayed."""
+        grad_enabled = self.grad_enabled and torch.is_grad_enabled()
+        return mismatches(args, kwargs, self.fwd_graph_input_arg_metas, self.fwd_graph_input_kwarg_metas, grad_enabled)
+
+    def get_arg_metas(self, args: Any, kwargs: dict[str, Any] | None = None) -> list[ArgMetadata]:
+        """Return the descriptions of tensors among described arguments."""
+        return metas_of(args, kwargs)
+
+    def get_tensors(
+        self, args: Any, kwargs: dict[str, Any] | None = None, check_types: bool = True
+    ) -> tuple[torch.Tensor, ...]:
+        """Return the tensors among the arguments, those in dataclasses and containers too.
+
+        Raises:
+            TypeError: with ``check_types``, an argument is of a type that no graph takes.
+        """
+        if check_types:
+            for value in [args] if isinstance(args, torch.Tensor) else [*(args or ()), *(kwargs or {}).values()]:
+                _check_supported_type(ArgMetadata(value))
+        return tensors_of(args, kwargs)
+
+    def to_list(self, x: Any) -> list[Any]:
+        """Return a tensor in a list, and what can be iterated over as one."""
+        return [x] if isinstance(x, torch.Tensor) else list(x)
+
+    def reset(self) -> None:
+        """Free the graphs, and forget what was recorded."""
+        if self._slot is not None:
+            for param in self._slot.params:
+                if getattr(param, "_cudagraph_wgrad_ready_event", None) is self.bwd_graph_replay_complete_event:
+                    del param._cudagraph_wgrad_ready_event
+            self._slot.reset()
+        self._slot = self._replay = None
+        self.params_to_backprop, self._addresses = (), []
+        self.fwd_graph_recorded = self.bwd_graph_recorded = self.cudagraph_created = False
+        self.status = _GraphStatus.FWD_READY
+
+
+def _addresses_of(param: torch.Tensor) -> tuple[int, int]:
+    """Where ``param`` and its main gradient are; 0 for what has no memory of its own."""
+    main_grad = getattr(param, "main_grad", None)
+    try:
+        own = param.data_ptr()
+    except RuntimeError:  # a quantized parameter
+        own = 0
+    return own, 0 if main_grad is None else main_grad.data_ptr()
+
+
+def _autocast_in_force(inputs: Sequence[torch.Tensor]) -> Callable[[], AbstractContextManager]:
+    """Return what enters torch's autocast again as it is now for the device of ``inputs``."""
+    kind = inputs[0].device.type if inputs else "cuda"
+    if not torch.is_autocast_enabled(kind):
+        return nullcontext
+    return partial(torch.autocast, kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False)
+
+
+def _meta_of_argument(value: Any) -> ArgMetadata:
+    return ArgMetadata(value if isinstance(value, torch.Tensor) else described(value))
+
+
+@contextmanager
+def _warming_up() -> Iterator[None]:
+    state._set_warmup_start()
+    try:
+        yield
+    finally:
+        state._set_warmup_end()

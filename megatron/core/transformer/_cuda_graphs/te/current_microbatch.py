@@ -1,0 +1,22 @@
+"""Tells layers which micro-batch runs: each micro-batch in flight has graphs of its own."""
+
+import torch
+
+from .layers import decoder_layers, language_model_of, vision_model_of
+
+
+def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
+    """Set ``current_microbatch`` of every layer that may replay graphs; schedules call this before a forward pass.
+
+    These are the layers of the language model's decoder, of multi-token prediction, and of the vision model's decoder,
+    as far as the model has them.
+
+    Args:
+        model: One model chunk, in its wrappers.
+        microbatch_id: The micro-batch of the step, counted from 0.
+    """
+    language = language_model_of(model)
+    mtp = getattr(getattr(language, "mtp", None), "layers", ())
+    layers = [*decoder_layers(language), *(layer.mtp_model_layer for layer in mtp)]
+    for layer in layers + decoder_layers(vision_model_of(model)):
+        layer.current_microbatch = microbatch_id

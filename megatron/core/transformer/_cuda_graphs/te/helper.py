@@ -1,0 +1,470 @@
+"""``TECudaGraphHelper``: captures the layers of a model in CUDA graphs at the beginning of training."""
+
+import gc
+import logging
+import math
+import os
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.utils import log_on_each_pipeline_stage, log_single_rank
+
+from .. import state
+from ..engine.capture import recover_te_engine, release_cached_memory
+from ..engine.plan import ordered_plan
+from ..engine.preserve import preserve_buffers
+from ..engine.rng import preserve_rng
+from ..fsdp_checks import check_fsdp_options
+from ..hooks import extracted_hooks
+from ..layer_graph import LayerGraph
+from .backends import choose_backend
+from .layers import _layer_is_graphable, decoder_layers, language_model_of
+from .order import convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
+from .sample_inputs import (
+    LayerInputs,
+    SampleArguments,
+    attention_mask_type,
+    captures_attention,
+    default_kwargs,
+    sample_arguments,
+)
+
+logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
+
+# Warm-up iterations that a layer should have had before it is captured, training steps included.
+_WARMUP_ITERATIONS = 10
+
+
+class TECudaGraphHelper:
+    """Captures per-layer CUDA graphs of a model and attaches them to its layers.
+
+    ``create_cudagraphs`` captures; ``cuda_graph_set_manual_hooks`` then tells layers under ``DistributedDataParallel``
+    which parameters to gather before a replay. Under Megatron-FSDP the layers' own hooks do that.
+
+    Args:
+        model: The model's chunks, wrapped as for training; one chunk without virtual pipeline stages.
+        config: The model's ``TransformerConfig``, with ``cuda_graph_impl="transformer_engine"``.
+        seq_length: Tokens in a sequence.
+        micro_batch_size: Sequences in a micro-batch.
+        optimizers: Their gradients are zeroed after capture.
+        pg_collection: The process groups; by default those of ``parallel_state``.
+
+    Raises:
+        ValueError: the configuration is not for these graphs, or misses what Megatron-FSDP needs for them.
+        RuntimeError: the engine that is needed is not there.
+    """
+
+    def __init__(
+        self,
+        model: Sequence[torch.nn.Module],
+        config: Any,
+        seq_length: int,
+        micro_batch_size: int,
+        optimizers: Sequence[Any] = (),
+        pg_collection: ProcessGroupCollection | None = None,
+    ):
+        if config.cuda_graph_impl != "transformer_engine":
+            raise ValueError(
+                f"TECudaGraphHelper needs --cuda-graph-impl transformer_engine, got {config.cuda_graph_impl!r}"
+            )
+        if "expandable_segments:True" in os.getenv("PYTORCH_CUDA_ALLOC_CONF", "") and (
+            os.getenv("NCCL_GRAPH_REGISTER") != "0"
+        ):
+            raise ValueError(
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True needs NCCL_GRAPH_REGISTER=0 with CUDA graphs: NCCL "
+                "would register memory that moves"
+            )
+        self.model, self.optimizers = model, optimizers
+        self.config = config
+        self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
+        self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
+        self.tp_group = self.pg_collection.tp
+        self.dp_cp_group = self.pg_collection.dp_cp
+        self.pp_group = self.pg_collection.pp
+        from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator  # imports this module
+
+        self.p2p_communicator = P2PCommunicator(pp_group=self.pp_group, config=config)
+        self.num_model_chunks = len(model)
+        self.num_microbatches: int | None = None
+        self._capture_finished = False
+        self._graphs_created = False
+        for chunk in model:
+            fsdp = _fsdp_of(chunk)
+            if fsdp is not None:
+                check_fsdp_options(
+                    config.cuda_graph_impl,
+                    fsdp.ddp_config,
+                    gradient_accumulation_fusion=config.gradient_accumulation_fusion,
+                )
+        self._engine = choose_backend(needs_hooks=any(_fsdp_of(chunk) is not None for chunk in model))
+        self._discover_layers()
+
+    # --------------------------------------------------------------------------------------------- layers
+
+    def _discover_layers(self) -> None:
+        """Find the layers that can be captured, chunk by chunk."""
+        self.chunks_with_decoder: list[torch.nn.Module | None] = []
+        self.callables_per_chunk: list[list[torch.nn.Module]] = []
+        self.callables_per_chunk_is_mtp: list[list[bool]] = []
+        for chunk in self.model:
+            with_decoder, layers = self._layers_of(chunk)
+            graphable = [(layer, mtp) for layer, mtp in layers if _layer_is_graphable(layer, self.config)]
+            self.chunks_with_decoder.append(with_decoder if graphable else None)
+            self.callables_per_chunk.append([layer for layer, _ in graphable])
+            self.callables_per_chunk_is_mtp.append([mtp for _, mtp in graphable])
+        self.num_layers_per_chunk = [len(layers) for layers in self.callables_per_chunk]
+        self.flattened_callables = [layer for layers in self.callables_per_chunk for layer in layers]
+        self.flattened_callables_is_mtp = [mtp for chunk in self.callables_per_chunk_is_mtp for mtp in chunk]
+        self._log(logging.INFO, f"{len(self.flattened_callables)} graphable layers")
+
+    def _layers_of(self, chunk: torch.nn.Module) -> tuple[torch.nn.Module | None, list[tuple[torch.nn.Module, bool]]]:
+        """Return the model inside ``chunk``, if any, and its layers, each with whether it belongs to MTP."""
+        model = language_model_of(chunk)
+        if model is None:
+            return None, []
+        layers = [(layer, False) for layer in decoder_layers(model)]
+        # A layer that runs several times for one micro-batch would overwrite what its graphs hold for backward.
+        if hasattr(model, "mtp") and not (model.config.mtp_use_repeated_layer and model.config.mtp_num_layers > 1):
+            layers += [(layer.mtp_model_layer, True) for layer in model.mtp.layers]
+        return model, layers
+
+    def capture_finished(self) -> bool:
+        """Whether ``create_cudagraphs`` has run, with or without layers to capture."""
+        return self._capture_finished
+
+    def graphs_created(self) -> bool:
+        """Whether there are graphs now."""
+        return self._graphs_created
+
+    # --------------------------------------------------------------------------------------------- inputs
+
+    def _get_sample_arguments(
+        self, order: Sequence[float], chunk_id_list: list | None = None
+    ) -> tuple[list[tuple[torch.Tensor, ...]], list[dict[str, torch.Tensor]]]:
+        """Make the static inputs of each layer and micro-batch; see ``cuda_graph_inputs.sample_arguments``.
+
+        Args:
+            order: The order of passes over model chunks.
+            chunk_id_list: Not needed: each layer knows its model chunk.
+
+        Returns:
+            Positional inputs and keyword inputs, by model chunk, then micro-batch, then layer.
+        """
+        samples = self._samples(order)
+        return [args for args, _ in samples], [kwargs for _, kwargs in samples]
+
+    def _samples(self, order: Sequence[float]) -> list[SampleArguments]:
+        inputs = LayerInputs(self.config, self.seq_length, self.micro_batch_size)
+        models = [
+            model
+            for model, layers in zip(self.chunks_with_decoder, self.callables_per_chunk, strict=True)
+            for _ in layers
+        ]
+        plan = ordered_plan(order, self.num_layers_per_chunk, len(self.flattened_callables))
+        layers = self.flattened_callables
+        return sample_arguments(
+            plan,
+            lambda index: inputs.make(layers[index], models[index]),
+            lambda index: attention_mask_type(layers[index]),
+        )
+
+    def _get_cuda_graph_input_data(self) -> tuple[list[tuple[torch.Tensor, ...]], dict[str, Any]]:
+        """Return the positional inputs and the keyword arguments of ``make_graphed_callables``."""
+        order = self._order()
+        sample_args, sample_kwargs = self._get_sample_arguments(order)
+        arguments = {
+            "sample_kwargs": sample_kwargs,
+            "allow_unused_input": True,
+            "_order": order,
+            "_num_layers_per_chunk": self.num_layers_per_chunk,
+            "_reuse_graph_input_output_buffers": True,
+            "retain_graph_in_backward": self.config.cuda_graph_retain_backward_graph,
+            "num_warmup_iters": self._num_warmup_iterations(),
+        }
+        if all(_fsdp_of(chunk) is not None for chunk in self.model):
+            # Megatron-FSDP moves each gradient to its bucket as soon as autograd has it, before any other replay.
+            arguments["clone_param_grads_on_return"] = False
+        quantization = self._quantization_arguments()
+        missing = [name for name in quantization if name not in self._engine.parameters]
+        if missing and quantization["enabled"]:
+            raise RuntimeError(
+                f"--fp8 and --fp4 need TransformerEngine 2.19 or newer: its engine knows no {missing[0]!r}"
+            )
+        arguments |= quantization
+        if self.config.fine_grained_activation_offloading:
+            offload = _offload_interface()
+            arguments["pre_warmup_hook"] = offload.disable_offload
+            arguments["post_warmup_hook"] = offload.enable_offload
+        return sample_args, {name: value for name, value in arguments.items() if name in self._engine.parameters}
+
+    def _order(self) -> list[float]:
+        """The order of forward and backward passes of this pipeline stage; sets ``num_microbatches``."""
+        from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
+
+        self.num_model_chunks = len(self.model)
+        self.num_layers_per_chunk = [len(layers) for layers in self.callables_per_chunk]
+        self.num_microbatches = 1 if self._one_graph_serves_all() else get_num_microbatches()
+        group_size = self.config.microbatch_group_size_per_vp_stage
+        _, _, num_warmup_microbatches, _ = get_pp_rank_microbatches(
+            self.num_microbatches,
+            self.num_model_chunks,
+            group_size,
+            forward_only=False,
+            p2p_communicator=self.p2p_communicator,
+        )
+        table = get_schedule_table(self.num_microbatches, self.num_model_chunks, group_size)
+        chunks = convert_schedule_table_to_order(num_warmup_microbatches, self.num_model_chunks, table)
+        order: list[float] = [*chunks]
+        if self.config.overlap_moe_expert_parallel_comm:
+            # Layers of two chunks interleave: every layer becomes a chunk of its own.
+            order, _ = get_overlap_moe_expert_parallel_comm_order(
+                chunks, self.num_layers_per_chunk, self.config.delay_wgrad_compute and self._captures_weight_gradients()
+            )
+            self.num_layers_per_chunk = [1] * sum(self.num_layers_per_chunk)
+            self.num_model_chunks = len(self.num_layers_per_chunk)
+            self.num_microbatches = order.count(1)
+        self._log(logging.DEBUG, f"order of passes {order}")
+        return order
+
+    def _one_graph_serves_all(self) -> bool:
+        """Whether a micro-batch's backward follows its forward, as it does without pipeline stages."""
+        return self.pp_group.size() == 1 and not self.config.overlap_moe_expert_parallel_comm
+
+    def _captures_weight_gradients(self) -> bool:
+        modules, config = self.config.cuda_graph_modules, self.config
+        shared_experts = config.moe_shared_expert_intermediate_size is not None and not config.moe_shared_expert_overlap
+        return CudaGraphModule.attn in modules or (CudaGraphModule.moe_router in modules and shared_experts)
+
+    def _num_warmup_iterations(self) -> int:
+        done = self.config.cuda_graph_warmup_steps * get_num_microbatches()
+        return max(1, math.ceil((_WARMUP_ITERATIONS - done) / (self.num_microbatches or 1)))
+
+    def _quantization_arguments(self) -> dict[str, Any]:
+        config = self.config
+        if not (config.fp8 or config.fp4):
+            return {"enabled": False}
+        from megatron.core.fp4_utils import get_fp4_recipe
+        from megatron.core.fp8_utils import get_fp8_recipe, is_first_last_bf16_layer
+
+        layers = zip(self.flattened_callables, self.flattened_callables_is_mtp, strict=True)
+        return {
+            "enabled": tuple(
+                not is_first_last_bf16_layer(config, -1 if mtp else layer.layer_number - 1) for layer, mtp in layers
+            ),
+            "recipe": get_fp8_recipe(config) if config.fp8 else get_fp4_recipe(config),
+            # Cached copies of weights that are FP8 themselves would outlive the buffers Megatron-FSDP gathers them to.
+            "cache_quantized_params": not (config.fp8_param and any(_fsdp_of(chunk) for chunk in self.model)),
+            "amax_reduction_group": self._get_amax_reduction_group(
+                with_context_parallel=True, tp_only_amax_red=config.tp_only_amax_red
+            ),
+        }
+
+    def _get_amax_reduction_group(
+        self, with_context_parallel: bool = False, tp_only_amax_red: bool = False
+    ) -> torch.distributed.ProcessGroup:
+        """Return the group of ranks that agree on the largest absolute values for FP8 and FP4.
+
+        Args:
+            with_context_parallel: Whether context-parallel ranks belong to it.
+            tp_only_amax_red: Whether data-parallel ranks do not.
+
+        Raises:
+            ValueError: ``pg_collection`` has no such group.
+        """
+        name = "tp" + ("" if tp_only_amax_red else "_dp") + ("_cp" if with_context_parallel else "")
+        group = getattr(self.pg_collection, name, None)
+        if group is None:
+            raise ValueError(f"quantization reduces over the process group {name}, which pg_collection does not have")
+        return group
+
+    # -------------------------------------------------------------------------------------------- capture
+
+    def _start_capturing(self) -> float:
+        """Enter capture mode; returns the time, in seconds.
+
+        Raises:
+            RuntimeError: the graphs have been captured already.
+        """
+        if self._capture_finished:
+            raise RuntimeError("CUDA graphs have been captured already: call delete_cuda_graphs before capturing again")
+        release_cached_memory()
+        if state.FREEZE_GC:
+            gc.freeze()
+        state._set_capture_start()
+        log_single_rank(logger, logging.INFO, "Start CUDA graph capture")
+        return time.time()
+
+    def _leave_capture_mode(self) -> None:
+        state._set_capture_end()
+        if self.config.fine_grained_activation_offloading:
+            _offload_interface().reset()
+        if state.FREEZE_GC:
+            gc.unfreeze()
+        torch.cuda.synchronize()
+        self._reset_after_capture()
+
+    def _reset_after_capture(self) -> None:
+        """Zero what the layers accumulated meanwhile: gradients, metrics and counts of MoE layers."""
+        from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        get_moe_metrics_tracker().clear()
+        reset_model_temporary_tensors(self.config, self.model)
+
+    def _finish_capturing(self, start_time: float) -> None:
+        """Free what capture left over and report how long it took."""
+        release_cached_memory()
+        self._capture_finished = True
+        log_single_rank(
+            logger,
+            logging.INFO,
+            f"Captured {sum(len(layer.cuda_graphs) for layer in self.flattened_callables)} layer graphs with the "
+            f"{self._engine.name} engine in {time.time() - start_time:.2f} s",
+        )
+
+    def create_cudagraphs(self) -> None:
+        """Capture every layer for every micro-batch that is in flight at once.
+
+        Gradients are zero afterwards. If capture fails, hooks, parameters, RNG and capture flags are as they were, no
+        layer has graphs, and the model trains on eagerly.
+        """
+        start_time = self._start_capturing()
+        try:
+            if self.flattened_callables:
+                self._capture_layers()
+                self._graphs_created = True
+            else:
+                logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
+        except BaseException:
+            if self.config.fine_grained_activation_offloading:
+                _offload_interface().enable_offload()  # which warm-up runs without
+            raise
+        finally:
+            self._leave_capture_mode()
+        self._finish_capturing(start_time)
+
+    def _capture_layers(self) -> None:
+        layers = tuple(self.flattened_callables)
+        sample_args, arguments = self._get_cuda_graph_input_data()
+        # Under sequence parallelism the decoder runs its layers in this fork.
+        rng = get_cuda_rng_tracker().fork() if self.config.sequence_parallel else nullcontext()
+        # TransformerEngine's engine leaves warm-up's draws and buffer updates behind.
+        with (
+            preserve_rng(),
+            preserve_buffers(layers),
+            self._fsdp_capture(),
+            extracted_hooks(layers) as hooks,
+            rng,
+        ):
+            if self._engine.takes_hooks:
+                arguments["capture_time_hooks"] = hooks
+            arguments["pool"] = pool = torch.cuda.graph_pool_handle()
+            with recover_te_engine(pool, layers, arguments.get("recipe")):
+                graphs = self._engine.capture(layers, sample_args, **arguments)
+        absent = default_kwargs(layers, arguments["sample_kwargs"])
+        given: set[int] = set()
+        for index, (layer, slots) in enumerate(zip(layers, self._slots(), strict=True)):
+            layer.cuda_graphs = [
+                LayerGraph(
+                    _layer_name(layer, index),
+                    graphs[slot],
+                    sample_args[slot],
+                    arguments["sample_kwargs"][slot],
+                    has_attention=captures_attention(layer),
+                    num_microbatches=None if self._one_graph_serves_all() else self.num_microbatches,
+                    absent=absent[slot],
+                    given=given,
+                )
+                for slot in slots
+            ]
+
+    @contextmanager
+    def _fsdp_capture(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
+                fsdp = _fsdp_of(chunk)
+                if fsdp is not None:
+                    stack.enter_context(fsdp.capture_graphs(layers))
+            yield
+
+    def _slots(self) -> list[range]:
+        """For each layer the indices of its micro-batches among the captured callables."""
+        count = self.num_microbatches or 1
+        slots: list[range] = []
+        for layers in self.num_layers_per_chunk:
+            first = len(slots) * count
+            slots += [range(first + layer, first + layers * count, layers) for layer in range(layers)]
+        return slots
+
+    # ------------------------------------------------------------------------------------------ afterwards
+
+    def cuda_graph_set_manual_hooks(self) -> None:
+        """Tell layers under ``DistributedDataParallel`` which parameters to gather before each replay."""
+        for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
+            if _fsdp_of(chunk) is None:
+                for layer in layers:
+                    layer.setup_manual_hooks(chunk._make_forward_pre_hook)
+
+    def delete_cuda_graphs(self) -> None:
+        """Free all graphs; the layers run eagerly from then on, and can be captured again.
+
+        Raises:
+            RuntimeError: there are no graphs.
+        """
+        if not self._graphs_created:
+            raise RuntimeError("there are no CUDA graphs to delete")
+        for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
+            for layer in layers:
+                for graph in layer.cuda_graphs:
+                    graph.reset()
+                layer.cuda_graphs = []
+                layer.cuda_graph_manual_hooks = []
+            fsdp = _fsdp_of(chunk)
+            if fsdp is not None:
+                fsdp.forget_graphs(layers)
+        self._graphs_created = False
+        self._capture_finished = False
+        self._log(logging.INFO, "deleted all CUDA graphs")
+
+    def _log(self, level: int, message: str) -> None:
+        log_on_each_pipeline_stage(
+            logger=logger,
+            tp_group=self.tp_group,
+            dp_cp_group=self.dp_cp_group,
+            level=level,
+            msg=f"Rank {torch.distributed.get_rank()}: {message}",
+        )
+
+
+def _fsdp_of(chunk: torch.nn.Module) -> Any | None:
+    """The ``MegatronFSDP`` among the wrappers of a model chunk, or None."""
+    module: Any = chunk
+    while module is not None:
+        if hasattr(module, "capture_graphs"):
+            return module
+        module = getattr(module, "module", None)
+    return None
+
+
+def _layer_name(layer: torch.nn.Module, index: int) -> str:
+    return f"layer {getattr(layer, 'layer_number', index + 1)} ({type(layer).__name__})"
+
+
+def _offload_interface() -> Any:
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+        FineGrainedActivationOffloadingInterface,
+    )
+
+    return FineGrainedActivationOffloadingInterface

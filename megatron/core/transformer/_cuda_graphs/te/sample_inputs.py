@@ -1,0 +1,126 @@
+"""Static inputs for capture, one set for each layer and micro-batch, shared where their lives do not overlap."""
+
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+
+from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
+from megatron.core.transformer.identity_op import IdentityOp
+
+from ..engine.plan import Plan
+from ..engine.static_inputs import share_inputs, signature
+
+SampleArguments = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
+
+
+def sample_arguments(
+    plan: Plan, make: Callable[[int], SampleArguments], values: Callable[[int], Hashable] = lambda index: None
+) -> list[SampleArguments]:
+    """Make the inputs of every slot of ``plan``, shared as ``share_inputs`` says.
+
+    Args:
+        plan: The passes in the order in which they run.
+        make: Makes new inputs for the callable of the given index, always alike.
+        values: What makes the values of a callable's inputs what they are; others are not shared with it.
+
+    Returns:
+        Positional and keyword inputs for each slot.
+    """
+    made: dict[int, SampleArguments] = {}  # to know their signature; for the first slot that needs its own
+    signatures: dict[int, Hashable] = {}
+
+    def signature_of(slot: int) -> Hashable:
+        index = plan.callable_of_slot[slot]
+        if index not in signatures:
+            made.clear()
+            made[index] = make(index)
+            signatures[index] = values(index), signature(*made[index])
+        return signatures[index]
+
+    def inputs_of(slot: int) -> SampleArguments:
+        index = plan.callable_of_slot[slot]
+        return made.pop(index) if index in made else make(index)
+
+    return share_inputs(plan, signature_of, inputs_of)
+
+
+def attention_mask_type(layer: Any) -> AttnMaskType | None:
+    """The mask that self-attention of ``layer`` applies if it is given none; None if the graphs hold no attention."""
+    if not captures_attention(layer):
+        return None
+    return getattr(layer.self_attention, "attn_mask_type", AttnMaskType.causal)
+
+
+def captures_attention(layer: Any) -> bool:
+    """Whether the graphs of ``layer`` hold self-attention."""
+    modules = layer.config.cuda_graph_modules
+    return not isinstance(getattr(layer, "self_attention", IdentityOp()), IdentityOp) and (
+        not modules or CudaGraphModule.attn in modules
+    )
+
+
+def default_kwargs(
+    layers: Sequence[Any], sample_kwargs: Sequence[dict[str, torch.Tensor]]
+) -> list[dict[str, torch.Tensor]]:
+    """For each slot what replays read for keywords that they are not given: the values at capture.
+
+    Engines share static inputs that are alike in all but their values. Where these differ, with the type of attention
+    masks, they are kept apart from what engines write to.
+
+    Args:
+        layers: The captured layers.
+        sample_kwargs: The keyword inputs of each slot, as they were captured.
+    """
+    if len({attention_mask_type(layer) for layer in layers} - {None}) < 2:
+        return list(sample_kwargs)
+    values: dict[int, torch.Tensor] = {}
+    return [
+        {name: values.setdefault(id(static), static.clone()) for name, static in kwargs.items()}
+        for kwargs in sample_kwargs
+    ]
+
+
+class LayerInputs:
+    """Makes the static inputs of layers.
+
+    Args:
+        config: The model's ``TransformerConfig``.
+        seq_length: Tokens in a sequence, before any parallel division.
+        micro_batch_size: Sequences in a micro-batch.
+    """
+
+    def __init__(self, config: Any, seq_length: int, micro_batch_size: int):
+        self._config = config
+        self._seq_length = seq_length
+        self._micro_batch_size = micro_batch_size
+        self._rotary: dict[tuple[int, int], torch.Tensor] = {}
+
+    def make(self, layer: torch.nn.Module, model: torch.nn.Module | None) -> SampleArguments:
+        """Return new inputs for ``layer``: hidden states, and what attention takes.
+
+        Args:
+            layer: The layer.
+            model: The language model that it belongs to, which has the rotary embedding; None for no such input.
+        """
+        inputs = layer.get_layer_static_inputs(self._seq_length, self._micro_batch_size)
+        hidden_states = inputs.pop("hidden_states")
+        if captures_attention(layer):
+            if attention_mask_type(layer) is not AttnMaskType.causal:
+                inputs["attention_mask"].zero_()  # such layers see everything where no mask is given
+            rotary = self._rotary_embedding(model, hidden_states)
+            if rotary is not None:
+                inputs["rotary_pos_emb"] = rotary
+        return (hidden_states,), inputs
+
+    def _rotary_embedding(self, model: torch.nn.Module | None, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """The table ``[sequence, 1, 1, head]`` that every layer of ``model`` is given, or None. It never changes."""
+        if model is None or getattr(model, "position_embedding_type", None) != "rope":
+            return None
+        if self._config.multi_latent_attention:
+            return None
+        rotary = model.rotary_pos_emb
+        length = rotary.get_rotary_seq_len(None, model.decoder, hidden_states, self._config, None)
+        if (id(model), length) not in self._rotary:
+            self._rotary[id(model), length] = rotary(length)
+        return self._rotary[id(model), length]

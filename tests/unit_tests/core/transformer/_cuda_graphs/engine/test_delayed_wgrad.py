@@ -1,0 +1,370 @@
+"""graphed_callables: weight gradients that modules leave to a pass of their own, as TransformerEngine's do."""
+
+import queue
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+
+from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
+from megatron.core.transformer._cuda_graphs.engine.plan import ordered_plan
+from megatron.core.transformer._cuda_graphs.te.sample_inputs import sample_arguments
+
+from ..pipeline_orders import orders
+from .captured_cases import assert_same_bits, copies, device_tensor, mlp
+
+pytestmark = pytest.mark.usefixtures("cpu_backend")
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, put):
+        ctx.save_for_backward(x, weight)
+        ctx.put = put
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        ctx.put((grad, x))
+        return grad @ weight, None, None
+
+
+class DelayedLinear(torch.nn.Module):
+    """A linear layer ``[4, 6]`` with the interface of TransformerEngine's under ``delay_wgrad_compute``."""
+
+    def __init__(self, accumulates: bool = False):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(6, 6, device="cuda"))
+        self.weight.main_grad = torch.zeros(6, 6, device="cuda")
+        self.wgrad_store = SimpleNamespace(context=queue.Queue())
+        self.accumulates = accumulates
+        self.notified = 0
+
+    def forward(self, x):
+        return _Product.apply(x, self.weight, self.wgrad_store.context.put)
+
+    def need_backward_dw(self):
+        return True
+
+    def backward_dw(self):
+        grad, x = self.wgrad_store.context.get(block=False)
+        if self.accumulates:
+            self.weight.main_grad.addmm_(grad.t(), x)
+        else:
+            self.weight.grad = grad.t() @ x
+        self._trigger_wgrad_accumulation_and_reduce_hooks()
+
+    def _trigger_wgrad_accumulation_and_reduce_hooks(self):
+        self.notified += 1
+
+
+def numbers_of(module: DelayedLinear, call, backward_dw) -> list:
+    """What two steps of ``call`` and ``backward_dw`` compute."""
+    numbers = []
+    for step in range(2):
+        x = device_tensor(4, 6, seed=step)
+        y = call(x)
+        y.square().sum().backward()
+        numbers += copies([y, x.grad, module.weight.grad, module.weight.main_grad])
+        backward_dw()
+        numbers += copies([module.weight.grad, module.weight.main_grad])
+    return numbers
+
+
+@pytest.mark.parametrize("accumulates", [False, True], ids=["grad", "main_grad"])
+@pytest.mark.parametrize("order", [None, [1, -1, -1.5]], ids=["unordered", "ordered"])
+def test_delayed_weight_gradients_are_bit_equal_to_eager(order, accumulates):
+    torch.manual_seed(5)
+    module = DelayedLinear(accumulates)
+    weight = module.weight.detach().clone()
+    module_of_eager = DelayedLinear(accumulates)
+    with torch.no_grad():
+        module_of_eager.weight.copy_(weight)
+    (graphed,) = make_graphed_callables((module,), ((device_tensor(4, 6),),), _order=order)
+    module.weight.main_grad.zero_()  # warm-up accumulated into it, as it does with TransformerEngine's engine
+    assert_same_bits(
+        numbers_of(module, graphed, graphed.backward_dw),
+        numbers_of(module_of_eager, module_of_eager, module_of_eager.backward_dw),
+    )
+
+
+def test_warm_up_and_capture_leave_no_weight_gradient_and_nothing_delayed():
+    module = make_graphed_callables(DelayedLinear(), (device_tensor(4, 6),))
+    assert module.weight.grad is None
+    assert module.wgrad_store.context.qsize() == 0
+
+
+def test_what_a_module_does_after_its_weight_gradients_is_done_at_each_replay():
+    module = make_graphed_callables(DelayedLinear(), (device_tensor(4, 6),))
+    before = module.notified
+    module(device_tensor(4, 6)).sum().backward()
+    module.backward_dw()
+    assert module.notified == before + 1
+
+
+@pytest.mark.parametrize("order", [[1, -1, -1.5], [1, 1, -1, -1.5, -1, -1.5], [1, 1, -1, -1, -1.5, -1.5]], ids=str)
+def test_gradients_of_outputs_are_shared_only_once_the_weight_gradients_have_read_them(order):
+    count = order.count(1)
+    slots = make_graphed_callables(
+        (DelayedLinear(True),),
+        [(device_tensor(4, 6),) for _ in range(count)],
+        _order=order,
+        _reuse_graph_input_output_buffers=True,
+    )
+    at_once = order == [1, 1, -1, -1, -1.5, -1.5]
+    assert len({slot._grad_outputs[0].data_ptr() for slot in slots}) == (2 if at_once else 1)
+
+
+def test_a_weight_gradient_survives_the_next_replay():
+    module = make_graphed_callables(DelayedLinear(), (device_tensor(4, 6),))
+    module(device_tensor(4, 6)).sum().backward()
+    module.backward_dw()
+    first, values = module.weight.grad, module.weight.grad.clone()
+    module(device_tensor(4, 6, seed=1)).sum().backward()
+    module.backward_dw()
+    assert torch.equal(first, values)
+    assert not torch.equal(module.weight.grad, values)
+
+
+def test_a_module_that_does_not_run_is_not_asked_for_weight_gradients():
+    class OneOfTwo(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.used, self.unused = DelayedLinear(), DelayedLinear()
+
+        def forward(self, x):
+            return self.used(x)
+
+    module = make_graphed_callables(OneOfTwo(), (device_tensor(4, 6),))  # an empty queue would raise
+    module(device_tensor(4, 6)).sum().backward()
+    module.backward_dw()
+    assert module.used.weight.grad is not None
+    assert module.unused.weight.grad is None
+
+
+def test_a_callable_that_delays_nothing_has_no_graph_for_it_and_its_replay_is_nothing():
+    (slot,) = make_graphed_callables((mlp(),), ((device_tensor(4, 6),),), _order=[1, -1, -1.5])
+    slot(device_tensor(4, 6)).sum().backward()
+    assert slot.weight_gradient_graph is None
+    slot.backward_dw()
+
+
+def test_a_module_without_delayed_weight_gradients_gets_no_new_method():
+    assert not hasattr(make_graphed_callables(mlp(), (device_tensor(4, 6),)), "backward_dw")
+
+
+def test_an_order_without_the_weight_gradients_of_a_callable_is_refused_and_leaves_nothing_delayed():
+    module = DelayedLinear()
+    with pytest.raises(ValueError, match=r"callable 0 \(DelayedLinear\) delays its weight gradients, so _order must"):
+        make_graphed_callables((module,), ((device_tensor(4, 6),),), _order=[1, -1])
+    assert module.wgrad_store.context.qsize() == 0
+
+
+@pytest.mark.parametrize("capturing", [False, True], ids=["warm-up", "capture"])
+def test_a_failure_before_the_weight_gradients_leaves_nothing_delayed(capturing):
+    module = DelayedLinear()
+
+    def fail(_):
+        calls.append(0)
+        if len(calls) > (3 if capturing else 0):  # three warm-up iterations come first
+            raise ValueError("failed")
+
+    calls: list[int] = []
+    with pytest.raises(ValueError, match="failed"):
+        make_graphed_callables((module,), ((device_tensor(4, 6),),), capture_time_hooks=[{"backward_hooks": {0: fail}}])
+    assert module.wgrad_store.context.qsize() == 0
+    module(device_tensor(4, 6)).sum().backward()
+    module.backward_dw()
+    assert torch.equal(module.weight.grad, torch.ones(6, 4, device="cuda") @ device_tensor(4, 6).detach())
+
+
+def assert_a_step_gives_the_gradient_of(weight, module):
+    """Run both passes of ``module`` and its weight gradients; ``weight`` multiplies the input."""
+    x = device_tensor(4, 6)
+    module(x).sum().backward()
+    module.backward_dw()
+    assert_same_bits([weight.grad], [torch.ones_like(x).t() @ x.detach()])
+
+
+def test_weight_gradients_that_were_there_before_capture_stay_and_hinder_none():
+    module = WithBias()
+    before = torch.zeros(6, 6, device="cuda"), torch.zeros(6, device="cuda")
+    module.weight.grad, module.bias.grad = before
+    make_graphed_callables(module, (device_tensor(4, 6),))
+    assert (module.weight.grad, module.bias.grad) == before
+    module.weight.grad = module.bias.grad = None
+    assert_a_step_gives_the_gradient_of(module.weight, module)
+    assert_same_bits([module.bias.grad], [4 * torch.ones(6)])
+
+
+class WithBias(DelayedLinear):
+    """Sets the gradient of its bias only where there is none, as TransformerEngine's modules do."""
+
+    def __init__(self):
+        super().__init__()
+        self.bias = torch.nn.Parameter(torch.zeros(6, device="cuda"))
+
+    def forward(self, x):
+        return super().forward(x) + self.bias.detach()
+
+    def backward_dw(self):
+        grad, x = self.wgrad_store.context.get(block=False)
+        self.weight.grad = grad.t() @ x
+        if self.bias.grad is None:
+            self.bias.grad = grad.sum(0)
+
+
+def test_a_failure_of_the_weight_gradients_leaves_no_gradient_and_is_what_is_raised():
+    class Two(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = DelayedLinear(), Failing()
+
+        def forward(self, x):
+            return self.second(self.first(x))
+
+    class Failing(DelayedLinear):
+        def backward_dw(self):
+            raise KeyError("weight gradients")
+
+    module = Two()
+    with pytest.raises(KeyError, match="weight gradients"):
+        make_graphed_callables(module, (device_tensor(4, 6),))
+    assert module.first.weight.grad is None
+    assert module.second.wgrad_store.context.qsize() == 0
+
+
+def test_a_module_without_a_store_does_not_hide_what_failed():
+    class Other(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(6, 6).cuda()
+
+        def need_backward_dw(self):
+            return True
+
+        def backward_dw(self):
+            raise KeyError("weight gradients")
+
+        def forward(self, x):
+            return self.linear(x)
+
+    with pytest.raises(KeyError, match="weight gradients"):
+        make_graphed_callables(Other(), (device_tensor(4, 6),))
+
+
+def test_operations_that_run_fused_delay_weight_gradients_too():
+    class Fused(torch.nn.Module):
+        _module_groups = None
+
+        def __init__(self):
+            super().__init__()
+            self.operation = DelayedLinear()
+
+        def forward(self, x):
+            return self.operation.forward(x)  # without its hooks
+
+    module = make_graphed_callables(Fused(), (device_tensor(4, 6),))
+    assert_a_step_gives_the_gradient_of(module.operation.weight, module)
+
+
+def test_after_an_eager_pass_weight_gradients_are_computed_eagerly():
+    module = make_graphed_callables(DelayedLinear(), (device_tensor(4, 6),)).eval()
+    x = torch.full((4, 6), 2.0, device="cuda", requires_grad=True)
+    module(x).sum().backward()
+    module.backward_dw()
+    assert module.wgrad_store.context.qsize() == 0
+    assert module.weight.grad.eq(8).all()
+
+
+def test_an_eager_pass_without_grad_does_not_come_between_a_replay_and_its_weight_gradients():
+    module = make_graphed_callables(DelayedLinear(), (device_tensor(4, 6),))
+    x = device_tensor(4, 6)
+    loss = module(x).sum()
+    with torch.no_grad():
+        module.eval()(device_tensor(4, 6, seed=1))
+    module.train()
+    loss.backward()
+    module.backward_dw()
+    assert_same_bits([module.weight.grad], [torch.ones_like(x).t() @ x.detach()])
+
+
+def test_a_module_needs_no_hooks_after_its_weight_gradients():
+    class Plain(DelayedLinear):
+        _trigger_wgrad_accumulation_and_reduce_hooks = property()  # hasattr says no
+
+        def backward_dw(self):
+            grad, x = self.wgrad_store.context.get(block=False)
+            self.weight.grad = grad.t() @ x
+
+    module = make_graphed_callables(Plain(), (device_tensor(4, 6),))
+    assert_a_step_gives_the_gradient_of(module.weight, module)
+
+
+def test_a_module_that_delays_weight_gradients_can_be_captured_again():
+    module = DelayedLinear()
+    make_graphed_callables(module, (device_tensor(4, 6),)).reset()
+    make_graphed_callables(module, (device_tensor(4, 6),))
+    assert_a_step_gives_the_gradient_of(module.weight, module)
+
+
+def test_after_reset_there_are_no_weight_gradients_to_replay():
+    graphed = make_graphed_callables((DelayedLinear(),), ((device_tensor(4, 6),),), _order=[1, -1, -1.5])[0]
+    graphed.reset()
+    assert graphed.weight_gradient_graph is None
+    with pytest.raises(RuntimeError, match="were reset"):
+        graphed.backward_dw()
+
+
+# ------------------------------------------------------------------------------------------------- random orders
+
+
+def run_order(order, layers, delaying, graphed):
+    """Numbers of two runs through ``order``; the micro-batches of a chunk are independent of other chunks'."""
+    torch.manual_seed(7)
+    modules = [DelayedLinear(True) if chunk in delaying else mlp() for chunk, n in layers.items() for _ in range(n)]
+    params = [param for module in modules for param in module.parameters()]
+    plan = ordered_plan(order, list(layers.values()), len(modules))
+    calls = [modules[index] for index in plan.callable_of_slot]
+    if graphed:
+        samples = sample_arguments(plan, lambda index: ((device_tensor(4, 6, seed=9),), {}))
+        calls = make_graphed_callables(
+            tuple(modules),
+            [args for args, _ in samples],
+            _order=order,
+            _num_layers_per_chunk=list(layers.values()),
+            _reuse_graph_input_output_buffers=True,
+        )
+        for param in params:
+            if hasattr(param, "main_grad"):
+                param.main_grad.zero_()
+    numbers = []
+    for run in range(2):
+        inputs = [device_tensor(4, 6, seed=100 * run + slot) for slot in range(len(calls))]
+        outputs = [torch.empty(0)] * len(calls)
+        for step in plan.steps:
+            slot = step.slot
+            if step.kind.value == "forward":
+                outputs[slot] = calls[slot](inputs[slot])
+            elif step.kind.value == "backward":
+                outputs[slot].square().sum().backward()
+                numbers += copies([outputs[slot], inputs[slot].grad])
+            else:
+                calls[slot].backward_dw()
+        numbers += copies([param.grad for param in params])
+        numbers += copies([param.main_grad for param in params if hasattr(param, "main_grad")])
+    return numbers
+
+
+@settings(max_examples=25, deadline=None)
+@given(orders())
+def test_random_orders_of_chunks_microbatches_and_delayed_weight_gradients_are_bit_equal_to_eager(case):
+    order, layers, _ = case
+    if not sum(layers):
+        return
+    of_chunk = dict(enumerate(layers, start=1))
+    delaying = {int(-step) for step in order if step % 1}
+    graphed = run_order(order, of_chunk, delaying, True)
+    assert_same_bits(graphed, run_order(order, of_chunk, delaying, False))

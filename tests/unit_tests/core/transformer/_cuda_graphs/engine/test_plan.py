@@ -1,0 +1,224 @@
+"""graph_plan: which slot runs when, for a pipeline order."""
+
+import pytest
+from hypothesis import given
+
+from megatron.core.transformer._cuda_graphs.engine.plan import Pass, ordered_plan, unordered_plan
+
+from ..pipeline_orders import orders
+
+
+def passes(plan):
+    """The steps as text: ``f0 f1 b1 w1 b0 w0``."""
+    return " ".join(f"{step.kind.value[0]}{step.slot}" for step in plan.steps)
+
+
+def run_in(plan, kind):
+    """The slots that have a step of ``kind``, in order."""
+    return [step.slot for step in plan.steps if step.kind is kind]
+
+
+# ------------------------------------------------------------------------------------------------------ unordered
+
+
+def test_without_an_order_all_forwards_run_then_all_backwards_in_reverse_with_their_weight_gradients():
+    plan = unordered_plan(3)
+    assert plan.callable_of_slot == (0, 1, 2)
+    assert passes(plan) == "f0 f1 f2 b2 w2 b1 w1 b0 w0"
+
+
+# -------------------------------------------------------------------------------------------------------- ordered
+
+
+def test_layers_of_one_chunk_run_forward_then_back_in_reverse():
+    plan = ordered_plan([1, -1], [3], 3)
+    assert plan.callable_of_slot == (0, 1, 2)
+    assert passes(plan) == "f0 f1 f2 b2 b1 b0"
+
+
+def test_slots_are_numbered_by_chunk_then_microbatch_then_layer():
+    plan = ordered_plan([1, 1, 2, 2, -2, -2, -1, -1], [2, 1], 3)
+    assert plan.callable_of_slot == (0, 1, 0, 1, 2, 2)
+
+
+def test_passes_follow_an_interleaved_order():
+    plan = ordered_plan([1, 2, 1, 2, -2, -1, -2, -1], [2, 1], 3)
+    assert passes(plan) == "f0 f1 f4 f2 f3 f5 b4 b1 b0 b5 b3 b2"
+
+
+def test_one_forward_one_backward_of_three_microbatches():
+    plan = ordered_plan([1, 1, -1, 1, -1, -1], [1], 1)
+    assert plan.callable_of_slot == (0, 0, 0)
+    assert passes(plan) == "f0 f1 b0 f2 b1 b2"
+
+
+def test_weight_gradients_run_in_reverse_after_the_backward_that_delayed_them():
+    plan = ordered_plan([1, 2, -2, -2.5, -1, -1.5], [2, 1], 3)
+    assert passes(plan) == "f0 f1 f2 b2 w2 b1 b0 w1 w0"
+
+
+def test_weight_gradients_of_microbatches_run_in_the_order_of_their_backwards():
+    plan = ordered_plan([1, 1, -1, -1, -1.5, -1.5], [1], 1)
+    assert passes(plan) == "f0 f1 b0 b1 w0 w1"
+
+
+def test_one_chunk_may_delay_weight_gradients_and_another_not():
+    plan = ordered_plan([1, 2, -2, -1, -1.5], [1, 1], 2)
+    assert run_in(plan, Pass.WEIGHT_GRADIENTS) == [0]
+
+
+def test_a_chunk_without_layers_has_no_slots():
+    plan = ordered_plan([1, 2, 3, -3, -2, -1], [1, 0, 2], 3)
+    assert plan.callable_of_slot == (0, 1, 2)
+    assert passes(plan) == "f0 f1 f2 b2 b1 b0"
+
+
+def test_one_number_of_layers_serves_every_chunk():
+    assert ordered_plan([1, 2, -2, -1], 2, 4) == ordered_plan([1, 2, -2, -1], [2, 2], 4)
+
+
+def test_without_numbers_the_callables_divide_evenly():
+    assert ordered_plan([1, 2, -2, -1], None, 6) == ordered_plan([1, 2, -2, -1], [3, 3], 6)
+
+
+@given(orders())
+def test_each_slot_runs_once_in_each_pass(case):
+    order, layers, microbatches = case
+    plan = ordered_plan(order, layers, sum(layers))
+    slots = range(sum(layers) * microbatches)
+    for kind in Pass:
+        delayed = [slot for slot in slots if -1.5 - _chunk(layers, microbatches, slot) in order]
+        assert sorted(run_in(plan, kind)) == (delayed if kind is Pass.WEIGHT_GRADIENTS else list(slots))
+
+
+def _chunk(layers, microbatches, slot):
+    """The model chunk, from 0, that ``slot`` belongs to."""
+    return next(c for c in range(len(layers)) if slot < sum(layers[: c + 1]) * microbatches)
+
+
+@given(orders())
+def test_each_slot_runs_forward_then_backward_then_weight_gradients(case):
+    order, layers, _ = case
+    plan = ordered_plan(order, layers, sum(layers))
+    for slot in range(len(plan.callable_of_slot)):
+        kinds = [step.kind for step in plan.steps if step.slot == slot]
+        assert kinds == list(Pass)[: len(kinds)]
+        assert len(kinds) >= 2
+
+
+@given(orders())
+def test_each_step_of_the_order_runs_the_chunk_of_its_microbatch(case):
+    order, layers, _ = case
+    plan = ordered_plan(order, layers, sum(layers))
+    remaining = list(plan.steps)
+    done = dict.fromkeys(order, 0)
+    for chunk_step in order:
+        chunk = int(abs(chunk_step)) - 1
+        count = layers[chunk]
+        ran, remaining = remaining[:count], remaining[count:]
+        first = sum(layers[:chunk])
+        expected = list(range(first, first + count))
+        if chunk_step < 0:
+            expected.reverse()
+        assert [plan.callable_of_slot[step.slot] for step in ran] == expected
+        kind = Pass.FORWARD if chunk_step > 0 else Pass.BACKWARD if chunk_step % 1 == 0 else Pass.WEIGHT_GRADIENTS
+        assert all(step.kind is kind for step in ran)
+        # The k-th forward of a chunk is its k-th micro-batch, and so are the k-th backward and weight gradients.
+        base = sum(layers[:chunk]) * order.count(chunk + 1)
+        assert {(step.slot - base) // count for step in ran} <= {done[chunk_step]}
+        done[chunk_step] += 1
+    assert not remaining
+
+
+# --------------------------------------------------------------------------------------------------------- errors
+
+
+@pytest.mark.parametrize("step", [1.5, -1.25, -1.75, 0.5], ids=str)
+def test_a_number_that_means_nothing_is_refused(step):
+    with pytest.raises(ValueError, match=rf"_order holds {step}: it may hold c, -c and -c - 0.5"):
+        ordered_plan([1, step, -1], [1], 1)
+
+
+def test_weight_gradients_of_an_unknown_chunk_are_refused():
+    with pytest.raises(ValueError, match=r"_order names chunks \[-0.5, -2.5\]"):
+        ordered_plan([1, -1, -0.5, -2.5], [1], 1)
+
+
+@pytest.mark.parametrize("order", [[1, 1, -1, -1.5, -1], [1, -1, -1.5, -1.5]], ids=str)
+def test_weight_gradients_of_some_microbatches_are_refused(order):
+    with pytest.raises(ValueError, match=r"_order must run the weight gradients of chunk 1 \(-1.5\) after each"):
+        ordered_plan(order, [1], 1)
+
+
+def test_weight_gradients_before_their_backward_are_refused():
+    with pytest.raises(ValueError, match="_order runs the weight gradients of chunk 1 before its backward"):
+        ordered_plan([1, -1.5, -1], [1], 1)
+
+
+@pytest.mark.parametrize("order", [[], [0], [-1]], ids=str)
+def test_an_order_without_a_forward_is_refused(order):
+    with pytest.raises(ValueError, match="_order must name chunks counted from 1"):
+        ordered_plan(order, [1], 1)
+
+
+@pytest.mark.parametrize("order", [[1, 0, -1], [1, -1, -2], [1, -2, -1]], ids=str)
+def test_an_unknown_chunk_is_refused(order):
+    with pytest.raises(ValueError, match=r"_order names chunks \[(0|-2)\]"):
+        ordered_plan(order, [1], 1)
+
+
+@pytest.mark.parametrize("order", [[1, 1, -1], [1, 2, -2], [1, -1, 2, -2, 2, -2], [1, 3, -3, -1]], ids=str)
+def test_chunks_that_run_unequally_often_are_refused(order):
+    with pytest.raises(ValueError, match="_order must run every chunk's forward and backward"):
+        ordered_plan(order, 1, max(order))
+
+
+@pytest.mark.parametrize("order", [[-1, 1], [1, -1, -1, 1], [1, -2, 2, -1]], ids=str)
+def test_a_backward_before_its_forward_is_refused(order):
+    with pytest.raises(ValueError, match=r"_order runs the backward of chunk \d before its forward"):
+        ordered_plan(order, 1, max(order))
+
+
+def test_callables_that_do_not_divide_into_the_chunks_are_refused():
+    with pytest.raises(ValueError, match=r"3 callables do not divide into 2 chunks: give _num_layers_per_chunk"):
+        ordered_plan([1, 2, -2, -1], None, 3)
+
+
+@pytest.mark.parametrize("layers", [[1], [1, 1, 1], [1, 1], 1], ids=str)
+def test_numbers_of_layers_that_do_not_fit_are_refused(layers):
+    with pytest.raises(ValueError, match=r"_num_layers_per_chunk is .*2 chunks and 3 callables"):
+        ordered_plan([1, 2, -2, -1], layers, 3)
+
+
+# -------------------------------------------------------------------------------------------- gradients that are read
+
+
+def read_after(plan):
+    """For each backward step, as its slot, the slots whose gradients have been read."""
+    return {step.slot: slots for step, slots in plan.gradients_read().items()}
+
+
+def test_the_next_layers_backward_reads_a_layers_gradients():
+    assert read_after(ordered_plan([1, -1], [3], 3)) == {1: [2], 0: [1]}
+
+
+def test_gradients_that_leave_a_chunk_are_read_at_the_end_of_the_next_chunks_backward():
+    plan = ordered_plan([1, 2, -2, -1], [2, 2], 4)
+    assert passes(plan) == "f0 f1 f2 f3 b3 b2 b1 b0"
+    assert read_after(plan) == {2: [3], 0: [1, 2]}
+
+
+def test_weight_gradients_between_two_backwards_read_no_gradients_of_inputs():
+    plan = ordered_plan([1, 2, -2, -2.5, -1, -1.5], [1, 1], 2)
+    assert read_after(plan) == {0: [1]}
+
+
+@given(orders())
+def test_gradients_of_all_but_the_last_backward_are_read_once_and_after_they_were_made(case):
+    order, layers, _ = case
+    plan = ordered_plan(order, layers, sum(layers))
+    place = {step.slot: i for i, step in enumerate(plan.steps) if step.kind is Pass.BACKWARD}
+    read = [(slot, place[step.slot]) for step, slots in plan.gradients_read().items() for slot in slots]
+    assert all(place[slot] < when for slot, when in read)
+    last = sorted(place, key=place.__getitem__)[-1:]
+    assert sorted(slot for slot, _ in read) == sorted(set(place) - set(last))

@@ -1,0 +1,407 @@
+"""graphed_callables: what a capture, and a capture that fails, leave of the process: everything as it was."""
+
+import gc
+import sys
+from contextlib import suppress
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron.core.tensor_parallel import random as tensor_parallel_random
+from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
+from megatron.core.transformer._cuda_graphs.hooks import HOOK_KINDS, extracted_hooks
+
+from .captured_cases import CASES, Case, Forward, assert_same_bits, copies, device_tensor, mlp, train
+
+pytestmark = pytest.mark.usefixtures("cpu_backend")
+
+HOOK_DICTS = [name for name in vars(torch.nn.Module()) if "_hooks" in name]
+
+
+def state_of(module):
+    """Everything that a capture of ``module`` must leave alone, in values that compare."""
+    return {
+        "stream": torch.cuda.current_stream(),
+        "capturing": torch.cuda.is_current_stream_capturing(),
+        "garbage collection": gc.isenabled(),
+        "device generator": torch.cuda.get_rng_state().tolist(),
+        "host generator": torch.get_rng_state().tolist(),
+        "values": [tensor.tolist() for tensor in module.state_dict().values()],
+        "gradients": [param.grad for param in module.parameters()],
+        "hooks": [[list(getattr(m, name).items()) for name in HOOK_DICTS] for m in module.modules()],
+        "forward": module.forward,
+        "attributes": [sorted(vars(m)) for m in module.modules()],
+        "mode": module.training,
+    }
+
+
+class Failure(Exception):
+    """Raised by whatever is to fail."""
+
+
+class FailingBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, fail):
+        ctx.fail = fail
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.fail()
+        return grad * 1, None
+
+
+def fail_in(phase):
+    """A function that raises in that phase only: "warm-up" or "capture"."""
+
+    def fail(*unused):
+        if torch.cuda.is_current_stream_capturing() == (phase == "capture"):
+            raise Failure
+
+    return fail
+
+
+def raise_failure(*unused):
+    raise Failure
+
+
+def in_capture_only(kind):
+    """A hook that fails when it runs the second time: after one warm-up iteration, for capture."""
+    count = []
+
+    def hook(module):
+        count.append(1)
+        if len(count) == 2:
+            raise Failure
+
+    return {kind: {0: hook}}
+
+
+def forward_failing(phase):
+    def body(linear, x):
+        y = torch.nn.functional.dropout(linear(x), 0.5)
+        fail_in(phase)()
+        return y
+
+    return body
+
+
+def backward_failing(phase):
+    def body(linear, x):
+        return FailingBackward.apply(torch.nn.functional.dropout(linear(x), 0.5), fail_in(phase))
+
+    return body
+
+
+def synchronizing(linear, x):
+    return linear(x) * (2.0 if torch.nn.functional.dropout(linear(x), 0.5).sum().item() > 0 else 1.0)
+
+
+def synchronizing_backward(linear, x):
+    y = linear(x)
+    y.register_hook(lambda grad: grad * grad.sum().item())
+    return y
+
+
+def dropping(linear, x):
+    return torch.nn.functional.dropout(linear(x), 0.5)
+
+
+# What fails: the layer, the options of the capture, the error.
+FAILURES: dict[str, tuple] = {
+    "forward in warm-up": (forward_failing("warm-up"), {}, Failure),
+    "backward in warm-up": (backward_failing("warm-up"), {}, Failure),
+    "forward in capture": (forward_failing("capture"), {}, Failure),
+    "backward in capture": (backward_failing("capture"), {}, Failure),
+    "a host sync in forward": (synchronizing, {}, RuntimeError),
+    "a host sync in backward": (synchronizing_backward, {}, RuntimeError),
+    "an output that is no tensor": (lambda linear, x: (dropping(linear, x), 3), {}, TypeError),
+    "pre_warmup_hook": (dropping, {"pre_warmup_hook": raise_failure}, Failure),
+    "post_warmup_hook": (dropping, {"post_warmup_hook": raise_failure}, Failure),
+    **{
+        f"{kind} in warm-up": (dropping, {"capture_time_hooks": [{kind: {0: raise_failure}}, None]}, Failure)
+        for kind in HOOK_KINDS
+    },
+}
+
+
+def failed_capture(body, options, error):
+    """A module that could not be captured beside another, with its state before."""
+    module, other = torch.nn.Sequential(Forward(body)), mlp()
+    torch.nn.Dropout(0.5)(torch.ones(3, device="cuda"))  # the generators are no longer at their beginning
+    for m in module.modules():
+        m.register_forward_pre_hook(lambda *given: None)
+        m.register_forward_hook(lambda *given: None, with_kwargs=True)
+    before = state_of(module)
+    with pytest.raises(error), extracted_hooks([module]):
+        make_graphed_callables(
+            (module, other), ((device_tensor(4, 6),), (device_tensor(4, 6),)), num_warmup_iters=1, **options
+        )
+    return module, before
+
+
+@pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES.keys())
+def test_everything_is_as_it_was_after_a_failure_of(failure):
+    module, before = failed_capture(*failure)
+    assert state_of(module) == before
+
+
+@pytest.mark.parametrize("kind", HOOK_KINDS)
+def test_everything_is_as_it_was_after_a_failure_in_capture_of(kind):
+    module, before = failed_capture(dropping, {"capture_time_hooks": [in_capture_only(kind), None]}, Failure)
+    assert state_of(module) == before
+
+
+@pytest.mark.parametrize("failure", FAILURES.values(), ids=FAILURES.keys())
+def test_the_next_capture_is_bit_equal_to_eager_after_a_failure_of(failure):
+    expected = train(CASES["dropout"], None)
+    failed_capture(*failure)
+    assert_same_bits(train(CASES["dropout"], make_graphed_callables), expected)
+
+
+def test_eager_training_is_undisturbed_by_a_failed_capture():
+    fails: list[bool] = []
+
+    def body(linear, x):
+        if fails:
+            fail_in("capture")()
+        return dropping(linear, x)
+
+    def fail_to_capture(func, args, sample_kwargs):
+        fails.append(True)
+        with pytest.raises(Failure):
+            make_graphed_callables(func, args)
+        fails.clear()
+        return func
+
+    case = Case(lambda: Forward(body))
+    assert_same_bits(train(case, fail_to_capture), train(case, None))
+
+
+# ----------------------------------------------------------------------------------------------------- success
+
+
+def test_a_capture_leaves_everything_but_forward_as_it_was():
+    module = Forward(dropping)
+    before = state_of(module)
+    make_graphed_callables(module, (device_tensor(4, 6),))
+    after = state_of(module)
+    assert after.pop("forward") != before.pop("forward")
+    assert after.pop("attributes")[0] == sorted([*before.pop("attributes")[0], "forward", "reset"])
+    assert after == before
+
+
+def test_an_ordered_capture_leaves_everything_as_it_was():
+    module = Forward(dropping)
+    before = state_of(module)
+    make_graphed_callables((module,), ((device_tensor(4, 6),),), _order=[1, -1])
+    assert state_of(module) == before
+
+
+@pytest.mark.parametrize("body", [dropping, forward_failing("capture")], ids=["success", "failure"])
+@pytest.mark.parametrize("enabled", [True, False], ids=["on", "off"])
+def test_garbage_collection_is_off_while_capturing_and_then_as_it_was(enabled, body):
+    seen = []
+
+    def observed(linear, x):
+        seen.append(gc.isenabled())
+        return body(linear, x)
+
+    try:
+        if not enabled:
+            gc.disable()
+        with suppress(Failure):
+            make_graphed_callables(Forward(observed), (device_tensor(4, 6),), num_warmup_iters=1)
+        assert gc.isenabled() == enabled
+    finally:
+        gc.enable()
+    assert seen == [False, False]
+
+
+def phases_of(run) -> list[str]:
+    """The phases of callable 0 that a profile of ``run`` shows, in order."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
+        run()
+    events = sorted(profile.events(), key=lambda event: event.time_range.start)
+    return [event.name for event in events if event.name.startswith("callable 0")]
+
+
+def test_every_phase_shows_in_a_profile_under_the_callables_name():
+    module = mlp()
+    phases = phases_of(lambda: make_graphed_callables(module, (device_tensor(4, 6),), num_warmup_iters=1))
+    phases += phases_of(lambda: module(device_tensor(4, 6)).sum().backward())
+    assert phases == [
+        f"callable 0 (Sequential) {direction} {phase}"
+        for phase in ("warm-up", "capture", "replay")
+        for direction in ("forward", "backward")
+    ]
+
+
+def test_warm_up_and_capture_run_on_one_stream_of_their_own():
+    seen = []
+
+    def observed(x):
+        seen.append(torch.cuda.current_stream())
+        return x * 2
+
+    outer = torch.cuda.current_stream()
+    make_graphed_callables(observed, (device_tensor(3),), num_warmup_iters=1)
+    assert seen[0] == seen[1] != outer
+    assert seen[0] != torch.cuda.default_stream()
+
+
+def test_all_captures_run_on_one_stream():
+    seen = []
+
+    def observed(x):
+        seen.append(torch.cuda.current_stream())
+        return x * 2
+
+    for _ in range(2):
+        make_graphed_callables(observed, (device_tensor(3),))
+    assert len(set(seen)) == 1
+
+
+class _Noted(torch.autograd.Function):
+    """Notes the memory of the gradient that passes by."""
+
+    @staticmethod
+    def forward(ctx, x, noted):
+        ctx.noted = noted
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.noted.append(StorageWeakRef(grad.untyped_storage()))
+        return grad, None
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_nothing_that_warm_up_computed_is_held_when_capture_begins(training):
+    computed: list[StorageWeakRef] = []
+    held: list[bool] = []
+
+    def noted_gradients(layers, x):
+        params = {name: _Noted.apply(param, computed) for name, param in layers.named_parameters()}
+        return torch.func.functional_call(layers, params, (x,))
+
+    def note(module, args, output):
+        computed.append(StorageWeakRef(output.untyped_storage()))
+
+    module = Forward(noted_gradients)
+    module.linear = mlp()
+    make_graphed_callables(
+        module.train(training),
+        (device_tensor(4, 6),),
+        capture_time_hooks=[{"forward_hooks": {0: note}}],
+        post_warmup_hook=lambda: held.extend(not reference.expired() for reference in computed),
+    )
+    assert len(held) == (3 * 5 if training else 3)
+    assert not any(held)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_buffers_are_as_they_were_before_warm_up(fails):
+    norm = torch.nn.BatchNorm1d(6).cuda()
+    before = copies(list(norm.buffers()))
+
+    def fail():
+        raise Failure
+
+    with suppress(Failure):
+        make_graphed_callables(norm, (device_tensor(4, 6),), post_warmup_hook=fail if fails else None)
+    assert_same_bits(list(norm.buffers()), before)
+
+
+# ------------------------------------------------------------------------------------------- Megatron's generators
+
+
+@pytest.fixture
+def tracker():
+    """Megatron's RNG tracker with states that graphs can use."""
+    tensor_parallel_random.initialize_rng_tracker(use_cudagraphable_rng=True)
+    tracker = tensor_parallel_random.get_cuda_rng_tracker()
+    tracker.reset()
+    return tracker
+
+
+def forked(linear, x):
+    with tensor_parallel_random.get_cuda_rng_tracker().fork("layer"):
+        return torch.nn.functional.dropout(linear(x), 0.5)
+
+
+def test_dropout_that_draws_from_megatrons_tracker_is_bit_equal_to_eager(tracker):
+    case = Case(lambda: Forward(forked))
+
+    def trained(capture):
+        tracker.reset()
+        tracker.add("layer", 77)
+        numbers = train(case, capture)
+        return [*numbers, tracker.get_states()["layer"].get_state()]
+
+    graphed, eager = trained(make_graphed_callables), trained(None)
+    assert_same_bits(graphed, eager)
+    masks = [numbers == 0 for numbers in eager[0:10:5]]
+    assert not torch.equal(*masks), "every step drops the same elements: the test shows nothing"
+
+
+@pytest.mark.parametrize("body", [dropping, forward_failing("capture")], ids=["success", "failure"])
+def test_megatrons_generators_are_where_they_were(tracker, body):
+    tracker.add("layer", 77)
+
+    def in_fork(linear, x):
+        with tracker.fork("layer"):
+            return body(linear, x)
+
+    before = tracker.get_states()["layer"].get_state()
+    with suppress(Failure):
+        make_graphed_callables(Forward(in_fork), (device_tensor(4, 6),))
+    assert torch.equal(tracker.get_states()["layer"].get_state(), before)
+
+
+def test_a_tracker_that_no_graph_can_use_is_refused_with_the_flag_to_give():
+    tensor_parallel_random.initialize_rng_tracker()
+    tensor_parallel_random.get_cuda_rng_tracker().add("layer", 77)
+    with pytest.raises(RuntimeError, match=r"Give --te-rng-tracker, or .*use_cudagraphable_rng=True"):
+        make_graphed_callables(Forward(dropping), (device_tensor(4, 6),))
+
+
+# ------------------------------------------------------------------------------------- TransformerEngine's flag
+
+
+@pytest.fixture
+def flag(monkeypatch):
+    """The capture flag of a TransformerEngine that is imported."""
+    flag = SimpleNamespace(on=False)
+    graph = ModuleType("transformer_engine.pytorch.graph")
+    graph.__dict__["is_graph_capturing"] = lambda: flag.on
+    graph.__dict__["set_capture_start"] = lambda: setattr(flag, "on", True)
+    graph.__dict__["set_capture_end"] = lambda: setattr(flag, "on", False)
+    monkeypatch.setitem(sys.modules, graph.__name__, graph)
+    return flag
+
+
+def test_transformer_engine_knows_of_warm_up_and_capture(flag):
+    seen = []
+
+    def observed(x):
+        seen.append(flag.on)
+        return x * 2
+
+    make_graphed_callables(observed, (device_tensor(3),), num_warmup_iters=1)
+    assert seen == [True, True]
+    assert not flag.on
+
+
+def test_transformer_engine_knows_when_capture_has_failed(flag):
+    with pytest.raises(Failure):
+        make_graphed_callables(Forward(forward_failing("capture")), (device_tensor(4, 6),))
+    assert not flag.on
+
+
+def test_a_flag_that_was_on_stays_on(flag):
+    flag.on = True
+    make_graphed_callables(lambda x: x * 2, (device_tensor(3),))
+    assert flag.on

@@ -1,0 +1,294 @@
+"""graph_quantization: quantized callables, with a TransformerEngine in miniature; tests/gpu has the real one."""
+
+import pytest
+import torch
+
+from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
+
+from . import small_transformer_engine
+from .captured_cases import Forward, assert_same_bits, copies, descend, device_tensor
+from .small_transformer_engine import DotProductAttention, Fused, Linear, Operation, State, autocast
+
+pytestmark = pytest.mark.usefixtures("cpu_backend")
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch):
+    """The miniature in TransformerEngine's place."""
+    return small_transformer_engine.installed(monkeypatch)
+
+
+def capture(layers, **options):
+    """Layers captured as one chunk; quantized with some recipe unless told otherwise."""
+    samples = tuple((device_tensor(4, 6, seed=77),) for _ in layers)
+    options = {"enabled": True, "recipe": "recipe", "_order": [1, -1], **options}
+    return make_graphed_callables(tuple(layers), samples, **options)
+
+
+def train(graphed: bool, caches: bool = False, enabled: tuple[bool, bool] = (True, True)) -> list:
+    """Losses, gradients and statistics of five steps of two micro-batches through two layers."""
+    torch.manual_seed(4)
+    State.reset()
+    layers = [Linear(), Linear()]
+    called = capture(layers, enabled=enabled, cache_quantized_params=caches) if graphed else layers
+    numbers = []
+    for step in range(5):
+        for microbatch in range(2):
+            x = hidden = device_tensor(4, 6, seed=2 * step + microbatch)
+            extra = {"is_first_microbatch": microbatch == 0} if caches else {}
+            with autocast(enabled=any(enabled), recipe="recipe"):
+                for layer, quantized in zip(called, enabled, strict=True):
+                    with autocast(enabled=quantized, recipe="recipe"):
+                        hidden = layer(hidden, **extra)
+            loss = hidden.square().mean()
+            loss.backward()
+            numbers += copies([loss, x.grad])
+        for layer in layers:
+            numbers += copies([layer.weight.grad, layer.cached, layer.fp8_meta["scale"], layer.fp8_meta["amax"]])
+        descend([layer.weight for layer in layers])
+    return numbers
+
+
+@pytest.mark.parametrize("caches", [False, True], ids=["weights quantized anew", "cached weights"])
+@pytest.mark.parametrize("enabled", [(True, True), (True, False), (False, True)], ids=str)
+def test_training_is_bit_equal_to_eager(enabled, caches):
+    assert_same_bits(train(True, caches, enabled), train(False, caches, enabled))
+
+
+def test_cached_weights_are_made_anew_in_the_first_micro_batch_only():
+    layer = Linear()
+    (graphed,) = capture([layer], cache_quantized_params=True)
+    cached = []
+    for is_first in (True, False, True):
+        with autocast(enabled=True, recipe="recipe"):
+            graphed(device_tensor(4, 6), is_first_microbatch=is_first)
+        cached += copies([layer.cached])
+        with torch.no_grad():
+            layer.weight.mul_(3)
+    first, second, third = cached
+    assert torch.equal(first, second)
+    assert not torch.equal(second, third)
+
+
+def test_statistics_are_reduced_as_often_as_in_eager_mode():
+    train(False)
+    eager = State.reductions
+    train(True)
+    # Of the forward pass at the end of the outermost autocast, of the backward pass after each that has modules.
+    assert State.reductions == eager == ["forward", "backward", "backward"] * 10
+
+
+def test_capture_leaves_statistics_as_they_were():
+    layers = [Linear(), Linear()]
+    before = [copies([*layer.fp8_meta.values()]) for layer in layers]
+    capture(layers)
+    for layer, values in zip(layers, before, strict=True):
+        assert_same_bits(list(layer.fp8_meta.values()), values)
+
+
+def test_a_failed_capture_leaves_statistics_as_they_were():
+    def body(linear, x):
+        if torch.cuda.is_current_stream_capturing():
+            raise KeyError("in capture")
+        return linear(x)
+
+    layer = Forward(body)
+    layer.linear = Linear()
+    before = copies(layer.linear.fp8_meta.values())
+    with pytest.raises(KeyError):
+        capture([layer])
+    assert_same_bits(list(layer.linear.fp8_meta.values()), before)
+    assert (State.enabled, State.capturing, State.depth) == (False, False, 0)
+
+
+def test_a_callable_runs_under_autocast_with_what_was_given(monkeypatch, engine):
+    given = []
+
+    class Noting(autocast):
+        def __init__(self, **arguments):
+            given.append(arguments)
+            super().__init__(**arguments)
+
+    monkeypatch.setattr(engine, "autocast", Noting)
+    capture([Linear()], calibrating=True, recipe="a recipe", amax_reduction_group="a group", num_warmup_iters=1)
+    expected = {
+        "enabled": True,
+        "calibrating": True,
+        "recipe": "a recipe",
+        "amax_reduction_group": "a group",
+        "_graph": True,
+    }
+    assert given == [expected, expected]  # warm-up and capture
+
+
+def test_without_a_recipe_it_is_the_default_one(monkeypatch, engine):
+    recipes = []
+    monkeypatch.setattr(engine, "save_fp8_tensors", lambda modules, recipe: recipes.append(recipe))
+    capture([Linear()], recipe=None)
+    assert recipes == ["default recipe"]
+
+
+def test_calibration_alone_needs_no_recipe_and_its_replays_do_nothing_for_quantization(monkeypatch, engine):
+    recipes = []
+    monkeypatch.setattr(engine, "save_fp8_tensors", lambda modules, recipe: recipes.append(recipe))
+    (graphed,) = capture([Linear()], enabled=False, calibrating=True)
+    graphed(device_tensor(4, 6)).sum().backward()
+    assert recipes == [None]
+    assert State.reductions == []
+
+
+def test_a_refused_replay_leaves_the_reduction_to_the_next():
+    (graphed,) = capture([Linear()])
+    with autocast(enabled=True, recipe="recipe"):
+        with pytest.raises(ValueError, match="this call gives"):
+            graphed(device_tensor(3, 6))
+        output = graphed(device_tensor(4, 6))
+    State.reductions.clear()
+    output.sum().backward()
+    assert State.reductions == ["backward"]
+
+
+def test_a_function_cannot_be_quantized():
+    with pytest.raises(TypeError, match=r"enabled\[1\] is True, but only modules can be quantized, and callable 1 is"):
+        capture([Linear(), lambda x: x], enabled=(False, True))
+
+
+def test_no_entry_of_enabled_is_too_few():
+    with pytest.raises(ValueError, match="enabled must have one entry for each of 1 callables, got 0"):
+        capture([Linear()], enabled=())
+
+
+# ------------------------------------------------------------------------------------------------------- statistics
+
+
+def metas_after_a_replay(layer, recipe="recipe"):
+    """The statistics that a replay hands over for reduction."""
+    (graphed,) = capture([layer], recipe=recipe)
+    with autocast(enabled=True, recipe=recipe, amax_reduction_group="group"):
+        graphed(device_tensor(4, 6))
+    return State.metas
+
+
+def test_replays_register_the_statistics_of_modules_that_ran_with_recipe_and_group():
+    layer = Forward(lambda linear, x: linear(x))
+    layer.linear, layer.unused = Linear(), Linear()
+    metas = metas_after_a_replay(layer)
+    assert len(metas) == 1 and metas[0] is layer.linear.fp8_meta
+    assert (metas[0]["recipe"], metas[0]["fp8_group"]) == ("recipe", "group")
+
+
+class AttentionOfMegatron(DotProductAttention):
+    """Megatron's are subclasses."""
+
+
+def test_attention_is_left_out_unless_the_recipe_quantizes_it():
+    class Recipe:
+        fp8_dpa = True
+
+    for recipe, registered in (("recipe", []), (Recipe(), [True])):
+        State.reset()
+        layer = Forward(lambda attention, x: attention(x))
+        layer.linear = AttentionOfMegatron()
+        assert [meta is layer.linear.fp8_meta for meta in metas_after_a_replay(layer, recipe)] == registered
+
+
+def test_it_is_the_recipe_of_the_replay_that_says_whether_attention_is_quantized():
+    class Recipe:
+        fp8_mha = True
+
+    layer = Forward(lambda attention, x: attention(x))
+    layer.linear = AttentionOfMegatron()
+    (graphed,) = capture([layer], recipe="recipe")
+    with autocast(enabled=True, recipe=Recipe()):
+        graphed(device_tensor(4, 6))
+    assert [meta is layer.linear.fp8_meta for meta in State.metas] == [True]
+
+
+@pytest.mark.parametrize("kind", [Operation, Fused])
+def test_operations_register_the_directions_that_they_quantize(kind):
+    layer = kind()
+    metas = metas_after_a_replay(layer)
+    operation = layer if kind is Operation else layer.operation
+    assert len(metas) == 1 and metas[0] is operation._fp8_metas["forward"]
+
+
+def test_outside_of_autocast_nothing_is_registered_or_reduced():
+    (graphed,) = capture([Linear()])
+    State.reset()
+    graphed(device_tensor(4, 6)).sum().backward()
+    assert State.metas == [] and State.reductions == []
+
+
+# -------------------------------------------------------------------------------------------------------- arguments
+
+
+@pytest.mark.parametrize("value", [None, 1, "yes"])
+def test_cached_weights_need_is_first_microbatch(value):
+    (graphed,) = capture([Linear()], cache_quantized_params=True)
+    with pytest.raises(ValueError, match=r"is_first_microbatch=True or False .*cache_quantized_params"):
+        graphed(device_tensor(4, 6), is_first_microbatch=value)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "value"),
+    [
+        ("fp8_enabled", "enabled", True),
+        ("fp8_calibrating", "calibrating", True),
+        ("fp8_recipe", "recipe", "old recipe"),
+        ("fp8_group", "amax_reduction_group", "old group"),
+        ("fp8_weight_caching", "cache_quantized_params", True),
+    ],
+)
+def test_a_deprecated_spelling_means_the_new_one_and_warns(monkeypatch, engine, old, new, value):
+    given = []
+
+    def noted(**arguments):
+        given.append(arguments)
+        return autocast(**arguments)
+
+    monkeypatch.setattr(engine, "autocast", noted)
+    arguments = {"enabled": True, "recipe": "recipe"} | {new: None, old: value}
+    with pytest.warns(DeprecationWarning, match=f"{old} is deprecated, use {new}"):
+        (graphed,) = capture([Linear()], **arguments)
+    if new == "cache_quantized_params":
+        with pytest.raises(ValueError, match="is_first_microbatch"):
+            graphed(device_tensor(4, 6))
+    else:
+        assert given[0][new] == value
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("fp8_enabled", "enabled"),
+        ("fp8_calibrating", "calibrating"),
+        ("fp8_recipe", "recipe"),
+        ("fp8_group", "amax_reduction_group"),
+        ("fp8_weight_caching", "cache_quantized_params"),
+    ],
+)
+def test_both_spellings_at_once_are_refused(old, new):
+    with pytest.raises(ValueError, match=f"{new} and its deprecated spelling {old} are both given"):
+        capture([Linear()], **{new: True, old: True})
+
+
+@pytest.mark.parametrize("enabled", [(True,), (True, False, True)], ids=len)
+def test_another_number_of_entries_than_callables_is_refused(enabled):
+    with pytest.raises(ValueError, match=f"enabled must have one entry for each of 2 callables, got {len(enabled)}"):
+        capture([Linear(), Linear()], enabled=enabled)
+
+
+@pytest.mark.parametrize("enabled", ["yes", 3, (True, 1)], ids=str)
+def test_what_is_no_bool_is_refused(enabled):
+    with pytest.raises(TypeError, match="enabled must be a bool or a tuple with a bool for each callable"):
+        capture([Linear(), Linear()], enabled=enabled)
+
+
+@pytest.mark.parametrize("name", ["enabled", "calibrating"])
+def test_without_transformer_engine_quantization_is_refused_by_name(monkeypatch, name):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", None)
+    arguments = {"enabled": False, "recipe": None, name: True}
+    with pytest.raises(RuntimeError, match=f"{name}=True: TransformerEngine quantizes, and cannot be imported"):
+        capture([Linear()], **arguments)

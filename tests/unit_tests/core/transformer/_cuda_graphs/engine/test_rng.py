@@ -1,0 +1,74 @@
+"""generator_states and capture_state: generators that graphs can use, and the flags of a capture."""
+
+from collections import namedtuple
+
+import pytest
+import torch
+
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer._cuda_graphs import state as capture_state
+from megatron.core.transformer.cuda_graphs import _clone_nested_tensors, _ensure_generator_state_is_cudagraph_safe
+
+Pair = namedtuple("Pair", "a b")
+
+
+def test_tensors_are_cloned_wherever_they_are():
+    tensor = torch.ones(1)
+    value = {"a": [tensor, (tensor, 3)], "b": Pair(tensor, None)}
+    cloned = _clone_nested_tensors(value)
+    tensor.zero_()
+    assert cloned == {"a": [1.0, (1.0, 3)], "b": (1.0, None)}
+    assert type(cloned["b"]) is Pair
+
+
+def test_what_holds_no_tensor_is_shared():
+    item = object()
+    assert _clone_nested_tensors([item])[0] is item
+
+
+@pytest.mark.parametrize("kind", [set, frozenset])
+def test_sets_are_refused(kind):
+    with pytest.raises(TypeError, match="use a tuple or a list"):
+        _clone_nested_tensors([kind([torch.ones(1)])])
+
+
+def test_a_generator_keeps_its_identity_and_its_place_in_the_sequence():
+    generator = torch.Generator()
+    with torch.inference_mode():
+        generator.set_state(torch.Generator().manual_seed(3).get_state())
+    expected = torch.rand(4, generator=torch.Generator().manual_seed(3))
+    assert _ensure_generator_state_is_cudagraph_safe(generator) is generator
+    assert torch.equal(torch.rand(4, generator=generator), expected)
+
+
+@pytest.mark.usefixtures("cpu_backend")
+def test_the_state_of_a_generator_is_no_inference_tensor_any_more():
+    generator = torch.Generator(device="cuda")
+    with torch.inference_mode():
+        generator.set_state(generator.get_state())
+        assert generator.state.value.is_inference()
+        _ensure_generator_state_is_cudagraph_safe(generator)
+    assert not generator.state.value.is_inference()
+
+
+@pytest.mark.usefixtures("cpu_backend")
+def test_generators_that_share_a_state_share_it_afterwards():
+    generator = torch.Generator(device="cuda")
+    shared = generator.graphsafe_get_state()
+    _ensure_generator_state_is_cudagraph_safe(generator)
+    generator.manual_seed(8)
+    assert torch.equal(shared.get_state(), generator.get_state())
+
+
+@pytest.mark.parametrize(
+    ("start", "end", "asked", "name"),
+    [
+        ("_set_capture_start", "_set_capture_end", "is_graph_capturing", "_IS_GRAPH_CAPTURING"),
+        ("_set_warmup_start", "_set_warmup_end", "is_graph_warmup", "_IS_GRAPH_WARMUP"),
+    ],
+)
+def test_there_is_one_state_of_capture_and_one_of_warm_up(start, end, asked, name):
+    for call, value in ((start, True), (end, False)):
+        getattr(cuda_graphs, call)()
+        assert getattr(cuda_graphs, asked)() is getattr(capture_state, asked)() is value
+        assert getattr(cuda_graphs, name) is value

@@ -1,0 +1,167 @@
+"""Local graphs for inference: captured at their first call."""
+
+import weakref
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.inference.contexts.static_context import StaticInferenceContext
+from megatron.core.transformer._cuda_graphs import state
+from megatron.core.transformer.cuda_graphs import (
+    CudaGraphManager,
+    _CudagraphGlobalRecord,
+    create_cudagraphs,
+)
+
+from .local_graph_cases import HIDDEN, Layer, batch, eager_calls, groups, record, stack, use_graphable_rng
+
+pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
+
+
+class Context(StaticInferenceContext):
+    """An inference context of static or of dynamic batching."""
+
+    dynamic = False
+    padded_batch_dimensions: Any = None
+
+    def is_static_batching(self):
+        return not self.dynamic
+
+
+class TestInference:
+    def inline(self, **options):
+        use_graphable_rng()
+        layer = Layer(graphs=False).cuda().eval()
+        layer.manager = CudaGraphManager(
+            layer.config, layer, "forward", need_backward=False, inline_capture=True, pg_collection=groups(), **options
+        )
+        return layer
+
+    @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad, nullcontext])
+    def test_the_first_call_is_captured_at_once(self, mode):
+        layer = self.inline()
+        with mode():
+            for step in range(3):
+                out, _ = layer(batch(step), cache_key="one")
+                assert torch.equal(out, layer.forward(batch(step), eager=True)[0])
+        assert layer.eager_calls == 2 + 1 + 3  # to warm up, to capture, and to compare
+
+    def test_each_key_has_a_graph(self):
+        layer = self.inline(num_warmup_steps=1)
+        for size in (2, 3, 2, 3):
+            out, _ = layer(batch(0, size=size), cache_key=size)
+            assert torch.equal(out, layer.forward(batch(0, size=size), eager=True)[0])
+        assert layer.manager.custom_cudagraphs_lookup_table.keys() == {2, 3}
+        assert [entry[1] for entry in _CudagraphGlobalRecord.cudagraph_inference_record] == ["fwd", "fwd"]
+
+    def test_a_key_with_other_arguments_is_refused(self):
+        layer = self.inline()
+        layer(batch(0, size=2), cache_key="one")
+        with pytest.raises(ValueError, match=r"args\[0\]: shape \(3, 8\), captured with \(2, 8\)"):
+            layer(batch(0, size=3), cache_key="one")
+
+    def test_calls_without_a_key_find_their_graph_by_their_arguments(self):
+        layer = self.inline()
+        for size in (2, 3, 2):
+            layer(batch(0, size=size))
+        assert len(layer.manager.cudagraph_runners) == 2
+
+    def test_a_layer_reads_the_output_of_the_one_before_where_that_puts_it(self):
+        first, second = self.inline(), self.inline()
+        with torch.inference_mode():
+            hidden, _ = first(batch(0), cache_key=0)
+            second(hidden, cache_key=0)
+        (one,), (two,) = (layer.manager.custom_cudagraphs_lookup_table.values() for layer in (first, second))
+        assert two._slot.inputs[0].data_ptr() == one._slot.outputs[0].data_ptr()
+
+    def test_layers_read_a_tensor_that_all_of_them_take_in_one_place(self):
+        layers, references = [self.inline() for _ in range(2)], stack(count=2, graphs=False).layers.eval()
+        for layer, reference in zip(layers, references, strict=True):
+            layer.load_state_dict(reference.state_dict(), strict=False)
+        for step in range(3):
+            scale, others = torch.full((1, HIDDEN), 1.0 + step).cuda(), torch.full((1, HIDDEN), 7.0).cuda()
+            for layer, reference, given in zip(
+                layers, references, (scale, others if step == 1 else scale), strict=True
+            ):
+                assert torch.equal(layer(batch(step), scale=given, cache_key=0)[0], reference(batch(step), given)[0])
+        (one,), (two,) = (layer.manager.custom_cudagraphs_lookup_table.values() for layer in layers)
+        assert one._slot.inputs[1].data_ptr() == two._slot.inputs[1].data_ptr()
+        assert one._slot.inputs[0].data_ptr() != two._slot.inputs[0].data_ptr()
+
+    def test_generators_that_were_set_in_inference_mode_can_be_used(self):
+        layer = self.inline()
+        with torch.inference_mode():
+            use_graphable_rng()
+            torch.cuda.manual_seed(1)
+            layer(batch(0), cache_key=0)
+        model = stack(dropout=0.5)
+        record(model)
+        model(batch(1)).sum().backward()
+
+    @pytest.mark.parametrize("batching", ["static", "dynamic"])
+    def test_a_call_with_an_inference_context_has_a_graph_for_each_kind_of_batch(self, batching):
+        context = Context(1, 8)
+        context.dynamic = batching == "dynamic"
+        layer, reference = stack(count=1).layers[0].eval(), stack(count=1, graphs=False).layers[0].eval()
+        with torch.inference_mode():
+            for size in (2, 3, 2):
+                context.padded_batch_dimensions = ("tokens", size)
+                hidden = batch(size, size=size)
+                out = layer(hidden_states=hidden, inference_context=context)
+                assert torch.equal(out[0], reference(hidden)[0])
+        keys = set(layer.cudagraph_manager.custom_cudagraphs_lookup_table)
+        assert keys == ({("tokens", 2), ("tokens", 3)} if context.dynamic else {((2, 8), False), ((3, 8), False)})
+
+    def test_a_context_knows_the_kind_of_a_call_by_its_first_tensor(self):
+        layer = stack(count=1).layers[0].eval()
+        with torch.inference_mode():
+            layer(batch(0), scale=torch.ones(1, HIDDEN).cuda(), inference_context=Context(1, 8))
+        assert set(layer.cudagraph_manager.custom_cudagraphs_lookup_table) == {((3, 8), False)}
+
+    def test_arguments_of_a_capture_are_not_kept_alive(self):
+        layer = self.inline()
+        given = batch(0)
+        gone = weakref.ref(given)
+        layer(given, cache_key=0)
+        del given
+        assert gone() is None
+
+    def test_warming_up_does_not_advance_what_a_layer_keeps_in_the_context(self):
+        class Recurrent(Layer):
+            def forward(self, hidden_states, *args, inference_context=None, **kwargs):
+                state = inference_context.key_value_memory_dict[self.layer_number]
+                state.mul_(0.5).add_(hidden_states.mean(0, keepdim=True))
+                return self.linear(hidden_states + state), None
+
+        def run(graphs):
+            torch.manual_seed(5)
+            use_graphable_rng()
+            layer, context = Recurrent(graphs=graphs).cuda().eval(), StaticInferenceContext(3, 8)
+            context.key_value_memory_dict[1] = torch.zeros(1, HIDDEN).cuda()
+            with torch.inference_mode():
+                return [layer(hidden_states=batch(i), inference_context=context)[0].tolist() for i in range(3)]
+
+        assert run(graphs=True) == run(graphs=False)
+
+    def test_graphs_for_inference_and_for_training_of_one_model_do_not_meet(self):
+        model = stack(count=1)
+        record(model)
+        before = eager_calls(model)
+        with torch.inference_mode():
+            model.layers[0](hidden_states=batch(0), inference_context=Context(1, 8))
+        calls = eager_calls(model)
+        assert calls != before
+        model(batch(1)).sum().backward()
+        create_cudagraphs()
+        assert eager_calls(model) == calls
+
+    def test_a_failed_capture_leaves_no_graph(self):
+        layer = self.inline()
+        hook = layer.linear.register_forward_hook(lambda module, args, output: output.sum().item() and None)
+        with pytest.raises(RuntimeError):
+            layer(batch(0), cache_key=0)
+        assert not state.is_graph_capturing()
+        hook.remove()
+        assert torch.equal(layer(batch(1), cache_key=0)[0], layer.forward(batch(1), eager=True)[0])

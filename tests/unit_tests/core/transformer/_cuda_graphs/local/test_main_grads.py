@@ -1,0 +1,127 @@
+"""main_grads: main gradients get what they get in eager mode, and nothing of warm-up."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.transformer._cuda_graphs.local.main_grads import (
+    accumulate_into_main_grads,
+    scratch_main_grads,
+    track_fused_accumulation,
+)
+from megatron.core.transformer.cuda_graphs import create_cudagraphs, delete_cuda_graphs
+
+from .local_graph_cases import HIDDEN, Layer, batch, use_graphable_rng
+
+
+def param(main_grad=None, added: bool | None = None) -> Any:
+    made: Any = torch.nn.Parameter(torch.zeros(2))
+    if main_grad is not None:
+        made.main_grad = torch.full((2,), main_grad)
+    if added is not None:
+        made.grad_added_to_main_grad = added
+    return made
+
+
+def test_gradients_are_added_in_the_precision_of_the_main_gradient():
+    target = param(1.0)
+    target.main_grad = torch.ones(2, dtype=torch.float64)
+    assert accumulate_into_main_grads([target], [torch.full((2,), 0.5)]) == [None]
+    assert target.main_grad.tolist() == [1.5, 1.5]
+    assert target.main_grad.dtype is torch.float64
+
+
+def test_what_the_layer_has_added_itself_is_not_added_again():
+    target = param(1.0, added=True)
+    assert accumulate_into_main_grads([target], [torch.ones(2)]) == [None]
+    assert target.main_grad.tolist() == [1, 1]
+
+
+def test_a_gradient_without_a_main_gradient_is_left():
+    grad = torch.ones(2)
+    assert accumulate_into_main_grads([param()], [grad])[0] is grad
+
+
+def test_no_gradient_is_nothing_to_add():
+    target = param(1.0)
+    assert accumulate_into_main_grads([target, param()], [None, None]) == [None, None]
+    assert target.main_grad.tolist() == [1, 1]
+
+
+def test_flags_are_asked_anew_and_put_back():
+    stale, fresh, without = param(1.0, added=True), param(1.0, added=False), param(1.0)
+    with track_fused_accumulation([stale, fresh, without]):
+        assert not stale.grad_added_to_main_grad
+        fresh.grad_added_to_main_grad = True
+    assert stale.grad_added_to_main_grad
+    assert not fresh.grad_added_to_main_grad
+    assert not hasattr(without, "grad_added_to_main_grad")
+
+
+def failing():
+    raise KeyError
+
+
+@pytest.mark.parametrize("context", [track_fused_accumulation, scratch_main_grads])
+def test_an_error_leaves_parameters_as_they_were(context):
+    target = param(1.0, added=True)
+    main_grad = target.main_grad
+    with pytest.raises(KeyError), context([target]):
+        failing()
+    assert target.main_grad is main_grad
+    assert target.grad_added_to_main_grad
+
+
+def test_warm_up_adds_to_what_is_thrown_away():
+    target, without = param(1.0), param()
+    main_grad = target.main_grad
+    with scratch_main_grads([target, without]):
+        assert target.main_grad.tolist() == [0, 0]
+        target.main_grad.add_(5)
+    assert target.main_grad is main_grad
+    assert main_grad.tolist() == [1, 1]
+
+
+class FusedProduct(torch.autograd.Function):
+    """A product whose backward adds the weight's gradient to its main gradient, as fused kernels do."""
+
+    @staticmethod
+    def forward(ctx, x, weight):
+        ctx.save_for_backward(x, weight)
+        return x @ weight.t()
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        weight.main_grad.add_(grad.t() @ x)
+        weight.grad_added_to_main_grad = True
+        return grad @ weight, torch.full_like(weight, 99.0)
+
+
+class Fused(Layer):
+    """A layer with a fused product."""
+
+    def forward(self, hidden_states, scale=None, factor=1.0, **unused):
+        return FusedProduct.apply(hidden_states, self.linear.weight) + self.linear.bias, None
+
+
+@pytest.mark.usefixtures("cpu_backend")
+def test_fused_gradients_are_added_once_in_each_pass_of_training():
+    def steps(graphs):
+        delete_cuda_graphs()
+        torch.manual_seed(2)
+        use_graphable_rng()
+        layer = Fused(graphs=graphs).cuda()
+        weight: Any = layer.linear.weight
+        weight.main_grad = torch.zeros(HIDDEN, HIDDEN).cuda()
+        main_grads = []
+        for step in range(3):
+            weight.grad_added_to_main_grad = False
+            layer(batch(step).requires_grad_())[0].square().sum().backward()
+            create_cudagraphs()
+            main_grads.append(weight.main_grad.tolist())
+        delete_cuda_graphs()
+        return main_grads
+
+    assert steps(graphs=True) == steps(graphs=False)

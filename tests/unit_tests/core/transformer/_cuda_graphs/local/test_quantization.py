@@ -1,0 +1,92 @@
+"""Local graphs of quantized layers, with a TransformerEngine in miniature; tests/gpu has the real one."""
+
+import pytest
+import torch
+
+from megatron.core.transformer.cuda_graphs import CudaGraphManager, create_cudagraphs, delete_cuda_graphs
+
+from ..engine import small_transformer_engine
+from ..engine.captured_cases import assert_same_bits, copies, descend, device_tensor
+from ..engine.small_transformer_engine import Linear, State, autocast
+from .local_graph_cases import config, groups, use_graphable_rng
+
+pytestmark = pytest.mark.usefixtures("cpu_backend")
+
+
+@pytest.fixture(autouse=True)
+def engine(cpu_backend, monkeypatch):
+    """The miniature in TransformerEngine's place, and no graphs of another test."""
+    small_transformer_engine.installed(monkeypatch)
+    delete_cuda_graphs()
+    yield
+    delete_cuda_graphs()
+
+
+class Layer(torch.nn.Module):
+    """A layer that caches its quantized weight as Megatron's do."""
+
+    def __init__(self, graphs):
+        super().__init__()
+        self.config = config()
+        self.product = Linear()
+        self.is_first_microbatch = False
+        if graphs:
+            self.cudagraph_manager = CudaGraphManager(self.config, pg_collection=groups())
+
+    def forward(self, x):
+        is_first, self.is_first_microbatch = self.is_first_microbatch, False
+        return self.product(x, is_first_microbatch=is_first)
+
+    def __call__(self, x):
+        if hasattr(self, "cudagraph_manager"):
+            return self.cudagraph_manager(self, (x,), {})
+        return super().__call__(x)
+
+
+def train(graphed, quantized=(True, True), per_layer=False):
+    """Losses, gradients and statistics of five steps of two micro-batches; and how statistics were reduced."""
+    torch.manual_seed(4)
+    use_graphable_rng()
+    State.reset()
+    layers = [Layer(graphed), Layer(graphed)]
+    numbers = []
+    for step in range(5):
+        for microbatch in range(2):
+            if microbatch == 0:
+                for layer in layers:
+                    for module in layer.modules():
+                        if hasattr(module, "is_first_microbatch"):
+                            module.is_first_microbatch = True
+            x = hidden = device_tensor(4, 6, seed=2 * step + microbatch)
+            with autocast(enabled=not per_layer, recipe="recipe"):
+                for layer, enabled in zip(layers, quantized, strict=True):
+                    with autocast(enabled=enabled, recipe="recipe"):
+                        hidden = layer(hidden)
+            loss = hidden.square().mean()
+            loss.backward()
+            numbers += copies([loss, x.grad])
+        create_cudagraphs()
+        for layer in layers:
+            product = layer.product
+            numbers += copies(
+                [product.weight.grad, product.cached, product.fp8_meta["scale"], product.fp8_meta["amax"]]
+            )
+        descend([layer.product.weight for layer in layers])
+    return numbers, State.reductions
+
+
+@pytest.mark.parametrize("quantized", [(True, True), (True, False), (False, True)], ids=str)
+def test_training_is_bit_equal_to_eager(quantized):
+    assert_same_bits(train(True, quantized)[0], train(False, quantized)[0])
+
+
+def test_statistics_are_reduced_as_often_as_in_eager_mode():
+    eager = train(False)[1]
+    assert train(True)[1] == eager
+    assert "backward" in eager
+
+
+def test_with_an_autocast_for_each_layer_training_is_bit_equal_to_eager():
+    graphed, eager = train(True, per_layer=True), train(False, per_layer=True)
+    assert_same_bits(graphed[0], eager[0])
+    assert graphed[1] == eager[1]

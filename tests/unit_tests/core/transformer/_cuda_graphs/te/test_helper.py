@@ -1,0 +1,310 @@
+"""te_helper: the parts of the helper that need no model; integration tests train with the whole."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+
+from megatron.core.transformer._cuda_graphs.engine.plan import ordered_plan
+from megatron.core.transformer._cuda_graphs.te import helper as te_helper
+from megatron.core.transformer._cuda_graphs.te.backends import choose_backend
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper, is_graph_capturing
+from megatron.core.transformer.enums import AttnMaskType
+from megatron_fsdp_cuda_graphs.overlay import upstream
+
+from ..pipeline_orders import orders
+
+
+def helper(**attributes):
+    """A helper that has only the attributes that a test needs."""
+    bare = object.__new__(TECudaGraphHelper)
+    vars(bare).update(attributes)
+    return bare
+
+
+def config(**changes):
+    return SimpleNamespace(**{"cuda_graph_impl": "transformer_engine", **changes})
+
+
+# --------------------------------------------------------------------------------------------------- construction
+
+
+@pytest.mark.parametrize("impl", ["none", "local", "full_iteration"])
+def test_another_kind_of_graphs_is_refused_with_the_flag(impl):
+    with pytest.raises(ValueError, match=f"needs --cuda-graph-impl transformer_engine, got '{impl}'"):
+        TECudaGraphHelper([], config(cuda_graph_impl=impl), 8, 1)
+
+
+@pytest.mark.parametrize("registers", [None, "1"])
+def test_expandable_segments_with_registered_nccl_memory_are_refused(monkeypatch, registers):
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:True")
+    monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
+    if registers:
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", registers)
+    with pytest.raises(ValueError, match="expandable_segments:True needs NCCL_GRAPH_REGISTER=0"):
+        TECudaGraphHelper([], config(), 8, 1)
+
+
+# --------------------------------------------------------------------------------------------------------- slots
+
+
+@given(orders())
+def test_a_layers_slots_are_those_of_the_plan_by_microbatch(case):
+    order, layers, microbatches = case
+    slots = helper(num_layers_per_chunk=layers, num_microbatches=microbatches)._slots()
+    callable_of_slot = ordered_plan(order, layers, sum(layers)).callable_of_slot
+    assert [list(of_layer) for of_layer in slots] == [
+        [slot for slot, index in enumerate(callable_of_slot) if index == layer] for layer in range(sum(layers))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("steps", "microbatches", "in_flight", "expected"),
+    [(3, 1, 1, 7), (3, 2, 1, 4), (3, 2, 2, 2), (0, 1, 1, 10), (5, 2, 1, 1), (20, 4, 4, 1), (0, 4, 4, 3)],
+)
+def test_warm_up_makes_up_for_training_steps_that_were_not_run(monkeypatch, steps, microbatches, in_flight, expected):
+    monkeypatch.setattr(te_helper, "get_num_microbatches", lambda: microbatches)
+    bare = helper(config=config(cuda_graph_warmup_steps=steps), num_microbatches=in_flight)
+    assert bare._num_warmup_iterations() == expected
+
+
+# --------------------------------------------------------------------------------------------------------- layers
+
+
+def language_model(mtp_num_layers=0, repeated=False):
+    mtp = SimpleNamespace(layers=[SimpleNamespace(mtp_model_layer=f"MTP {i}") for i in range(mtp_num_layers)])
+    return SimpleNamespace(
+        decoder=SimpleNamespace(layers=["layer 0", "layer 1"]),
+        config=SimpleNamespace(mtp_use_repeated_layer=repeated, mtp_num_layers=mtp_num_layers),
+        **({"mtp": mtp} if mtp_num_layers else {}),
+    )
+
+
+def test_layers_are_those_of_the_decoder_then_those_of_mtp():
+    model = language_model(mtp_num_layers=2)
+    found, layers = helper()._layers_of(SimpleNamespace(module=model))
+    assert found is model
+    assert layers == [("layer 0", False), ("layer 1", False), ("MTP 0", True), ("MTP 1", True)]
+
+
+@pytest.mark.parametrize(("repetitions", "captured"), [(1, True), (2, False)])
+def test_a_layer_that_runs_several_times_for_a_micro_batch_stays_eager(repetitions, captured):
+    _, layers = helper()._layers_of(language_model(repetitions, repeated=True))
+    assert any(is_mtp for _, is_mtp in layers) is captured
+
+
+def test_a_chunk_without_a_decoder_has_no_layers():
+    assert helper()._layers_of(SimpleNamespace(module=SimpleNamespace())) == (None, [])
+
+
+# --------------------------------------------------------------------------------------------------- quantization
+
+
+@pytest.mark.parametrize("tp_only", [False, True])
+@pytest.mark.parametrize("with_context", [False, True])
+def test_the_amax_reduction_group_is_that_of_megatron_core(with_context, tp_only):
+    groups = SimpleNamespace(tp="tp", tp_cp="tp and cp", tp_dp="tp and dp", tp_dp_cp="tp, dp and cp")
+    bare = helper(pg_collection=groups)
+    theirs = upstream("megatron.core.transformer.cuda_graphs").TECudaGraphHelper._get_amax_reduction_group
+    assert bare._get_amax_reduction_group(with_context, tp_only) == theirs(bare, with_context, tp_only)
+
+
+def test_a_missing_amax_reduction_group_is_named():
+    with pytest.raises(ValueError, match="the process group tp_dp_cp, which pg_collection does not have"):
+        helper(pg_collection=SimpleNamespace(tp="tp"))._get_amax_reduction_group(with_context_parallel=True)
+
+
+# ----------------------------------------------------------------------------------------------------- static inputs
+
+
+class MaskedLayer(torch.nn.Module):
+    """A layer whose attention applies a mask of this type; it adds the mask."""
+
+    def __init__(self, attn_mask_type):
+        super().__init__()
+        self.config = SimpleNamespace(cuda_graph_modules=[])
+        self.self_attention = torch.nn.Identity()
+        self.self_attention.attn_mask_type = attn_mask_type
+        self.cuda_graphs = []
+
+    def get_layer_static_inputs(self, seq_length, micro_batch_size):
+        hidden_states = torch.zeros(seq_length, micro_batch_size, 4, device="cuda", requires_grad=True)
+        return {"hidden_states": hidden_states, "attention_mask": torch.ones(1, device="cuda")}
+
+    def forward(self, hidden_states, attention_mask=None):
+        return hidden_states * 2 + attention_mask
+
+
+def helper_of_layers(layers, order):
+    """A helper for layers that are a chunk each, with the native engine."""
+    return helper(
+        config=config(
+            cuda_graph_retain_backward_graph=False,
+            cuda_graph_warmup_steps=0,
+            sequence_parallel=False,
+            fp8=None,
+            fp4=None,
+            fine_grained_activation_offloading=False,
+            overlap_moe_expert_parallel_comm=False,
+        ),
+        model=[torch.nn.Module() for _ in layers],
+        seq_length=2,
+        micro_batch_size=1,
+        num_microbatches=1,
+        flattened_callables=layers,
+        callables_per_chunk=[[layer] for layer in layers],
+        chunks_with_decoder=[None] * len(layers),
+        num_layers_per_chunk=[1] * len(layers),
+        pp_group=SimpleNamespace(size=lambda: 1),
+        _order=lambda: order,
+        _num_warmup_iterations=lambda: 1,
+        _engine=choose_backend(),
+    )
+
+
+@pytest.mark.usefixtures("cpu_backend")
+class TestMasks:
+    def test_layers_whose_masks_differ_share_no_static_inputs(self):
+        layers = [MaskedLayer(kind) for kind in (AttnMaskType.causal, AttnMaskType.no_mask, AttnMaskType.causal)]
+        samples = helper_of_layers(layers, None)._samples([1, -1, 2, -2, 3, -3])
+        assert [kwargs["attention_mask"].item() for _, kwargs in samples] == [1, 0, 1]
+        assert samples[0][0][0] is samples[2][0][0]
+
+    def test_a_layer_that_is_given_no_mask_has_its_own_in_every_step(self):
+        layers = [MaskedLayer(kind) for kind in (AttnMaskType.causal, AttnMaskType.no_mask)]
+        helper_of_layers(layers, [1, -1, 2, -2])._capture_layers()
+        x = torch.zeros(2, 1, 4, device="cuda", requires_grad=True)
+        for _ in range(3):
+            outputs = [layer.cuda_graphs[0](x, attention_mask=None)[0, 0, 0].item() for layer in layers]
+            assert outputs == [1, 0]
+
+    def test_a_mask_that_one_layer_is_given_cannot_be_left_out_for_another_that_shares_its_memory(self):
+        layers = [MaskedLayer(AttnMaskType.causal) for _ in range(2)]
+        helper_of_layers(layers, [1, -1, 2, -2])._capture_layers()
+        x = torch.zeros(2, 1, 4, device="cuda", requires_grad=True)
+        layers[0].cuda_graphs[0](x, attention_mask=torch.full((1,), 5.0, device="cuda"))
+        with pytest.raises(ValueError, match=r"layer 2 .*attention_mask was given to some replays and is None in this"):
+            layers[1].cuda_graphs[0](x, attention_mask=None)
+
+
+# ----------------------------------------------------------------------------------------------------- capture mode
+
+
+class Failure(Exception):
+    """Raised in place of a capture's."""
+
+
+class CapturingHelper(TECudaGraphHelper):
+    """A helper whose capture is ``capture``."""
+
+    def __init__(self, capture, layers=1):
+        self.config = config(fine_grained_activation_offloading=False)
+        self.flattened_callables = [SimpleNamespace(cuda_graphs=[]) for _ in range(layers)]
+        self._engine = SimpleNamespace(name="native")  # type: ignore[assignment]
+        self._capture_finished = self._graphs_created = False
+        self._capture_layers = capture  # type: ignore[method-assign]
+        self.resets = 0
+
+    def _reset_after_capture(self):
+        self.resets += 1
+
+
+def state(capturing_helper):
+    return {
+        "capturing": is_graph_capturing(),
+        "graphs": capturing_helper.graphs_created(),
+        "finished": capturing_helper.capture_finished(),
+        "resets": capturing_helper.resets,
+    }
+
+
+@pytest.mark.usefixtures("cpu_backend")
+class TestCaptureMode:
+    def test_is_on_while_layers_are_captured_and_off_afterwards(self):
+        during = []
+        capturing = CapturingHelper(lambda: during.append(is_graph_capturing()))
+        capturing.create_cudagraphs()
+        assert during == [True]
+        assert state(capturing) == {"capturing": False, "graphs": True, "finished": True, "resets": 1}
+
+    def test_is_off_after_a_failed_capture_which_leaves_no_graphs(self):
+        def fail():
+            raise Failure
+
+        capturing = CapturingHelper(fail)
+        with pytest.raises(Failure):
+            capturing.create_cudagraphs()
+        assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
+
+    def test_activations_are_offloaded_again_after_a_failure(self, monkeypatch):
+        calls = []
+        offload = SimpleNamespace(enable_offload=lambda: calls.append("enable"), reset=lambda: calls.append("reset"))
+        monkeypatch.setattr(te_helper, "_offload_interface", lambda: offload)
+
+        def fail():
+            raise Failure
+
+        capturing = CapturingHelper(fail)
+        capturing.config.fine_grained_activation_offloading = True
+        with pytest.raises(Failure):
+            capturing.create_cudagraphs()
+        assert calls == ["enable", "reset"]
+
+    def test_a_capture_may_be_tried_again_after_a_failure(self):
+        attempts = []
+
+        def fail_once():
+            attempts.append(1)
+            if len(attempts) == 1:
+                raise Failure
+
+        capturing = CapturingHelper(fail_once)
+        with pytest.raises(Failure):
+            capturing.create_cudagraphs()
+        capturing.create_cudagraphs()
+        assert capturing.graphs_created()
+
+    def test_nothing_to_capture_is_finished_without_graphs(self):
+        capturing = CapturingHelper(None, layers=0)
+        capturing.create_cudagraphs()
+        assert state(capturing) == {"capturing": False, "graphs": False, "finished": True, "resets": 1}
+
+    def test_a_second_capture_is_refused(self):
+        capturing = CapturingHelper(lambda: None)
+        capturing.create_cudagraphs()
+        with pytest.raises(RuntimeError, match="captured already: call delete_cuda_graphs"):
+            capturing.create_cudagraphs()
+        assert not is_graph_capturing()
+
+    def test_deleting_graphs_that_are_not_there_is_refused(self):
+        with pytest.raises(RuntimeError, match="there are no CUDA graphs to delete"):
+            CapturingHelper(None).delete_cuda_graphs()
+
+
+# -------------------------------------------------------------------------------------------------------- wrappers
+
+
+class Fsdp(torch.nn.Module):
+    """What the helper looks for."""
+
+    def capture_graphs(self, layers):
+        raise NotImplementedError
+
+
+def wrapped(module, levels):
+    for _ in range(levels):
+        wrapper = torch.nn.Module()
+        wrapper.module = module
+        module = wrapper
+    return module
+
+
+@pytest.mark.parametrize("levels", [0, 1, 3])
+def test_megatron_fsdp_is_found_below_other_wrappers(levels):
+    fsdp = Fsdp()
+    assert te_helper._fsdp_of(wrapped(fsdp, levels)) is fsdp
+
+
+def test_a_model_without_megatron_fsdp_has_none():
+    assert te_helper._fsdp_of(wrapped(torch.nn.Linear(1, 1), 2)) is None

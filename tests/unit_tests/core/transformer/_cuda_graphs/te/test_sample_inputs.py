@@ -1,0 +1,236 @@
+"""cuda_graph_inputs: which slots share static inputs."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+
+from megatron.core.transformer._cuda_graphs.engine.plan import Pass, ordered_plan, unordered_plan
+from megatron.core.transformer._cuda_graphs.te.sample_inputs import (
+    LayerInputs,
+    attention_mask_type,
+    captures_attention,
+    sample_arguments,
+)
+from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
+from megatron.core.transformer.identity_op import IdentityOp
+
+from ..pipeline_orders import orders
+
+
+def inputs_of(plan, width_of_callable=lambda index: 1):
+    """The inputs of each slot, and for which callables inputs were made."""
+    made = []
+
+    def make(index):
+        made.append(index)
+        return (torch.zeros(width_of_callable(index)),), {"mask": torch.zeros(2, dtype=torch.bool)}
+
+    return sample_arguments(plan, make), made
+
+
+def shared(samples):
+    """For each slot the first slot with the same inputs."""
+    return [next(i for i, other in enumerate(samples) if other is sample) for sample in samples]
+
+
+def test_slots_that_are_live_together_have_inputs_of_their_own():
+    samples, _ = inputs_of(ordered_plan([1, 1, -1, -1], [1], 1))
+    assert shared(samples) == [0, 1]
+
+
+def test_inputs_serve_the_next_forward_after_their_backward():
+    samples, _ = inputs_of(ordered_plan([1, -1, 1, -1], [1], 1))
+    assert shared(samples) == [0, 0]
+
+
+def test_the_inputs_that_were_freed_first_are_reused_first():
+    samples, _ = inputs_of(ordered_plan([1, 1, -1, -1, 1, 1, -1, -1], [1], 1))
+    assert shared(samples) == [0, 1, 0, 1]
+
+
+def test_equal_layers_share_across_chunks():
+    samples, _ = inputs_of(ordered_plan([1, -1, 2, -2], [1, 1], 2))
+    assert shared(samples) == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        ((torch.zeros(3),), {}),
+        ((torch.zeros(2, dtype=torch.bfloat16),), {}),
+        ((torch.zeros(2).to_sparse(),), {}),
+        ((torch.zeros(2),), {"mask": torch.zeros(2)}),
+        ((), {"hidden_states": torch.zeros(2)}),
+        ((torch.zeros(2), torch.zeros(2)), {}),
+    ],
+    ids=["shape", "dtype", "layout", "one keyword more", "name", "one position more"],
+)
+def test_inputs_that_differ_are_not_shared(other):
+    makes = [lambda: ((torch.zeros(2),), {}), lambda: other]
+    samples = sample_arguments(ordered_plan([1, -1, 2, -2], [1, 1], 2), lambda index: makes[index]())
+    assert shared(samples) == [0, 1]
+
+
+def test_the_order_of_keywords_does_not_matter():
+    makes = [
+        lambda: ((), {"a": torch.zeros(1), "b": torch.zeros(2)}),
+        lambda: ((), {"b": torch.zeros(2), "a": torch.zeros(1)}),
+    ]
+    samples = sample_arguments(ordered_plan([1, -1, 2, -2], [1, 1], 2), lambda index: makes[index]())
+    assert shared(samples) == [0, 0]
+
+
+def test_inputs_of_other_values_are_not_shared():
+    plan = ordered_plan([1, -1, 2, -2, 3, -3], [1, 1, 1], 3)
+    samples = sample_arguments(plan, lambda index: ((torch.zeros(2),), {}), lambda index: index % 2)
+    assert shared(samples) == [0, 1, 0]
+
+
+def test_without_an_order_every_callable_has_inputs_of_its_own():
+    samples, made = inputs_of(unordered_plan(3))
+    assert shared(samples) == [0, 1, 2]
+    assert made == [0, 1, 2]
+
+
+@given(orders())
+def test_no_inputs_are_live_twice(case):
+    order, layers, _ = case
+    plan = ordered_plan(order, layers, sum(layers))
+    samples, _ = inputs_of(plan, lambda index: index % 2)
+    live: set[int] = set()
+    for position, step in enumerate(plan.steps):
+        sample = id(samples[step.slot])
+        if step.kind is Pass.FORWARD:
+            assert sample not in live
+            live.add(sample)
+        elif is_last(plan, position):
+            live.remove(sample)
+
+
+def is_last(plan, position):
+    """Whether no later step of ``plan`` is one of the same slot."""
+    return plan.steps[position].slot not in [step.slot for step in plan.steps[position + 1 :]]
+
+
+@given(orders())
+def test_there_are_as_many_inputs_of_a_kind_as_are_live_at_once(case):
+    order, layers, _ = case
+    plan = ordered_plan(order, layers, sum(layers))
+    samples, _ = inputs_of(plan, lambda index: index % 2)
+    for kind in (0, 1):
+        live, peak = 0, 0
+        for position, step in enumerate(plan.steps):
+            if plan.callable_of_slot[step.slot] % 2 == kind:
+                live += (step.kind is Pass.FORWARD) - is_last(plan, position)
+                peak = max(peak, live)
+        buffers = {id(samples[i]) for i, index in enumerate(plan.callable_of_slot) if index % 2 == kind}
+        assert len(buffers) == peak
+
+
+@given(orders())
+def test_the_inputs_of_a_slot_fit_its_callable(case):
+    order, layers, _ = case
+    plan = ordered_plan(order, layers, sum(layers))
+    samples, _ = inputs_of(plan, lambda index: index % 2)
+    assert [args[0].numel() for args, _ in samples] == [index % 2 for index in plan.callable_of_slot]
+
+
+# --------------------------------------------------------------------------------------------------------- layers
+
+
+class Layer:
+    """A layer as ``LayerInputs`` sees it."""
+
+    def __init__(self, modules=(), attention: object = "attention"):
+        self.config = SimpleNamespace(cuda_graph_modules=list(modules))
+        self.self_attention = attention
+
+    def get_layer_static_inputs(self, seq_length, micro_batch_size):
+        return {"hidden_states": torch.zeros(seq_length, micro_batch_size, 4), "attention_mask": torch.ones(1)}
+
+
+class Rotary:
+    """A model's rotary embedding, which counts its tables."""
+
+    def __init__(self):
+        self.tables = []
+
+    def get_rotary_seq_len(self, context, decoder, hidden_states, config, packed):
+        return hidden_states.shape[0]
+
+    def __call__(self, length):
+        self.tables.append(torch.zeros(length, 1, 1, 2))
+        return self.tables[-1]
+
+
+def model(position_embedding_type="rope"):
+    return SimpleNamespace(position_embedding_type=position_embedding_type, decoder=None, rotary_pos_emb=Rotary())
+
+
+def layer_inputs(**config):
+    return LayerInputs(SimpleNamespace(**{"multi_latent_attention": False, **config}), 8, 2)
+
+
+@pytest.mark.parametrize(
+    ("layer", "captured"),
+    [
+        (Layer(), True),
+        (Layer([CudaGraphModule.attn]), True),
+        (Layer([CudaGraphModule.moe_router, CudaGraphModule.attn]), True),
+        (Layer([CudaGraphModule.moe_router]), False),
+        (Layer(attention=IdentityOp()), False),
+        (SimpleNamespace(config=SimpleNamespace(cuda_graph_modules=[])), False),
+    ],
+    ids=["whole layer", "attn", "router and attn", "router", "attention is the identity", "no attention"],
+)
+def test_attention_is_captured(layer, captured):
+    assert captures_attention(layer) is captured
+
+
+@pytest.mark.parametrize(
+    ("layer", "expected"),
+    [
+        (Layer(), AttnMaskType.causal),
+        (Layer(attention=SimpleNamespace(attn_mask_type=AttnMaskType.no_mask)), AttnMaskType.no_mask),
+        (Layer([CudaGraphModule.moe_router]), None),
+    ],
+    ids=["not said", "no mask", "no attention"],
+)
+def test_the_mask_of_attention_is(layer, expected):
+    assert attention_mask_type(layer) is expected
+
+
+def test_hidden_states_come_first_and_the_rest_by_name():
+    args, kwargs = layer_inputs().make(Layer(), model())
+    assert [tuple(tensor.shape) for tensor in args] == [(8, 2, 4)]
+    assert list(kwargs) == ["attention_mask", "rotary_pos_emb"]
+
+
+def test_a_model_has_one_rotary_table_for_all_layers():
+    inputs, chunk = layer_inputs(), model()
+    tables = {id(inputs.make(Layer(), chunk)[1]["rotary_pos_emb"]) for _ in range(3)}
+    assert tables == {id(chunk.rotary_pos_emb.tables[0])}
+    assert len(chunk.rotary_pos_emb.tables) == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "layer", "chunk"),
+    [
+        ({}, Layer([CudaGraphModule.moe_router]), model()),
+        ({}, Layer(), model("learned_absolute")),
+        ({}, Layer(), SimpleNamespace()),
+        ({}, Layer(), None),
+        ({"multi_latent_attention": True}, Layer(), model()),
+    ],
+    ids=[
+        "attention is eager",
+        "learned positions",
+        "no positions",
+        "no language model",
+        "latent attention has its own",
+    ],
+)
+def test_there_is_no_rotary_table_where(config, layer, chunk):
+    assert list(layer_inputs(**config).make(layer, chunk)[1]) == ["attention_mask"]

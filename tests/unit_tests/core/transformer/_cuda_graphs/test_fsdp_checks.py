@@ -1,0 +1,90 @@
+"""cuda_graph_checks: what Megatron-FSDP must be told for per-layer graphs."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.core.transformer._cuda_graphs.fsdp_checks import check_fsdp_options
+
+
+def options(**changes):
+    """Options that fit, but for ``changes``."""
+    fitting = {
+        "fsdp_double_buffer": True,
+        "fsdp_db_use_persist_buf_on_alloc_fail": True,
+        "data_parallel_sharding_strategy": "optim_grads_params",
+    }
+    return SimpleNamespace(**{**fitting, **changes})
+
+
+DOUBLE_BUFFER = "- --fsdp-double-buffer is required: "
+PERSISTENT_FALLBACK = "- --fsdp-db-use-persist-buf-on-alloc-fail is required: "
+
+
+def refusal(impl="transformer_engine", *, fusion=False, **changes):
+    """The lines of the error."""
+    with pytest.raises(ValueError) as error:
+        check_fsdp_options(impl, options(**changes), gradient_accumulation_fusion=fusion)
+    return str(error.value).split("\n")
+
+
+def test_options_that_fit_pass():
+    check_fsdp_options("transformer_engine", options(), gradient_accumulation_fusion=True)
+
+
+@pytest.mark.parametrize("impl", ["none", "full_iteration"])
+def test_graphs_that_are_not_per_layer_need_nothing(impl):
+    unfit = options(
+        fsdp_double_buffer=False,
+        fsdp_db_use_persist_buf_on_alloc_fail=False,
+        data_parallel_sharding_strategy="optim",
+    )
+    check_fsdp_options(impl, unfit, gradient_accumulation_fusion=True)
+
+
+def test_the_error_says_what_combination_it_is_about():
+    assert refusal(fsdp_double_buffer=False)[0] == "--use-megatron-fsdp with --cuda-graph-impl transformer_engine:"
+
+
+def test_a_missing_double_buffer_is_named_with_the_reason():
+    (line,) = refusal(fsdp_double_buffer=False)[1:]
+    assert line.startswith(DOUBLE_BUFFER)
+    assert "another address" in line
+
+
+def test_a_missing_persistent_fallback_is_named_with_the_reason():
+    (line,) = refusal(fsdp_db_use_persist_buf_on_alloc_fail=False)[1:]
+    assert line.startswith(PERSISTENT_FALLBACK)
+    assert "illegal memory access" in line
+
+
+def test_all_that_is_missing_is_named_at_once():
+    first, second = refusal(fsdp_double_buffer=False, fsdp_db_use_persist_buf_on_alloc_fail=False)[1:]
+    assert first.startswith(DOUBLE_BUFFER)
+    assert second.startswith(PERSISTENT_FALLBACK)
+
+
+def test_local_graphs_are_refused_with_the_ones_to_use():
+    (line,) = refusal("local")[1:]
+    assert line.startswith("- --cuda-graph-impl local runs no FSDP hooks")
+    assert line.endswith("use --cuda-graph-impl transformer_engine")
+
+
+def test_local_graphs_need_the_flags_too():
+    lines = refusal("local", fsdp_double_buffer=False, fsdp_db_use_persist_buf_on_alloc_fail=False)[1:]
+    assert [line.split(" is ")[0] for line in lines[:2]] == [
+        "- --fsdp-double-buffer",
+        "- --fsdp-db-use-persist-buf-on-alloc-fail",
+    ]
+    assert len(lines) == 3
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads"])
+def test_fused_weight_gradients_are_refused_unless_parameters_are_sharded(strategy):
+    (line,) = refusal(fusion=True, data_parallel_sharding_strategy=strategy)[1:]
+    assert line.startswith("- --no-gradient-accumulation-fusion is required unless --data-parallel-sharding-strategy")
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_every_strategy_passes_without_fused_weight_gradients(strategy):
+    check_fsdp_options("transformer_engine", options(data_parallel_sharding_strategy=strategy))

@@ -1,0 +1,161 @@
+"""layer_graph: which arguments a layer's graphs take."""
+
+import pytest
+import torch
+
+from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
+
+
+class Graphed:
+    """An engine's callable that keeps what it was called with."""
+
+    def __init__(self):
+        self.calls: list[tuple[tuple, dict]] = []
+        self.was_reset = False
+
+    def __call__(self, *args, **kwargs):
+        self.calls.append((args, kwargs))
+        return "output"
+
+    def reset(self):
+        self.was_reset = True
+
+
+HIDDEN, MASK = torch.zeros(8, 2, 4), torch.zeros(1, 1, 8, 8, dtype=torch.bool)
+
+
+def layer_graph(has_attention=True):
+    return LayerGraph("layer 3 (TransformerLayer)", Graphed(), (HIDDEN,), {"attention_mask": MASK}, has_attention)
+
+
+def replayed_with(graph, *args, **kwargs):
+    graph(*args, **kwargs)
+    return graph._graphed.calls[-1]
+
+
+def test_arguments_like_the_captured_ones_reach_the_graph():
+    hidden, mask = HIDDEN + 1, ~MASK
+    args, kwargs = replayed_with(layer_graph(), hidden, attention_mask=mask)
+    assert args[0] is hidden
+    assert kwargs == {"attention_mask": mask}
+
+
+def test_what_the_graph_returns_is_returned():
+    assert layer_graph()(HIDDEN, attention_mask=MASK) == "output"
+
+
+def test_options_of_the_replay_reach_the_engine():
+    options = {"is_first_microbatch": True, "cuda_graph_stream": "stream", "cuda_graph_event": "event"}
+    _, kwargs = replayed_with(layer_graph(), HIDDEN, attention_mask=MASK, **options)
+    assert kwargs == {"attention_mask": MASK, **options}
+
+
+# ------------------------------------------------------------------------------------------------- None keywords
+
+
+@pytest.mark.parametrize("given", [{}, {"attention_mask": None}], ids=["left out", "None"])
+def test_a_keyword_that_was_never_given_keeps_what_capture_put_there(given):
+    _, kwargs = replayed_with(layer_graph(), HIDDEN, **given)
+    assert kwargs["attention_mask"] is MASK
+
+
+def test_a_keyword_that_was_given_once_must_be_given_again():
+    graph = layer_graph()
+    graph(HIDDEN)
+    graph(HIDDEN, attention_mask=MASK)
+    with pytest.raises(ValueError, match=r"layer 3 .*: attention_mask was given to some replays and is None"):
+        graph(HIDDEN, attention_mask=None)
+
+
+def test_a_keyword_of_capture_must_be_a_tensor():
+    with pytest.raises(ValueError, match=r"layer 3 .*: attention_mask must be a tensor for a CUDA graph, got 'mask'"):
+        layer_graph()(HIDDEN, attention_mask="mask")
+
+
+# ---------------------------------------------------------------------------------------------- unknown keywords
+
+
+def test_an_unknown_keyword_may_be_none():
+    _, kwargs = replayed_with(layer_graph(), HIDDEN, attention_mask=MASK, inference_context=None)
+    assert "inference_context" not in kwargs
+
+
+def test_an_unknown_keyword_is_refused_by_name():
+    with pytest.raises(ValueError, match=r"layer 3 .* was captured without packed_seq_params.*--cuda-graph-impl none"):
+        layer_graph()(HIDDEN, attention_mask=MASK, packed_seq_params=object())
+
+
+def test_a_layer_without_attention_drops_what_only_attention_reads():
+    _, kwargs = replayed_with(layer_graph(has_attention=False), HIDDEN, attention_mask=MASK, rotary_pos_emb=HIDDEN)
+    assert kwargs == {"attention_mask": MASK}
+
+
+@pytest.mark.parametrize("name", ["packed_seq_params", "padding_mask"])
+def test_a_layer_without_attention_refuses_what_it_would_read(name):
+    with pytest.raises(ValueError, match=f"captured without {name}"):
+        layer_graph(has_attention=False)(HIDDEN, attention_mask=MASK, **{name: MASK})
+
+
+# ------------------------------------------------------------------------------------------- shapes, types, counts
+
+
+def test_another_shape_is_refused_with_both_shapes():
+    with pytest.raises(
+        ValueError, match=r"layer 3 .* hidden_states of \(8, 2, 4\) .* called with \(6, 2, 4\).*--seq-length"
+    ):
+        layer_graph()(HIDDEN[:6])
+
+
+def test_another_dtype_is_refused_with_both_dtypes():
+    with pytest.raises(ValueError, match=r"hidden_states of .*torch.float32 and is called with .*torch.bfloat16"):
+        layer_graph()(HIDDEN.bfloat16())
+
+
+def test_a_keyword_of_another_shape_is_refused_by_name():
+    with pytest.raises(ValueError, match="captured with attention_mask of"):
+        layer_graph()(HIDDEN, attention_mask=MASK[..., :4])
+
+
+def test_hidden_states_must_be_a_tensor():
+    with pytest.raises(ValueError, match="hidden_states must be a tensor for a CUDA graph, got None"):
+        layer_graph()(None)
+
+
+@pytest.mark.parametrize("args", [(), (HIDDEN, MASK)], ids=["too few", "too many"])
+def test_another_number_of_positional_inputs_is_refused(args):
+    with pytest.raises(ValueError, match=rf"captured with 1 positional inputs and is called with {len(args)}"):
+        layer_graph()(*args)
+
+
+# --------------------------------------------------------------------------------------------------------- wrapping
+
+
+def test_a_wrapped_graph_replays_through_the_wrapper():
+    def wrap(graphed):
+        return lambda *args, **kwargs: ("wrapped", graphed(*args, **kwargs))
+
+    assert layer_graph().wrapped(wrap)(HIDDEN, attention_mask=MASK) == ("wrapped", "output")
+
+
+def test_a_wrapped_graph_checks_its_arguments_as_before():
+    with pytest.raises(ValueError, match="hidden_states must be a tensor for a CUDA graph, got None"):
+        layer_graph().wrapped(lambda graphed: graphed)(None)
+
+
+# ------------------------------------------------------------------------------------------------------- lifetime
+
+
+def test_reset_frees_the_graphs_and_the_static_inputs():
+    graph = layer_graph()
+    graph.reset()
+    assert graph._graphed.was_reset
+    assert (graph._static_args, graph._static_kwargs) == ((), {})
+
+
+def test_delayed_weight_gradients_of_the_engine_are_offered_where_it_has_them():
+    class Delaying(Graphed):
+        def backward_dw(self):
+            return "weight gradients"
+
+    assert LayerGraph("layer", Delaying(), (), {}, False).backward_dw() == "weight gradients"
+    assert not hasattr(layer_graph(), "backward_dw")
