@@ -7,6 +7,9 @@ megatron_fsdp_cuda_graphs.cpu_backend --list`` names everything of torch that is
 Device tensors are CPU tensors: ``is_cuda`` is true for them, ``device.type`` is "cpu". A tensor made without a device
 is a host tensor, as on a GPU: a capture does not record what is done with it.
 
+Collectives finish where they are launched, and their results appear at ``wait``: before it, outputs hold NaN. A script
+that calls ``install()`` itself and uses process groups ends with ``leave()``.
+
 It shows whether a program is right for CUDA graphs, not how fast: what a capture forbids is refused, what it would not
 have computed is not there after it, memory that moved is an error. It does not show races between streams, the stream
 that an autograd node remembers, memory that one graph of a pool reuses from another, NCCL, TransformerEngine or FP8.
@@ -14,5 +17,6 @@ that an autograd node remembers, memory that one graph of a pool reuses from ano
 
 from .errors import CaptureError, StaleAddress
 from .install import install, installed, uninstall
+from .leave import leave
 
-__all__ = ["CaptureError", "StaleAddress", "install", "installed", "uninstall"]
+__all__ = ["CaptureError", "StaleAddress", "install", "installed", "leave", "uninstall"]

@@ -1,7 +1,7 @@
 """``python -m megatron_fsdp_cuda_graphs.cpu_backend SCRIPT [ARGS...]`` runs a script on the CPU backend.
 
 ``-m MODULE [ARGS...]`` runs a module, as python's own ``-m`` does. ``--list`` prints every name of torch that the
-backend replaces, with the reason.
+backend replaces, with the reason. Ends as ``leave`` does.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import sys
 from pathlib import Path
 
 from .install import install
+from .leave import leave
 from .patches import APPLIED
 
 USAGE = "usage: python -m megatron_fsdp_cuda_graphs.cpu_backend (--list | [-m MODULE | SCRIPT] [ARGS...])"
@@ -34,4 +35,11 @@ def main(arguments: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    try:
+        main(sys.argv[1:])
+    except SystemExit as end:
+        leave(end.code)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        leave(1)
+    leave()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -56,6 +58,24 @@ def _new_group(call: Callable) -> Callable:
         return call(ranks, timeout, _backend(backend), None, *args, **kwargs)
 
     return new_group
+
+
+def _gloo_init(call: Callable) -> Callable:
+    @functools.wraps(call)
+    def init(self: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30)) -> None:
+        options = timeout
+        if isinstance(timeout, timedelta):
+            interfaces = list(filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")))
+            gloo = dist.ProcessGroupGloo
+            options = gloo._Options()
+            options._timeout = timeout
+            options._devices = [gloo.create_device(interface=name) for name in interfaces] or [
+                gloo.create_default_device()
+            ]
+            options._threads = 1
+        call(self, store, rank, size, options)
+
+    return init
 
 
 def _scale(op: Any, group: Any) -> float | torch.Tensor | None:
@@ -147,6 +167,8 @@ def install() -> None:
         patch(owner, "init_device_mesh", wrapped, "device_type='cuda'")
     patch(DeviceMesh, "__init__", _mesh_init(DeviceMesh.__init__), "device_type='cuda'")
     patch(DeviceMesh, "from_group", staticmethod(_from_group), "device_type='cuda'")
+    gloo = dist.ProcessGroupGloo
+    patch(gloo, "__init__", _gloo_init(gloo.__init__), "one thread a group: two free tensors at once")
     for name in ("_get_backend", "_start_coalescing", "_end_coalescing"):
         group = dist.ProcessGroup
         patch(group, name, _with_cpu_device(getattr(group, name)), "device='cuda'")

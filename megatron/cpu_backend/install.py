@@ -31,8 +31,9 @@ def install() -> None:
             "run on the CPU backend, or run without it."
         )
     from . import collectives, compiler, cuda_graph, device, device_names, distributed, generators, streams
+    from . import held_results as held
 
-    for part in (compiler, device, streams, generators, device_names, cuda_graph, distributed, collectives):
+    for part in (compiler, device, streams, generators, device_names, cuda_graph, distributed, collectives, held):
         part.install()
     patches.rebind_early_names()
 

@@ -6,11 +6,19 @@ from collections.abc import Callable
 import torch
 
 
+def poison(tensor: torch.Tensor) -> None:
+    """Overwrite ``tensor``, of any strides."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        tensor.zero_()
+    elif tensor.element_size() == 1:
+        tensor.view(torch.uint8).fill_(0x7F)  # NaN in every 8-bit float of torch
+    else:
+        tensor.fill_(float("nan"))
+
+
 def poisoning(raw: torch.Tensor, dtype: torch.dtype) -> Callable[[], object]:
     """Return a call that poisons ``raw``, the bytes of a storage whose tensors are of ``dtype``."""
     if not (dtype.is_floating_point or dtype.is_complex):
         return raw.zero_
-    size = torch.empty(0, dtype=dtype).element_size()
-    if size == 1:
-        return functools.partial(raw.fill_, 0x7F)  # NaN in every 8-bit float of torch
-    return functools.partial(raw[: raw.numel() // size * size].view(dtype).fill_, float("nan"))
+    whole = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    return functools.partial(poison, whole)

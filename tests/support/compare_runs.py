@@ -73,9 +73,8 @@ def main() -> None:
             shown = results[-1]["error"][-300:] or results[-1]["differences"][:3] or "bit-equal"
             print(f"{results[-1]['case']}: {shown} ({results[-1]['seconds']:.1f} s)", flush=True)
     dist.destroy_process_group()
-    if on_cpu:  # a gloo thread that lets go of its last tensor while the interpreter shuts down aborts the process
-        sys.stdout.flush()
-        os._exit(0)
+    if on_cpu:
+        cpu_backend.leave()
 
 
 def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to: Path | None = None) -> dict:

@@ -55,6 +55,72 @@ def coalesced() -> None:
             assert all(out.tolist() == expected[dist.get_rank()] for out in shards)
 
 
+def results_are_held_until_wait() -> None:
+    reduced, count, gathered, shard = contribution(), torch.ones(1, dtype=torch.int64, device="cuda"), *empties()
+    works = [
+        dist.all_reduce(reduced, async_op=True),
+        dist.all_reduce(count, async_op=True),
+        dist.all_gather_into_tensor(gathered, contribution(), async_op=True),
+        dist.reduce_scatter_tensor(shard, contribution(), async_op=True),
+    ]
+    assert all(torch.isnan(tensor).all() for tensor in (reduced, gathered, shard))
+    assert count.tolist() == [0]
+    for work in works:
+        assert work.wait()
+        assert work.wait()  # a second time nothing happens
+    assert reduced.tolist() == [1, 3, 5, 7]
+    assert count.tolist() == [2]
+    assert gathered.tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
+    assert shard.tolist() == [[1, 3], [5, 7]][dist.get_rank()]
+
+
+def empties() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.zeros(8, device="cuda"), torch.zeros(2, device="cuda")
+
+
+def coalesced_results_are_held_until_wait() -> None:
+    outputs = [torch.zeros(8, device="cuda") for _ in range(2)]
+    with _coalescing_manager(dist.group.WORLD, async_ops=True) as manager:
+        for output in outputs:
+            dist.all_gather_into_tensor(output, contribution())
+    assert all(torch.isnan(output).all() for output in outputs)
+    manager.wait()
+    assert all(output.tolist() == [0, 1, 2, 3, 1, 2, 3, 4] for output in outputs)
+
+
+def a_rank_keeps_its_part_of_what_is_gathered_in_place() -> None:
+    whole = torch.zeros(8, device="cuda")
+    mine = whole.view(2, 4)[dist.get_rank()].copy_(contribution())
+    work = dist.all_gather_into_tensor(whole, mine, async_op=True)
+    assert torch.equal(mine, contribution())
+    assert torch.isnan(whole.view(2, 4)[1 - dist.get_rank()]).all()
+    work.wait()
+    assert whole.tolist() == [0, 1, 2, 3, 1, 2, 3, 4]
+
+
+def a_result_is_no_new_version_of_its_tensor() -> None:
+    weight = torch.ones(4, device="cuda", requires_grad=True)
+    buffer = contribution()
+    loss = (weight * buffer).sum()
+    dist.all_reduce(buffer, async_op=True).wait()
+    loss.backward()  # autograd saved the buffer, and NCCL would not tell it either
+    assert weight.grad.tolist() == [1, 3, 5, 7]
+
+
+def a_polled_or_awaited_future_hands_out_its_results() -> None:
+    tensor = contribution()
+    assert dist.all_reduce(tensor, async_op=True).is_completed()
+    assert tensor.tolist() == [1, 3, 5, 7]
+    (output,) = dist.all_reduce(tensor, async_op=True).get_future().wait()
+    assert output is tensor
+    assert tensor.tolist() == [2, 6, 10, 14]
+
+
+def every_group_has_one_thread() -> None:
+    for group in (dist.group.WORLD, dist.new_group([0, 1], backend="nccl")):
+        assert group._get_backend(torch.device("cuda")).options._threads == 1
+
+
 def low_precision() -> None:
     tensor = contribution().bfloat16()
     out = torch.empty(2, device="cuda", dtype=torch.bfloat16)
@@ -101,6 +167,25 @@ def captured() -> None:
         assert all(map(torch.equal, (out, gathered, shard), eager))
 
 
+def a_forgotten_wait_in_a_capture() -> None:
+    x = contribution()
+    graph, forgetful = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        reduced = x * 1
+        work = dist.all_reduce(reduced, async_op=True)
+        work.wait()
+        out = reduced + 1
+    with torch.cuda.graph(forgetful):
+        reduced = x * 1
+        dist.all_reduce(reduced, async_op=True)
+        wrong = reduced + 1
+    for _ in range(2):
+        graph.replay()
+        forgetful.replay()
+        assert out.tolist() == [2, 4, 6, 8]
+        assert torch.isnan(wrong).all()
+
+
 def barrier_in_a_capture() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -111,7 +196,23 @@ def barrier_in_a_capture() -> None:
             graph.capture_end()
 
 
-CASES = [backends, premultiplied_sum, average, coalesced, low_precision, meshes, captured, barrier_in_a_capture]
+CASES = [
+    backends,
+    premultiplied_sum,
+    average,
+    coalesced,
+    results_are_held_until_wait,
+    coalesced_results_are_held_until_wait,
+    a_rank_keeps_its_part_of_what_is_gathered_in_place,
+    a_result_is_no_new_version_of_its_tensor,
+    a_polled_or_awaited_future_hands_out_its_results,
+    every_group_has_one_thread,
+    low_precision,
+    meshes,
+    captured,
+    a_forgotten_wait_in_a_capture,
+    barrier_in_a_capture,
+]
 
 if __name__ == "__main__":
     dist.init_process_group("nccl", device_id=torch.device("cuda", 0))

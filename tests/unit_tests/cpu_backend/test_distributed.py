@@ -11,9 +11,16 @@ CASES = [
     "premultiplied_sum",
     "average",
     "coalesced",
+    "results_are_held_until_wait",
+    "coalesced_results_are_held_until_wait",
+    "a_rank_keeps_its_part_of_what_is_gathered_in_place",
+    "a_result_is_no_new_version_of_its_tensor",
+    "a_polled_or_awaited_future_hands_out_its_results",
+    "every_group_has_one_thread",
     "low_precision",
     "meshes",
     "captured",
+    "a_forgotten_wait_in_a_capture",
     "barrier_in_a_capture",
 ]
 

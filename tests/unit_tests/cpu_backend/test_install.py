@@ -102,6 +102,34 @@ def test_the_launcher_passes_the_exit_code_on(tmp_path: Path):
     assert python(*LAUNCHER, str(tmp_path / "script.py")).returncode == 3
 
 
+def test_the_launcher_reports_an_exception_as_python_would(tmp_path: Path):
+    (tmp_path / "script.py").write_text("raise ValueError('of the script')\n")
+    done = python(*LAUNCHER, str(tmp_path / "script.py"))
+    assert done.returncode == 1
+    assert "ValueError: of the script" in done.stderr
+
+
+def test_a_script_ends_after_its_threads_and_exit_functions_but_its_objects_are_left_alone(tmp_path: Path):
+    (tmp_path / "script.py").write_text(
+        "import atexit, threading, time\n"
+        "class Thing:\n"
+        "    def __del__(self): print('taken apart')\n"
+        "atexit.kept = Thing()\n"  # in a module, it would go when the interpreter does
+        "atexit.register(print, 'at exit')\n"
+        "threading.Thread(target=lambda: (time.sleep(0.2), print('thread'))).start()\n"
+    )
+    done = python(*LAUNCHER, str(tmp_path / "script.py"))
+    assert done.stdout == "thread\nat exit\n", done.stderr
+    assert done.returncode == 0
+
+
+@pytest.mark.parametrize(("code", "status"), [(None, 0), (True, 1), ("a message", 1), (256 + 7, 7)])
+def test_leave_takes_what_sys_exit_takes(code, status):
+    done = python("-c", f"from megatron_fsdp_cuda_graphs.cpu_backend import leave; leave({code!r})")
+    assert done.returncode == status
+    assert ("a message" in done.stderr) == isinstance(code, str)
+
+
 @pytest.mark.parametrize("arguments", [[], ["--help"], ["-m"]], ids=str)
 def test_the_launcher_without_a_script_tells_its_usage(arguments):
     with pytest.raises(SystemExit, match=r"usage: python -m megatron_fsdp_cuda_graphs\.cpu_backend"):

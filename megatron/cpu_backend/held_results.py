@@ -1,0 +1,119 @@
+"""Collectives that finish where they are launched, and hand out their results at ``wait``.
+
+gloo completes a collective in threads of its own, which free its tensors beside the main thread; processes that trained
+for long died of heap corruption there. Here the launching thread waits instead. A collective with ``async_op=True``
+works on private memory: until ``wait()`` its outputs hold NaN (integers and bools: zero), so a forgotten wait shows.
+Sends and receives stay asynchronous: pipeline stages launch them in different orders.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives as functional
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+from .patches import patch
+from .poison import poison
+
+# methods of a process group by what they do with their first argument, which holds the tensors they write
+_IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "reduce")
+_GATHERING = ("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base")
+_OUT_OF_PLACE = (
+    *_GATHERING,
+    *("gather", "scatter", "reduce_scatter", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base"),
+    *("alltoall", "alltoall_base"),
+)
+
+
+class HeldWork(dist.Work):
+    """A collective that is done, with the results it has yet to hand out.
+
+    ``wait``, ``synchronize``, ``is_completed``, ``is_success`` and ``get_future`` copy them into the caller's tensors:
+    after each of these a program may read them on a GPU too.
+    """
+
+    def __init__(self, outputs: Iterable[torch.Tensor] = (), results: Iterable[torch.Tensor] = ()) -> None:
+        super().__init__()
+        self._held = list(zip(outputs, results, strict=True))
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Hand out the results; true."""
+        held, self._held = self._held, []
+        for output, result in held:
+            output.data.copy_(result)  # .data: collectives do not raise a tensor's version
+        return True
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def is_completed(self) -> bool:
+        return self.wait()
+
+    def is_success(self) -> bool:
+        return self.wait()
+
+    def get_future(self) -> torch.futures.Future:
+        """A completed future of the output tensors."""
+        future: torch.futures.Future = torch.futures.Future()
+        outputs = [output for output, _ in self._held]
+        self.wait()
+        future.set_result(outputs)
+        return future
+
+
+def _launch(name: str, call: Callable) -> Callable:
+    @functools.wraps(call)
+    def launch(group: dist.ProcessGroup, written: Any, *args: Any, **kwargs: Any) -> HeldWork:
+        if any(getattr(options, "asyncOp", None) is False for options in (*args, *kwargs.values())):
+            call(group, written, *args, **kwargs).wait()
+            return HeldWork()
+        with torch.no_grad():
+            private = torch.clone if name in _IN_PLACE else torch.empty_like
+            results = tree_map_only(torch.Tensor, private, written)
+            call(group, results, *args, **kwargs).wait()
+            outputs = _tensors(written)
+            # gathered in place, a rank's own part is its input, which NCCL leaves alone
+            own = [(t.data, t.clone()) for t in _tensors(args)] if name in _GATHERING else []
+            for output in outputs:
+                poison(output.data)
+            for tensor, value in own:
+                tensor.copy_(value)
+        return HeldWork(outputs, _tensors(results))
+
+    return launch
+
+
+def _launch_barrier(call: Callable) -> Callable:
+    @functools.wraps(call)
+    def barrier(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> HeldWork:
+        call(group, *args, **kwargs).wait()
+        return HeldWork()
+
+    return barrier
+
+
+def _wait_and_wrap(call: Callable) -> Callable:
+    @functools.wraps(call)
+    def wrap(tensor: torch.Tensor) -> torch.Tensor:
+        return call(functional.wait_tensor(tensor))
+
+    return wrap
+
+
+def _tensors(tree: Any) -> list[torch.Tensor]:
+    return [item for item in tree_flatten(tree)[0] if isinstance(item, torch.Tensor)]
+
+
+def install() -> None:
+    """Wait for every collective of process groups, and every functional one, where it is launched."""
+    why = "gloo's threads do not free tensors beside the main thread; results are handed out at wait()"
+    for name in (*_IN_PLACE, *_OUT_OF_PLACE):
+        patch(dist.ProcessGroup, name, _launch(name, getattr(dist.ProcessGroup, name)), why)
+    patch(dist.ProcessGroup, "barrier", _launch_barrier(dist.ProcessGroup.barrier), why)
+    patch(functional, "_maybe_wrap_tensor", _wait_and_wrap(functional._maybe_wrap_tensor), why)
