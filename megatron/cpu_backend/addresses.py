@@ -7,15 +7,23 @@ A tape's tensors are views of bare addresses that own nothing, so a graph keeps 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import _disable_current_modes
 
 from megatron_fsdp_cuda_graphs.tensor_alias import alias_of
 
+from . import capture_state
 from .errors import StaleAddress
+from .patches import patch
 from .pools import Pool
+
+# the identity of a storage, and the address of its memory
+_Place = tuple[int, int]
 
 
 @dataclass(slots=True)
@@ -28,6 +36,7 @@ class Block:
         user: the operator that met it first, with the shape and dtype of the tensor.
         is_private: it was allocated in the capture.
         before: the bytes that memory from outside the capture held before its first write in it.
+        aliases: the tape's tensors in this memory.
     """
 
     ref: StorageWeakRef
@@ -38,6 +47,7 @@ class Block:
     user: str
     is_private: bool
     before: torch.Tensor | None = None
+    aliases: list[torch.Tensor] = field(default_factory=list)
 
     def problem(self) -> str | None:
         """Why this memory may not be touched any more, or ``None``."""
@@ -58,47 +68,80 @@ class AddressBook:
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
-        self._blocks: dict[tuple[int, int], Block] = {}
-        self._outside: list[Block] = []
-        # one tensor on each private storage, and the addresses they had: torch compares all in one call
-        self._private: list[torch.Tensor] = []
-        self._private_pointers: list[int] = []
+        self._blocks: dict[_Place, Block] = {}
+        # a tensor of the bytes of each private storage, by where these were when the capture met them
+        self._private: dict[_Place, torch.Tensor] = {}
         self._private_storages: set[int] = set()
+        self._private_addresses: set[int] = set()
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks.values())
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies in a block of this book."""
-        storage = tensor.untyped_storage()
-        return (storage._cdata, storage.data_ptr()) in self._blocks
+        return _place(tensor.untyped_storage()) in self._blocks
 
     def block(self, tensor: torch.Tensor, op: str, is_private: bool = False) -> Block:
         """The block ``tensor`` lies in, made on first sight; ``is_private`` if the capture allocated it."""
         storage = tensor.untyped_storage()
-        pointer, nbytes = storage.data_ptr(), storage.nbytes()
-        key = (storage._cdata, pointer)
-        if key not in self._blocks:
-            # a storage of the capture that was resized in it (out=torch.empty(0)) is still the capture's
-            is_private = is_private or storage._cdata in self._private_storages
+        place = _place(storage)
+        if place not in self._blocks:
+            is_private = is_private or self._is_of_the_capture(place)
             user = f"{op} on a tensor of shape {tuple(tensor.shape)}, {tensor.dtype}"
+            pointer, nbytes = storage.data_ptr(), storage.nbytes()
             raw = _bytes_at(pointer, nbytes)
-            block = Block(StorageWeakRef(storage), pointer, nbytes, raw, tensor.dtype, user, is_private)
-            self._blocks[key] = block
+            self._blocks[place] = Block(StorageWeakRef(storage), pointer, nbytes, raw, tensor.dtype, user, is_private)
             if is_private:
-                self._private.append(self._pool.own(storage, tensor.dtype))
-                self._private_pointers.append(pointer)
-                self._private_storages.add(storage._cdata)
-            else:
-                self._outside.append(block)
-        return self._blocks[key]
+                self._own(storage, tensor.dtype)
+        return self._blocks[place]
+
+    def _is_of_the_capture(self, place: _Place) -> bool:
+        """Whether a new block is a storage of the capture that was resized in it, or one that shares its memory."""
+        storage, pointer = place
+        return storage in self._private_storages or (pointer != 0 and pointer in self._private_addresses)
+
+    def _own(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> None:
+        self._private[_place(storage)] = self._pool.own(storage, dtype)
+        self._private_storages.add(storage._cdata)
+        self._private_addresses.add(storage.data_ptr())
 
     def alias(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
         """A tensor at the same address, of the same shape, strides and dtype, that owns nothing."""
-        return alias_of(tensor, self.block(tensor, op).raw.untyped_storage())
+        block = self.block(tensor, op)
+        block.aliases.append(alias_of(tensor, block.raw.untyped_storage()))
+        return block.aliases[-1]
+
+    def keep_memory_of(self, storage: torch.UntypedStorage) -> None:
+        """Let the tape have the memory of ``storage``, which the capture is about to resize.
+
+        The graph's pool keeps it on a GPU. Here the tape goes on with a copy of it. Nothing is done for a storage that
+        the capture did not allocate.
+        """
+        place = _place(storage)
+        if self._private.pop(place, None) is None:
+            return
+        block = self._blocks.pop(place)
+        self._private_addresses.discard(block.pointer)
+        self._pool.release(storage)
+        block.raw = block.raw.clone()
+        kept = block.raw.untyped_storage()
+        for alias in block.aliases:
+            alias.set_(kept, alias.storage_offset(), alias.size(), alias.stride())
+        block.ref, block.pointer = StorageWeakRef(kept), kept.data_ptr()
+        self._blocks[_place(kept)] = block
+        self._own(kept, block.dtype)
+
+    @functools.cached_property
+    def _outside(self) -> list[Block]:
+        return [block for block in self if not block.is_private]
+
+    @functools.cached_property
+    def _private_tensors(self) -> tuple[list[torch.Tensor], list[int], list[int]]:
+        """The tensors of private memory, their addresses and indices: torch compares all in one call."""
+        return list(self._private.values()), [pointer for _, pointer in self._private], list(range(len(self._private)))
 
     def check(self) -> None:
-        """Raise if any memory of the tape was freed, resized or moved since capture.
+        """Raise if any memory of the tape was freed, resized or moved since capture. The capture must have ended.
 
         Raises:
             StaleAddress: names the operator that used it first, and the tensor's shape and dtype.
@@ -108,8 +151,7 @@ class AddressBook:
             storage = alive(block.ref.cdata)
             if storage is None or storage.data_ptr() != block.pointer:
                 _raise_stale(block)
-        same = torch._C._tensors_data_ptrs_at_indices_equal
-        if not same(self._private, self._private_pointers, list(range(len(self._private)))):
+        if not torch._C._tensors_data_ptrs_at_indices_equal(*self._private_tensors):
             for block in self:
                 _raise_stale(block)
 
@@ -127,3 +169,25 @@ def _bytes_at(pointer: int, nbytes: int) -> torch.Tensor:
     if nbytes == 0 or pointer == 0:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer((ctypes.c_char * nbytes).from_address(pointer), dtype=torch.uint8)
+
+
+def _place(storage: torch.UntypedStorage) -> _Place:
+    return storage._cdata, storage.data_ptr()
+
+
+def _resize(call: Callable) -> Callable:
+    @functools.wraps(call)
+    def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+        state = capture_state.current()
+        if state is not None:
+            with _disable_current_modes():
+                state.memory.keep_memory_of(storage)
+        return call(storage, size)
+
+    return resize_
+
+
+def install() -> None:
+    """Let a capture resize the storages that it allocated."""
+    why = "memory of a graph stays the graph's when its tensor gives it back in the capture"
+    patch(torch.UntypedStorage, "resize_", _resize(torch.UntypedStorage.resize_), why)

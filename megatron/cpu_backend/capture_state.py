@@ -12,11 +12,11 @@ class CaptureState:
     """The streams a capture spans, the thread it began in, and the first error in it.
 
     A stream joins by waiting for an event of a stream that has joined. ``unjoined`` holds streams with recorded work
-    that the origin stream has not waited for yet.
+    that the origin stream has not waited for yet. ``memory`` is the address book of its tape.
     """
 
-    def __init__(self, origin: Any, mode: str) -> None:
-        self.origin, self.mode = origin, mode
+    def __init__(self, origin: Any, mode: str, memory: Any) -> None:
+        self.origin, self.mode, self.memory = origin, mode, memory
         self.thread = threading.get_ident()
         self.streams = {origin}
         self.unjoined: set[Any] = set()

@@ -34,6 +34,14 @@ class CUDAGraph:
         self._generators: set[GeneratorState] = set()
         self._is_instantiated = False
 
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Refuse copies and pickles, as torch's class does: a tape knows addresses.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(f"cannot pickle {type(self).__name__!r} object")
+
     @property
     def op_count(self) -> int:
         """How many operators a replay runs."""
@@ -64,8 +72,8 @@ class CUDAGraph:
                 "CUDA graphs must be captured on a non-default stream. (However, after capture, it's ok to replay "
                 "them on the default stream.)"
             )
-        state = CaptureState(origin, capture_error_mode)
         tape = Tape(pools.pool_of(pool), self._generators | {DEFAULT.state})
+        state = CaptureState(origin, capture_error_mode, tape.memory)
         recorder = Recorder(tape, state)
         recorder.__enter__()
         capture_state.set_current(state)
@@ -111,14 +119,12 @@ class CUDAGraph:
         """Run the graph's operators again, into the memory they had at capture.
 
         Raises:
-            RuntimeError: nothing was captured, the graph was reset, or it is empty.
+            RuntimeError: nothing was captured, or the graph was reset.
             CaptureError: a capture is under way.
             StaleAddress: memory of the graph was freed, resized or moved since capture.
         """
         tape = self._captured()
         capture_state.refuse_while_capturing("CUDAGraph.replay")
-        if not tape.steps:
-            raise RuntimeError("the graph is empty: its capture saw no operator on a device tensor (device='cuda')")
         self._is_instantiated = True
         tape.replay()
         self.replays += 1

@@ -30,10 +30,11 @@ def install() -> None:
             "a GPU is visible, and the CPU backend would hide it from this process. Set CUDA_VISIBLE_DEVICES='' to "
             "run on the CPU backend, or run without it."
         )
-    from . import collectives, compiler, cuda_graph, device, device_names, distributed, generators, streams
+    from . import addresses, collectives, compiler, cuda_graph, device, device_names, distributed, generators, streams
     from . import held_results as held
 
-    for part in (compiler, device, streams, generators, device_names, cuda_graph, distributed, collectives, held):
+    memory = (addresses, generators, device_names, cuda_graph)
+    for part in (compiler, device, streams, *memory, distributed, collectives, held):
         part.install()
     patches.rebind_early_names()
 

@@ -36,15 +36,25 @@ class Pool:
         self._dtypes[storage._cdata] = dtype
         return whole
 
+    def release(self, storage: torch.UntypedStorage) -> None:
+        """Forget the bytes of ``storage``, which are about to be freed, but keep the storage itself."""
+        for whole in self._owned[storage._cdata]:
+            whole.set_(storage, 0, (0,), (1,))
+
     def overwrite_abandoned(self) -> list[Callable[[], object]]:
         """Return calls that poison the storages that only the pool holds, each storage once."""
         abandoned = [
             key
             for key, wholes in self._owned.items()
             # torch counts the tensors on a storage, and the Python object that has stood for it
-            if key in self._dtypes and torch._C._storage_Use_Count(key) <= 1 + len(wholes)
+            if key in self._dtypes and torch._C._storage_Use_Count(key) <= 1 + len(wholes) and _is_whole(wholes[-1])
         ]
         return [poisoning(self._owned[key][-1], self._dtypes.pop(key)) for key in abandoned]
+
+
+def _is_whole(tensor: torch.Tensor) -> bool:
+    """Whether the storage of ``tensor`` still has the bytes that it had; a program may have resized it."""
+    return tensor.untyped_storage().nbytes() >= tensor.numel()
 
 
 def new_handle() -> PoolHandle:

@@ -1,7 +1,9 @@
 """Memory that a graph uses must stand where it stood; what a capture allocated lives as long as its pool."""
 
+import copy
 import functools
 import gc
+import pickle
 
 import pytest
 import torch
@@ -71,6 +73,82 @@ def test_an_output_freed_through_its_storage_is_an_error():
         graph.replay()
 
 
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_a_graph_cannot_be_copied(copied):
+    x = torch.ones(4, device="cuda")
+    graph, y = capture(lambda: x + 1)
+    with pytest.raises(TypeError, match="cannot pickle 'CUDAGraph' object"):
+        copied(graph)
+    graph.replay()
+    assert y.tolist() == [2] * 4
+
+
+# ------------------------------------------------------------------------------------ storages resized in the capture
+
+
+def test_memory_given_back_in_the_capture_stays_the_graphs():
+    x = torch.ones(2, 4, device="cuda")
+
+    def body():
+        y = (x * 2).t()
+        z = y.exp() + 1
+        y.untyped_storage().resize_(0)
+        return z
+
+    graph, z = capture(body)
+    for value in (1.0, 3.0):
+        x.fill_(value)
+        graph.replay()
+        assert torch.equal(z, (x * 2).t().exp() + 1)
+
+
+def test_memory_given_back_may_be_made_again_by_the_next_graph_of_the_pool():
+    """What recomputation without outputs does: the backward graph fills the storage that the forward graph let go."""
+    x, weight = torch.ones(4, device="cuda"), torch.full((4,), 3.0, device="cuda", requires_grad=True)
+
+    def forward():
+        y = x * 2
+        z = y * weight
+        y.untyped_storage().resize_(0)
+        return y, z
+
+    def backward():
+        y.untyped_storage().resize_(16)
+        y.data.copy_(x * 2)
+        return torch.autograd.grad(z.sum(), weight)[0]
+
+    first, (y, z) = capture(forward)
+    second, grad = capture(backward, pool=first.pool())
+    for value in (1.0, 5.0):
+        x.fill_(value)
+        first.replay()
+        second.replay()
+        assert z.tolist() == [6 * value] * 4
+        assert grad.tolist() == [2 * value] * 4
+
+
+def test_a_second_storage_on_memory_of_the_capture_need_not_outlive_it():
+    x = torch.ones(4, device="cuda")
+
+    def body():
+        y = x * 2
+        return weak(y) + 1
+
+    graph, z = capture(body)
+    graph.replay()
+    assert z.tolist() == [3] * 4
+
+
+def test_an_output_that_was_resized_and_let_go_is_not_overwritten():
+    x = torch.ones(4, device="cuda")
+    first, y = capture(lambda: x + 1)
+    y.untyped_storage().resize_(0)
+    del y
+    second, z = capture(lambda: x + 3, pool=first.pool())
+    second.replay()
+    assert z.tolist() == [4] * 4
+
+
 def test_memory_allocated_in_a_capture_outlives_the_tensors():
     x, out = torch.ones(4, device="cuda"), torch.zeros(4, device="cuda")
 
@@ -117,7 +195,7 @@ def weak(tensor):
     """A tensor of the same memory that does not hold it."""
     storage = tensor.untyped_storage()
     memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
-    return torch.empty(0, dtype=tensor.dtype).set_(memory, 0, tensor.size(), tensor.stride())
+    return torch.empty(0, dtype=tensor.dtype, device="cuda").set_(memory, 0, tensor.size(), tensor.stride())
 
 
 def two_graphs_of_one_pool(held: bool):

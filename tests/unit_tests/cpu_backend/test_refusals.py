@@ -140,9 +140,9 @@ def test_host_work_is_done_at_capture_and_only_then():
     host = torch.zeros(3)
     with pytest.warns(UserWarning, match="The CUDA Graph is empty"):
         graph = capture(lambda: host.add_(1))
+    graph.replay()  # an empty graph does nothing, as on a GPU
     assert host.tolist() == [1, 1, 1]
-    with pytest.raises(RuntimeError, match="the graph is empty"):
-        graph.replay()
+    assert graph.replays == 1
 
 
 def test_a_custom_operator_is_refused_by_name(x):
