@@ -74,7 +74,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **kwargs)
         op = describe(func)
         inputs = _tensors((args, kwargs))
-        if any(t.device.type != "cpu" for t in inputs):  # the meta device: no memory
+        if not all(map(_has_memory, inputs)):
             return func(*args, **kwargs)
         # torch makes tensors of Python numbers and lists on the host, and lifts them
         if op.name.startswith("aten.lift_fresh") or (all(map(is_host, inputs)) if inputs else making_host_tensor()):
@@ -95,7 +95,7 @@ class Recorder(TorchDispatchMode):
         out = func(*args, **kwargs)
         known = {t.untyped_storage()._cdata for t in inputs}
         outputs = _tensors(out)
-        fresh = [(i, t) for i, t in enumerate(outputs) if t.untyped_storage()._cdata not in known]
+        fresh = [(i, t) for i, t in enumerate(outputs) if _has_memory(t) and t.untyped_storage()._cdata not in known]
         for _, tensor in fresh:
             self._adopt(tensor, op)
         self._note_stream()
@@ -191,6 +191,11 @@ class Recorder(TorchDispatchMode):
             state.set(value)
         if self.state.unjoined and self.state.error is None:
             raise cuda_error(UNJOINED)
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether ``tensor`` is not one of the meta device, which has shapes only."""
+    return tensor.device.type == "cpu"
 
 
 def _drawing_from(state: GeneratorState, step: Step) -> Step:

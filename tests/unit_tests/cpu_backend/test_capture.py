@@ -107,6 +107,22 @@ def test_views_and_allocations_are_not_run_again():
     assert graph.op_count == 1
 
 
+def test_tensors_of_the_meta_device_are_no_part_of_a_graph():
+    x = torch.ones(4, 2, device="cuda").t()
+
+    def body():
+        like = torch.empty_like(x, device="meta")
+        return like, like + 1, x * 2
+
+    graph, (like, sum_, y) = capture(body)
+    assert graph.op_count == 1
+    assert like.is_meta
+    assert sum_.is_meta
+    assert like.stride() == x.stride()
+    graph.replay()
+    assert torch.equal(y, torch.full((2, 4), 2.0))
+
+
 def test_autocast_around_a_replay_changes_nothing():
     a, b = torch.randn(4, 4, device="cuda"), torch.randn(4, 4, device="cuda")
     graph, y = capture(lambda: a @ b)

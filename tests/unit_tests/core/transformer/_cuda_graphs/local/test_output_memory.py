@@ -1,0 +1,67 @@
+"""Layers whose outputs are not contiguous, or that give the memory of a tensor back, train as they do eagerly."""
+
+import pytest
+import torch
+
+from megatron.core.tensor_parallel import random
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+
+from .local_graph_cases import Layer, Stack, runners, train, use_graphable_rng
+
+pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
+
+
+class Transposed(Layer):
+    """Returns a transposed output."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        output, _ = super().forward(hidden_states, *args, **kwargs)
+        return output.t().contiguous().t(), None
+
+
+class Expanded(Layer):
+    """Returns an output with a stride of 0."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        output, _ = super().forward(hidden_states, *args, **kwargs)
+        return output.mean(1, keepdim=True).expand_as(output), None
+
+
+class Recomputing(Layer):
+    """Lets go of an activation in forward, and computes it again in backward."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        self.eager_calls += 1
+        checkpoint = CheckpointWithoutOutput(fp8=None)
+        activation = checkpoint.checkpoint(torch.nn.functional.gelu, hidden_states)
+        output = self.linear(activation)
+        checkpoint.discard_output_and_register_recompute(output)
+        return hidden_states + output, None
+
+
+@pytest.fixture(autouse=True)
+def _share_storage_without_a_compiler(monkeypatch):
+    """megatron-core compiles a function that gives one storage the memory of another; a copy has the same values."""
+
+    def share(output, recomputed):
+        output.untyped_storage().resize_(recomputed.untyped_storage().nbytes())
+        output.data.copy_(recomputed)
+
+    monkeypatch.setattr(random, "_get_share_storage", lambda: share)
+
+
+def trained(kind: type[Layer], graphs: bool, microbatches: int) -> tuple[Stack, list]:
+    torch.manual_seed(5)
+    torch.cuda.manual_seed(5)
+    use_graphable_rng()
+    model = Stack([kind(number, graphs) for number in (1, 2, 3)]).cuda()
+    return model, train(model, microbatches=microbatches)
+
+
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("kind", [Transposed, Expanded, Recomputing])
+def test_training_is_bit_equal_to_eager(kind, microbatches):
+    _, eager = trained(kind, graphs=False, microbatches=microbatches)
+    model, graphed = trained(kind, graphs=True, microbatches=microbatches)
+    assert len(runners(model)) == 3
+    assert graphed == eager
