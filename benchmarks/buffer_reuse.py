@@ -12,11 +12,9 @@ memory is not known.
 import argparse
 import json
 import os
-import platform
 import subprocess
 import sys
 from contextlib import ExitStack
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -40,8 +38,10 @@ def main() -> None:
     parser.add_argument("--no-reuse", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.graphs:
+        from megatron_fsdp_cuda_graphs.cpu_backend import leave
+
         measure(args)
-        os._exit(0)  # a gloo thread may abort the process while the interpreter shuts down
+        leave()
     rows = [
         {"graphs": graphs, "chunks": virtual or 1, "reuse": reuse, **run(args, graphs, virtual, reuse)}
         for graphs in GRAPHS
@@ -49,16 +49,11 @@ def main() -> None:
         for reuse in (True, False)
     ]
     options = " ".join(f"--{name} {getattr(args, name)}" for name in OPTIONS)
-    import torch
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.results_file import write_results
 
-    report = {
-        "command": f"python benchmarks/buffer_reuse.py {options}" + args.cpu * " --cpu",
-        "hardware": "CPU backend" if args.cpu else f"2 x {torch.cuda.get_device_name()}",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__}
-        | {name: version(name) for name in ("megatron-core", "megatron-fsdp-cuda-graphs")},
-        "results": rows,
-    }
-    args.output.write_text(json.dumps(report, indent=1) + "\n")
+    command = f"python benchmarks/buffer_reuse.py {options}" + args.cpu * " --cpu"
+    write_results(args.output, command=command, gpus=2, results=rows)
     for row in rows:
         print(json.dumps({name: value for name, value in row.items() if name != "losses"}))
 

@@ -15,13 +15,11 @@ it takes is not known.
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +43,10 @@ def main() -> None:
     parser.add_argument("--variant", choices=VARIANTS, help=argparse.SUPPRESS)  # in a process of its own
     args = parser.parse_args()
     if args.variant:
-        print(json.dumps(measure(args)), flush=True)
-        os._exit(0)  # a gloo thread may abort the process while the interpreter shuts down
+        from megatron_fsdp_cuda_graphs.cpu_backend import leave
+
+        print(json.dumps(measure(args)))
+        leave()
     rounds = [{variant: run(variant) for variant in VARIANTS} for _ in range(args.rounds)]
     medians = {
         variant: {figure: statistics.median(each[variant][figure] for each in rounds) for figure in FIGURES}
@@ -55,13 +55,7 @@ def main() -> None:
     ours, theirs = medians["this patch"], medians["megatron-core"]
     ratios = {figure: ours[figure] / theirs[figure] if theirs[figure] else None for figure in FIGURES}
     options = " ".join(f"--{name} {getattr(args, name)}" for name in OPTIONS)
-    import torch
-
-    report = {
-        "command": f"python benchmarks/local_graphs.py {options}" + args.transformer_engine * " --transformer-engine",
-        "hardware": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU backend",
-        "versions": {"python": platform.python_version(), "torch": torch.__version__}
-        | {name: version(name) for name in ("megatron-core", "megatron-fsdp-cuda-graphs")},
+    found: dict[str, Any] = {
         "ratios": ratios,
         "equal_losses": {
             variant: sum(each[variant]["losses"] == each["eager"]["losses"] for each in rounds) for variant in VARIANTS
@@ -69,8 +63,12 @@ def main() -> None:
         "medians": medians,
         "rounds": rounds,
     }
-    args.output.write_text(json.dumps(report, indent=1) + "\n")
-    print(json.dumps({name: report[name] for name in ("ratios", "equal_losses", "medians")}, indent=1))
+    sys.path.insert(0, str(ROOT))
+    from benchmarks.results_file import write_results
+
+    command = f"python benchmarks/local_graphs.py {options}" + args.transformer_engine * " --transformer-engine"
+    write_results(args.output, command=command, **found)
+    print(json.dumps({name: found[name] for name in ("ratios", "equal_losses", "medians")}, indent=1))
 
 
 def run(variant: str) -> dict[str, Any]:

@@ -12,17 +12,14 @@ run.
 import argparse
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
-from importlib.metadata import version
 from pathlib import Path
 
-import torch
-
-LAUNCH = Path(__file__).resolve().parents[1] / "examples" / "launch_gpt.sh"
+ROOT = Path(__file__).resolve().parents[1]
+LAUNCH = ROOT / "examples" / "launch_gpt.sh"
 VARIANTS = {
     "eager": ("eager", {}),
     "graphs, native engine": ("graphed", {"MEGATRON_CUDA_GRAPH_ENGINE": "native"}),
@@ -92,15 +89,12 @@ def main() -> int:
                 )
                 print(json.dumps(rows[-1]), flush=True)
     if args.output:
-        report = {
-            "command": f"python benchmarks/pretrain_step_time.py --gpus {args.gpus} --steps {args.steps} "
-            f"--rounds {args.rounds} {' '.join(flags)}".rstrip(),
-            "hardware": f"{args.gpus} x {torch.cuda.get_device_name()}",
-            "versions": {"python": platform.python_version(), "torch": torch.__version__}
-            | {name: version(name) for name in ("megatron-core", "transformer-engine")},
-            "results": rows,
-        }
-        args.output.write_text(json.dumps(report, indent=1) + "\n")
+        sys.path.insert(0, str(ROOT))
+        from benchmarks.results_file import write_results
+
+        options = f"--gpus {args.gpus} --steps {args.steps} --rounds {args.rounds} {' '.join(flags)}".rstrip()
+        command = f"python benchmarks/pretrain_step_time.py {options}"
+        write_results(args.output, command=command, gpus=args.gpus, results=rows)
     return int(any(row["bit_equal_steps"] != row["steps"] for row in rows))
 
 

@@ -16,12 +16,10 @@ runs without TransformerEngine, to show that it works: its times there are a tap
 import argparse
 import functools
 import gc
-import json
-import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -31,6 +29,7 @@ from megatron.core.transformer._cuda_graphs.te.backends import transformer_engin
 
 Graphed = Sequence[Callable[[torch.Tensor], torch.Tensor]]
 
+ROOT = Path(__file__).resolve().parents[1]
 FLOOR = "autograd alone"
 
 
@@ -128,15 +127,6 @@ def held(make: Callable[[], Graphed]) -> tuple[Graphed, int]:
     return made, torch.cuda.memory_reserved() - before
 
 
-def is_installed(distribution: str) -> bool:
-    """Whether the distribution of this name is installed."""
-    try:
-        version(distribution)
-    except PackageNotFoundError:
-        return False
-    return True
-
-
 def main() -> None:
     """Measure every engine in several rounds, print a table, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -193,15 +183,11 @@ def main() -> None:
     for weight in weights:
         print(f"{weight['engine']:<20} {weight['bytes_per_callable'] / 2**20:.1f} MiB per callable")
     if args.output:
-        result = {
-            "command": f"python benchmarks/replay_overhead.py --rounds {args.rounds} --repeats {args.repeats}",
-            "hardware": torch.cuda.get_device_name(),
-            "versions": {"python": platform.python_version()}
-            | {name: version(name) for name in ("torch", "megatron-core", "transformer-engine") if is_installed(name)},
-            "host_time": rows,
-            "memory": weights,
-        }
-        args.output.write_text(json.dumps(result, indent=1) + "\n")
+        sys.path.insert(0, str(ROOT))
+        from benchmarks.results_file import write_results
+
+        command = f"python benchmarks/replay_overhead.py --rounds {args.rounds} --repeats {args.repeats}"
+        write_results(args.output, command=command, host_time=rows, memory=weights)
 
 
 if __name__ == "__main__":

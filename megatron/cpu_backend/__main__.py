@@ -1,7 +1,12 @@
-"""``python -m megatron_fsdp_cuda_graphs.cpu_backend SCRIPT [ARGS...]`` runs a script on the CPU backend.
+"""Runs a program written for CUDA on the CPU backend.
 
-``-m MODULE [ARGS...]`` runs a module, as python's own ``-m`` does. ``--list`` prints every name of torch that the
-backend replaces, with the reason. Ends as ``leave`` does.
+    python -m megatron_fsdp_cuda_graphs.cpu_backend SCRIPT [ARGS...]
+    python -m megatron_fsdp_cuda_graphs.cpu_backend -m MODULE [ARGS...]
+    python -m megatron_fsdp_cuda_graphs.cpu_backend --list
+
+The first two start the program as python would, with the backend installed. ``--list`` prints every name of torch that
+the backend replaces, each with the reason. Under torchrun, write ``-m megatron_fsdp_cuda_graphs.cpu_backend`` in front
+of the script.
 """
 
 from __future__ import annotations
@@ -14,12 +19,19 @@ from .install import install
 from .leave import leave
 from .patches import APPLIED
 
-USAGE = "usage: python -m megatron_fsdp_cuda_graphs.cpu_backend (--list | [-m MODULE | SCRIPT] [ARGS...])"
+USAGE = "usage: python -m megatron_fsdp_cuda_graphs.cpu_backend (SCRIPT | -m MODULE | --list | --help) [ARGS...]"
 
 
 def main(arguments: list[str]) -> None:
-    """Install the backend, then run ``arguments`` as python would."""
-    if not arguments or arguments[0] in ("-h", "--help") or arguments == ["-m"]:
+    """Install the backend, then run ``arguments`` as python would.
+
+    Raises:
+        SystemExit: there is no script or module among the arguments, or the program raised it.
+    """
+    if arguments and arguments[0] in ("-h", "--help"):
+        print(__doc__)
+        return
+    if not arguments or arguments == ["-m"]:
         sys.exit(USAGE)
     install()
     if arguments == ["--list"]:

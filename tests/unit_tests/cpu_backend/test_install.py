@@ -130,7 +130,12 @@ def test_leave_takes_what_sys_exit_takes(code, status):
     assert ("a message" in done.stderr) == isinstance(code, str)
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["-m"]], ids=str)
+def test_the_launcher_explains_itself(capsys):
+    main(["--help"])
+    assert "python -m megatron_fsdp_cuda_graphs.cpu_backend SCRIPT [ARGS...]" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", [[], ["-m"]], ids=str)
 def test_the_launcher_without_a_script_tells_its_usage(arguments):
     with pytest.raises(SystemExit, match=r"usage: python -m megatron_fsdp_cuda_graphs\.cpu_backend"):
         main(arguments)

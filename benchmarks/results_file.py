@@ -1,0 +1,38 @@
+"""Files of results: what was found, behind the command that found it, the hardware and the versions."""
+
+import json
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("megatron-core", "transformer-engine", "megatron-fsdp-cuda-graphs")
+
+
+def write_results(path: Path, *, command: str, gpus: int = 1, **found: Any) -> None:
+    """Write ``found`` to ``path`` as JSON, with the versions of Python, torch and the installed ones of ``PACKAGES``.
+
+    Args:
+        path: The file.
+        command: How to find the same again.
+        gpus: How many GPUs were used, where there are any.
+        found: Values that JSON can hold, by name.
+    """
+    report = {"command": command, "hardware": _hardware(gpus), "versions": _versions(), **found}
+    path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _hardware(gpus: int) -> str:
+    return f"{gpus} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "CPU backend"
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version(), "torch": torch.__version__}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -1,0 +1,31 @@
+"""What stands in a file of results besides the results."""
+
+import json
+import platform
+from importlib.metadata import version
+
+import pytest
+import torch
+
+from benchmarks.results_file import write_results
+
+
+def test_results_stand_behind_command_hardware_and_versions(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    write_results(tmp_path / "found.json", command="python it.py", gpus=2, results=[1, 2])
+    written = json.loads((tmp_path / "found.json").read_text())
+    assert list(written) == ["command", "hardware", "versions", "results"]
+    assert written["command"] == "python it.py"
+    assert written["hardware"] == "2 x a GPU"
+    assert written["results"] == [1, 2]
+
+
+def test_versions_are_of_installed_packages_only(tmp_path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("benchmarks.results_file.PACKAGES", ("megatron-core", "no-such-package"))
+    write_results(tmp_path / "found.json", command="")
+    assert json.loads((tmp_path / "found.json").read_text())["versions"] == {
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "megatron-core": version("megatron-core"),
+    }
