@@ -17,7 +17,7 @@ class Report:
 
     Attributes:
         facts: Name and value of everything that was looked at.
-        modules: Name of every module of the patch, and whether it replaces or adds one.
+        modules: Name of every module of the patch, and whether it is replaced, extended or added.
         missing: What keeps graphs under FSDP from working, each with what to do about it.
         limits: What does not keep them from working, but narrows what can be used.
     """
@@ -50,7 +50,7 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Engine:
+class TransformerEngineFound:
     """TransformerEngine as found: ``error`` says why it cannot be imported; None for a version that is not there."""
 
     version: str | None
@@ -58,7 +58,7 @@ class Engine:
     error: str | None
 
 
-def find_engine() -> Engine:
+def find_transformer_engine() -> TransformerEngineFound:
     """Look for TransformerEngine and for ``capture_time_hooks`` among its ``make_graphed_callables``'s parameters."""
     try:
         version = importlib.metadata.version("transformer-engine")
@@ -68,8 +68,8 @@ def find_engine() -> Engine:
         module = importlib.import_module("transformer_engine.pytorch")
         parameters = inspect.signature(module.make_graphed_callables).parameters
     except Exception as error:  # a build for another CUDA or torch raises whatever its loader raises
-        return Engine(version, False, f"{type(error).__name__}: {error}")
-    return Engine(version, "capture_time_hooks" in parameters, None)
+        return TransformerEngineFound(version, False, f"{type(error).__name__}: {error}")
+    return TransformerEngineFound(version, "capture_time_hooks" in parameters, None)
 
 
 def why_off() -> str:
@@ -97,7 +97,7 @@ def examine() -> Report:
         return report
     report.facts.append(("torch", f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})"))
     _examine_core(report)
-    _examine_engine(report)
+    _examine_transformer_engine(report)
     _examine_gpus(report)
     return report
 
@@ -127,14 +127,14 @@ def _examine_module(name: str, report: Report) -> str:
     except Exception as error:
         report.missing.append(f"{name} cannot be imported: {type(error).__name__}: {error}")
         return "fails"
-    if module.__file__ != str(overlay.tree_file(name)):
+    if not overlay.is_patched(module):
         report.missing.append(f"{name} came from {module.__file__}, not from the patch: another import hook is ahead.")
         return "not patched"
-    return "replaced" if overlay.has_upstream(name) else "added"
+    return overlay.change(name)
 
 
-def _examine_engine(report: Report) -> None:
-    engine = find_engine()
+def _examine_transformer_engine(report: Report) -> None:
+    engine = find_transformer_engine()
     local = "Without it, models built with --transformer-impl local can be graphed, by this project's own engine."
     if engine.error is not None:
         report.facts.append(("TransformerEngine", f"{engine.version or 'none'}: {engine.error}"))

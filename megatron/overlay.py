@@ -2,9 +2,19 @@
 
 torch calls ``activate`` at the end of ``import torch``, through its ``torch.backends`` entry-point group, and
 ``megatron.core`` and ``megatron.training`` import torch before anything else: so the patch is on before the first
-module that it replaces is asked for, whichever of the two a program imports first. ``activate`` registers one finder
-on ``sys.meta_path`` and imports nothing. For ``megatron.a.b`` the finder answers with this tree's ``a/b.py`` if there
-is one; every other import goes on as usual.
+module that it changes is asked for, whichever of the two a program imports first. ``activate`` registers one finder
+on ``sys.meta_path`` and imports nothing. If this tree has ``a/b.py``, then ``megatron.a.b`` is
+
+- that file, where megatron-core has no such module (it is added) or the file does not call ``extend`` (it replaces
+  megatron-core's);
+- megatron-core's own file and then, in the same namespace, that file, where it calls ``extend``.
+
+An extended module is megatron-core's in every other respect: its ``__spec__`` and ``__file__`` are, and there is no
+second module object. So what anyone sets on it or deletes from it reaches the functions of both files, and the classes
+of both pickle under the public name. ``inspect`` takes the file of a class from its module; ``activate`` wraps
+``inspect.getfile`` so that classes of this tree's file are looked for there.
+
+Every other import goes on as usual.
 
 Off: ``MEGATRON_FSDP_CUDA_GRAPHS=0`` in the environment leaves megatron-core as it is. With
 ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` torch calls no entry point at all; call ``activate`` before importing megatron.
@@ -16,15 +26,20 @@ torch`` never raises for it.
 """
 
 import ast
+import copy
+import functools
 import importlib
 import importlib.util
+import inspect
 import os
 import sys
+from collections.abc import Callable
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
+from operator import attrgetter
 from pathlib import Path
-from types import ModuleType
-from typing import Any, NamedTuple
+from types import CodeType, ModuleType, SimpleNamespace
+from typing import Any, Literal, NamedTuple
 
 ROOT = Path(__file__).resolve().parent
 PACKAGES = ("core", "training")  # of megatron-core; other folders of this tree are the patch's own
@@ -51,7 +66,7 @@ def tree_file(name: str) -> Path | None:
 
 
 def patched_modules() -> list[str]:
-    """Return the names of all modules that this tree replaces or adds, sorted."""
+    """Return the names of all modules that this tree replaces, extends or adds, sorted."""
     files = (file.relative_to(ROOT) for package in PACKAGES for file in (ROOT / package).rglob("*.py"))
     names = (file.parent if file.name == "__init__.py" else file.with_suffix("") for file in files)
     return sorted(".".join(("megatron", *name.parts)) for name in names)
@@ -65,9 +80,24 @@ def ordinary_spec(name: str, path: Any) -> ModuleSpec | None:
     return None
 
 
-def has_upstream(name: str) -> bool:
-    """Whether megatron-core has a module ``name`` of its own behind this tree's. Imports the parent package."""
-    return ordinary_spec(name, importlib.import_module(name.rpartition(".")[0]).__path__) is not None
+def change(name: str) -> Literal["replaced", "extended", "added"]:
+    """Return what this tree's file for the module ``name`` does. Imports the parent package."""
+    file = tree_file(name)
+    if file is None:
+        raise ValueError(f"the patch has no file for {name}")
+    if ordinary_spec(name, importlib.import_module(name.rpartition(".")[0]).__path__) is None:
+        return "added"
+    return "extended" if _extends(file) else "replaced"
+
+
+def _extends(file: Path) -> bool:
+    """Whether ``file`` imports ``extend`` from this module, to run on top of megatron-core's file."""
+    return any(
+        isinstance(statement, ast.ImportFrom)
+        and (statement.module or "").endswith("overlay")
+        and any(alias.name == "extend" for alias in statement.names)
+        for statement in ast.parse(file.read_bytes()).body
+    )
 
 
 def find_core() -> Core | None:
@@ -104,7 +134,7 @@ def _read_version(core: ModuleSpec) -> str | None:
 
 
 class OverlayFinder(MetaPathFinder):
-    """Finds the modules that this tree replaces or adds, and megatron-core's own behind them."""
+    """Finds the modules that this tree replaces, extends or adds, and megatron-core's own behind the replaced ones."""
 
     def __init__(self) -> None:
         self._accepted: set[str] = set()
@@ -119,11 +149,10 @@ class OverlayFinder(MetaPathFinder):
         file = tree_file(fullname)
         if file is None:
             return None
+        if _extends(file):
+            return _extension_spec(fullname, path, file)
         locations = [str(file.parent)] if file.name == "__init__.py" else None
-        loader = PatchLoader(fullname, str(file))
-        return importlib.util.spec_from_file_location(
-            fullname, file, loader=loader, submodule_search_locations=locations
-        )
+        return importlib.util.spec_from_file_location(fullname, file, submodule_search_locations=locations)
 
     def _refuse_untested(self, fullname: str) -> None:
         spec = _core_spec()
@@ -143,25 +172,115 @@ class OverlayFinder(MetaPathFinder):
         self._accepted.add(spec.origin)
 
 
-class PatchLoader(SourceFileLoader):
-    """Loads a file of this tree; refuses one whose names were taken from megatron-core's before it defined them."""
+class Originals:
+    """megatron-core's definitions in an extended module: what ``extend`` returns.
 
-    def __init__(self, fullname: str, path: str) -> None:
-        super().__init__(fullname, path)
-        self.early: dict[str, Any] | None = None
+    A name that this tree's file defines anew is megatron-core's own here. Every other is the module's of the moment.
+    """
+
+    def __init__(self, module: ModuleType, definitions: dict[str, Any]) -> None:
+        self.__module = module
+        vars(self).update(definitions)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__module, name)
+
+
+class _WatchedModule(ModuleType):
+    """The class of an extended module while it is loaded: notes which names other modules read."""
+
+    def __getattribute__(self, name: str) -> Any:
+        value = super().__getattribute__(name)
+        if not name.startswith("__"):
+            reader = sys._getframe(1).f_globals.get("__name__", "a module without a name")
+            self.__spec__.loader.readings.append((reader, name, value))  # type: ignore[union-attr]
+        return value
+
+
+class ExtensionLoader(Loader):
+    """Runs megatron-core's file, and then this tree's in the same namespace.
+
+    Whatever else is asked of a loader is answered by the one that megatron-core's module was found with.
+
+    Attributes:
+        originals: None before megatron-core's file has run.
+        readings: Who read which name of the module while it was loaded, and with which value.
+    """
+
+    def __init__(self, found: ModuleSpec, file: Path) -> None:
+        self.found = found
+        self.file = file
+        self.originals: Originals | None = None
+        self.readings: list[tuple[str, str, Any]] = []
+        self._own = SimpleNamespace()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.found.loader, name)
 
     def exec_module(self, module: ModuleType) -> None:
-        self.early = {}
-        super().exec_module(module)
-        early, self.early = self.early, None
-        mixed = sorted(name for name, value in early.items() if vars(module).get(name, value) is not value)
-        if mixed:
+        kind = type(module)
+        module.__class__ = _WatchedModule
+        try:
+            self.run(module)
+        finally:
+            module.__class__ = kind
+            readings, self.readings = self.readings, []
+        stale = [(name, reader) for reader, name, value in readings if vars(module).get(name, value) is not value]
+        if stale:
+            names, readers = (", ".join(sorted(set(column))) for column in zip(*stale, strict=True))
             raise ImportError(
-                f"{module.__name__} replaces {', '.join(mixed)}, but a module that it imports took megatron-core's own "
-                "first (a circular import). Define the names before that import.",
+                f"the patch replaces {names} of {module.__name__}, but {readers} took megatron-core's own first (a "
+                "circular import). Define the names before the import that leads there.",
                 name=module.__name__,
-                path=self.path,
+                path=str(self.file),
             )
+
+    def run(self, module: ModuleType) -> None:
+        """Run both files in the namespace of ``module``."""
+        ours = SourceFileLoader(self.found.name, str(self.file)).get_code(self.found.name)
+        definitions = _changes(vars(module), self.found.loader.get_code(self.found.name))  # type: ignore[union-attr]
+        self.originals = Originals(module, definitions)
+        self._own = SimpleNamespace(**_changes(vars(module), ours))
+        for name in definitions.keys() - vars(self._own).keys():
+            delattr(self.originals, name)
+
+    def get_code(self, fullname: str) -> CodeType:
+        """Return what ``python -m`` runs."""
+        return compile("import sys\n__spec__.loader.run(sys.modules[__name__])", f"<{fullname}, extended>", "exec")
+
+    def defines(self, kind: type) -> bool:
+        """Whether the class ``kind`` is defined at any depth of this tree's file, outside its functions."""
+        try:
+            return attrgetter(kind.__qualname__)(self._own) is kind
+        except AttributeError:
+            return False
+
+
+def _changes(namespace: dict[str, Any], code: CodeType | None) -> dict[str, Any]:
+    """Run ``code`` in ``namespace`` and return the names that it defined or gave another value."""
+    before = dict(namespace)
+    exec(code or "", namespace)
+    missing = object()
+    return {
+        name: value
+        for name, value in namespace.items()
+        if not (name.startswith("__") and name.endswith("__")) and before.get(name, missing) is not value
+    }
+
+
+def _extension_spec(name: str, path: Any, file: Path) -> ModuleSpec:
+    found = ordinary_spec(name, path)
+    if found is None:
+        raise ImportError(f"{file} extends {name}, and megatron-core has no such module", name=name)
+    spec = copy.copy(found)
+    spec.loader = ExtensionLoader(found, file)
+    return spec
+
+
+def _extension(module: ModuleType | None) -> ExtensionLoader | None:
+    """Return the loader of ``module``, if it is an extended one."""
+    loader = getattr(getattr(module, "__spec__", None), "loader", None)
+    return loader if isinstance(loader, ExtensionLoader) else None
 
 
 class UpstreamLoader(Loader):
@@ -206,20 +325,23 @@ def _alias(name: str) -> str:
     return f"{parent}.{UPSTREAM_PREFIX}{leaf}"
 
 
-def upstream(name: str) -> ModuleType:
-    """Return megatron-core's own module called ``name``; a file of this tree passes its own ``__name__``.
+def upstream(name: str) -> Any:
+    """Return megatron-core's own definitions in the module ``name``.
 
-    Behind a file of this tree it is loaded once, by the import system, under an alias. Its classes and functions keep
-    ``name`` as their ``__module__``, so they pickle under the public name. A tool that reads a class through its
-    ``__module__`` (``inspect.getsource``, ``typing.get_type_hints``) therefore looks into the patched file: define
-    such a class there. Where no file of this tree stands in front, or the patch is off, it is the module that
-    ``import`` gives.
+    Of a module that this tree replaces they are a module of their own, loaded once, by the import system, under an
+    alias; its classes and functions keep ``name`` as their ``__module__``. Of a module that this tree extends they are
+    what ``extend`` returns there, also while its file in this tree still runs. Any other module, and every one with
+    the patch off, is itself.
 
     Raises ImportError if megatron-core has no such module, or if ``name`` is not a ``megatron.*`` name.
     """
     name = _public_name(name)
-    if tree_file(name) is None or not is_active():
+    file = tree_file(name)
+    if file is None or not is_active():
         return importlib.import_module(name)
+    if _extends(file):
+        importlib.import_module(name)
+        return extend(name)
     alias = _alias(name)
     try:
         return importlib.import_module(alias)
@@ -229,41 +351,41 @@ def upstream(name: str) -> ModuleType:
         raise ImportError(f"megatron-core has no module {name}", name=name) from None
 
 
-def extend(name: str) -> ModuleType:
-    """Let the patched module ``name`` answer for every name of megatron-core's own that it does not define.
+def extend(name: str) -> Any:
+    """Return megatron-core's definitions in the module that a file of this tree extends.
 
-    A file of this tree calls ``extend(__name__)`` before it defines anything, and gets megatron-core's own module
-    back. Names are looked up when they are asked for, so a module-level variable of megatron-core is always the live
-    one; assigning to it on the patched module does not reach megatron-core's functions. ``from name import *`` gives
-    the public names of both.
+    Such a file has ``_upstream = extend(__name__)`` after its imports. When its first statement runs, every name of
+    megatron-core's is in its namespace already; ``_upstream.Name`` is megatron-core's ``Name`` also after the file
+    defines its own. What megatron-core's file itself used while it ran, such as a base class, stays its own.
 
-    Raises ImportError as ``upstream`` does, and when ``name`` was not loaded through the patch.
+    Raises ImportError if ``name`` is not a module that was loaded as an extended one.
     """
-    module, public = sys.modules[name], _public_name(name)
-    loader = module.__spec__.loader if module.__spec__ else None
-    if not isinstance(loader, PatchLoader):
-        raise ImportError(f"{name} was not loaded through the patch: call {__name__}.activate() first", name=name)
-    alias = _alias(public)
+    loader = _extension(sys.modules.get(name))
+    if loader is None or loader.originals is None:
+        _public_name(name)
+        raise ImportError(
+            f"{name} was not loaded through the patch: call {__name__}.activate() before anything imports megatron",
+            name=name,
+        )
+    return loader.originals
 
-    def missing(attribute: str) -> Any:
-        original = sys.modules.get(alias)
-        try:
-            value = getattr(original, attribute)
-        except AttributeError:
-            if attribute == "__all__" and original is not None:
-                return [public_name for public_name in listed() if not public_name.startswith("_")]
-            raise AttributeError(f"module {name!r} has no attribute {attribute!r}") from None
-        if loader.early is not None:
-            loader.early[attribute] = value
-        return value
 
-    def listed() -> list[str]:
-        return sorted({*vars(module), *vars(sys.modules[alias])})
+def is_patched(module: ModuleType) -> bool:
+    """Whether ``module`` was loaded from this tree's file, or from megatron-core's and this tree's."""
+    return _extension(module) is not None or module.__file__ == str(tree_file(module.__name__))
 
-    # Set before megatron-core's module runs: what it imports may import the patched one again.
-    module.__getattr__ = missing  # type: ignore[method-assign]
-    module.__dir__ = listed  # type: ignore[method-assign]
-    return upstream(name)
+
+def _getfile_of_both(getfile: Callable[[Any], str]) -> Callable[[Any], str]:
+    """Return ``inspect.getfile`` that knows two files of an extended module."""
+
+    @functools.wraps(getfile)
+    def wrapper(object: Any) -> str:
+        extension = _extension(sys.modules.get(object.__module__)) if isinstance(object, type) else None
+        if extension is not None and extension.defines(object):
+            return str(extension.file)
+        return getfile(object)
+
+    return wrapper
 
 
 def is_active() -> bool:
@@ -290,3 +412,4 @@ def activate() -> None:
             name=loaded[0],
         )
     sys.meta_path.insert(0, OverlayFinder())
+    inspect.getfile = _getfile_of_both(inspect.getfile)  # type: ignore[assignment]

@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 from megatron.core.transformer._cuda_graphs.fsdp_checks import check_fsdp_options
 from megatron_fsdp_cuda_graphs.overlay import extend
 
-_upstream: Any = extend(__name__)
-_validate_args = _upstream.validate_args
-
+_upstream = extend(__name__)
 
 if TYPE_CHECKING:  # names that are megatron-core's own
 
@@ -24,11 +22,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     Raises:
         ValueError: names each flag that CUDA graphs under Megatron-FSDP miss, and says why.
     """
-    args = _validate_args(args, defaults or {})
+    args = _upstream.validate_args(args, defaults or {})
     if args.use_megatron_fsdp:
         check_fsdp_options(args.cuda_graph_impl, args, gradient_accumulation_fusion=args.gradient_accumulation_fusion)
     return args
-
-
-# parse_and_validate_args, in megatron-core's file, calls the function by this name.
-_upstream.validate_args = validate_args

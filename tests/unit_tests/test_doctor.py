@@ -52,24 +52,25 @@ def ready(two_gpus, patched_core, monkeypatch):
     transformer_engine(monkeypatch, lambda modules, capture_time_hooks=None: None)
 
 
-class TestEngine:
+class TestTransformerEngine:
     def test_one_with_capture_time_hooks_takes_them(self, monkeypatch):
         transformer_engine(monkeypatch, lambda modules, capture_time_hooks=None: None)
-        assert doctor.find_engine() == doctor.Engine("2.20.2", takes_hooks=True, error=None)
+        assert doctor.find_transformer_engine() == doctor.TransformerEngineFound("2.20.2", takes_hooks=True, error=None)
 
     def test_one_without_does_not(self, monkeypatch):
         transformer_engine(monkeypatch, lambda modules, sample_args: None, version="2.18.0")
-        assert doctor.find_engine() == doctor.Engine("2.18.0", takes_hooks=False, error=None)
+        found = doctor.TransformerEngineFound("2.18.0", takes_hooks=False, error=None)
+        assert doctor.find_transformer_engine() == found
 
     def test_one_that_cannot_be_imported_says_why(self, monkeypatch):
         transformer_engine(monkeypatch, None)
         monkeypatch.setitem(sys.modules, TE_MODULE, None)
-        engine = doctor.find_engine()
+        engine = doctor.find_transformer_engine()
         assert engine.version == "2.20.2"
         assert engine.error.startswith(f"ModuleNotFoundError: import of {TE_MODULE} halted")
 
     def test_one_that_is_not_installed_has_no_version(self, no_transformer_engine):
-        assert doctor.find_engine().version is None
+        assert doctor.find_transformer_engine().version is None
 
 
 class TestWhyOff:
@@ -178,7 +179,7 @@ def test_here_it_finds_every_patched_module_in_this_tree():
     lines = done.stdout.split("Modules:\n")[1].split("\n\n")[0].splitlines()
     states = {name: state for state, name in map(str.split, lines)}
     assert sorted(states) == overlay.patched_modules()
-    assert set(states.values()) <= {"replaced", "added"}
-    assert states["megatron.training.arguments"] == "replaced"
+    assert set(states.values()) <= {"replaced", "extended", "added"}
+    assert states["megatron.training.arguments"] == "extended"
     assert done.returncode == 1
     assert "No GPU is visible" in done.stdout

@@ -1,10 +1,11 @@
 """How a file of the patch takes the place of megatron-core's module, and reaches it."""
 
 import shutil
+from textwrap import dedent
 
 import pytest
 
-from tests.unit_tests.fake_core import Sandbox, write
+from tests.unit_tests.fake_core import PATCHED_LAYERS, Sandbox, write
 
 
 @pytest.fixture
@@ -50,8 +51,8 @@ class TestImport:
 
     def test_the_tree_is_not_imported_from_the_repository_folder_itself(self, sandbox):
         checkout = write(sandbox.folder / "checkout", {"megatron/core/layers.py": "Linear = None"})
-        code = "import megatron.core.layers as m; print(m.__file__)"
-        assert sandbox.output(code, ahead=(checkout,)) == str(sandbox.patch / "core/layers.py")
+        code = "import megatron.core.layers as m; print(m.Linear.graphed)"
+        assert sandbox.output(code, ahead=(checkout,)) == "True"
 
     def test_a_file_of_the_tree_under_its_installed_name_is_refused(self, sandbox):
         error = sandbox.error("import megatron_fsdp_cuda_graphs.core.layers")
@@ -83,20 +84,47 @@ class TestImport:
 
 class TestExtend:
     def test_names_that_the_patch_does_not_define_are_megatron_cores(self, sandbox):
-        code = """
-            from megatron.core import layers
-            from megatron_fsdp_cuda_graphs.overlay import upstream
-            print(layers.Norm is upstream("megatron.core.layers").Norm, layers.Linear is layers._upstream.Linear)
-        """
-        assert sandbox.output(code) == "True False"
+        assert sandbox.output("from megatron.core import layers; print(layers.limit(), layers.Norm)") == (
+            "1 <class 'megatron.core.layers.Norm'>"
+        )
 
-    def test_a_module_level_variable_is_the_live_one(self, sandbox):
+    def test_there_is_one_module_object_with_megatron_cores_file_and_spec(self, sandbox):
+        code = """
+            import sys
+            from megatron.core import layers
+            print(layers.__file__, layers.__spec__.origin, type(layers).__name__)
+            print([name for name in sys.modules if "layers" in name])
+        """
+        file = sandbox.site / "megatron/core/layers.py"
+        assert sandbox.output(code) == f"{file} {file} module\n['megatron.core.layers']"
+
+    def test_functions_of_megatron_core_see_the_definitions_of_the_patch(self, sandbox):
+        write(sandbox.site, {"megatron/core/layers.py": "class Linear: ...\ndef make(): return Linear()"})
+        assert sandbox.output("from megatron.core import layers; print(layers.make().graphed)") == "True"
+
+    def test_originals_are_kept_for_names_that_the_patch_defines(self, sandbox):
+        code = "from megatron.core.layers import _upstream; print('graphed' in dir(_upstream.Linear))"
+        assert sandbox.output(code) == "False"
+
+    def test_other_names_of_the_originals_are_the_modules_of_the_moment(self, sandbox):
         code = """
             from megatron.core import layers
-            layers._upstream.LIMIT = 7
-            print(layers.LIMIT, layers.limit())
+            layers.LIMIT = 7
+            print(layers._upstream.LIMIT, layers._upstream.limit())
         """
         assert sandbox.output(code) == "7 7"
+
+    def test_names_that_megatron_core_makes_on_demand_are_found(self, sandbox):
+        write(sandbox.site, {"megatron/core/layers.py": "class Linear: ...\ndef __getattr__(name): return name * 2"})
+        assert sandbox.output("from megatron.core import layers; print(layers.ab, layers._upstream.cd)") == "abab cdcd"
+
+    def test_relative_imports_of_both_files_resolve(self, sandbox):
+        write(sandbox.site, {"megatron/core/layers.py": "from .utils import A\nclass Linear: ...",
+                             "megatron/core/utils.py": "A = 1"})  # fmt: skip
+        write(sandbox.patch, {"core/extra.py": "B = 2"})
+        source = (sandbox.patch / "core/layers.py").read_text()
+        write(sandbox.patch, {"core/layers.py": f"from .extra import B\n{source}"})
+        assert sandbox.output("from megatron.core import layers; print(layers.A, layers.B)") == "1 2"
 
     def test_star_import_gives_the_public_names_of_both(self, sandbox):
         assert sandbox.output("from megatron.core.layers import *; print(Linear.graphed, Norm, limit())").startswith(
@@ -108,10 +136,6 @@ class TestExtend:
         code = "from megatron.core.layers import *; print(Linear.graphed, 'hidden' in globals())"
         assert sandbox.output(code) == "True False"
 
-    def test_dir_lists_the_names_of_both(self, sandbox):
-        code = "from megatron.core import layers; print({'Norm', 'Linear', 'limit', '_upstream'} <= set(dir(layers)))"
-        assert sandbox.output(code) == "True"
-
     def test_a_name_that_neither_has_is_an_attribute_error_with_the_public_name(self, sandbox):
         error = sandbox.error("from megatron.core import layers; layers.nothing")
         assert error == "AttributeError: module 'megatron.core.layers' has no attribute 'nothing'"
@@ -122,15 +146,92 @@ class TestExtend:
         )
         assert "megatron.core.plain was not loaded through the patch" in error
 
-    def test_reload_runs_the_patched_file_again_over_the_same_upstream(self, sandbox):
+    def test_a_module_that_megatron_core_lacks_is_refused_naming_the_file(self, sandbox):
+        write(sandbox.patch, {"core/extra.py": PATCHED_LAYERS})
+        error = sandbox.error("import megatron.core.extra")
+        assert f"{sandbox.patch}/core/extra.py extends megatron.core.extra, and megatron-core has no such" in error
+
+    def test_reload_runs_both_files_again(self, sandbox):
         code = """
             import importlib
             from megatron.core import layers
-            norm, linear = layers.Norm, layers.Linear
+            norm, linear, original = layers.Norm, layers.Linear, layers._upstream.Linear
+            layers.LIMIT = 7
             importlib.reload(layers)
-            print(layers.Norm is norm, layers.Linear is linear, layers.Linear.graphed)
+            print(layers.Norm is norm, layers.Linear is linear, layers.Linear.graphed, layers.limit())
+            print(layers._upstream.Linear is original, hasattr(layers._upstream.Linear, "graphed"))
         """
-        assert sandbox.output(code) == "True False True"
+        assert sandbox.output(code) == "False False True 1\nFalse False"
+
+
+class TestMonkeypatching:
+    """What others set on an extended module reaches megatron-core's functions and the patch's alike."""
+
+    FILES = {
+        "megatron/core/layers.py": """
+            def warn(): return "warn"
+            def validate(): return ["core", warn(), extra()]
+            def parse(): return validate()
+            def extra(): return "extra"
+        """,
+    }
+    PATCH = """
+        from megatron_fsdp_cuda_graphs.overlay import extend
+
+        _upstream = extend(__name__)
+
+        def validate():
+            return ["patch", warn(), *_upstream.validate()]
+
+        def extra():
+            return "our " + _upstream.extra()
+    """
+
+    @pytest.fixture
+    def layers(self, sandbox):
+        write(sandbox.site, self.FILES)
+        write(sandbox.patch, {"core/layers.py": self.PATCH})
+        return sandbox
+
+    def run(self, layers, code):
+        return layers.output("from unittest import mock\nfrom megatron.core import layers\n" + dedent(code))
+
+    def test_a_name_of_megatron_cores(self, layers):
+        code = """
+            with mock.patch("megatron.core.layers.warn", lambda: "mocked"):
+                print(*layers.parse())
+            print(*layers.parse())
+        """
+        assert self.run(layers, code) == "patch mocked core mocked our extra\npatch warn core warn our extra"
+
+    @pytest.mark.parametrize("name", ["validate", "extra"])
+    def test_a_name_of_the_patch_is_set_and_put_back(self, layers, name):
+        code = f"""
+            ours = layers.{name}
+            with mock.patch.object(layers, "{name}", lambda: ["mocked"]):
+                print("mocked" in str(layers.parse()))
+            print(layers.{name} is ours, *layers.parse())
+        """
+        assert self.run(layers, code) == "True\nTrue patch warn core warn our extra"
+
+    @pytest.mark.parametrize("name", ["warn", "extra"])
+    def test_a_deleted_name_is_gone_for_both(self, layers, name):
+        code = f"""
+            del layers.{name}
+            try:
+                layers.parse()
+            except NameError as error:
+                print(error, hasattr(layers, "{name}"))
+        """
+        assert self.run(layers, code) == f"name '{name}' is not defined False"
+
+    def test_an_original_can_be_replaced_too(self, layers):
+        code = """
+            with mock.patch.object(layers._upstream, "extra", lambda: "mocked"):
+                print(*layers.parse())
+            print(*layers.parse())
+        """
+        assert self.run(layers, code).splitlines()[0] == "patch warn core warn our mocked"
 
 
 class TestCircularImport:
@@ -144,13 +245,23 @@ class TestCircularImport:
         code = "import megatron.core.layers as l, megatron.core.user as u; print(u.Norm is l.Norm, l.Linear.graphed)"
         assert sandbox.output(code) == "True True"
 
-    def test_a_name_that_the_patch_replaces_is_refused(self, sandbox):
+    @pytest.mark.parametrize(
+        "user",
+        [
+            "from megatron.core.layers import Linear",
+            "from megatron.core.layers import *",
+            "import sys; L = sys.modules['megatron.core.layers'].Linear",
+        ],
+    )
+    def test_a_name_that_the_patch_replaces_is_refused_naming_who_took_it(self, sandbox, user):
         write(sandbox.site, {
             "megatron/core/layers.py": "class Linear: ...\nimport megatron.core.user",
-            "megatron/core/user.py": "from megatron.core.layers import Linear",
+            "megatron/core/user.py": user,
         })  # fmt: skip
         error = sandbox.error("import megatron.core.layers")
-        assert "megatron.core.layers replaces Linear, but a module that it imports took megatron-core's own" in error
+        assert error.startswith(
+            "ImportError: the patch replaces Linear of megatron.core.layers, but megatron.core.user took "
+        )
 
     def test_a_user_imported_by_the_patched_file_itself_is_refused_likewise(self, sandbox):
         source = (sandbox.patch / "core/layers.py").read_text()
@@ -158,7 +269,116 @@ class TestCircularImport:
             sandbox.patch,
             {"core/layers.py": source.replace("class Linear", "import megatron.core.plain\nclass Linear")},
         )
-        assert "replaces Linear" in sandbox.error("import megatron.core.layers")
+        assert "replaces Linear of megatron.core.layers, but megatron.core.plain took" in sandbox.error(
+            "import megatron.core.layers"
+        )
+
+    def test_a_user_imported_after_the_definition_takes_the_patchs(self, sandbox):
+        source = (sandbox.patch / "core/layers.py").read_text()
+        write(sandbox.patch, {"core/layers.py": f"{dedent(source)}\nimport megatron.core.plain"})
+        code = "import megatron.core.layers, megatron.core.plain as p; print(p.Linear.graphed)"
+        assert sandbox.output(code) == "True"
+
+
+class TestInspection:
+    """Tools that read a class or function through its module find the file that defines it."""
+
+    CORE = """
+        from __future__ import annotations
+
+        class Linear:
+            size: Size
+
+            class Inner:
+                core = 1
+
+        class Norm:
+            size: Size
+
+        class Size: ...
+
+        def limit(size: Size): ...
+    """
+    PATCH = """
+        from megatron_fsdp_cuda_graphs.overlay import extend
+
+        _upstream = extend(__name__)
+
+        class Linear(_upstream.Linear):
+            graph: "Graph"
+
+            class Inner:
+                ours = 1
+
+        class Graph:
+            size: "Size"
+
+        def capture(linear: "Linear"): ...
+    """
+
+    @pytest.fixture
+    def inspected(self, sandbox):
+        write(sandbox.site, {"megatron/core/layers.py": self.CORE})
+        write(sandbox.patch, {"core/layers.py": self.PATCH})
+        return sandbox
+
+    @pytest.mark.parametrize(
+        ("name", "ours", "source"),
+        [
+            ("Norm", False, "class Norm:\n    size: Size"),
+            ("limit", False, "def limit(size: Size): ..."),
+            ("_upstream.Linear", False, "class Linear:\n    size: Size"),
+            ("_upstream.Linear.Inner", False, "class Inner:\n        core = 1"),
+            ("Linear", True, 'class Linear(_upstream.Linear):\n    graph: "Graph"'),
+            ("Linear.Inner", True, "class Inner:\n        ours = 1"),
+            ("Graph", True, 'class Graph:\n    size: "Size"'),
+            ("capture", True, 'def capture(linear: "Linear"): ...'),
+        ],
+    )
+    def test_source_and_file(self, inspected, name, ours, source):
+        code = f"""
+            import inspect
+            from megatron.core import layers
+            print(inspect.getsourcefile(layers.{name}), inspect.getfile(layers.{name}))
+            print(inspect.getmodule(layers.{name}) is layers)
+            print(inspect.getsource(layers.{name}).strip())
+        """
+        file = (inspected.patch if ours else inspected.site / "megatron") / "core/layers.py"
+        assert inspected.output(code).startswith(f"{file} {file}\nTrue\n{source}")
+
+    def test_source_of_the_module_is_megatron_cores(self, inspected):
+        code = "import inspect, megatron.core.layers as l; print(inspect.getsource(l))"
+        assert inspected.output(code) == dedent(self.CORE).strip()
+
+    def test_line_of_a_traceback(self, inspected):
+        write(inspected.patch, {"core/layers.py": f"{dedent(self.PATCH)}\ndef fail():\n    raise OSError('ours')"})
+        done = inspected.run("-c", "import megatron.core.layers as l; l.fail()")
+        assert f'File "{inspected.patch}/core/layers.py", line' in done.stderr
+        assert "raise OSError('ours')" in done.stderr
+
+    @pytest.mark.parametrize(
+        ("name", "hints"),
+        [("Norm", "size"), ("limit", "size"), ("Linear", "graph size"), ("Graph", "size"), ("capture", "linear")],
+    )
+    def test_type_hints(self, inspected, name, hints):
+        code = f"""
+            import typing
+            from megatron.core import layers
+            hints = typing.get_type_hints(layers.{name})
+            print(*sorted(hints), {{hint.__module__ for hint in hints.values()}})
+        """
+        assert inspected.output(code) == f"{hints} {{'megatron.core.layers'}}"
+
+    def test_a_class_of_another_module_is_where_it_was(self, inspected):
+        write(inspected.folder, {"mine.py": "class Mine:\n    size = 1\n"})
+        code = """
+            import inspect, megatron.core.layers, mine
+            print(inspect.getsource(mine.Mine))
+            inspect.getfile(int)
+        """
+        done = inspected.run("-c", dedent(code), ahead=(inspected.folder,))
+        assert done.stdout.strip() == "class Mine:\n    size = 1"
+        assert done.stderr.endswith("TypeError: <class 'int'> is a built-in class\n")
 
 
 class TestUpstream:
@@ -220,7 +440,7 @@ class TestUpstream:
 
             sys.meta_path.append(EditableFinder)
             import megatron.core.layers as layers
-            print(layers.Linear.graphed, layers._upstream.__file__)
+            print(layers.Linear.graphed, layers.__file__)
         """
         assert sandbox.output(code) == f"True {sandbox.folder}/layers.py"
 

@@ -140,7 +140,7 @@ class TestSpawnedProcess:
 
             def child(cls, results):
                 import megatron.core.layers as layers
-                results.put((cls is layers.Linear, cls.graphed, layers.__file__))
+                results.put((cls is layers.Linear, cls.graphed))
 
             if __name__ == "__main__":
                 from megatron.core.layers import Linear
@@ -153,4 +153,4 @@ class TestSpawnedProcess:
         """
         write(sandbox.folder, {"main.py": script})
         done = sandbox.run("main.py")
-        assert done.stdout.strip() == f"True True {sandbox.patch}/core/layers.py", done.stderr
+        assert done.stdout.strip() == "True True", done.stderr

@@ -7,10 +7,9 @@ from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream = extend(__name__)
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # names that are megatron-core's own
 
-    def __getattr__(name: str) -> Any:
-        """Every other name is megatron-core's; see ``extend``."""
+    def __getattr__(name: str) -> Any: ...
 
 
 def compile_helpers() -> None:

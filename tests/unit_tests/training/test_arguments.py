@@ -104,3 +104,32 @@ def test_fused_weight_gradients_need_sharded_parameters(validate, monkeypatch):
     monkeypatch.setattr(sys.modules[__name__], "MODEL", MODEL.replace("--no-gradient-accumulation-fusion", ""))
     with pytest.raises(ValueError, match="--no-gradient-accumulation-fusion is required"):
         validate(flags, GRAPHS, DOUBLE_BUFFER, FALLBACK)
+
+
+class TestMonkeypatching:
+    def test_a_function_that_megatron_core_calls(self, validate, monkeypatch):
+        from megatron.training import arguments
+
+        messages = []
+        monkeypatch.setattr(arguments, "print_rank_0", lambda message, *rest, **options: messages.append(message))
+        validate("--enable-cuda-graph")
+        assert any("--enable-cuda-graph is deprecated" in message for message in messages)
+
+    def test_a_function_that_the_patch_calls(self, validate, monkeypatch):
+        from megatron.training import arguments
+
+        checked = []
+        monkeypatch.setattr(arguments, "check_fsdp_options", lambda impl, *rest, **options: checked.append(impl))
+        validate(FSDP, GRAPHS)
+        assert checked == ["transformer_engine"]
+
+    def test_validate_args_itself_and_back(self, monkeypatch):
+        from megatron.training import arguments
+
+        ours = arguments.validate_args
+        monkeypatch.setattr(sys, "argv", ["train.py", *MODEL.split()])
+        with monkeypatch.context() as patched:
+            patched.setattr(arguments, "validate_args", lambda *args: pytest.fail("called"))
+            with pytest.raises(pytest.fail.Exception):
+                at_once()
+        assert arguments.validate_args is ours
