@@ -50,7 +50,7 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
         sequence-parallel ranks, in the dtype in which hidden states pass between layers.
         """
         inputs = super().get_layer_static_inputs(seq_length, micro_batch_size)
-        dtype = torch.float32 if self.config.fp32_residual_connection else self.config.params_dtype
+        dtype = _hidden_states_dtype(self.config)
         inputs["hidden_states"] = inputs["hidden_states"].detach().to(dtype).requires_grad_()
         return inputs
 
@@ -77,3 +77,16 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
         for hook, hook_args in self.cuda_graph_manual_hooks:
             hook(*hook_args)
         return graph(*args, **kwargs)
+
+
+def _hidden_states_dtype(config: Any) -> torch.dtype:
+    """The dtype in which hidden states pass between layers.
+
+    ``--bf16`` and ``--fp16`` convert the whole model, whatever ``params_dtype`` is; with ``--fp32-residual-connection``
+    the embedding returns fp32.
+    """
+    if config.fp32_residual_connection:
+        return torch.float32
+    if config.bf16:
+        return torch.bfloat16
+    return torch.float16 if config.fp16 else config.params_dtype

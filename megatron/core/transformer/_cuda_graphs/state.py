@@ -2,14 +2,20 @@
 
 import os
 
-import torch
+from packaging.version import Version
+
+from megatron.core.utils import get_torch_version
 
 _IS_GRAPH_CAPTURING = False
 _IS_GRAPH_WARMUP = False
 
-# Whether what is alive is kept from the garbage collector during captures by TransformerEngine's engine: torch before
-# 2.9 collects garbage at the beginning of every capture. CUDA_GRAPH_CAPTURE_FREEZE_GC=0 forbids it.
-FREEZE_GC: bool = os.getenv("CUDA_GRAPH_CAPTURE_FREEZE_GC") != "0" and torch.__version__ < "2.9.0a0"
+# From this version on, torch does not collect garbage at the beginning of every capture.
+FREEZE_GC_MAX_TORCH_VERSION = Version("2.9.0a0")
+# Whether live objects are frozen (gc.freeze) while TransformerEngine's engine captures, so that these collections are
+# short. The environment variable CUDA_GRAPH_CAPTURE_FREEZE_GC=0 forbids it.
+FREEZE_GC: bool = os.getenv("CUDA_GRAPH_CAPTURE_FREEZE_GC") != "0" and (
+    get_torch_version() < FREEZE_GC_MAX_TORCH_VERSION
+)
 
 
 def is_graph_capturing() -> bool:
@@ -18,7 +24,7 @@ def is_graph_capturing() -> bool:
 
 
 def _set_capture_start() -> None:
-    """Say that captures begin: hooks that reduce gradients or gather parameters stand back, for instance."""
+    """Say that captures begin. Until they end, hooks that reduce gradients or gather parameters skip communication."""
     global _IS_GRAPH_CAPTURING
     _IS_GRAPH_CAPTURING = True
 
@@ -35,7 +41,7 @@ def is_graph_warmup() -> bool:
 
 
 def _set_warmup_start() -> None:
-    """Say that warm-up begins: activation checkpointing, for instance, computes nothing again until its end."""
+    """Say that warm-up begins. Until it ends, activation checkpointing recomputes nothing."""
     global _IS_GRAPH_WARMUP
     _IS_GRAPH_WARMUP = True
 

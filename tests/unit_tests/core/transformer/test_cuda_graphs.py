@@ -1,22 +1,30 @@
-"""cuda_graphs: the table of its names, docs/cuda_graphs_names.md, says what is so."""
+"""cuda_graphs: every name of megatron-core's module is there, as docs/cuda_graphs_names.md says, and can be patched."""
 
 import ast
 import importlib
+import os
+import pickle
 import re
 import subprocess
 import sys
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, ModuleType
+from unittest import mock
 
 import pytest
+import torch
 
 import megatron.core
-from megatron.core.transformer import cuda_graphs
-from megatron.core.transformer._cuda_graphs import state
-from megatron.core.transformer._cuda_graphs.local import buffers
+from megatron.core.transformer import _cuda_graphs, cuda_graphs
+from megatron.core.transformer._cuda_graphs import for_callers, imported_names, state
+from megatron.core.transformer._cuda_graphs.engine import rng
+from megatron.core.transformer._cuda_graphs.local import buffers, manager, record, runner
+from megatron.core.transformer._cuda_graphs.te import backends, helper
 
-TABLE = Path(__file__).parents[4] / "docs" / "cuda_graphs_names.md"
-LIVE = {
+TABLES = Path(__file__).parents[4] / "docs" / "cuda_graphs_names.md"
+PACKAGE = Path(_cuda_graphs.__path__[0])
+UPSTREAM = Path(megatron.core.__path__[0]) / "transformer" / "cuda_graphs.py"
+VARIABLES = {
     "_IS_GRAPH_CAPTURING": state,
     "_IS_GRAPH_WARMUP": state,
     "fwd_buffer_reuse_ref_count": buffers,
@@ -24,63 +32,98 @@ LIVE = {
 }
 
 
-def table():
-    """``[(where, name)]`` of the rows of the table."""
-    rows = [line.split("|")[1:3] for line in TABLE.read_text().splitlines() if line.startswith("| ")][1:]
-    return [(where.strip().strip("`"), name) for where, names in rows for name in re.findall(r"`(\w+)`", names)]
+def table(heading):
+    """``[(first cell, name)]`` of the rows of one of the tables."""
+    (section,) = (text for text in TABLES.read_text().split("\n## ") if text.startswith(heading))
+    rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| ")][1:]
+    return [(first.strip().strip("`"), name) for first, names in rows for name in re.findall(r"`(\w+)`", names)]
 
 
-def names():
-    return [name for _, name in table()]
+DEFINED, IMPORTED, ABSENT = table("Defined"), table("Imported"), table("Not here")
 
 
-@pytest.mark.parametrize(("file", "name"), table())
-def test_names_are_defined_in_the_file_of_the_table(file, name):
+def names(rows):
+    return [name for _, name in rows]
+
+
+def bound_at_module_level(source):
+    """The names that the statements of a module bind, those in ``if`` and ``try`` too."""
+    found = set()
+
+    def visit(body):
+        for node in body:
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                found.add(node.name)
+            elif isinstance(node, ast.Import | ast.ImportFrom):
+                found.update((alias.asname or alias.name).split(".")[0] for alias in node.names)
+            elif isinstance(node, ast.Assign | ast.AnnAssign):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                found.update(target.id for target in targets if isinstance(target, ast.Name))
+            elif isinstance(node, ast.Try | ast.If):
+                visit([*node.body, *node.orelse, *getattr(node, "finalbody", ())])
+                visit([statement for handler in getattr(node, "handlers", ()) for statement in handler.body])
+
+    visit(ast.parse(source).body)
+    return found
+
+
+# ----------------------------------------------------------------------------------------------------------- names
+
+
+@pytest.mark.parametrize(("file", "name"), DEFINED)
+def test_a_name_is_defined_in_the_file_of_the_table(file, name):
     module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
-    assert name in vars(module)
+    assert name in bound_at_module_level((TABLES.parents[1] / file).read_text())
     assert getattr(cuda_graphs, name) is getattr(module, name)
-    if isinstance(vars(module)[name], (type, FunctionType)):  # it could have been imported there
-        assert vars(module)[name].__module__ == module.__name__
+    if isinstance(value := getattr(module, name), FunctionType):  # it could have been imported there
+        assert value.__code__.co_filename == module.__file__
 
 
-def test_no_name_is_in_the_table_twice():
-    assert sorted(names()) == sorted(set(names()))
+def imports(file):
+    """What each name that a file imports is imported as."""
+    found: dict[str, tuple[str | None, ...]] = {}
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            source = (node.module,) if isinstance(node, ast.ImportFrom) else ()
+            found |= {alias.asname or alias.name: (*source, alias.name) for alias in node.names}
+    return found
 
 
-def test_every_name_of_the_module_is_in_the_table():
-    assert sorted([*cuda_graphs.__all__, *LIVE]) == sorted(names())
+def test_an_imported_name_is_what_megatron_core_imports():
+    ours, theirs = imports(Path(imported_names.__file__)), imports(UPSTREAM)
+    theirs.pop("make_graphed_callables")
+    assert {name: ours.get(name) for name in theirs if name in names(IMPORTED)} == {
+        name: source for name, source in theirs.items() if name in names(IMPORTED)
+    }
 
 
-@pytest.mark.parametrize("name", LIVE)
-def test_variables_have_their_value_of_the_moment(name, monkeypatch):
-    monkeypatch.setattr(LIVE[name], name, 7)
-    assert getattr(cuda_graphs, name) == 7
+@pytest.mark.parametrize(("source", "name"), IMPORTED)
+def test_an_imported_name_is_there_if_its_package_is(source, name):
+    has = {"TransformerEngine": cuda_graphs.HAVE_TE_GRAPHS, "tqdm": cuda_graphs.HAVE_TQDM}.get(source, True)
+    assert hasattr(cuda_graphs, name) is (has or name.startswith("HAVE_"))
 
 
-def test_a_name_that_is_not_there_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'HAVE_TE_GRAPHS'"):
-        _ = cuda_graphs.HAVE_TE_GRAPHS
+@pytest.mark.parametrize("name", names(ABSENT))
+def test_a_name_that_is_not_here_is_an_attribute_error(name):
+    with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+        getattr(cuda_graphs, name)
 
 
-IMPORTED_FIRST = [
-    "megatron.core.transformer.cuda_graphs",
-    "megatron.core.transformer._cuda_graphs.local.runner",
-    "megatron.core.transformer.module",
-    "megatron.core.distributed",
-    "megatron.core.pipeline_parallel.schedules",
-    "megatron.core.tensor_parallel",
-    "megatron.core.inference.contexts",
-]
+def test_no_name_is_in_the_tables_twice():
+    listed = names([*DEFINED, *IMPORTED, *ABSENT])
+    assert sorted(listed) == sorted(set(listed))
 
 
-@pytest.mark.parametrize("first", IMPORTED_FIRST)
-def test_nothing_comes_from_megatron_core_whatever_is_imported_first(first):
-    code = f"""
-import sys, torch, {first}
-from megatron.core.transformer import cuda_graphs
-assert not [name for name in sys.modules if name.endswith("_upstream_cuda_graphs")]
-"""
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+def test_every_name_of_megatron_cores_module_is_in_a_table():
+    assert bound_at_module_level(UPSTREAM.read_text()) - set(names([*DEFINED, *IMPORTED, *ABSENT])) == set()
+
+
+def test_every_public_name_is_in_the_table_of_what_is_defined():
+    assert sorted([*cuda_graphs.__all__, *VARIABLES]) == sorted(names(DEFINED))
+
+
+def test_all_names_are_listed_by_dir():
+    assert {*names(DEFINED)} <= {*dir(cuda_graphs)}
 
 
 def imported_by_megatron_core():
@@ -97,7 +140,192 @@ def imported_by_megatron_core():
     return found
 
 
-def test_every_name_that_megatron_core_imports_is_in_the_table():
+def test_every_name_that_megatron_core_imports_is_there():
     imported = imported_by_megatron_core()
     assert "is_graph_capturing" in imported
-    assert {name: file for name, file in imported.items() if name not in names()} == {}
+    assert {name: file for name, file in imported.items() if not hasattr(cuda_graphs, name)} == {}
+
+
+IMPORTED_FIRST = [
+    "megatron.core.transformer.cuda_graphs",
+    "megatron.core.transformer._cuda_graphs.imported_names",
+    "megatron.core.transformer._cuda_graphs.local.runner",
+    "megatron.core.transformer.module",
+    "megatron.core.distributed",
+    "megatron.core.pipeline_parallel.schedules",
+    "megatron.core.tensor_parallel",
+    "megatron.core.tensor_parallel.gtp_api",
+    "megatron.core.inference.contexts",
+]
+
+
+@pytest.mark.parametrize("first", IMPORTED_FIRST)
+def test_nothing_comes_from_megatron_core_whatever_is_imported_first(first):
+    code = f"""
+import sys, torch, {first}
+from megatron.core.transformer import cuda_graphs
+assert not [name for name in sys.modules if name.endswith("_upstream_cuda_graphs")]
+assert all(hasattr(cuda_graphs, name) for name in cuda_graphs.__all__)
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+# -------------------------------------------------------------------------------------------------------- patching
+
+# Kinds of names, with files of the package whose functions use them.
+PATCHED: dict[str, tuple[str, list[ModuleType]]] = {
+    "function": ("is_graph_capturing", [state]),
+    "imported function": ("get_num_microbatches", [imported_names, helper]),
+    "function of several files": ("make_graphed_callables", [backends]),
+    "class": ("_CudaGraphRunner", [runner, manager]),
+    "constant": ("FREEZE_GC", [state]),
+    "flag of an optional package": ("HAVE_TE_GRAPHS", [imported_names, for_callers]),
+    "logger": ("logger", [record, helper]),
+    "module": ("time", [helper, record]),
+    "variable": ("_IS_GRAPH_CAPTURING", [state]),
+    "another variable": ("fwd_buffer_reuse_ref_count", [buffers]),
+}
+
+
+def values(name, files):
+    return [getattr(cuda_graphs, name), *(getattr(file, name) for file in files)]
+
+
+@pytest.fixture(params=list(PATCHED.values()), ids=list(PATCHED))
+def patched_name(request):
+    """A name and files of it, which must be as before at the end."""
+    name, files = request.param
+    namespaces = [vars(cuda_graphs), *map(vars, files)]
+    before = [dict(namespace) for namespace in namespaces]
+    yield name, files
+    assert [set(namespace) for namespace in namespaces] == [set(namespace) for namespace in before]
+    for namespace, original in zip(namespaces, before, strict=True):
+        assert all(namespace[key] is original[key] for key in original)
+
+
+def test_mock_patch_reaches_every_file_and_is_undone(patched_name):
+    name, files = patched_name
+    with mock.patch(f"megatron.core.transformer.cuda_graphs.{name}", "new"):
+        assert set(values(name, files)) == {"new"}
+
+
+def test_monkeypatch_reaches_every_file_and_is_undone(patched_name):
+    name, files = patched_name
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(cuda_graphs, name, "new")
+        assert set(values(name, files)) == {"new"}
+
+
+def test_a_deletion_reaches_every_file_and_is_undone(patched_name):
+    name, files = patched_name
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.delattr(cuda_graphs, name)
+        assert not any(hasattr(module, name) for module in (cuda_graphs, *files))
+
+
+def test_assignment_is_seen_at_once_and_can_be_repeated(patched_name):
+    name, files = patched_name
+    original = getattr(cuda_graphs, name)
+    for value in ("first", "second", original):
+        setattr(cuda_graphs, name, value)
+        assert all(found is value for found in values(name, files))
+
+
+def test_functions_call_what_a_name_was_patched_with():
+    called = KeyError("called")
+    patch = mock.patch("megatron.core.transformer.cuda_graphs._clone_nested_tensors", side_effect=called)
+    with patch, pytest.raises(KeyError, match="called"):
+        rng._ensure_generator_state_is_cudagraph_safe(torch.Generator())
+
+
+def test_a_variable_that_is_assigned_is_what_functions_return():
+    with mock.patch("megatron.core.transformer.cuda_graphs._IS_GRAPH_CAPTURING", True):
+        assert cuda_graphs.is_graph_capturing()
+    assert not cuda_graphs.is_graph_capturing()
+
+
+@pytest.mark.parametrize("name", VARIABLES)
+def test_variables_have_their_value_of_the_moment(name, monkeypatch):
+    monkeypatch.setattr(VARIABLES[name], name, 7)
+    assert getattr(cuda_graphs, name) == 7
+
+
+def test_a_name_of_the_same_spelling_that_is_something_else_is_left_alone():
+    from megatron.core.transformer._cuda_graphs.engine import static_inputs
+
+    before = dict(vars(static_inputs))
+    with mock.patch("megatron.core.transformer.cuda_graphs.tree_map"):
+        assert "tree_map" in before
+        assert vars(static_inputs) == before
+
+
+def test_a_new_name_stays_in_the_module():
+    with mock.patch("megatron.core.transformer.cuda_graphs.something_new", 1, create=True):
+        assert vars(cuda_graphs)["something_new"] == 1
+        assert not hasattr(state, "something_new")
+    assert not hasattr(cuda_graphs, "something_new")
+
+
+def test_deleting_what_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="something_new"):
+        delattr(cuda_graphs, "something_new")
+
+
+def test_every_file_that_has_a_name_is_reached():
+    """Also files that the module does not import itself."""
+    code = """
+import sys, torch
+from megatron.core.transformer import cuda_graphs
+print(*sorted(name for name in sys.modules if name.startswith("megatron.core.transformer._cuda_graphs.")))
+"""
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    loaded = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+    for file in _files():
+        if ".".join((_cuda_graphs.__name__, *file.relative_to(PACKAGE).with_suffix("").parts)) not in loaded:
+            assert bound_at_module_level(file.read_text()) & {*names(DEFINED)} == set()
+
+
+def test_every_variable_that_functions_assign_to_is_read_where_they_do():
+    assigned = {
+        name
+        for file in _files()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.Global)
+        for name in node.names
+    }
+    assert {*VARIABLES} == assigned & {*names(DEFINED)}
+
+
+def _files():
+    return [file for file in PACKAGE.rglob("*.py") if file.name != "__init__.py"]
+
+
+# --------------------------------------------------------------------------------------------------------- pickles
+
+
+OWN = [name for name in cuda_graphs.__all__ if isinstance(getattr(cuda_graphs, name), type | FunctionType)]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_classes_and_functions_are_of_this_module(name):
+    assert getattr(cuda_graphs, name).__module__ == "megatron.core.transformer.cuda_graphs"
+
+
+def test_pickles_load_without_the_patch(tmp_path):
+    metadata = cuda_graphs.CudagraphBufferMetadata(is_cudagraph_input=True, input_use_count=3)
+    upstream = bound_at_module_level(UPSTREAM.read_text())
+    upstream -= {"make_graphed_callables"}  # TransformerEngine's there
+    own = [getattr(cuda_graphs, name) for name in OWN if name in upstream]
+    file = tmp_path / "pickle"
+    file.write_bytes(pickle.dumps((metadata, cuda_graphs.ArgMetadata(3), cuda_graphs._GraphStatus.BWD_READY, own)))
+    code = f"""
+import pickle, torch
+metadata, argument, status, own = pickle.load(open({str(file)!r}, "rb"))
+from megatron.core.transformer import cuda_graphs
+assert not hasattr(cuda_graphs, "_FILES"), "the patch is on"
+assert (metadata.is_cudagraph_input, metadata.input_use_count) == (True, 3)
+assert (argument.type, argument.value, status) == (int, 3, cuda_graphs._GraphStatus.BWD_READY)
+assert len(own) == {len(own)}
+"""
+    environment = os.environ | {"MEGATRON_FSDP_CUDA_GRAPHS": "0"}
+    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True, env=environment)

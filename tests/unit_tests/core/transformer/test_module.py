@@ -24,6 +24,8 @@ class Layer(GraphableMegatronModule):
             tensor_model_parallel_size=1,
             fp32_residual_connection=False,
             params_dtype=torch.float32,
+            bf16=False,
+            fp16=False,
             fine_grained_activation_offloading=False,
             cuda_graph_impl="transformer_engine",
         )
@@ -142,6 +144,16 @@ def test_static_hidden_states_are_sequence_by_microbatch_by_hidden():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_static_hidden_states_have_the_dtype_of_the_model(dtype):
     assert static_hidden_states(params_dtype=dtype).dtype == dtype
+
+
+@pytest.mark.parametrize(("flag", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_a_flag_that_converts_the_model_counts_more_than_the_dtype_of_new_parameters(flag, dtype):
+    assert static_hidden_states(params_dtype=torch.float32, **{flag: True}).dtype == dtype
+
+
+@pytest.mark.parametrize("flag", ["bf16", "fp16"])
+def test_residuals_in_single_precision_count_more_than_the_models_dtype(flag):
+    assert static_hidden_states(fp32_residual_connection=True, **{flag: True}).dtype == torch.float32
 
 
 def test_static_hidden_states_are_single_precision_where_residuals_are():

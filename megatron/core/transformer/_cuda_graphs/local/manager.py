@@ -297,7 +297,9 @@ def alloc_tensor_from_graph_mempool(meta: ArgMetadata) -> torch.Tensor:
     used = device, pool = torch.cuda.current_device(), _memory_pool()
     torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
     try:
-        return meta.zeros_like()
+        tensor = meta.zeros_like()
+        vars(tensor)["is_from_global_mempool"] = True  # for make_weakref
+        return tensor
     finally:
         torch._C._cuda_endAllocateToPool(device, pool)
         if used in _used_pools:

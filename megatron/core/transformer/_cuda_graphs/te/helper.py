@@ -22,6 +22,7 @@ from ..engine.capture import recover_te_engine, release_cached_memory
 from ..engine.plan import ordered_plan
 from ..engine.preserve import preserve_buffers
 from ..engine.rng import preserve_rng
+from ..errors import CallOrderError, OptionsError
 from ..fsdp_checks import check_fsdp_options
 from ..hooks import extracted_hooks
 from ..layer_graph import LayerGraph
@@ -58,7 +59,9 @@ class TECudaGraphHelper:
         pg_collection: The process groups; by default those of ``parallel_state``.
 
     Raises:
-        ValueError: the configuration is not for these graphs, or misses what Megatron-FSDP needs for them.
+        OptionsError: ``config.cuda_graph_impl`` is not ``transformer_engine``, or the allocator uses expandable
+            segments while NCCL registers memory of graphs.
+        ValueError: an option that Megatron-FSDP needs for graphs is missing.
         RuntimeError: the engine that is needed is not there.
     """
 
@@ -72,16 +75,10 @@ class TECudaGraphHelper:
         pg_collection: ProcessGroupCollection | None = None,
     ):
         if config.cuda_graph_impl != "transformer_engine":
-            raise ValueError(
+            raise OptionsError(
                 f"TECudaGraphHelper needs --cuda-graph-impl transformer_engine, got {config.cuda_graph_impl!r}"
             )
-        if "expandable_segments:True" in os.getenv("PYTORCH_CUDA_ALLOC_CONF", "") and (
-            os.getenv("NCCL_GRAPH_REGISTER") != "0"
-        ):
-            raise ValueError(
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True needs NCCL_GRAPH_REGISTER=0 with CUDA graphs: NCCL "
-                "would register memory that moves"
-            )
+        _check_allocator()
         self.model, self.optimizers = model, optimizers
         self.config = config
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
@@ -291,10 +288,12 @@ class TECudaGraphHelper:
         """Enter capture mode; returns the time, in seconds.
 
         Raises:
-            RuntimeError: the graphs have been captured already.
+            CallOrderError: the graphs have been captured already.
         """
         if self._capture_finished:
-            raise RuntimeError("CUDA graphs have been captured already: call delete_cuda_graphs before capturing again")
+            raise CallOrderError(
+                "CUDA graphs have been captured already: call delete_cuda_graphs before capturing again"
+            )
         release_cached_memory()
         if state.FREEZE_GC:
             gc.freeze()
@@ -421,10 +420,10 @@ class TECudaGraphHelper:
         """Free all graphs; the layers run eagerly from then on, and can be captured again.
 
         Raises:
-            RuntimeError: there are no graphs.
+            CallOrderError: there are no graphs.
         """
         if not self._graphs_created:
-            raise RuntimeError("there are no CUDA graphs to delete")
+            raise CallOrderError("there are no CUDA graphs to delete: call create_cudagraphs first")
         for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
             for layer in layers:
                 for graph in layer.cuda_graphs:
@@ -446,6 +445,16 @@ class TECudaGraphHelper:
             level=level,
             msg=f"Rank {torch.distributed.get_rank()}: {message}",
         )
+
+
+def _check_allocator() -> None:
+    """Refuse memory that moves while NCCL has it registered for graphs."""
+    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        if "expandable_segments:True" in os.getenv(variable, "") and os.getenv("NCCL_GRAPH_REGISTER") != "0":
+            raise OptionsError(
+                f"{variable}=expandable_segments:True needs NCCL_GRAPH_REGISTER=0 with CUDA graphs: NCCL would "
+                "register memory that moves"
+            )
 
 
 def _fsdp_of(chunk: torch.nn.Module) -> Any | None:

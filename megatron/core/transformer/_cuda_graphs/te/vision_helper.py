@@ -8,7 +8,7 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ..layer_graph import LayerGraph
-from .helper import TECudaGraphHelper
+from .helper import TECudaGraphHelper, logger
 from .layers import decoder_layers, vision_model_of
 from .sample_inputs import LayerInputs, SampleArguments
 
@@ -51,8 +51,7 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
         pg_collection: The process groups; by default those of ``parallel_state``.
 
     Raises:
-        ValueError: the configuration is not for these graphs, or misses what Megatron-FSDP needs for them.
-        RuntimeError: the engine that is needed is not there.
+        OptionsError, ValueError, RuntimeError: as ``TECudaGraphHelper``.
     """
 
     def __init__(
@@ -73,6 +72,8 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
         super()._discover_layers()
         # What else callers of megatron-core's helper read.
         self.vision_model = vision_model_of(self.model[0]) if self.model else None
+        if self.vision_model is None:
+            logger.warning("VisionTECudaGraphHelper: the model has no vision_model, nothing will be captured")
         self.callables, self.num_layers = self.flattened_callables, len(self.flattened_callables)
 
     def _layers_of(self, chunk: torch.nn.Module) -> tuple[torch.nn.Module | None, list[tuple[torch.nn.Module, bool]]]:

@@ -1,10 +1,12 @@
-"""cuda_graph_checks: what Megatron-FSDP must be told for per-layer graphs."""
+"""fsdp_checks: what Megatron-FSDP must be told for per-layer graphs."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from megatron.core.transformer._cuda_graphs.fsdp_checks import check_fsdp_options
+from megatron.core.transformer._cuda_graphs.fsdp_checks import check_fsdp_options, refuse_fsdp_hooks
+from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_HANDLER, BACKWARD_PRE_HANDLER, runs_outside_graphs
 
 
 def options(**changes):
@@ -88,3 +90,49 @@ def test_fused_weight_gradients_are_refused_unless_parameters_are_sharded(strate
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 def test_every_strategy_passes_without_fused_weight_gradients(strategy):
     check_fsdp_options("transformer_engine", options(data_parallel_sharding_strategy=strategy))
+
+
+# ------------------------------------------------------------------------------------------- hooks, for local graphs
+
+
+def wrapper_of_a_handler(sentinel):
+    def wrapper(module, args, output=None):
+        return None
+
+    setattr(wrapper, sentinel, print)
+    return wrapper
+
+
+def layer_with(register, hook):
+    layer = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    register(layer[0], hook)
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("register", "hook"),
+    [
+        (torch.nn.Module.register_forward_pre_hook, runs_outside_graphs(lambda module, args: None)),
+        (torch.nn.Module.register_forward_hook, runs_outside_graphs(lambda module, args, output: None)),
+        (torch.nn.Module.register_forward_pre_hook, wrapper_of_a_handler(BACKWARD_HANDLER)),
+        (torch.nn.Module.register_forward_hook, wrapper_of_a_handler(BACKWARD_PRE_HANDLER)),
+    ],
+    ids=["before forward", "after forward", "after backward", "before backward"],
+)
+def test_a_layer_with_a_hook_of_megatron_fsdp_is_refused_for_local_graphs(register, hook):
+    with pytest.raises(ValueError, match="--use-megatron-fsdp with --cuda-graph-impl local: .*transformer_engine"):
+        refuse_fsdp_hooks(layer_with(register, hook))
+
+
+def test_hooks_of_others_are_none_of_megatron_fsdps():
+    refuse_fsdp_hooks(layer_with(torch.nn.Module.register_forward_hook, lambda module, args, output: None))
+
+
+def test_hooks_of_this_distribution_that_are_not_megatron_fsdps_are_let_through():
+    """Its name, megatron_fsdp_cuda_graphs, is in the path of all its modules."""
+
+    def hook(module, args, output):
+        return None
+
+    hook.__module__ = "megatron_fsdp_cuda_graphs.doctor"
+    refuse_fsdp_hooks(layer_with(torch.nn.Module.register_forward_hook, hook))

@@ -225,8 +225,9 @@ def test_layers_that_are_not_graphable_are_left_out(one_stage):
 
 def test_without_a_vision_model_there_are_no_graphs_and_a_warning(one_stage, caplog):
     _, config = new_model()
-    helper = helper_for(torch.nn.Linear(1, 1), config)
     with caplog.at_level(logging.WARNING):
+        helper = helper_for(torch.nn.Linear(1, 1), config)
+        assert "VisionTECudaGraphHelper: the model has no vision_model" in caplog.text
         helper.create_cudagraphs()
     assert (helper.capture_finished(), helper.graphs_created()) == (True, False)
     assert "VisionTECudaGraphHelper: no graphable layers found" in caplog.text

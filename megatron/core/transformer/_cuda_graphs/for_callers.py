@@ -1,0 +1,96 @@
+"""Functions of megatron-core's ``cuda_graphs`` that its callers use and the graphs of this package do not need."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from . import imported_names
+from .engine.memory import weak_reference
+from .imported_names import HAVE_TE_GRAPHS
+
+MainGrads = dict[int, tuple[torch.nn.Parameter, torch.Tensor]]
+
+
+def _set_skip_fp8_weight_update_tensor(skip: bool) -> None:
+    """Say whether graphs of quantized layers keep the quantized weights of an earlier micro-batch.
+
+    The flag is a CUDA tensor of one fp32 element. It is allocated once, as graphs read it at its address. Without
+    TransformerEngine nothing is done.
+    """
+    if not HAVE_TE_GRAPHS:
+        return
+    manager = vars(imported_names)["FP8GlobalStateManager"]
+    if hasattr(manager, "set_skip_fp8_weight_update_tensor"):
+        manager.set_skip_fp8_weight_update_tensor(skip)
+        return
+    quantization = manager.quantization_state  # some versions (2.15) have the field and no setter
+    flag = quantization.skip_fp8_weight_update_tensor
+    if flag is None:
+        flag = quantization.skip_fp8_weight_update_tensor = torch.empty(1, dtype=torch.float32, device="cuda")
+    flag.fill_(skip)
+
+
+def make_weakref(ten: Any, inplace: bool = True) -> Any:
+    """Let graphs that are captured later use the memory of ``ten``, if it belongs to the pool of local graphs.
+
+    Args:
+        ten: A tensor of ``alloc_tensor_from_graph_mempool``, which marks it with ``is_from_global_mempool``; anything
+            else is returned as it is.
+        inplace: Whether ``ten`` itself gives up its memory and is returned. If not, a tensor of the same values is
+            returned that does not own them.
+    """
+    if not (isinstance(ten, torch.Tensor) and getattr(ten, "is_from_global_mempool", False)):
+        return ten
+    weak = weak_reference(ten)
+    if not inplace:
+        return weak
+    ten.data = weak
+    return ten
+
+
+def create_strong_ref(ten: torch.Tensor) -> torch.Tensor:
+    """Return a leaf that shares the memory of ``ten`` and keeps it allocated, with what is noted of ``ten`` for graphs.
+
+    ``requires_grad``, ``is_from_global_mempool`` and ``can_skip_replay_copy`` are the same; ``cg_buffer_metadata`` is a
+    copy.
+    """
+    strong = ten.detach().requires_grad_(ten.requires_grad)
+    noted = vars(ten)
+    strong.__dict__.update({name: noted[name] for name in _NOTED if name in noted})
+    if "cg_buffer_metadata" in noted:
+        strong.__dict__["cg_buffer_metadata"] = copy.deepcopy(noted["cg_buffer_metadata"])
+    return strong
+
+
+_NOTED = ("is_from_global_mempool", "can_skip_replay_copy")
+
+
+def _backup_grads_before_capture(runner: Any) -> MainGrads:
+    """Copy the main gradients that the warm-up of ``runner`` may add to.
+
+    Returns:
+        By the ``id`` of each parameter with a ``main_grad``: the parameter, and a copy of its ``main_grad``.
+    """
+    return {
+        id(param): (param, param.main_grad.clone())
+        for param in _params_written_by(runner)
+        if getattr(param, "main_grad", None) is not None
+    }
+
+
+def _restore_grads_after_capture(backup: MainGrads) -> None:
+    """Put back what ``_backup_grads_before_capture`` copied; each ``main_grad`` stays at its address."""
+    for param, main_grad in backup.values():
+        param.main_grad.copy_(main_grad)
+
+
+def _params_written_by(runner: Any) -> Iterator[Any]:
+    for param in runner.base_module.parameters():
+        yield param
+        # Generalized tensor parallelism finishes the gradient of the next sharded weight in this graph.
+        if runner.gtp_remat and getattr(param, "is_gtp_weight_remat", False):
+            following = getattr(param, "next_w", None)
+            if following is not None:
+                yield from following.weight_list if getattr(following, "is_routed_expert", False) else (following,)
