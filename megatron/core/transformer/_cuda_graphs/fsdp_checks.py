@@ -2,6 +2,10 @@
 
 from typing import Any
 
+import torch
+
+from .hooks import must_run_outside
+
 # These run whole iterations, or nothing, as graphs: FSDP's buffers are inside.
 _NOT_PER_LAYER = ("none", "full_iteration")
 
@@ -16,6 +20,11 @@ _REQUIRED = {
         "graph then is an illegal memory access",
     ),
 }
+
+
+_NO_LOCAL_GRAPHS = (
+    "--cuda-graph-impl local runs no FSDP hooks around its graphs: use --cuda-graph-impl transformer_engine"
+)
 
 
 def check_fsdp_options(cuda_graph_impl: str, options: Any, *, gradient_accumulation_fusion: bool = False) -> None:
@@ -33,9 +42,7 @@ def check_fsdp_options(cuda_graph_impl: str, options: Any, *, gradient_accumulat
         return
     problems = [f"{flag} is required: {why}" for name, (flag, why) in _REQUIRED.items() if not getattr(options, name)]
     if cuda_graph_impl == "local":
-        problems.append(
-            "--cuda-graph-impl local runs no FSDP hooks around its graphs: use --cuda-graph-impl transformer_engine"
-        )
+        problems.append(_NO_LOCAL_GRAPHS)
     if gradient_accumulation_fusion and options.data_parallel_sharding_strategy != "optim_grads_params":
         problems.append(
             "--no-gradient-accumulation-fusion is required unless --data-parallel-sharding-strategy is "
@@ -45,3 +52,15 @@ def check_fsdp_options(cuda_graph_impl: str, options: Any, *, gradient_accumulat
         raise ValueError(
             f"--use-megatron-fsdp with --cuda-graph-impl {cuda_graph_impl}:\n" + "\n".join(f"- {p}" for p in problems)
         )
+
+
+def refuse_fsdp_hooks(module: torch.nn.Module) -> None:
+    """Refuse a module for local graphs if Megatron-FSDP has hooks on it, or on a module inside.
+
+    Raises:
+        ValueError: there is such a hook.
+    """
+    for part in module.modules():
+        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
+            if must_run_outside(hook):
+                raise ValueError(f"--use-megatron-fsdp with --cuda-graph-impl local: {_NO_LOCAL_GRAPHS}")

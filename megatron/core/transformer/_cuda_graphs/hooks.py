@@ -41,7 +41,8 @@ def runs_outside_graphs(hook: Callable) -> Callable:
     return hook
 
 
-def _must_run_outside(hook: Callable) -> bool:
+def must_run_outside(hook: Callable) -> bool:
+    """Whether ``hook`` is marked by ``runs_outside_graphs`` or wraps a handler (see above), as Megatron-FSDP's are."""
     while not any(hasattr(hook, mark) for mark in (BACKWARD_HANDLER, BACKWARD_PRE_HANDLER, _RUNS_OUTSIDE)):
         if not isinstance(hook, partial):
             return False
@@ -75,7 +76,7 @@ class ModuleHooks:
         hooks = cls.extract(module)
         for name in _HOOK_DICTS:
             for key, hook in hooks.saved[name].items():
-                if not _must_run_outside(hook):
+                if not must_run_outside(hook):
                     hooks._put_back(name, key)
         return hooks
 

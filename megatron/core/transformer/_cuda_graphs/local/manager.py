@@ -1,20 +1,21 @@
 """``CudaGraphManager``: runs a module eagerly or with CUDA graphs, whichever is due."""
 
 import gc
-import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable
 from typing import Any, ClassVar
 
 import torch
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
 from .. import state
 from ..engine.capture import capture_stream, leave_default_stream, transformer_engine_flag
 from ..engine.preserve import pause_gc, preserve_tensors
-from ..engine.rng import make_generators_safe, preserve_rng
+from ..engine.rng import check_rng_tracker, make_generators_safe, preserve_rng
+from ..engine.slot import WarmupRecord
+from ..fsdp_checks import refuse_fsdp_hooks
 from .arguments import ArgMetadata, described, tensors_of, with_tensors
+from .inference import key_of, states_of
 from .nodes import _GraphStatus
 from .record import _CudagraphGlobalRecord
 from .runner import _CudaGraphRunner
@@ -75,6 +76,7 @@ class CudaGraphManager(torch.nn.Module):
         self.custom_cudagraphs_lookup_table: dict[Hashable, _CudaGraphRunner] = {}
         self.is_first_microbatch = False
         self._inline_capture = inline_capture
+        self._capture_failed = False
         self._num_warmup_steps = num_warmup_steps
         self.func: Callable | None = None
         if function_name is not None:
@@ -198,16 +200,16 @@ class CudaGraphManager(torch.nn.Module):
         context = kwargs.get("inference_context")
         if context is not None or self._inline_capture:
             if cache_key is None and context is not None:
-                cache_key = _key_of(context, args, kwargs)
+                cache_key = key_of(context, args, kwargs)
             output = self._run_inline(megatron_module, args, kwargs, cache_key)
-        elif _CudagraphGlobalRecord.capture_failed or not self.training:
+        elif self._capture_failed or not self.training:
             return self._run_eagerly(megatron_module, args, kwargs)
         elif _CudagraphGlobalRecord.cudagraph_created:
             output = self._replay(megatron_module, args, kwargs)
         else:
             leave_default_stream()
             if not self.cudagraph_runners:
-                _refuse_fsdp(megatron_module)
+                refuse_fsdp_hooks(megatron_module)
             runner = self.get_cudagraph_runner(megatron_module, args, kwargs, self.reuse_cudagraphs)
             output = runner.record_graph_capture(args, kwargs)
         if self.is_first_microbatch:  # to set an attribute of a module takes time
@@ -241,17 +243,16 @@ class CudaGraphManager(torch.nn.Module):
 
     def _capture_inline(self, runner: _CudaGraphRunner, args: tuple, kwargs: dict[str, Any]) -> None:
         record = _CudagraphGlobalRecord
-        runner.grad_enabled = False
-        runner.busy_at_forward = -1
+        runner.begin_capture(record.inference.session, WarmupRecord())
         given = tensors_of(args, {name: kwargs[name] for name in runner.fwd_graph_input_kwarg_metas})
         state._set_capture_start()
         try:
             # Inference captures many graphs, one by one: walks through all objects would take longer than that.
             with pause_gc(collects=False), preserve_rng(), transformer_engine_flag(), capture_stream():
                 make_generators_safe()
-                with preserve_tensors(_states_of(kwargs.get("inference_context"), runner.base_module)):
+                with preserve_tensors(states_of(kwargs.get("inference_context"), runner.base_module)):
                     runner.warm_up([tensor.detach().clone() for tensor in given])
-                static = [record.static_input(tensor) for tensor in given]
+                static = [record.inference.input_for(tensor) for tensor in given]
                 values, named = with_tensors((args, kwargs), iter(static))
                 runner.create_fwd_graph(values, named, clone_inputs=False)
         except BaseException:
@@ -259,8 +260,8 @@ class CudaGraphManager(torch.nn.Module):
             raise
         finally:
             state._set_capture_end()
-        runner.finish({}, {})
-        record.inference_outputs |= runner.output_addresses
+        runner.finish()
+        record.inference.outputs |= runner.output_addresses
         record.cudagraph_inference_record.append((runner, "fwd", described(args), described(kwargs)))
 
     # ------------------------------------------------------------------------------------------------- life cycle
@@ -270,7 +271,15 @@ class CudaGraphManager(torch.nn.Module):
         for runner in self.cudagraph_runners:
             runner.status = _GraphStatus.FWD_READY
         if not self.reuse_cudagraphs:
-            self.cudagraph_runners.sort(key=lambda runner: runner.number)
+            self.cudagraph_runners.sort(key=lambda runner: runner.turn.number)
+
+    def capture_failed(self, runners: Collection[_CudaGraphRunner]) -> None:
+        """Run eagerly until ``delete_cuda_graphs``, if the capture of one of ``runners`` of this manager failed."""
+        self._capture_failed |= any(runner in runners for runner in self.cudagraph_runners)
+
+    def record_anew(self) -> None:
+        """Record the next step, though a capture has failed."""
+        self._capture_failed = False
 
     def reset(self) -> None:
         """Forget all runners, and free their graphs. The next are captured into another memory pool."""
@@ -283,7 +292,8 @@ class CudaGraphManager(torch.nn.Module):
 def delete_cuda_graphs() -> None:
     """Delete all graphs of ``--cuda-graph-impl local``, those for inference too. The next step is recorded anew."""
     _CudagraphGlobalRecord.forget_graphs()
-    _CudagraphGlobalRecord.capture_failed = False
+    for manager in _CudagraphGlobalRecord.managers:
+        manager.record_anew()
     _forget_pool()
     gc.collect()
     torch.cuda.empty_cache()
@@ -335,45 +345,4 @@ def _check(config: Any) -> None:
             "--tensor-parallel-num-weight-shards with --cuda-graph-impl local: graphs of this patch do not hold the "
             "gathers of sharded weights. Take --cuda-graph-impl none."
         )
-    tracker = get_cuda_rng_tracker()
-    if isinstance(tracker, CudaRNGStatesTracker):
-        usable = tracker.use_cudagraphable_rng or tracker.is_inference_rng_tracker
-    else:  # TransformerEngine's
-        usable = type(tracker).__name__ == "TECudaRNGStatesTracker" or getattr(
-            tracker, "is_inference_rng_tracker", False
-        )
-    if not usable:
-        raise RuntimeError(
-            "Megatron's RNG tracker keeps states that no CUDA graph can use. Give --te-rng-tracker, or without "
-            "TransformerEngine initialize it with use_cudagraphable_rng=True."
-        )
-
-
-def _refuse_fsdp(module: torch.nn.Module) -> None:
-    """Refuse a layer with hooks of Megatron-FSDP.
-
-    Raises:
-        ValueError: names the flags.
-    """
-    for part in module.modules():
-        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
-            if "megatron_fsdp" in getattr(inspect.getmodule(hook), "__name__", ""):
-                raise ValueError(
-                    "--use-megatron-fsdp with --cuda-graph-impl local: local graphs run none of Megatron-FSDP's hooks, "
-                    "which gather parameters and reduce gradients. Take --cuda-graph-impl transformer_engine."
-                )
-
-
-def _states_of(context: Any, module: torch.nn.Module) -> tuple[torch.Tensor, ...]:
-    """What a layer keeps in a context of static batching, or all layers: Mamba's states advance in every call."""
-    states = getattr(context, "key_value_memory_dict", {})
-    number = getattr(module, "layer_number", None)
-    return tensors_of((states[number],) if number in states else tuple(states.values()))
-
-
-def _key_of(context: Any, args: tuple, kwargs: dict[str, Any]) -> Hashable:
-    """What graphs for inference are told apart by."""
-    if context.is_static_batching():
-        first = kwargs["hidden_states"] if "hidden_states" in kwargs else tensors_of(args, kwargs)[0]
-        return tuple(first.shape), context.is_decode_only()
-    return context.padded_batch_dimensions
+    check_rng_tracker()

@@ -24,11 +24,12 @@ from .arguments import (
     tensors_of,
     with_tensors,
 )
-from .buffers import StaticInput
 from .main_grads import accumulate_into_main_grads, scratch_main_grads, track_fused_accumulation
 from .mismatch import mismatches
 from .nodes import LocalReplay, _CudagraphRecordNode, _GraphStatus, replay_runner
 from .record import _CudagraphGlobalRecord
+from .session import CaptureSession
+from .turns import Turn
 
 
 class _CudaGraphRunner(torch.nn.Module):
@@ -56,12 +57,8 @@ class _CudaGraphRunner(torch.nn.Module):
         fwd_graph_input_arg_metas, fwd_graph_input_kwarg_metas: Descriptions of the arguments.
         num_warmup_steps: How often the module runs before capture, to warm up.
         function: What it runs, for comparison with other runners.
-        number: Its place in the order of all runners' first forward passes.
-        bit: This runner in sets of runners that are numbers; 0 without a backward graph.
-        warmup_record: What warm-up has shown of the function, for all its runners; until the graphs are captured.
+        turn: When its passes are due, once they were captured.
         parts: The modules that run in the forward graph.
-        busy_at_forward, busy_at_backward: The runners between their forward and backward pass when its own passes were
-            recorded: graphs may use the memory of all others.
 
     Raises:
         ValueError: the module's configuration asks for what local graphs cannot do.
@@ -103,20 +100,23 @@ class _CudaGraphRunner(torch.nn.Module):
         self.fp4_enabled = getattr(config, "fp4", None) is not None
         self.params_to_backprop: tuple[torch.nn.Parameter, ...] = ()
         self.fwd_graph_outputs: Any = None
-        self.number = self.bit = self.busy_at_forward = self.busy_at_backward = 0
         self.bwd_graph_replay_complete_event = torch.cuda.Event()
         self.is_frozen = False
+        self.turn = Turn()
+        self._session = _CudagraphGlobalRecord.session
         self._slot: GraphedSlot | None = None
         self._replay: LocalReplay | None = None
         self._quantization: Quantization | None = None
         self._quantized: QuantizedReplay | None = None
         self._escaping: set[int] = set()
-        self.warmup_record = WarmupRecord()
+        self._warmup = WarmupRecord()
+        self._input_metas: list[ArgMetadata] = []
+        self._output_metas: list[ArgMetadata] = []
+        self._writes_inputs = False
         self.parts: tuple[torch.nn.Module, ...] = ()
         self._rng_state = current_rng_state()
         self._autocast: Callable[[], AbstractContextManager] = nullcontext
         self._output_addresses: list[int] = []
-        self._addresses: list[tuple[torch.Tensor, int, int]] = []
 
     @property
     def name(self) -> str:
@@ -190,7 +190,7 @@ class _CudaGraphRunner(torch.nn.Module):
 
     def apply_cudagraph_record_metadata(self, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
         """Note in all tensors of a recorded call, as ``cg_buffer_metadata``, that a graph takes or returns them."""
-        recording = _CudagraphGlobalRecord.recording
+        recording = _CudagraphGlobalRecord.recording_session().recording
         for tensor in tensors_of(args, kwargs):
             known = getattr(tensor, "cg_buffer_metadata", None)
             if known is None or known.recording is not recording:
@@ -203,11 +203,28 @@ class _CudaGraphRunner(torch.nn.Module):
 
     # -------------------------------------------------------------------------------------------------- capture
 
+    def begin_capture(self, session: CaptureSession, warmup: WarmupRecord) -> None:
+        """Prepare for a capture.
+
+        Args:
+            session: What is shared with the runners of the same capture.
+            warmup: What passes of the same function have shown, or will show; shared with its other runners.
+        """
+        self._session = session
+        self.grad_enabled = self.bwd_graph_recorded
+        self._warmup = warmup
+
     def warm_up(self, inputs: Sequence[torch.Tensor]) -> None:
         """Run forward and backward ``num_warmup_steps`` times on ``inputs``; nothing that they compute is kept."""
         slot = self._new_slot(inputs)
         undisturbed = preserve_buffers([self.base_module]) if self.grad_enabled else nullcontext()
-        with self._capturing(), undisturbed, preserve_moe_metrics(), scratch_main_grads(slot.params), _warming_up():
+        with (
+            self._capture_context(),
+            undisturbed,
+            preserve_moe_metrics(),
+            scratch_main_grads(slot.params),
+            _warming_up(),
+        ):
             for _ in range(self.num_warmup_steps):
                 with self._as_recorded():
                     slot.forward(not_recording)
@@ -223,19 +240,19 @@ class _CudaGraphRunner(torch.nn.Module):
             outputs: Descriptions of what the recorded call returned; None where nothing was recorded.
             clone_inputs: Whether the graph gets static inputs of its own, or reads the tensors among the arguments.
         """
-        buffers = _CudagraphGlobalRecord.buffers
+        buffers = self._session.buffers
         given = tensors_of(args, kwargs)
         self._input_metas = metas_of(described(args), described(kwargs))
         inputs = buffers.inputs(self._input_metas) if clone_inputs else [tensor.detach() for tensor in given]
         versions = [tensor._version for tensor in inputs if not tensor.is_inference()]
         self._slot = slot = self._new_slot(inputs)
-        capture = Capture(self.mempool)
         profiled = torch.profiler.record_function(f"{self.name} forward for capture")
-        with self._capturing(), self._as_recorded(), profiled:
+        with self._capture_context(), self._as_recorded(), profiled:
+            capture = Capture(self.mempool)  # its graphs know the generator state that is in use now
             slot.forward(capture.recording, capture.new_graph())
         if slot.delays_weight_gradients:
             raise ValueError(f"{self.name}: --delay-wgrad-compute cannot be had with --cuda-graph-impl local")
-        self._are_inputs_written = versions != [tensor._version for tensor in inputs if not tensor.is_inference()]
+        self._writes_inputs = versions != [tensor._version for tensor in inputs if not tensor.is_inference()]
         self._output_metas = captured = list(map(ArgMetadata, slot.outputs))
         if outputs is not None:
             self._output_metas = metas_of(outputs)
@@ -259,13 +276,13 @@ class _CudaGraphRunner(torch.nn.Module):
         slot = self._slot
         if slot is None or not self.grad_enabled:
             raise RuntimeError(f"{self.name}: no backward graph without a forward graph that was captured with grad")
-        buffers = _CudagraphGlobalRecord.buffers
+        buffers = self._session.buffers
         outputs = tensors_of(slot.outputs)
         metas = [meta for meta, output in zip(self._output_metas, outputs, strict=True) if output.requires_grad]
         grads = buffers.grads_of_outputs(metas)
         capture = Capture(self.mempool)
         with (
-            self._capturing(),
+            self._capture_context(),
             track_fused_accumulation(slot.params),
             torch.profiler.record_function(f"{self.name} backward for capture"),
         ):
@@ -292,31 +309,29 @@ class _CudaGraphRunner(torch.nn.Module):
         """
         if self._slot is not None and self._escaping:
             for index in self._escaping:
-                _CudagraphGlobalRecord.buffers.let_go(self._slot.grad_inputs[index])
+                self._session.buffers.let_go(self._slot.grad_inputs[index])
             self._slot.release_gradients()
             self._escaping = set()
 
-    def finish(self, static_inputs: dict[int, StaticInput], users: Mapping[int, int]) -> None:
-        """Make ready to replay, once all graphs are captured.
-
-        Args:
-            static_inputs: The static inputs of all runners by address, to which those of this one are added.
-            users: For the ``id`` of a ``CudagraphBufferMetadata`` the runners that hold the same memory, a bit each.
-        """
-        slot = self._slot
+    def finish(self) -> None:
+        """Make ready to replay, once all graphs of the session are captured."""
+        slot, session = self._slot, self._session
         assert slot is not None
-        self._replay = replay = slot.finish(LocalReplay)
-        buffers = _CudagraphGlobalRecord.buffers
-        for meta, tensor in zip(self._input_metas, slot.inputs, strict=True):
-            static = static_inputs.setdefault(
-                tensor.data_ptr(), StaticInput(tensor.detach(), buffers.holds_inputs_only(tensor))
-            )
-            static.only_copied_to &= not self._are_inputs_written
-            replay.static_inputs.append((static, users.get(id(getattr(meta, "cg_buffer_metadata", None)), 0)))
-        self.parts = self.warmup_record.ran or ()
-        self.warmup_record = WarmupRecord()
+        self.turn = session.turns.of(self)
+        self._replay = slot.finish(LocalReplay)
+        self._replay.share(
+            session.turns,
+            [
+                (
+                    session.static_input(tensor, self._writes_inputs),
+                    session.users_of(getattr(meta, "cg_buffer_metadata", None)),
+                )
+                for meta, tensor in zip(self._input_metas, slot.inputs, strict=True)
+            ],
+        )
+        self.parts = self._warmup.ran or ()
+        self._warmup = WarmupRecord()
         self.params_to_backprop = slot.params if self.bwd_graph is not None else ()
-        self._addresses = [(param, *_addresses_of(param)) for param in slot.params]
         self.cudagraph_created = True
 
     def _new_slot(self, inputs: Sequence[torch.Tensor]) -> GraphedSlot:
@@ -332,7 +347,7 @@ class _CudaGraphRunner(torch.nn.Module):
             self._quantized,
             self.base_module,
             accumulate_into_main_grads,
-            self.warmup_record,
+            self._warmup,
         )
 
     def _run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -354,7 +369,7 @@ class _CudaGraphRunner(torch.nn.Module):
             yield
 
     @contextmanager
-    def _capturing(self) -> Iterator[None]:
+    def _capture_context(self) -> Iterator[None]:
         """What surrounds a pass of warm-up or capture."""
         quantized = self._quantization.preserve_statistics([self.base_module]) if self._quantization else nullcontext()
         with nullcontext() if self.grad_enabled else torch.no_grad(), quantized:
@@ -408,10 +423,12 @@ class _CudaGraphRunner(torch.nn.Module):
     def replay(self, is_first_microbatch: bool, args: tuple, kwargs: dict[str, Any]) -> tuple:
         """``replay_graph_capture`` on arguments that were compared already."""
         inputs = tensors_of(args, {name: kwargs[name] for name in self.fwd_graph_input_kwarg_metas})
+        if self.turn.bit:  # inference does without gradient buffers
+            self._session.check_parameters()
         outputs = replay_runner(self, is_first_microbatch, *inputs, *self.params_to_backprop)
         if any(output.requires_grad for output in outputs):
             self.status = _GraphStatus.BWD_READY
-            _CudagraphGlobalRecord.in_flight |= self.bit
+            self._session.turns.begin(self.turn)
         output = with_tensors(self.fwd_graph_outputs, iter(outputs))
         return output if isinstance(output, tuple) else (output,)
 
@@ -426,21 +443,6 @@ class _CudaGraphRunner(torch.nn.Module):
         """Whether ``func`` itself returns a tuple."""
         return isinstance(self.fwd_graph_outputs, tuple)
 
-    def refuse_moved_parameters(self) -> None:
-        """Refuse to replay where a parameter, or its main gradient, is no longer where the graphs read or write it.
-
-        Raises:
-            RuntimeError: names the parameter.
-        """
-        for param, *captured in self._addresses:
-            if captured != [*_addresses_of(param)]:
-                name = next((name for name, each in self.base_module.named_parameters() if each is param), "?")
-                raise RuntimeError(
-                    f"{self.name}: parameter {name} or its main_grad was moved after the capture, and the CUDA graphs "
-                    "(--cuda-graph-impl local) read and write the old memory. Call delete_cuda_graphs() after moving "
-                    "parameters or gradient buffers: the next step is recorded anew."
-                )
-
     def begin_forward(self) -> LocalReplay:
         """Make ready for a replay of the forward graph and return what replays it.
 
@@ -451,11 +453,7 @@ class _CudaGraphRunner(torch.nn.Module):
         if self._replay is None:
             raise RuntimeError(f"{self.name} has no CUDA graph to replay: it was not captured, or deleted")
         self.expect(_GraphStatus.FWD_READY)
-        if self.bit and not _CudagraphGlobalRecord.addresses_checked:  # inference does without gradient buffers
-            _CudagraphGlobalRecord.check_addresses()
-        others = _CudagraphGlobalRecord.in_flight & ~self.busy_at_forward
-        if others:
-            _CudagraphGlobalRecord.refuse_order(self, others)
+        self._session.turns.check_forward(self.turn)
         return self._replay
 
     def replay_options(self, is_first_microbatch: bool) -> ReplayOptions | None:
@@ -471,9 +469,7 @@ class _CudaGraphRunner(torch.nn.Module):
             RuntimeError: the forward pass comes next, or the replay would overwrite what other runners wait for.
         """
         self.expect(_GraphStatus.BWD_READY)
-        others = _CudagraphGlobalRecord.in_flight & ~self.busy_at_backward & ~self.bit
-        if others:
-            _CudagraphGlobalRecord.refuse_order(self, others)
+        self._session.turns.check_backward(self.turn)
 
     def end_backward(self) -> None:
         """Note that the backward graph was replayed: weight gradients are complete after this point of the stream."""
@@ -482,7 +478,7 @@ class _CudaGraphRunner(torch.nn.Module):
         for param in self.params_to_backprop:
             param._cudagraph_wgrad_ready_event = event
         self.status = _GraphStatus.FWD_READY
-        _CudagraphGlobalRecord.in_flight &= ~self.bit
+        self._session.turns.end(self.turn)
 
     # ----------------------------------------------------------------------------------- what else is asked of it
 
@@ -520,19 +516,11 @@ class _CudaGraphRunner(torch.nn.Module):
                     del param._cudagraph_wgrad_ready_event
             self._slot.reset()
         self._slot = self._replay = None
-        self.params_to_backprop, self._addresses = (), []
+        self._session = _CudagraphGlobalRecord.session
+        self.params_to_backprop = ()
+        self._input_metas, self._output_metas = [], []
         self.fwd_graph_recorded = self.bwd_graph_recorded = self.cudagraph_created = False
         self.status = _GraphStatus.FWD_READY
-
-
-def _addresses_of(param: torch.Tensor) -> tuple[int, int]:
-    """Where ``param`` and its main gradient are; 0 for what has no memory of its own."""
-    main_grad = getattr(param, "main_grad", None)
-    try:
-        own = param.data_ptr()
-    except RuntimeError:  # a quantized parameter
-        own = 0
-    return own, 0 if main_grad is None else main_grad.data_ptr()
 
 
 def _autocast_in_force(inputs: Sequence[torch.Tensor]) -> Callable[[], AbstractContextManager]:

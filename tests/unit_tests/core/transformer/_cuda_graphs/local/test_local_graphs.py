@@ -10,6 +10,8 @@ from torch.overrides import TorchFunctionMode
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer._cuda_graphs.hooks import runs_outside_graphs
+from megatron.core.transformer._cuda_graphs.local.session import CaptureSession
 from megatron.core.transformer.cuda_graphs import (
     ArgMetadata,
     CudaGraphManager,
@@ -291,7 +293,7 @@ class TestPipeline:
         create_cudagraphs()
         first = model(batch(1)).square().mean()
         other = model.layers[0].cudagraph_manager.cudagraph_runners[0]
-        _CudagraphGlobalRecord.in_flight |= other.bit
+        _CudagraphGlobalRecord.session.turns.begin(other.turn)
         with pytest.raises(RuntimeError, match=r"layer 3 .* would overwrite memory of layer 1"):
             first.backward()
 
@@ -333,7 +335,7 @@ class TestBuffers:
         model = stack()
         scale = torch.ones(1, HIDDEN).cuda()
         record(model, scale=scale)
-        places = {runner._replay.static_inputs[1][0] for runner in runners(model)}
+        places = {runner._replay._static_inputs[1][0] for runner in runners(model)}
         assert len(places) == 1
         (place,) = places
         with CopiesInto(place.tensor) as copies:
@@ -593,7 +595,7 @@ class TestDeletion:
         model = stack()
         record(model)
         (runner, *_) = runners(model)
-        graph, place = weakref.ref(runner.fwd_graph), weakref.ref(runner._replay.static_inputs[0][0].tensor)
+        graph, place = weakref.ref(runner.fwd_graph), weakref.ref(runner._replay._static_inputs[0][0].tensor)
         del runner
         delete_cuda_graphs()
         gc.collect()
@@ -682,21 +684,29 @@ class TestManager:
             raise KeyError("clean-up")
 
         with (
-            mock.patch.object(_CudagraphGlobalRecord, "_capture", side_effect=ZeroDivisionError),
+            mock.patch.object(CaptureSession, "capture", side_effect=ZeroDivisionError),
             mock.patch.object(_CudagraphGlobalRecord, "forget_graphs", fail),
             pytest.raises(ZeroDivisionError) as error,
         ):
             create_cudagraphs()
         assert error.value.__notes__ == ["What the failed capture left could not be cleaned up: 'clean-up'"]
-        assert _CudagraphGlobalRecord.capture_failed
 
     def test_refuses_layers_under_megatron_fsdp(self):
         model = stack(count=1)
-        model.layers[0].register_forward_pre_hook(lambda module, args: None)
-        with mock.patch("inspect.getmodule") as getmodule:
-            getmodule.return_value.__name__ = "megatron.core.distributed.fsdp.src.megatron_fsdp.fsdp_hooks"
-            with pytest.raises(ValueError, match="--use-megatron-fsdp with --cuda-graph-impl local"):
-                model(batch(0))
+        model.layers[0].linear.register_forward_pre_hook(runs_outside_graphs(lambda module, args: None))
+        with pytest.raises(ValueError, match="--use-megatron-fsdp with --cuda-graph-impl local"):
+            model(batch(0))
+
+    def test_takes_layers_with_hooks_of_other_modules_of_this_distribution(self):
+        model = stack(count=1)
+
+        def hook(module, args):
+            pass
+
+        hook.__module__ = pool_of.__module__
+        model.layers[0].linear.register_forward_pre_hook(hook)
+        record(model)
+        assert all(runner.cudagraph_created for runner in runners(model))
 
     def test_a_function_of_a_module_is_graphed_in_its_place(self):
         layer = Layer(graphs=False).cuda()
