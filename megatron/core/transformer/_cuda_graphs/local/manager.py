@@ -1,7 +1,7 @@
 """``CudaGraphManager``: runs a module eagerly or with CUDA graphs, whichever is due."""
 
 import gc
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -32,7 +32,7 @@ class CudaGraphManager(torch.nn.Module):
 
     Args:
         config: The model's configuration, with ``cuda_graph_impl="local"``.
-        base_module: The module whose function is replaced; only with ``function_name``.
+        base_module: The module, or other object, whose function is replaced; only with ``function_name``.
         function_name: The method of ``base_module`` that this manager takes the place of. It then takes two more
             keywords: ``eager=True`` runs it without graphs, ``cache_key`` names the graph.
         need_backward: Whether gradients may be wanted.
@@ -44,9 +44,9 @@ class CudaGraphManager(torch.nn.Module):
     Attributes:
         global_mempool: The memory pool of all local graphs; None before the first manager and after
             ``delete_cuda_graphs``. Of the class.
-        cudagraph_runners: The graphs of training and of calls without a key, each for one micro-batch at a time, in
-            the order in which they are used next.
-        custom_cudagraphs_lookup_table: The graphs of calls with a key.
+        cudagraph_runners: All runners. Those of calls without a key, each for one micro-batch at a time, are in the
+            order in which they are used next.
+        custom_cudagraphs_lookup_table: The runners of calls with a key; None for a key that no call had.
         reuse_cudagraphs: Whether one micro-batch after another uses the same graphs: without pipeline parallelism.
         is_first_microbatch: Whether the next call is a step's first, in which quantized weights are made anew.
 
@@ -60,7 +60,7 @@ class CudaGraphManager(torch.nn.Module):
     def __init__(
         self,
         config: Any,
-        base_module: torch.nn.Module | None = None,
+        base_module: Any = None,
         function_name: str | None = None,
         need_backward: bool = True,
         pg_collection: ProcessGroupCollection | None = None,
@@ -73,7 +73,7 @@ class CudaGraphManager(torch.nn.Module):
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.reuse_cudagraphs = self.pg_collection.pp.size() == 1
         self.cudagraph_runners: list[_CudaGraphRunner] = []
-        self.custom_cudagraphs_lookup_table: dict[Hashable, _CudaGraphRunner] = {}
+        self.custom_cudagraphs_lookup_table = _RunnersByKey()
         self.is_first_microbatch = False
         self._inline_capture = inline_capture
         self._capture_failed = False
@@ -112,7 +112,7 @@ class CudaGraphManager(torch.nn.Module):
 
     def get_cudagraph_runner(
         self,
-        megatron_module: torch.nn.Module,
+        megatron_module: Any,
         args: tuple,
         kwargs: dict[str, Any],
         reuse_cudagraphs: bool,
@@ -129,49 +129,57 @@ class CudaGraphManager(torch.nn.Module):
         created = _CudagraphGlobalRecord.cudagraph_created
         wants_grad = self.need_backward and torch.is_grad_enabled()
         if cache_key is not None:
-            runner = self.custom_cudagraphs_lookup_table.get(cache_key)
+            runner = self.custom_cudagraphs_lookup_table[cache_key]
             if runner is None:
-                runner = self.custom_cudagraphs_lookup_table[cache_key] = self._new_runner(
-                    megatron_module, args, kwargs
-                )
+                runner = self._new_runner(megatron_module, args, kwargs, cache_key)
+                self.custom_cudagraphs_lookup_table[cache_key] = runner
             return runner
         if reuse_cudagraphs:
-            for runner in self.cudagraph_runners:
+            for runner in self._without_key():
                 fits = runner.status is _GraphStatus.FWD_READY and runner.can_differentiate(wants_grad, args, kwargs)
                 if fits and not runner.get_mismatch_errors(args, kwargs):
                     return runner
-        elif created and self.cudagraph_runners:
-            runner = self.cudagraph_runners[0]
-            if runner.status is not _GraphStatus.FWD_READY:
-                raise RuntimeError(
-                    f"{runner.name} has CUDA graphs for {len(self.cudagraph_runners)} micro-batches, all of which wait "
-                    "for their backward passes. Under pipeline parallelism --cuda-graph-impl local needs no more "
-                    "micro-batches in a step than the first one had (--global-batch-size, --rampup-batch-size)."
-                )
-            if not runner.can_differentiate(wants_grad, args, kwargs):
-                raise RuntimeError(self._why_none(megatron_module, args, kwargs, wants_grad))
-            self.cudagraph_runners.append(self.cudagraph_runners.pop(0))
-            return runner
+        elif created:
+            runner = next(self._without_key(), None)
+            if runner is not None:
+                self._refuse_busy(runner)
+                if not runner.can_differentiate(wants_grad, args, kwargs):
+                    raise RuntimeError(self._why_none(megatron_module, args, kwargs, wants_grad))
+                self.cudagraph_runners.remove(runner)
+                self.cudagraph_runners.append(runner)
+                return runner
         if created and not self._inline_capture:
             raise RuntimeError(self._why_none(megatron_module, args, kwargs, wants_grad))
-        runner = self._new_runner(megatron_module, args, kwargs)
+        return self._new_runner(megatron_module, args, kwargs)
+
+    def _without_key(self) -> Iterator[_CudaGraphRunner]:
+        return (runner for runner in self.cudagraph_runners if runner.cache_key is None)
+
+    def _refuse_busy(self, runner: _CudaGraphRunner) -> None:
+        if runner.status is not _GraphStatus.FWD_READY:
+            raise RuntimeError(
+                f"{runner.name} has CUDA graphs for {len(list(self._without_key()))} micro-batches, all of which wait "
+                "for their backward passes. Under pipeline parallelism --cuda-graph-impl local needs no more "
+                "micro-batches in a step than the first one had (--global-batch-size, --rampup-batch-size)."
+            )
+
+    def _new_runner(
+        self, module: Any, args: tuple, kwargs: dict[str, Any], cache_key: Hashable | None = None
+    ) -> _CudaGraphRunner:
+        runner = _CudaGraphRunner(module, _memory_pool(), args, kwargs, self.func, self.need_backward, cache_key)
+        if self._num_warmup_steps is not None:
+            runner.num_warmup_steps = self._num_warmup_steps
         self.cudagraph_runners.append(runner)
         return runner
 
-    def _new_runner(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> _CudaGraphRunner:
-        runner = _CudaGraphRunner(module, _memory_pool(), args, kwargs, self.func, self.need_backward)
-        if self._num_warmup_steps is not None:
-            runner.num_warmup_steps = self._num_warmup_steps
-        return runner
-
-    def _why_none(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], wants_grad: bool) -> str:
+    def _why_none(self, module: Any, args: tuple, kwargs: dict[str, Any], wants_grad: bool) -> str:
         lines = [
             f"no CUDA graph of {type(module).__name__} is for this call. With --cuda-graph-impl local every step needs "
             "the same --seq-length, --micro-batch-size and order of passes as the first one, and under pipeline "
             "parallelism --global-batch-size if activations are computed again (--recompute-modules); "
             "delete_cuda_graphs() lets the next step be recorded anew."
         ]
-        for runner in self.cudagraph_runners:
+        for runner in self._without_key():
             problems = runner.get_mismatch_errors(args, kwargs)
             if runner.status is not _GraphStatus.FWD_READY:
                 problems.append("it waits for its backward pass")
@@ -181,7 +189,7 @@ class CudaGraphManager(torch.nn.Module):
         return "\n".join(lines)
 
     def __call__(
-        self, megatron_module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], cache_key: Hashable | None = None
+        self, megatron_module: Any, args: tuple, kwargs: dict[str, Any], cache_key: Hashable | None = None
     ) -> Any:
         """Run ``megatron_module`` on ``args`` and ``kwargs``.
 
@@ -208,7 +216,7 @@ class CudaGraphManager(torch.nn.Module):
             output = self._replay(megatron_module, args, kwargs)
         else:
             leave_default_stream()
-            if not self.cudagraph_runners:
+            if not self.cudagraph_runners and isinstance(megatron_module, torch.nn.Module):
                 refuse_fsdp_hooks(megatron_module)
             runner = self.get_cudagraph_runner(megatron_module, args, kwargs, self.reuse_cudagraphs)
             output = runner.record_graph_capture(args, kwargs)
@@ -216,14 +224,15 @@ class CudaGraphManager(torch.nn.Module):
             self.is_first_microbatch = False
         return output
 
-    def _run_eagerly(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _run_eagerly(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.func is not None:
             return self.func(*args, **kwargs)
         return torch.nn.Module.__call__(module, *args, **kwargs)
 
-    def _replay(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _replay(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         # Without grad too: the first pass of a layer that is computed again reads gathered parameters as well.
-        for part in self.cudagraph_runners[0].parts if self.cudagraph_runners else ():
+        recorded = next(self._without_key(), None)
+        for part in () if recorded is None else recorded.parts:
             if part._forward_pre_hooks:
                 self.call_ddp_preforward_hook(part)
         runner = self.get_cudagraph_runner(module, args, kwargs, self.reuse_cudagraphs)
@@ -234,10 +243,10 @@ class CudaGraphManager(torch.nn.Module):
 
     # ------------------------------------------------------------------------------------------------- inference
 
-    def _run_inline(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], key: Hashable | None) -> tuple:
+    def _run_inline(self, module: Any, args: tuple, kwargs: dict[str, Any], key: Hashable | None) -> tuple:
         with torch.no_grad():
             runner = self.get_cudagraph_runner(module, args, kwargs, True, cache_key=key)
-            if not runner.cudagraph_created:
+            if runner.fwd_graph is None or not runner.fwd_graph_recorded:
                 self._capture_inline(runner, args, kwargs)
             return runner.replay_graph_capture(self.is_first_microbatch, args, kwargs)
 
@@ -284,9 +293,17 @@ class CudaGraphManager(torch.nn.Module):
     def reset(self) -> None:
         """Forget all runners, and free their graphs. The next are captured into another memory pool."""
         _forget_pool()
-        for runner in (*self.cudagraph_runners, *self.custom_cudagraphs_lookup_table.values()):
+        for runner in self.cudagraph_runners:
             runner.reset()
-        self.cudagraph_runners, self.custom_cudagraphs_lookup_table = [], {}
+        self.cudagraph_runners = []
+        self.custom_cudagraphs_lookup_table = _RunnersByKey()
+
+
+class _RunnersByKey(dict[Hashable, "_CudaGraphRunner | None"]):
+    """Runners by the key of their calls."""
+
+    def __missing__(self, key: Hashable) -> None:
+        return None
 
 
 def delete_cuda_graphs() -> None:

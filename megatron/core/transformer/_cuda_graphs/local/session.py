@@ -7,7 +7,7 @@ import torch
 
 from ..engine.capture import release_cached_memory
 from ..engine.slot import WarmupRecord
-from .arguments import metas_of
+from .arguments import CudagraphBufferMetadata, metas_of
 from .buffers import StaticBuffers, StaticInput
 from .parameter_guard import ParameterGuard
 from .tensor_reuse_pool import TensorReusePool
@@ -17,7 +17,7 @@ from .turns import Turns
 class Runner(Protocol):
     """What a session asks of a runner whose passes were recorded."""
 
-    base_module: Any
+    module: torch.nn.Module
     function: Hashable
 
     @property
@@ -61,6 +61,7 @@ class CaptureSession:
         self.capturing: str | None = None
         self._static_inputs: dict[int, StaticInput] = {}
         self._users: dict[int, int] = {}
+        self._read: set[int] = set()
         self._guards: list[ParameterGuard] = []
         self._checked = self._checked_with_grad = False
 
@@ -93,11 +94,7 @@ class CaptureSession:
         for runner in runners:
             runner.finish()
         one_for_each_function = {runner.function: runner for runner in runners}.values()
-        self._guards = [
-            ParameterGuard(runner.name, runner.base_module)
-            for runner in one_for_each_function
-            if isinstance(runner.base_module, torch.nn.Module)
-        ]
+        self._guards = [ParameterGuard(runner.name, runner.module) for runner in one_for_each_function]
 
     def _warm_up(self, record: Sequence[tuple]) -> None:
         """Run every function once for each kind of arguments: what is set up in a first call must not be captured."""
@@ -140,6 +137,12 @@ class CaptureSession:
     def users_of(self, metadata: object) -> int:
         """The runners that need the value of a tensor with this ``cg_buffer_metadata`` until their backward pass."""
         return self._users.get(id(metadata), 0)
+
+    def is_first_reader(self, metadata: CudagraphBufferMetadata) -> bool:
+        """Whether no graph returns the tensor of ``metadata``, and this is the first call for it."""
+        is_first = not metadata.is_cudagraph_output and id(metadata) not in self._read
+        self._read.add(id(metadata))
+        return is_first
 
     # --------------------------------------------------------------------------------------------------- replay
 
