@@ -60,6 +60,29 @@ def use_rng_state(state: torch.Generator) -> Iterator[None]:
         default.graphsafe_set_state(before)
 
 
+_UNUSABLE = (
+    "Megatron's RNG tracker keeps states that no CUDA graph can use. Give --te-rng-tracker, or without "
+    "TransformerEngine initialize it with use_cudagraphable_rng=True."
+)
+
+
+def check_rng_tracker() -> None:
+    """Check that Megatron's RNG tracker is of a kind that CUDA graphs can draw from, before it has any state.
+
+    Raises:
+        RuntimeError: it is not.
+    """
+    tracker = tensor_parallel_random.get_cuda_rng_tracker()
+    if isinstance(tracker, tensor_parallel_random.CudaRNGStatesTracker):
+        usable = tracker.use_cudagraphable_rng or tracker.is_inference_rng_tracker
+    else:  # TransformerEngine's
+        usable = type(tracker).__name__ == "TECudaRNGStatesTracker" or getattr(
+            tracker, "is_inference_rng_tracker", False
+        )
+    if not usable:
+        raise RuntimeError(_UNUSABLE)
+
+
 def generator_states() -> list[torch.Generator]:
     """The generators, besides the default one, from which a Megatron layer may draw.
 
@@ -73,10 +96,7 @@ def generator_states() -> list[torch.Generator]:
     if distributed is not None and distributed.graph_safe_rng_available():
         states += distributed.get_all_rng_states().values()
     if any(isinstance(state, torch.Tensor) for state in states):
-        raise RuntimeError(
-            "Megatron's RNG tracker holds states that no CUDA graph can use. Give --te-rng-tracker, or without "
-            "TransformerEngine initialize it with use_cudagraphable_rng=True."
-        )
+        raise RuntimeError(_UNUSABLE)
     return list(dict.fromkeys(states))
 
 

@@ -303,6 +303,11 @@ class GraphedSlot:
         """The static gradients of the inputs; None for an input that gets none."""
         return self._grad_inputs
 
+    @property
+    def grad_outputs(self) -> tuple[torch.Tensor | None, ...]:
+        """The static gradients of the outputs; None for an output that takes no part in autograd."""
+        return self._grad_outputs
+
     def _weak(self, tensors: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
         return tuple(
             weak_reference(tensor) if tensor is not None and self._is_of_the_graphs(tensor) else tensor

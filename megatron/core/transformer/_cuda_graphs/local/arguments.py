@@ -21,6 +21,8 @@ class CudagraphBufferMetadata:
     Attributes:
         is_cudagraph_input: Whether graphs take the tensor as an input.
         is_cudagraph_output: Whether a graph returns it.
+        is_saved_for_backward: Whether its memory is kept until a backward pass: that of every input of a pass with
+            gradients is, whether autograd saves it or not.
         input_use_count: How many inputs of graphs it is.
         cudagraph_reuse_ref_count: How many inputs of graphs it is as the output of another: these read it where the
             graph puts it, without a copy.
@@ -33,6 +35,7 @@ class CudagraphBufferMetadata:
 
     is_cudagraph_input: bool = False
     is_cudagraph_output: bool = False
+    is_saved_for_backward: bool = False
     input_use_count: int = 0
     cudagraph_reuse_ref_count: int = 0
     capture_reuse_count: int = 0

@@ -1,20 +1,21 @@
 """``CudaGraphManager``: runs a module eagerly or with CUDA graphs, whichever is due."""
 
 import gc
-import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any, ClassVar
 
 import torch
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
 from .. import state
 from ..engine.capture import capture_stream, leave_default_stream, transformer_engine_flag
 from ..engine.preserve import pause_gc, preserve_tensors
-from ..engine.rng import make_generators_safe, preserve_rng
+from ..engine.rng import check_rng_tracker, make_generators_safe, preserve_rng
+from ..engine.slot import WarmupRecord
+from ..fsdp_checks import refuse_fsdp_hooks
 from .arguments import ArgMetadata, described, tensors_of, with_tensors
+from .inference import key_of, states_of
 from .nodes import _GraphStatus
 from .record import _CudagraphGlobalRecord
 from .runner import _CudaGraphRunner
@@ -31,7 +32,7 @@ class CudaGraphManager(torch.nn.Module):
 
     Args:
         config: The model's configuration, with ``cuda_graph_impl="local"``.
-        base_module: The module whose function is replaced; only with ``function_name``.
+        base_module: The module, or other object, whose function is replaced; only with ``function_name``.
         function_name: The method of ``base_module`` that this manager takes the place of. It then takes two more
             keywords: ``eager=True`` runs it without graphs, ``cache_key`` names the graph.
         need_backward: Whether gradients may be wanted.
@@ -43,9 +44,9 @@ class CudaGraphManager(torch.nn.Module):
     Attributes:
         global_mempool: The memory pool of all local graphs; None before the first manager and after
             ``delete_cuda_graphs``. Of the class.
-        cudagraph_runners: The graphs of training and of calls without a key, each for one micro-batch at a time, in
-            the order in which they are used next.
-        custom_cudagraphs_lookup_table: The graphs of calls with a key.
+        cudagraph_runners: All runners. Those of calls without a key, each for one micro-batch at a time, are in the
+            order in which they are used next.
+        custom_cudagraphs_lookup_table: The runners of calls with a key; None for a key that no call had.
         reuse_cudagraphs: Whether one micro-batch after another uses the same graphs: without pipeline parallelism.
         is_first_microbatch: Whether the next call is a step's first, in which quantized weights are made anew.
 
@@ -59,7 +60,7 @@ class CudaGraphManager(torch.nn.Module):
     def __init__(
         self,
         config: Any,
-        base_module: torch.nn.Module | None = None,
+        base_module: Any = None,
         function_name: str | None = None,
         need_backward: bool = True,
         pg_collection: ProcessGroupCollection | None = None,
@@ -72,9 +73,10 @@ class CudaGraphManager(torch.nn.Module):
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.reuse_cudagraphs = self.pg_collection.pp.size() == 1
         self.cudagraph_runners: list[_CudaGraphRunner] = []
-        self.custom_cudagraphs_lookup_table: dict[Hashable, _CudaGraphRunner] = {}
+        self.custom_cudagraphs_lookup_table = _RunnersByKey()
         self.is_first_microbatch = False
         self._inline_capture = inline_capture
+        self._capture_failed = False
         self._num_warmup_steps = num_warmup_steps
         self.func: Callable | None = None
         if function_name is not None:
@@ -110,7 +112,7 @@ class CudaGraphManager(torch.nn.Module):
 
     def get_cudagraph_runner(
         self,
-        megatron_module: torch.nn.Module,
+        megatron_module: Any,
         args: tuple,
         kwargs: dict[str, Any],
         reuse_cudagraphs: bool,
@@ -127,49 +129,57 @@ class CudaGraphManager(torch.nn.Module):
         created = _CudagraphGlobalRecord.cudagraph_created
         wants_grad = self.need_backward and torch.is_grad_enabled()
         if cache_key is not None:
-            runner = self.custom_cudagraphs_lookup_table.get(cache_key)
+            runner = self.custom_cudagraphs_lookup_table[cache_key]
             if runner is None:
-                runner = self.custom_cudagraphs_lookup_table[cache_key] = self._new_runner(
-                    megatron_module, args, kwargs
-                )
+                runner = self._new_runner(megatron_module, args, kwargs, cache_key)
+                self.custom_cudagraphs_lookup_table[cache_key] = runner
             return runner
         if reuse_cudagraphs:
-            for runner in self.cudagraph_runners:
+            for runner in self._without_key():
                 fits = runner.status is _GraphStatus.FWD_READY and runner.can_differentiate(wants_grad, args, kwargs)
                 if fits and not runner.get_mismatch_errors(args, kwargs):
                     return runner
-        elif created and self.cudagraph_runners:
-            runner = self.cudagraph_runners[0]
-            if runner.status is not _GraphStatus.FWD_READY:
-                raise RuntimeError(
-                    f"{runner.name} has CUDA graphs for {len(self.cudagraph_runners)} micro-batches, all of which wait "
-                    "for their backward passes. Under pipeline parallelism --cuda-graph-impl local needs no more "
-                    "micro-batches in a step than the first one had (--global-batch-size, --rampup-batch-size)."
-                )
-            if not runner.can_differentiate(wants_grad, args, kwargs):
-                raise RuntimeError(self._why_none(megatron_module, args, kwargs, wants_grad))
-            self.cudagraph_runners.append(self.cudagraph_runners.pop(0))
-            return runner
+        elif created:
+            runner = next(self._without_key(), None)
+            if runner is not None:
+                self._refuse_busy(runner)
+                if not runner.can_differentiate(wants_grad, args, kwargs):
+                    raise RuntimeError(self._why_none(megatron_module, args, kwargs, wants_grad))
+                self.cudagraph_runners.remove(runner)
+                self.cudagraph_runners.append(runner)
+                return runner
         if created and not self._inline_capture:
             raise RuntimeError(self._why_none(megatron_module, args, kwargs, wants_grad))
-        runner = self._new_runner(megatron_module, args, kwargs)
+        return self._new_runner(megatron_module, args, kwargs)
+
+    def _without_key(self) -> Iterator[_CudaGraphRunner]:
+        return (runner for runner in self.cudagraph_runners if runner.cache_key is None)
+
+    def _refuse_busy(self, runner: _CudaGraphRunner) -> None:
+        if runner.status is not _GraphStatus.FWD_READY:
+            raise RuntimeError(
+                f"{runner.name} has CUDA graphs for {len(list(self._without_key()))} micro-batches, all of which wait "
+                "for their backward passes. Under pipeline parallelism --cuda-graph-impl local needs no more "
+                "micro-batches in a step than the first one had (--global-batch-size, --rampup-batch-size)."
+            )
+
+    def _new_runner(
+        self, module: Any, args: tuple, kwargs: dict[str, Any], cache_key: Hashable | None = None
+    ) -> _CudaGraphRunner:
+        runner = _CudaGraphRunner(module, _memory_pool(), args, kwargs, self.func, self.need_backward, cache_key)
+        if self._num_warmup_steps is not None:
+            runner.num_warmup_steps = self._num_warmup_steps
         self.cudagraph_runners.append(runner)
         return runner
 
-    def _new_runner(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> _CudaGraphRunner:
-        runner = _CudaGraphRunner(module, _memory_pool(), args, kwargs, self.func, self.need_backward)
-        if self._num_warmup_steps is not None:
-            runner.num_warmup_steps = self._num_warmup_steps
-        return runner
-
-    def _why_none(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], wants_grad: bool) -> str:
+    def _why_none(self, module: Any, args: tuple, kwargs: dict[str, Any], wants_grad: bool) -> str:
         lines = [
             f"no CUDA graph of {type(module).__name__} is for this call. With --cuda-graph-impl local every step needs "
             "the same --seq-length, --micro-batch-size and order of passes as the first one, and under pipeline "
             "parallelism --global-batch-size if activations are computed again (--recompute-modules); "
             "delete_cuda_graphs() lets the next step be recorded anew."
         ]
-        for runner in self.cudagraph_runners:
+        for runner in self._without_key():
             problems = runner.get_mismatch_errors(args, kwargs)
             if runner.status is not _GraphStatus.FWD_READY:
                 problems.append("it waits for its backward pass")
@@ -179,7 +189,7 @@ class CudaGraphManager(torch.nn.Module):
         return "\n".join(lines)
 
     def __call__(
-        self, megatron_module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], cache_key: Hashable | None = None
+        self, megatron_module: Any, args: tuple, kwargs: dict[str, Any], cache_key: Hashable | None = None
     ) -> Any:
         """Run ``megatron_module`` on ``args`` and ``kwargs``.
 
@@ -198,30 +208,31 @@ class CudaGraphManager(torch.nn.Module):
         context = kwargs.get("inference_context")
         if context is not None or self._inline_capture:
             if cache_key is None and context is not None:
-                cache_key = _key_of(context, args, kwargs)
+                cache_key = key_of(context, args, kwargs)
             output = self._run_inline(megatron_module, args, kwargs, cache_key)
-        elif _CudagraphGlobalRecord.capture_failed or not self.training:
+        elif self._capture_failed or not self.training:
             return self._run_eagerly(megatron_module, args, kwargs)
         elif _CudagraphGlobalRecord.cudagraph_created:
             output = self._replay(megatron_module, args, kwargs)
         else:
             leave_default_stream()
-            if not self.cudagraph_runners:
-                _refuse_fsdp(megatron_module)
+            if not self.cudagraph_runners and isinstance(megatron_module, torch.nn.Module):
+                refuse_fsdp_hooks(megatron_module)
             runner = self.get_cudagraph_runner(megatron_module, args, kwargs, self.reuse_cudagraphs)
             output = runner.record_graph_capture(args, kwargs)
         if self.is_first_microbatch:  # to set an attribute of a module takes time
             self.is_first_microbatch = False
         return output
 
-    def _run_eagerly(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _run_eagerly(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.func is not None:
             return self.func(*args, **kwargs)
         return torch.nn.Module.__call__(module, *args, **kwargs)
 
-    def _replay(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> Any:
+    def _replay(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         # Without grad too: the first pass of a layer that is computed again reads gathered parameters as well.
-        for part in self.cudagraph_runners[0].parts if self.cudagraph_runners else ():
+        recorded = next(self._without_key(), None)
+        for part in () if recorded is None else recorded.parts:
             if part._forward_pre_hooks:
                 self.call_ddp_preforward_hook(part)
         runner = self.get_cudagraph_runner(module, args, kwargs, self.reuse_cudagraphs)
@@ -232,26 +243,25 @@ class CudaGraphManager(torch.nn.Module):
 
     # ------------------------------------------------------------------------------------------------- inference
 
-    def _run_inline(self, module: torch.nn.Module, args: tuple, kwargs: dict[str, Any], key: Hashable | None) -> tuple:
+    def _run_inline(self, module: Any, args: tuple, kwargs: dict[str, Any], key: Hashable | None) -> tuple:
         with torch.no_grad():
             runner = self.get_cudagraph_runner(module, args, kwargs, True, cache_key=key)
-            if not runner.cudagraph_created:
+            if runner.fwd_graph is None or not runner.fwd_graph_recorded:
                 self._capture_inline(runner, args, kwargs)
             return runner.replay_graph_capture(self.is_first_microbatch, args, kwargs)
 
     def _capture_inline(self, runner: _CudaGraphRunner, args: tuple, kwargs: dict[str, Any]) -> None:
         record = _CudagraphGlobalRecord
-        runner.grad_enabled = False
-        runner.busy_at_forward = -1
+        runner.begin_capture(record.inference.session, WarmupRecord())
         given = tensors_of(args, {name: kwargs[name] for name in runner.fwd_graph_input_kwarg_metas})
         state._set_capture_start()
         try:
             # Inference captures many graphs, one by one: walks through all objects would take longer than that.
             with pause_gc(collects=False), preserve_rng(), transformer_engine_flag(), capture_stream():
                 make_generators_safe()
-                with preserve_tensors(_states_of(kwargs.get("inference_context"), runner.base_module)):
+                with preserve_tensors(states_of(kwargs.get("inference_context"), runner.base_module)):
                     runner.warm_up([tensor.detach().clone() for tensor in given])
-                static = [record.static_input(tensor) for tensor in given]
+                static = [record.inference.input_for(tensor) for tensor in given]
                 values, named = with_tensors((args, kwargs), iter(static))
                 runner.create_fwd_graph(values, named, clone_inputs=False)
         except BaseException:
@@ -259,8 +269,8 @@ class CudaGraphManager(torch.nn.Module):
             raise
         finally:
             state._set_capture_end()
-        runner.finish({}, {})
-        record.inference_outputs |= runner.output_addresses
+        runner.finish()
+        record.inference.outputs |= runner.output_addresses
         record.cudagraph_inference_record.append((runner, "fwd", described(args), described(kwargs)))
 
     # ------------------------------------------------------------------------------------------------- life cycle
@@ -270,20 +280,37 @@ class CudaGraphManager(torch.nn.Module):
         for runner in self.cudagraph_runners:
             runner.status = _GraphStatus.FWD_READY
         if not self.reuse_cudagraphs:
-            self.cudagraph_runners.sort(key=lambda runner: runner.number)
+            self.cudagraph_runners.sort(key=lambda runner: runner.turn.number)
+
+    def capture_failed(self, runners: Collection[_CudaGraphRunner]) -> None:
+        """Run eagerly until ``delete_cuda_graphs``, if the capture of one of ``runners`` of this manager failed."""
+        self._capture_failed |= any(runner in runners for runner in self.cudagraph_runners)
+
+    def record_anew(self) -> None:
+        """Record the next step, though a capture has failed."""
+        self._capture_failed = False
 
     def reset(self) -> None:
         """Forget all runners, and free their graphs. The next are captured into another memory pool."""
         _forget_pool()
-        for runner in (*self.cudagraph_runners, *self.custom_cudagraphs_lookup_table.values()):
+        for runner in self.cudagraph_runners:
             runner.reset()
-        self.cudagraph_runners, self.custom_cudagraphs_lookup_table = [], {}
+        self.cudagraph_runners = []
+        self.custom_cudagraphs_lookup_table = _RunnersByKey()
+
+
+class _RunnersByKey(dict[Hashable, "_CudaGraphRunner | None"]):
+    """Runners by the key of their calls."""
+
+    def __missing__(self, key: Hashable) -> None:
+        return None
 
 
 def delete_cuda_graphs() -> None:
     """Delete all graphs of ``--cuda-graph-impl local``, those for inference too. The next step is recorded anew."""
     _CudagraphGlobalRecord.forget_graphs()
-    _CudagraphGlobalRecord.capture_failed = False
+    for manager in _CudagraphGlobalRecord.managers:
+        manager.record_anew()
     _forget_pool()
     gc.collect()
     torch.cuda.empty_cache()
@@ -337,45 +364,4 @@ def _check(config: Any) -> None:
             "--tensor-parallel-num-weight-shards with --cuda-graph-impl local: graphs of this patch do not hold the "
             "gathers of sharded weights. Take --cuda-graph-impl none."
         )
-    tracker = get_cuda_rng_tracker()
-    if isinstance(tracker, CudaRNGStatesTracker):
-        usable = tracker.use_cudagraphable_rng or tracker.is_inference_rng_tracker
-    else:  # TransformerEngine's
-        usable = type(tracker).__name__ == "TECudaRNGStatesTracker" or getattr(
-            tracker, "is_inference_rng_tracker", False
-        )
-    if not usable:
-        raise RuntimeError(
-            "Megatron's RNG tracker keeps states that no CUDA graph can use. Give --te-rng-tracker, or without "
-            "TransformerEngine initialize it with use_cudagraphable_rng=True."
-        )
-
-
-def _refuse_fsdp(module: torch.nn.Module) -> None:
-    """Refuse a layer with hooks of Megatron-FSDP.
-
-    Raises:
-        ValueError: names the flags.
-    """
-    for part in module.modules():
-        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
-            if "megatron_fsdp" in getattr(inspect.getmodule(hook), "__name__", ""):
-                raise ValueError(
-                    "--use-megatron-fsdp with --cuda-graph-impl local: local graphs run none of Megatron-FSDP's hooks, "
-                    "which gather parameters and reduce gradients. Take --cuda-graph-impl transformer_engine."
-                )
-
-
-def _states_of(context: Any, module: torch.nn.Module) -> tuple[torch.Tensor, ...]:
-    """What a layer keeps in a context of static batching, or all layers: Mamba's states advance in every call."""
-    states = getattr(context, "key_value_memory_dict", {})
-    number = getattr(module, "layer_number", None)
-    return tensors_of((states[number],) if number in states else tuple(states.values()))
-
-
-def _key_of(context: Any, args: tuple, kwargs: dict[str, Any]) -> Hashable:
-    """What graphs for inference are told apart by."""
-    if context.is_static_batching():
-        first = kwargs["hidden_states"] if "hidden_states" in kwargs else tensors_of(args, kwargs)[0]
-        return tuple(first.shape), context.is_decode_only()
-    return context.padded_batch_dimensions
+    check_rng_tracker()

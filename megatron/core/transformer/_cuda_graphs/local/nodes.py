@@ -2,13 +2,13 @@
 
 from collections.abc import Sequence
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from ..engine.replay import Replay, ReplayNode, ReplayOptions, Tensors
 from .buffers import StaticInput
-from .record import _CudagraphGlobalRecord
+from .turns import Turns
 
 
 class _GraphStatus(Enum):
@@ -18,11 +18,37 @@ class _GraphStatus(Enum):
     BWD_READY = 1
 
 
+class RecordedRunner(Protocol):
+    """What the node of a recorded pass asks of its runner."""
+
+    def expect(self, status: _GraphStatus) -> None:
+        """Refuse a pass that is not due."""
+
+    def record_backward(self) -> None:
+        """Note that the backward pass runs."""
+
+
+class ReplayedRunner(Protocol):
+    """What the node of a replay asks of its runner."""
+
+    def begin_forward(self) -> "LocalReplay":
+        """Check that the forward graph may be replayed, and return what replays it."""
+
+    def replay_options(self, is_first_microbatch: bool) -> ReplayOptions | None:
+        """What the replay needs besides its inputs."""
+
+    def begin_backward(self) -> None:
+        """Check that the backward graph may be replayed."""
+
+    def end_backward(self) -> None:
+        """Note that the backward graph was replayed."""
+
+
 class _CudagraphRecordNode(torch.autograd.Function):
-    """Stands behind what a recorded module returns: its backward shows when a replay's backward would run."""
+    """An identity behind the outputs of a recorded module: its backward runs where a replay's backward will run."""
 
     @staticmethod
-    def forward(ctx: Any, runner: Any, *inputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, runner: RecordedRunner, *inputs: torch.Tensor) -> Any:
         """Return ``inputs``, the outputs of the module that require grad, unchanged.
 
         Raises:
@@ -53,7 +79,7 @@ class _CudagraphReplayNode(ReplayNode):
     """
 
     @staticmethod
-    def forward(ctx: Any, runner: Any, is_first_microbatch: bool, *inputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, runner: ReplayedRunner, is_first_microbatch: bool, *inputs: torch.Tensor) -> Any:
         """Replay the forward graph of ``runner``.
 
         Args:
@@ -82,7 +108,7 @@ class _CudagraphReplayNode(ReplayNode):
         return results
 
 
-def replay_runner(runner: Any, is_first_microbatch: bool, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+def replay_runner(runner: ReplayedRunner, is_first_microbatch: bool, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """Replay ``runner`` with autograd; ``inputs`` as for ``_CudagraphReplayNode``."""
     if torch._C._are_functorch_transforms_active():
         return _CudagraphReplayNode.apply(runner, is_first_microbatch, *inputs)  # says what torch says of it
@@ -94,17 +120,23 @@ _apply = super(torch.autograd.Function, _CudagraphReplayNode).apply
 
 
 class LocalReplay(Replay):
-    """Replays graphs some of whose inputs other graphs read too, or write.
+    """Replays graphs some of whose inputs other graphs read too, or write. Takes the arguments of ``Replay``."""
 
-    Attributes:
-        static_inputs: Each with the runners, a bit each, that hold its value from their forward to their backward pass.
-        leaves: The indices of the inputs of the last forward pass whose gradient becomes their ``grad``.
-    """
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self._turns = Turns()
+        self._static_inputs: list[tuple[StaticInput, int]] = []
+        self._leaves: list[int] = []  # of the last forward pass: inputs whose gradient becomes their grad
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self.static_inputs: list[tuple[StaticInput, int]] = []
-        self.leaves: list[int] = []
+    def share(self, turns: Turns, static_inputs: list[tuple[StaticInput, int]]) -> None:
+        """Before the first replay, take over what is shared with other graphs.
+
+        Args:
+            turns: Which runners are between their forward and backward pass.
+            static_inputs: What copies the inputs, each with the runners, a bit each, that hold its value from their
+                forward to their backward pass.
+        """
+        self._turns, self._static_inputs = turns, static_inputs
 
     def place(self, inputs: Sequence[torch.Tensor]) -> None:
         """Copy ``inputs``, which parameters may follow, to where the forward graph reads them.
@@ -112,16 +144,16 @@ class LocalReplay(Replay):
         Raises:
             RuntimeError: another graph, whose backward pass is still to come, needs what is there.
         """
-        in_flight = _CudagraphGlobalRecord.in_flight
-        for (static, users), given in zip(self.static_inputs, inputs):  # noqa: B905
+        in_flight = self._turns.in_flight
+        for (static, users), given in zip(self._static_inputs, inputs):  # noqa: B905
             if not static.put(given, bool(in_flight & users)):
                 raise RuntimeError(
                     f"{self.name}: at capture an input of shape {tuple(given.shape)} was one tensor for several graphs "
                     "or came straight from another graph, and now it is another tensor. With --cuda-graph-impl local "
                     "every step must pass tensors from layer to layer as the first one did."
                 )
-        given = inputs[: len(self.static_inputs)]
-        self.leaves = [index for index, each in enumerate(given) if each.requires_grad and each.is_leaf]
+        given = inputs[: len(self._static_inputs)]
+        self._leaves = [index for index, each in enumerate(given) if each.requires_grad and each.is_leaf]
 
     def backward(self, grads: Tensors, options: ReplayOptions | None) -> list[torch.Tensor | None]:
         """Copy the outputs' gradients to their static places and run the backward graph.
@@ -130,7 +162,7 @@ class LocalReplay(Replay):
             RuntimeError: there is no backward graph.
         """
         results = super().backward(grads, options)
-        for index in self.leaves:  # the next micro-batch would write into a static one before it is added
+        for index in self._leaves:  # the next micro-batch would write into a static one before it is added
             grad = results[index]
             results[index] = grad if grad is None else grad.clone()
         return results
@@ -138,4 +170,4 @@ class LocalReplay(Replay):
     def reset(self) -> None:
         """Let go of the graphs and of all tensors."""
         super().reset()
-        self.static_inputs = []
+        self._static_inputs = []

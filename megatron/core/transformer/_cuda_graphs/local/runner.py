@@ -1,6 +1,6 @@
 """One module, or function of one, for one micro-batch as CUDA graphs that its first training step recorded."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -24,11 +24,13 @@ from .arguments import (
     tensors_of,
     with_tensors,
 )
-from .buffers import StaticInput
+from .connected_leaves import connected_leaves
 from .main_grads import accumulate_into_main_grads, scratch_main_grads, track_fused_accumulation
 from .mismatch import mismatches
 from .nodes import LocalReplay, _CudagraphRecordNode, _GraphStatus, replay_runner
 from .record import _CudagraphGlobalRecord
+from .session import CaptureSession
+from .turns import Turn
 
 
 class _CudaGraphRunner(torch.nn.Module):
@@ -41,13 +43,16 @@ class _CudaGraphRunner(torch.nn.Module):
         base_module: The module whose parameters ``func`` uses.
         mempool: The memory pool of the graphs, a handle of ``torch.cuda.graph_pool_handle``.
         fwd_graph_input_args, fwd_graph_input_kwargs: Arguments of the call to record; calls to replay must be like it.
-        func: What to run; None for the module's own call.
+        func: What to run; None for the module's own call. With a function the base may be any object: the modules
+            among its attributes are those that the function uses.
         need_backward: Whether gradients may be wanted; without, graphs are captured under ``torch.no_grad``.
+        cache_key: The key by which the manager finds it; None if it is found by its arguments.
 
     Attributes:
         status: Which pass comes next.
         fwd_graph_recorded, bwd_graph_recorded: Whether a pass was recorded, for its graph to be captured.
         cudagraph_created: Whether the graphs are there.
+        fwd_graph, bwd_graph: The graphs, if they were captured. To delete either, or assign None, frees both.
         grad_enabled: Whether there is a backward graph, or will be.
         is_frozen: Whether the recorded call had nothing to differentiate.
         is_first_layer, is_last_layer: Whether the module is the first, or last, of its model chunk; true where
@@ -55,13 +60,11 @@ class _CudaGraphRunner(torch.nn.Module):
         params_to_backprop: The parameters that get a gradient.
         fwd_graph_input_arg_metas, fwd_graph_input_kwarg_metas: Descriptions of the arguments.
         num_warmup_steps: How often the module runs before capture, to warm up.
+        backward_retain_grad: Whether the backward pass keeps autograd's graph (``cuda_graph_retain_backward_graph``).
         function: What it runs, for comparison with other runners.
-        number: Its place in the order of all runners' first forward passes.
-        bit: This runner in sets of runners that are numbers; 0 without a backward graph.
-        warmup_record: What warm-up has shown of the function, for all its runners; until the graphs are captured.
+        turn: When its passes are due, once they were captured.
+        module: ``base_module``, or what stands for it if that is no module.
         parts: The modules that run in the forward graph.
-        busy_at_forward, busy_at_backward: The runners between their forward and backward pass when its own passes were
-            recorded: graphs may use the memory of all others.
 
     Raises:
         ValueError: the module's configuration asks for what local graphs cannot do.
@@ -73,16 +76,19 @@ class _CudaGraphRunner(torch.nn.Module):
 
     def __init__(
         self,
-        base_module: torch.nn.Module,
+        base_module: Any,
         mempool: tuple,
         fwd_graph_input_args: Sequence[Any],
         fwd_graph_input_kwargs: Mapping[str, Any],
         func: Callable | None,
         need_backward: bool,
+        cache_key: Hashable | None = None,
     ):
         super().__init__()
         torch.nn.Module.__setattr__(self, "base_module", base_module)
+        self.module = _module_of(base_module)
         self.mempool = mempool
+        self.cache_key = cache_key
         for value in (*fwd_graph_input_args, *fwd_graph_input_kwargs.values()):
             _check_supported_type(ArgMetadata(value))
         self.fwd_graph_input_arg_metas = [_meta_of_argument(value) for value in fwd_graph_input_args]
@@ -98,25 +104,31 @@ class _CudaGraphRunner(torch.nn.Module):
         self.is_last_layer = getattr(base_module, "is_last_layer", True)
         config = getattr(base_module, "config", None)
         self.num_warmup_steps = getattr(config, "cuda_graph_warmup_steps", 0)
-        self._retains_graph = getattr(config, "cuda_graph_retain_backward_graph", False)
+        self.backward_retain_grad = getattr(config, "cuda_graph_retain_backward_graph", False)
         self.fp8_enabled = getattr(config, "fp8", None) is not None
         self.fp4_enabled = getattr(config, "fp4", None) is not None
         self.params_to_backprop: tuple[torch.nn.Parameter, ...] = ()
-        self.fwd_graph_outputs: Any = None
-        self.number = self.bit = self.busy_at_forward = self.busy_at_backward = 0
+        self._returned: Any = None
         self.bwd_graph_replay_complete_event = torch.cuda.Event()
         self.is_frozen = False
+        self.turn = Turn()
+        self._session = _CudagraphGlobalRecord.session
         self._slot: GraphedSlot | None = None
         self._replay: LocalReplay | None = None
         self._quantization: Quantization | None = None
         self._quantized: QuantizedReplay | None = None
         self._escaping: set[int] = set()
-        self.warmup_record = WarmupRecord()
+        self._warmup = WarmupRecord()
+        self._input_metas: list[ArgMetadata] = []
+        self._output_metas: list[ArgMetadata] = []
+        self._writes_inputs = False
         self.parts: tuple[torch.nn.Module, ...] = ()
         self._rng_state = current_rng_state()
         self._autocast: Callable[[], AbstractContextManager] = nullcontext
         self._output_addresses: list[int] = []
-        self._addresses: list[tuple[torch.Tensor, int, int]] = []
+        self._input_surface: tuple[torch.Tensor, ...] = ()
+        self._fwd_graph: Any = None
+        self._bwd_graph: Any = None
 
     @property
     def name(self) -> str:
@@ -130,14 +142,34 @@ class _CudaGraphRunner(torch.nn.Module):
         return f"{self.name} on {', '.join(str(tuple(meta.shape)) for meta in metas if meta.is_tensor) or 'no tensors'}"
 
     @property
-    def fwd_graph(self) -> torch.cuda.CUDAGraph | None:
+    def fwd_graph(self) -> Any:
         """The forward graph, if it was captured."""
-        return None if self._slot is None else self._slot.forward_graph
+        return self._fwd_graph
+
+    @fwd_graph.setter
+    def fwd_graph(self, graph: Any) -> None:
+        self._fwd_graph = graph
+        if graph is None:
+            self._free_graphs()
+
+    @fwd_graph.deleter
+    def fwd_graph(self) -> None:
+        self._free_graphs()
 
     @property
-    def bwd_graph(self) -> torch.cuda.CUDAGraph | None:
+    def bwd_graph(self) -> Any:
         """The backward graph, if it was captured."""
-        return None if self._slot is None else self._slot.backward_graph
+        return self._bwd_graph
+
+    @bwd_graph.setter
+    def bwd_graph(self, graph: Any) -> None:
+        self._bwd_graph = graph
+        if graph is None:
+            self._free_graphs()
+
+    @bwd_graph.deleter
+    def bwd_graph(self) -> None:
+        self._free_graphs()
 
     def expect(self, status: _GraphStatus) -> None:
         """Refuse a pass that is not due.
@@ -190,12 +222,14 @@ class _CudaGraphRunner(torch.nn.Module):
 
     def apply_cudagraph_record_metadata(self, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
         """Note in all tensors of a recorded call, as ``cg_buffer_metadata``, that a graph takes or returns them."""
-        recording = _CudagraphGlobalRecord.recording
+        recording = _CudagraphGlobalRecord.recording_session().recording
+        with_backward = any(tensor.requires_grad for tensor in tensors_of(outputs))
         for tensor in tensors_of(args, kwargs):
             known = getattr(tensor, "cg_buffer_metadata", None)
             if known is None or known.recording is not recording:
                 known = tensor.cg_buffer_metadata = CudagraphBufferMetadata(recording=recording)
             known.is_cudagraph_input = True
+            known.is_saved_for_backward |= with_backward
             known.input_use_count += 1
             known.cudagraph_reuse_ref_count += known.is_cudagraph_output
         for tensor in tensors_of(outputs):
@@ -203,11 +237,28 @@ class _CudaGraphRunner(torch.nn.Module):
 
     # -------------------------------------------------------------------------------------------------- capture
 
+    def begin_capture(self, session: CaptureSession, warmup: WarmupRecord) -> None:
+        """Prepare for a capture.
+
+        Args:
+            session: What is shared with the runners of the same capture.
+            warmup: What passes of the same function have shown, or will show; shared with its other runners.
+        """
+        self._session = session
+        self.grad_enabled = self.bwd_graph_recorded
+        self._warmup = warmup
+
     def warm_up(self, inputs: Sequence[torch.Tensor]) -> None:
         """Run forward and backward ``num_warmup_steps`` times on ``inputs``; nothing that they compute is kept."""
         slot = self._new_slot(inputs)
-        undisturbed = preserve_buffers([self.base_module]) if self.grad_enabled else nullcontext()
-        with self._capturing(), undisturbed, preserve_moe_metrics(), scratch_main_grads(slot.params), _warming_up():
+        undisturbed = preserve_buffers([self.module]) if self.grad_enabled else nullcontext()
+        with (
+            self._capture_context(),
+            undisturbed,
+            preserve_moe_metrics(),
+            scratch_main_grads(slot.params),
+            _warming_up(),
+        ):
             for _ in range(self.num_warmup_steps):
                 with self._as_recorded():
                     slot.forward(not_recording)
@@ -223,19 +274,21 @@ class _CudaGraphRunner(torch.nn.Module):
             outputs: Descriptions of what the recorded call returned; None where nothing was recorded.
             clone_inputs: Whether the graph gets static inputs of its own, or reads the tensors among the arguments.
         """
-        buffers = _CudagraphGlobalRecord.buffers
+        buffers = self._session.buffers
         given = tensors_of(args, kwargs)
         self._input_metas = metas_of(described(args), described(kwargs))
         inputs = buffers.inputs(self._input_metas) if clone_inputs else [tensor.detach() for tensor in given]
         versions = [tensor._version for tensor in inputs if not tensor.is_inference()]
         self._slot = slot = self._new_slot(inputs)
-        capture = Capture(self.mempool)
         profiled = torch.profiler.record_function(f"{self.name} forward for capture")
-        with self._capturing(), self._as_recorded(), profiled:
+        with self._capture_context(), self._as_recorded(), profiled:
+            capture = Capture(self.mempool)  # its graphs know the generator state that is in use now
             slot.forward(capture.recording, capture.new_graph())
+        self._fwd_graph = slot.forward_graph
+        self._check_leaves(slot)
         if slot.delays_weight_gradients:
             raise ValueError(f"{self.name}: --delay-wgrad-compute cannot be had with --cuda-graph-impl local")
-        self._are_inputs_written = versions != [tensor._version for tensor in inputs if not tensor.is_inference()]
+        self._writes_inputs = versions != [tensor._version for tensor in inputs if not tensor.is_inference()]
         self._output_metas = captured = list(map(ArgMetadata, slot.outputs))
         if outputs is not None:
             self._output_metas = metas_of(outputs)
@@ -259,17 +312,18 @@ class _CudaGraphRunner(torch.nn.Module):
         slot = self._slot
         if slot is None or not self.grad_enabled:
             raise RuntimeError(f"{self.name}: no backward graph without a forward graph that was captured with grad")
-        buffers = _CudagraphGlobalRecord.buffers
+        buffers = self._session.buffers
         outputs = tensors_of(slot.outputs)
         metas = [meta for meta, output in zip(self._output_metas, outputs, strict=True) if output.requires_grad]
         grads = buffers.grads_of_outputs(metas)
         capture = Capture(self.mempool)
         with (
-            self._capturing(),
+            self._capture_context(),
             track_fused_accumulation(slot.params),
             torch.profiler.record_function(f"{self.name} backward for capture"),
         ):
             slot.backward(capture.recording, lambda outputs: tuple(grads), capture.new_graph())
+        self._bwd_graph = slot.backward_graph
         if self._output_addresses != [output.data_ptr() for output in outputs]:
             raise ValueError(
                 f"{self.name} returns memory that is taken away before its backward pass and computed again elsewhere, "
@@ -292,32 +346,54 @@ class _CudaGraphRunner(torch.nn.Module):
         """
         if self._slot is not None and self._escaping:
             for index in self._escaping:
-                _CudagraphGlobalRecord.buffers.let_go(self._slot.grad_inputs[index])
+                self._session.buffers.let_go(self._slot.grad_inputs[index])
             self._slot.release_gradients()
             self._escaping = set()
 
-    def finish(self, static_inputs: dict[int, StaticInput], users: Mapping[int, int]) -> None:
-        """Make ready to replay, once all graphs are captured.
-
-        Args:
-            static_inputs: The static inputs of all runners by address, to which those of this one are added.
-            users: For the ``id`` of a ``CudagraphBufferMetadata`` the runners that hold the same memory, a bit each.
-        """
-        slot = self._slot
+    def finish(self) -> None:
+        """Make ready to replay, once all graphs of the session are captured."""
+        slot, session = self._slot, self._session
         assert slot is not None
-        self._replay = replay = slot.finish(LocalReplay)
-        buffers = _CudagraphGlobalRecord.buffers
-        for meta, tensor in zip(self._input_metas, slot.inputs, strict=True):
-            static = static_inputs.setdefault(
-                tensor.data_ptr(), StaticInput(tensor.detach(), buffers.holds_inputs_only(tensor))
-            )
-            static.only_copied_to &= not self._are_inputs_written
-            replay.static_inputs.append((static, users.get(id(getattr(meta, "cg_buffer_metadata", None)), 0)))
-        self.parts = self.warmup_record.ran or ()
-        self.warmup_record = WarmupRecord()
+        self.turn = session.turns.of(self)
+        self._replay = slot.finish(LocalReplay)
+        self._replay.share(
+            session.turns,
+            [
+                (
+                    session.static_input(tensor, self._writes_inputs),
+                    session.users_of(getattr(meta, "cg_buffer_metadata", None)),
+                )
+                for meta, tensor in zip(self._input_metas, slot.inputs, strict=True)
+            ],
+        )
+        self.parts = self._warmup.ran or ()
+        self._warmup = WarmupRecord()
         self.params_to_backprop = slot.params if self.bwd_graph is not None else ()
-        self._addresses = [(param, *_addresses_of(param)) for param in slot.params]
-        self.cudagraph_created = True
+        self._input_surface = tuple(map(self._surface_of_input, self._input_metas, slot.inputs))
+        self.fwd_graph_recorded = self.cudagraph_created = True
+
+    def _surface_of_input(self, meta: ArgMetadata, tensor: torch.Tensor) -> torch.Tensor:
+        known = getattr(meta, "cg_buffer_metadata", None)
+        surface = tensor.detach()
+        surface.can_skip_replay_copy = known is not None and not self._session.is_first_reader(known)
+        return surface
+
+    def _check_leaves(self, slot: GraphedSlot) -> None:
+        """Refuse a function of parameters that are not its module's: their gradients would be lost.
+
+        Raises:
+            ValueError: there is such a parameter.
+        """
+        if not self.grad_enabled:
+            return
+        known = {id(leaf) for leaf in (*slot.inputs, *self.module.parameters())}
+        for leaf in connected_leaves(tensors_of(slot.outputs)):
+            if isinstance(leaf, torch.nn.Parameter) and id(leaf) not in known:
+                raise ValueError(
+                    f"{self.name} computes with a parameter of shape {tuple(leaf.shape)} that is neither among its "
+                    f"arguments nor one of {type(self.base_module).__name__}: a CUDA graph would lose its gradient. "
+                    "Give it as an argument."
+                )
 
     def _new_slot(self, inputs: Sequence[torch.Tensor]) -> GraphedSlot:
         self._quantized = None if self._quantization is None else self._quantization.of_callable(0)
@@ -327,19 +403,19 @@ class _CudaGraphRunner(torch.nn.Module):
             tuple(inputs),
             {},
             CaptureTimeHooks(self.name, None),
-            CaptureOptions(allow_unused_input=True, retain_graph=self._retains_graph),
+            CaptureOptions(allow_unused_input=True, retain_graph=self.backward_retain_grad),
             self.get_quantization_context,
             self._quantized,
-            self.base_module,
+            self.module,
             accumulate_into_main_grads,
-            self.warmup_record,
+            self._warmup,
         )
 
     def _run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """``func`` as a function of tensors that returns tensors."""
         args, kwargs = self._arguments(inputs)
         output = self.func(*args, **kwargs)
-        self.fwd_graph_outputs = described(output)
+        self._returned = described(output)
         return tensors_of(output)
 
     def _arguments(self, inputs: Sequence[torch.Tensor]) -> tuple[list[Any], dict[str, Any]]:
@@ -354,9 +430,9 @@ class _CudaGraphRunner(torch.nn.Module):
             yield
 
     @contextmanager
-    def _capturing(self) -> Iterator[None]:
+    def _capture_context(self) -> Iterator[None]:
         """What surrounds a pass of warm-up or capture."""
-        quantized = self._quantization.preserve_statistics([self.base_module]) if self._quantization else nullcontext()
+        quantized = self._quantization.preserve_statistics([self.module]) if self._quantization else nullcontext()
         with nullcontext() if self.grad_enabled else torch.no_grad(), quantized:
             yield
 
@@ -364,21 +440,13 @@ class _CudaGraphRunner(torch.nn.Module):
         """Whether a replay on these arguments has the gradients that ``wants_grad`` asks for, or needs none."""
         if self.grad_enabled or not wants_grad:
             return True
-        trained = (*tensors_of(args, kwargs), *self.base_module.parameters())
+        trained = (*tensors_of(args, kwargs), *self.module.parameters())
         return self.is_frozen and not any(tensor.requires_grad for tensor in trained)
 
     def get_connected_params(self, outputs: Any) -> tuple[torch.nn.Parameter, ...]:
         """The parameters of the module from which ``outputs`` were computed, by autograd's graph, in their order."""
-        nodes = [tensor.grad_fn for tensor in tensors_of(outputs) if tensor.grad_fn is not None]
-        seen, leaves = set(nodes), {id(tensor) for tensor in tensors_of(outputs) if tensor.is_leaf}
-        while nodes:
-            node = nodes.pop()
-            if hasattr(node, "variable"):
-                leaves.add(id(node.variable))
-            following = {function for function, _ in node.next_functions if function is not None} - seen
-            seen |= following
-            nodes += following
-        return tuple(param for param in self.base_module.parameters() if id(param) in leaves)
+        leaves = {id(leaf) for leaf in connected_leaves(tensors_of(outputs))}
+        return tuple(param for param in self.module.parameters() if id(param) in leaves)
 
     # --------------------------------------------------------------------------------------------------- replay
 
@@ -408,11 +476,13 @@ class _CudaGraphRunner(torch.nn.Module):
     def replay(self, is_first_microbatch: bool, args: tuple, kwargs: dict[str, Any]) -> tuple:
         """``replay_graph_capture`` on arguments that were compared already."""
         inputs = tensors_of(args, {name: kwargs[name] for name in self.fwd_graph_input_kwarg_metas})
+        if self.turn.bit:  # inference does without gradient buffers
+            self._session.check_parameters()
         outputs = replay_runner(self, is_first_microbatch, *inputs, *self.params_to_backprop)
         if any(output.requires_grad for output in outputs):
             self.status = _GraphStatus.BWD_READY
-            _CudagraphGlobalRecord.in_flight |= self.bit
-        output = with_tensors(self.fwd_graph_outputs, iter(outputs))
+            self._session.turns.begin(self.turn)
+        output = with_tensors(self._returned, iter(outputs))
         return output if isinstance(output, tuple) else (output,)
 
     @property
@@ -424,22 +494,7 @@ class _CudaGraphRunner(torch.nn.Module):
     @property
     def returns_tuple(self) -> bool:
         """Whether ``func`` itself returns a tuple."""
-        return isinstance(self.fwd_graph_outputs, tuple)
-
-    def refuse_moved_parameters(self) -> None:
-        """Refuse to replay where a parameter, or its main gradient, is no longer where the graphs read or write it.
-
-        Raises:
-            RuntimeError: names the parameter.
-        """
-        for param, *captured in self._addresses:
-            if captured != [*_addresses_of(param)]:
-                name = next((name for name, each in self.base_module.named_parameters() if each is param), "?")
-                raise RuntimeError(
-                    f"{self.name}: parameter {name} or its main_grad was moved after the capture, and the CUDA graphs "
-                    "(--cuda-graph-impl local) read and write the old memory. Call delete_cuda_graphs() after moving "
-                    "parameters or gradient buffers: the next step is recorded anew."
-                )
+        return isinstance(self._returned, tuple)
 
     def begin_forward(self) -> LocalReplay:
         """Make ready for a replay of the forward graph and return what replays it.
@@ -451,11 +506,7 @@ class _CudaGraphRunner(torch.nn.Module):
         if self._replay is None:
             raise RuntimeError(f"{self.name} has no CUDA graph to replay: it was not captured, or deleted")
         self.expect(_GraphStatus.FWD_READY)
-        if self.bit and not _CudagraphGlobalRecord.addresses_checked:  # inference does without gradient buffers
-            _CudagraphGlobalRecord.check_addresses()
-        others = _CudagraphGlobalRecord.in_flight & ~self.busy_at_forward
-        if others:
-            _CudagraphGlobalRecord.refuse_order(self, others)
+        self._session.turns.check_forward(self.turn)
         return self._replay
 
     def replay_options(self, is_first_microbatch: bool) -> ReplayOptions | None:
@@ -471,9 +522,7 @@ class _CudaGraphRunner(torch.nn.Module):
             RuntimeError: the forward pass comes next, or the replay would overwrite what other runners wait for.
         """
         self.expect(_GraphStatus.BWD_READY)
-        others = _CudagraphGlobalRecord.in_flight & ~self.busy_at_backward & ~self.bit
-        if others:
-            _CudagraphGlobalRecord.refuse_order(self, others)
+        self._session.turns.check_backward(self.turn)
 
     def end_backward(self) -> None:
         """Note that the backward graph was replayed: weight gradients are complete after this point of the stream."""
@@ -482,9 +531,43 @@ class _CudaGraphRunner(torch.nn.Module):
         for param in self.params_to_backprop:
             param._cudagraph_wgrad_ready_event = event
         self.status = _GraphStatus.FWD_READY
-        _CudagraphGlobalRecord.in_flight &= ~self.bit
+        self._session.turns.end(self.turn)
 
     # ----------------------------------------------------------------------------------- what else is asked of it
+
+    @property
+    def fwd_graph_input_surface(self) -> tuple[torch.Tensor, ...]:
+        """The static inputs, then ``params_to_backprop``.
+
+        Of an input ``can_skip_replay_copy`` says whether replays of other graphs, or an earlier input of this one, put
+        the value there.
+        """
+        return (*self._input_surface, *self.params_to_backprop)
+
+    @property
+    def num_dgrads(self) -> int:
+        """How many tensors of ``fwd_graph_input_surface`` are inputs."""
+        return len(self._input_surface)
+
+    @property
+    def fwd_graph_output_surface(self) -> tuple[torch.Tensor, ...]:
+        """The static outputs."""
+        return () if self._slot is None else tensors_of(self._slot.outputs)
+
+    @property
+    def fwd_graph_outputs(self) -> Any:
+        """What the captured call returned, with the static outputs; None before the capture."""
+        return None if self._slot is None else with_tensors(self._returned, iter(self.fwd_graph_output_surface))
+
+    @property
+    def static_grad_outputs(self) -> tuple[torch.Tensor, ...]:
+        """The static gradients of the outputs that take part in autograd."""
+        return () if self._slot is None else tensors_of(self._slot.grad_outputs)
+
+    @property
+    def static_grad_inputs(self) -> tuple[torch.Tensor | None, ...]:
+        """The static gradients of the inputs; None for an input that gets none."""
+        return () if self._slot is None else self._slot.grad_inputs
 
     def get_mismatch_errors(self, args: tuple, kwargs: dict[str, Any]) -> list[str]:
         """Return a line for each argument that is not like the captured one; none if the graphs can be replayed."""
@@ -514,25 +597,20 @@ class _CudaGraphRunner(torch.nn.Module):
 
     def reset(self) -> None:
         """Free the graphs, and forget what was recorded."""
+        self._free_graphs()
+        self._session = _CudagraphGlobalRecord.session
+        self._input_metas, self._output_metas = [], []
+        self.fwd_graph_recorded = self.bwd_graph_recorded = self.cudagraph_created = False
+        self.status = _GraphStatus.FWD_READY
+
+    def _free_graphs(self) -> None:
         if self._slot is not None:
             for param in self._slot.params:
                 if getattr(param, "_cudagraph_wgrad_ready_event", None) is self.bwd_graph_replay_complete_event:
                     del param._cudagraph_wgrad_ready_event
             self._slot.reset()
-        self._slot = self._replay = None
-        self.params_to_backprop, self._addresses = (), []
-        self.fwd_graph_recorded = self.bwd_graph_recorded = self.cudagraph_created = False
-        self.status = _GraphStatus.FWD_READY
-
-
-def _addresses_of(param: torch.Tensor) -> tuple[int, int]:
-    """Where ``param`` and its main gradient are; 0 for what has no memory of its own."""
-    main_grad = getattr(param, "main_grad", None)
-    try:
-        own = param.data_ptr()
-    except RuntimeError:  # a quantized parameter
-        own = 0
-    return own, 0 if main_grad is None else main_grad.data_ptr()
+        self._slot = self._replay = self._fwd_graph = self._bwd_graph = None
+        self.params_to_backprop, self._input_surface = (), ()
 
 
 def _autocast_in_force(inputs: Sequence[torch.Tensor]) -> Callable[[], AbstractContextManager]:
@@ -541,6 +619,13 @@ def _autocast_in_force(inputs: Sequence[torch.Tensor]) -> Callable[[], AbstractC
     if not torch.is_autocast_enabled(kind):
         return nullcontext
     return partial(torch.autocast, kind, dtype=torch.get_autocast_dtype(kind), cache_enabled=False)
+
+
+def _module_of(base: Any) -> torch.nn.Module:
+    """The module that functions of ``base`` use: ``base`` itself, or the modules among its attributes."""
+    if isinstance(base, torch.nn.Module):
+        return base
+    return torch.nn.ModuleList(value for value in vars(base).values() if isinstance(value, torch.nn.Module))
 
 
 def _meta_of_argument(value: Any) -> ArgMetadata:

@@ -15,7 +15,7 @@ from megatron.core.transformer.cuda_graphs import (
     create_cudagraphs,
 )
 
-from .local_graph_cases import HIDDEN, Layer, batch, eager_calls, groups, record, stack, use_graphable_rng
+from .local_graph_cases import HIDDEN, Layer, batch, config, eager_calls, groups, record, stack, use_graphable_rng
 
 pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
@@ -53,7 +53,7 @@ class TestInference:
         for size in (2, 3, 2, 3):
             out, _ = layer(batch(0, size=size), cache_key=size)
             assert torch.equal(out, layer.forward(batch(0, size=size), eager=True)[0])
-        assert layer.manager.custom_cudagraphs_lookup_table.keys() == {2, 3}
+        assert set(layer.manager.custom_cudagraphs_lookup_table) == {2, 3}
         assert [entry[1] for entry in _CudagraphGlobalRecord.cudagraph_inference_record] == ["fwd", "fwd"]
 
     def test_a_key_with_other_arguments_is_refused(self):
@@ -156,6 +156,63 @@ class TestInference:
         model(batch(1)).sum().backward()
         create_cudagraphs()
         assert eager_calls(model) == calls
+
+    def test_runners_with_a_key_are_among_all_runners(self):
+        layer = self.inline()
+        for key in ("one", "two", "one"):
+            layer(batch(0), cache_key=key)
+        manager = layer.manager
+        assert manager.cudagraph_runners == [manager.custom_cudagraphs_lookup_table[key] for key in ("one", "two")]
+        assert all(runner.fwd_graph_recorded for runner in manager.cudagraph_runners)
+
+    def test_a_key_that_no_call_had_has_no_runner(self):
+        manager = self.inline().manager
+        assert manager.custom_cudagraphs_lookup_table["never"] is None
+        assert not manager.custom_cudagraphs_lookup_table
+
+    def test_a_graph_that_was_given_up_is_captured_again(self):
+        layer = self.inline()
+        layer(batch(0), cache_key=0)
+        (runner,) = layer.manager.cudagraph_runners
+        runner.fwd_graph = None
+        assert torch.equal(layer(batch(1), cache_key=0)[0], layer.forward(batch(1), eager=True)[0])
+        assert runner.fwd_graph is not None
+
+    def test_the_number_of_warm_ups_is_the_managers(self):
+        layer = self.inline(num_warmup_steps=0)
+        layer(batch(0), cache_key=0)
+        assert layer.manager.cudagraph_runners[0].num_warmup_steps == 0
+        assert layer.eager_calls == 1
+
+    def test_a_function_of_an_object_that_is_no_module_is_graphed(self):
+        class Plain:
+            def __init__(self):
+                self.config, self.linear = config(), torch.nn.Linear(HIDDEN, HIDDEN).cuda()
+
+            def double(self, x):
+                return self.linear(x) * 2
+
+        use_graphable_rng()
+        plain = Plain()
+        CudaGraphManager(
+            plain.config, plain, "double", need_backward=False, inline_capture=True, pg_collection=groups()
+        )
+        for step in range(2):
+            assert torch.equal(plain.double(batch(step)), plain.double(batch(step), eager=True))
+
+    @pytest.mark.parametrize("pipeline", [1, 2])
+    def test_a_pass_of_training_does_not_take_a_graph_for_inference(self, pipeline):
+        layer = stack(count=1, pipeline=pipeline).layers[0]
+        with torch.inference_mode():
+            layer(batch(0), inference_context=Context(1, 8))
+        (inference,) = layer.cudagraph_manager.cudagraph_runners
+        layer(batch(0), inference_context=None)[0].sum().backward()
+        create_cudagraphs()
+        with torch.no_grad():
+            layer(batch(1), inference_context=None)
+        training = [each for each in layer.cudagraph_manager.cudagraph_runners if each is not inference]
+        assert len(training) == 1
+        assert training[0].bwd_graph is not None
 
     def test_a_failed_capture_leaves_no_graph(self):
         layer = self.inline()

@@ -146,4 +146,4 @@ def test_another_schedule_trains_bit_for_bit_as_eager_or_is_refused(recorded, la
         delete_cuda_graphs()
     else:
         assert graphed == eager
-    assert _CudagraphGlobalRecord.in_flight == 0
+    assert _CudagraphGlobalRecord.session.turns.in_flight == 0

@@ -1,0 +1,54 @@
+"""What graphs for inference are told apart by, what they read, and what their capture must leave as it was."""
+
+from collections.abc import Hashable
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from .arguments import tensors_of
+from .session import CaptureSession
+
+
+class InferenceGraphs:
+    """What graphs for inference share, each of which is captured at its first call.
+
+    Attributes:
+        session: Of these graphs. They may be replayed in any order.
+        outputs: Addresses of what they return.
+    """
+
+    def __init__(self) -> None:
+        self.session = CaptureSession()
+        self.outputs: set[int] = set()
+        self._inputs = WeakTensorKeyDictionary()
+
+    def input_for(self, given: torch.Tensor) -> torch.Tensor:
+        """Where a graph reads ``given``: where another graph put it, or else in memory of its own.
+
+        All graphs that take one tensor read it there: every replay copies its inputs before it runs. A graph that was
+        captured on another's output, and is replayed on another tensor, overwrites that output.
+        """
+        if given.data_ptr() in self.outputs:
+            return given.detach()
+        static = self._inputs.get(given)
+        if static is None or (static.shape, static.stride()) != (given.shape, given.stride()):
+            with torch.inference_mode(False):
+                static = torch.empty_like(given, requires_grad=False).copy_(given)
+            self._inputs[given] = static
+        return static
+
+
+def states_of(context: Any, module: Any) -> tuple[torch.Tensor, ...]:
+    """What a layer keeps in a context of static batching, or all layers: Mamba's states advance in every call."""
+    states = getattr(context, "key_value_memory_dict", {})
+    number = getattr(module, "layer_number", None)
+    return tensors_of((states[number],) if number in states else tuple(states.values()))
+
+
+def key_of(context: Any, args: tuple, kwargs: dict[str, Any]) -> Hashable:
+    """The key of the graph for a call with an inference context."""
+    if context.is_static_batching():
+        first = kwargs["hidden_states"] if "hidden_states" in kwargs else tensors_of(args, kwargs)[0]
+        return tuple(first.shape), context.is_decode_only()
+    return context.padded_batch_dimensions

@@ -1,0 +1,167 @@
+"""What the runners of one recording share: the capture of their graphs, static memory, and the passes under way."""
+
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from ..engine.capture import release_cached_memory
+from ..engine.slot import WarmupRecord
+from .arguments import CudagraphBufferMetadata, metas_of
+from .buffers import StaticBuffers, StaticInput
+from .parameter_guard import ParameterGuard
+from .tensor_reuse_pool import TensorReusePool
+from .turns import Turns
+
+
+class Runner(Protocol):
+    """What a session asks of a runner whose passes were recorded."""
+
+    module: torch.nn.Module
+    function: Hashable
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+
+    def begin_capture(self, session: "CaptureSession", warmup: WarmupRecord) -> None:
+        """Prepare for ``warm_up`` and the capture; ``warmup`` is what passes of the same function have shown."""
+
+    def warm_up(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Run both passes."""
+
+    def create_fwd_graph(self, args: Any, kwargs: Any, outputs: Any = None, clone_inputs: bool = True) -> None:
+        """Capture the forward pass."""
+
+    def create_bwd_graph(self) -> None:
+        """Capture the backward pass."""
+
+    def release_escaping_gradients(self) -> None:
+        """Give back the memory of gradients that no graph reads."""
+
+    def finish(self) -> None:
+        """Make ready for replays."""
+
+
+class CaptureSession:
+    """A recorded step, the capture of its graphs, and their replays.
+
+    Attributes:
+        recording: Marks what is noted in tensors of this step. Tensors may live on into another; they hold this object,
+            not the session.
+        buffers: Which graph uses which static tensor, while graphs are captured.
+        turns: Which passes may be replayed next.
+        capturing: What is warmed up or captured at this moment, for errors; None between passes.
+    """
+
+    def __init__(self) -> None:
+        self.recording = object()
+        self.buffers = StaticBuffers(TensorReusePool())
+        self.turns = Turns()
+        self.capturing: str | None = None
+        self._static_inputs: dict[int, StaticInput] = {}
+        self._users: dict[int, int] = {}
+        self._read: set[int] = set()
+        self._guards: list[ParameterGuard] = []
+        self._checked = self._checked_with_grad = False
+
+    # -------------------------------------------------------------------------------------------------- capture
+
+    def capture(self, record: Sequence[tuple]) -> None:
+        """Capture ``(runner, "fwd", args, kwargs, outputs)`` and ``(runner, "bwd")`` in their order.
+
+        Raises:
+            RuntimeError: a pass cannot be captured; ``capturing`` says which.
+        """
+        self.turns.take_order(record)
+        self._warm_up(record)
+        release_cached_memory(thorough=False)
+        last_backward: dict[Hashable, Runner] = {}
+        for runner, kind, *arguments in record:
+            if kind == "fwd":
+                self.capturing = str(runner)
+                runner.create_fwd_graph(*arguments)
+            else:
+                self.capturing = f"the backward pass of {runner}"
+                runner.create_bwd_graph()
+                previous = last_backward.get(runner.function)
+                if previous is not None:
+                    previous.release_escaping_gradients()
+                last_backward[runner.function] = runner
+        self.capturing = None
+        self._users = self._users_of_tensors(record)
+        runners: list[Runner] = [entry[0] for entry in record if entry[1] == "fwd"]
+        for runner in runners:
+            runner.finish()
+        one_for_each_function = {runner.function: runner for runner in runners}.values()
+        self._guards = [ParameterGuard(runner.name, runner.module) for runner in one_for_each_function]
+
+    def _warm_up(self, record: Sequence[tuple]) -> None:
+        """Run every function once for each kind of arguments: what is set up in a first call must not be captured."""
+        with_backward = {entry[0] for entry in record if entry[1] == "bwd"}
+        found: dict[Hashable, WarmupRecord] = {}
+        for runner, kind, *arguments in record:
+            if kind != "fwd":
+                continue
+            metas = metas_of(*arguments[:2])
+            key = (runner.function, runner in with_backward, *((meta.shape, meta.dtype) for meta in metas))
+            is_new = key not in found
+            runner.begin_capture(self, found.setdefault(key, WarmupRecord()))
+            if is_new:
+                self.capturing = str(runner)
+                runner.warm_up([meta.zeros_like() for meta in metas])
+        self.capturing = None
+
+    def _users_of_tensors(self, record: Sequence[tuple]) -> dict[int, int]:
+        """For each tensor that several graphs use the runners that need its memory until their backward pass."""
+        users: dict[int, int] = {}
+        for runner, kind, *arguments in record:
+            bit = self.turns.of(runner).bit
+            for meta in metas_of(arguments[0], arguments[1]) + metas_of(arguments[2]) if kind == "fwd" else ():
+                key = id(meta.cg_buffer_metadata)
+                users[key] = users.get(key, 0) | bit
+        return users
+
+    def static_input(self, tensor: torch.Tensor, is_written: bool) -> StaticInput:
+        """Return what copies values to ``tensor``, where a graph, and others perhaps, read an input.
+
+        Args:
+            tensor: The static tensor.
+            is_written: Whether the graph writes its inputs.
+        """
+        only_copied_to = self.buffers.holds_inputs_only(tensor)
+        static = self._static_inputs.setdefault(tensor.data_ptr(), StaticInput(tensor.detach(), only_copied_to))
+        static.only_copied_to &= not is_written
+        return static
+
+    def users_of(self, metadata: object) -> int:
+        """The runners that need the value of a tensor with this ``cg_buffer_metadata`` until their backward pass."""
+        return self._users.get(id(metadata), 0)
+
+    def is_first_reader(self, metadata: CudagraphBufferMetadata) -> bool:
+        """Whether no graph returns the tensor of ``metadata``, and this is the first call for it."""
+        is_first = not metadata.is_cudagraph_output and id(metadata) not in self._read
+        self._read.add(id(metadata))
+        return is_first
+
+    # --------------------------------------------------------------------------------------------------- replay
+
+    def begin_step(self) -> None:
+        """Begin a step: no pass is under way, parameters may have moved, and static inputs may be out of date."""
+        self.turns.end_all()
+        self._checked = self._checked_with_grad = False
+        for static in self._static_inputs.values():
+            static.forget()
+
+    def check_parameters(self) -> None:
+        """Compare the parameters of all modules with those at capture, once a step.
+
+        Raises:
+            RuntimeError: a parameter was moved, replaced, frozen or unfrozen since; names it.
+        """
+        grad_enabled = torch.is_grad_enabled()
+        if self._checked_with_grad or (self._checked and not grad_enabled):
+            return
+        for guard in self._guards:
+            guard.check(grad_enabled)
+        self._checked, self._checked_with_grad = True, grad_enabled

@@ -1,0 +1,180 @@
+"""CudaGraphManager: what runs eagerly, what is replayed, and what is refused."""
+
+import pytest
+import torch
+
+from megatron.core.transformer._cuda_graphs.hooks import runs_outside_graphs
+from megatron.core.transformer.cuda_graphs import (
+    CudaGraphManager,
+    create_cudagraphs,
+)
+from megatron_fsdp_cuda_graphs.cpu_backend.pools import pool_of
+
+from .local_graph_cases import (
+    HIDDEN,
+    Layer,
+    batch,
+    config,
+    groups,
+    record,
+    runners,
+    stack,
+    use_graphable_rng,
+)
+
+pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
+
+
+class TestArguments:
+    """What a replay refuses, by argument."""
+
+    @pytest.mark.parametrize(
+        ("args", "kwargs", "message"),
+        [
+            ((torch.ones(4, HIDDEN),), {}, r"args\[0\]: shape \(4, 8\), captured with \(3, 8\)"),
+            (
+                (torch.ones(3, HIDDEN, dtype=torch.float64),),
+                {},
+                r"args\[0\]: torch.float64, captured with torch.float32",
+            ),
+            ((torch.ones(3, HIDDEN, device="meta"),), {}, r"args\[0\]: device meta, captured with"),
+            ((None,), {}, r"args\[0\]: NoneType, captured with a tensor"),
+            ((), {}, "0 positional arguments, captured with 1"),
+            ((torch.ones(3, HIDDEN),), {"factor": 2.0}, r"kwargs\['factor'\]: 2.0, captured with 1.5"),
+            ((torch.ones(3, HIDDEN),), {"factor": 1}, r"kwargs\['factor'\]: int, captured with float"),
+            ((torch.ones(3, HIDDEN),), {"factor": None}, r"kwargs\['factor'\]: NoneType, captured with float"),
+            ((torch.ones(3, HIDDEN),), {"scale": torch.ones(1)}, r"kwargs\['scale'\]: Tensor, captured with NoneType"),
+            ((torch.ones(3, HIDDEN),), {"other": 1}, "keyword 'other' was not given at capture"),
+        ],
+    )
+    def test_that_differ_are_named(self, args, kwargs, message):
+        model = stack(count=1)
+        given = {"scale": None, "factor": 1.5}
+        record(model, **given)
+        with pytest.raises(RuntimeError, match=message):
+            model.layers[0](*args, **(given | kwargs))
+
+    def test_a_keyword_that_is_missing_is_named(self):
+        model = stack(count=1)
+        record(model, factor=1.5)
+        with pytest.raises(RuntimeError, match="keyword 'factor' is missing"):
+            model.layers[0](torch.ones(3, HIDDEN))
+
+    def test_an_input_that_requires_grad_where_none_did_is_named(self):
+        model = stack(count=1)
+        layer = model.layers[0]
+        layer(batch(0))[0].sum().backward()
+        create_cudagraphs()
+        layer(batch(1))[0].sum().backward()
+        with pytest.raises(RuntimeError, match=r"args\[0\]: requires grad, captured without"):
+            layer(batch(1).requires_grad_())
+
+    def test_in_a_pipeline_they_are_named_too(self):
+        model = stack(count=1, pipeline=2)
+        record(model)
+        with pytest.raises(ValueError, match=r"args\[0\]: shape \(4, 8\), captured with \(3, 8\)"):
+            model(batch(1, size=4))
+
+    def test_of_a_type_that_no_graph_takes_are_refused_when_recorded(self):
+        model = stack(count=1)
+        with pytest.raises(TypeError, match="an argument of type object cannot be given"):
+            model(batch(0), other=object())
+
+    def test_the_error_says_what_to_do(self):
+        model = stack(count=1)
+        record(model)
+        with pytest.raises(RuntimeError, match=r"--seq-length, --micro-batch-size.*delete_cuda_graphs\(\)"):
+            model(batch(1, size=4))
+
+
+class TestManager:
+    def test_refuses_another_implementation(self):
+        use_graphable_rng()
+        with pytest.raises(ValueError, match="needs --cuda-graph-impl local, got 'none'"):
+            CudaGraphManager(config(cuda_graph_impl="none"), pg_collection=groups())
+
+    def test_refuses_an_rng_tracker_that_graphs_cannot_use(self):
+        from megatron.core.tensor_parallel import random
+
+        random.initialize_rng_tracker(use_cudagraphable_rng=False, force_reset=True)
+        with pytest.raises(RuntimeError, match="--te-rng-tracker"):
+            CudaGraphManager(config(), pg_collection=groups())
+
+    def test_refuses_sharded_weights(self):
+        use_graphable_rng()
+        with pytest.raises(ValueError, match="--tensor-parallel-num-weight-shards"):
+            CudaGraphManager(config(gtp_weight_remat_size=2), pg_collection=groups())
+
+    def test_leaves_the_legacy_default_stream_until_graphs_are_captured(self):
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            model = stack()
+            assert torch.cuda.current_stream() != torch.cuda.default_stream()
+            record(model)
+            assert torch.cuda.current_stream() == torch.cuda.default_stream()
+
+    @pytest.mark.parametrize("grad", [True, False], ids=["with grad", "before it is computed again"])
+    def test_replays_run_hooks_of_distributed_data_parallel(self, grad):
+        model = stack(count=1)
+        record(model)
+        called = []
+
+        def hook(module, *_):
+            called.append(module)
+
+        hook.__module__ = "megatron.core.distributed.distributed_data_parallel"
+        model.layers[0].linear.register_forward_pre_hook(hook)
+        with torch.set_grad_enabled(grad):
+            model(batch(1))
+        assert called == [model.layers[0].linear]
+
+    def test_replays_refuse_any_other_forward_pre_hook(self):
+        model = stack(count=1)
+        record(model)
+        model.layers[0].linear.register_forward_pre_hook(lambda module, args: None)
+        with pytest.raises(RuntimeError, match="Linear has a forward-pre hook"):
+            model(batch(1))
+
+    def test_hooks_of_modules_that_run_outside_the_graph_are_left_to_them(self):
+        model = stack(count=1)
+        model.layers[0].experts = torch.nn.Linear(1, 1)  # not in the graph
+        called = []
+        record(model)
+        model.layers[0].experts.register_forward_pre_hook(lambda module, args: called.append(module))
+        model(batch(1)).sum().backward()
+        assert not called
+
+    def test_modules_that_were_not_annotated_count_as_first_and_last(self):
+        use_graphable_rng()
+        layer = Layer(number=99).cuda()
+        del layer.is_first_layer
+        layer(batch(0))
+        (runner,) = layer.cudagraph_manager.cudagraph_runners
+        assert (runner.is_first_layer, runner.is_last_layer) == (True, True)
+
+    def test_refuses_layers_under_megatron_fsdp(self):
+        model = stack(count=1)
+        model.layers[0].linear.register_forward_pre_hook(runs_outside_graphs(lambda module, args: None))
+        with pytest.raises(ValueError, match="--use-megatron-fsdp with --cuda-graph-impl local"):
+            model(batch(0))
+
+    def test_takes_layers_with_hooks_of_other_modules_of_this_distribution(self):
+        model = stack(count=1)
+
+        def hook(module, args):
+            pass
+
+        hook.__module__ = pool_of.__module__
+        model.layers[0].linear.register_forward_pre_hook(hook)
+        record(model)
+        assert all(runner.cudagraph_created for runner in runners(model))
+
+    def test_a_function_of_a_module_is_graphed_in_its_place(self):
+        layer = Layer(graphs=False).cuda()
+        use_graphable_rng()
+        layer.manager = CudaGraphManager(layer.config, layer, "forward", pg_collection=groups())
+        x = batch(0).requires_grad_()
+        layer(x)[0].sum().backward()
+        create_cudagraphs()
+        before = layer.eager_calls
+        assert torch.equal(layer(x)[0], layer.forward(x, eager=True)[0])
+        assert layer.eager_calls == before + 1

@@ -1,0 +1,99 @@
+"""ParameterGuard: replays are refused once parameters are not what they were at capture."""
+
+import pytest
+import torch
+
+from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
+from megatron.core.transformer._cuda_graphs.local.parameter_guard import ParameterGuard
+from megatron.core.transformer.cuda_graphs import create_cudagraphs, delete_cuda_graphs
+
+from .local_graph_cases import batch, record, stack
+
+
+@pytest.fixture
+def module():
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+    module[1].bias.requires_grad_(False)
+    return module
+
+
+@pytest.fixture
+def guard(module):
+    module[0].weight.main_grad = torch.zeros(2, 2)
+    return ParameterGuard("layer 1", module)
+
+
+def test_parameters_as_at_capture_pass(guard):
+    guard.check(grad_enabled=True)
+
+
+def test_a_parameter_that_moved_is_named(guard, module):
+    module[1].weight.data = torch.zeros(2, 2)
+    with pytest.raises(MovedBufferError, match=r"parameter 1\.weight of layer 1"):
+        guard.check(grad_enabled=False)
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_main_gradient_that_moved_or_went_is_named(guard, module, there):
+    module[0].weight.main_grad = torch.zeros(2, 2) if there else None
+    with pytest.raises(MovedBufferError, match=r"main_grad of parameter 0\.weight of layer 1"):
+        guard.check(grad_enabled=False)
+
+
+def test_another_parameter_on_the_same_memory_is_named(guard, module):
+    module[1].weight = torch.nn.Parameter(module[1].weight.data)
+    with pytest.raises(RuntimeError, match=r"parameter 1\.weight was replaced"):
+        guard.check(grad_enabled=False)
+
+
+@pytest.mark.parametrize(("index", "change"), [(0, "was frozen"), (1, "was unfrozen")])
+def test_a_parameter_that_was_frozen_or_unfrozen_is_named_where_gradients_are_computed(guard, module, index, change):
+    module[index].bias.requires_grad_(bool(index))
+    guard.check(grad_enabled=False)
+    with pytest.raises(RuntimeError, match=rf"parameter {index}\.bias {change} .*delete_cuda_graphs\(\)"):
+        guard.check(grad_enabled=True)
+
+
+@pytest.mark.usefixtures("cpu_backend", "no_graphs")
+class TestReplays:
+    @pytest.mark.parametrize("change", ["freeze", "replace", "move", "move main_grad"])
+    def test_are_refused_until_the_change_is_recorded(self, change):
+        model = stack(count=2)
+        linear = model.layers[1].linear
+        for param in model.parameters():
+            param.main_grad = torch.zeros_like(param)
+        record(model)
+        model(batch(1)).sum().backward()
+        create_cudagraphs()
+        if change == "freeze":
+            linear.bias.requires_grad_(False)
+        elif change == "replace":
+            linear.bias = torch.nn.Parameter(linear.bias.detach().clone())
+        elif change == "move":
+            linear.bias.data = linear.bias.data.clone()
+        else:
+            linear.bias.main_grad = torch.zeros_like(linear.bias)
+        with pytest.raises(RuntimeError, match=r"parameter linear\.bias .*layer 2|layer 2 .*parameter linear\.bias"):
+            model(batch(2))
+        delete_cuda_graphs()
+        record(model)
+        model(batch(2)).sum().backward()
+
+    def test_are_checked_for_frozen_parameters_though_a_pass_without_gradients_came_first(self):
+        model = stack(count=1)
+        record(model)
+        model.layers[0].linear.bias.requires_grad_(False)
+        with torch.no_grad():
+            model(batch(1))
+        with pytest.raises(RuntimeError, match=r"linear\.bias was frozen"):
+            model(batch(1))
+
+    def test_are_checked_once_a_step(self):
+        model = stack(count=1)
+        record(model)
+        model(batch(1)).sum().backward()
+        model.layers[0].linear.bias.requires_grad_(False)
+        model(batch(1)).sum().backward()
+        create_cudagraphs()
+        with pytest.raises(RuntimeError, match=r"linear\.bias was frozen"):
+            model(batch(1))

@@ -1,0 +1,128 @@
+"""CaptureSession: what the graphs of one step share."""
+
+from unittest import mock
+
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer.cuda_graphs import (
+    ArgMetadata,
+    CudaGraphManager,
+    _CudagraphGlobalRecord,
+    alloc_tensor_from_graph_mempool,
+    delete_cuda_graphs,
+)
+from megatron_fsdp_cuda_graphs.cpu_backend.pools import pool_of
+
+from .local_graph_cases import (
+    HIDDEN,
+    batch,
+    record,
+    runners,
+    stack,
+)
+
+pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
+
+
+class CopiesInto(TorchFunctionMode):
+    """Counts copies into one tensor."""
+
+    def __init__(self, tensor):
+        super().__init__()
+        self.tensor, self.count = tensor, 0
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        self.count += func is torch.Tensor.copy_ and args[0] is self.tensor
+        return func(*args, **(kwargs or {}))
+
+
+class TestBuffers:
+    def test_a_layer_reads_the_output_of_the_one_before_where_that_puts_it(self):
+        model = stack()
+        record(model)
+        first, second, _ = runners(model)
+        assert second._slot.inputs[0].data_ptr() == first._slot.outputs[0].data_ptr()
+
+    def test_a_layer_reads_the_gradient_where_the_one_after_puts_it(self):
+        model = stack()
+        record(model)
+        first, second, _ = runners(model)
+        assert first._slot._grad_outputs[0].data_ptr() == second._slot.grad_inputs[0].data_ptr()
+
+    def test_a_tensor_that_all_layers_take_has_one_static_place_and_is_copied_once(self):
+        model = stack()
+        scale = torch.ones(1, HIDDEN).cuda()
+        record(model, scale=scale)
+        places = {runner._replay._static_inputs[1][0] for runner in runners(model)}
+        assert len(places) == 1
+        (place,) = places
+        with CopiesInto(place.tensor) as copies:
+            model(batch(1), scale=scale.clone())
+        assert copies.count == 1
+
+    def test_two_tensors_where_one_was_are_refused(self):
+        model = stack()
+        one, two = torch.ones(1, HIDDEN).cuda(), torch.ones(1, HIDDEN).cuda()
+        record(model, scale=one)
+        x = model.before(batch(1))
+        x, _ = model.layers[0](x, scale=one)
+        with pytest.raises(RuntimeError, match=r"layer 2 .*was one tensor for several graphs"):
+            model.layers[1](x, scale=two)
+
+    def test_another_tensor_than_the_output_of_the_layer_before_is_refused(self):
+        model = stack()
+        record(model)
+        x, _ = model.layers[0](model.before(batch(1)))
+        with pytest.raises(RuntimeError, match="came straight from another graph"):
+            model.layers[1](x.clone())
+
+    def test_graphs_that_are_captured_later_may_use_all_memory_that_no_replay_reads_any_more(self):
+        model = stack()
+        record(model)
+        # A weak reference has a storage of its own, which the pool of the graphs does not know.
+        owned = pool_of(CudaGraphManager.global_mempool)._owned
+        for runner in runners(model):
+            slot = runner._slot
+            tensors = [*slot.inputs, *slot.outputs, *slot.grad_inputs, *slot._grad_params]
+            kept = [tensor for tensor in tensors if tensor is not None and tensor.untyped_storage()._cdata in owned]
+            assert len(kept) == (runner.base_module is model.layers[0])  # the gradient that goes to eager code
+
+    def test_static_gradients_that_another_graph_computes_are_held_by_none(self):
+        model = stack()
+        record(model)
+        addresses = [
+            [grad.data_ptr() for grad in runner._slot.grad_inputs if grad is not None] for runner in runners(model)
+        ]
+        owned = pool_of(CudaGraphManager.global_mempool)._owned
+        for runner, (address,) in zip(runners(model)[:-1], addresses[1:], strict=True):
+            (grad,) = (grad for grad in runner._slot._grad_outputs if grad is not None)
+            assert grad.data_ptr() == address
+            assert grad.untyped_storage()._cdata not in owned
+
+    def test_a_pool_that_tensors_were_taken_from_is_released_once_when_it_is_forgotten(self):
+        meta = ArgMetadata(batch(0))
+        with (
+            mock.patch.object(torch._C, "_cuda_beginAllocateCurrentThreadToPool") as begin,
+            mock.patch.object(torch._C, "_cuda_releasePool") as release,
+        ):
+            tensors = [alloc_tensor_from_graph_mempool(meta) for _ in range(3)]
+            assert (begin.call_count, release.call_count) == (3, 2)  # the pool stays in use
+            delete_cuda_graphs()
+            assert release.call_count == 3
+            delete_cuda_graphs()
+            assert release.call_count == 3
+        assert all(torch.equal(tensor, torch.zeros(3, HIDDEN).cuda()) for tensor in tensors)
+
+    def test_no_static_value_waits_after_the_capture(self):
+        record(stack(), scale=torch.ones(1, HIDDEN).cuda())
+        assert cuda_graphs.fwd_buffer_reuse_ref_count == 0
+        assert cuda_graphs.bwd_buffer_reuse_ref_count == 0
+
+    def test_no_static_memory_is_in_use_after_the_capture(self):
+        record(stack(), scale=torch.ones(1, HIDDEN).cuda())
+        pool = _CudagraphGlobalRecord.tensor_reuse_pool
+        # the gradient of the first layer's input goes to eager code: nobody knows for how long; here it is a graph's
+        assert len(pool.pool) == len(pool.tensor_strong_refs)

@@ -1,0 +1,73 @@
+"""Turns: with several micro-batches in flight graphs are replayed in the order of their capture."""
+
+import pytest
+
+from megatron.core.transformer.cuda_graphs import (
+    _CudagraphGlobalRecord,
+    create_cudagraphs,
+)
+
+from .local_graph_cases import (
+    batch,
+    runners,
+    stack,
+)
+
+pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
+
+
+class TestPipeline:
+    """Several micro-batches in flight: each has runners of its own."""
+
+    def run(self, graphs, order, steps=3, dropout=0.5, later=None):
+        model = stack(graphs=graphs, pipeline=2, dropout=dropout)
+        trace = []
+        for step in range(steps):
+            waiting = []
+            for microbatch, kind in enumerate(order if step == 0 or later is None else later):
+                if kind == "F":
+                    waiting.append(model(batch(step, microbatch)).square().mean())
+                else:
+                    loss = waiting.pop(0)
+                    loss.backward()
+                    trace.append(loss.item())
+            create_cudagraphs()
+            trace += [param.grad.tolist() for param in model.parameters()]
+        return trace, model
+
+    @pytest.mark.parametrize("order", ["FB", "FFBB", "FFBFBB", "FFFBFBFBBB"])
+    def test_is_bit_for_bit_eager(self, order):
+        graphed, model = self.run(True, order)
+        assert graphed == self.run(False, order)[0]
+        assert len(runners(model)) == 3 * order.count("F")
+
+    def test_takes_fewer_microbatches_than_were_recorded(self):
+        graphed, _ = self.run(True, "FFBFBFBB", later="FFBB")
+        assert graphed == self.run(False, "FFBFBFBB", later="FFBB")[0]
+
+    def test_refuses_more_microbatches_in_flight_than_were_recorded(self):
+        with pytest.raises(RuntimeError, match=r"for 2 micro-batches, all of which wait.*--global-batch-size"):
+            self.run(True, "FFBB", later="FFF")
+
+    def test_refuses_a_forward_pass_that_would_overwrite_memory_in_use(self):
+        with pytest.raises(RuntimeError, match=r"layer 1 .* would overwrite memory of layer 1"):
+            self.run(True, "FFBFBB", later="FFF")
+
+    def test_refuses_a_backward_pass_that_would_overwrite_memory_in_use(self):
+        model = stack(pipeline=2)
+        for _ in range(2):
+            model(batch(0)).square().mean().backward()  # the first micro-batch is over before the second begins
+        create_cudagraphs()
+        first = model(batch(1)).square().mean()
+        other = model.layers[0].cudagraph_manager.cudagraph_runners[0]
+        _CudagraphGlobalRecord.session.turns.begin(other.turn)
+        with pytest.raises(RuntimeError, match=r"layer 3 .* would overwrite memory of layer 1"):
+            first.backward()
+
+    def test_static_memory_of_a_microbatch_serves_a_later_one(self):
+        _, model = self.run(True, "FFBFBFBFBB")
+        first = model.layers[0].cudagraph_manager.cudagraph_runners
+        assert len(first) == 5
+        # the inputs of two micro-batches in flight and, while one of them goes back, the gradient of its output
+        assert len(_CudagraphGlobalRecord.tensor_reuse_pool.tensor_strong_refs) == 3
+        assert len({runner._slot.inputs[0].data_ptr() for runner in first}) == 3
