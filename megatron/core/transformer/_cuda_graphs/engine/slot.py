@@ -10,13 +10,13 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from .capture import allow_nested_backward, refuse_legacy_stream
 from .capture_time_hooks import CaptureTimeHooks
 from .delayed_wgrad import DelayedWeightGradients, delays_weight_gradients
 from .memory import PoolMemory, storage_address, weak_reference
-from .preserve import hide_grads_and_hooks
+from .preserve import allow_nested_backward, hide_grads_and_hooks
 from .quantization import QuantizedReplay
 from .replay import Replay, ReplayOptions, Tensors, replay
+from .streams import refuse_legacy_stream
 
 Recording = Callable[[torch.cuda.CUDAGraph | None], AbstractContextManager]
 Grads = Sequence[torch.Tensor | None]

@@ -11,9 +11,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker, get_cuda_rng_tracker
 
 from .. import state
-from ..engine.capture import capture_stream, leave_default_stream, transformer_engine_flag
 from ..engine.preserve import pause_gc, preserve_tensors
 from ..engine.rng import make_generators_safe, preserve_rng
+from ..engine.streams import capture_stream, leave_default_stream
+from ..engine.te_engine import transformer_engine_flag
 from .arguments import ArgMetadata, described, tensors_of, with_tensors
 from .nodes import _GraphStatus
 from .record import _CudagraphGlobalRecord

@@ -11,10 +11,12 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from megatron.core.utils import log_single_rank
 
 from .. import state
-from ..engine.capture import capture_stream, release_cached_memory, return_to_default_stream, transformer_engine_flag
+from ..engine.memory import release_cached_memory
 from ..engine.preserve import pause_gc
 from ..engine.rng import make_generators_safe, preserve_rng
 from ..engine.slot import WarmupRecord
+from ..engine.streams import capture_stream, return_to_default_stream
+from ..engine.te_engine import transformer_engine_flag
 from .arguments import metas_of
 from .buffers import StaticBuffers, StaticInput, reset_counts
 from .tensor_reuse_pool import TensorReusePool
