@@ -155,7 +155,7 @@ def measured(create: Any) -> dict[str, float]:
 
 def without_reuse() -> list[Any]:
     """Patches under which every layer and micro-batch has buffers of its own."""
-    from megatron.core.transformer._cuda_graphs.local.tensor_reuse_pool import TensorReusePool
+    from megatron.core.transformer._cuda_graphs.engine.buffers import BufferPool
     from megatron.core.transformer._cuda_graphs.te import sample_inputs
     from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
 
@@ -171,7 +171,7 @@ def without_reuse() -> list[Any]:
     return [
         mock.patch.object(TECudaGraphHelper, "_get_cuda_graph_input_data", unshared),
         mock.patch.object(sample_inputs, "share_inputs", own_inputs),
-        mock.patch.object(TensorReusePool, "insert"),
+        mock.patch.object(BufferPool, "release"),
     ]
 
 

@@ -106,7 +106,7 @@ def install() -> None:
         "reset_peak_memory_stats": lambda device=None: None,
         "reset_max_memory_allocated": lambda device=None: None,
         "memory_stats": lambda device=None: collections.defaultdict(int),
-        "memory_snapshot": _nothing,
+        "memory_snapshot": pools.segments,
         "mem_get_info": lambda device=None: (PROPERTIES.total_memory, PROPERTIES.total_memory),
         "set_per_process_memory_fraction": lambda fraction, device=None: None,
         "MemPool": MemPool,

@@ -57,6 +57,16 @@ def _is_whole(tensor: torch.Tensor) -> bool:
     return tensor.untyped_storage().nbytes() >= tensor.numel()
 
 
+def segments(mempool_id: PoolHandle | None = None, include_traces: bool = True) -> list[dict[str, object]]:
+    """What ``torch.cuda.memory_snapshot`` says of the memory of graph pools; there is no other."""
+    return [
+        {"address": wholes[-1].data_ptr(), "total_size": wholes[-1].numel(), "segment_pool_id": pool.handle}
+        for pool in list(_pools.values())
+        if mempool_id is None or pool.handle == mempool_id
+        for wholes in pool._owned.values()
+    ]
+
+
 def new_handle() -> PoolHandle:
     """A handle that no pool has yet."""
     return (0, next(_handles))

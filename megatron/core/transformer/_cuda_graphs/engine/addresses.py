@@ -1,4 +1,4 @@
-"""Notices that memory which CUDA graphs read or write is no longer where it was at capture."""
+"""Refuses replays once a tensor that CUDA graphs use is no longer where it was at capture."""
 
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -32,17 +32,26 @@ class AddressGuard:
         """Compare addresses with those at capture.
 
         Raises:
-            MovedBufferError: a tensor is not where it was; names it.
+            MovedBufferError: a tensor is not where it was, or there are more or fewer of them.
         """
         current = [address_of(tensor) for tensor in self._tensors()]
         if current != self._captured:
             self._refuse(current)
 
-    def _refuse(self, current: list[int]) -> NoReturn:
-        moved = next(i for i, pair in enumerate(zip(self._captured, current, strict=True)) if pair[0] != pair[1])
+    def _refuse(self, current: Sequence[int]) -> NoReturn:
+        if len(current) != len(self._captured):
+            raise MovedBufferError(
+                f"CUDA graphs used {len(self._captured)} tensors at capture and {len(current)} now. {self._advice}"
+            )
+        index = next(i for i, address in enumerate(current) if address != self._captured[i])
+        name, before, now = self._describe(index), self._captured[index], current[index]
+        if not before:
+            raise MovedBufferError(
+                f"CUDA graphs were captured without {name}, which is now at {now:#x}. {self._advice}"
+            )
+        moved = f"now it is at {now:#x}" if now else "it does not exist any more"
         raise MovedBufferError(
-            f"CUDA graphs use {self._describe(moved)} at {self._captured[moved]:#x}, where it was at capture; now it "
-            f"is at {current[moved]:#x}. {self._advice}"
+            f"CUDA graphs use {name} at {before:#x}, where it was at capture; {moved}. {self._advice}"
         )
 
 

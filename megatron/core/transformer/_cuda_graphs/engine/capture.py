@@ -1,15 +1,13 @@
-"""The state of the process around a capture: RNG, garbage collection, TransformerEngine's flag, the stream."""
+"""Records CUDA graphs over one memory pool, and recovers from captures that fail."""
 
-import gc
-import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
-from typing import Any
 
 import torch
 
 from .rng import current_rng_state, generator_states
+from .streams import LEGACY_STREAM_ADVICE
 
 
 def recover_from_failed_capture(pool: tuple, capture: "Capture | None" = None) -> None:
@@ -29,110 +27,6 @@ def recover_from_failed_capture(pool: tuple, capture: "Capture | None" = None) -
         graph = (capture or Capture(None)).new_graph()
         graph.capture_begin(capture_error_mode="thread_local")
         graph.capture_end()
-
-
-@contextmanager
-def recover_te_engine(pool: tuple, modules: Sequence[torch.nn.Module], recipe: Any = None) -> Iterator[None]:
-    """Clean up after TransformerEngine's engine, which leaves a failed capture as it is.
-
-    Its stream is then current, garbage collection off, torch capturing, its own capture flag set, the classes of the
-    modules have another ``__call__``, and FP8 statistics are those of warm-up.
-
-    Args:
-        pool: The memory pool that the engine captures into.
-        modules: What it captures.
-        recipe: The quantization recipe; None without quantization.
-    """
-    stream, gc_enabled = torch.cuda.current_stream(), gc.isenabled()
-    calls = {kind: vars(kind).get("__call__") for kind in map(type, modules)}
-    graph = sys.modules.get("transformer_engine.pytorch.graph")
-    statistics = graph.save_fp8_tensors(modules, recipe) if graph is not None and recipe is not None else None
-    try:
-        yield
-    except BaseException:
-        for kind, call in calls.items():
-            if call is not None:
-                setattr(kind, "__call__", call)  # noqa: B010
-            elif "__call__" in vars(kind):
-                del kind.__call__
-        if graph is not None:
-            graph.set_capture_end()
-            graph.restore_fp8_tensors(modules, statistics)
-        torch.cuda.set_stream(stream)
-        if gc_enabled:
-            gc.enable()
-        recover_from_failed_capture(pool)
-        raise
-
-
-@contextmanager
-def transformer_engine_flag() -> Iterator[None]:
-    """Tell TransformerEngine's modules, where there are any, that graphs are being captured."""
-    graph = sys.modules.get("transformer_engine.pytorch.graph")
-    if graph is None or graph.is_graph_capturing():
-        yield
-        return
-    graph.set_capture_start()
-    try:
-        yield
-    finally:
-        graph.set_capture_end()
-
-
-_away_from_default: dict[int, torch.cuda.Stream] = {}  # by device
-
-
-def leave_default_stream() -> None:
-    """Go on on another stream if the legacy default stream is current: what autograd meets there cannot be captured."""
-    device, default = torch.cuda.current_device(), torch.cuda.default_stream()
-    if torch.cuda.current_stream() == default:
-        if device not in _away_from_default:
-            _away_from_default[device] = torch.cuda.Stream()
-        stream = _away_from_default[device]
-        stream.wait_stream(default)
-        torch.cuda.set_stream(stream)
-
-
-def return_to_default_stream() -> None:
-    """Undo ``leave_default_stream``, if its stream is still the current one."""
-    stream = _away_from_default.get(torch.cuda.current_device())
-    if stream is not None and torch.cuda.current_stream() == stream:
-        default = torch.cuda.default_stream()
-        default.wait_stream(stream)
-        torch.cuda.set_stream(default)
-
-
-_streams: dict[int, torch.cuda.Stream] = {}
-
-
-@contextmanager
-def capture_stream() -> Iterator[torch.cuda.Stream]:
-    """Run on the device's stream for captures, after all that the current stream was given, and before all it will be.
-
-    It is one stream for all captures of the process: cuBLAS keeps a workspace for every stream that it has met.
-    """
-    device = torch.cuda.current_device()
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream()
-    outer, stream = torch.cuda.current_stream(), _streams[device]
-    stream.wait_stream(outer)
-    try:
-        with torch.cuda.stream(stream):
-            yield stream
-    finally:
-        outer.wait_stream(stream)
-
-
-def release_cached_memory(thorough: bool = True) -> None:
-    """Give the device what is free in the allocator's cache: graphs, which have a pool of their own, cannot use it.
-
-    Args:
-        thorough: Whether all garbage is collected before. A walk through all objects of a program takes longer than the
-            capture of many graphs; if not, garbage of the last moments is collected.
-    """
-    gc.collect(2 if thorough else 1)
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
 
 
 class Capture:
@@ -191,54 +85,8 @@ class Capture:
 # What warm-up runs in place of Capture.recording.
 not_recording = nullcontext
 
-_LEGACY_STREAM = (
-    "A gradient of the captured layer is accumulated on the legacy default stream: its AccumulateGrad node was made "
-    "there. Build and wrap the model, and run the steps before capture, under torch.cuda.stream(...) with a stream of "
-    "your own, as megatron.training does."
-)
-
-
-@contextmanager
-def refuse_legacy_stream(name: str, leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Refuse a backward pass that hands over gradients of ``leaves`` on the legacy default stream.
-
-    No capture can hold such a pass. Here it fails before capture has begun, and leaves nothing behind.
-
-    Args:
-        name: What the error calls the callable.
-        leaves: Parameters and inputs; a hook of each notes the stream on which autograd runs its AccumulateGrad node.
-
-    Raises:
-        RuntimeError: when the context ends.
-    """
-    legacy = torch.cuda.default_stream()
-    streams: set[torch.cuda.Stream] = set()
-    handles = [leaf.register_hook(lambda grad: streams.add(torch.cuda.current_stream())) for leaf in leaves]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-    if legacy in streams:
-        raise RuntimeError(f"{name} cannot be captured. {_LEGACY_STREAM}")
-
-
-@contextmanager
-def allow_nested_backward() -> Iterator[None]:
-    """Let activation checkpointing run its backward pass inside ``torch.autograd.grad``.
-
-    It asks torch, which says no, because what it accumulates is not among what ``grad`` returns. The caller must take
-    care of that.
-    """
-    asked = torch.autograd._is_checkpoint_valid
-    torch.autograd._is_checkpoint_valid = lambda: True
-    try:
-        yield
-    finally:
-        torch.autograd._is_checkpoint_valid = asked
-
 
 def _explain(error: BaseException) -> None:
     text = str(error)
     if "StreamCaptureImplicit" in text or "legacy stream" in text or "previous error during capture" in text:
-        error.add_note(_LEGACY_STREAM)
+        error.add_note(LEGACY_STREAM_ADVICE)

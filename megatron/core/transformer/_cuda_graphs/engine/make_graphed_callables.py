@@ -11,8 +11,9 @@ from typing import Any
 
 import torch
 
-from .capture import Capture, capture_stream, release_cached_memory, transformer_engine_flag
+from .capture import Capture
 from .capture_time_hooks import CaptureTimeHooks
+from .memory import release_cached_memory
 from .passes import CapturePasses
 from .plan import ordered_plan, unordered_plan
 from .preserve import pause_gc, preserve_buffers
@@ -20,6 +21,8 @@ from .quantization import resolve_quantization
 from .rng import preserve_rng
 from .slot import CaptureOptions, GraphedSlot
 from .static_inputs import distinct, share_inputs, signature
+from .streams import capture_stream
+from .te_engine import transformer_engine_flag
 
 
 def make_graphed_callables(

@@ -1,4 +1,10 @@
-"""Tensors that say where memory of a graph is without keeping it from being used again."""
+"""The memory of graphs: what belongs to their pool, and tensors that show it without holding it."""
+
+import gc
+import inspect
+import weakref
+from bisect import bisect_right
+from collections.abc import Iterable
 
 import torch
 
@@ -20,3 +26,64 @@ def weak_reference(tensor: torch.Tensor) -> torch.Tensor:
 def storage_address(tensor: torch.Tensor) -> int:
     """Where the memory of ``tensor`` starts, whatever part of it the tensor shows."""
     return tensor.untyped_storage().data_ptr()
+
+
+class PoolMemory:
+    """What memory belongs to a graph pool, as the allocator notes it when it allocates.
+
+    Segments of a pool stay its own as long as a graph of the pool lives, so what was found once stays true for whoever
+    holds one. The allocator is asked again only about addresses outside of all known segments.
+
+    Args:
+        pool: The handle of a pool that graphs have been captured into.
+    """
+
+    def __init__(self, pool: tuple[int, int]):
+        self._pool = tuple(pool)
+        self._starts: list[int] = []
+        self._ends: list[int] = []
+
+    @classmethod
+    def of(cls, graph: torch.cuda.CUDAGraph) -> "PoolMemory":
+        """Return the memory of the pool of ``graph``, one object for all graphs of the pool that live."""
+        pool = tuple(graph.pool())
+        memory = _memories.get(pool)
+        if memory is None:
+            memory = _memories[pool] = cls(pool)
+        return memory
+
+    def owned(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        """Return the storage addresses of those ``tensors`` whose memory belongs to the pool."""
+        addresses = {storage_address(tensor) for tensor in tensors if tensor.is_cuda and tensor.numel()}
+        if not all(map(self._is_known, addresses)):
+            self._look()
+        return {address for address in addresses if self._is_known(address)}
+
+    def _is_known(self, address: int) -> bool:
+        place = bisect_right(self._starts, address) - 1
+        return place >= 0 and address < self._ends[place]
+
+    def _look(self) -> None:
+        options: dict[str, object] = {"mempool_id": self._pool, "include_traces": False}
+        takes = inspect.signature(torch.cuda.memory_snapshot).parameters  # older versions of torch show all pools
+        segments = sorted(
+            (segment["address"], segment["address"] + segment["total_size"])
+            for segment in torch.cuda.memory_snapshot(**{name: options[name] for name in options if name in takes})
+            if tuple(segment["segment_pool_id"]) == self._pool
+        )
+        self._starts, self._ends = [start for start, _ in segments], [end for _, end in segments]
+
+
+_memories: weakref.WeakValueDictionary[tuple, PoolMemory] = weakref.WeakValueDictionary()
+
+
+def release_cached_memory(thorough: bool = True) -> None:
+    """Return the allocator's cached memory to the device: graphs, which have a pool of their own, cannot use it.
+
+    Args:
+        thorough: Whether all garbage is collected before. A walk through all objects of a program takes longer than the
+            capture of many graphs; if not, only the youngest objects are looked at.
+    """
+    gc.collect(2 if thorough else 1)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()

@@ -1,11 +1,11 @@
 """Runs the passes of a plan over its slots: to warm up, then to capture."""
 
 import functools
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 
+from .buffers import BufferPool, Lease
 from .capture import Capture, not_recording
 from .plan import Pass, Plan, Step
 from .slot import GraphedSlot
@@ -80,22 +80,19 @@ class CapturePasses:
 
 
 class _StaticGradients:
-    """Lends static gradients of outputs, to one slot after another where they are taken back."""
+    """Lends slots static gradients of their outputs."""
 
     def __init__(self) -> None:
-        self._lent: dict[int, tuple[tuple, tuple[torch.Tensor, ...]]] = {}
-        self._free: dict[tuple, list[tuple[torch.Tensor, ...]]] = defaultdict(list)
+        self._pool = BufferPool[tuple[torch.Tensor, ...]]()
+        self._lent: dict[int, Lease[tuple[torch.Tensor, ...]]] = {}
 
     def lend(self, slot: int, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return gradients for the outputs of ``slot``, which keeps them until its last pass."""
+        """Return gradients for the outputs of ``slot``, which keeps them until they are taken back."""
         key = tuple((output.shape, output.stride(), output.dtype, output.layout) for output in outputs)
-        free = self._free[key]
-        grads = free.pop() if free else tuple(torch.zeros_like(output) for output in outputs)
-        self._lent[slot] = key, grads
-        return grads
+        self._lent[slot] = self._pool.acquire(key, lambda: tuple(map(torch.zeros_like, outputs)))
+        return self._lent[slot].buffers
 
     def take_back(self, slot: int) -> None:
         """Free what ``slot`` was lent for the next slot with such outputs."""
-        key, grads = self._lent.pop(slot, ((), ()))
-        if grads:
-            self._free[key].append(grads)
+        if slot in self._lent:
+            self._pool.release(self._lent.pop(slot))

@@ -1,4 +1,4 @@
-"""What warm-up and capture change is put back: buffers, metrics, gradients, garbage collection."""
+"""Puts back what warm-up and capture change: buffers, metrics, gradients, garbage collection, torch's own checks."""
 
 import gc
 import sys
@@ -73,3 +73,18 @@ def pause_gc(collects: bool = True) -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def allow_nested_backward() -> Iterator[None]:
+    """Let activation checkpointing run its backward pass inside ``torch.autograd.grad``.
+
+    It asks torch, which says no, because what it accumulates is not among what ``grad`` returns. The caller must take
+    care of that.
+    """
+    asked = torch.autograd._is_checkpoint_valid
+    torch.autograd._is_checkpoint_valid = lambda: True
+    try:
+        yield
+    finally:
+        torch.autograd._is_checkpoint_valid = asked

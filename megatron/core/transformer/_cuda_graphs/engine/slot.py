@@ -2,22 +2,21 @@
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from .capture import allow_nested_backward, refuse_legacy_stream
 from .capture_time_hooks import CaptureTimeHooks
 from .delayed_wgrad import DelayedWeightGradients, delays_weight_gradients
-from .memory import storage_address, weak_reference
-from .preserve import hide_grads_and_hooks
+from .memory import PoolMemory, storage_address, weak_reference
+from .preserve import allow_nested_backward, hide_grads_and_hooks
 from .quantization import QuantizedReplay
-from .replay import Replay, ReplayOptions, replay
+from .replay import Replay, ReplayOptions, Tensors, replay
+from .streams import refuse_legacy_stream
 
 Recording = Callable[[torch.cuda.CUDAGraph | None], AbstractContextManager]
 Grads = Sequence[torch.Tensor | None]
@@ -45,12 +44,10 @@ class WarmupRecord:
     Attributes:
         ran: The modules that ran in the first forward pass; None before it.
         backward_ran: Whether a backward pass ran, on a stream that can be captured.
-        returned: What passes of warm-up returned, by address.
     """
 
     ran: tuple[torch.nn.Module, ...] | None = None
     backward_ran: bool = False
-    returned: dict[int, StorageWeakRef] = field(default_factory=dict)
 
 
 class GraphedSlot:
@@ -125,12 +122,13 @@ class GraphedSlot:
         self.backward_graph: torch.cuda.CUDAGraph | None = None
         self.weight_gradient_graph: torch.cuda.CUDAGraph | None = None
         self.differentiable: tuple[bool, ...] = ()
-        self._outputs: tuple[torch.Tensor | None, ...] = ()
+        self._outputs: Tensors = ()
         self._output_spec: TreeSpec | None = None
         self._returns_one_tensor = False
-        self._grad_outputs: tuple[torch.Tensor | None, ...] = ()
-        self._grad_inputs: tuple[torch.Tensor | None, ...] = ()
-        self._grad_params: tuple[torch.Tensor | None, ...] = ()
+        self._grad_outputs: Tensors = ()
+        self._grad_inputs: Tensors = ()
+        self._grad_params: Tensors = ()
+        self._memory: PoolMemory | None = None
         self._replay: Replay | None = None
 
     def _flatten_inputs(self, args, kwargs) -> tuple[tuple[torch.Tensor, ...], TreeSpec | None]:
@@ -160,6 +158,7 @@ class GraphedSlot:
         self._outputs = tuple(outputs)
         self.differentiable = tuple(_requires_grad(leaf) for leaf in outputs)
         self.forward_graph = graph
+        self._memory = None if graph is None else PoolMemory.of(graph)
 
     @contextmanager
     def _noting_modules_that_run(self) -> Iterator[None]:
@@ -267,9 +266,6 @@ class GraphedSlot:
 
     def drop_results(self) -> None:
         """Let go of what a pass of warm-up computed."""
-        for tensor in (*self._outputs, *self._grad_inputs, *self._grad_params):
-            if tensor is not None:
-                self._warmup.returned[storage_address(tensor)] = StorageWeakRef(tensor.untyped_storage())
         self._outputs = self._grad_outputs = self._grad_inputs = self._grad_params = ()
 
     def release_outputs(self) -> None:
@@ -294,12 +290,12 @@ class GraphedSlot:
         self.args, self.kwargs = tree_unflatten(self.inputs, structure)
 
     @property
-    def outputs(self) -> tuple[torch.Tensor | None, ...]:
+    def outputs(self) -> Tensors:
         """The static outputs, flattened."""
         return self._outputs
 
     @property
-    def grad_inputs(self) -> tuple[torch.Tensor | None, ...]:
+    def grad_inputs(self) -> Tensors:
         """The static gradients of the inputs; None for an input that gets none."""
         return self._grad_inputs
 
@@ -308,19 +304,16 @@ class GraphedSlot:
         """The static gradients of the outputs; None for an output that takes no part in autograd."""
         return self._grad_outputs
 
-    def _weak(self, tensors: tuple[torch.Tensor | None, ...]) -> tuple[torch.Tensor | None, ...]:
+    def _weak(self, tensors: Tensors) -> Tensors:
+        """Weak references to those of ``tensors`` that are pool memory, and the others, which must be kept alive."""
+        memory = self._memory
+        if memory is None:
+            return tensors
+        owned = memory.owned(tensor for tensor in tensors if tensor is not None)
         return tuple(
-            weak_reference(tensor) if tensor is not None and self._is_of_the_graphs(tensor) else tensor
+            weak_reference(tensor) if tensor is not None and storage_address(tensor) in owned else tensor
             for tensor in tensors
         )
-
-    def _is_of_the_graphs(self, tensor: torch.Tensor) -> bool:
-        """Whether the memory of ``tensor`` is that of a graph pool, which stays mapped though no tensor holds it.
-
-        Neither memory of the host is, nor what was there before capture, a buffer, say: warm-up returned it too.
-        """
-        returned = self._warmup.returned.get(storage_address(tensor))
-        return tensor.is_cuda and (returned is None or returned.expired())
 
     @property
     def returns_static_gradients(self) -> bool:
@@ -442,6 +435,7 @@ class GraphedSlot:
         if self._replay is not None:
             self._replay.reset()
             self._replay = None
+        self._memory = None
 
 
 def _note_parts(ran: dict[torch.nn.Module, None], module: torch.nn.Module, *_: Any) -> None:

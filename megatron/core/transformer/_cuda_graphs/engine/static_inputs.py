@@ -1,12 +1,13 @@
 """Static inputs: apart within a slot, shared between slots of a plan whose lives do not overlap."""
 
-from collections import defaultdict, deque
 from collections.abc import Callable, Hashable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+from .buffers import BufferPool, Lease
 from .plan import Pass, Plan
 
 
@@ -23,17 +24,15 @@ def share_inputs[Inputs](
         signature_of: What the inputs of a slot must have in common with others to be shared.
         inputs_of: The inputs of a slot; called only for slots that need inputs of their own.
     """
-    of_slot: dict[int, Inputs] = {}
-    free: dict[Hashable, deque[Inputs]] = defaultdict(deque)
+    pool = BufferPool[Inputs]()
+    leases: dict[int, Lease[Inputs]] = {}
     last_steps = plan.last_steps()
     for step in plan.steps:
-        slot = step.slot
         if step.kind is Pass.FORWARD:
-            reusable = free[signature_of(slot)]
-            of_slot[slot] = reusable.popleft() if reusable else inputs_of(slot)
+            leases[step.slot] = pool.acquire(signature_of(step.slot), partial(inputs_of, step.slot))
         elif step in last_steps:
-            free[signature_of(slot)].append(of_slot[slot])
-    return [of_slot[slot] for slot in range(len(plan.callable_of_slot))]
+            pool.release(leases[step.slot])
+    return [leases[slot].buffers for slot in range(len(plan.callable_of_slot))]
 
 
 def distinct(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:

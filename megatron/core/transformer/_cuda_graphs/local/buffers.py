@@ -30,36 +30,11 @@ class StaticBuffers:
 
     def __init__(self, pool: TensorReusePool):
         self.pool = pool
-        self._holders: dict[int, int] = {}  # of tensors that the pool has lent, by address of their storage
-        self._lent: dict[int, torch.Tensor] = {}
         self._gradients: set[int] = set()  # addresses of what was ever lent as a gradient
 
-    def _borrow(self, meta: ArgMetadata) -> torch.Tensor:
-        tensor = self.pool.get(meta)
-        if self.pool.owns(tensor):
-            self._lent[storage_address(tensor)], self._holders[storage_address(tensor)] = tensor, 1
-        return tensor
-
-    def hold(self, tensor: torch.Tensor) -> None:
-        """Keep the memory of ``tensor``, if it is of the pool, until it is let go once more.
-
-        Raises:
-            RuntimeError: the pool has it back already.
-        """
-        if storage_address(tensor) in self._holders:
-            self._holders[storage_address(tensor)] += 1
-        elif self.pool.owns(tensor):
-            raise RuntimeError(f"static memory of shape {tuple(tensor.shape)} is used after it was given back")
-
     def let_go(self, tensor: torch.Tensor) -> None:
-        """Give the memory of ``tensor`` back to the pool, if it is from there and nobody else holds it."""
-        storage = storage_address(tensor)
-        if storage not in self._holders:
-            return
-        self._holders[storage] -= 1
-        if not self._holders[storage]:
-            del self._holders[storage]
-            self.pool.insert(self._lent.pop(storage))
+        """Give the memory of ``tensor`` back to the pool, if it is from there."""
+        self.pool.let_go(tensor)
 
     def inputs(self, metas: Sequence[ArgMetadata]) -> list[torch.Tensor]:
         """Return the static inputs of a graph that takes tensors like ``metas``."""
@@ -68,7 +43,7 @@ class StaticBuffers:
         for meta in metas:
             known = _metadata(meta)
             if known.fwd_cudagraph_buffer is None:
-                known.fwd_cudagraph_buffer = self._borrow(meta)
+                known.fwd_cudagraph_buffer = self.pool.get(meta)
                 known.capture_reuse_count = max(known.input_use_count, 1)
                 fwd_buffer_reuse_ref_count += 1
             tensors.append(known.fwd_cudagraph_buffer.detach().requires_grad_(meta.requires_grad))
@@ -81,7 +56,7 @@ class StaticBuffers:
             known = _metadata(meta)
             known.capture_reuse_count -= 1
             if known.capture_reuse_count == 0 and known.fwd_cudagraph_buffer is not None:
-                self.let_go(known.fwd_cudagraph_buffer)
+                self.pool.let_go(known.fwd_cudagraph_buffer)
                 known.fwd_cudagraph_buffer = None
                 fwd_buffer_reuse_ref_count -= 1
 
@@ -89,10 +64,10 @@ class StaticBuffers:
         """Let graphs to come read ``outputs``, which are like ``metas``, and hold them."""
         global fwd_buffer_reuse_ref_count
         for meta, output in zip(metas, outputs, strict=True):
-            self.hold(output)
+            self.pool.hold(output)
             known = _metadata(meta)
             if known.cudagraph_reuse_ref_count and known.fwd_cudagraph_buffer is None:
-                self.hold(output)
+                self.pool.hold(output)
                 known.fwd_cudagraph_buffer = output.detach()
                 known.capture_reuse_count = known.cudagraph_reuse_ref_count
                 fwd_buffer_reuse_ref_count += 1
@@ -103,7 +78,7 @@ class StaticBuffers:
         for meta in metas:
             lent = _metadata(meta).bwd_cudagraph_buffer
             if lent is None:
-                lent = self._borrow(_without_grad(meta))
+                lent = self.pool.get(_without_grad(meta))
                 self._gradients.add(lent.data_ptr())
             grads.append(lent)
         return grads
@@ -120,7 +95,7 @@ class StaticBuffers:
             if known.bwd_cudagraph_buffer is not None:
                 known.bwd_cudagraph_buffer = None
                 bwd_buffer_reuse_ref_count -= 1
-            self.let_go(grad)
+            self.pool.let_go(grad)
 
     def lend_grads(self, metas: Sequence[ArgMetadata], grads: Sequence[torch.Tensor | None]) -> set[int]:
         """Let the graphs that return ``metas`` read ``grads``, which a backward graph computes, and hold these.
@@ -135,7 +110,7 @@ class StaticBuffers:
         for index, (meta, grad) in enumerate(zip(metas, grads, strict=True)):
             if grad is None:
                 continue
-            self.hold(grad)
+            self.pool.hold(grad)
             known = _metadata(meta)
             if known.is_cudagraph_output and known.bwd_cudagraph_buffer is None and storage_address(grad) not in lent:
                 lent.add(storage_address(grad))

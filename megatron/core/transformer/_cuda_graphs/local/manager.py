@@ -9,10 +9,11 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from .. import state
-from ..engine.capture import capture_stream, leave_default_stream, transformer_engine_flag
 from ..engine.preserve import pause_gc, preserve_tensors
 from ..engine.rng import check_rng_tracker, make_generators_safe, preserve_rng
 from ..engine.slot import WarmupRecord
+from ..engine.streams import capture_stream, leave_default_stream
+from ..engine.te_engine import transformer_engine_flag
 from ..fsdp_checks import refuse_fsdp_hooks
 from .arguments import ArgMetadata, described, tensors_of, with_tensors
 from .inference import key_of, states_of

@@ -11,9 +11,10 @@ import torch
 from megatron.core.utils import log_single_rank
 
 from .. import state
-from ..engine.capture import capture_stream, return_to_default_stream, transformer_engine_flag
 from ..engine.preserve import pause_gc
 from ..engine.rng import make_generators_safe, preserve_rng
+from ..engine.streams import capture_stream, return_to_default_stream
+from ..engine.te_engine import transformer_engine_flag
 from .buffers import reset_counts
 from .inference import InferenceGraphs
 from .session import CaptureSession

@@ -5,7 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..engine.capture import release_cached_memory
+from ..engine.memory import release_cached_memory
 from ..engine.slot import WarmupRecord
 from .arguments import CudagraphBufferMetadata, metas_of
 from .buffers import StaticBuffers, StaticInput

@@ -18,10 +18,11 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.utils import log_on_each_pipeline_stage, log_single_rank
 
 from .. import state
-from ..engine.capture import recover_te_engine, release_cached_memory
+from ..engine.memory import release_cached_memory
 from ..engine.plan import ordered_plan
 from ..engine.preserve import preserve_buffers
 from ..engine.rng import preserve_rng
+from ..engine.te_engine import recover_te_engine
 from ..errors import CallOrderError, OptionsError
 from ..fsdp_checks import check_fsdp_options
 from ..hooks import extracted_hooks

@@ -120,7 +120,7 @@ def layer_with(register, hook):
     ids=["before forward", "after forward", "after backward", "before backward"],
 )
 def test_a_layer_with_a_hook_of_megatron_fsdp_is_refused_for_local_graphs(register, hook):
-    with pytest.raises(ValueError, match="--use-megatron-fsdp with --cuda-graph-impl local: .*transformer_engine"):
+    with pytest.raises(ValueError, match=r"--use-megatron-fsdp with --cuda-graph-impl local: .*transformer_engine"):
         refuse_fsdp_hooks(layer_with(register, hook))
 
 

@@ -1,4 +1,4 @@
-"""graph_memory: a weak reference is a tensor of the same memory that does not hold it."""
+"""memory: weak references do not hold memory; a pool's memory is told from all other."""
 
 import gc
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron.core.transformer._cuda_graphs.engine.memory import weak_reference
+from megatron.core.transformer._cuda_graphs.engine.memory import PoolMemory, storage_address, weak_reference
 
 
 @pytest.mark.parametrize(
@@ -47,3 +47,61 @@ def test_it_does_not_hold_the_memory():
 
 def test_it_takes_no_part_in_autograd():
     assert not weak_reference(torch.ones(2, requires_grad=True) * 2).requires_grad
+
+
+# ----------------------------------------------------------------------------------------------- memory of a pool
+
+
+def captured(pool, make):
+    """A graph of ``pool`` that records ``make``, and what that returned."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        made = make()
+    return graph, made
+
+
+@pytest.mark.usefixtures("cpu_backend")
+class TestPoolMemory:
+    def test_owns_what_was_allocated_while_a_graph_recorded_and_nothing_else(self):
+        before = torch.ones(3, device="cuda")
+        graph, made = captured(torch.cuda.graph_pool_handle(), lambda: (before * 2, before.view(3, 1)))
+        after = torch.ones(3, device="cuda")
+        assert PoolMemory.of(graph).owned([before, *made, after]) == {storage_address(made[0])}
+
+    def test_owns_what_a_view_shows(self):
+        x = torch.ones(4, device="cuda")
+        graph, made = captured(torch.cuda.graph_pool_handle(), lambda: (x * 2)[2:])
+        assert PoolMemory.of(graph).owned([made]) == {storage_address(made)}
+
+    def test_owns_what_a_later_capture_of_the_pool_allocates(self):
+        pool, x = torch.cuda.graph_pool_handle(), torch.ones(3, device="cuda")
+        first, one = captured(pool, lambda: x * 2)
+        memory = PoolMemory.of(first)
+        memory.owned([one])
+        _second, other = captured(pool, lambda: x * 3)
+        assert memory.owned([one, other]) == {storage_address(one), storage_address(other)}
+
+    def test_does_not_own_memory_of_another_pool(self):
+        x = torch.ones(3, device="cuda")
+        graph, _one = captured(torch.cuda.graph_pool_handle(), lambda: x * 2)
+        _graph, other = captured(torch.cuda.graph_pool_handle(), lambda: x * 2)
+        assert PoolMemory.of(graph).owned([other]) == set()
+
+    def test_does_not_own_memory_of_the_host(self):
+        x = torch.ones(3, device="cuda")
+        graph, made = captured(torch.cuda.graph_pool_handle(), lambda: (x * 2, torch.zeros(3)))
+        assert PoolMemory.of(graph).owned(made) == {storage_address(made[0])}
+
+    def test_asks_the_allocator_only_about_addresses_that_are_not_known(self, monkeypatch):
+        x = torch.ones(3, device="cuda")
+        graph, made = captured(torch.cuda.graph_pool_handle(), lambda: x * 2)
+        memory = PoolMemory.of(graph)
+        memory.owned([made])
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", None)
+        assert memory.owned([made]) == {storage_address(made)}
+
+    def test_is_one_object_for_all_graphs_of_a_pool_while_someone_holds_it(self):
+        pool, x = torch.cuda.graph_pool_handle(), torch.ones(3, device="cuda")
+        (first, _), (second, _) = captured(pool, lambda: x * 2), captured(pool, lambda: x * 3)
+        memory = PoolMemory.of(first)
+        assert PoolMemory.of(second) is memory

@@ -1,12 +1,17 @@
 """generator_states and capture_state: generators that graphs can use, and the flags of a capture."""
 
+import sys
 from collections import namedtuple
+from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
 
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, initialize_rng_tracker
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer._cuda_graphs import state as capture_state
+from megatron.core.transformer._cuda_graphs.engine.rng import generator_states, preserve_rng
 from megatron.core.transformer.cuda_graphs import _clone_nested_tensors, _ensure_generator_state_is_cudagraph_safe
 
 Pair = namedtuple("Pair", "a b")
@@ -72,3 +77,42 @@ def test_there_is_one_state_of_capture_and_one_of_warm_up(start, end, asked, nam
         getattr(cuda_graphs, call)()
         assert getattr(cuda_graphs, asked)() is getattr(capture_state, asked)() is value
         assert getattr(cuda_graphs, name) is value
+
+
+# ---------------------------------------------------------------------------------------------- states of generators
+
+
+class Failure(Exception):
+    pass
+
+
+@pytest.mark.usefixtures("cpu_backend")
+@pytest.mark.parametrize("error", [None, Failure], ids=["success", "failure"])
+def test_generators_are_where_they_were(error):
+    before = torch.cuda.get_rng_state(), torch.get_rng_state()
+    try:
+        with preserve_rng():
+            torch.rand(3, device="cuda")
+            torch.rand(3)
+            if error is not None:
+                raise error
+    except Failure:
+        pass
+    assert torch.equal(torch.cuda.get_rng_state(), before[0])
+    assert torch.equal(torch.get_rng_state(), before[1])
+
+
+@pytest.mark.usefixtures("cpu_backend")
+def test_generators_of_transformer_engines_own_trackers_are_known(monkeypatch):
+    distributed: Any = ModuleType("transformer_engine.pytorch.distributed")
+    generator = torch.Generator("cuda")
+    distributed.graph_safe_rng_available = lambda: True
+    distributed.get_all_rng_states = lambda: {"dropout": generator}
+    monkeypatch.setitem(sys.modules, distributed.__name__, distributed)
+    assert generator_states() == [generator]
+    # Megatron's own tracker may have a state of that name, which is another.
+    initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
+    get_cuda_rng_tracker().add("dropout", 3)
+    states = generator_states()
+    assert len(states) == 2
+    assert generator in states

@@ -166,6 +166,35 @@ def test_what_a_layer_returns_of_its_own_stays_whatever_becomes_of_the_layer():
     assert slot(device_tensor(4, 6))[1].eq(5).all()
 
 
+def test_what_a_layer_returns_stays_though_it_was_made_after_warm_up():
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(6, 6).cuda()
+            self.table = torch.zeros(1000, device="cuda")
+
+        def forward(self, x):
+            return self.linear(x), self.table
+
+    layer = Layer()
+
+    def renew():
+        layer.table = torch.full((1000,), 5.0, device="cuda")
+
+    (slot,) = make_graphed_callables(
+        (layer,),
+        ((device_tensor(4, 6),),),
+        _order=[1, -1],
+        _reuse_graph_input_output_buffers=True,
+        post_warmup_hook=renew,
+    )
+    table = StorageWeakRef(layer.table.untyped_storage())
+    layer.table = None
+    gc.collect()
+    assert not table.expired()
+    assert slot(device_tensor(4, 6))[1].eq(5).all()
+
+
 def test_memory_of_the_host_that_a_layer_returns_stays():
     made: list[StorageWeakRef] = []
 

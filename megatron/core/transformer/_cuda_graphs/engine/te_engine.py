@@ -1,0 +1,59 @@
+"""TransformerEngine around a capture: its capture flag, and what its own engine leaves behind when it fails."""
+
+import gc
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from .capture import recover_from_failed_capture
+
+
+@contextmanager
+def transformer_engine_flag() -> Iterator[None]:
+    """Tell TransformerEngine's modules, where there are any, that graphs are being captured."""
+    graph = sys.modules.get("transformer_engine.pytorch.graph")
+    if graph is None or graph.is_graph_capturing():
+        yield
+        return
+    graph.set_capture_start()
+    try:
+        yield
+    finally:
+        graph.set_capture_end()
+
+
+@contextmanager
+def recover_te_engine(pool: tuple, modules: Sequence[torch.nn.Module], recipe: Any = None) -> Iterator[None]:
+    """Clean up after TransformerEngine's engine, which leaves a failed capture as it is.
+
+    Its stream is then current, garbage collection off, torch capturing, its own capture flag set, the classes of the
+    modules have another ``__call__``, and FP8 statistics are those of warm-up.
+
+    Args:
+        pool: The memory pool that the engine captures into.
+        modules: What it captures.
+        recipe: The quantization recipe; None without quantization.
+    """
+    stream, gc_enabled = torch.cuda.current_stream(), gc.isenabled()
+    calls = {kind: vars(kind).get("__call__") for kind in map(type, modules)}
+    graph = sys.modules.get("transformer_engine.pytorch.graph")
+    statistics = graph.save_fp8_tensors(modules, recipe) if graph is not None and recipe is not None else None
+    try:
+        yield
+    except BaseException:
+        for kind, call in calls.items():
+            if call is not None:
+                setattr(kind, "__call__", call)  # noqa: B010
+            elif "__call__" in vars(kind):
+                del kind.__call__
+        if graph is not None:
+            graph.set_capture_end()
+            graph.restore_fp8_tensors(modules, statistics)
+        torch.cuda.set_stream(stream)
+        if gc_enabled:
+            gc.enable()
+        recover_from_failed_capture(pool)
+        raise

@@ -1,0 +1,56 @@
+"""streams: gradients on the legacy default stream are refused before capture."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
+
+pytestmark = pytest.mark.usefixtures("cpu_backend")
+
+
+class _OnLegacyStream(torch.autograd.Function):
+    """Its backward leaves the legacy default stream current, as an AccumulateGrad node that was made there would."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        torch.cuda.set_stream(torch.cuda.default_stream())
+        return grad
+
+
+def on_legacy_stream(weight, x):
+    return x @ _OnLegacyStream.apply(weight)
+
+
+def leaf(*shape, requires_grad=True):
+    return torch.ones(*shape, device="cuda", requires_grad=requires_grad)
+
+
+@pytest.mark.parametrize(("weight", "x"), [(False, True), (True, False)], ids=["of an input", "of a parameter"])
+def test_a_gradient_on_the_legacy_stream_is_refused_before_capture(weight, x):
+    class Layer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = torch.nn.Parameter(leaf(3, 3), requires_grad=weight)
+
+        def forward(self, x):
+            return on_legacy_stream(self.weight, x) if weight else on_legacy_stream(x, self.weight.t())
+
+    captures = []
+    with (
+        mock.patch.object(torch.cuda.CUDAGraph, "capture_begin", lambda *args, **kwargs: captures.append(args)),
+        pytest.raises(RuntimeError, match=r"callable 0 \(Layer\) cannot be captured.*under torch.cuda.stream"),
+    ):
+        make_graphed_callables(Layer(), (leaf(3, 3, requires_grad=x),))
+    assert captures == []
+
+
+def test_the_hooks_that_look_for_the_legacy_stream_are_gone_after_warm_up():
+    layer = torch.nn.Linear(3, 3).cuda()
+    make_graphed_callables(layer, (torch.ones(2, 3, device="cuda", requires_grad=True),))
+    assert not any(param._backward_hooks for param in layer.parameters())
