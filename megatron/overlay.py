@@ -43,7 +43,7 @@ from typing import Any, Literal, NamedTuple
 
 ROOT = Path(__file__).resolve().parent
 PACKAGES = ("core", "training")  # of megatron-core; other folders of this tree are the patch's own
-TESTED_VERSIONS = ("0.19.2",)
+TESTED_VERSIONS = ("0.19.0", "0.19.1", "0.19.2")
 SWITCH = "MEGATRON_FSDP_CUDA_GRAPHS"
 UPSTREAM_PREFIX = "_upstream_"
 
@@ -177,6 +177,8 @@ class Originals:
 
     A name that this tree's file defines anew is megatron-core's own here. Every other is the module's of the moment.
     """
+
+    __slots__ = ("__dict__", "__module")
 
     def __init__(self, module: ModuleType, definitions: dict[str, Any]) -> None:
         self.__module = module
