@@ -1,6 +1,7 @@
 """What this tree's files replace in the modules of megatron-core that they extend."""
 
 import importlib
+import os
 
 import pytest
 
@@ -16,6 +17,11 @@ REPLACED = {
     "megatron.core.transformer.module": {"GraphableMegatronModule"},
     "megatron.training.arguments": {"validate_args"},
 }
+
+
+def test_the_version_that_was_asked_for_is_tested():
+    asked = os.environ.get("CORE_VERSION")
+    assert overlay.find_core().version in ([asked] if asked else overlay.TESTED_VERSIONS)
 
 
 def test_these_modules_are_extended():
