@@ -443,6 +443,13 @@ class TestUpstream:
         write(sandbox.patch, {"core/user.py": user, "core/layers.py": f"from megatron.core.user import Norm\n{source}"})
         assert sandbox.output("import megatron.core.layers as layers; print(layers.Linear.graphed)") == "True"
 
+    def test_of_an_extended_module_is_refused_while_megatron_cores_file_runs(self, sandbox):
+        write(sandbox.site, {"megatron/core/layers.py": f"import megatron.core.user\n{dedent(LAYERS)}"})
+        user = "from megatron_fsdp_cuda_graphs.overlay import upstream\nupstream('megatron.core.layers')"
+        write(sandbox.patch, {"core/user.py": user})
+        error = sandbox.error("import megatron.core.layers")
+        assert error.startswith("ImportError: megatron-core's file of megatron.core.layers is still running")
+
     def test_of_a_module_that_the_tree_does_not_replace_is_the_module_itself(self, sandbox):
         code = """
             import megatron.core.plain
