@@ -12,10 +12,13 @@ endif
 
 # Versions of megatron-core that the patch admits besides that of constraints.txt.
 OTHER_CORES := 0.19.0 0.19.1
-# The tests whose subject is, or depends on, megatron-core's own code.
-CORE_TESTS := $(addprefix tests/unit_tests/,test_overlay_extensions.py training core/datasets core/distributed \
-	$(addprefix core/transformer/,test_module.py _cuda_graphs/test_layer_graph.py \
-	$(addprefix _cuda_graphs/te/test_,backends.py current_microbatch.py helper.py layers.py order.py sample_inputs.py)))
+# The quick ones of the tests whose subject is, or depends on, megatron-core's own code.
+CORE_TESTS := $(addprefix tests/unit_tests/,test_overlay_extensions.py training core/datasets \
+	$(addprefix core/distributed/test_,fsdp_hook_registration.py grad_reduce_pipeline.py) \
+	core/transformer/test_module.py \
+	$(addprefix core/transformer/_cuda_graphs/,test_layer_graph.py \
+	$(addprefix local/test_,inference.py manager.py record.py runner.py) \
+	$(addprefix te/test_,backends.py current_microbatch.py helper.py layers.py order.py sample_inputs.py)))
 
 .PHONY: help .venv demo test test-unit test-integration test-versions $(OTHER_CORES:%=test-core-%) test-gpu lint format clean
 
