@@ -137,8 +137,10 @@ class Training:
     def __init__(self, case: Case, graphs: bool):
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
         self.case = case
+        destroy_moe_metrics_tracker()  # its tensors have an element for each layer of the model before
         parallel_state.set_virtual_pipeline_model_parallel_world_size(case.virtual)
         torch.manual_seed(1234)
         model_parallel_cuda_manual_seed(
