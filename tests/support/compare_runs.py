@@ -95,7 +95,7 @@ def run(args: argparse.Namespace) -> None:
         arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
         control = arguments.pop("control", None)
         results.append(compare(Case(**arguments), control, eager, args.output if args.stop_at_error else None))
-        if gc.get_freeze_count() == 0:  # every capture collects garbage, and need not walk through all modules
+        if len(results) == 1:  # every capture collects garbage, and need not walk through all modules each time
             gc.collect()
             gc.freeze()
         if dist.get_rank() == 0:
