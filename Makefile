@@ -10,8 +10,8 @@ ifeq ($(PY),.venv/bin/python)
 ENVIRONMENT := .venv/.installed
 endif
 
-# Versions of megatron-core that the patch admits besides that of constraints.txt. 0.19.1, withdrawn for a wrong version in
-# one of its packages, has the code of 0.19.0.
+# Versions of megatron-core that the patch admits besides that of constraints.txt. 0.19.1 was withdrawn from the registry
+# ("wrong version") and can still be installed; its code is that of 0.19.0.
 OTHER_CORES := 0.19.0 0.19.1
 # The quick ones of the tests whose subject is, or depends on, megatron-core's own code.
 CORE_TESTS := $(addprefix tests/unit_tests/,test_overlay_extensions.py training core/datasets \
