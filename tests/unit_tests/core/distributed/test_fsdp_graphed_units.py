@@ -1,6 +1,7 @@
 """What Megatron-FSDP does about units that run as CUDA graphs: capture mode, gradients withheld, moved buffers."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -193,6 +194,37 @@ def test_the_backward_of_a_captured_layer_opens_no_backward_pass(fsdp, layers):
     with fsdp.capture_graphs(layers):
         fsdp.fsdp_hooks.start_backward(layers[0])
         assert not fsdp.fsdp_hooks.in_backward
+
+
+@ERRORS
+def test_no_gradient_is_left_of_a_capture(fsdp, layers, error):
+    params = list(fsdp.raw_param.values())
+    with pytest.raises(KeyboardInterrupt) if error else nullcontext(), fsdp.capture_graphs(layers):
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        if error:
+            raise error
+    assert [param.grad for param in params] == [None] * len(params)
+
+
+@ERRORS
+def test_no_parameter_counts_as_accumulated_after_capture(fsdp, layers, error):
+    params = list(fsdp.raw_param.values())
+    with pytest.raises(KeyboardInterrupt) if error else nullcontext(), fsdp.capture_graphs(layers):
+        for param in params:
+            param.grad_added_to_main_grad = True
+        if error:
+            raise error
+    assert not any(param.grad_added_to_main_grad for param in params)
+
+
+def test_reductions_in_flight_end_before_capture(fsdp, layers):
+    queue, events = fsdp.grad_reduce_pipeline.grad_reduce_queue, []
+    reduction = SimpleNamespace(wait=lambda: events.append("waited for"))
+    queue.append((reduction, lambda: events.append("freed"), 0))
+    with fsdp.capture_graphs(layers):
+        assert events == ["waited for", "freed"]
+        assert queue == []
 
 
 # --------------------------------------------------------------------------------------------------- moved parameters

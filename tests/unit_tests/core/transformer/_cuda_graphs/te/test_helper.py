@@ -1,5 +1,7 @@
 """te_helper: the parts of the helper that need no model; integration tests train with the whole."""
 
+import importlib
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -113,6 +115,22 @@ def test_the_amax_reduction_group_is_that_of_megatron_core(with_context, tp_only
 def test_a_missing_amax_reduction_group_is_named():
     with pytest.raises(ValueError, match="the process group tp_dp_cp, which pg_collection does not have"):
         helper(pg_collection=SimpleNamespace(tp="tp"))._get_amax_reduction_group(with_context_parallel=True)
+
+
+@pytest.mark.parametrize("under_fsdp", [False, True])
+@pytest.mark.parametrize("fp8_param", [False, True])
+def test_quantized_weights_are_cached_unless_megatron_fsdp_gathers_them_in_fp8(monkeypatch, fp8_param, under_fsdp):
+    from megatron.core import fp8_utils
+
+    monkeypatch.setattr(fp8_utils, "get_fp8_recipe", lambda config: "recipe")
+    bare = helper(
+        config=config(fp8="e4m3", fp4=None, fp8_param=fp8_param, tp_only_amax_red=False),
+        model=[Fsdp() if under_fsdp else torch.nn.Linear(1, 1)],
+        flattened_callables=[],
+        flattened_callables_is_mtp=[],
+        pg_collection=SimpleNamespace(tp_dp_cp="group"),
+    )
+    assert bare._quantization_arguments()["cache_quantized_params"] is not (fp8_param and under_fsdp)
 
 
 # ----------------------------------------------------------------------------------------------------- static inputs
@@ -284,6 +302,88 @@ class TestCaptureMode:
             CapturingHelper(None).delete_cuda_graphs()
 
 
+def clears(monkeypatch):
+    """What is called after capture, of a helper with two chunks and two optimizers."""
+    from megatron.core.transformer.moe import moe_logging
+
+    calls: list[object] = []
+
+    def noting(what):
+        return lambda *arguments: calls.append((what, *arguments))
+
+    chunks = [SimpleNamespace(zero_grad_buffer=noting(f"gradients of chunk {i}")) for i in range(2)]
+    optimizers = [SimpleNamespace(zero_grad=noting(f"gradients of optimizer {i}")) for i in range(2)]
+    tracker = SimpleNamespace(clear=noting("MoE metrics"))
+    monkeypatch.setattr(moe_logging, "get_moe_metrics_tracker", lambda: tracker)
+    finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # a function hides the module
+    monkeypatch.setattr(finalize, "reset_model_temporary_tensors", noting("temporary tensors"))
+    helper(config="config", model=chunks, optimizers=optimizers)._reset_after_capture()
+    return calls, chunks
+
+
+@pytest.mark.parametrize(
+    "cleared", ["gradients of chunk 0", "gradients of chunk 1", "gradients of optimizer 0", "gradients of optimizer 1"]
+)
+def test_gradients_are_zeroed_after_capture(monkeypatch, cleared):
+    assert (cleared,) in clears(monkeypatch)[0]
+
+
+def test_metrics_of_moe_layers_are_cleared_after_capture(monkeypatch):
+    assert ("MoE metrics",) in clears(monkeypatch)[0]
+
+
+def test_temporary_tensors_of_the_model_are_reset_after_capture(monkeypatch):
+    calls, chunks = clears(monkeypatch)
+    assert ("temporary tensors", "config", chunks) in calls
+
+
+class CountingLayer(MaskedLayer):
+    """A layer that counts its calls in a buffer."""
+
+    def __init__(self):
+        super().__init__(AttnMaskType.causal)
+        self.register_buffer("calls", torch.zeros(1, device="cuda"))
+
+
+class DisturbingEngine:
+    """An engine whose warm-up draws random numbers, changes buffers, and which may fail then."""
+
+    def __init__(self, fails):
+        self.fails = fails
+        self.takes_hooks = False
+        self.parameters = frozenset(("sample_kwargs",))
+
+    def capture(self, layers, sample_args, **arguments):
+        torch.rand(3)
+        torch.rand(3, device="cuda")
+        for layer in layers:
+            layer.calls += 1
+        if self.fails:
+            raise Failure
+        return [lambda *args, **kwargs: None for _ in sample_args]
+
+
+@pytest.mark.usefixtures("cpu_backend")
+@pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
+class TestWhatWarmUpChanges:
+    def capture(self, fails):
+        layer = CountingLayer()
+        capturing = helper_of_layers([layer], [1, -1])
+        capturing._engine = DisturbingEngine(fails)
+        with pytest.raises(Failure) if fails else nullcontext():
+            capturing._capture_layers()
+        return layer
+
+    def test_generators_are_where_they_were(self, fails):
+        states = torch.get_rng_state(), torch.cuda.get_rng_state()
+        self.capture(fails)
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert torch.equal(torch.cuda.get_rng_state(), states[1])
+
+    def test_buffers_are_what_they_were(self, fails):
+        assert self.capture(fails).calls.item() == 0
+
+
 # -------------------------------------------------------------------------------------------------------- wrappers
 
 
@@ -292,6 +392,16 @@ class Fsdp(torch.nn.Module):
 
     def capture_graphs(self, layers):
         raise NotImplementedError
+
+    def forget_graphs(self, layers):
+        self.forgotten = layers
+
+
+def test_megatron_fsdp_forgets_graphs_that_are_deleted(monkeypatch):
+    monkeypatch.setattr(TECudaGraphHelper, "_log", lambda *arguments: None)
+    fsdp, layer = Fsdp(), SimpleNamespace(cuda_graphs=[])
+    helper(model=[fsdp], callables_per_chunk=[[layer]], _graphs_created=True).delete_cuda_graphs()
+    assert fsdp.forgotten == [layer]
 
 
 def wrapped(module, levels):

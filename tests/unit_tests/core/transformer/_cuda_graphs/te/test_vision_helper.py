@@ -207,6 +207,16 @@ def test_manual_hooks_are_not_set(one_stage):
     assert not any(layer.cuda_graph_manual_hooks for layer in layers_of(model))
 
 
+def test_a_users_backward_hook_that_reads_gradients_runs_at_replays_only(one_stage):
+    model, config = new_model()
+    seen = []
+    layers_of(model)[0].register_full_backward_hook(lambda module, grads, grad_outputs: seen.append(grad_outputs[0]))
+    helper_for(model, config).create_cudagraphs()
+    assert seen == []
+    model(device_tensor(1, 3, SIDE, SIDE), torch.zeros(1, dtype=torch.long, device="cuda")).mean().backward()
+    assert [bool(grad.any()) for grad in seen] == [True]
+
+
 # -------------------------------------------------------------------------------------------------------- discovery
 
 
