@@ -255,11 +255,11 @@ def test_the_vision_model_may_be_in_any_chunk(one_stage):
 def test_between_virtual_stages_every_micro_batch_is_kept(two_stages):
     model, config = new_model()
     helper = VisionTECudaGraphHelper([model, torch.nn.Linear(1, 1)], config, TOKENS, 1)
-    assert helper._order() == [1, 1, 1, -1, -1, -1]
+    assert helper._order().order == [1, 1, 1, -1, -1, -1]
 
 
 def test_in_a_plain_pipeline_the_order_is_that_of_the_schedule(two_stages):
-    assert helper_for(*new_model())._order() == ORDERS[2]
+    assert helper_for(*new_model())._order().order == ORDERS[2]
 
 
 # ----------------------------------------------------------------------------------------------------------- inputs
