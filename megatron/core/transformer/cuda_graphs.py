@@ -40,15 +40,11 @@ from ._cuda_graphs.local.first_last_layer import (
     _determine_if_first_last_layer_of_this_vp_chunk,
     annotate_first_last_layer,
 )
-from ._cuda_graphs.local.manager import (
-    CudaGraphManager,
-    alloc_tensor_from_graph_mempool,
-    delete_cuda_graphs,
-    get_gtp_runner_streams,
-)
+from ._cuda_graphs.local.manager import CudaGraphManager, alloc_tensor_from_graph_mempool, delete_cuda_graphs
 from ._cuda_graphs.local.nodes import _CudagraphRecordNode, _CudagraphReplayNode, _GraphStatus
 from ._cuda_graphs.local.record import _CudagraphGlobalRecord, create_cudagraphs, logger
 from ._cuda_graphs.local.runner import _CudaGraphRunner
+from ._cuda_graphs.local.sharded_weights import _GTP_RUNNER_STREAMS, get_gtp_runner_streams
 from ._cuda_graphs.local.tensor_reuse_pool import TensorReusePool
 from ._cuda_graphs.te.current_microbatch import set_current_microbatch
 from ._cuda_graphs.te.helper import TECudaGraphHelper
@@ -73,6 +69,7 @@ __all__ = [
     "_CudagraphGlobalRecord",
     "_CudagraphRecordNode",
     "_CudagraphReplayNode",
+    "_GTP_RUNNER_STREAMS",
     "_GraphStatus",
     "_backup_grads_before_capture",
     "_check_supported_type",

@@ -15,7 +15,7 @@ def accumulate_into_main_grads(
     """Add ``grads`` to the main gradients of ``params``, as the hook of ``DistributedDataParallel`` does in eager mode.
 
     A layer that has added its gradient itself (``--gradient-accumulation-fusion``) has set
-    ``param.grad_added_to_main_grad``.
+    ``param.grad_added_to_main_grad``; a sharded weight (``--tensor-parallel-num-weight-shards``) always adds its own.
 
     Returns:
         The gradients of parameters without a main gradient; None for the others.
@@ -24,7 +24,8 @@ def accumulate_into_main_grads(
     for param, grad in zip(params, grads, strict=True):
         main_grad = getattr(param, "main_grad", None)
         left.append(grad if main_grad is None else None)
-        if main_grad is not None and grad is not None and not getattr(param, _ADDED, False):
+        adds_itself = getattr(param, _ADDED, False) or getattr(param, "is_gtp_weight_remat", False)
+        if main_grad is not None and grad is not None and not adds_itself:
             with torch.no_grad():
                 main_grad.add_(grad)
     return left

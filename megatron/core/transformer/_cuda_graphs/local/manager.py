@@ -20,6 +20,7 @@ from .inference import key_of, states_of
 from .nodes import _GraphStatus
 from .record import _CudagraphGlobalRecord
 from .runner import _CudaGraphRunner
+from .sharded_weights import forget_replay_streams, gather_into_pool
 
 _DDP = "megatron.core.distributed.distributed_data_parallel"
 
@@ -313,6 +314,7 @@ def delete_cuda_graphs() -> None:
     for manager in _CudagraphGlobalRecord.managers:
         manager.record_anew()
     _forget_pool()
+    forget_replay_streams()
     gc.collect()
     torch.cuda.empty_cache()
 
@@ -335,14 +337,10 @@ def alloc_tensor_from_graph_mempool(meta: ArgMetadata) -> torch.Tensor:
         _used_pools.add(used)
 
 
-def get_gtp_runner_streams() -> list[torch.cuda.Stream]:
-    """The streams on which graphs with gathers of sharded weights are replayed: none, such graphs are refused."""
-    return []
-
-
 def _memory_pool() -> tuple:
     if CudaGraphManager.global_mempool is None:
         CudaGraphManager.global_mempool = torch.cuda.graph_pool_handle()
+        gather_into_pool(torch.cuda.current_device(), CudaGraphManager.global_mempool)
     return CudaGraphManager.global_mempool
 
 
@@ -360,9 +358,4 @@ def _forget_pool() -> None:
 def _check(config: Any) -> None:
     if config.cuda_graph_impl != "local":
         raise ValueError(f"CudaGraphManager needs --cuda-graph-impl local, got {config.cuda_graph_impl!r}")
-    if getattr(config, "gtp_weight_remat_size", 1) > 1:
-        raise ValueError(
-            "--tensor-parallel-num-weight-shards with --cuda-graph-impl local: graphs of this patch do not hold the "
-            "gathers of sharded weights. Take --cuda-graph-impl none."
-        )
     check_rng_tracker()

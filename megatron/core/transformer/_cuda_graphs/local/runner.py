@@ -30,6 +30,7 @@ from .mismatch import mismatches
 from .nodes import LocalReplay, _CudagraphRecordNode, _GraphStatus, replay_runner
 from .record import _CudagraphGlobalRecord
 from .session import CaptureSession
+from .sharded_weights import ShardedWeights
 from .turns import Turn
 
 
@@ -113,6 +114,7 @@ class _CudaGraphRunner(torch.nn.Module):
         self.is_frozen = False
         self.turn = Turn()
         self._session = _CudagraphGlobalRecord.session
+        self._sharded = ShardedWeights(self.module)
         self._slot: GraphedSlot | None = None
         self._replay: LocalReplay | None = None
         self._quantization: Quantization | None = None
@@ -256,15 +258,17 @@ class _CudaGraphRunner(torch.nn.Module):
             self._capture_context(),
             undisturbed,
             preserve_moe_metrics(),
-            scratch_main_grads(slot.params),
+            scratch_main_grads((*slot.params, *self._sharded.with_neighbors())),
             _warming_up(),
         ):
-            for _ in range(self.num_warmup_steps):
+            for _ in range(self._sharded.warmup_steps(self.num_warmup_steps)):
                 with self._as_recorded():
-                    slot.forward(not_recording)
+                    slot.forward(self._sharded.forward(not_recording))
                 if self.grad_enabled:
-                    slot.backward(not_recording, lambda outputs: tuple(map(torch.zeros_like, outputs)))
+                    backward = self._sharded.backward(not_recording, finalizes=False)
+                    slot.backward(backward, lambda outputs: tuple(map(torch.zeros_like, outputs)))
                 slot.drop_results()
+            self._sharded.settle()
 
     def create_fwd_graph(self, args: Any, kwargs: Any, outputs: Any = None, clone_inputs: bool = True) -> None:
         """Capture the forward graph.
@@ -283,7 +287,7 @@ class _CudaGraphRunner(torch.nn.Module):
         profiled = torch.profiler.record_function(f"{self.name} forward for capture")
         with self._capture_context(), self._as_recorded(), profiled:
             capture = Capture(self.mempool)  # its graphs know the generator state that is in use now
-            slot.forward(capture.recording, capture.new_graph())
+            slot.forward(self._sharded.forward(capture.recording), capture.new_graph())
         self._fwd_graph = slot.forward_graph
         self._check_leaves(slot)
         if slot.delays_weight_gradients:
@@ -317,12 +321,16 @@ class _CudaGraphRunner(torch.nn.Module):
         metas = [meta for meta, output in zip(self._output_metas, outputs, strict=True) if output.requires_grad]
         grads = buffers.grads_of_outputs(metas)
         capture = Capture(self.mempool)
+        if self._sharded:  # autograd's graph does not show parameters of what is computed again in backward
+            own = (param for part in self._warmup.ran or () for param in part.parameters(recurse=False))
+            self._sharded.note_backward((*self.get_connected_params(outputs), *own))
         with (
             self._capture_context(),
-            track_fused_accumulation(slot.params),
+            track_fused_accumulation((*slot.params, *self._sharded.with_neighbors())),
             torch.profiler.record_function(f"{self.name} backward for capture"),
         ):
-            slot.backward(capture.recording, lambda outputs: tuple(grads), capture.new_graph())
+            recording = self._sharded.backward(capture.recording)
+            slot.backward(recording, lambda outputs: tuple(grads), capture.new_graph())
         self._bwd_graph = slot.backward_graph
         if self._output_addresses != [output.data_ptr() for output in outputs]:
             raise ValueError(
@@ -532,6 +540,7 @@ class _CudaGraphRunner(torch.nn.Module):
             param._cudagraph_wgrad_ready_event = event
         self.status = _GraphStatus.FWD_READY
         self._session.turns.end(self.turn)
+        self._sharded.end_backward_replay()
 
     # ----------------------------------------------------------------------------------- what else is asked of it
 
@@ -598,6 +607,7 @@ class _CudaGraphRunner(torch.nn.Module):
     def reset(self) -> None:
         """Free the graphs, and forget what was recorded."""
         self._free_graphs()
+        self._sharded.forget()
         self._session = _CudagraphGlobalRecord.session
         self._input_metas, self._output_metas = [], []
         self.fwd_graph_recorded = self.bwd_graph_recorded = self.cudagraph_created = False
