@@ -16,6 +16,7 @@ from ..engine.streams import capture_stream, leave_default_stream
 from ..engine.te_engine import transformer_engine_flag
 from ..fsdp_checks import refuse_fsdp_hooks
 from .arguments import ArgMetadata, described, tensors_of, with_tensors
+from .forward_only import may_replay_evaluation
 from .inference import key_of, states_of
 from .nodes import _GraphStatus
 from .record import _CudagraphGlobalRecord
@@ -29,8 +30,10 @@ class CudaGraphManager(torch.nn.Module):
     """Runs one module, or one function of it, with CUDA graphs.
 
     Training: the first step runs eagerly and is recorded; ``create_cudagraphs`` captures it, at its end; later steps
-    replay. Inference (a call with ``inference_context``, or ``inline_capture``): the first call of each kind is
-    captured and replayed at once. A module in evaluation mode runs eagerly otherwise.
+    replay, and so do passes without grad between them. Inference (a call with ``inference_context``, or
+    ``inline_capture``): the first call of each kind is captured and replayed at once. Otherwise a module in evaluation
+    mode runs eagerly at first; later calls without grad replay a graph of training if the first one, compared with a
+    replay, showed that it computes the same.
 
     Args:
         config: The model's configuration, with ``cuda_graph_impl="local"``.
@@ -212,8 +215,10 @@ class CudaGraphManager(torch.nn.Module):
             if cache_key is None and context is not None:
                 cache_key = key_of(context, args, kwargs)
             output = self._run_inline(megatron_module, args, kwargs, cache_key)
-        elif self._capture_failed or not self.training:
+        elif self._capture_failed:
             return self._run_eagerly(megatron_module, args, kwargs)
+        elif not getattr(megatron_module, "training", self.training):
+            return self._evaluate(megatron_module, args, kwargs)
         elif _CudagraphGlobalRecord.cudagraph_created:
             output = self._replay(megatron_module, args, kwargs)
         else:
@@ -231,13 +236,32 @@ class CudaGraphManager(torch.nn.Module):
             return self.func(*args, **kwargs)
         return torch.nn.Module.__call__(module, *args, **kwargs)
 
-    def _replay(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        # Without grad too: the first pass of a layer that is computed again reads gathered parameters as well.
+    def _evaluate(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        """Run in evaluation mode: a graph of training where that is known to compute the same, else eagerly."""
+        runners = self._without_key() if may_replay_evaluation() else iter(())
+        runner = next((runner for runner in runners if runner.can_serve_evaluation(args, kwargs)), None)
+        if runner is None:
+            return self._run_eagerly(module, args, kwargs)
+        if runner.evaluation.is_as_training is None:
+            return runner.evaluation.compare(
+                lambda: self._run_eagerly(module, args, kwargs), lambda: runner.replay_checked(False, args, kwargs)
+            )
+        self._wait_for_parameters()
+        output = runner.replay_checked(False, args, kwargs)
+        return output if runner.returns_tuple else output[0]
+
+    def _wait_for_parameters(self) -> None:
         recorded = next(self._without_key(), None)
         for part in () if recorded is None else recorded.parts:
             if part._forward_pre_hooks:
                 self.call_ddp_preforward_hook(part)
+
+    def _replay(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        # Without grad too: the first pass of a layer that is computed again reads gathered parameters as well.
+        self._wait_for_parameters()
         runner = self.get_cudagraph_runner(module, args, kwargs, self.reuse_cudagraphs)
+        if runner.must_run_eagerly_without_grad():
+            return self._run_eagerly(module, args, kwargs)
         if not self.reuse_cudagraphs:  # otherwise it was found by its arguments
             runner.refuse_mismatch(args, kwargs)
         output = runner.replay(self.is_first_microbatch, args, kwargs)
@@ -287,6 +311,10 @@ class CudaGraphManager(torch.nn.Module):
     def capture_failed(self, runners: Collection[_CudaGraphRunner]) -> None:
         """Run eagerly until ``delete_cuda_graphs``, if the capture of one of ``runners`` of this manager failed."""
         self._capture_failed |= any(runner in runners for runner in self.cudagraph_runners)
+
+    def forget_recorded(self, runners: Collection[_CudaGraphRunner]) -> None:
+        """Forget those of ``runners`` that are of this manager, and have no graphs yet."""
+        self.cudagraph_runners = [runner for runner in self.cudagraph_runners if runner not in runners]
 
     def record_anew(self) -> None:
         """Record the next step, though a capture has failed."""
