@@ -59,6 +59,7 @@ from ._cuda_graphs.te.vision_helper import (
 __all__ = [
     "FREEZE_GC",
     "FREEZE_GC_MAX_TORCH_VERSION",
+    "_GTP_RUNNER_STREAMS",
     "ArgMetadata",
     "CudaGraphManager",
     "CudagraphBufferMetadata",
@@ -69,7 +70,6 @@ __all__ = [
     "_CudagraphGlobalRecord",
     "_CudagraphRecordNode",
     "_CudagraphReplayNode",
-    "_GTP_RUNNER_STREAMS",
     "_GraphStatus",
     "_backup_grads_before_capture",
     "_check_supported_type",

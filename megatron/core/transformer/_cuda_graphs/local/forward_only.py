@@ -1,7 +1,7 @@
-"""Graphs of training in passes without gradients (evaluation, log-probabilities): where they compute what eager code does.
+"""Graphs of training in passes without gradients: evaluation, log-probabilities of reinforcement learning.
 
-A training pass may differ from one without gradients: by dropout, by what it adds to buffers or to the metrics of MoE
-layers. Such passes run eagerly.
+They are replayed where they compute what eager code does. A training pass may compute something else: dropout, or what
+it adds to buffers and to the metrics of MoE layers. Then the layer runs eagerly.
 """
 
 import sys
@@ -49,9 +49,9 @@ class Evaluation:
         self.is_as_training: bool | None = None
 
     def compare(self, eager: Callable[[], Any], replay: Callable[[], Any]) -> Any:
-        """Run ``eager``, then ``replay`` too, and compare outputs and random numbers drawn. Returns what ``eager`` does.
+        """Run ``eager`` and ``replay``, and compare outputs and how many random numbers they draw.
 
-        The host waits for both: this is done once.
+        The host waits for both: this is done once. Returns what ``eager`` returns.
         """
         before = _random_state()
         expected = eager()

@@ -246,7 +246,6 @@ class CudaGraphManager(torch.nn.Module):
             return runner.evaluation.compare(
                 lambda: self._run_eagerly(module, args, kwargs), lambda: runner.replay_checked(False, args, kwargs)
             )
-        self._wait_for_parameters()
         output = runner.replay_checked(False, args, kwargs)
         return output if runner.returns_tuple else output[0]
 

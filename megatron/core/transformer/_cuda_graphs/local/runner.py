@@ -181,6 +181,11 @@ class _CudaGraphRunner(torch.nn.Module):
     def bwd_graph(self) -> None:
         self._free_graphs()
 
+    @property
+    def gtp_remat(self) -> bool:
+        """Whether weights of the module are sharded over ranks (``--tensor-parallel-num-weight-shards``)."""
+        return bool(self._sharded)
+
     def expect(self, status: _GraphStatus) -> None:
         """Refuse a pass that is not due.
 
@@ -472,6 +477,8 @@ class _CudaGraphRunner(torch.nn.Module):
         differs = self.evaluation.is_as_training is False or self.changes_state or self._quantization or self._sharded
         is_free = self.cudagraph_created and self.status is _GraphStatus.FWD_READY
         if differs or not is_free or self._session.turns.in_flight:
+            return False
+        if any(part._forward_hooks or part._forward_pre_hooks for part in self.parts):  # replays run none
             return False
         try:
             return not self.get_mismatch_errors(args, kwargs) and self._session.has_parameters_of(self.function)

@@ -120,6 +120,17 @@ class TestEvaluation:
         with torch.autocast(batch(0).device.type, dtype=torch.bfloat16):
             assert evaluate(model, batch(1)) == evaluate(reference, batch(1))
 
+    @pytest.mark.parametrize("register", ["register_forward_hook", "register_forward_pre_hook"])
+    def test_runs_eagerly_under_hooks_of_modules(self, register):
+        model, seen = stack(), []
+        record(model)
+        evaluate(model, batch(0))
+        handle = getattr(model.layers[1].linear, register)(lambda module, *values: seen.append(values[-1]))
+        evaluate(model, batch(1), batch(2))
+        handle.remove()
+        evaluate(model, batch(3))
+        assert len(seen) == 2
+
     def test_runs_eagerly_on_parameters_that_were_swapped(self):
         model, reference = stack(), stack(graphs=False)
         record(model)
