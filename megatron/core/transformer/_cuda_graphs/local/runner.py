@@ -68,6 +68,7 @@ class _CudaGraphRunner(torch.nn.Module):
         backward_retain_grad: Whether the backward pass keeps autograd's graph (``cuda_graph_retain_backward_graph``).
         function: What it runs, for comparison with other runners.
         turn: When its passes are due, once they were captured.
+        backward_pass: Which of autograd's backward passes recorded its own; others of the same pass share it.
         module: ``base_module``, or what stands for it if that is no module.
         parts: The modules that run in the forward graph.
 
@@ -76,7 +77,7 @@ class _CudaGraphRunner(torch.nn.Module):
         TypeError: an argument is of a type that no graph takes.
     """
 
-    # A module's own __setattr__ looks for parameters and submodules, in every replay.
+    # torch.nn.Module's __setattr__ looks for parameters and submodules, which takes time in every replay.
     __setattr__ = object.__setattr__
 
     def __init__(
@@ -92,6 +93,8 @@ class _CudaGraphRunner(torch.nn.Module):
         super().__init__()
         torch.nn.Module.__setattr__(self, "base_module", base_module)
         self.module = _module_of(base_module)
+        self.backward_pass = -1
+        self._shared_params: tuple[torch.Tensor, ...] = ()
         self.mempool = mempool
         self.cache_key = cache_key
         for value in (*fwd_graph_input_args, *fwd_graph_input_kwargs.values()):
@@ -232,11 +235,12 @@ class _CudaGraphRunner(torch.nn.Module):
         self.expect(_GraphStatus.BWD_READY)
         self.status = _GraphStatus.FWD_READY
         if not self.bwd_graph_recorded:
+            self.backward_pass = torch._C._current_graph_task_id()
             _CudagraphGlobalRecord.record_bwd_graph(self)
             self.bwd_graph_recorded = True
 
     def apply_cudagraph_record_metadata(self, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
-        """Note in all tensors of a recorded call, as ``cg_buffer_metadata``, that a graph takes or returns them."""
+        """Attach ``cg_buffer_metadata`` to all tensors that a recorded call takes or returns."""
         recording = _CudagraphGlobalRecord.recording_session().recording
         with_backward = any(tensor.requires_grad for tensor in tensors_of(outputs))
         for tensor in tensors_of(args, kwargs):
@@ -263,9 +267,18 @@ class _CudaGraphRunner(torch.nn.Module):
         self.grad_enabled = self.bwd_graph_recorded
         self._warmup = warmup
 
-    def warm_up(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Run forward and backward ``num_warmup_steps`` times on ``inputs``; nothing that they compute is kept."""
+    def share_params(self, params: Sequence[torch.Tensor]) -> None:
+        """Leave the gradients of ``params`` to autograd: other runners give them one in the same backward pass."""
+        self._shared_params = tuple(params)
+
+    def warm_up(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run forward and backward ``num_warmup_steps`` times on ``inputs``; nothing that they compute is kept.
+
+        Returns:
+            The parameters that got a gradient; all of them where nothing ran.
+        """
         slot = self._new_slot(inputs)
+        trained = slot.params
         undisturbed = preserve_buffers([self.module]) if self.grad_enabled else nullcontext()
         with (
             self._capture_context(),
@@ -280,8 +293,10 @@ class _CudaGraphRunner(torch.nn.Module):
                 if self.grad_enabled:
                     backward = self._sharded.backward(not_recording, finalizes=False)
                     slot.backward(backward, lambda outputs: tuple(map(torch.zeros_like, outputs)))
+                    trained = slot.trained_params
                 slot.drop_results()
             self._sharded.settle()
+        return trained
 
     def create_fwd_graph(self, args: Any, kwargs: Any, outputs: Any = None, clone_inputs: bool = True) -> None:
         """Capture the forward graph.
@@ -319,7 +334,7 @@ class _CudaGraphRunner(torch.nn.Module):
             )
         self._output_addresses = [output.data_ptr() for output in tensors_of(slot.outputs)]
         buffers.lend_outputs(self._output_metas, slot.outputs)
-        if not self.grad_enabled:  # what it returns may alias its inputs, and is read by nobody knows whom
+        if not self.grad_enabled:  # outputs stay held: they may alias inputs and have no known last reader
             buffers.inputs_read(self._input_metas)
 
     def create_bwd_graph(self) -> None:
@@ -353,7 +368,7 @@ class _CudaGraphRunner(torch.nn.Module):
                 "where replays would look for it. Leave layernorm out of --recompute-modules."
             )
         self._escaping = buffers.lend_grads(self._input_metas, slot.grad_inputs)
-        buffers.grads_of_outputs_read(metas, grads)  # after what may hand these very gradients on
+        buffers.grads_of_outputs_read(metas, grads)  # last: a gradient may be passed on as it is
         buffers.inputs_read(self._input_metas)
         for output in outputs:
             buffers.let_go(output)
@@ -432,7 +447,7 @@ class _CudaGraphRunner(torch.nn.Module):
             self.get_quantization_context,
             self._quantized,
             self.module,
-            accumulate_into_main_grads,
+            partial(accumulate_into_main_grads, shared=self._shared_params),
             self._warmup,
         )
 
@@ -450,13 +465,13 @@ class _CudaGraphRunner(torch.nn.Module):
 
     @contextmanager
     def _as_recorded(self) -> Iterator[None]:
-        """What surrounded the forward pass that was recorded."""
+        """Restore the RNG state and autocast of the recorded forward pass."""
         with use_rng_state(self._rng_state), self._autocast():
             yield
 
     @contextmanager
     def _capture_context(self) -> Iterator[None]:
-        """What surrounds a pass of warm-up or capture."""
+        """Surround a pass of warm-up or capture: grad mode, and statistics of quantization preserved."""
         quantized = self._quantization.preserve_statistics([self.module]) if self._quantization else nullcontext()
         with nullcontext() if self.grad_enabled else torch.no_grad(), quantized:
             yield
@@ -661,7 +676,7 @@ class _CudaGraphRunner(torch.nn.Module):
         return [x] if isinstance(x, torch.Tensor) else list(x)
 
     def reset(self) -> None:
-        """Free the graphs, and forget what was recorded."""
+        """Free the graphs and return to the state before recording."""
         self._free_graphs()
         self._sharded.forget()
         self._session = _CudagraphGlobalRecord.session
