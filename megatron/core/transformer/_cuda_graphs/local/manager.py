@@ -260,7 +260,8 @@ class CudaGraphManager(torch.nn.Module):
         output = runner.replay_checked(False, args, kwargs)
         return output if runner.returns_tuple else output[0]
 
-    def _wait_for_parameters(self) -> None:
+    def _replay(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
+        # Without grad too: the first pass of a layer that is computed again reads gathered parameters as well.
         recorded = next(self._without_key(), None)
         if recorded is None:
             self._refuse_unrecorded(module)
@@ -268,10 +269,6 @@ class CudaGraphManager(torch.nn.Module):
         for part in recorded.parts:
             if part._forward_pre_hooks:
                 self.call_ddp_preforward_hook(part)
-
-    def _replay(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        # Without grad too: the first pass of a layer that is computed again reads gathered parameters as well.
-        self._wait_for_parameters()
         runner = self.get_cudagraph_runner(module, args, kwargs, self.reuse_cudagraphs)
         if runner.must_run_eagerly_without_grad():
             return self._run_eagerly(module, args, kwargs)
