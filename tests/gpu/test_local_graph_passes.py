@@ -27,13 +27,13 @@ ENVIRONMENT = {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0", "NVTE_FLASH_ATTN": "0", 
 
 
 @pytest.fixture(scope="module")
-def one_rank():
+def one_rank(tmp_path_factory):
     """Megatron's process groups, of this process alone."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
         torch.cuda.set_device(0)
-        store = dist.HashStore()
+        store = dist.FileStore(str(tmp_path_factory.mktemp("ranks") / "store"), 1)
         dist.init_process_group("nccl", store=store, rank=0, world_size=1)
         parallel_state.initialize_model_parallel()
         yield

@@ -249,7 +249,8 @@ class CudaGraphManager(torch.nn.Module):
 
     def _evaluate(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run in evaluation mode: a graph of training where that is known to compute the same, else eagerly."""
-        runners = self._without_key() if may_replay_evaluation() else iter(())
+        are_there = _CudagraphGlobalRecord.cudagraph_created and may_replay_evaluation()
+        runners = self._without_key() if are_there else iter(())
         runner = next((runner for runner in runners if runner.can_serve_evaluation(args, kwargs)), None)
         if runner is None:
             return self._run_eagerly(module, args, kwargs)

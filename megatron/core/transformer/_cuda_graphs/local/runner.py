@@ -490,7 +490,7 @@ class _CudaGraphRunner(torch.nn.Module):
         have to run eagerly.
         """
         differs = self.evaluation.is_as_training is False or self.changes_state or self._quantization or self._sharded
-        is_free = self.cudagraph_created and self.status is _GraphStatus.FWD_READY
+        is_free = self.fwd_graph is not None and self.status is _GraphStatus.FWD_READY
         if differs or not is_free or self._session.turns.in_flight:
             return False
         if any(part._forward_hooks or part._forward_pre_hooks for part in self.parts):  # replays run none

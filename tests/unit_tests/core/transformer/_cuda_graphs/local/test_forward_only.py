@@ -104,6 +104,15 @@ class TestEvaluation:
         for size in (3, 3, 5, 3):
             assert evaluate(model, batch(1, size=size)) == evaluate(reference, batch(1, size=size))
 
+    def test_runs_eagerly_without_its_graph(self):
+        model = stack(count=1)
+        record(model)
+        evaluate(model, batch(0))
+        calls = eager_calls(model)
+        del runners(model)[0].fwd_graph
+        evaluate(model, batch(1))
+        assert eager_calls(model) == [calls[0] + 1]
+
     def test_runs_eagerly_with_grad(self):
         model = stack()
         record(model)
