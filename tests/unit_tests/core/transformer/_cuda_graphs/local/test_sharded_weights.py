@@ -108,6 +108,8 @@ class TestTraining:
         def create():
             with pytest.raises(RuntimeError, match="no capture of this") if next(failures, False) else nullcontext():
                 create_cudagraphs()
+            assert not gtp._inflight_comm_params
+            assert all(layer.first._prefetch_handle is None for layer in model.layers)
 
         model = sharded_stack(kind=Failing)
         assert train_sharded(model, create=create) == eager
