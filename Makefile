@@ -10,11 +10,23 @@ ifeq ($(PY),.venv/bin/python)
 ENVIRONMENT := .venv/.installed
 endif
 
-.PHONY: help .venv demo test test-unit test-integration test-gpu lint format clean
+# Versions of megatron-core that the patch admits besides that of constraints.txt. 0.19.1 was withdrawn from the registry
+# ("wrong version") and can still be installed; its code is that of 0.19.0.
+OTHER_CORES := 0.19.0 0.19.1
+# The quick ones of the tests whose subject is, or depends on, megatron-core's own code.
+CORE_TESTS := $(addprefix tests/unit_tests/,test_overlay_extensions.py training core/datasets \
+	$(addprefix core/distributed/test_,fsdp_hook_registration.py grad_reduce_pipeline.py) \
+	core/transformer/test_module.py \
+	$(addprefix core/transformer/_cuda_graphs/,test_layer_graph.py \
+	$(addprefix local/test_,inference.py manager.py record.py runner.py) \
+	$(addprefix te/test_,backends.py current_microbatch.py helper.py layers.py order.py sample_inputs.py)))
+
+.PHONY: help .venv demo test test-unit test-integration test-versions $(OTHER_CORES:%=test-core-%) test-gpu lint format clean
 
 help:
 	@echo "make demo      train a small GPT under Megatron-FSDP, eager and graphed, and compare"
 	@echo "make test      unit tests and integration tests on the CPU backend"
+	@echo "make test-versions  unit tests on the other versions of megatron-core that the patch admits"
 	@echo "make test-gpu  tests on the GPUs of this machine"
 	@echo "make lint      ruff and mypy"
 	@echo "make format    let ruff rewrite the files"
@@ -39,6 +51,16 @@ test-unit: $(ENVIRONMENT)
 # These start processes of their own, one per rank. No GPU is shown, so the tests in tests/gpu say why they are skipped.
 test-integration: $(ENVIRONMENT)
 	CUDA_VISIBLE_DEVICES= $(PY) -m pytest $(wildcard tests/integration_tests tests/gpu)
+
+test-versions: $(OTHER_CORES:%=test-core-%)
+
+# That version lies ahead of the installed one on the path.
+$(OTHER_CORES:%=test-core-%): test-core-%: build/cores/%/megatron
+	CORE_VERSION=$* PYTHONPATH=$(CURDIR)/build/cores/$*$(addprefix :,$(PYTHONPATH)) \
+		$(PY) -m pytest -n $(WORKERS) --dist loadfile $(CORE_TESTS)
+
+$(OTHER_CORES:%=build/cores/%/megatron): build/cores/%/megatron: | $(ENVIRONMENT)
+	$(PY) -m pip install --quiet --no-deps --target build/cores/$* megatron-core==$*
 
 # Each layout of ranks is started, with torchrun, in processes of its own.
 test-gpu: $(ENVIRONMENT)

@@ -9,6 +9,7 @@ import warnings
 from dataclasses import dataclass, field
 
 from . import overlay
+from .allocator_check import allocator_problem
 
 
 @dataclass
@@ -166,11 +167,8 @@ def _examine_gpus(report: Report) -> None:
         return
     if not torch.distributed.is_nccl_available():
         report.missing.append("This torch has no NCCL, which FSDP communicates through. Install a CUDA build of torch.")
-    settings = os.environ.get("PYTORCH_ALLOC_CONF", "") + os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
-    if "expandable_segments:True" in settings and os.environ.get("NCCL_GRAPH_REGISTER") != "0":
-        report.missing.append(
-            "The allocator's expandable_segments:True needs NCCL_GRAPH_REGISTER=0 with graphs. Set it."
-        )
+    if problem := allocator_problem():
+        report.missing.append(problem)
 
 
 def main() -> int:

@@ -43,7 +43,7 @@ from typing import Any, Literal, NamedTuple
 
 ROOT = Path(__file__).resolve().parent
 PACKAGES = ("core", "training")  # of megatron-core; other folders of this tree are the patch's own
-TESTED_VERSIONS = ("0.19.2",)
+TESTED_VERSIONS = ("0.19.0", "0.19.1", "0.19.2")
 SWITCH = "MEGATRON_FSDP_CUDA_GRAPHS"
 UPSTREAM_PREFIX = "_upstream_"
 
@@ -177,6 +177,8 @@ class Originals:
 
     A name that this tree's file defines anew is megatron-core's own here. Every other is the module's of the moment.
     """
+
+    __slots__ = ("__dict__", "__module")
 
     def __init__(self, module: ModuleType, definitions: dict[str, Any]) -> None:
         self.__module = module
@@ -358,13 +360,20 @@ def extend(name: str) -> Any:
     megatron-core's is in its namespace already; ``_upstream.Name`` is megatron-core's ``Name`` also after the file
     defines its own. What megatron-core's file itself used while it ran, such as a base class, stays its own.
 
-    Raises ImportError if ``name`` is not a module that was loaded as an extended one.
+    Raises ImportError if ``name`` is not a module that was loaded as an extended one, or if megatron-core's file is
+    still running.
     """
     loader = _extension(sys.modules.get(name))
-    if loader is None or loader.originals is None:
+    if loader is None:
         _public_name(name)
         raise ImportError(
             f"{name} was not loaded through the patch: call {__name__}.activate() before anything imports megatron",
+            name=name,
+        )
+    if loader.originals is None:
+        raise ImportError(
+            f"megatron-core's file of {name} is still running and imports, in a circle, a module of the patch that "
+            f"needs its definitions: call {__name__}.upstream where they are used, not when that module is imported",
             name=name,
         )
     return loader.originals
@@ -380,7 +389,8 @@ def _getfile_of_both(getfile: Callable[[Any], str]) -> Callable[[Any], str]:
 
     @functools.wraps(getfile)
     def wrapper(object: Any) -> str:
-        extension = _extension(sys.modules.get(object.__module__)) if isinstance(object, type) else None
+        module = sys.modules.get(getattr(object, "__module__", "")) if isinstance(object, type) else None
+        extension = _extension(module)
         if extension is not None and extension.defines(object):
             return str(extension.file)
         return getfile(object)

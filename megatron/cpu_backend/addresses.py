@@ -1,7 +1,7 @@
 """The memory that a tape reads and writes, as raw addresses.
 
-A tape's tensors are views of bare addresses that own nothing, so a graph keeps no input alive and does not follow
-``param.data = other``. Each address is checked before a replay.
+A tape's tensors are views of raw memory and own nothing, so a graph keeps no input alive and does not follow
+``param.data = other``. All addresses are checked before a replay.
 """
 
 from __future__ import annotations
@@ -106,16 +106,16 @@ class AddressBook:
         self._private_addresses.add(storage.data_ptr())
 
     def alias(self, tensor: torch.Tensor, op: str) -> torch.Tensor:
-        """A tensor at the same address, of the same shape, strides and dtype, that owns nothing."""
+        """A tensor at the same address, of the same shape, strides and dtype, that does not own its memory."""
         block = self.block(tensor, op)
         block.aliases.append(alias_of(tensor, block.raw.untyped_storage()))
         return block.aliases[-1]
 
     def keep_memory_of(self, storage: torch.UntypedStorage) -> None:
-        """Let the tape have the memory of ``storage``, which the capture is about to resize.
+        """Move the tape's tensors off the memory of ``storage``, which the capture is about to resize.
 
-        The graph's pool keeps it on a GPU. Here the tape goes on with a copy of it. Nothing is done for a storage that
-        the capture did not allocate.
+        On a GPU that memory stays in the graph's pool. Here the tape continues on a copy. Nothing happens to a storage
+        that the capture did not allocate.
         """
         place = _place(storage)
         if self._private.pop(place, None) is None:

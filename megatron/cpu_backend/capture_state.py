@@ -1,4 +1,4 @@
-"""Whether a capture is under way, and what voids it. One capture at a time in a process, as with CUDA graphs here."""
+"""The capture under way, if there is one, and its first error. A process has one capture at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keeps torch.compile out: a compiled region hides its operators from the tape."""
+"""Turns torch.compile off: a compiled region hides its operators from the tape."""
 
 import os
 import sys

@@ -35,7 +35,7 @@ class CUDAGraph:
         self._is_instantiated = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuse copies and pickles, as torch's class does: a tape knows addresses.
+        """Refuse copies and pickles, as torch's class does: a graph is tied to its addresses.
 
         Raises:
             TypeError: always.
@@ -80,10 +80,10 @@ class CUDAGraph:
         self._recorder = recorder
 
     def capture_end(self) -> None:
-        """Stop recording and take back what the capture computed.
+        """Stop recording and undo what the capture computed.
 
         Raises:
-            CaptureError: an operation in the capture was refused; the capture is void, nothing is left of it.
+            CaptureError: an operation in the capture was refused; the capture is void.
             RuntimeError: no capture of this graph is under way, or another stream is current than at its begin.
         """
         recorder, self._recorder = self._recorder, None
@@ -130,7 +130,7 @@ class CUDAGraph:
         self.replays += 1
 
     def reset(self) -> None:
-        """Drop the graph and its hold on its pool."""
+        """Drop the graph and its reference to its pool."""
         self._tape = None
         self._is_instantiated = False
         self.replays = 0
@@ -164,11 +164,11 @@ class CUDAGraph:
             file.writelines(f"{name}\n" for name in self._captured().names)
 
     def raw_cuda_graph(self) -> int:
-        """Not there: a tape has no cudaGraph_t."""
+        """Not supported: a tape has no cudaGraph_t."""
         raise RuntimeError("the CPU backend has no cudaGraph_t: raw_cuda_graph() needs a GPU")
 
     def raw_cuda_graph_exec(self) -> int:
-        """Not there: a tape has no cudaGraphExec_t."""
+        """Not supported: a tape has no cudaGraphExec_t."""
         raise RuntimeError("the CPU backend has no cudaGraphExec_t: raw_cuda_graph_exec() needs a GPU")
 
     def _captured(self) -> Tape:

@@ -1,4 +1,4 @@
-"""One device with the properties that megatron asks for. They describe no real device and decide no result."""
+"""One device with the properties that megatron asks for. They are made up, and no result depends on them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Calls that name a CUDA device, answered with CPU tensors.
 
-Every factory and every method that moves a tensor is replaced once, on ``torch`` and on ``torch.Tensor``, so that it
-holds in all threads, in hooks and in tensor subclasses. A factory that names no device, or "cpu" as a string, makes a
-host tensor; ``torch.device("cpu")`` may as well be some tensor's ``.device`` and is taken for the device.
+Every factory and every method that moves a tensor is replaced on ``torch`` and ``torch.Tensor``, so that this holds in
+all threads, in hooks and in tensor subclasses. A factory that names no device, or "cpu" as a string, makes a
+host tensor; ``torch.device("cpu")`` may be the ``.device`` of a device tensor and means the device.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .patches import patch
 _WHY = "device='cuda' and calls without a device"
 _TWO = "host and device draw from two sequences"
 
-# make a tensor from nothing but arguments
+# make a tensor from sizes and numbers
 _FACTORIES = (
     "empty empty_strided empty_permuted zeros ones full eye arange range linspace logspace scalar_tensor tril_indices "
     "triu_indices hann_window hamming_window blackman_window bartlett_window kaiser_window"
@@ -29,7 +29,7 @@ _FACTORIES = (
 _RANDOM_FACTORIES = ["rand", "randn", "randint", "randperm", "normal"]
 # copy Python data
 _COPIES = ["tensor", "as_tensor", "asarray"]
-# lie where their first argument lies
+# make a tensor on the device of their first argument
 _LIKE = ["empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"]
 _NEW = ["new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full", "new_tensor"]
 _RANDOM_METHODS = "normal_ uniform_ random_ bernoulli_ exponential_ geometric_ cauchy_ log_normal_"

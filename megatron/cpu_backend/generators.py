@@ -1,8 +1,8 @@
 """CUDA's random number generators on top of the CPU's.
 
-torch's C++ code draws from its default CPU generator whenever no generator is given. Here that one holds the state of
-the *device* generator that is current, and ``torch.get_rng_state`` and its kin are pointed at another generator, the
-host's. So operations on device tensors draw from the device's sequence without any wrapper around them.
+torch's C++ code draws from its default CPU generator when no generator is given. Here that generator holds the state
+of the current *device* generator, and ``torch.get_rng_state`` and the like use a second generator, the host's. So
+operations on device tensors draw from the device's sequence without a wrapper.
 
 A state is an object with an identity, as CUDA's graph-safe states are: ``graphsafe_set_state`` makes the default
 generator draw from, and advance, the given object.
@@ -92,11 +92,11 @@ class CudaGenerator(torch._C.Generator):
         return self.state.get()
 
     def set_state(self, new_state: torch.Tensor) -> CudaGenerator:
-        """Overwrite the value of the state in force.
+        """Overwrite the value of the current state.
 
         Raises:
             RuntimeError: a capture is under way.
-            TypeError: ``new_state`` is no CPU state of this backend.
+            TypeError: ``new_state`` is not a generator state of this backend.
         """
         _refuse_in_capture("set_state")
         self.state.set(new_state)
@@ -121,7 +121,7 @@ class CudaGenerator(torch._C.Generator):
         return probe.initial_seed()
 
     def clone_state(self) -> CudaGenerator:
-        """A generator with a state of its own that starts where this one stands."""
+        """A generator with its own state, a copy of this one's."""
         return CudaGenerator(state=GeneratorState(self.state.get()))
 
     def graphsafe_get_state(self) -> CudaGenerator:
@@ -169,7 +169,7 @@ def _set_rng_state(new_state: torch.Tensor, device: Any = "cuda") -> None:
 
 
 def uninstall() -> None:
-    """Give the C++ code the host's sequence back."""
+    """Let the C++ code draw from the host's sequence again."""
     DEFAULT.state.set(HOST.get_state())
 
 

@@ -21,21 +21,20 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from .patches import patch
 from .poison import poison
 
-# methods of a process group by what they do with their first argument, which holds the tensors they write
-_IN_PLACE = ("allreduce", "allreduce_coalesced", "broadcast", "reduce")
+# methods of a process group whose first argument holds the tensors that they write
 _GATHERING = ("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base")
-_OUT_OF_PLACE = (
+_COLLECTIVES = (
     *_GATHERING,
-    *("gather", "scatter", "reduce_scatter", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base"),
-    *("alltoall", "alltoall_base"),
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter"),
+    *("reduce_scatter", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base", "alltoall", "alltoall_base"),
 )
 
 
 class HeldWork(dist.Work):
     """A collective that is done, with the results it has yet to hand out.
 
-    ``wait``, ``synchronize``, ``is_completed``, ``is_success`` and ``get_future`` copy them into the caller's tensors:
-    after each of these a program may read them on a GPU too.
+    ``wait``, ``synchronize``, ``block_current_stream``, ``is_completed``, ``is_success`` and ``get_future`` copy them
+    into the caller's tensors: on a GPU too a program may read them after each of these.
     """
 
     def __init__(self, outputs: Iterable[torch.Tensor] = (), results: Iterable[torch.Tensor] = ()) -> None:
@@ -50,6 +49,9 @@ class HeldWork(dist.Work):
         return True
 
     def synchronize(self) -> None:
+        self.wait()
+
+    def block_current_stream(self) -> None:
         self.wait()
 
     def is_completed(self) -> bool:
@@ -74,8 +76,7 @@ def _launch(name: str, call: Callable) -> Callable:
             call(group, written, *args, **kwargs).wait()
             return HeldWork()
         with torch.no_grad():
-            private = torch.clone if name in _IN_PLACE else torch.empty_like
-            results = tree_map_only(torch.Tensor, private, written)
+            results = tree_map_only(torch.Tensor, torch.clone, written)
             call(group, results, *args, **kwargs).wait()
             outputs = _tensors(written)
             # gathered in place, a rank's own part is its input, which NCCL leaves alone
@@ -113,7 +114,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 def install() -> None:
     """Wait for every collective of process groups, and every functional one, where it is launched."""
     why = "gloo's threads do not free tensors beside the main thread; results are handed out at wait()"
-    for name in (*_IN_PLACE, *_OUT_OF_PLACE):
+    for name in _COLLECTIVES:
         patch(dist.ProcessGroup, name, _launch(name, getattr(dist.ProcessGroup, name)), why)
     patch(dist.ProcessGroup, "barrier", _launch_barrier(dist.ProcessGroup.barrier), why)
     patch(functional, "_maybe_wrap_tensor", _wait_and_wrap(functional._maybe_wrap_tensor), why)

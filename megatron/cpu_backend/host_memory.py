@@ -1,7 +1,7 @@
 """Which CPU storages stand for host memory. All others stand for device memory.
 
-The mark sits on the storage, so views share it; results of operations outside a capture do not inherit it. A storage
-without a mark is taken for device memory: nothing is known of tensors that torch makes inside its own code.
+The mark is on the storage, so views share it; results of operations outside a capture do not inherit it. A storage
+without a mark counts as device memory, as do tensors that torch's own code creates.
 """
 
 from __future__ import annotations

@@ -40,9 +40,9 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Give torch its own names back, for test suites that share a process.
+    """Undo ``install``, for test suites that share a process.
 
-    Tensors, graphs, streams and generators made on the backend are of no use after it.
+    Tensors, graphs, streams and generators made on the backend cannot be used afterwards.
 
     Raises:
         RuntimeError: a capture is under way.

@@ -1,4 +1,4 @@
-"""The one place through which the backend replaces a name of torch, and the list of all it replaced."""
+"""Replaces names of torch, and keeps the list of all that were replaced."""
 
 from __future__ import annotations
 

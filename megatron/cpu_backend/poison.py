@@ -1,4 +1,4 @@
-"""What memory holds that nobody may read: NaN, or zero where the dtype has none."""
+"""Fills memory that must not be read with NaN, or with zero where the dtype has no NaN."""
 
 import functools
 from collections.abc import Callable

@@ -1,8 +1,8 @@
 """Private memory pools of graphs: what a capture allocates lives as long as a graph of its pool does.
 
-On a GPU, memory of the pool that no tensor holds any more may be used by whatever is captured next. Here it is never
-used twice; instead, the next graph that is captured into the pool overwrites it with NaN at the beginning of each
-replay, so that who reads it too late shows as on a GPU.
+On a GPU, later captures into the pool may use memory that no tensor holds any more. Here memory is never used twice;
+instead, each later graph of the pool overwrites such memory with NaN when its replay begins, so that a read which comes
+too late shows here too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _pools: weakref.WeakValueDictionary[PoolHandle, Pool] = weakref.WeakValueDiction
 
 
 class Pool:
-    """The storages that captures of one pool have allocated. Graphs hold it; the last one frees it."""
+    """The storages that captures into one pool have allocated. The graphs of the pool keep it alive."""
 
     def __init__(self, handle: PoolHandle) -> None:
         self.handle = handle

@@ -1,8 +1,8 @@
 """Records the operators of a capture below autograd, and runs them again.
 
-During capture the operators do compute, because Python goes on with their results; at the end what they wrote is
-taken back: memory from outside the capture gets its old bytes again, and memory made inside it holds NaN (integers
-and bools: zero), as if nothing had run.
+During capture the operators compute, because Python goes on with their results. At the end what they wrote is undone:
+memory from outside the capture gets its old bytes back, and memory allocated in it is filled with NaN (integers and
+bools: zero), as if nothing had run.
 """
 
 from __future__ import annotations
@@ -174,7 +174,7 @@ class Recorder(TorchDispatchMode):
         self.random_before.setdefault(state, state.get())
 
     def finish(self) -> None:
-        """Take back what the capture computed and drew.
+        """Undo what the capture computed and drew.
 
         Raises:
             CaptureError: a stream that joined the capture has work the origin stream did not wait for.

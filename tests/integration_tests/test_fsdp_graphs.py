@@ -105,7 +105,7 @@ def test_a_hook_in_the_wrong_place_fails_the_capture(results, control):
 
 
 def test_without_fixed_buffers_the_helper_names_the_missing_flags(compare_runs):
-    (result,) = compare_runs([{"double_buffer": False}], ranks=1)
+    (result,) = compare_runs([{"double_buffer": False}])
     assert "--fsdp-double-buffer is required" in result["error"]
     assert "--fsdp-db-use-persist-buf-on-alloc-fail is required" in result["error"]
 

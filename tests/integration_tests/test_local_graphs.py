@@ -111,10 +111,10 @@ def test_more_micro_batches_than_were_recorded_are_refused_in_a_pipeline(compare
 
 
 def test_megatron_fsdp_is_refused_by_the_names_of_the_flags(compare_runs):
-    (result,) = compare_runs([LOCAL | {"fsdp": True}], ranks=1)
+    (result,) = compare_runs([LOCAL | {"fsdp": True}])
     assert "--use-megatron-fsdp with --cuda-graph-impl local" in result["error"]
 
 
 def test_a_layer_that_no_graph_can_hold_is_named(compare_runs):
-    (result,) = compare_runs([LOCAL | {"experts": 4}], ranks=1)
+    (result,) = compare_runs([LOCAL | {"experts": 4}])
     assert "cannot run in a CUDA graph (--cuda-graph-impl local)" in result["error"]

@@ -1,18 +1,23 @@
 """Trains cases eagerly and with CUDA graphs, on one process per GPU or CPU rank, and writes down how they differ.
 
     torchrun --nproc-per-node 2 tests/support/compare_runs.py --cases cases.json --output results.json --tp 2
+    torchrun --nproc-per-node 2 tests/support/compare_runs.py --serve
 
 ``cases.json`` is a list of keyword arguments of ``training.Case``; a further one, ``control``, names one of
-``controls.CONTROLS`` to capture with. Without a GPU the CPU backend takes its place. Each layout of ranks needs
-processes of its own: NCCL keeps the memory of communicators that are not used any more.
+``controls.CONTROLS`` to capture with. Without a GPU it runs on the CPU backend. ``--serve`` reads the other
+arguments from standard input, one job a line, until it ends: for CPU ranks, as their start takes longer than a few
+trainings. On GPUs each layout of ranks needs processes of its own: NCCL keeps the memory of communicators that are not
+used any more.
 """
 
 import argparse
+import gc
 import json
 import os
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -38,20 +43,44 @@ from tests.support.training import Case, Trace, train  # noqa: E402
 
 
 def main() -> None:
-    """Run every case; the first rank writes the results after each."""
+    """Run the job of the command line, or those of standard input."""
+    args = parse(sys.argv[1:])
+    if not on_cpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if on_cpu else "nccl")
+    for job in jobs() if args.serve else (args,):
+        run(job)
+    dist.destroy_process_group()
+    if on_cpu:
+        cpu_backend.leave()
+
+
+def parse(arguments: list[str]) -> argparse.Namespace:
+    """Return the arguments of a job."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", type=Path, required=True, help="JSON list of cases")
-    parser.add_argument("--output", type=Path, required=True, help="where the results go, as JSON")
+    parser.add_argument("--cases", type=Path, help="JSON list of cases")
+    parser.add_argument("--output", type=Path, help="where the results go, as JSON")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel ranks")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel ranks")
     parser.add_argument("--etp", type=int, default=None, help="tensor parallel ranks of experts")
     parser.add_argument("--stop-at-error", action="store_true", help="write the first error of any rank, and exit")
-    args = parser.parse_args()
+    parser.add_argument("--serve", action="store_true", help="read the other arguments from standard input")
+    return parser.parse_args(arguments)
 
-    if not on_cpu:
-        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("gloo" if on_cpu else "nccl")
+
+def jobs() -> Iterator[argparse.Namespace]:
+    """The jobs that the first rank reads, on every rank."""
+    while True:
+        line = [sys.stdin.readline() if dist.get_rank() == 0 else ""]
+        dist.broadcast_object_list(line)
+        if not line[0]:
+            return
+        yield parse(line[0].split())
+
+
+def run(args: argparse.Namespace) -> None:
+    """Run every case; the first rank writes the results after each."""
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
@@ -66,15 +95,16 @@ def main() -> None:
         arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
         control = arguments.pop("control", None)
         results.append(compare(Case(**arguments), control, eager, args.output if args.stop_at_error else None))
+        if len(results) == 1:  # every capture collects garbage, and need not walk through all modules each time
+            gc.collect()
+            gc.freeze()
         if dist.get_rank() == 0:
-            partial = args.output.with_suffix(".partial")  # whoever reads after a crash finds whole results
+            partial = args.output.with_suffix(".partial")  # whoever reads meanwhile, or after a crash, finds JSON
             partial.write_text(json.dumps(results, indent=1))
             partial.replace(args.output)
             shown = results[-1]["error"][-300:] or results[-1]["differences"][:3] or "bit-equal"
             print(f"{results[-1]['case']}: {shown} ({results[-1]['seconds']:.1f} s)", flush=True)
-    dist.destroy_process_group()
-    if on_cpu:
-        cpu_backend.leave()
+    parallel_state.destroy_model_parallel()
 
 
 def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to: Path | None = None) -> dict:

@@ -1,4 +1,4 @@
-"""What can be done in place of a plain capture: what a comparison must notice or survive."""
+"""Captures with something wrong or unusual, each of which a comparison must notice or survive."""
 
 from collections.abc import Callable
 from unittest import mock
@@ -83,7 +83,7 @@ def captured_by_two_helpers(training: Training) -> None:
 
 
 def taken_addresses(training: Training) -> None:
-    """Capture, then take the memory that Megatron-FSDP gave back, as any other part of a program may."""
+    """Capture, then allocate the memory that Megatron-FSDP freed, as any other part of a program may."""
     training.helper.create_cudagraphs()
     groups = training.chunks[0].module.param_and_grad_buffer.parameter_groups
     training.taken = [
@@ -156,7 +156,7 @@ def _runners(training: Training) -> list:
 
 
 def _process_state() -> dict[str, object]:
-    """What a failed capture must leave alone, whatever was captured."""
+    """The state of the process that a failed capture must not change, in a form that can be compared."""
     import gc
 
     from megatron.core.tensor_parallel.random import get_all_rng_states
@@ -190,7 +190,7 @@ def _fail_capture(training: Training, touch: Callable[[torch.Tensor], object]) -
 
 
 def _state(training: Training) -> dict[str, object]:
-    """What a failed capture must leave alone, in a form that can be compared."""
+    """The state of the process and the model that a failed capture must not change, in a form that can be compared."""
     import gc
 
     from megatron.core.tensor_parallel.random import get_all_rng_states

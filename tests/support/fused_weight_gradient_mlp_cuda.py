@@ -1,6 +1,7 @@
 """A plain-torch stand-in for Apex's extension of this name, for tests of fused weight gradients.
 
-Megatron's own linear layers refuse ``gradient_accumulation_fusion`` without the extension, which is on no registry.
+Megatron's own linear layers refuse ``gradient_accumulation_fusion`` without the extension, which has to be built from
+source.
 """
 
 import torch

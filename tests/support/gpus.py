@@ -1,4 +1,4 @@
-"""What the comparisons on GPUs have in common."""
+"""Sizes, environment and results files of the comparisons on GPUs."""
 
 import os
 from collections.abc import Mapping

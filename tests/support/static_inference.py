@@ -1,6 +1,6 @@
 """Generates tokens with a small GPT and static batching, eagerly and with local graphs, and prints both as JSON.
 
-Without a GPU the CPU backend takes its place, and plain torch that of flash-attn's decoding kernel.
+Without a GPU it runs on the CPU backend, with plain torch operators in place of flash-attn's decoding kernel.
 """
 
 import json
@@ -124,3 +124,5 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
+    if on_cpu:
+        cpu_backend.leave()

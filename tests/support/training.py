@@ -1,8 +1,7 @@
-"""Trains a small model, eagerly or with CUDA graphs, and keeps every number it can be compared by.
+"""Trains a small model, eagerly or with CUDA graphs, and keeps the numbers that two runs are compared by.
 
-It is under Megatron-FSDP, or under DistributedDataParallel with the distributed optimizer, then in pipeline stages too.
-
-It works the same on GPUs and, once the CPU backend is installed, on CPU ranks: all of it is written for ``torch.cuda``.
+The model is under Megatron-FSDP, or under DistributedDataParallel with the distributed optimizer and, if asked for, in
+pipeline stages. The code is written for ``torch.cuda``; on CPU ranks it runs once the CPU backend is installed.
 """
 
 import dataclasses
@@ -32,8 +31,8 @@ class Case:
         modules: ``cuda_graph_modules``; empty for whole layers.
         experts: MoE experts; 0 for a dense model.
         shared_experts: Hidden size of the shared experts; 0 for none.
-        capacity: Tokens of an expert, relative to an even share; the rest is dropped, and what lacks is padded. None
-            for as many tokens as the router sends.
+        capacity: Tokens of an expert relative to an even share; tokens beyond it are dropped, missing ones padded. None
+            for as many as the router sends.
         transformer_engine: Whether layers are TransformerEngine's rather than Megatron's own.
         fsdp: Whether the model is under Megatron-FSDP rather than DistributedDataParallel.
         overlap_param_gather: Whether parameters are gathered where forward needs them, rather than by the optimizer.
@@ -138,8 +137,10 @@ class Training:
     def __init__(self, case: Case, graphs: bool):
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
         self.case = case
+        destroy_moe_metrics_tracker()  # its tensors have an element for each layer of the model before
         parallel_state.set_virtual_pipeline_model_parallel_world_size(case.virtual)
         torch.manual_seed(1234)
         model_parallel_cuda_manual_seed(
@@ -177,7 +178,7 @@ class Training:
         return _gpt(self.case, self.config, virtual_stage)
 
     def _connect(self) -> None:
-        """Tell the schedules what megatron.training tells them."""
+        """Set the functions that megatron.training sets for the schedules."""
         from megatron.core.distributed import finalize_model_grads
 
         self.config.no_sync_func = self._of_chunks("no_sync")
@@ -191,13 +192,13 @@ class Training:
         return methods[0] if len(methods) == 1 else methods
 
     def _gather_in_hooks(self, on: bool, param_sync: bool = False) -> None:
-        """Turn on or off what gathers parameters where forward needs them, before replays too.
+        """Turn gathering parameters where forward or a replay needs them on or off.
 
         megatron.training has it off in the first step, at capture and in evaluation.
 
         Args:
-            on: Which of both.
-            param_sync: Whether to gather all parameters when it goes off.
+            on: Whether to turn it on.
+            param_sync: Whether to gather all parameters when it is turned off.
         """
         if self.case.fsdp or not self.case.overlap_param_gather:
             return

@@ -6,6 +6,7 @@ megatron-core is a miniature ahead on the path, so that no test waits for the re
 import functools
 import importlib.metadata
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -181,9 +182,16 @@ class TestRequirements:
 
         (info,) = importlib.metadata.distributions(name=NAME, path=[str(regular.site)])
         requirements = {r.name: r for r in map(Requirement, info.requires or ())}
-        candidates = [*TESTED_VERSIONS, "0.18.2", "0.19.0", "0.19.1", "0.19.3", "0.20.0"]
+        candidates = [*TESTED_VERSIONS, "0.18.2", "0.19.0rc1", "0.19.3", "0.20.0"]
         admitted = set(requirements["megatron-core"].specifier.filter(candidates))
         assert admitted == set(TESTED_VERSIONS)
+
+    def test_each_of_them_is_tested(self):
+        from megatron_fsdp_cuda_graphs.overlay import TESTED_VERSIONS
+
+        (pinned,) = re.findall(r"^megatron-core==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+        (others,) = re.findall(r"^OTHER_CORES := (.+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert {pinned, *others.split()} == {*TESTED_VERSIONS}
 
     def test_the_verified_set_pins_what_is_required(self, regular):
         (info,) = importlib.metadata.distributions(name=NAME, path=[str(regular.site)])

@@ -5,7 +5,7 @@ from textwrap import dedent
 
 import pytest
 
-from tests.unit_tests.fake_core import PATCHED_LAYERS, Sandbox, write
+from tests.unit_tests.fake_core import LAYERS, PATCHED_LAYERS, Sandbox, write
 
 
 @pytest.fixture
@@ -45,9 +45,9 @@ class TestImport:
     def test_a_patched_module_runs_with_python_m(self, sandbox):
         write(sandbox.site, {"megatron/core/tool.py": "ANSWER = 42"})
         write(sandbox.patch, {"core/tool.py": "from megatron_fsdp_cuda_graphs.overlay import extend\n"
-                              "print(extend(__name__).ANSWER)"})  # fmt: skip
+                              "print(extend(__name__).ANSWER, ANSWER, __name__)"})  # fmt: skip
         done = sandbox.run("-m", "megatron.core.tool")
-        assert (done.returncode, done.stdout.strip()) == (0, "42"), done.stderr
+        assert (done.returncode, done.stdout.strip()) == (0, "42 42 __main__"), done.stderr
 
     def test_the_tree_is_not_imported_from_the_repository_folder_itself(self, sandbox):
         checkout = write(sandbox.folder / "checkout", {"megatron/core/layers.py": "Linear = None"})
@@ -382,20 +382,73 @@ class TestInspection:
 
 
 class TestUpstream:
-    def test_it_is_loaded_once_by_many_threads(self, sandbox):
-        write(
-            sandbox.site,
-            {"megatron/core/layers.py": "import time\nprint('loaded')\ntime.sleep(0.3)\nclass Linear: ..."},
-        )
+    @pytest.fixture
+    def replaced(self, sandbox):
+        """A sandbox whose patch replaces ``megatron.core.whole`` entirely."""
+        write(sandbox.site, {"megatron/core/whole.py": LAYERS})
+        write(sandbox.patch, {"core/whole.py": "class Linear:\n    graphed = True\n"})
+        return sandbox
+
+    def test_a_file_that_does_not_extend_is_the_whole_module(self, replaced):
+        code = "import megatron.core.whole as m; print(m.Linear.graphed, hasattr(m, 'Norm'), m.__file__)"
+        assert replaced.output(code) == f"True False {replaced.patch}/core/whole.py"
+
+    def test_of_a_replaced_module_is_megatron_cores_under_its_public_name(self, replaced):
+        code = """
+            import torch
+            from megatron_fsdp_cuda_graphs.overlay import upstream
+            theirs = upstream("megatron.core.whole")
+            print(theirs.__file__, theirs.Norm, hasattr(theirs.Linear, "graphed"))
+        """
+        expected = f"{replaced.site}/megatron/core/whole.py <class 'megatron.core.whole.Norm'> False"
+        assert replaced.output(code) == expected
+
+    def test_of_a_replaced_module_finds_the_source_of_its_functions(self, replaced):
+        code = """
+            import inspect, torch
+            from megatron_fsdp_cuda_graphs.overlay import upstream
+            print(inspect.getsource(upstream("megatron.core.whole").limit))
+        """
+        assert replaced.output(code) == "def limit():\n    return LIMIT"
+
+    def test_of_a_replaced_module_is_loaded_once_by_many_threads(self, replaced):
+        source = "import time\nprint('loaded')\ntime.sleep(0.3)\nclass Linear: ..."
+        write(replaced.site, {"megatron/core/whole.py": source})
         code = """
             import torch
             from concurrent.futures import ThreadPoolExecutor
             from megatron_fsdp_cuda_graphs.overlay import upstream
             with ThreadPoolExecutor(8) as pool:
-                found = set(pool.map(lambda _: upstream("megatron.core.layers").Linear, range(8)))
+                found = set(pool.map(lambda _: upstream("megatron.core.whole").Linear, range(8)))
             print(len(found))
         """
-        assert sandbox.output(code) == "loaded\n1"
+        assert replaced.output(code) == "loaded\n1"
+
+    def test_of_an_extended_module_has_what_the_patch_replaced(self, sandbox):
+        code = """
+            import torch
+            from megatron_fsdp_cuda_graphs.overlay import upstream
+            theirs = upstream("megatron.core.layers")
+            import megatron.core.layers as layers
+            print(theirs is layers._upstream, hasattr(theirs.Linear, "graphed"), theirs.Norm is layers.Norm)
+        """
+        assert sandbox.output(code) == "True False True"
+
+    def test_of_an_extended_module_is_there_while_its_file_runs(self, sandbox):
+        source = (sandbox.patch / "core/layers.py").read_text()
+        user = """
+            from megatron_fsdp_cuda_graphs.overlay import upstream
+            Norm = upstream("megatron.core.layers").Norm
+        """
+        write(sandbox.patch, {"core/user.py": user, "core/layers.py": f"from megatron.core.user import Norm\n{source}"})
+        assert sandbox.output("import megatron.core.layers as layers; print(layers.Linear.graphed)") == "True"
+
+    def test_of_an_extended_module_is_refused_while_megatron_cores_file_runs(self, sandbox):
+        write(sandbox.site, {"megatron/core/layers.py": f"import megatron.core.user\n{dedent(LAYERS)}"})
+        user = "from megatron_fsdp_cuda_graphs.overlay import upstream\nupstream('megatron.core.layers')"
+        write(sandbox.patch, {"core/user.py": user})
+        error = sandbox.error("import megatron.core.layers")
+        assert error.startswith("ImportError: megatron-core's file of megatron.core.layers is still running")
 
     def test_of_a_module_that_the_tree_does_not_replace_is_the_module_itself(self, sandbox):
         code = """
@@ -409,10 +462,6 @@ class TestUpstream:
         write(sandbox.patch, {"core/extra.py": ""})
         code = "import torch; from megatron_fsdp_cuda_graphs.overlay import upstream; upstream('megatron.core.extra')"
         assert sandbox.error(code) == "ImportError: megatron-core has no module megatron.core.extra"
-
-    def test_inspect_finds_the_source_of_its_functions(self, sandbox):
-        code = "import inspect, megatron.core.layers as l; print(inspect.getsource(l.limit))"
-        assert sandbox.output(code) == "def limit():\n    return LIMIT"
 
     def test_of_a_megatron_core_in_a_zip_archive(self, sandbox):
         archive = shutil.make_archive(str(sandbox.folder / "core"), "zip", sandbox.site)

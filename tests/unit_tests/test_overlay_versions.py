@@ -14,11 +14,11 @@ def sandbox(tmp_path):
 
 class TestUntestedVersion:
     @pytest.mark.parametrize("order", ORDERS)
-    @pytest.mark.parametrize("version", ["0.14.0", "0.19.1", "0.19.2rc0", "0.19.20", "0.20.0", "1.19.2"])
+    @pytest.mark.parametrize("version", ["0.14.0", "0.19.3", "0.19.2rc0", "0.19.20", "0.20.0", "1.19.2"])
     def test_importing_it_is_refused_with_the_version_found_those_known_and_the_way_out(self, sandbox, version, order):
         write(sandbox.site, core_files(version))
         error = sandbox.error(order)
-        assert error.startswith("ImportError: megatron-fsdp-cuda-graphs patches megatron-core 0.19.2 ")
+        assert error.startswith("ImportError: megatron-fsdp-cuda-graphs patches megatron-core 0.19.0, 0.19.1, 0.19.2 ")
         assert f"found {version} at {sandbox.site}/megatron/core/__init__.py" in error
         assert "Install megatron-core==0.19.2" in error
         assert "MEGATRON_FSDP_CUDA_GRAPHS=0" in error

@@ -109,11 +109,16 @@ def a_result_is_no_new_version_of_its_tensor() -> None:
 
 def a_polled_or_awaited_future_hands_out_its_results() -> None:
     tensor = contribution()
-    assert dist.all_reduce(tensor, async_op=True).is_completed()
+    work = dist.all_reduce(tensor, async_op=True)
+    assert work.is_completed() and work.is_success()
     assert tensor.tolist() == [1, 3, 5, 7]
     (output,) = dist.all_reduce(tensor, async_op=True).get_future().wait()
     assert output is tensor
     assert tensor.tolist() == [2, 6, 10, 14]
+    for name in ("synchronize", "block_current_stream"):
+        tensor = contribution()
+        getattr(dist.all_reduce(tensor, async_op=True), name)()
+        assert tensor.tolist() == [1, 3, 5, 7]
 
 
 def every_group_has_one_thread() -> None:

@@ -1,6 +1,5 @@
 """Tests that capture ask for ``cpu_backend``: it stands while their module runs and leaves torch as it was."""
 
-import gc
 from collections.abc import Iterator
 
 import pytest
@@ -19,9 +18,7 @@ settings.load_profile("no deadline")
 @pytest.fixture(scope="module")
 def _installed_cpu_backend() -> Iterator[None]:
     with on_cpu_backend():
-        gc.freeze()  # every capture collects garbage: it need not walk through megatron-core each time
         yield
-        gc.unfreeze()
 
 
 @pytest.fixture

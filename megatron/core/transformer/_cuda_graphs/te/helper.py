@@ -3,7 +3,6 @@
 import gc
 import logging
 import math
-import os
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -16,6 +15,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.utils import log_on_each_pipeline_stage, log_single_rank
+from megatron_fsdp_cuda_graphs.allocator_check import allocator_problem
 
 from .. import state
 from ..engine.memory import release_cached_memory
@@ -79,7 +79,8 @@ class TECudaGraphHelper:
             raise OptionsError(
                 f"TECudaGraphHelper needs --cuda-graph-impl transformer_engine, got {config.cuda_graph_impl!r}"
             )
-        _check_allocator()
+        if problem := allocator_problem():
+            raise OptionsError(problem)
         self.model, self.optimizers = model, optimizers
         self.config = config
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
@@ -446,16 +447,6 @@ class TECudaGraphHelper:
             level=level,
             msg=f"Rank {torch.distributed.get_rank()}: {message}",
         )
-
-
-def _check_allocator() -> None:
-    """Refuse memory that moves while NCCL has it registered for graphs."""
-    for variable in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        if "expandable_segments:True" in os.getenv(variable, "") and os.getenv("NCCL_GRAPH_REGISTER") != "0":
-            raise OptionsError(
-                f"{variable}=expandable_segments:True needs NCCL_GRAPH_REGISTER=0 with CUDA graphs: NCCL would "
-                "register memory that moves"
-            )
 
 
 def _fsdp_of(chunk: torch.nn.Module) -> Any | None:

@@ -1,0 +1,41 @@
+"""Which settings of CUDA's caching allocator are refused with CUDA graphs."""
+
+import pytest
+
+from megatron_fsdp_cuda_graphs.allocator_check import allocator_problem
+
+VARIABLES = ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"]
+EXPANDABLE = "max_split_size_mb:64,expandable_segments:True"
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch):
+    for variable in (*VARIABLES, "NCCL_GRAPH_REGISTER"):
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+@pytest.mark.parametrize("register", [None, "1"])
+def test_expandable_segments_that_nccl_would_register_are_a_problem(monkeypatch, variable, register):
+    monkeypatch.setenv(variable, EXPANDABLE)
+    if register:
+        monkeypatch.setenv("NCCL_GRAPH_REGISTER", register)
+    assert allocator_problem().startswith(f"{variable}=expandable_segments:True needs NCCL_GRAPH_REGISTER=0")
+
+
+def test_spaces_do_not_hide_them(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments: True")
+    assert allocator_problem()
+
+
+@pytest.mark.parametrize("variable", VARIABLES)
+def test_with_nccls_registration_off_they_are_none(monkeypatch, variable):
+    monkeypatch.setenv(variable, EXPANDABLE)
+    monkeypatch.setenv("NCCL_GRAPH_REGISTER", "0")
+    assert allocator_problem() is None
+
+
+@pytest.mark.parametrize("settings", ["", "expandable_segments:False", "max_split_size_mb:64"])
+def test_other_settings_are_none(monkeypatch, settings):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", settings)
+    assert allocator_problem() is None

@@ -1,0 +1,40 @@
+"""What this tree's files replace in the modules of megatron-core that they extend."""
+
+import importlib
+import os
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron_fsdp_cuda_graphs import overlay
+
+FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+REPLACED = {
+    "megatron.core.datasets.utils": {"compile_helpers"},
+    f"{FSDP}.megatron_fsdp": {"MegatronFSDP"},
+    f"{FSDP}.param_and_grad_buffer": {"GradReducePipeline"},
+    "megatron.core.transformer.module": {"GraphableMegatronModule"},
+    "megatron.training.arguments": {"validate_args"},
+}
+
+
+def test_the_version_that_was_asked_for_is_tested():
+    asked = os.environ.get("CORE_VERSION")
+    assert overlay.find_core().version in ([asked] if asked else overlay.TESTED_VERSIONS)
+
+
+def test_these_modules_are_extended():
+    assert {name for name in overlay.patched_modules() if overlay.change(name) == "extended"} == {*REPLACED}
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_these_names_are_defined_anew_and_none_by_accident(name):
+    assert vars(overlay.upstream(name)).keys() == REPLACED[name]
+
+
+@pytest.mark.parametrize("name", REPLACED)
+def test_megatron_cores_file_is_the_modules(name):
+    module = importlib.import_module(name)
+    assert module.__file__ != str(overlay.tree_file(name))
+    assert overlay.is_patched(module)
