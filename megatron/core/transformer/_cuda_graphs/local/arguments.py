@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -14,9 +14,7 @@ from torch.utils._pytree import tree_map as pytree_map
 
 @dataclass
 class CudagraphBufferMetadata:
-    """What is known of a tensor between graphs; its attribute ``cg_buffer_metadata`` while a step is recorded.
-
-    Recorded:
+    """How graphs use a tensor: the attribute ``cg_buffer_metadata`` of tensors of a recorded step.
 
     Attributes:
         is_cudagraph_input: Whether graphs take the tensor as an input.
@@ -30,7 +28,7 @@ class CudagraphBufferMetadata:
         fwd_cudagraph_buffer: While graphs are captured, the static tensor that holds its value.
         bwd_cudagraph_buffer: While graphs are captured, the static tensor that holds its gradient, from the backward
             graph that computes it to the one that reads it.
-        recording: The recording that this belongs to; a tensor may live on into another.
+        recording: Identifies the recording. A tensor may live longer than that, and metadata of another is stale.
     """
 
     is_cudagraph_input: bool = False
@@ -45,7 +43,7 @@ class CudagraphBufferMetadata:
 
 
 class ArgMetadata:
-    """Stands for an argument: a tensor's properties without its memory, or any other argument itself.
+    """Describes an argument: a tensor by its properties, without its memory, any other argument by itself.
 
     Attributes:
         type: The argument's type.
@@ -62,15 +60,14 @@ class ArgMetadata:
             return
         self.value = arg.data_ptr()
         self.shape, self.dtype, self.device = arg.shape, arg.dtype, arg.device
-        dense = arg if arg.is_contiguous() else torch.empty_like(arg, device="meta")
-        self.stride = dense.stride()
+        self.stride = arg.stride() if _is_dense(arg) else _contiguous_stride(arg.shape)
         self.requires_grad = arg.requires_grad
         if hasattr(arg, "cg_buffer_metadata"):
             self.cg_buffer_metadata: CudagraphBufferMetadata = arg.cg_buffer_metadata
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it stands for a tensor."""
+        """Whether the argument is a tensor."""
         return issubclass(self.type, torch.Tensor)
 
     def zeros_like(self) -> torch.Tensor:
@@ -83,6 +80,25 @@ class ArgMetadata:
             raise TypeError(f"an argument of type {self.type.__name__} has no zeros: only tensors have")
         zeros = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
         return zeros.requires_grad_(self.requires_grad)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of ``tensor`` fill its memory, in any order of dimensions, and none is there twice."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides)) if shape else ()
 
 
 def tree_map(func: Callable[[Any], Any], tree: Any) -> Any:
@@ -106,7 +122,7 @@ def tree_map(func: Callable[[Any], Any], tree: Any) -> Any:
     return pytree_map(lambda leaf: func(leaf) if leaf is tree else tree_map(func, leaf), tree)
 
 
-# What has no leaves inside.
+# Types that are leaves, checked first because they are the usual ones.
 _LEAVES = (torch.Tensor, ArgMetadata, bool, int, float, str)
 
 

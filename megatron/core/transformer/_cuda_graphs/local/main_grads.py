@@ -1,30 +1,39 @@
 """Main gradients (``param.main_grad``, of ``DistributedDataParallel``) in captured backward passes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 
-# A flag of parameters: whether the layer has added the gradient to the main gradient itself.
+# Set on a parameter by a layer that has added its gradient to the main gradient itself.
 _ADDED = "grad_added_to_main_grad"
 
 
 def accumulate_into_main_grads(
-    params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], shared: Collection[torch.Tensor] = ()
 ) -> list[torch.Tensor | None]:
     """Add ``grads`` to the main gradients of ``params``, as the hook of ``DistributedDataParallel`` does in eager mode.
 
+    Gradients of ``shared`` parameters are left to autograd, which adds up all gradients of a backward pass before that
+    hook runs: floating-point sums depend on the order.
+
     A layer that has added its gradient itself (``--gradient-accumulation-fusion``) has set
-    ``param.grad_added_to_main_grad``.
+    ``param.grad_added_to_main_grad``; a sharded weight (``--tensor-parallel-num-weight-shards``) always adds its own.
 
     Returns:
-        The gradients of parameters without a main gradient; None for the others.
+        The gradients of parameters that are shared or have no main gradient; None for the others.
     """
     left: list[torch.Tensor | None] = []
     for param, grad in zip(params, grads, strict=True):
         main_grad = getattr(param, "main_grad", None)
-        left.append(grad if main_grad is None else None)
-        if main_grad is not None and grad is not None and not getattr(param, _ADDED, False):
+        if main_grad is None or grad is None:
+            left.append(grad)
+        elif getattr(param, _ADDED, False) or getattr(param, "is_gtp_weight_remat", False):
+            left.append(None)
+        elif any(param is each for each in shared):
+            left.append(grad)
+        else:
+            left.append(None)
             with torch.no_grad():
                 main_grad.add_(grad)
     return left
@@ -32,7 +41,7 @@ def accumulate_into_main_grads(
 
 @contextmanager
 def track_fused_accumulation(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let layers say anew whether they add gradients of ``params`` themselves, and put their flags back afterwards."""
+    """Clear the flags by which layers report that they add gradients of ``params`` themselves, and restore them."""
     flags = [(param, getattr(param, _ADDED)) for param in params if hasattr(param, _ADDED)]
     for param, _ in flags:
         setattr(param, _ADDED, False)
@@ -45,7 +54,7 @@ def track_fused_accumulation(params: Sequence[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def scratch_main_grads(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let layers add the gradients of ``params`` to something that is thrown away."""
+    """Give ``params`` other main gradients for a while, so that what layers add to them is dropped."""
     main_grads = [(param, param.main_grad) for param in params if getattr(param, "main_grad", None) is not None]
     for param, main_grad in main_grads:
         param.main_grad = torch.zeros_like(main_grad)

@@ -1,6 +1,7 @@
 """What the runners of one recording share: the capture of their graphs, static memory, and the passes under way."""
 
-from collections.abc import Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,6 +20,7 @@ class Runner(Protocol):
 
     module: torch.nn.Module
     function: Hashable
+    backward_pass: int
 
     @property
     def name(self) -> str:
@@ -27,8 +29,11 @@ class Runner(Protocol):
     def begin_capture(self, session: "CaptureSession", warmup: WarmupRecord) -> None:
         """Prepare for ``warm_up`` and the capture; ``warmup`` is what passes of the same function have shown."""
 
-    def warm_up(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Run both passes."""
+    def share_params(self, params: Sequence[torch.Tensor]) -> None:
+        """Leave the gradients of ``params`` to autograd."""
+
+    def warm_up(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run both passes, and return the parameters that got a gradient."""
 
     def create_fwd_graph(self, args: Any, kwargs: Any, outputs: Any = None, clone_inputs: bool = True) -> None:
         """Capture the forward pass."""
@@ -62,7 +67,7 @@ class CaptureSession:
         self._static_inputs: dict[int, StaticInput] = {}
         self._users: dict[int, int] = {}
         self._read: set[int] = set()
-        self._guards: list[ParameterGuard] = []
+        self._guards: dict[Hashable, ParameterGuard] = {}
         self._checked = self._checked_with_grad = False
 
     # -------------------------------------------------------------------------------------------------- capture
@@ -93,24 +98,30 @@ class CaptureSession:
         runners: list[Runner] = [entry[0] for entry in record if entry[1] == "fwd"]
         for runner in runners:
             runner.finish()
-        one_for_each_function = {runner.function: runner for runner in runners}.values()
-        self._guards = [ParameterGuard(runner.name, runner.module) for runner in one_for_each_function]
+        one_for_each_function = {runner.function: runner for runner in runners}
+        self._guards = {
+            function: ParameterGuard(runner.name, runner.module) for function, runner in one_for_each_function.items()
+        }
 
     def _warm_up(self, record: Sequence[tuple]) -> None:
         """Run every function once for each kind of arguments: what is set up in a first call must not be captured."""
         with_backward = {entry[0] for entry in record if entry[1] == "bwd"}
+        trained: dict[Hashable, tuple[torch.Tensor, ...]] = {}
+        keys: dict[Runner, Hashable] = {}
         found: dict[Hashable, WarmupRecord] = {}
         for runner, kind, *arguments in record:
             if kind != "fwd":
                 continue
             metas = metas_of(*arguments[:2])
             key = (runner.function, runner in with_backward, *((meta.shape, meta.dtype) for meta in metas))
-            is_new = key not in found
+            keys[runner] = key
             runner.begin_capture(self, found.setdefault(key, WarmupRecord()))
-            if is_new:
+            if key not in trained:
                 self.capturing = str(runner)
-                runner.warm_up([meta.zeros_like() for meta in metas])
+                trained[key] = runner.warm_up([meta.zeros_like() for meta in metas])
         self.capturing = None
+        for runner, params in _shared_params({runner: trained[keys[runner]] for runner in with_backward}).items():
+            runner.share_params(params)
 
     def _users_of_tensors(self, record: Sequence[tuple]) -> dict[int, int]:
         """For each tensor that several graphs use the runners that need its memory until their backward pass."""
@@ -162,6 +173,33 @@ class CaptureSession:
         grad_enabled = torch.is_grad_enabled()
         if self._checked_with_grad or (self._checked and not grad_enabled):
             return
-        for guard in self._guards:
+        for guard in self._guards.values():
             guard.check(grad_enabled)
         self._checked, self._checked_with_grad = True, grad_enabled
+
+    def has_parameters_of(self, function: Hashable) -> bool:
+        """Whether the parameters of ``function`` are now where they were at capture. Evaluation may swap them."""
+        guard = self._guards.get(function)
+        if guard is None:
+            return False
+        try:
+            guard.check(False)
+        except RuntimeError:
+            return False
+        return True
+
+
+def _shared_params(trained: Mapping[Runner, Sequence[torch.Tensor]]) -> dict[Runner, list[torch.Tensor]]:
+    """For each runner those of its ``trained`` parameters that another trains in the same backward pass.
+
+    A layer that is called twice in a pass has two runners; layers may have weights in common.
+    """
+    users: defaultdict[tuple[int, torch.Tensor], list[Runner]] = defaultdict(list)
+    for runner, params in trained.items():
+        for param in params:
+            users[runner.backward_pass, param].append(runner)
+    shared: defaultdict[Runner, list[torch.Tensor]] = defaultdict(list)
+    for (_, param), together in users.items():
+        for runner in together if len(together) > 1 else ():
+            shared[runner].append(param)
+    return dict(shared)
