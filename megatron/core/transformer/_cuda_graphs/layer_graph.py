@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .engine.addresses import AddressGuard
+from .expected_inputs import ExpectedInputs
 
 # What only attention reads; a layer without attention is given them all the same.
 _ATTENTION_INPUTS = frozenset(
@@ -19,6 +20,7 @@ _ATTENTION_INPUTS = frozenset(
         "sequence_len_offset",
     )
 )
+_ADVICE = ". CUDA graphs need the same --seq-length, --micro-batch-size and precision in every step."
 # Not inputs of the layer: they tell the engine how to replay.
 _REPLAY_OPTIONS = ("is_first_microbatch", "cuda_graph_stream", "cuda_graph_event")
 
@@ -45,6 +47,7 @@ class LayerGraph:
         graphed: Any,
         sample_args: tuple[torch.Tensor, ...],
         sample_kwargs: dict[str, torch.Tensor],
+        *,
         has_attention: bool,
         num_microbatches: int | None = None,
         absent: dict[str, torch.Tensor] | None = None,
@@ -60,6 +63,12 @@ class LayerGraph:
         self._absent = sample_kwargs if absent is None else absent
         self._given = set() if given is None else given
         self._guard = guard
+        self._expected: ExpectedInputs | None = None
+        names = (*("hidden_states" if i == 0 else f"argument {i}" for i in range(len(sample_args))), *sample_kwargs)
+        if hasattr(graphed, "name_inputs"):  # this project's engine, which checks its inputs itself
+            graphed.name_inputs(name, names, _ADVICE)
+        else:
+            self._expected = ExpectedInputs(name, (*sample_args, *sample_kwargs.values()), names.__getitem__, _ADVICE)
         if hasattr(graphed, "backward_dw"):
             self.backward_dw = graphed.backward_dw
 
@@ -71,7 +80,9 @@ class LayerGraph:
         causal mask).
 
         Raises:
-            ValueError: an input that the graph was not captured with, or of another shape or dtype.
+            TypeError: an input is not a tensor.
+            ValueError: an input that the graph was not captured with, or of another shape or dtype, or one that
+                requires grad and did not at capture.
             MovedBufferError: a parameter, or a main gradient that the graphs write, has moved since capture.
         """
         if len(args) != len(self._static_args):
@@ -79,11 +90,9 @@ class LayerGraph:
                 f"{self._name} was captured with {len(self._static_args)} positional inputs and is called with "
                 f"{len(args)}"
             )
-        for i, (given, static) in enumerate(zip(args, self._static_args, strict=True)):
-            self._compare(f"argument {i}" if i else "hidden_states", given, static)
         if self._guard is not None and kwargs.get("is_first_microbatch"):
             self._guard.check()
-        replay_kwargs = {name: kwargs.pop(name) for name in _REPLAY_OPTIONS if name in kwargs}
+        replay_kwargs: dict[str, Any] = {}
         for name, static in self._static_kwargs.items():
             given = kwargs.pop(name, None)
             if given is None:
@@ -92,8 +101,12 @@ class LayerGraph:
                 given = self._absent[name]
             else:
                 self._given.add(id(static))
-                self._compare(name, given, static)
             replay_kwargs[name] = given
+        if self._expected is not None:
+            self._expected.check((*args, *replay_kwargs.values()))
+        for name in _REPLAY_OPTIONS:
+            if name in kwargs:
+                replay_kwargs[name] = kwargs.pop(name)
         for name, given in kwargs.items():
             if given is not None and name not in self._ignored:
                 raise ValueError(
@@ -101,16 +114,6 @@ class LayerGraph:
                     f"--cuda-graph-impl none, or leave out what makes {name} necessary."
                 )
         return self._graphed(*args, **replay_kwargs)
-
-    def _compare(self, name: str, given: Any, static: torch.Tensor) -> None:
-        if not isinstance(given, torch.Tensor):
-            raise ValueError(f"{self._name}: {name} must be a tensor for a CUDA graph, got {given!r}")
-        if given.shape != static.shape or given.dtype != static.dtype:
-            raise ValueError(
-                f"{self._name} was captured with {name} of {tuple(static.shape)} {static.dtype} and is called with "
-                f"{tuple(given.shape)} {given.dtype}. CUDA graphs need the same --seq-length, --micro-batch-size and "
-                "precision in every step."
-            )
 
     def wrapped(self, wrap: Callable[[Any], Any]) -> "LayerGraph":
         """Return this graph, to be used in its place, with the engine's callable inside ``wrap``."""

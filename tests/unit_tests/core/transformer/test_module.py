@@ -167,7 +167,17 @@ def test_static_hidden_states_are_leaves_that_require_grad():
 
 
 def layer_graphs(count, num_microbatches):
-    return [LayerGraph("layer", lambda *args, i=i, **kwargs: i, (X,), {}, True, num_microbatches) for i in range(count)]
+    return [
+        LayerGraph(
+            "layer",
+            lambda *args, i=i, **kwargs: i,
+            (X,),
+            {},
+            has_attention=True,
+            num_microbatches=num_microbatches,
+        )
+        for i in range(count)
+    ]
 
 
 def replays(layer, microbatches, monkeypatch):

@@ -143,7 +143,11 @@ def make_graphed_callables(
 
     hooks = _checked_hooks(callables, capture_time_hooks)
     quantization = resolve_quantization(quantization_arguments, callables)
-    options = CaptureOptions(allow_unused_input, retain_graph_in_backward, clone_param_grads_on_return)
+    options = CaptureOptions(
+        allow_unused_input=allow_unused_input,
+        retain_graph=retain_graph_in_backward,
+        clone_param_grads=clone_param_grads_on_return,
+    )
     inputs = [distinct(tuple(args), dict(kwargs)) for args, kwargs in zip(samples, keywords, strict=True)]
     if _reuse_graph_input_output_buffers:
         inputs = share_inputs(plan, lambda slot: signature(*inputs[slot]), inputs.__getitem__)
@@ -154,10 +158,10 @@ def make_graphed_callables(
             callables[index],
             args,
             kwargs,
-            hooks[index],
-            options,
-            functools.partial(quantization.autocast, index) if quantization else nullcontext,
-            quantization.of_callable(index) if quantization else None,
+            hooks=hooks[index],
+            options=options,
+            autocast=functools.partial(quantization.autocast, index) if quantization else nullcontext,
+            quantized=quantization.of_callable(index) if quantization else None,
         )
         for index, (args, kwargs) in zip(plan.callable_of_slot, inputs, strict=True)
     ]

@@ -71,11 +71,11 @@ def resolve_quantization(arguments: Mapping[str, Any], callables: Sequence[Calla
         ) from error
     return Quantization(
         graph,
-        tuple(enabled),
-        bool(given["calibrating"]),
-        (given["recipe"] or graph.get_default_fp8_recipe()) if any(enabled) else None,
-        given["amax_reduction_group"],
-        bool(given["cache_quantized_params"]),
+        enabled=tuple(enabled),
+        calibrating=bool(given["calibrating"]),
+        recipe=(given["recipe"] or graph.get_default_fp8_recipe()) if any(enabled) else None,
+        amax_reduction_group=given["amax_reduction_group"],
+        caches_params=bool(given["cache_quantized_params"]),
     )
 
 
@@ -88,7 +88,14 @@ def current_quantization() -> "Quantization | None":
     if graph is None or not graph.FP8GlobalStateManager.is_fp8_enabled():
         return None
     state = graph.FP8GlobalStateManager
-    return Quantization(graph, (True,), False, state.get_fp8_recipe(), state.get_fp8_group(), True)
+    return Quantization(
+        graph,
+        enabled=(True,),
+        calibrating=False,
+        recipe=state.get_fp8_recipe(),
+        amax_reduction_group=state.get_fp8_group(),
+        caches_params=True,
+    )
 
 
 class Quantization:
@@ -106,6 +113,7 @@ class Quantization:
     def __init__(
         self,
         graph: Any,
+        *,
         enabled: tuple[bool, ...],
         calibrating: bool,
         recipe: Any,

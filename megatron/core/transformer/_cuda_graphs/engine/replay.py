@@ -1,18 +1,17 @@
 """Replays of captured graphs with autograd. Every microsecond here is paid by each layer in each step."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from .quantization import QuantizedReplay
 
 Tensors = tuple[torch.Tensor | None, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ReplayOptions:
     """How one call is replayed, where it is not on the current stream and alone.
 
@@ -22,9 +21,9 @@ class ReplayOptions:
         ends_quantization: Whether the backward replay is followed by ``QuantizedReplay.after_backward``.
     """
 
-    stream: torch.cuda.Stream | None
-    event: torch.cuda.Event | None
-    ends_quantization: bool
+    stream: torch.cuda.Stream | None = None
+    event: torch.cuda.Event | None = None
+    ends_quantization: bool = False
 
 
 class Replay:
@@ -41,10 +40,15 @@ class Replay:
         grad_params: Static gradients of parameters; None for what backward returns no gradient of.
         clone_param_grads: Whether these are returned as copies.
         quantized: What is done for quantization.
+
+    Attributes:
+        generation: How often the forward graph was replayed: what backward reads is that of the last replay.
+        leaves: The indices of the inputs of the last replay whose gradient becomes their ``grad``.
     """
 
     def __init__(
         self,
+        *,
         name: str,
         forward_graph: torch.cuda.CUDAGraph | None,
         backward_graph: torch.cuda.CUDAGraph | None,
@@ -60,6 +64,7 @@ class Replay:
         self.name = name
         self._forward_graph, self._backward_graph = forward_graph, backward_graph
         self._inputs = [(tensor, tensor.data_ptr(), tensor.stride()) for tensor in inputs]
+        self._num_inputs = len(inputs)
         self._outputs = outputs
         self.not_differentiable = [
             i
@@ -72,29 +77,46 @@ class Replay:
         self._grad_inputs, self._grad_params = grad_inputs, grad_params
         self._clone_param_grads = clone_param_grads
         self._quantized = quantized
+        self.generation = 0
+        self.leaves: list[int] = []
 
     def forward(self, inputs: Sequence[torch.Tensor], options: ReplayOptions | None) -> Tensors:
         """Copy ``inputs`` to their static places and run the forward graph. Further ``inputs`` are parameters."""
-        self.place(inputs)
+        given = inputs[: self._num_inputs]
+        self.place(given)
+        self.leaves = [index for index, each in enumerate(given) if each.requires_grad and each.is_leaf]
+        self.generation += 1
         self.run(self._forward_graph, "forward", options)
         return tuple([output if output is None else output.detach() for output in self._outputs])
 
     def place(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Copy ``inputs``, which parameters may follow, to where the forward graph reads them."""
+        """Copy ``inputs`` to where the forward graph reads them."""
         for (static, address, stride), given in zip(self._inputs, inputs):  # noqa: B905
             if given.data_ptr() != address:
                 static.copy_(given)
             elif given.stride() != stride or _differ_in_bits(given, static):
                 static.copy_(given.clone())
 
-    def backward(self, grads: Tensors, options: ReplayOptions | None) -> list[torch.Tensor | None]:
+    def backward(self, grads: Tensors, options: ReplayOptions | None, generation: int) -> list[torch.Tensor | None]:
         """Copy the outputs' gradients to their static places and run the backward graph.
 
+        Args:
+            grads: The gradients of the outputs; None for zeros.
+            options: Those of the forward replay.
+            generation: ``generation`` right after the forward replay.
+
         Raises:
-            RuntimeError: there is no backward graph.
+            RuntimeError: there is no backward graph, or the forward graph was replayed again since: backward would
+                compute gradients from the activations of that replay.
         """
         if self._backward_graph is None:
             raise RuntimeError(f"{self.name} has no backward graph: it was captured without grad, or reset")
+        if generation != self.generation:
+            raise RuntimeError(
+                f"{self.name}: backward of a replay whose activations a later replay has overwritten. A graph serves "
+                "one forward pass at a time: run its backward before the next forward, or capture the callable once "
+                "for each call, with _order and an entry of sample_args for each."
+            )
         for (static, address, stride), given in zip(self._grad_outputs, grads):  # noqa: B905
             if static is None:
                 continue
@@ -108,6 +130,9 @@ class Replay:
         if options is not None and options.ends_quantization and self._quantized is not None:
             self._quantized.after_backward()
         results = [grad if grad is None else grad.detach() for grad in self._grad_inputs]
+        for index in self.leaves:  # autograd keeps what it is given as their grad; the next replay would overwrite it
+            grad = results[index]
+            results[index] = grad if grad is None else grad.clone()
         if self._clone_param_grads:
             results += [grad if grad is None else grad.clone() for grad in self._grad_params]
         else:
@@ -156,9 +181,9 @@ class ReplayNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, replay, options, *inputs):
-        ctx.replay, ctx.options = replay, options
-        ctx.set_materialize_grads(False)
         outputs = replay.forward(inputs, options)
+        ctx.replay, ctx.options, ctx.generation = replay, options, replay.generation
+        ctx.set_materialize_grads(False)
         if replay.not_differentiable:
             ctx.mark_non_differentiable(*(outputs[i] for i in replay.not_differentiable))
         return outputs
@@ -166,21 +191,36 @@ class ReplayNode(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads):
         if torch.is_grad_enabled():  # create_graph=True
-            return _refusing_second_derivatives(ctx, *grads)
-        return None, None, *ctx.replay.backward(grads, ctx.options)
+            return None, None, *_without_second_derivatives(ctx, grads)
+        return None, None, *ctx.replay.backward(grads, ctx.options, ctx.generation)
 
 
-@once_differentiable
-def _refusing_second_derivatives(ctx, *grads):
-    return None, None, *ctx.replay.backward(grads, ctx.options)
+def _without_second_derivatives(ctx: Any, grads: Tensors) -> list[torch.Tensor | None]:
+    """Run the backward replay; what it returns raises an error if it is differentiated.
+
+    torch's ``once_differentiable`` does so only where ``grads`` require grad, though a gradient also depends on the
+    inputs and parameters of the forward pass.
+    """
+    with torch.no_grad():
+        results = ctx.replay.backward(grads, ctx.options, ctx.generation)
+    message = f"{ctx.replay.name}: CUDA graphs compute first derivatives only; run it eagerly for second ones"
+    return [
+        grad if grad is None else torch._C._functions.DelayedError(message.encode(), 1)(grad.detach().requires_grad_())
+        for grad in results
+    ]
 
 
-# Function.apply without what it does in Python for torch.func, which costs more than all the rest of it.
-_apply = super(torch.autograd.Function, ReplayNode).apply
+def fast_apply(node: type[torch.autograd.Function]) -> Callable[..., Any]:
+    """Return ``node.apply`` without what it does in Python for torch.func, which costs more than the rest of it."""
+    apply = super(torch.autograd.Function, node).apply
+
+    def applied(*arguments: Any) -> Any:
+        if torch._C._are_functorch_transforms_active():
+            return node.apply(*arguments)  # raises torch's own error about such functions
+        return apply(*arguments)
+
+    return applied
 
 
-def replay(graphs: Replay, options: ReplayOptions | None, *inputs: torch.Tensor) -> Tensors:
-    """Replay ``graphs`` with autograd; ``inputs`` are those of the callable, then its parameters."""
-    if torch._C._are_functorch_transforms_active():
-        return ReplayNode.apply(graphs, options, *inputs)  # says what torch says of such functions
-    return _apply(graphs, options, *inputs)
+# Replays graphs with autograd: a Replay, its options, the inputs of the callable, then its parameters.
+replay: Callable[..., Tensors] = fast_apply(ReplayNode)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from ..expected_inputs import ExpectedInputs
 from .capture_time_hooks import CaptureTimeHooks
 from .delayed_wgrad import DelayedWeightGradients, delays_weight_gradients
 from .memory import PoolMemory, storage_address, weak_reference
@@ -88,6 +89,7 @@ class GraphedSlot:
         func: Callable,
         args: tuple,
         kwargs: dict[str, Any],
+        *,
         hooks: CaptureTimeHooks,
         options: CaptureOptions,
         autocast: Callable[[], AbstractContextManager] = nullcontext,
@@ -101,7 +103,7 @@ class GraphedSlot:
         self.hooks = hooks
         self.args, self.kwargs = args, kwargs
         self.inputs, self._structure = self._flatten_inputs(args, kwargs)
-        self._expected = [(tensor.shape, tensor.dtype) for tensor in self.inputs]
+        self._expected = ExpectedInputs(name, self.inputs, "input {}".format)
         self.training = getattr(func, "training", None)
         self._module = func if isinstance(func, torch.nn.Module) else module
         self._all_params: tuple[torch.Tensor, ...] = () if self._module is None else tuple(self._module.parameters())
@@ -333,17 +335,17 @@ class GraphedSlot:
         """Make ready to replay, once everything is captured, by an object of the given class, and return it."""
         self._warmup = WarmupRecord()
         made = replay(
-            self.name,
-            self.forward_graph,
-            self.backward_graph,
-            self.inputs,
-            self._outputs,
-            self.differentiable,
-            self._grad_outputs,
-            self._grad_inputs,
-            self._grad_params,
-            self._options.clone_param_grads,
-            self._quantized,
+            name=self.name,
+            forward_graph=self.forward_graph,
+            backward_graph=self.backward_graph,
+            inputs=self.inputs,
+            outputs=self._outputs,
+            differentiable=self.differentiable,
+            grad_outputs=self._grad_outputs,
+            grad_inputs=self._grad_inputs,
+            grad_params=self._grad_params,
+            clone_param_grads=self._options.clone_param_grads,
+            quantized=self._quantized,
         )
         self._replay = made
         return made
@@ -359,7 +361,8 @@ class GraphedSlot:
         Raises:
             RuntimeError: after ``reset``.
             TypeError: an input that the graph was captured with is missing, is not a tensor, or is nested otherwise.
-            ValueError: a tensor is not like the captured one, or ``is_first_microbatch`` is missing.
+            ValueError: a tensor is not like the captured one, requires grad and did not at capture, or
+                ``is_first_microbatch`` is missing.
         """
         if self._replay is None:
             raise RuntimeError(f"the graphs of {self.name} were reset; capture them again to replay them")
@@ -375,13 +378,24 @@ class GraphedSlot:
         outputs = replay(self._replay, options, *inputs, *self.params)
         return outputs[0] if self._returns_one_tensor else tree_unflatten(outputs, self._output_spec)
 
+    def name_inputs(self, owner: str, names: Sequence[str], advice: str) -> None:
+        """Let errors about inputs speak in the words of a caller.
+
+        Args:
+            owner: What they call the callable.
+            names: What they call each input, positional ones first.
+            advice: What follows an error about another shape or dtype.
+        """
+        if len(names) == len(self._expected):  # inputs that are nested keep their numbers
+            self._expected.rename(owner, names.__getitem__, advice)
+
     def _replay_options(self, kwargs: dict[str, Any]) -> ReplayOptions | None:
         stream, event = kwargs.get("cuda_graph_stream"), kwargs.get("cuda_graph_event")
         quantized = self._quantized
         ends_quantization = quantized is not None and quantized.before_forward(kwargs.get("is_first_microbatch"))
         if stream is None and not ends_quantization:
             return None
-        return ReplayOptions(stream, event, ends_quantization)
+        return ReplayOptions(stream=stream, event=event, ends_quantization=ends_quantization)
 
     def _match_inputs(self, args, kwargs) -> Sequence[torch.Tensor]:
         if self.kwargs:
@@ -392,15 +406,7 @@ class GraphedSlot:
         inputs, structure = _flat(args)
         if len(inputs) != len(self._expected):
             raise TypeError(f"{self.name} was captured with {len(self.inputs)} tensors, this call gives {len(inputs)}")
-        for i, given in enumerate(inputs):
-            shape, dtype = self._expected[i]
-            if not isinstance(given, torch.Tensor):
-                raise TypeError(f"input {i} of {self.name} was captured as a tensor, this call gives {given!r}")
-            if given.shape != shape or given.dtype != dtype:
-                raise ValueError(
-                    f"input {i} of {self.name} was captured as {tuple(shape)} {dtype}, this call gives "
-                    f"{tuple(given.shape)} {given.dtype}"
-                )
+        self._expected.check(inputs)
         if structure != self._structure:
             captured, given = (_nested(len(inputs), spec) for spec in (self._structure, structure))
             raise TypeError(f"{self.name} was captured with inputs nested as {captured}, this call gives {given}")

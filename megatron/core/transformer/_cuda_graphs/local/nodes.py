@@ -1,12 +1,12 @@
 """The autograd nodes of local graphs: one that records, one that replays."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Any, Protocol
 
 import torch
 
-from ..engine.replay import Replay, ReplayNode, ReplayOptions, Tensors
+from ..engine.replay import Replay, ReplayNode, fast_apply
 from .buffers import StaticInput
 from .turns import Turns
 
@@ -126,25 +126,17 @@ class _CudagraphReplayNode(ReplayNode):
         return results
 
 
-def replay_runner(runner: ReplayedRunner, is_first_microbatch: bool, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Replay ``runner`` with autograd; ``inputs`` as for ``_CudagraphReplayNode``."""
-    if torch._C._are_functorch_transforms_active():
-        return _CudagraphReplayNode.apply(runner, is_first_microbatch, *inputs)  # says what torch says of it
-    return _apply(runner, is_first_microbatch, *inputs)
-
-
-# Function.apply without what it does in Python for torch.func.
-_apply = super(torch.autograd.Function, _CudagraphReplayNode).apply
+# Replays a runner with autograd: the runner, whether it is the first micro-batch, the inputs, then the parameters.
+replay_runner: Callable[..., tuple[torch.Tensor, ...]] = fast_apply(_CudagraphReplayNode)
 
 
 class LocalReplay(Replay):
     """Replays graphs some of whose inputs other graphs read too, or write. Takes the arguments of ``Replay``."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
+    def __init__(self, **captured: Any):
+        super().__init__(**captured)
         self._turns = Turns()
         self._static_inputs: list[tuple[StaticInput, int]] = []
-        self._leaves: list[int] = []  # of the last forward pass: inputs whose gradient becomes their grad
 
     def share(self, turns: Turns, static_inputs: list[tuple[StaticInput, int]]) -> None:
         """Before the first replay, take over what is shared with other graphs.
@@ -157,7 +149,7 @@ class LocalReplay(Replay):
         self._turns, self._static_inputs = turns, static_inputs
 
     def place(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Copy ``inputs``, which parameters may follow, to where the forward graph reads them.
+        """Copy ``inputs`` to where the forward graph reads them.
 
         Raises:
             RuntimeError: another graph, whose backward pass is still to come, needs what is there.
@@ -170,20 +162,6 @@ class LocalReplay(Replay):
                     "or came straight from another graph, and now it is another tensor. With --cuda-graph-impl local "
                     "every step must pass tensors from layer to layer as the first one did."
                 )
-        given = inputs[: len(self._static_inputs)]
-        self._leaves = [index for index, each in enumerate(given) if each.requires_grad and each.is_leaf]
-
-    def backward(self, grads: Tensors, options: ReplayOptions | None) -> list[torch.Tensor | None]:
-        """Copy the outputs' gradients to their static places and run the backward graph.
-
-        Raises:
-            RuntimeError: there is no backward graph.
-        """
-        results = super().backward(grads, options)
-        for index in self._leaves:  # the next micro-batch would write into a static one before it is added
-            grad = results[index]
-            results[index] = grad if grad is None else grad.clone()
-        return results
 
     def reset(self) -> None:
         """Let go of the graphs and of all tensors."""

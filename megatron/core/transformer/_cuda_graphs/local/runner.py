@@ -442,13 +442,13 @@ class _CudaGraphRunner(torch.nn.Module):
             self._run,
             tuple(inputs),
             {},
-            CaptureTimeHooks(self.name, None),
-            CaptureOptions(allow_unused_input=True, retain_graph=self.backward_retain_grad),
-            self.get_quantization_context,
-            self._quantized,
-            self.module,
-            partial(accumulate_into_main_grads, shared=self._shared_params),
-            self._warmup,
+            hooks=CaptureTimeHooks(self.name, None),
+            options=CaptureOptions(allow_unused_input=True, retain_graph=self.backward_retain_grad),
+            autocast=self.get_quantization_context,
+            quantized=self._quantized,
+            module=self.module,
+            keep_param_grads=partial(accumulate_into_main_grads, shared=self._shared_params),
+            warmup_record=self._warmup,
         )
 
     def _run(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -592,7 +592,7 @@ class _CudaGraphRunner(torch.nn.Module):
         """What the replay needs besides its inputs."""
         if self._quantized is None:
             return None
-        return ReplayOptions(None, None, self._quantized.before_forward(is_first_microbatch))
+        return ReplayOptions(ends_quantization=self._quantized.before_forward(is_first_microbatch))
 
     def begin_backward(self) -> None:
         """Make ready for a replay of the backward graph.

@@ -25,7 +25,8 @@ HIDDEN, MASK = torch.zeros(8, 2, 4), torch.zeros(1, 1, 8, 8, dtype=torch.bool)
 
 
 def layer_graph(has_attention=True):
-    return LayerGraph("layer 3 (TransformerLayer)", Graphed(), (HIDDEN,), {"attention_mask": MASK}, has_attention)
+    static_kwargs = {"attention_mask": MASK}
+    return LayerGraph("layer 3 (TransformerLayer)", Graphed(), (HIDDEN,), static_kwargs, has_attention=has_attention)
 
 
 def replayed_with(graph, *args, **kwargs):
@@ -68,7 +69,7 @@ def test_a_keyword_that_was_given_once_must_be_given_again():
 
 
 def test_a_keyword_of_capture_must_be_a_tensor():
-    with pytest.raises(ValueError, match=r"layer 3 .*: attention_mask must be a tensor for a CUDA graph, got 'mask'"):
+    with pytest.raises(TypeError, match=r"layer 3 .*: attention_mask must be a tensor for a CUDA graph, got 'mask'"):
         layer_graph()(HIDDEN, attention_mask="mask")
 
 
@@ -117,7 +118,7 @@ def test_a_keyword_of_another_shape_is_refused_by_name():
 
 
 def test_hidden_states_must_be_a_tensor():
-    with pytest.raises(ValueError, match="hidden_states must be a tensor for a CUDA graph, got None"):
+    with pytest.raises(TypeError, match="hidden_states must be a tensor for a CUDA graph, got None"):
         layer_graph()(None)
 
 
@@ -138,7 +139,7 @@ def test_a_wrapped_graph_replays_through_the_wrapper():
 
 
 def test_a_wrapped_graph_checks_its_arguments_as_before():
-    with pytest.raises(ValueError, match="hidden_states must be a tensor for a CUDA graph, got None"):
+    with pytest.raises(TypeError, match="hidden_states must be a tensor for a CUDA graph, got None"):
         layer_graph().wrapped(lambda graphed: graphed)(None)
 
 
@@ -157,5 +158,5 @@ def test_delayed_weight_gradients_of_the_engine_are_offered_where_it_has_them():
         def backward_dw(self):
             return "weight gradients"
 
-    assert LayerGraph("layer", Delaying(), (), {}, False).backward_dw() == "weight gradients"
+    assert LayerGraph("layer", Delaying(), (), {}, has_attention=False).backward_dw() == "weight gradients"
     assert not hasattr(layer_graph(), "backward_dw")

@@ -277,10 +277,59 @@ def test_the_next_replay_overwrites_outputs_and_gradients_of_inputs():
     graphed = make_graphed_callables(lambda x: x * x, (device_tensor(3),))
     results = []
     for value in (2.0, 3.0):
-        x = torch.full((3,), value, device="cuda", requires_grad=True)
+        x = torch.full((3,), value, device="cuda", requires_grad=True) * 1  # the gradient of a leaf is copied
         output = graphed(x)
         results.append((output, *torch.autograd.grad(output.sum(), x)))
     assert [[tensor[0].item() for tensor in result] for result in results] == [[9.0, 6.0], [9.0, 6.0]]
+
+
+def test_gradients_of_leaf_inputs_accumulate_over_replays():
+    graphed = make_graphed_callables(lambda x: x * x, (device_tensor(3),))
+    x = torch.full((3,), 2.0, device="cuda", requires_grad=True)
+    for _ in range(3):
+        graphed(x).sum().backward()
+    assert x.grad.tolist() == [12.0] * 3
+
+
+def test_grad_of_a_leaf_input_survives_a_replay_on_another():
+    graphed = make_graphed_callables(lambda x: x * x, (device_tensor(3),))
+    first, second = (torch.full((3,), value, device="cuda", requires_grad=True) for value in (2.0, 3.0))
+    for x in (first, second):
+        graphed(x).sum().backward()
+    assert (first.grad.tolist(), second.grad.tolist()) == ([4.0] * 3, [6.0] * 3)
+
+
+def test_a_backward_pass_whose_activations_were_overwritten_is_refused():
+    graphed = make_graphed_callables(mlp(), (device_tensor(4, 6),))
+    first, second = (graphed(device_tensor(4, 6, seed=seed)).sum() for seed in range(2))
+    second.backward()
+    with pytest.raises(RuntimeError, match=r"callable 0 \(Sequential\): backward of a replay whose activations"):
+        first.backward()
+
+
+def test_a_module_that_is_used_twice_in_a_pass_is_refused_in_backward():
+    module = make_graphed_callables(mlp(), (device_tensor(4, 6),))
+    with pytest.raises(RuntimeError, match="A graph serves one forward pass at a time"):
+        module(module(device_tensor(4, 6))).sum().backward()
+
+
+def test_forward_passes_without_backward_leave_the_next_step_alone():
+    module = make_graphed_callables(mlp(dropout=0), (device_tensor(4, 6),))
+    x = device_tensor(4, 6, seed=3)
+    expected = torch.autograd.grad(module(x).sum(), x)
+    module(device_tensor(4, 6, seed=4))
+    with torch.no_grad():
+        module(device_tensor(4, 6, seed=5))
+    assert_same_bits(list(torch.autograd.grad(module(x).sum(), x)), list(expected))
+
+
+def test_a_backward_pass_that_retains_its_graph_can_run_again():
+    graphed = make_graphed_callables(lambda x: x * x, (device_tensor(3),))
+    x = torch.full((3,), 2.0, device="cuda", requires_grad=True)
+    loss = graphed(x).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    assert x.grad.tolist() == [8.0] * 3
 
 
 def test_a_hook_of_an_unused_parameter_does_not_run_at_replay():
@@ -433,7 +482,7 @@ def test_another_number_of_tensors_is_refused(with_keywords):
 
 def test_an_input_that_is_no_tensor_is_refused(with_keywords):
     graphed, case = with_keywords
-    with pytest.raises(TypeError, match=r"input 0 of callable 0 \(Forward\) was captured as a tensor.*None"):
+    with pytest.raises(TypeError, match=r"callable 0 \(Forward\): input 0 must be a tensor .* got None"):
         graphed(None, **case.kwargs(1))
 
 
@@ -442,8 +491,17 @@ def test_an_input_that_is_no_tensor_is_refused(with_keywords):
 )
 def test_an_input_unlike_the_captured_one_is_refused(with_keywords, other):
     graphed, case = with_keywords
-    with pytest.raises(ValueError, match=r"input 0 of callable 0 \(Forward\) was captured as \(4, 6\) torch.float32"):
+    with pytest.raises(ValueError, match=r"callable 0 \(Forward\) was captured with input 0 of \(4, 6\) torch.float32"):
         graphed(other(), **case.kwargs(1))
+
+
+def test_an_input_that_requires_grad_and_did_not_at_capture_is_refused():
+    graphed = make_graphed_callables(product, (device_tensor(4, 6), device_tensor(4, 6, grad=False)))
+    x, y = device_tensor(4, 6), device_tensor(4, 6)
+    with pytest.raises(ValueError, match=r"callable 0 \(product\) was captured with input 1 that requires no grad"):
+        graphed(x, y)
+    with torch.no_grad():
+        assert torch.equal(graphed(x, y), product(x, y))
 
 
 # ---------------------------------------------------------------------------------------------------------- reset
@@ -645,12 +703,20 @@ def test_first_derivatives_may_be_taken_with_create_graph():
     assert_same_bits(list(torch.autograd.grad(graphed(x, x).square().sum(), x, create_graph=True)), list(expected))
 
 
-def test_second_derivatives_are_refused():
+@pytest.mark.parametrize("loss", [lambda y: y.square().sum(), lambda y: y.sum()], ids=["of squares", "of values"])
+def test_second_derivatives_are_refused(loss):
     graphed = make_graphed_callables(lambda x: x * x * x, (device_tensor(3),))
     x = device_tensor(3)
-    (grad,) = torch.autograd.grad(graphed(x).square().sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiate twice"):
+    (grad,) = torch.autograd.grad(loss(graphed(x)), x, create_graph=True)
+    with pytest.raises(RuntimeError, match=r"callable 0 .* compute first derivatives only"):
         grad.sum().backward()
+
+
+def test_second_derivatives_of_parameters_are_refused():
+    module = make_graphed_callables(mlp(), (device_tensor(4, 6),))
+    grads = torch.autograd.grad(module(device_tensor(4, 6)).sum(), list(module.parameters()), create_graph=True)
+    with pytest.raises(RuntimeError, match="compute first derivatives only"):
+        sum(grad.sum() for grad in grads).backward()
 
 
 def test_transforms_of_torch_func_are_refused():

@@ -45,7 +45,7 @@ def test_outputs_keep_their_memory_only_where_it_is_not_shared(shares):
 
 def test_a_replay_overwrites_the_gradients_that_the_backward_before_it_returned_where_memory_is_shared():
     slots = captured_for_sharing([1, -1], layers=3)
-    inputs = [device_tensor(4, 6, seed=slot) for slot in range(3)]
+    inputs = [device_tensor(4, 6, seed=slot) * 1 for slot in range(3)]  # gradients of leaves are copied
     outputs = [slot(x) for slot, x in zip(slots, inputs, strict=True)]
     grads = []
     for x, output in zip(reversed(inputs), reversed(outputs), strict=True):
@@ -55,7 +55,7 @@ def test_a_replay_overwrites_the_gradients_that_the_backward_before_it_returned_
 
 def test_without_sharing_gradients_stay():
     slots = captured_for_sharing([1, -1], shares=False, layers=3)
-    inputs = [device_tensor(4, 6, seed=slot) for slot in range(3)]
+    inputs = [device_tensor(4, 6, seed=slot) * 1 for slot in range(3)]
     outputs = [slot(x) for slot, x in zip(slots, inputs, strict=True)]
     grads = []
     for x, output in zip(reversed(inputs), reversed(outputs), strict=True):

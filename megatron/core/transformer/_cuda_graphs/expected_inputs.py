@@ -1,0 +1,56 @@
+"""The check of inputs on each replay: they must be tensors like those at capture."""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+import torch
+
+
+class ExpectedInputs:
+    """The inputs that a callable was captured with, and what errors call them.
+
+    Args:
+        owner: What errors call the callable.
+        tensors: The inputs at capture.
+        name_of: Returns what errors call the input of this index.
+        advice: The end of an error about another shape or dtype.
+    """
+
+    def __init__(self, owner: str, tensors: Sequence[torch.Tensor], name_of: Callable[[int], str], advice: str = ""):
+        self._owner, self._name_of, self._advice = owner, name_of, advice
+        self._expected = [(tensor.shape, tensor.dtype, tensor.requires_grad) for tensor in tensors]
+
+    def __len__(self) -> int:
+        return len(self._expected)
+
+    def rename(self, owner: str, name_of: Callable[[int], str], advice: str) -> None:
+        """Let errors speak in the words of a caller who names the inputs otherwise."""
+        self._owner, self._name_of, self._advice = owner, name_of, advice
+
+    def check(self, inputs: Sequence[Any]) -> None:
+        """Compare ``inputs``, as many as at capture, with those.
+
+        Raises:
+            TypeError: an input is not a tensor.
+            ValueError: an input has another shape or dtype, or requires grad and did not at capture.
+        """
+        for index, (given, (shape, dtype, requires_grad)) in enumerate(zip(inputs, self._expected, strict=True)):
+            if not isinstance(given, torch.Tensor):
+                raise TypeError(
+                    f"{self._owner}: {self._name_of(index)} must be a tensor for a CUDA graph, got {given!r}"
+                )
+            if given.shape != shape or given.dtype != dtype:
+                self._refuse(index, given)
+            if given.requires_grad and not requires_grad and torch.is_grad_enabled():
+                raise ValueError(
+                    f"{self._owner} was captured with {self._name_of(index)} that requires no grad, and it requires "
+                    "grad now, which its CUDA graph does not compute: capture with an input that requires grad, or "
+                    "detach it"
+                )
+
+    def _refuse(self, index: int, given: torch.Tensor) -> NoReturn:
+        shape, dtype, _ = self._expected[index]
+        raise ValueError(
+            f"{self._owner} was captured with {self._name_of(index)} of {tuple(shape)} {dtype} and is called with "
+            f"{tuple(given.shape)} {given.dtype}{self._advice}"
+        )
