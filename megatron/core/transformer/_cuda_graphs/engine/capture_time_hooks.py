@@ -1,7 +1,7 @@
 """The hooks that run around one callable in warm-up and capture, outside the graph."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..hooks import HOOK_KINDS
@@ -15,7 +15,8 @@ class CaptureTimeHooks:
         hooks: ``{kind: {id: hook}}`` with the kinds of ``HOOK_KINDS``; None for no hooks.
 
     Forward-pre hooks are offered ``(module, args, kwargs)``, forward hooks ``(module, args, output)``, the others
-    ``(module)``. A hook that takes one argument only gets the module.
+    ``(module)``. A hook is given as many of these as it requires, and those beyond that its parameters have the names
+    of; parameters of its own with defaults keep them.
 
     Raises:
         ValueError: an unknown kind.
@@ -24,7 +25,7 @@ class CaptureTimeHooks:
 
     def __init__(self, name: str, hooks: Mapping[str, Mapping[Any, Callable]] | None):
         self._name = name
-        self._hooks: dict[str, list[tuple[Callable, bool]]] = {kind: [] for kind in HOOK_KINDS}
+        self._hooks: dict[str, list[tuple[Callable, int]]] = {kind: [] for kind in HOOK_KINDS}
         if not isinstance(hooks, Mapping | None):
             raise TypeError(
                 f"capture_time_hooks of {name} must be a dict of the keys {HOOK_KINDS} or None, got {hooks!r}"
@@ -37,7 +38,7 @@ class CaptureTimeHooks:
             for key, hook in entries.items():
                 if not callable(hook):
                     raise TypeError(f"capture_time_hooks of {name}: {kind}[{key!r}] is not callable: {hook!r}")
-                self._hooks[kind].append((hook, kind.startswith("forward") and _takes(hook, 3)))
+                self._hooks[kind].append((hook, _count_of_taken(hook, _OFFERED.get(kind, ()))))
 
     def run(self, kind: str, module: Callable, *offered: Any) -> None:
         """Call the hooks of one kind, in order.
@@ -45,8 +46,8 @@ class CaptureTimeHooks:
         Raises:
             RuntimeError: a hook returned something; what it wants to change is in no graph.
         """
-        for hook, takes_all in self._hooks[kind]:
-            if (hook(module, *offered) if takes_all else hook(module)) is not None:
+        for hook, count in self._hooks[kind]:
+            if hook(module, *offered[:count]) is not None:
                 culprit = getattr(hook, "__wrapped__", hook)
                 raise RuntimeError(
                     f"capture_time_hooks of {self._name}: {kind} hook {culprit!r} returned a value. Hooks run outside "
@@ -54,9 +55,20 @@ class CaptureTimeHooks:
                 )
 
 
-def _takes(hook: Callable, count: int) -> bool:
+# What hooks are offered after the module.
+_OFFERED = {"forward_pre_hooks": ("args", "kwargs"), "forward_hooks": ("args", "output")}
+
+
+def _count_of_taken(hook: Callable, offered: Sequence[str]) -> int:
+    """How many of the ``offered`` arguments, from the first on, ``hook`` takes after the module."""
     try:
-        inspect.signature(hook, follow_wrapped=False).bind(*range(count))
-    except (TypeError, ValueError):
-        return False
-    return True
+        parameters = list(inspect.signature(hook, follow_wrapped=False).parameters.values())
+    except (TypeError, ValueError):  # of some built-in functions
+        return 0
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    taken = 0
+    for name, parameter in zip(offered, positional[1:]):  # noqa: B905
+        if parameter.default is not parameter.empty and parameter.name != name:
+            return taken
+        taken += 1
+    return len(offered) if any(p.kind is p.VAR_POSITIONAL for p in parameters) else taken

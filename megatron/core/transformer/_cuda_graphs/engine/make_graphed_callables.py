@@ -4,6 +4,7 @@ The signature is that of ``transformer_engine.pytorch.make_graphed_callables`` (
 called with the same arguments.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -16,10 +17,10 @@ from .capture_time_hooks import CaptureTimeHooks
 from .memory import release_cached_memory
 from .passes import CapturePasses
 from .plan import ordered_plan, unordered_plan
-from .preserve import pause_gc, preserve_buffers
+from .preserve import pause_gc, preserve_buffers, rebind_buffers
 from .quantization import resolve_quantization
 from .rng import preserve_rng
-from .slot import CaptureOptions, GraphedSlot
+from .slot import CaptureOptions, GraphedSlot, module_of
 from .static_inputs import distinct, share_inputs, signature
 from .streams import capture_stream
 from .te_engine import transformer_engine_flag
@@ -57,7 +58,8 @@ def make_graphed_callables(
         modules: Modules or functions of tensors; a tuple, or one alone.
         sample_args: Positional inputs, a tuple of tensors for each callable, or with ``_order`` for each callable and
             micro-batch: by model chunk, then micro-batch, then layer. They become the graphs' static inputs.
-        num_warmup_iters: How often everything runs before capture, at least once.
+        num_warmup_iters: How often everything runs before capture. With 0, whatever a callable sets up in its first
+            call is captured too.
         allow_unused_input: Whether an input that requires grad may get none.
         sample_kwargs: Keyword inputs, one dict for each entry of ``sample_args``.
         fp8_enabled, fp8_calibrating, fp8_recipe, fp8_group, fp8_weight_caching: Deprecated spellings of the next five.
@@ -82,7 +84,7 @@ def make_graphed_callables(
             replays return must be consumed before. Needs ``_order``.
         clone_param_grads_on_return: Whether backward returns copies of the parameters' gradients. Without, the returned
             gradients are overwritten by the next replay, so each must be consumed before it. Gradients of inputs
-            always are: copy them to keep or accumulate them over replays.
+            always are, but for those of leaves, which backward returns copies of.
         pre_warmup_hook: Called once, before all warm-up.
         post_warmup_hook: Called once, after all warm-up.
         capture_time_hooks: For each callable None or ``{kind: {id: hook}}``, with the kinds ``forward_pre_hooks``,
@@ -96,11 +98,17 @@ def make_graphed_callables(
         Where weight gradients are delayed, ``backward_dw()`` of what is returned replays them.
 
     Raises:
-        ValueError: lengths, orders or quantization arguments do not fit.
-        TypeError: an input or output is not a tensor, a hook is not callable, ``sample_kwargs`` or
+        ValueError: lengths, orders or quantization arguments do not fit, or a module is there twice without ``_order``.
+        TypeError: a callable is none, an input or output is not a tensor, a hook is not callable, ``sample_kwargs`` or
             ``capture_time_hooks`` are nested otherwise, or a function is to be quantized.
-        RuntimeError: a module has hooks or trainable buffers, autocast caches weights, modules are in different modes,
-            a hook returned a value, or something in a callable cannot be captured.
+        RuntimeError: a module has hooks, trainable buffers or, itself or inside, graphs already; a callable uses a
+            parameter that is neither an input nor its module's; autocast caches weights; modules are in different
+            modes; a hook returned a value; or something in a callable cannot be captured.
+
+    The parameters of a module get gradients; those of the module of a bound method, and of a ``functools.partial`` over
+    either, do too. Other functions get gradients of their inputs only.
+
+    A deep copy of a module runs eagerly and can be captured; the graphs themselves cannot be copied.
 
     Capture leaves parameters' ``grad``, buffers, RNG, garbage collection and TransformerEngine's capture flag as they
     were; a failed one the modules too, but for those whose graphs were reset: these have their own methods back.
@@ -119,17 +127,21 @@ def make_graphed_callables(
     }
     if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
         raise RuntimeError("capture under autocast needs torch.autocast(..., cache_enabled=False)")
-    if num_warmup_iters < 1:
-        raise ValueError(f"num_warmup_iters must be at least 1, got {num_warmup_iters}")
+    if num_warmup_iters < 0:
+        raise ValueError(f"num_warmup_iters must not be negative, got {num_warmup_iters}")
 
     alone = not isinstance(modules, tuple)
     callables: tuple[Callable, ...] = modules if isinstance(modules, tuple) else (modules,)
+    for func in callables:
+        if not callable(func):
+            raise TypeError(f"modules must be a callable or a tuple of callables, got {type(func).__name__}: {func!r}")
     samples = [sample_args] if alone else list(sample_args)
     keywords: list[Any] = [sample_kwargs or {}] if alone else list(sample_kwargs or [{}] * len(samples))
     _refuse_graphs(callables)
     training = _training_mode(callables)
     _refuse_module_hooks(callables)
     if _order is None:
+        _refuse_duplicates(callables)
         if _reuse_graph_input_output_buffers:
             raise ValueError("_reuse_graph_input_output_buffers needs _order")
         plan = unordered_plan(len(callables))
@@ -167,13 +179,15 @@ def make_graphed_callables(
     ]
     passes = CapturePasses(plan, slots, training, shares_memory=_reuse_graph_input_output_buffers)
     statistics = quantization.preserve_statistics(callables) if quantization else nullcontext()
-    buffers = preserve_buffers(module for module in callables if isinstance(module, torch.nn.Module))
+    with_buffers = [module for module in map(module_of, callables) if module is not None]
+    buffers = preserve_buffers(with_buffers)
     try:
         with pause_gc(), preserve_rng(), buffers, statistics, transformer_engine_flag(), capture_stream():
             if pre_warmup_hook is not None:
                 pre_warmup_hook()
-            for _ in range(num_warmup_iters):
-                passes.warm_up()
+            with rebind_buffers(with_buffers):  # the graphs read the buffers that are there at replay
+                for _ in range(num_warmup_iters):
+                    passes.warm_up()
             if post_warmup_hook is not None:
                 post_warmup_hook()
             release_cached_memory()
@@ -192,7 +206,7 @@ def make_graphed_callables(
 
 
 # What a module that replays its graphs has in the place of its own.
-_METHODS = ("forward", "reset", "backward_dw")
+_METHODS = ("forward", "reset", "backward_dw", "__deepcopy__")
 
 
 def _graph_of(module: Callable) -> GraphedSlot | None:
@@ -208,6 +222,25 @@ def _refuse_graphs(callables: Sequence[Callable]) -> None:
         graphed = _graph_of(module)
         if graphed is not None and graphed.forward_graph is not None:
             raise RuntimeError(f"{_name(module, index)} has graphs already: call its reset() before capturing it again")
+        owner = module_of(module)
+        for name, child in () if owner is None else owner.named_modules():
+            graphed = _graph_of(child)
+            if graphed is not None and graphed.forward_graph is not None:
+                raise RuntimeError(
+                    f"{_name(module, index)} contains {name or type(child).__name__}, which has graphs already, and a "
+                    "graph cannot be captured in another: call reset() of the inner one before"
+                )
+
+
+def _refuse_duplicates(callables: Sequence[Callable]) -> None:
+    first: dict[int, int] = {}
+    for index, module in enumerate(callables):
+        if isinstance(module, torch.nn.Module) and first.setdefault(id(module), index) != index:
+            raise ValueError(
+                f"{_name(module, index)} is callable {first[id(module)]} too: a module has one graph, whose memory a "
+                "second call in a step would overwrite. Give it once, or with _order, which returns a graph for each "
+                "entry"
+            )
 
 
 def _give_modules_back(callables: Sequence[Callable]) -> None:
@@ -215,9 +248,13 @@ def _give_modules_back(callables: Sequence[Callable]) -> None:
     for module in callables:
         graphed = _graph_of(module)
         if graphed is not None:
-            for name in _METHODS:
-                vars(module).pop(name, None)
-            vars(module).update(graphed.replaced)
+            _give_methods_back(module, graphed)
+
+
+def _give_methods_back(module: Callable, graphed: GraphedSlot) -> None:
+    for name in _METHODS:
+        vars(module).pop(name, None)
+    vars(module).update(graphed.replaced)
 
 
 def _training_mode(callables: Sequence[Callable]) -> bool:
@@ -266,8 +303,25 @@ def _graph_in_place(slot: GraphedSlot) -> Any:
     if not isinstance(module, torch.nn.Module):
         return slot
     slot.replaced = {name: vars(module)[name] for name in _METHODS if name in vars(module)}
+    slot.watch_parameters(module)
     module.forward = slot
     module.reset = slot.reset
+    module.__deepcopy__ = functools.partial(_deepcopy_without_graphs, module)
     if slot.delays_weight_gradients:
         module.backward_dw = slot.backward_dw
     return module
+
+
+def _deepcopy_without_graphs(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
+    """Copy ``module`` with its own methods: graphs and their memory cannot be copied, and must not be shared."""
+    graphed = _graph_of(module)
+    if graphed is None:  # someone has replaced forward since
+        raise RuntimeError(f"{type(module).__name__} has CUDA graphs and cannot be copied: its forward was replaced")
+    replacing = {name: vars(module)[name] for name in _METHODS if name in vars(module)}
+    _give_methods_back(module, graphed)
+    try:
+        return copy.deepcopy(module, memo)
+    finally:
+        for name in _METHODS:
+            vars(module).pop(name, None)
+        vars(module).update(replacing)

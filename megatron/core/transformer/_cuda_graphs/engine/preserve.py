@@ -3,14 +3,37 @@
 import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 
 import torch
 
 
-def preserve_buffers(modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
-    """Put the buffers of ``modules`` (token counts of an MoE router, say) back to what they held before warm-up."""
-    return preserve_tensors(buffer for module in modules for buffer in module.buffers())
+@contextmanager
+def preserve_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Put the buffers of ``modules`` (token counts of an MoE router, say) back to what they held before warm-up.
+
+    A buffer that was reassigned is the former tensor again; after an exception buffers that are new are gone.
+    """
+    buffers = [buffer for module in modules for buffer in module.buffers()]
+    with rebind_buffers(modules), preserve_tensors(buffers):
+        yield
+
+
+@contextmanager
+def rebind_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Let every buffer of ``modules`` be the tensor again that it was; after an exception new ones are gone."""
+    owners = dict.fromkeys(child for module in modules for child in module.modules())
+    bound = [(owner._buffers, dict(owner._buffers)) for owner in owners]
+    try:
+        yield
+    except BaseException:
+        for current, buffers in bound:
+            for name in current.keys() - buffers.keys():
+                del current[name]
+        raise
+    finally:
+        for current, buffers in bound:
+            current.update(buffers)
 
 
 @contextmanager

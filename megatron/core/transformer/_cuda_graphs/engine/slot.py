@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
+from types import MethodType
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class GraphedSlot:
         options: What the capture was asked for.
         autocast: Makes the context in which ``func`` runs in warm-up and capture.
         quantized: What its replays do for quantization; None where it is not quantized.
-        module: The module whose parameters and submodules a function uses; a module uses its own.
+        module: The module whose parameters and submodules a function uses; None for ``module_of(func)``.
         keep_param_grads: Takes the parameters and their gradients (None for a parameter without) and returns what the
             backward graph is to return of them; what it computes is recorded. None to return them all.
         warmup_record: What passes of the same function have shown before.
@@ -105,9 +106,11 @@ class GraphedSlot:
         self.inputs, self._structure = self._flatten_inputs(args, kwargs)
         self._expected = ExpectedInputs(name, self.inputs, "input {}".format)
         self.training = getattr(func, "training", None)
-        self._module = func if isinstance(func, torch.nn.Module) else module
+        self._module = module_of(func) if module is None else module
         self._all_params: tuple[torch.Tensor, ...] = () if self._module is None else tuple(self._module.parameters())
         self.params = tuple(param for param in self._all_params if param.requires_grad)
+        self._frozen = tuple(param for param in self._all_params if not param.requires_grad)
+        self._watched: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self.eager = func.forward if isinstance(func, torch.nn.Module) else func
         self._keep_param_grads = keep_param_grads
         self.replaced: dict[str, Any] = {}
@@ -196,22 +199,20 @@ class GraphedSlot:
             graph: The graph to record into.
 
         Raises:
-            RuntimeError: an input that requires grad got none, and unused inputs are not allowed; no input or parameter
-                requires grad, but an output does; or gradients arrive on the legacy default stream.
+            RuntimeError: an input that requires grad got none, and unused inputs are not allowed; an output depends on
+                a parameter that is neither an input nor the module's; or gradients arrive on the legacy default stream.
         """
         outputs = [output for output in self._outputs if _requires_grad(output)]
         self.hooks.run("backward_pre_hooks", self.func)
         if outputs:
             inputs = [tensor for tensor in self.inputs if tensor.requires_grad]
             leaves = (*inputs, *self.params)
-            if not leaves:
-                raise RuntimeError(
-                    f"{self.name} returns what requires grad, but none of its inputs does, nor a parameter of its own. "
-                    "A function's parameters get no gradients from a graph: give their module, or inputs that require "
-                    "grad."
-                )
             grad_outputs = new_grads(outputs)
-            check = nullcontext() if self._warmup.backward_ran else refuse_legacy_stream(self.name, leaves)
+            if self._warmup.backward_ran:
+                check: AbstractContextManager = nullcontext()
+            else:
+                self._refuse_other_parameters(outputs, leaves)
+                check = refuse_legacy_stream(self.name, leaves)
             with hide_grads_and_hooks(self._all_params), check, allow_nested_backward(), recording(graph):
                 grads = torch.autograd.grad(
                     outputs,
@@ -232,6 +233,20 @@ class GraphedSlot:
         self.hooks.run("backward_hooks", self.func)
         if not self._options.retain_graph:
             self.detach_outputs()
+
+    def _refuse_other_parameters(self, outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
+        """Refuse what accumulates gradients elsewhere than in ``leaves``: a replay would lose them.
+
+        Raises:
+            RuntimeError: gives the shape of such a parameter.
+        """
+        for variable in _accumulated_in(outputs, leaves):
+            if self._module is None or isinstance(variable, torch.nn.Parameter):  # modules may make leaves in forward
+                raise RuntimeError(
+                    f"{self.name} uses a tensor of shape {tuple(variable.shape)} that requires grad and is neither an "
+                    "input nor a parameter of its module, so its gradient would be lost: give the module that it "
+                    "belongs to, or give it as an input"
+                )
 
     def detach_outputs(self) -> None:
         """Let go of autograd's nodes and what they saved; from here on only the memory of the outputs is needed."""
@@ -359,7 +374,7 @@ class GraphedSlot:
         eagerly.
 
         Raises:
-            RuntimeError: after ``reset``.
+            RuntimeError: after ``reset``; or a parameter was unfrozen or replaced since capture.
             TypeError: an input that the graph was captured with is missing, is not a tensor, or is nested otherwise.
             ValueError: a tensor is not like the captured one, requires grad and did not at capture, or
                 ``is_first_microbatch`` is missing.
@@ -374,9 +389,38 @@ class GraphedSlot:
             kwargs.pop("cuda_graph_event", None)
             return self.eager(*args, **kwargs)
         inputs = self._match_inputs(args, kwargs)
+        self._check_parameters()
         options = self._replay_options(kwargs) if kwargs or self._quantized is not None else None
         outputs = replay(self._replay, options, *inputs, *self.params)
         return outputs[0] if self._returns_one_tensor else tree_unflatten(outputs, self._output_spec)
+
+    def watch_parameters(self, module: torch.nn.Module) -> None:
+        """Refuse replays once a parameter of ``module`` is another object: the graphs go on reading the former one."""
+        used = set(map(id, (*self.params, *self._frozen)))
+        self._watched = [
+            (owner._parameters, name, param)
+            for owner in module.modules()
+            for name, param in owner._parameters.items()
+            if id(param) in used
+        ]
+
+    def _check_parameters(self) -> None:
+        for parameters, name, param in self._watched:
+            if parameters.get(name) is not param:
+                raise RuntimeError(
+                    f"{self.name}: parameter {name} of shape {tuple(param.shape)} was replaced after capture, and the "
+                    "graphs read the former one: copy new values into it (load_state_dict does), or reset() and "
+                    "capture again"
+                )
+        for param in self._frozen:
+            if param.requires_grad and torch.is_grad_enabled():
+                raise RuntimeError(
+                    f"{self.name}: a parameter of shape {tuple(param.shape)} required no grad at capture and does now, "
+                    "but the backward graph computes no gradient of it: reset() and capture again"
+                )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise RuntimeError(f"{self.name}: CUDA graphs cannot be copied; copy before capture, or after reset()")
 
     def name_inputs(self, owner: str, names: Sequence[str], advice: str) -> None:
         """Let errors about inputs speak in the words of a caller.
@@ -441,12 +485,44 @@ class GraphedSlot:
         self._quantized, self._autocast = None, nullcontext
         self.hooks = CaptureTimeHooks(self.name, None)
         self.args, self.kwargs, self.inputs, self.params, self._all_params = (), {}, (), (), ()
+        self._frozen, self._watched = (), []
         self._warmup = WarmupRecord()
         self._outputs = self._grad_outputs = self._grad_inputs = self._grad_params = ()
         if self._replay is not None:
             self._replay.reset()
             self._replay = None
         self._memory = None
+
+
+def module_of(func: Callable) -> torch.nn.Module | None:
+    """The module whose parameters ``func`` uses: itself, that of a bound method, or what a partial holds of either."""
+    if isinstance(func, torch.nn.Module):
+        return func
+    if isinstance(func, MethodType):
+        return func.__self__ if isinstance(func.__self__, torch.nn.Module) else None
+    if not isinstance(func, partial):
+        return None
+    given = [value for value in (*func.args, *func.keywords.values()) if isinstance(value, torch.nn.Module)]
+    return module_of(func.func) or (given[0] if len(given) == 1 else None)
+
+
+def _accumulated_in(outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
+    """Yield tensors other than ``leaves`` that a backward pass from ``outputs`` accumulates gradients in."""
+    expected = set(map(id, leaves))
+    for output in outputs:
+        if output.is_leaf and id(output) not in expected:
+            yield output
+    seen = {leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None}  # the pass ends there
+    nodes = [output.grad_fn for output in outputs if output.grad_fn is not None and output.grad_fn not in seen]
+    seen.update(nodes)
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, torch._C._functions.AccumulateGrad) and id(node.variable) not in expected:
+            yield node.variable
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                nodes.append(following)
 
 
 def _note_parts(ran: dict[torch.nn.Module, None], module: torch.nn.Module, *_: Any) -> None:

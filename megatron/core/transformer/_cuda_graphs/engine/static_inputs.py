@@ -36,16 +36,27 @@ def share_inputs[Inputs](
 
 
 def distinct(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Return inputs in which no tensor object is there twice: replays may be given two where capture was given one."""
+    """Return inputs that replays can be copied to one by one.
+
+    A tensor object that is there twice becomes two: replays may be given two where capture was given one. A tensor some
+    of whose elements share memory (an expanded one) becomes a dense one.
+    """
     seen: set[int] = set()
 
     def own(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or id(leaf) not in seen:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        if id(leaf) not in seen and not _is_expanded(leaf):
             seen.add(id(leaf))
             return leaf
-        return leaf.detach().clone().requires_grad_(leaf.requires_grad)
+        return leaf.detach().clone(memory_format=torch.contiguous_format).requires_grad_(leaf.requires_grad)
 
     return tree_map(own, (args, kwargs))
+
+
+def _is_expanded(tensor: torch.Tensor) -> bool:
+    strided = tensor.layout is torch.strided
+    return strided and any(stride == 0 and size > 1 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def signature(args: tuple, kwargs: Mapping[str, Any]) -> Hashable:

@@ -230,6 +230,47 @@ def test_a_hook_that_takes_one_argument_gets_the_module(kind):
     assert seen == [module, module]
 
 
+def calls_with(kind, hook_of):
+    """What the hook that ``hook_of`` makes of a list has put there in one pass of warm-up and the capture."""
+    seen: list = []
+    module = torch.nn.Linear(3, 3).cuda()
+    hooks = [{kind: {0: hook_of(seen)}}]
+    make_graphed_callables(module, inputs(1)[0], num_warmup_iters=1, capture_time_hooks=hooks)
+    return seen
+
+
+@pytest.mark.parametrize("kind", HOOK_KINDS)
+def test_parameters_of_a_hooks_own_keep_their_defaults(kind):
+    def hook_of(seen):
+        def hook(module, idx=3, kind="own"):
+            seen.append((idx, kind))
+
+        return hook
+
+    assert calls_with(kind, hook_of) == [(3, "own")] * 2
+
+
+@pytest.mark.parametrize("kind", ["forward_pre_hooks", "forward_hooks"])
+def test_a_hook_that_requires_one_more_argument_gets_args(kind):
+    def hook_of(seen):
+        def hook(module, given, own=7):
+            seen.append((len(given), own))
+
+        return hook
+
+    assert calls_with(kind, hook_of) == [(1, 7)] * 2
+
+
+def test_a_hook_with_defaults_for_what_it_is_offered_is_given_it():
+    def hook_of(seen):
+        def hook(module, args=(), kwargs=None):
+            seen.append((len(args), kwargs))
+
+        return hook
+
+    assert calls_with("forward_pre_hooks", hook_of) == [(1, {})] * 2
+
+
 def test_hooks_extracted_from_a_module_run_with_what_torch_would_give_them():
     module, seen = torch.nn.Linear(3, 3).cuda(), []
     x = device_tensor(2, 3)

@@ -1,5 +1,6 @@
 """graphed_callables: replays compute what eager runs compute, to the bit."""
 
+import copy
 import functools
 import gc
 import inspect
@@ -23,6 +24,7 @@ from .captured_cases import (
     copies,
     descend,
     device_tensor,
+    frozen_mlp,
     mlp,
     nested_outputs,
     product,
@@ -76,6 +78,7 @@ def test_training_is_bit_equal_to_eager_with(case):
     [
         {"clone_param_grads_on_return": False},
         {"retain_graph_in_backward": True},
+        {"num_warmup_iters": 0},
         {"num_warmup_iters": 1},
         {"allow_unused_input": True},
         {"_order": [1, -1]},
@@ -502,6 +505,103 @@ def test_an_input_that_requires_grad_and_did_not_at_capture_is_refused():
         graphed(x, y)
     with torch.no_grad():
         assert torch.equal(graphed(x, y), product(x, y))
+
+
+def test_a_parameter_that_was_replaced_since_capture_is_refused_by_name():
+    module = make_graphed_callables(mlp(), (device_tensor(4, 6),))
+    module[0].weight = torch.nn.Parameter(torch.zeros_like(module[0].weight))
+    with pytest.raises(RuntimeError, match=r"callable 0 \(Sequential\): parameter weight of .* was replaced"):
+        module(device_tensor(4, 6))
+
+
+def test_a_parameter_that_was_unfrozen_since_capture_is_refused():
+    module = make_graphed_callables(frozen_mlp(), (device_tensor(4, 6),))
+    module[0].weight.requires_grad_()
+    with pytest.raises(RuntimeError, match=r"a parameter of shape \(8, 6\) required no grad at capture and does now"):
+        module(device_tensor(4, 6))
+    with torch.no_grad():
+        module(device_tensor(4, 6))
+
+
+def test_a_parameter_that_was_frozen_since_capture_gets_no_gradient():
+    module = make_graphed_callables(mlp(), (device_tensor(4, 6),))
+    module[0].weight.requires_grad_(False)
+    module(device_tensor(4, 6)).sum().backward()
+    assert [param.grad is None for param in module.parameters()] == [True, False, False, False]
+
+
+# ------------------------------------------------------------------------------------- functions of a module, copies
+
+
+@pytest.mark.parametrize(
+    "function_of",
+    [
+        lambda module: module.forward,
+        lambda module: functools.partial(module),
+        lambda module: functools.partial(module.forward),
+        lambda module: functools.partial(lambda module, x: module(x), module),
+    ],
+    ids=["a bound method", "a partial of a module", "a partial of a method", "a partial over a module"],
+)
+def test_parameters_of_the_module_of_a_function_get_gradients(function_of):
+    module, x = mlp(dropout=0), device_tensor(4, 6)
+    function_of(module)(x).sum().backward()
+    expected = copies([param.grad for param in module.parameters()])
+    module.zero_grad()
+    make_graphed_callables(function_of(module), (device_tensor(4, 6, seed=1),))(x).sum().backward()
+    assert_same_bits(copies([param.grad for param in module.parameters()]), expected)
+
+
+def test_a_deep_copy_of_a_graphed_module_runs_eagerly_on_its_own_parameters():
+    module = make_graphed_callables(mlp(dropout=0), (device_tensor(4, 6),))
+    copied, x = copy.deepcopy(module), device_tensor(4, 6, seed=2)
+    expected = copies([module(x)])
+    with torch.no_grad():
+        for param in module.parameters():
+            param.zero_()
+    assert_same_bits(copies([copied(x)]), expected)
+    assert not {"forward", "reset", "__deepcopy__"} & vars(copied).keys()
+    assert not module(x).any()  # the graphs are still there
+
+
+def test_a_deep_copy_of_a_model_with_a_graphed_module_can_be_captured():
+    model = torch.nn.Sequential(make_graphed_callables(mlp(dropout=0), (device_tensor(4, 6),)))
+    copied, x = copy.deepcopy(model), device_tensor(4, 6, seed=2)
+    expected = copies([copied(x)])
+    assert_same_bits(copies([make_graphed_callables(copied, (device_tensor(4, 6),))(x)]), expected)
+
+
+def test_graphs_themselves_cannot_be_copied():
+    (slot,) = make_graphed_callables((mlp(),), ((device_tensor(4, 6),),), _order=[1, -1])
+    with pytest.raises(RuntimeError, match=r"callable 0 \(Sequential\): CUDA graphs cannot be copied"):
+        copy.deepcopy(slot)
+
+
+def test_a_module_that_is_there_twice_with_an_order_has_a_graph_for_each():
+    module = mlp(dropout=0)
+
+    def gradients(first, second):
+        x = device_tensor(4, 6, seed=2)
+        second(first(x)).sum().backward()
+        found = copies([x.grad, *(param.grad for param in module.parameters())])
+        module.zero_grad()
+        return found
+
+    samples = tuple((device_tensor(4, 6),) for _ in range(2))
+    slots = make_graphed_callables((module, module), samples, _order=[1, -1])
+    assert_same_bits(gradients(*slots), gradients(module, module))
+
+
+def test_a_sample_input_may_be_expanded():
+    x = device_tensor(1, 6, seed=4).detach().expand(4, 6).requires_grad_()
+    graphed = make_graphed_callables(lambda x: x * 2, (x,))
+    given = device_tensor(4, 6)
+    assert torch.equal(graphed(given), given * 2)
+
+
+def test_an_output_may_be_transposed():
+    case = Case(lambda: Forward(lambda linear, x: linear(x).t()))
+    assert_same_bits(train(case, make_graphed_callables), train(case, None))
 
 
 # ---------------------------------------------------------------------------------------------------------- reset

@@ -5,7 +5,7 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
 
-from .captured_cases import device_tensor, mlp
+from .captured_cases import Forward, device_tensor, mlp
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 
@@ -83,10 +83,30 @@ def test_shared_gradients_need_an_order():
         capture(_reuse_graph_input_output_buffers=True)
 
 
-@pytest.mark.parametrize("count", [0, -1])
-def test_capture_needs_a_warm_up_iteration(count):
-    with pytest.raises(ValueError, match=f"num_warmup_iters must be at least 1, got {count}"):
-        capture(num_warmup_iters=count)
+def test_a_negative_number_of_warm_up_iterations_is_refused():
+    with pytest.raises(ValueError, match="num_warmup_iters must not be negative, got -1"):
+        capture(num_warmup_iters=-1)
+
+
+@pytest.mark.parametrize("modules", [[double], "double"], ids=["a list", "a string"])
+def test_what_is_neither_callable_nor_a_tuple_is_refused(modules):
+    with pytest.raises(TypeError, match=f"a tuple of callables, got {type(modules).__name__}"):
+        capture(modules)
+
+
+def test_a_module_that_is_there_twice_is_refused():
+    module = torch.nn.Linear(3, 3).cuda()
+    inputs = tuple((device_tensor(2, 3),) for _ in range(3))
+    with pytest.raises(ValueError, match=r"callable 2 \(Linear\) is callable 0 too.*with _order"):
+        capture((module, torch.nn.Linear(3, 3).cuda(), module), inputs)
+
+
+def test_a_module_that_contains_a_graphed_one_is_refused_by_name():
+    parent = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)).cuda()
+    capture(parent[1], (device_tensor(2, 3),))
+    with pytest.raises(RuntimeError, match=r"callable 0 \(Sequential\) contains 1, which has graphs already"):
+        capture(parent, (device_tensor(2, 3),))
+    parent[1].reset()
 
 
 # --------------------------------------------------------------------------------------------------- unused inputs
@@ -163,10 +183,32 @@ def test_inputs_that_are_nested_otherwise_are_refused(other, shown):
 # ------------------------------------------------------------------------------------------- what cannot be captured
 
 
-def test_a_function_whose_parameters_alone_require_grad_is_refused_by_name():
+@pytest.mark.parametrize("grad", [True, False], ids=["beside an input", "alone"])
+def test_a_function_over_a_parameter_outside_is_refused(grad):
     linear = torch.nn.Linear(3, 3).cuda()
-    with pytest.raises(RuntimeError, match=r"callable 0 \(forward\) returns what requires grad, but none of"):
-        capture(linear.forward, (device_tensor(2, 3, grad=False),))
+    with pytest.raises(RuntimeError, match=r"callable 0 \(<lambda>\) uses a tensor of shape \(3, 3\)"):
+        capture(lambda x: linear(x) * x, (device_tensor(2, 3, grad=grad),))
+
+
+def test_a_function_that_returns_a_tensor_outside_is_refused():
+    outside = device_tensor(3)
+    with pytest.raises(RuntimeError, match=r"uses a tensor of shape \(3,\) that requires grad"):
+        capture(lambda x: (x * 2, outside), (device_tensor(3),))
+
+
+def test_a_module_over_a_parameter_of_another_is_refused():
+    other = torch.nn.Linear(6, 6).cuda()
+    with pytest.raises(RuntimeError, match=r"callable 0 \(Forward\) uses a tensor of shape \(6, 6\)"):
+        capture(Forward(lambda linear, x: other(linear(x))), (device_tensor(4, 6),))
+
+
+def test_a_leaf_that_a_module_makes_in_forward_is_captured():
+    def with_leaf(linear, x):
+        return linear(x) + torch.zeros(6, device="cuda", requires_grad=True)
+
+    module, x = Forward(with_leaf), device_tensor(4, 6)
+    expected = module(x)
+    assert torch.equal(capture(module, (device_tensor(4, 6, seed=1),))(x), expected)
 
 
 def test_a_capture_inside_a_capture_is_refused():

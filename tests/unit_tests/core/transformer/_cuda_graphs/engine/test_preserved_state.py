@@ -189,7 +189,7 @@ def test_a_capture_leaves_everything_but_forward_as_it_was():
     make_graphed_callables(module, (device_tensor(4, 6),))
     after = state_of(module)
     assert after.pop("forward") != before.pop("forward")
-    assert after.pop("attributes")[0] == sorted([*before.pop("attributes")[0], "forward", "reset"])
+    assert after.pop("attributes")[0] == sorted([*before.pop("attributes")[0], "forward", "reset", "__deepcopy__"])
     assert after == before
 
 
@@ -313,6 +313,46 @@ def test_buffers_are_as_they_were_before_warm_up(fails):
     with suppress(Failure):
         make_graphed_callables(norm, (device_tensor(4, 6),), post_warmup_hook=fail if fails else None)
     assert_same_bits(list(norm.buffers()), before)
+
+
+class _Reassigning(torch.nn.Module):
+    """Counts its calls in a buffer that each call replaces."""
+
+    def __init__(self, fail=lambda: None):
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6).cuda()
+        self.calls: torch.Tensor
+        self.register_buffer("calls", torch.zeros((), device="cuda"))
+        self._fail = fail
+
+    def forward(self, x):
+        self.calls = self.calls + 1
+        if "new" not in self._buffers:
+            self.register_buffer("new", x.detach() * 2)
+        self._fail()
+        return self.linear(x) * self.calls
+
+
+@pytest.mark.parametrize("phase", ["warm-up", "capture"])
+def test_a_buffer_that_forward_reassigns_is_the_former_tensor_after_a_failed_capture(phase):
+    module = _Reassigning(fail_in(phase))
+    before = module.calls
+    with pytest.raises(Failure):
+        make_graphed_callables(module, (device_tensor(4, 6),))
+    assert module.calls is before
+    assert module.calls.item() == 0
+    assert list(module._buffers) == ["calls"]
+
+
+def test_a_graph_reads_the_buffer_that_forward_reassigns_where_it_was_before_capture():
+    module = _Reassigning()
+    before = module.calls
+    graphed = make_graphed_callables(module, (device_tensor(4, 6),))
+    assert graphed.calls is before
+    x = device_tensor(4, 6, seed=3)
+    for calls in range(3):
+        module.calls.fill_(calls)
+        assert torch.equal(graphed(x), module.linear(x) * (calls + 1))
 
 
 # ------------------------------------------------------------------------------------------- Megatron's generators

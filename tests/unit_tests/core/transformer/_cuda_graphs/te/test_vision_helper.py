@@ -151,11 +151,11 @@ def test_graphs_train_bit_for_bit_as_eager(order, modules):
 
 
 def test_a_graph_of_another_microbatch_is_noticed(two_stages):
-    expected, _ = train(ORDERS[2], graphs=False)
-    with mock.patch(f"{__name__}.set_current_microbatch"):  # so all micro-batches in flight share a graph
-        numbers, _ = train(ORDERS[2], graphs=True)
-    with pytest.raises(AssertionError, match="differs"):
-        assert_same_bits(numbers, expected)
+    with (
+        mock.patch(f"{__name__}.set_current_microbatch"),  # so all micro-batches in flight share a graph
+        pytest.raises(RuntimeError, match="activations a later replay has overwritten"),
+    ):
+        train(ORDERS[2], graphs=True)
 
 
 # --------------------------------------------------------------------------------------------------------- capture
