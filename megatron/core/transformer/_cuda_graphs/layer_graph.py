@@ -126,3 +126,10 @@ class LayerGraph:
         self._graphed.reset()
         self._guard = None
         self._static_args, self._static_kwargs, self._absent = (), {}, {}
+
+
+class LayerGraphs(list[LayerGraph]):
+    """The graphs of a layer, one for each micro-batch. A deep copy of the layer has none, and runs eagerly."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "LayerGraphs":
+        return LayerGraphs()

@@ -503,7 +503,8 @@ def module_of(func: Callable) -> torch.nn.Module | None:
     if not isinstance(func, partial):
         return None
     given = [value for value in (*func.args, *func.keywords.values()) if isinstance(value, torch.nn.Module)]
-    return module_of(func.func) or (given[0] if len(given) == 1 else None)
+    module = module_of(func.func)
+    return given[0] if module is None and len(given) == 1 else module
 
 
 def _accumulated_in(outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:

@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ..engine.replay import Replay, ReplayNode, fast_apply
+from ..engine.replay import Replay, ReplayNode, ReplayOptions, fast_apply
 from .buffers import StaticInput
 from .turns import Turns
 

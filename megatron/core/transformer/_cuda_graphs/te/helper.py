@@ -27,7 +27,7 @@ from ..engine.te_engine import recover_te_engine
 from ..errors import CallOrderError, OptionsError
 from ..fsdp_checks import check_fsdp_options
 from ..hooks import extracted_hooks
-from ..layer_graph import LayerGraph
+from ..layer_graph import LayerGraph, LayerGraphs
 from .address_guard import guard_parameters
 from .backends import choose_backend
 from .layers import _layer_is_graphable, decoder_layers, language_model_of
@@ -383,7 +383,7 @@ class TECudaGraphHelper:
         absent = default_kwargs(layers, arguments["sample_kwargs"])
         given: set[int] = set()
         for index, (layer, slots) in enumerate(zip(layers, self._slots(), strict=True)):
-            layer.cuda_graphs = [
+            layer.cuda_graphs = LayerGraphs(
                 LayerGraph(
                     _layer_name(layer, index),
                     graphs[slot],
@@ -396,7 +396,7 @@ class TECudaGraphHelper:
                     guard=guards[index],
                 )
                 for slot in slots
-            ]
+            )
 
     def _parameter_guards(self) -> list[AddressGuard | None]:
         """For each layer a guard of its parameters; None under Megatron-FSDP, which guards them itself."""

@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from ..layer_graph import LayerGraph
+from ..layer_graph import LayerGraph, LayerGraphs
 from .helper import TECudaGraphHelper, logger
 from .layers import decoder_layers, vision_model_of
 from .order import PassOrder
@@ -97,7 +97,7 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
     def _capture_layers(self) -> None:
         super()._capture_layers()
         for layer in self.flattened_callables:
-            layer.cuda_graphs = [_wrap_graph_for_vision(graph) for graph in layer.cuda_graphs]
+            layer.cuda_graphs = LayerGraphs(map(_wrap_graph_for_vision, layer.cuda_graphs))
 
     def _reset_after_capture(self) -> None:
         """Zero nothing: the language model's helper does, on all ranks."""

@@ -1,9 +1,11 @@
 """layer_graph: which arguments a layer's graphs take."""
 
+import copy
+
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
+from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph, LayerGraphs
 
 
 class Graphed:
@@ -160,3 +162,34 @@ def test_delayed_weight_gradients_of_the_engine_are_offered_where_it_has_them():
 
     assert LayerGraph("layer", Delaying(), (), {}, has_attention=False).backward_dw() == "weight gradients"
     assert not hasattr(layer_graph(), "backward_dw")
+
+
+def test_a_deep_copy_of_a_layer_has_no_graphs():
+    layer = torch.nn.Module()
+    layer.cuda_graphs = LayerGraphs([layer_graph()])
+    assert copy.deepcopy(layer).cuda_graphs == []
+    assert len(layer.cuda_graphs) == 1
+
+
+# ------------------------------------------------------------------------------------ engines that check their inputs
+
+
+class Checking(Graphed):
+    """As this project's engine, which is told how errors are to call its inputs."""
+
+    def name_inputs(self, owner, names, advice):
+        self.told = owner, names, advice
+
+
+def test_an_engine_that_checks_its_inputs_is_told_their_names():
+    graphed = Checking()
+    graph = LayerGraph("layer 3", graphed, (HIDDEN, HIDDEN), {"attention_mask": MASK}, has_attention=True)
+    owner, names, advice = graphed.told
+    assert (owner, names) == ("layer 3", ("hidden_states", "argument 1", "attention_mask"))
+    assert "--seq-length" in advice
+    graph(HIDDEN[:6], HIDDEN)  # not compared a second time
+
+
+def test_an_input_that_requires_grad_and_did_not_at_capture_is_refused():
+    with pytest.raises(ValueError, match="captured with hidden_states that requires no grad"):
+        layer_graph()(HIDDEN.clone().requires_grad_())
