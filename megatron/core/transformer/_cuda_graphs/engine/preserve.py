@@ -81,15 +81,9 @@ def hide_grads_and_hooks(params: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 @contextmanager
-def pause_gc(collects: bool = True) -> Iterator[None]:
-    """Collect no garbage until the end: a graph that is collected while another is captured spoils the capture.
-
-    Args:
-        collects: Whether garbage is collected now, so that graphs do not come on top of it.
-    """
+def pause_gc() -> Iterator[None]:
+    """Collect no garbage until the end: a graph that is collected while another is captured spoils the capture."""
     enabled = gc.isenabled()
-    if collects:
-        gc.collect()
     gc.disable()
     try:
         yield

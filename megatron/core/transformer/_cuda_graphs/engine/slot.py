@@ -13,6 +13,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from ..expected_inputs import ExpectedInputs
 from .capture_time_hooks import CaptureTimeHooks
+from .connected_leaves import connected_leaves
 from .delayed_wgrad import DelayedWeightGradients, delays_weight_gradients
 from .memory import PoolMemory, storage_address, weak_reference
 from .preserve import allow_nested_backward, hide_grads_and_hooks
@@ -240,10 +241,12 @@ class GraphedSlot:
         Raises:
             RuntimeError: gives the shape of such a parameter.
         """
-        for variable in _accumulated_in(outputs, leaves):
-            if self._module is None or isinstance(variable, torch.nn.Parameter):  # modules may make leaves in forward
+        known = set(map(id, leaves))
+        for leaf in connected_leaves(outputs, stops=leaves):
+            # Modules may make leaves in forward.
+            if id(leaf) not in known and (self._module is None or isinstance(leaf, torch.nn.Parameter)):
                 raise RuntimeError(
-                    f"{self.name} uses a tensor of shape {tuple(variable.shape)} that requires grad and is neither an "
+                    f"{self.name} uses a tensor of shape {tuple(leaf.shape)} that requires grad and is neither an "
                     "input nor a parameter of its module, so its gradient would be lost: give the module that it "
                     "belongs to, or give it as an input"
                 )
@@ -505,25 +508,6 @@ def module_of(func: Callable) -> torch.nn.Module | None:
     given = [value for value in (*func.args, *func.keywords.values()) if isinstance(value, torch.nn.Module)]
     module = module_of(func.func)
     return given[0] if module is None and len(given) == 1 else module
-
-
-def _accumulated_in(outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> Iterator[torch.Tensor]:
-    """Yield tensors other than ``leaves`` that a backward pass from ``outputs`` accumulates gradients in."""
-    expected = set(map(id, leaves))
-    for output in outputs:
-        if output.is_leaf and id(output) not in expected:
-            yield output
-    seen = {leaf.grad_fn for leaf in leaves if leaf.grad_fn is not None}  # the pass ends there
-    nodes = [output.grad_fn for output in outputs if output.grad_fn is not None and output.grad_fn not in seen]
-    seen.update(nodes)
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, torch._C._functions.AccumulateGrad) and id(node.variable) not in expected:
-            yield node.variable
-        for following, _ in node.next_functions:
-            if following is not None and following not in seen:
-                seen.add(following)
-                nodes.append(following)
 
 
 def _note_parts(ran: dict[torch.nn.Module, None], module: torch.nn.Module, *_: Any) -> None:

@@ -294,7 +294,7 @@ class CudaGraphManager(torch.nn.Module):
         state._set_capture_start()
         try:
             # Inference captures many graphs, one by one: walks through all objects would take longer than that.
-            with pause_gc(collects=False), preserve_rng(), transformer_engine_flag(), capture_stream():
+            with pause_gc(), preserve_rng(), transformer_engine_flag(), capture_stream():
                 make_generators_safe()
                 with preserve_tensors(states_of(kwargs.get("inference_context"), runner.base_module)):
                     runner.warm_up([tensor.detach().clone() for tensor in given])

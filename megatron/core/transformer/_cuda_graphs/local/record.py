@@ -112,7 +112,7 @@ class _CudagraphGlobalRecord:
         before = torch.cuda.memory_stats()
         state._set_capture_start()
         try:
-            with pause_gc(collects=False), preserve_rng(), transformer_engine_flag(), capture_stream():
+            with pause_gc(), preserve_rng(), transformer_engine_flag(), capture_stream():
                 make_generators_safe()
                 cls.session.capture(cls.cudagraph_record)
         except BaseException as error:

@@ -10,6 +10,7 @@ import torch
 from .. import state
 from ..engine.capture import Capture, not_recording
 from ..engine.capture_time_hooks import CaptureTimeHooks
+from ..engine.connected_leaves import connected_leaves
 from ..engine.preserve import preserve_buffers, preserve_moe_metrics
 from ..engine.quantization import Quantization, QuantizedReplay, current_quantization
 from ..engine.replay import ReplayOptions
@@ -24,7 +25,6 @@ from .arguments import (
     tensors_of,
     with_tensors,
 )
-from .connected_leaves import connected_leaves
 from .forward_only import Evaluation, written_state
 from .main_grads import accumulate_into_main_grads, scratch_main_grads, track_fused_accumulation
 from .mismatch import mismatches

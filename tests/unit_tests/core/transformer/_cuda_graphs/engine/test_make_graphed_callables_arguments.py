@@ -185,7 +185,7 @@ def test_inputs_that_are_nested_otherwise_are_refused(other, shown):
 
 @pytest.mark.parametrize("grad", [True, False], ids=["beside an input", "alone"])
 def test_a_function_over_a_parameter_outside_is_refused(grad):
-    linear = torch.nn.Linear(3, 3).cuda()
+    linear = torch.nn.Linear(3, 3, bias=False).cuda()
     with pytest.raises(RuntimeError, match=r"callable 0 \(<lambda>\) uses a tensor of shape \(3, 3\)"):
         capture(lambda x: linear(x) * x, (device_tensor(2, 3, grad=grad),))
 
@@ -197,7 +197,7 @@ def test_a_function_that_returns_a_tensor_outside_is_refused():
 
 
 def test_a_module_over_a_parameter_of_another_is_refused():
-    other = torch.nn.Linear(6, 6).cuda()
+    other = torch.nn.Linear(6, 6, bias=False).cuda()
     with pytest.raises(RuntimeError, match=r"callable 0 \(Forward\) uses a tensor of shape \(6, 6\)"):
         capture(Forward(lambda linear, x: other(linear(x))), (device_tensor(4, 6),))
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.core.transformer._cuda_graphs.local.connected_leaves import connected_leaves
+from megatron.core.transformer._cuda_graphs.engine.connected_leaves import connected_leaves
 
 
 def leaf():
@@ -24,3 +24,11 @@ def test_an_output_may_be_a_leaf_itself():
 
 def test_what_is_detached_is_not_connected():
     assert connected_leaves([leaf().detach() * 2]) == []
+
+
+def test_a_search_ends_at_the_tensors_where_backward_ends():
+    leaf, inside = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    middle = leaf * 2
+    assert connected_leaves([middle * inside], stops=[middle])[0] is inside
+    assert len(connected_leaves([middle * inside], stops=[middle])) == 1
+    assert connected_leaves([middle], stops=[middle]) == []

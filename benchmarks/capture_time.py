@@ -1,0 +1,169 @@
+"""How long capture takes, and what memory it holds: this project's engine and TransformerEngine's.
+
+    python benchmarks/capture_time.py --out benchmarks/results/capture_time.json
+
+Captures 16 and 64 transformer-like layers (hidden 1024, 512 tokens, bf16; TransformerEngine's if it is there, plain
+torch modules if not) with each engine in turn, as the layers of one model chunk with shared buffers, and takes the
+seconds until all graphs are there and the bytes that the allocator holds more than before. This project's engine runs
+once for each value of MEGATRON_CUDA_GRAPH_CAPTURE_RECLAIM, which says how it gets memory back between captures. All
+engines capture the same kind of layers after the same number of warm-up iterations.
+
+Needs a GPU; on the CPU backend (``python -m megatron_fsdp_cuda_graphs.cpu_backend benchmarks/capture_time.py``) it runs
+without TransformerEngine, to show that it works and to profile it (``--profile``): what a tape takes says nothing of a
+GPU, and its memory is not known.
+"""
+
+import argparse
+import cProfile
+import gc
+import json
+import os
+import platform
+import pstats
+import statistics
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from megatron.core.transformer._cuda_graphs.engine.capture import RECLAIM_VARIABLE
+from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
+from megatron.core.transformer._cuda_graphs.te.backends import transformer_engine
+
+RECLAIM_WAYS = ("empty_cache", "events")
+
+
+class PlainLayer(torch.nn.Module):
+    """A transformer layer of torch's modules: takes and returns ``[sequence, batch, hidden]``."""
+
+    def __init__(self, hidden: int, heads: int):
+        super().__init__()
+        self._heads = heads
+        self.before_attention, self.before_mlp = torch.nn.LayerNorm(hidden), torch.nn.LayerNorm(hidden)
+        self.qkv, self.projection = torch.nn.Linear(hidden, 3 * hidden), torch.nn.Linear(hidden, hidden)
+        self.mlp = torch.nn.Sequential(
+            torch.nn.Linear(hidden, 4 * hidden), torch.nn.GELU(), torch.nn.Linear(4 * hidden, hidden)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Attention, then the MLP, each with a residual connection."""
+        sequence, batch, hidden = x.shape
+        heads = self.qkv(self.before_attention(x)).view(sequence, batch, self._heads, -1).permute(1, 2, 0, 3)
+        q, k, v = heads.chunk(3, dim=-1)
+        weights = (q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5).softmax(dim=-1)
+        x = x + self.projection((weights @ v).permute(2, 0, 1, 3).reshape(sequence, batch, hidden))
+        return x + self.mlp(self.before_mlp(x))
+
+
+def layers(count: int, hidden: int) -> tuple[torch.nn.Module, ...]:
+    """New layers in bf16."""
+    heads = max(1, hidden // 64)
+    if transformer_engine() is None:
+        return tuple(PlainLayer(hidden, heads).cuda().bfloat16() for _ in range(count))
+    from transformer_engine.pytorch import TransformerLayer
+
+    return tuple(
+        TransformerLayer(hidden, 4 * hidden, heads, params_dtype=torch.bfloat16, hidden_dropout=0, attention_dropout=0)
+        for _ in range(count)
+    )
+
+
+def engines() -> dict[str, tuple[Callable, str | None]]:
+    """Every engine that is there, with how it reclaims memory between captures where that can be chosen."""
+    theirs = transformer_engine()
+    found: dict[str, tuple[Callable, str | None]] = {"transformer_engine": (theirs.capture, None)} if theirs else {}
+    return found | {f"native, {way}": (make_graphed_callables, way) for way in RECLAIM_WAYS}
+
+
+def measure(capture: Callable, count: int, args: argparse.Namespace) -> dict[str, float]:
+    """Seconds of one capture of ``count`` layers, and MiB that the allocator holds for it."""
+    modules = layers(count, args.hidden)
+    shape = (args.sequence, 1, args.hidden)
+    samples = tuple((torch.randn(*shape, dtype=torch.bfloat16, device="cuda", requires_grad=True),) for _ in modules)
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved()
+    start = time.perf_counter()
+    graphed = capture(
+        modules,
+        samples,
+        num_warmup_iters=args.warmup,
+        allow_unused_input=True,
+        _order=[1, -1],
+        _num_layers_per_chunk=[count],
+        _reuse_graph_input_output_buffers=True,
+    )
+    torch.cuda.synchronize()
+    seconds = time.perf_counter() - start
+    gc.collect()
+    torch.cuda.empty_cache()
+    reserved = (torch.cuda.memory_reserved() - before) / 2**20
+    del graphed
+    return {"seconds": round(seconds, 4), "reserved_MiB": round(reserved, 1)}
+
+
+def installed(*distributions: str) -> dict[str, str]:
+    """The versions of those ``distributions`` that are installed."""
+    found = {}
+    for name in distributions:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def main() -> None:
+    """Measure every engine in several rounds, print a table, write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--layers", type=int, nargs="+", default=[16, 64])
+    parser.add_argument("--hidden", type=int, default=1024)
+    parser.add_argument("--sequence", type=int, default=512, help="tokens")
+    parser.add_argument("--warmup", type=int, default=3, help="warm-up iterations")
+    parser.add_argument("--rounds", type=int, default=3, help="timed captures of each engine and count")
+    parser.add_argument("--profile", type=int, metavar="LINES", help="print where the host's time goes")
+    parser.add_argument("--out", type=Path, help="where to write the results, as JSON")
+    args = parser.parse_args()
+
+    rows = []
+    profile = cProfile.Profile()
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for capture, way in engines().values():
+            os.environ[RECLAIM_VARIABLE] = way or RECLAIM_WAYS[0]
+            measure(capture, 2, args)
+        for round_number in range(args.rounds):
+            for count in args.layers:
+                for name, (capture, way) in engines().items():
+                    os.environ[RECLAIM_VARIABLE] = way or RECLAIM_WAYS[0]
+                    if args.profile:
+                        profile.enable()
+                    figures = measure(capture, count, args)
+                    profile.disable()
+                    rows.append({"round": round_number, "layers": count, "engine": name} | figures)
+
+    print(f"{'layers':>6}  {'engine':<22}{'seconds':>9}{'reserved MiB':>14}")
+    for count in args.layers:
+        for name in engines():
+            of_engine = [row for row in rows if row["layers"] == count and row["engine"] == name]
+            seconds = statistics.median(row["seconds"] for row in of_engine)
+            reserved = statistics.median(row["reserved_MiB"] for row in of_engine)
+            print(f"{count:>6}  {name:<22}{seconds:>9.3f}{reserved:>14.1f}")
+    if args.profile:
+        pstats.Stats(profile).sort_stats("tottime").print_stats(args.profile)
+    if args.out:
+        result = {
+            "command": "python benchmarks/capture_time.py",
+            "arguments": {name: value for name, value in vars(args).items() if name != "out"},
+            "hardware": torch.cuda.get_device_name(),
+            "versions": {"python": platform.python_version()}
+            | installed("torch", "megatron-core", "transformer-engine"),
+            "captures": rows,
+        }
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
