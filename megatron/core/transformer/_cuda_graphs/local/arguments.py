@@ -2,7 +2,7 @@
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -62,8 +62,7 @@ class ArgMetadata:
             return
         self.value = arg.data_ptr()
         self.shape, self.dtype, self.device = arg.shape, arg.dtype, arg.device
-        dense = arg if arg.is_contiguous() else torch.empty_like(arg, device="meta")
-        self.stride = dense.stride()
+        self.stride = arg.stride() if _is_dense(arg) else _contiguous_stride(arg.shape)
         self.requires_grad = arg.requires_grad
         if hasattr(arg, "cg_buffer_metadata"):
             self.cg_buffer_metadata: CudagraphBufferMetadata = arg.cg_buffer_metadata
@@ -83,6 +82,25 @@ class ArgMetadata:
             raise TypeError(f"an argument of type {self.type.__name__} has no zeros: only tensors have")
         zeros = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
         return zeros.requires_grad_(self.requires_grad)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements of ``tensor`` fill its memory, in any order of dimensions, and none is there twice."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size != 1 and stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * max(size, 1))
+    return tuple(reversed(strides)) if shape else ()
 
 
 def tree_map(func: Callable[[Any], Any], tree: Any) -> Any:

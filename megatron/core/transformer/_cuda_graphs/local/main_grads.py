@@ -1,6 +1,6 @@
 """Main gradients (``param.main_grad``, of ``DistributedDataParallel``) in captured backward passes."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -10,21 +10,30 @@ _ADDED = "grad_added_to_main_grad"
 
 
 def accumulate_into_main_grads(
-    params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], shared: Collection[torch.Tensor] = ()
 ) -> list[torch.Tensor | None]:
     """Add ``grads`` to the main gradients of ``params``, as the hook of ``DistributedDataParallel`` does in eager mode.
+
+    Gradients of ``shared`` parameters are left to autograd, which adds up all gradients of a backward pass before that
+    hook runs: floating-point sums depend on the order.
 
     A layer that has added its gradient itself (``--gradient-accumulation-fusion``) has set
     ``param.grad_added_to_main_grad``.
 
     Returns:
-        The gradients of parameters without a main gradient; None for the others.
+        The gradients of parameters that are shared or have no main gradient; None for the others.
     """
     left: list[torch.Tensor | None] = []
     for param, grad in zip(params, grads, strict=True):
         main_grad = getattr(param, "main_grad", None)
-        left.append(grad if main_grad is None else None)
-        if main_grad is not None and grad is not None and not getattr(param, _ADDED, False):
+        if main_grad is None or grad is None:
+            left.append(grad)
+        elif getattr(param, _ADDED, False):
+            left.append(None)
+        elif any(param is each for each in shared):
+            left.append(grad)
+        else:
+            left.append(None)
             with torch.no_grad():
                 main_grad.add_(grad)
     return left

@@ -1,5 +1,6 @@
 """``CudaGraphManager``: runs a module eagerly or with CUDA graphs, whichever is due."""
 
+import copy
 import gc
 from collections.abc import Callable, Collection, Hashable, Iterator
 from typing import Any, ClassVar
@@ -82,19 +83,21 @@ class CudaGraphManager(torch.nn.Module):
         self.func: Callable | None = None
         if function_name is not None:
             self.func = getattr(base_module, function_name)
-            setattr(base_module, function_name, self._wrapped(base_module, self.func))
+            setattr(base_module, function_name, _GraphedFunction(self, base_module, self.func))
         _CudagraphGlobalRecord.managers.add(self)
         _memory_pool()
         leave_default_stream()
 
-    def _wrapped(self, base_module: Any, func: Any) -> Callable:
-        def graphed(*args: Any, eager: bool = False, cache_key: Hashable | None = None, **kwargs: Any) -> Any:
-            if eager:
-                return func(*args, **kwargs)
-            output = self(base_module, args, kwargs, cache_key=cache_key)
-            return output[0] if isinstance(output, tuple) and len(output) == 1 else output
-
-        return graphed
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CudaGraphManager":
+        """Return a manager for a copy of the module. It has no graphs, and the process groups of this one."""
+        copied = self.__class__.__new__(self.__class__)
+        memo[id(self)] = copied
+        own = {"cudagraph_runners": [], "custom_cudagraphs_lookup_table": _RunnersByKey()}
+        shared = {"pg_collection": self.pg_collection}
+        others = {name: value for name, value in self.__dict__.items() if name not in (*own, *shared)}
+        copied.__dict__.update(copy.deepcopy(others, memo) | own | shared)
+        _CudagraphGlobalRecord.managers.add(copied)
+        return copied
 
     def call_ddp_preforward_hook(self, module: torch.nn.Module) -> None:
         """Run the forward-pre hooks of ``DistributedDataParallel`` on ``module``: they wait for its parameters.
@@ -164,6 +167,14 @@ class CudaGraphManager(torch.nn.Module):
                 "micro-batches in a step than the first one had (--global-batch-size, --rampup-batch-size)."
             )
 
+    def _refuse_unrecorded(self, module: Any) -> None:
+        if self.need_backward and torch.is_grad_enabled():
+            raise RuntimeError(
+                f"{type(module).__name__} is to be trained after the CUDA graphs were captured (--cuda-graph-impl "
+                "local), and did not run in the step that was recorded: it is another model's, a copy, or new. Call "
+                "delete_cuda_graphs() first: the next step is recorded anew, with all that runs in it."
+            )
+
     def _new_runner(
         self, module: Any, args: tuple, kwargs: dict[str, Any], cache_key: Hashable | None = None
     ) -> _CudaGraphRunner:
@@ -217,7 +228,7 @@ class CudaGraphManager(torch.nn.Module):
             output = self._replay(megatron_module, args, kwargs)
         else:
             leave_default_stream()
-            if not self.cudagraph_runners and isinstance(megatron_module, torch.nn.Module):
+            if next(self._without_key(), None) is None and isinstance(megatron_module, torch.nn.Module):
                 refuse_fsdp_hooks(megatron_module)
             runner = self.get_cudagraph_runner(megatron_module, args, kwargs, self.reuse_cudagraphs)
             output = runner.record_graph_capture(args, kwargs)
@@ -233,7 +244,10 @@ class CudaGraphManager(torch.nn.Module):
     def _replay(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         # Without grad too: the first pass of a layer that is computed again reads gathered parameters as well.
         recorded = next(self._without_key(), None)
-        for part in () if recorded is None else recorded.parts:
+        if recorded is None:
+            self._refuse_unrecorded(module)
+            return self._run_eagerly(module, args, kwargs)
+        for part in recorded.parts:
             if part._forward_pre_hooks:
                 self.call_ddp_preforward_hook(part)
         runner = self.get_cudagraph_runner(module, args, kwargs, self.reuse_cudagraphs)
@@ -298,6 +312,22 @@ class CudaGraphManager(torch.nn.Module):
             runner.reset()
         self.cudagraph_runners = []
         self.custom_cudagraphs_lookup_table = _RunnersByKey()
+
+
+class _GraphedFunction:
+    """What a manager puts in the place of a function. Unlike a closure it is copied along with its module.
+
+    It takes two more keywords: ``eager=True`` runs the function without graphs, ``cache_key`` names the graph.
+    """
+
+    def __init__(self, manager: CudaGraphManager, base_module: Any, func: Callable):
+        self._manager, self._base_module, self._func = manager, base_module, func
+
+    def __call__(self, *args: Any, eager: bool = False, cache_key: Hashable | None = None, **kwargs: Any) -> Any:
+        if eager:
+            return self._func(*args, **kwargs)
+        output = self._manager(self._base_module, args, kwargs, cache_key=cache_key)
+        return output[0] if isinstance(output, tuple) and len(output) == 1 else output
 
 
 class _RunnersByKey(dict[Hashable, "_CudaGraphRunner | None"]):

@@ -21,6 +21,10 @@ class _GraphStatus(Enum):
 class RecordedRunner(Protocol):
     """What the node of a recorded pass asks of its runner."""
 
+    @property
+    def name(self) -> str:
+        """What errors call it."""
+
     def expect(self, status: _GraphStatus) -> None:
         """Refuse a pass that is not due."""
 
@@ -30,6 +34,10 @@ class RecordedRunner(Protocol):
 
 class ReplayedRunner(Protocol):
     """What the node of a replay asks of its runner."""
+
+    @property
+    def name(self) -> str:
+        """What errors call it."""
 
     def begin_forward(self) -> "LocalReplay":
         """Check that the forward graph may be replayed, and return what replays it."""
@@ -42,6 +50,14 @@ class ReplayedRunner(Protocol):
 
     def end_backward(self) -> None:
         """Note that the backward graph was replayed."""
+
+
+def _refuse_second_derivatives(runner: RecordedRunner | ReplayedRunner) -> None:
+    if torch.is_grad_enabled():  # autograd records a backward pass with create_graph=True only
+        raise RuntimeError(
+            f"{runner.name}: create_graph=True asks for second derivatives, which CUDA graphs do not compute. Train "
+            "with --cuda-graph-impl none."
+        )
 
 
 class _CudagraphRecordNode(torch.autograd.Function):
@@ -65,8 +81,9 @@ class _CudagraphRecordNode(torch.autograd.Function):
         """Record the runner's first backward pass; return ``grads`` unchanged.
 
         Raises:
-            RuntimeError: the runner waits for its forward pass.
+            RuntimeError: the runner waits for its forward pass, or second derivatives are wanted.
         """
+        _refuse_second_derivatives(ctx.runner)
         ctx.runner.record_backward()
         return None, *grads
 
@@ -99,9 +116,10 @@ class _CudagraphReplayNode(ReplayNode):
         """Replay the backward graph.
 
         Raises:
-            RuntimeError: the runner has no such graph, or waits for its forward pass.
+            RuntimeError: the runner has no such graph, or waits for its forward pass, or second derivatives are wanted.
         """
         runner = ctx.runner
+        _refuse_second_derivatives(runner)
         runner.begin_backward()
         results = ReplayNode.backward(ctx, *grads)
         runner.end_backward()

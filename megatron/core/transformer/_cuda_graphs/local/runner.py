@@ -63,6 +63,7 @@ class _CudaGraphRunner(torch.nn.Module):
         backward_retain_grad: Whether the backward pass keeps autograd's graph (``cuda_graph_retain_backward_graph``).
         function: What it runs, for comparison with other runners.
         turn: When its passes are due, once they were captured.
+        backward_pass: Which of autograd's backward passes recorded its own; others of the same pass share it.
         module: ``base_module``, or what stands for it if that is no module.
         parts: The modules that run in the forward graph.
 
@@ -87,6 +88,8 @@ class _CudaGraphRunner(torch.nn.Module):
         super().__init__()
         torch.nn.Module.__setattr__(self, "base_module", base_module)
         self.module = _module_of(base_module)
+        self.backward_pass = -1
+        self._shared_params: tuple[torch.Tensor, ...] = ()
         self.mempool = mempool
         self.cache_key = cache_key
         for value in (*fwd_graph_input_args, *fwd_graph_input_kwargs.values()):
@@ -217,6 +220,7 @@ class _CudaGraphRunner(torch.nn.Module):
         self.expect(_GraphStatus.BWD_READY)
         self.status = _GraphStatus.FWD_READY
         if not self.bwd_graph_recorded:
+            self.backward_pass = torch._C._current_graph_task_id()
             _CudagraphGlobalRecord.record_bwd_graph(self)
             self.bwd_graph_recorded = True
 
@@ -237,13 +241,17 @@ class _CudaGraphRunner(torch.nn.Module):
 
     # -------------------------------------------------------------------------------------------------- capture
 
-    def begin_capture(self, session: CaptureSession, warmup: WarmupRecord) -> None:
+    def begin_capture(
+        self, session: CaptureSession, warmup: WarmupRecord, shared_params: Sequence[torch.Tensor] = ()
+    ) -> None:
         """Prepare for a capture.
 
         Args:
             session: What is shared with the runners of the same capture.
             warmup: What passes of the same function have shown, or will show; shared with its other runners.
+            shared_params: Parameters that other runners give a gradient in the same backward pass.
         """
+        self._shared_params = tuple(shared_params)
         self._session = session
         self.grad_enabled = self.bwd_graph_recorded
         self._warmup = warmup
@@ -407,7 +415,7 @@ class _CudaGraphRunner(torch.nn.Module):
             self.get_quantization_context,
             self._quantized,
             self.module,
-            accumulate_into_main_grads,
+            partial(accumulate_into_main_grads, shared=self._shared_params),
             self._warmup,
         )
 

@@ -1,6 +1,7 @@
 """What the runners of one recording share: the capture of their graphs, static memory, and the passes under way."""
 
-from collections.abc import Hashable, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -19,12 +20,15 @@ class Runner(Protocol):
 
     module: torch.nn.Module
     function: Hashable
+    backward_pass: int
 
     @property
     def name(self) -> str:
         """What errors call it."""
 
-    def begin_capture(self, session: "CaptureSession", warmup: WarmupRecord) -> None:
+    def begin_capture(
+        self, session: "CaptureSession", warmup: WarmupRecord, shared_params: Sequence[torch.Tensor] = ()
+    ) -> None:
         """Prepare for ``warm_up`` and the capture; ``warmup`` is what passes of the same function have shown."""
 
     def warm_up(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -99,6 +103,7 @@ class CaptureSession:
     def _warm_up(self, record: Sequence[tuple]) -> None:
         """Run every function once for each kind of arguments: what is set up in a first call must not be captured."""
         with_backward = {entry[0] for entry in record if entry[1] == "bwd"}
+        shared = _shared_params(with_backward)
         found: dict[Hashable, WarmupRecord] = {}
         for runner, kind, *arguments in record:
             if kind != "fwd":
@@ -106,7 +111,7 @@ class CaptureSession:
             metas = metas_of(*arguments[:2])
             key = (runner.function, runner in with_backward, *((meta.shape, meta.dtype) for meta in metas))
             is_new = key not in found
-            runner.begin_capture(self, found.setdefault(key, WarmupRecord()))
+            runner.begin_capture(self, found.setdefault(key, WarmupRecord()), shared[runner])
             if is_new:
                 self.capturing = str(runner)
                 runner.warm_up([meta.zeros_like() for meta in metas])
@@ -165,3 +170,19 @@ class CaptureSession:
         for guard in self._guards:
             guard.check(grad_enabled)
         self._checked, self._checked_with_grad = True, grad_enabled
+
+
+def _shared_params(runners: Iterable[Runner]) -> defaultdict[Runner, list[torch.Tensor]]:
+    """For each of ``runners`` the parameters that another gives a gradient in the same backward pass.
+
+    A layer that is called twice in a pass has two runners; layers may have weights in common.
+    """
+    users: defaultdict[tuple[int, torch.Tensor], list[Runner]] = defaultdict(list)
+    for runner in runners:
+        for param in runner.module.parameters():
+            users[runner.backward_pass, param].append(runner)
+    shared: defaultdict[Runner, list[torch.Tensor]] = defaultdict(list)
+    for (_, param), together in users.items():
+        for runner in together if len(together) > 1 else ():
+            shared[runner].append(param)
+    return shared
