@@ -71,6 +71,13 @@ class Stack(torch.nn.Module):
         return self.after(x)
 
 
+def add_to_main_grad(param: Any) -> None:
+    """What the hook of DistributedDataParallel does."""
+    if param.grad is not None:
+        param.main_grad.add_(param.grad)
+        param.grad = None
+
+
 def stack(count: int = 3, graphs: bool = True, **options: Any) -> Stack:
     """A seeded stack of ``count`` layers on the device."""
     torch.manual_seed(5)

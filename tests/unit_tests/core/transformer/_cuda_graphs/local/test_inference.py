@@ -100,6 +100,11 @@ class TestInference:
         record(model)
         model(batch(1)).sum().backward()
 
+    def test_all_generators_are_made_safe_before_the_capture(self, generators_made_safe):
+        layer = self.inline()
+        layer(batch(0), cache_key=0)
+        assert generators_made_safe()
+
     @pytest.mark.parametrize("batching", ["static", "dynamic"])
     def test_a_call_with_an_inference_context_has_a_graph_for_each_kind_of_batch(self, batching):
         context = Context(1, 8)

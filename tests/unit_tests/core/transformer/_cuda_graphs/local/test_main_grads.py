@@ -12,7 +12,7 @@ from megatron.core.transformer._cuda_graphs.local.main_grads import (
 )
 from megatron.core.transformer.cuda_graphs import create_cudagraphs, delete_cuda_graphs
 
-from .local_graph_cases import HIDDEN, Layer, batch, use_graphable_rng
+from .local_graph_cases import HIDDEN, Layer, Stack, add_to_main_grad, batch, use_graphable_rng
 
 
 def param(main_grad=None, added: bool | None = None) -> Any:
@@ -47,6 +47,14 @@ def test_no_gradient_is_nothing_to_add():
     target = param(1.0)
     assert accumulate_into_main_grads([target, param()], [None, None]) == [None, None]
     assert target.main_grad.tolist() == [1, 1]
+
+
+def test_gradients_of_shared_parameters_are_left_unless_the_layer_has_added_them():
+    shared, added, own = param(1.0), param(1.0, added=True), param(1.0)
+    grad = torch.ones(2)
+    left = accumulate_into_main_grads([shared, added, own], [grad] * 3, shared=[shared, added])
+    assert left == [grad, None, None]
+    assert [each.main_grad.tolist() for each in (shared, added, own)] == [[1, 1], [1, 1], [2, 2]]
 
 
 def test_flags_are_asked_anew_and_put_back():
@@ -125,3 +133,37 @@ def test_fused_gradients_are_added_once_in_each_pass_of_training():
         return main_grads
 
     assert steps(graphs=True) == steps(graphs=False)
+
+
+@pytest.mark.usefixtures("cpu_backend", "no_graphs")
+class TestSharedParameters:
+    """Autograd adds up the gradients of one backward pass before anything adds them to main gradients."""
+
+    def train(self, layers, microbatches=3):
+        model, found = Stack(layers).cuda(), []
+        for param in model.parameters():
+            param.main_grad = torch.zeros_like(param)
+            param.register_post_accumulate_grad_hook(add_to_main_grad)
+        for step in range(3):
+            for microbatch in range(microbatches):
+                model(batch(step, microbatch)).square().mean().backward()
+            create_cudagraphs()
+            found += [param.main_grad.tolist() for param in model.parameters()]
+        return found
+
+    @pytest.mark.parametrize("kind", ["one layer twice", "one layer three times", "two layers with one weight"])
+    def test_of_several_passes_through_them_train_as_eagerly(self, kind):
+        def run(graphs):
+            torch.manual_seed(5)
+            use_graphable_rng()
+            first, second = (Layer(i + 1, graphs) for i in range(2))
+            second.linear.weight = first.linear.weight
+            layers = {
+                "one layer twice": [first, first],
+                "one layer three times": [first, first, first],
+                "two layers with one weight": [first, second],
+            }
+            return self.train(layers[kind])
+
+        eager = run(graphs=False)
+        assert run(graphs=True) == eager

@@ -1,5 +1,7 @@
 """CudaGraphManager: what runs eagerly, what is replayed, and what is refused."""
 
+import copy
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from megatron.core.transformer._cuda_graphs.hooks import runs_outside_graphs
 from megatron.core.transformer.cuda_graphs import (
     CudaGraphManager,
     create_cudagraphs,
+    delete_cuda_graphs,
 )
 from megatron_fsdp_cuda_graphs.cpu_backend.pools import pool_of
 
@@ -15,10 +18,12 @@ from .local_graph_cases import (
     Layer,
     batch,
     config,
+    eager_calls,
     groups,
     record,
     runners,
     stack,
+    train,
     use_graphable_rng,
 )
 
@@ -85,6 +90,78 @@ class TestArguments:
         record(model)
         with pytest.raises(RuntimeError, match=r"--seq-length, --micro-batch-size.*delete_cuda_graphs\(\)"):
             model(batch(1, size=4))
+
+
+class TestAfterCapture:
+    """Modules that did not run in the recorded step."""
+
+    def test_a_second_model_is_refused_with_what_to_do(self):
+        record(stack())
+        with pytest.raises(RuntimeError, match=r"Layer is to be trained after .* delete_cuda_graphs\(\) first"):
+            stack()(batch(0))
+
+    def test_run_eagerly_where_no_gradients_are_wanted(self):
+        record(stack())
+        other, reference = stack(count=1), stack(count=1, graphs=False)
+        with torch.no_grad():
+            assert torch.equal(other(batch(1)), reference(batch(1)))
+
+    def test_are_recorded_with_the_others_after_delete_cuda_graphs(self):
+        first, second = stack(count=1), stack(count=2)
+        record(first)
+        delete_cuda_graphs()
+        first(batch(0)).sum().backward()
+        record(second)
+        calls = eager_calls(first), eager_calls(second)
+        first(batch(1)).sum().backward()
+        second(batch(1)).sum().backward()
+        assert (eager_calls(first), eager_calls(second)) == calls
+
+
+class TestCopies:
+    @pytest.mark.parametrize("captured", [False, True], ids=["before the capture", "after it"])
+    def test_are_trained_as_the_model_they_were_copied_from(self, captured):
+        def run(graphs):
+            model = stack(graphs=graphs, dropout=0.5)
+            if captured:
+                train(model, steps=2)
+            copied = copy.deepcopy(model)
+            delete_cuda_graphs()
+            return [train(copied, steps=3), eager_calls(copied)]
+
+        (eager, _), (graphed, calls) = run(graphs=False), run(graphs=True)
+        assert graphed == eager
+        assert calls == [calls[0]] * 3
+
+    def test_share_neither_runners_nor_graphs_and_leave_the_model_as_it_was(self):
+        model = stack()
+        record(model)
+        copied = copy.deepcopy(model)
+        assert runners(copied) == []
+        assert copied.layers[0].cudagraph_manager.pg_collection is model.layers[0].cudagraph_manager.pg_collection
+        calls = eager_calls(model)
+        model(batch(1)).sum().backward()
+        assert eager_calls(model) == calls
+
+    def test_evaluate_after_the_capture(self):
+        model = stack()
+        record(model)
+        copied = copy.deepcopy(model).eval()
+        with torch.no_grad():
+            assert torch.equal(copied(batch(1)), model(batch(1)))
+
+    def test_of_a_graphed_function_run_on_the_copy(self):
+        use_graphable_rng()
+        layer = Layer(graphs=False).cuda()
+        layer.manager = CudaGraphManager(layer.config, layer, "forward", pg_collection=groups())
+        copied = copy.deepcopy(layer)
+        with torch.no_grad():
+            copied.linear.weight.zero_()
+            copied.linear.bias.zero_()
+        assert torch.equal(copied(batch(0))[0], batch(0))
+        assert torch.equal(copied.forward(batch(0), eager=True)[0], batch(0))
+        assert layer.eager_calls == 0
+        assert not layer.manager.cudagraph_runners
 
 
 class TestManager:

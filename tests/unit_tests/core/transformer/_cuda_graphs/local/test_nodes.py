@@ -1,6 +1,7 @@
 """The autograd nodes: which pass of a runner comes next."""
 
 import pytest
+import torch
 
 from megatron.core.transformer.cuda_graphs import (
     _GraphStatus,
@@ -15,6 +16,17 @@ from .local_graph_cases import (
 )
 
 pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
+
+
+class TestSecondDerivatives:
+    @pytest.mark.parametrize("steps", [0, 1], ids=["while a step is recorded", "in a replay"])
+    def test_are_refused_by_the_name_of_their_flag(self, steps):
+        model, x = stack(count=1), batch(0).requires_grad_()
+        for _ in range(steps):
+            model(x).sum().backward()
+            create_cudagraphs()
+        with pytest.raises(RuntimeError, match=r"layer 1 \(Layer\): create_graph=True"):
+            torch.autograd.grad(model(x).sum(), x, create_graph=True)
 
 
 class TestStatus:

@@ -30,6 +30,10 @@ pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
 
 class TestCreation:
+    def test_makes_all_generators_safe_before_the_first_capture(self, generators_made_safe):
+        record(stack(dropout=0.5))
+        assert generators_made_safe()
+
     def test_the_error_of_a_capture_is_raised_though_nothing_can_be_cleaned_up(self):
         model = stack(count=1)
         model(batch(0)).sum().backward()
@@ -104,6 +108,30 @@ class TestFailedCapture:
         assert not cuda_graphs.is_graph_warmup()
         assert CudaGraphManager.global_mempool is None  # a pool without graphs cannot be captured into again
 
+    def test_leaves_other_models_to_be_recorded(self, failing):
+        with pytest.raises(RuntimeError):
+            record(failing)
+        model = stack()
+        record(model)
+        before = eager_calls(model)
+        model(batch(1)).sum().backward()
+        assert eager_calls(model) == before
+        calls = eager_calls(failing)
+        failing(batch(1)).sum().backward()
+        assert eager_calls(failing) == [count + 1 for count in calls]
+
+    def test_is_logged_once(self, failing, caplog):
+        with caplog.at_level("WARNING"):
+            with pytest.raises(RuntimeError):
+                record(failing)
+            for step in range(1, 3):
+                failing(batch(step)).sum().backward()
+                create_cudagraphs()
+        assert [r.message for r in caplog.records if "--cuda-graph-impl local" in r.message] == [
+            "the capture of CUDA graphs failed (--cuda-graph-impl local): the modules that were recorded run eagerly "
+            "until delete_cuda_graphs() is called"
+        ]
+
     def test_can_be_tried_again_after_delete_cuda_graphs(self, failing):
         with pytest.raises(RuntimeError):
             record(failing)
@@ -143,6 +171,27 @@ class TestDeletion:
         assert graph() is None
         assert place() is None
         assert CudaGraphManager.global_mempool is None
+
+    def test_collects_garbage_and_then_gives_back_cached_memory(self):
+        class Cycle:
+            def __init__(self):
+                self.itself = self
+
+        gone = weakref.ref(Cycle())
+        with mock.patch.object(torch.cuda, "empty_cache", side_effect=lambda: found.append(gone())):
+            found: list = []
+            delete_cuda_graphs()
+        assert found == [None]
+
+    def test_by_assignment_lets_another_model_be_recorded(self):
+        record(stack())
+        _CudagraphGlobalRecord.cudagraph_created = False  # as megatron-core's own tests do
+        _CudagraphGlobalRecord.cudagraph_record = []
+        CudaGraphManager.global_mempool = None
+        eager = train(stack(graphs=False, dropout=0.5), steps=3)
+        model = stack(dropout=0.5)
+        assert train(model, steps=3) == eager
+        assert all(runner.cudagraph_created for runner in runners(model))
 
     def test_a_shared_tensor_that_was_noted_in_one_recording_is_new_in_the_next(self):
         model, scale = stack(), torch.ones(1, HIDDEN).cuda()

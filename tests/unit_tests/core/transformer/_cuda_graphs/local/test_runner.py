@@ -15,6 +15,7 @@ from .local_graph_cases import (
     HIDDEN,
     Layer,
     Stack,
+    add_to_main_grad,
     batch,
     eager_calls,
     record,
@@ -56,6 +57,14 @@ class TestTraining:
             return found
 
         assert losses(graphs=True) == losses(graphs=False)
+
+    def test_draws_from_the_state_of_the_recorded_pass_though_another_is_in_use_at_capture(self):
+        model = stack(dropout=0.5)
+        model(batch(0)).square().mean().backward()
+        default = torch.cuda.default_generators[torch.cuda.current_device()]
+        default.graphsafe_set_state(default.clone_state())
+        create_cudagraphs()
+        model(batch(1)).square().mean().backward()
 
     def test_takes_another_tensor_in_every_step_that_all_layers_share(self):
         def steps(graphs):
@@ -229,12 +238,6 @@ class _FusedProduct(torch.autograd.Function):
         return grad @ weight, torch.zeros_like(weight)
 
 
-def add_to_main_grad(param):
-    """What the hook of DistributedDataParallel does."""
-    param.main_grad.add_(param.grad)
-    param.grad = None
-
-
 class TestRefusals:
     def test_delayed_weight_gradients_are_refused(self):
         model = stack(count=1)
@@ -244,3 +247,16 @@ class TestRefusals:
         )
         with patch, pytest.raises(ValueError, match="--delay-wgrad-compute"):
             record(model)
+
+    def test_a_parameter_of_another_module_is_refused(self):
+        other = torch.nn.Linear(HIDDEN, HIDDEN).cuda()
+
+        class Borrowing(Layer):
+            def forward(self, hidden_states, *args, **kwargs):
+                return super().forward(other(hidden_states), *args, **kwargs)
+
+        use_graphable_rng()
+        layer = Borrowing().cuda()
+        layer(batch(0))[0].sum().backward()
+        with pytest.raises(ValueError, match=r"layer 1 \(Borrowing\) computes with a parameter of shape \(8,"):
+            create_cudagraphs()

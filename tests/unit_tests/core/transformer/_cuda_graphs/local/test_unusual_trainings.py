@@ -12,7 +12,7 @@ from megatron.core.transformer.cuda_graphs import (
     delete_cuda_graphs,
 )
 
-from .local_graph_cases import HIDDEN, Layer, batch, eager_calls, record, stack, use_graphable_rng
+from .local_graph_cases import HIDDEN, Layer, Stack, batch, eager_calls, record, stack, train, use_graphable_rng
 
 pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
@@ -153,6 +153,53 @@ class TestUnusualTrainings:
                 loss.backward()
                 create_cudagraphs()
                 found.append(loss.item())
+            return found
+
+        self.compare(run)
+
+    @pytest.mark.parametrize("how", ["transposed", "expanded", "sliced"])
+    def test_an_output_with_other_strides_than_a_contiguous_tensor(self, how):
+        class Strided(Layer):
+            def forward(self, hidden_states, *args, **kwargs):
+                out, _ = super().forward(hidden_states, *args, **kwargs)
+                if how == "transposed":
+                    return out.t().contiguous().t(), None
+                return (out[:1].expand(3, -1) if how == "expanded" else torch.cat([out, out], 1)[:, ::2]), None
+
+        def run(graphs):
+            torch.manual_seed(5)
+            use_graphable_rng()
+            return train(Stack([Strided(i + 1, graphs) for i in range(3)]).cuda(), steps=3)
+
+        self.compare(run)
+
+    def test_an_output_whose_memory_is_given_back_and_computed_again(self):
+        class Recomputing(Layer):
+            def forward(self, hidden_states, *args, **kwargs):
+                checkpoint = tensor_parallel_random.CheckpointWithoutOutput(fp8=None)
+                activated = checkpoint.checkpoint(torch.nn.functional.gelu, self.linear(hidden_states))
+                out = activated @ self.linear.weight
+                checkpoint.discard_output_and_register_recompute(out)
+                return out + hidden_states, None
+
+        def run(graphs):
+            torch.manual_seed(5)
+            use_graphable_rng()
+            return train(Stack([Recomputing(i + 1, graphs) for i in range(3)]).cuda(), steps=3)
+
+        self.compare(run)
+
+    def test_static_inputs_have_the_dtype_that_layers_are_given_not_that_of_the_configuration(self):
+        def run(graphs):
+            model = stack(graphs=graphs, bf16=True, params_dtype=torch.float32)
+            for module in (model, model.after):
+                module.to(torch.bfloat16)
+            found = []
+            for step in range(3):
+                loss = model(batch(step).bfloat16()).square().mean()
+                loss.backward()
+                create_cudagraphs()
+                found.append((loss.item(), model.before.weight.grad.tolist()))
             return found
 
         self.compare(run)
