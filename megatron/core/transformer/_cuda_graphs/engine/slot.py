@@ -300,6 +300,11 @@ class GraphedSlot:
         return self._grad_inputs
 
     @property
+    def trained_params(self) -> tuple[torch.Tensor, ...]:
+        """The parameters to which the last backward pass gave a gradient."""
+        return tuple(param for param, grad in zip(self.params, self._grad_params, strict=True) if grad is not None)
+
+    @property
     def grad_outputs(self) -> tuple[torch.Tensor | None, ...]:
         """The static gradients of the outputs; None for an output that takes no part in autograd."""
         return self._grad_outputs

@@ -241,24 +241,29 @@ class _CudaGraphRunner(torch.nn.Module):
 
     # -------------------------------------------------------------------------------------------------- capture
 
-    def begin_capture(
-        self, session: CaptureSession, warmup: WarmupRecord, shared_params: Sequence[torch.Tensor] = ()
-    ) -> None:
+    def begin_capture(self, session: CaptureSession, warmup: WarmupRecord) -> None:
         """Prepare for a capture.
 
         Args:
             session: What is shared with the runners of the same capture.
             warmup: What passes of the same function have shown, or will show; shared with its other runners.
-            shared_params: Parameters that other runners give a gradient in the same backward pass.
         """
-        self._shared_params = tuple(shared_params)
         self._session = session
         self.grad_enabled = self.bwd_graph_recorded
         self._warmup = warmup
 
-    def warm_up(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Run forward and backward ``num_warmup_steps`` times on ``inputs``; nothing that they compute is kept."""
+    def share_params(self, params: Sequence[torch.Tensor]) -> None:
+        """Leave the gradients of ``params`` to autograd: other runners give them one in the same backward pass."""
+        self._shared_params = tuple(params)
+
+    def warm_up(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run forward and backward ``num_warmup_steps`` times on ``inputs``; nothing that they compute is kept.
+
+        Returns:
+            The parameters that got a gradient; all of them where nothing ran.
+        """
         slot = self._new_slot(inputs)
+        trained = slot.params
         undisturbed = preserve_buffers([self.module]) if self.grad_enabled else nullcontext()
         with (
             self._capture_context(),
@@ -272,7 +277,9 @@ class _CudaGraphRunner(torch.nn.Module):
                     slot.forward(not_recording)
                 if self.grad_enabled:
                     slot.backward(not_recording, lambda outputs: tuple(map(torch.zeros_like, outputs)))
+                    trained = slot.trained_params
                 slot.drop_results()
+        return trained
 
     def create_fwd_graph(self, args: Any, kwargs: Any, outputs: Any = None, clone_inputs: bool = True) -> None:
         """Capture the forward graph.

@@ -1,7 +1,7 @@
 """What the runners of one recording share: the capture of their graphs, static memory, and the passes under way."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -26,13 +26,14 @@ class Runner(Protocol):
     def name(self) -> str:
         """What errors call it."""
 
-    def begin_capture(
-        self, session: "CaptureSession", warmup: WarmupRecord, shared_params: Sequence[torch.Tensor] = ()
-    ) -> None:
+    def begin_capture(self, session: "CaptureSession", warmup: WarmupRecord) -> None:
         """Prepare for ``warm_up`` and the capture; ``warmup`` is what passes of the same function have shown."""
 
-    def warm_up(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Run both passes."""
+    def share_params(self, params: Sequence[torch.Tensor]) -> None:
+        """Leave the gradients of ``params`` to autograd."""
+
+    def warm_up(self, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Run both passes, and return the parameters that got a gradient."""
 
     def create_fwd_graph(self, args: Any, kwargs: Any, outputs: Any = None, clone_inputs: bool = True) -> None:
         """Capture the forward pass."""
@@ -103,19 +104,22 @@ class CaptureSession:
     def _warm_up(self, record: Sequence[tuple]) -> None:
         """Run every function once for each kind of arguments: what is set up in a first call must not be captured."""
         with_backward = {entry[0] for entry in record if entry[1] == "bwd"}
-        shared = _shared_params(with_backward)
+        trained: dict[Hashable, tuple[torch.Tensor, ...]] = {}
+        keys: dict[Runner, Hashable] = {}
         found: dict[Hashable, WarmupRecord] = {}
         for runner, kind, *arguments in record:
             if kind != "fwd":
                 continue
             metas = metas_of(*arguments[:2])
             key = (runner.function, runner in with_backward, *((meta.shape, meta.dtype) for meta in metas))
-            is_new = key not in found
-            runner.begin_capture(self, found.setdefault(key, WarmupRecord()), shared[runner])
-            if is_new:
+            keys[runner] = key
+            runner.begin_capture(self, found.setdefault(key, WarmupRecord()))
+            if key not in trained:
                 self.capturing = str(runner)
-                runner.warm_up([meta.zeros_like() for meta in metas])
+                trained[key] = runner.warm_up([meta.zeros_like() for meta in metas])
         self.capturing = None
+        for runner, params in _shared_params({runner: trained[keys[runner]] for runner in with_backward}).items():
+            runner.share_params(params)
 
     def _users_of_tensors(self, record: Sequence[tuple]) -> dict[int, int]:
         """For each tensor that several graphs use the runners that need its memory until their backward pass."""
@@ -172,17 +176,17 @@ class CaptureSession:
         self._checked, self._checked_with_grad = True, grad_enabled
 
 
-def _shared_params(runners: Iterable[Runner]) -> defaultdict[Runner, list[torch.Tensor]]:
-    """For each of ``runners`` the parameters that another gives a gradient in the same backward pass.
+def _shared_params(trained: Mapping[Runner, Sequence[torch.Tensor]]) -> dict[Runner, list[torch.Tensor]]:
+    """For each runner those of its ``trained`` parameters that another trains in the same backward pass.
 
     A layer that is called twice in a pass has two runners; layers may have weights in common.
     """
     users: defaultdict[tuple[int, torch.Tensor], list[Runner]] = defaultdict(list)
-    for runner in runners:
-        for param in runner.module.parameters():
+    for runner, params in trained.items():
+        for param in params:
             users[runner.backward_pass, param].append(runner)
     shared: defaultdict[Runner, list[torch.Tensor]] = defaultdict(list)
     for (_, param), together in users.items():
         for runner in together if len(together) > 1 else ():
             shared[runner].append(param)
-    return shared
+    return dict(shared)

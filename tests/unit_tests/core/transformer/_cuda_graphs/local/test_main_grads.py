@@ -10,9 +10,9 @@ from megatron.core.transformer._cuda_graphs.local.main_grads import (
     scratch_main_grads,
     track_fused_accumulation,
 )
-from megatron.core.transformer.cuda_graphs import create_cudagraphs, delete_cuda_graphs
+from megatron.core.transformer.cuda_graphs import CudaGraphManager, create_cudagraphs, delete_cuda_graphs
 
-from .local_graph_cases import HIDDEN, Layer, Stack, add_to_main_grad, batch, use_graphable_rng
+from .local_graph_cases import HIDDEN, Layer, Stack, add_to_main_grad, batch, groups, use_graphable_rng
 
 
 def param(main_grad=None, added: bool | None = None) -> Any:
@@ -150,6 +150,30 @@ class TestSharedParameters:
             create_cudagraphs()
             found += [param.main_grad.tolist() for param in model.parameters()]
         return found
+
+    def test_are_not_those_that_two_graphs_of_one_layer_use_apart(self):
+        class Halves(Layer):
+            def __init__(self):
+                super().__init__(graphs=False)
+                self.second = torch.nn.Linear(HIDDEN, HIDDEN)
+                for name in ("begin", "end"):
+                    setattr(self, f"manager_{name}", CudaGraphManager(self.config, self, name, pg_collection=groups()))
+
+            def begin(self, x):
+                return self.linear(x)
+
+            def end(self, x):
+                return self.second(x)
+
+            def forward(self, hidden_states, *args, **kwargs):
+                return self.end(self.begin(hidden_states).relu()), None
+
+        use_graphable_rng()
+        layer = Halves()
+        self.train([layer], microbatches=1)
+        (first,), (second,) = (manager.cudagraph_runners for manager in (layer.manager_begin, layer.manager_end))
+        assert [tuple(runner._shared_params) for runner in (first, second)] == [(), ()]
+        assert first.params_to_backprop == tuple(layer.linear.parameters())
 
     @pytest.mark.parametrize("kind", ["one layer twice", "one layer three times", "two layers with one weight"])
     def test_of_several_passes_through_them_train_as_eagerly(self, kind):
