@@ -14,9 +14,7 @@ from torch.utils._pytree import tree_map as pytree_map
 
 @dataclass
 class CudagraphBufferMetadata:
-    """What is known of a tensor between graphs; its attribute ``cg_buffer_metadata`` while a step is recorded.
-
-    Recorded:
+    """How graphs use a tensor: the attribute ``cg_buffer_metadata`` of tensors of a recorded step.
 
     Attributes:
         is_cudagraph_input: Whether graphs take the tensor as an input.
@@ -30,7 +28,7 @@ class CudagraphBufferMetadata:
         fwd_cudagraph_buffer: While graphs are captured, the static tensor that holds its value.
         bwd_cudagraph_buffer: While graphs are captured, the static tensor that holds its gradient, from the backward
             graph that computes it to the one that reads it.
-        recording: The recording that this belongs to; a tensor may live on into another.
+        recording: Identifies the recording. A tensor may live longer than that, and metadata of another is stale.
     """
 
     is_cudagraph_input: bool = False
@@ -45,7 +43,7 @@ class CudagraphBufferMetadata:
 
 
 class ArgMetadata:
-    """Stands for an argument: a tensor's properties without its memory, or any other argument itself.
+    """Describes an argument: a tensor by its properties, without its memory, any other argument by itself.
 
     Attributes:
         type: The argument's type.
@@ -69,7 +67,7 @@ class ArgMetadata:
 
     @property
     def is_tensor(self) -> bool:
-        """Whether it stands for a tensor."""
+        """Whether the argument is a tensor."""
         return issubclass(self.type, torch.Tensor)
 
     def zeros_like(self) -> torch.Tensor:
@@ -124,7 +122,7 @@ def tree_map(func: Callable[[Any], Any], tree: Any) -> Any:
     return pytree_map(lambda leaf: func(leaf) if leaf is tree else tree_map(func, leaf), tree)
 
 
-# What has no leaves inside.
+# Types that are leaves, checked first because they are the usual ones.
 _LEAVES = (torch.Tensor, ArgMetadata, bool, int, float, str)
 
 

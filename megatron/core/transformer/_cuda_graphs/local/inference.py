@@ -1,4 +1,4 @@
-"""What graphs for inference are told apart by, what they read, and what their capture must leave as it was."""
+"""Graphs for inference: their keys, their static inputs, and the states that their capture must preserve."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -11,7 +11,7 @@ from .session import CaptureSession
 
 
 class InferenceGraphs:
-    """What graphs for inference share, each of which is captured at its first call.
+    """State shared by the graphs for inference, each of which is captured at its first call.
 
     Attributes:
         session: Of these graphs. They may be replayed in any order.

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-# A flag of parameters: whether the layer has added the gradient to the main gradient itself.
+# Set on a parameter by a layer that has added its gradient to the main gradient itself.
 _ADDED = "grad_added_to_main_grad"
 
 
@@ -41,7 +41,7 @@ def accumulate_into_main_grads(
 
 @contextmanager
 def track_fused_accumulation(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let layers say anew whether they add gradients of ``params`` themselves, and put their flags back afterwards."""
+    """Clear the flags by which layers report that they add gradients of ``params`` themselves, and restore them."""
     flags = [(param, getattr(param, _ADDED)) for param in params if hasattr(param, _ADDED)]
     for param, _ in flags:
         setattr(param, _ADDED, False)
@@ -54,7 +54,7 @@ def track_fused_accumulation(params: Sequence[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def scratch_main_grads(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Let layers add the gradients of ``params`` to something that is thrown away."""
+    """Give ``params`` other main gradients for a while, so that what layers add to them is dropped."""
     main_grads = [(param, param.main_grad) for param in params if getattr(param, "main_grad", None) is not None]
     for param, main_grad in main_grads:
         param.main_grad = torch.zeros_like(main_grad)

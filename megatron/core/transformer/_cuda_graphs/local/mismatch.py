@@ -1,4 +1,4 @@
-"""In what the arguments of a call differ from those that a graph was captured with."""
+"""Compares the arguments of a call with those that a graph was captured with."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ def mismatches(
     kwarg_metas: Mapping[str, ArgMetadata],
     grad_enabled: bool,
 ) -> list[str]:
-    """Return a line for each difference; none if the graph can be replayed with these arguments.
+    """Return a line for each difference; an empty list if the graph can be replayed with these arguments.
 
     Tensors must have the captured shape, dtype and device. Where gradients are wanted, one that was captured without
     ``requires_grad`` must not require grad. Everything else must be equal to what was captured, of the same type.
@@ -73,7 +73,7 @@ def _compare(given: Any, meta: ArgMetadata, where: str, grad_enabled: bool, foun
             return
         for key, item in given.items():
             _compare(item, _meta_of(meta.value[key]), f"{where}[{key!r}]", grad_enabled, found)
-    elif is_inference_context(given):  # a graph writes into the caches of the one that it was captured with
+    elif is_inference_context(given):  # a graph writes to the caches of the context at capture
         if given is not meta.value:
             found.append(
                 f"{where}: another {type(given).__name__} than at capture; delete_cuda_graphs() frees its graphs"

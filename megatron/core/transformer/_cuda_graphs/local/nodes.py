@@ -61,7 +61,7 @@ def _refuse_second_derivatives(runner: RecordedRunner | ReplayedRunner) -> None:
 
 
 class _CudagraphRecordNode(torch.autograd.Function):
-    """An identity behind the outputs of a recorded module: its backward runs where a replay's backward will run."""
+    """An identity behind the outputs of a recorded module. Its backward runs when that of a replay would."""
 
     @staticmethod
     def forward(ctx: Any, runner: RecordedRunner, *inputs: torch.Tensor) -> Any:

@@ -72,7 +72,7 @@ class _CudaGraphRunner(torch.nn.Module):
         TypeError: an argument is of a type that no graph takes.
     """
 
-    # A module's own __setattr__ looks for parameters and submodules, in every replay.
+    # torch.nn.Module's __setattr__ looks for parameters and submodules, which takes time in every replay.
     __setattr__ = object.__setattr__
 
     def __init__(
@@ -225,7 +225,7 @@ class _CudaGraphRunner(torch.nn.Module):
             self.bwd_graph_recorded = True
 
     def apply_cudagraph_record_metadata(self, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
-        """Note in all tensors of a recorded call, as ``cg_buffer_metadata``, that a graph takes or returns them."""
+        """Attach ``cg_buffer_metadata`` to all tensors that a recorded call takes or returns."""
         recording = _CudagraphGlobalRecord.recording_session().recording
         with_backward = any(tensor.requires_grad for tensor in tensors_of(outputs))
         for tensor in tensors_of(args, kwargs):
@@ -315,7 +315,7 @@ class _CudaGraphRunner(torch.nn.Module):
             )
         self._output_addresses = [output.data_ptr() for output in tensors_of(slot.outputs)]
         buffers.lend_outputs(self._output_metas, slot.outputs)
-        if not self.grad_enabled:  # what it returns may alias its inputs, and is read by nobody knows whom
+        if not self.grad_enabled:  # outputs stay held: they may alias inputs and have no known last reader
             buffers.inputs_read(self._input_metas)
 
     def create_bwd_graph(self) -> None:
@@ -345,7 +345,7 @@ class _CudaGraphRunner(torch.nn.Module):
                 "where replays would look for it. Leave layernorm out of --recompute-modules."
             )
         self._escaping = buffers.lend_grads(self._input_metas, slot.grad_inputs)
-        buffers.grads_of_outputs_read(metas, grads)  # after what may hand these very gradients on
+        buffers.grads_of_outputs_read(metas, grads)  # last: a gradient may be passed on as it is
         buffers.inputs_read(self._input_metas)
         for output in outputs:
             buffers.let_go(output)
@@ -440,13 +440,13 @@ class _CudaGraphRunner(torch.nn.Module):
 
     @contextmanager
     def _as_recorded(self) -> Iterator[None]:
-        """What surrounded the forward pass that was recorded."""
+        """Restore the RNG state and autocast of the recorded forward pass."""
         with use_rng_state(self._rng_state), self._autocast():
             yield
 
     @contextmanager
     def _capture_context(self) -> Iterator[None]:
-        """What surrounds a pass of warm-up or capture."""
+        """Surround a pass of warm-up or capture: grad mode, and statistics of quantization preserved."""
         quantized = self._quantization.preserve_statistics([self.module]) if self._quantization else nullcontext()
         with nullcontext() if self.grad_enabled else torch.no_grad(), quantized:
             yield
@@ -611,7 +611,7 @@ class _CudaGraphRunner(torch.nn.Module):
         return [x] if isinstance(x, torch.Tensor) else list(x)
 
     def reset(self) -> None:
-        """Free the graphs, and forget what was recorded."""
+        """Free the graphs and return to the state before recording."""
         self._free_graphs()
         self._session = _CudagraphGlobalRecord.session
         self._input_metas, self._output_metas = [], []

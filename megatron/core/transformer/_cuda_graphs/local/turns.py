@@ -1,4 +1,4 @@
-"""The recorded order of passes. Graphs that share memory must be replayed in the order of their capture."""
+"""The recorded order of passes: graphs that share memory must be replayed in the order of their capture."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
