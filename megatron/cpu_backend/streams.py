@@ -23,10 +23,21 @@ DEVICE = torch.device("cuda", 0)
 
 
 class Event:
-    """A point in a stream's order, with the host time at which it was recorded."""
+    """A point in a stream's order, with the host time at which it was recorded.
 
-    def __init__(self, enable_timing: bool = False, blocking: bool = False, interprocess: bool = False, **_: Any):
+    In a capture an ``external`` event is recorded and waited for by the graph's replays; it joins no streams.
+    """
+
+    def __init__(
+        self,
+        enable_timing: bool = False,
+        blocking: bool = False,
+        interprocess: bool = False,
+        external: bool = False,
+        **_: Any,
+    ):
         self.enable_timing = enable_timing
+        self.external = external
         self.time: float | None = None
         self.capture: capture_state.CaptureState | None = None
         self.stream: Stream | None = None
@@ -35,7 +46,8 @@ class Event:
         self.stream = stream or current_stream()
         self.time = time.perf_counter()
         state = capture_state.current()
-        self.capture = state if state is not None and self.stream in state.streams else None
+        is_captured = state is not None and self.stream in state.streams and not self.external
+        self.capture = state if is_captured else None
 
     def wait(self, stream: Stream | None = None) -> None:
         (stream or current_stream()).wait_event(self)
@@ -100,7 +112,7 @@ class Stream:
         """
         event._refuse_if_captured("Stream.wait_event")
         state = capture_state.current()
-        if state is None or event.stream is None:
+        if state is None or event.stream is None or event.external:
             return
         if event.capture is None:
             if self in state.streams:

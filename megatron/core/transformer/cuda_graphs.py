@@ -40,15 +40,11 @@ from ._cuda_graphs.local.first_last_layer import (
     _determine_if_first_last_layer_of_this_vp_chunk,
     annotate_first_last_layer,
 )
-from ._cuda_graphs.local.manager import (
-    CudaGraphManager,
-    alloc_tensor_from_graph_mempool,
-    delete_cuda_graphs,
-    get_gtp_runner_streams,
-)
+from ._cuda_graphs.local.manager import CudaGraphManager, alloc_tensor_from_graph_mempool, delete_cuda_graphs
 from ._cuda_graphs.local.nodes import _CudagraphRecordNode, _CudagraphReplayNode, _GraphStatus
 from ._cuda_graphs.local.record import _CudagraphGlobalRecord, create_cudagraphs, logger
 from ._cuda_graphs.local.runner import _CudaGraphRunner
+from ._cuda_graphs.local.sharded_weights import _GTP_RUNNER_STREAMS, get_gtp_runner_streams
 from ._cuda_graphs.local.tensor_reuse_pool import TensorReusePool
 from ._cuda_graphs.te.current_microbatch import set_current_microbatch
 from ._cuda_graphs.te.helper import TECudaGraphHelper
@@ -63,6 +59,7 @@ from ._cuda_graphs.te.vision_helper import (
 __all__ = [
     "FREEZE_GC",
     "FREEZE_GC_MAX_TORCH_VERSION",
+    "_GTP_RUNNER_STREAMS",
     "ArgMetadata",
     "CudaGraphManager",
     "CudagraphBufferMetadata",

@@ -109,3 +109,27 @@ def test_an_event_of_a_capture_is_of_no_use_after_it(use):
         getattr(event, use)()
     event.record()
     getattr(event, use)()
+
+
+def test_an_external_event_is_recorded_and_waited_for_in_any_capture():
+    event, x = torch.cuda.Event(external=True), torch.ones(2, device="cuda")
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        x.add_(1)
+        event.record()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        event.wait()
+        x.add_(1)
+    event.wait()
+
+
+def test_waiting_for_an_external_event_joins_no_stream():
+    event, side, graph = torch.cuda.Event(external=True), torch.cuda.Stream(), torch.cuda.CUDAGraph()
+    x = torch.ones(2, device="cuda")
+    graph.capture_begin()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        x.add_(1)
+        event.record()
+    event.wait()
+    with pytest.raises(CaptureError, match="unjoined work"):
+        graph.capture_end()

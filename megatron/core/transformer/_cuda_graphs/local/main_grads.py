@@ -18,7 +18,7 @@ def accumulate_into_main_grads(
     hook runs: floating-point sums depend on the order.
 
     A layer that has added its gradient itself (``--gradient-accumulation-fusion``) has set
-    ``param.grad_added_to_main_grad``.
+    ``param.grad_added_to_main_grad``; a sharded weight (``--tensor-parallel-num-weight-shards``) always adds its own.
 
     Returns:
         The gradients of parameters that are shared or have no main gradient; None for the others.
@@ -28,7 +28,7 @@ def accumulate_into_main_grads(
         main_grad = getattr(param, "main_grad", None)
         if main_grad is None or grad is None:
             left.append(grad)
-        elif getattr(param, _ADDED, False):
+        elif getattr(param, _ADDED, False) or getattr(param, "is_gtp_weight_remat", False):
             left.append(None)
         elif any(param is each for each in shared):
             left.append(grad)

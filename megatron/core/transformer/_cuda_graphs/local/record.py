@@ -31,6 +31,9 @@ class Manager(Protocol):
     def reset(self) -> None:
         """Forget all runners."""
 
+    def forget_recorded(self, runners: Collection[Any]) -> None:
+        """Forget those of ``runners`` that the manager has."""
+
     def capture_failed(self, runners: Collection[Any]) -> None:
         """Run eagerly from now on, if the manager has one of ``runners``."""
 
@@ -102,6 +105,7 @@ class _CudagraphGlobalRecord:
                 )
             cls._begin_step()
             return None
+        cls._forget_forward_only_record()
         if not cls.cudagraph_record:
             return None
         start = time.perf_counter()
@@ -129,6 +133,18 @@ class _CudagraphGlobalRecord:
         cls.cudagraph_record = []
         cls._begin_step()
         return stats
+
+    @classmethod
+    def _forget_forward_only_record(cls) -> None:
+        """Forget what was recorded without grad only: log-probabilities before the first training step, say.
+
+        Graphs of it would have no backward pass, and no training step could be recorded any more.
+        """
+        runners = {entry[0] for entry in cls.cudagraph_record}
+        if all(runner.is_forward_only for runner in runners):
+            cls.cudagraph_record = []
+            for manager in cls.managers:
+                manager.forget_recorded(runners)
 
     @classmethod
     def _abandon(cls, error: BaseException) -> None:

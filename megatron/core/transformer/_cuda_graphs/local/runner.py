@@ -25,11 +25,13 @@ from .arguments import (
     with_tensors,
 )
 from .connected_leaves import connected_leaves
+from .forward_only import Evaluation, written_state
 from .main_grads import accumulate_into_main_grads, scratch_main_grads, track_fused_accumulation
 from .mismatch import mismatches
 from .nodes import LocalReplay, _CudagraphRecordNode, _GraphStatus, replay_runner
 from .record import _CudagraphGlobalRecord
 from .session import CaptureSession
+from .sharded_weights import ShardedWeights
 from .turns import Turn
 
 
@@ -55,6 +57,9 @@ class _CudaGraphRunner(torch.nn.Module):
         fwd_graph, bwd_graph: The graphs, if they were captured. To delete either, or assign None, frees both.
         grad_enabled: Whether there is a backward graph, or will be.
         is_frozen: Whether the recorded call had nothing to differentiate.
+        is_forward_only: Whether grad was off in the recorded call, though gradients may be wanted.
+        changes_state: Whether the forward graph writes buffers of the module, or metrics of MoE layers.
+        evaluation: Whether the forward graph may serve evaluation.
         is_first_layer, is_last_layer: Whether the module is the first, or last, of its model chunk; true where
             ``annotate_first_last_layer`` has not said.
         params_to_backprop: The parameters that get a gradient.
@@ -101,6 +106,10 @@ class _CudaGraphRunner(torch.nn.Module):
         self.function: tuple = (base_module, func)
         self.func = func or (lambda *args, **kwargs: torch.nn.Module.__call__(base_module, *args, **kwargs))
         self.grad_enabled = need_backward and torch.is_grad_enabled()
+        self.is_forward_only = need_backward and not torch.is_grad_enabled()
+        self.changes_state = False
+        self.evaluation = Evaluation()
+        self._unread_outputs: set[int] = set()
         self.status = _GraphStatus.FWD_READY
         self.fwd_graph_recorded = self.bwd_graph_recorded = self.cudagraph_created = False
         self.is_first_layer = getattr(base_module, "is_first_layer", True)  # annotate_first_last_layer says so
@@ -116,6 +125,7 @@ class _CudaGraphRunner(torch.nn.Module):
         self.is_frozen = False
         self.turn = Turn()
         self._session = _CudagraphGlobalRecord.session
+        self._sharded = ShardedWeights(self.module)
         self._slot: GraphedSlot | None = None
         self._replay: LocalReplay | None = None
         self._quantization: Quantization | None = None
@@ -173,6 +183,11 @@ class _CudaGraphRunner(torch.nn.Module):
     @bwd_graph.deleter
     def bwd_graph(self) -> None:
         self._free_graphs()
+
+    @property
+    def gtp_remat(self) -> bool:
+        """Whether weights of the module are sharded over ranks (``--tensor-parallel-num-weight-shards``)."""
+        return bool(self._sharded)
 
     def expect(self, status: _GraphStatus) -> None:
         """Refuse a pass that is not due.
@@ -269,16 +284,18 @@ class _CudaGraphRunner(torch.nn.Module):
             self._capture_context(),
             undisturbed,
             preserve_moe_metrics(),
-            scratch_main_grads(slot.params),
+            scratch_main_grads((*slot.params, *self._sharded.with_neighbors())),
             _warming_up(),
         ):
-            for _ in range(self.num_warmup_steps):
+            for _ in range(self._sharded.warmup_steps(self.num_warmup_steps)):
                 with self._as_recorded():
-                    slot.forward(not_recording)
+                    slot.forward(self._sharded.forward(not_recording))
                 if self.grad_enabled:
-                    slot.backward(not_recording, lambda outputs: tuple(map(torch.zeros_like, outputs)))
+                    backward = self._sharded.backward(not_recording, finalizes=False)
+                    slot.backward(backward, lambda outputs: tuple(map(torch.zeros_like, outputs)))
                     trained = slot.trained_params
                 slot.drop_results()
+            self._sharded.settle()
         return trained
 
     def create_fwd_graph(self, args: Any, kwargs: Any, outputs: Any = None, clone_inputs: bool = True) -> None:
@@ -294,15 +311,17 @@ class _CudaGraphRunner(torch.nn.Module):
         self._input_metas = metas_of(described(args), described(kwargs))
         inputs = buffers.inputs(self._input_metas) if clone_inputs else [tensor.detach() for tensor in given]
         versions = [tensor._version for tensor in inputs if not tensor.is_inference()]
+        state_before = written_state(self.module)
         self._slot = slot = self._new_slot(inputs)
         profiled = torch.profiler.record_function(f"{self.name} forward for capture")
         with self._capture_context(), self._as_recorded(), profiled:
             capture = Capture(self.mempool)  # its graphs know the generator state that is in use now
-            slot.forward(capture.recording, capture.new_graph())
+            slot.forward(self._sharded.forward(capture.recording), capture.new_graph())
         self._fwd_graph = slot.forward_graph
         self._check_leaves(slot)
         if slot.delays_weight_gradients:
             raise ValueError(f"{self.name}: --delay-wgrad-compute cannot be had with --cuda-graph-impl local")
+        self.changes_state = state_before != written_state(self.module)
         self._writes_inputs = versions != [tensor._version for tensor in inputs if not tensor.is_inference()]
         self._output_metas = captured = list(map(ArgMetadata, slot.outputs))
         if outputs is not None:
@@ -332,12 +351,16 @@ class _CudaGraphRunner(torch.nn.Module):
         metas = [meta for meta, output in zip(self._output_metas, outputs, strict=True) if output.requires_grad]
         grads = buffers.grads_of_outputs(metas)
         capture = Capture(self.mempool)
+        if self._sharded:  # autograd's graph does not show parameters of what is computed again in backward
+            own = (param for part in self._warmup.ran or () for param in part.parameters(recurse=False))
+            self._sharded.note_backward((*self.get_connected_params(outputs), *own))
         with (
             self._capture_context(),
-            track_fused_accumulation(slot.params),
+            track_fused_accumulation((*slot.params, *self._sharded.with_neighbors())),
             torch.profiler.record_function(f"{self.name} backward for capture"),
         ):
-            slot.backward(capture.recording, lambda outputs: tuple(grads), capture.new_graph())
+            recording = self._sharded.backward(capture.recording)
+            slot.backward(recording, lambda outputs: tuple(grads), capture.new_graph())
         self._bwd_graph = slot.backward_graph
         if self._output_addresses != [output.data_ptr() for output in outputs]:
             raise ValueError(
@@ -381,6 +404,8 @@ class _CudaGraphRunner(torch.nn.Module):
                 for meta, tensor in zip(self._input_metas, slot.inputs, strict=True)
             ],
         )
+        known = [getattr(meta, "cg_buffer_metadata", None) for meta in self._output_metas]
+        self._unread_outputs = {i for i, each in enumerate(known) if each is not None and not each.is_cudagraph_input}
         self.parts = self._warmup.ran or ()
         self._warmup = WarmupRecord()
         self.params_to_backprop = slot.params if self.bwd_graph is not None else ()
@@ -458,6 +483,39 @@ class _CudaGraphRunner(torch.nn.Module):
         trained = (*tensors_of(args, kwargs), *self.module.parameters())
         return self.is_frozen and not any(tensor.requires_grad for tensor in trained)
 
+    def can_serve_evaluation(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Whether a call in evaluation mode, on these arguments, may be replayed now, for all that is known.
+
+        Quantization keeps statistics of training passes. With sharded weights all layers must run alike, and some may
+        have to run eagerly.
+        """
+        differs = self.evaluation.is_as_training is False or self.changes_state or self._quantization or self._sharded
+        is_free = self.fwd_graph is not None and self.status is _GraphStatus.FWD_READY
+        if differs or not is_free or self._session.turns.in_flight:
+            return False
+        if any(part._forward_hooks or part._forward_pre_hooks for part in self.parts):  # replays run none
+            return False
+        try:
+            return not self.get_mismatch_errors(args, kwargs) and self._session.has_parameters_of(self.function)
+        except TypeError:  # an argument that only evaluation gives
+            return False
+
+    def must_run_eagerly_without_grad(self) -> bool:
+        """Whether a pass without grad may not be replayed, since only one with grad changes buffers or metrics.
+
+        Raises:
+            RuntimeError: it must not run eagerly either, as its weights are sharded.
+        """
+        if torch.is_grad_enabled() or not (self.changes_state and self.grad_enabled):
+            return False
+        if self._sharded:
+            raise RuntimeError(
+                f"{self.name} changes buffers in training, so a pass without grad cannot replay its CUDA graph "
+                "(--cuda-graph-impl local), and weights that are sharded (--tensor-parallel-num-weight-shards) let no "
+                "single layer run eagerly. Call eval() on the model before passes without grad."
+            )
+        return True
+
     def get_connected_params(self, outputs: Any) -> tuple[torch.nn.Parameter, ...]:
         """The parameters of the module from which ``outputs`` were computed, by autograd's graph, in their order."""
         leaves = {id(leaf) for leaf in connected_leaves(tensors_of(outputs))}
@@ -490,10 +548,16 @@ class _CudaGraphRunner(torch.nn.Module):
 
     def replay(self, is_first_microbatch: bool, args: tuple, kwargs: dict[str, Any]) -> tuple:
         """``replay_graph_capture`` on arguments that were compared already."""
-        inputs = tensors_of(args, {name: kwargs[name] for name in self.fwd_graph_input_kwarg_metas})
         if self.turn.bit:  # inference does without gradient buffers
             self._session.check_parameters()
+        return self.replay_checked(is_first_microbatch, args, kwargs)
+
+    def replay_checked(self, is_first_microbatch: bool, args: tuple, kwargs: dict[str, Any]) -> tuple:
+        """``replay`` where the parameters were compared too."""
+        inputs = tensors_of(args, {name: kwargs[name] for name in self.fwd_graph_input_kwarg_metas})
         outputs = replay_runner(self, is_first_microbatch, *inputs, *self.params_to_backprop)
+        if not torch.is_grad_enabled():  # nothing says when what no graph reads was read: later replays write there
+            outputs = tuple(each.clone() if i in self._unread_outputs else each for i, each in enumerate(outputs))
         if any(output.requires_grad for output in outputs):
             self.status = _GraphStatus.BWD_READY
             self._session.turns.begin(self.turn)
@@ -547,6 +611,7 @@ class _CudaGraphRunner(torch.nn.Module):
             param._cudagraph_wgrad_ready_event = event
         self.status = _GraphStatus.FWD_READY
         self._session.turns.end(self.turn)
+        self._sharded.end_backward_replay()
 
     # ----------------------------------------------------------------------------------- what else is asked of it
 
@@ -613,7 +678,9 @@ class _CudaGraphRunner(torch.nn.Module):
     def reset(self) -> None:
         """Free the graphs and return to the state before recording."""
         self._free_graphs()
+        self._sharded.forget()
         self._session = _CudagraphGlobalRecord.session
+        self.evaluation = Evaluation()
         self._input_metas, self._output_metas = [], []
         self.fwd_graph_recorded = self.bwd_graph_recorded = self.cudagraph_created = False
         self.status = _GraphStatus.FWD_READY

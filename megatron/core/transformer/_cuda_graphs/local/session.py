@@ -67,7 +67,7 @@ class CaptureSession:
         self._static_inputs: dict[int, StaticInput] = {}
         self._users: dict[int, int] = {}
         self._read: set[int] = set()
-        self._guards: list[ParameterGuard] = []
+        self._guards: dict[Hashable, ParameterGuard] = {}
         self._checked = self._checked_with_grad = False
 
     # -------------------------------------------------------------------------------------------------- capture
@@ -98,8 +98,10 @@ class CaptureSession:
         runners: list[Runner] = [entry[0] for entry in record if entry[1] == "fwd"]
         for runner in runners:
             runner.finish()
-        one_for_each_function = {runner.function: runner for runner in runners}.values()
-        self._guards = [ParameterGuard(runner.name, runner.module) for runner in one_for_each_function]
+        one_for_each_function = {runner.function: runner for runner in runners}
+        self._guards = {
+            function: ParameterGuard(runner.name, runner.module) for function, runner in one_for_each_function.items()
+        }
 
     def _warm_up(self, record: Sequence[tuple]) -> None:
         """Run every function once for each kind of arguments: what is set up in a first call must not be captured."""
@@ -171,9 +173,20 @@ class CaptureSession:
         grad_enabled = torch.is_grad_enabled()
         if self._checked_with_grad or (self._checked and not grad_enabled):
             return
-        for guard in self._guards:
+        for guard in self._guards.values():
             guard.check(grad_enabled)
         self._checked, self._checked_with_grad = True, grad_enabled
+
+    def has_parameters_of(self, function: Hashable) -> bool:
+        """Whether the parameters of ``function`` are now where they were at capture. Evaluation may swap them."""
+        guard = self._guards.get(function)
+        if guard is None:
+            return False
+        try:
+            guard.check(False)
+        except RuntimeError:
+            return False
+        return True
 
 
 def _shared_params(trained: Mapping[Runner, Sequence[torch.Tensor]]) -> dict[Runner, list[torch.Tensor]]:

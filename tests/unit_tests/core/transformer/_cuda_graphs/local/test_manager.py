@@ -177,11 +177,6 @@ class TestManager:
         with pytest.raises(RuntimeError, match="--te-rng-tracker"):
             CudaGraphManager(config(), pg_collection=groups())
 
-    def test_refuses_sharded_weights(self):
-        use_graphable_rng()
-        with pytest.raises(ValueError, match="--tensor-parallel-num-weight-shards"):
-            CudaGraphManager(config(gtp_weight_remat_size=2), pg_collection=groups())
-
     def test_leaves_the_legacy_default_stream_until_graphs_are_captured(self):
         with torch.cuda.stream(torch.cuda.default_stream()):
             model = stack()

@@ -1,0 +1,193 @@
+"""Weights sharded over ranks (``--tensor-parallel-num-weight-shards``) in local graphs.
+
+megatron-core keeps such weights in a chain, in the order of their use. Each use gathers the next weight ahead, on a
+stream of its own, and each backward pass reduces the gradient of a weight while that of the weight before it is
+computed. A graph must hold the end of whatever it begins: at the end of a pass its gathers and reductions are waited
+for and its side streams joined. The next graph then finds its first weight gathered, and memory of a graph is free
+once its replay is over.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+
+from ..engine.slot import Recording
+
+# megatron-core's name of the chain of weights that graphs use.
+_CHAIN = "GTP_graphed"
+# Marks of a weight: the graph that gathered it, or that reduced its gradient, has waited for that already.
+_MARKS = ("_already_ag_drained", "_recompute_already_drained", "_already_finalized")
+# What a weight keeps of a gather or reduction under way.
+_UNDER_WAY = ("_prefetch_handle", "_recompute_prefetch_handle", "_wgrad_rs_handle", "_wgrad_input_bufs")
+
+_GTP_RUNNER_STREAMS: list[torch.cuda.Stream] = []
+
+
+def get_gtp_runner_streams() -> list[torch.cuda.Stream]:
+    """The streams on which backward graphs with sharded weights were replayed since ``forget_replay_streams``.
+
+    megatron-core waits for them before it reads main gradients.
+    """
+    return _GTP_RUNNER_STREAMS
+
+
+def note_replay_stream() -> None:
+    """Add the current stream to those of ``get_gtp_runner_streams``."""
+    stream = torch.cuda.current_stream()
+    if stream not in _GTP_RUNNER_STREAMS:
+        _GTP_RUNNER_STREAMS.append(stream)
+
+
+def forget_replay_streams() -> None:
+    """Empty the list of ``get_gtp_runner_streams``."""
+    _GTP_RUNNER_STREAMS.clear()
+
+
+def gather_into_pool(device: int, pool: tuple) -> None:
+    """Let megatron-core take buffers for the gathered weights of graphs from ``pool``, the graphs' memory pool."""
+    with suppress(ImportError):
+        _implementation().set_cuda_graph_mempool(device, pool)
+
+
+class ShardedWeights:
+    """The sharded weights that a runner's graphs use; without any, all that it does is nothing.
+
+    Args:
+        module: The module of the runner.
+    """
+
+    def __init__(self, module: Any):
+        params = module.parameters() if isinstance(module, torch.nn.Module) else ()
+        self._params = [param for param in params if getattr(param, "is_gtp_weight_remat", False)]
+        self._completed: list[Any] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._params)
+
+    def warmup_steps(self, steps: int) -> int:
+        """How often to warm up where ``steps`` are asked for: the second pass finds weights gathered by the first."""
+        return max(steps, 2) if self else steps
+
+    def forward(self, recording: Recording) -> Recording:
+        """Return ``recording`` with the gathers of a forward pass complete at its end."""
+        return self._completing(recording, reductions=False, finalizes=False)
+
+    def backward(self, recording: Recording, finalizes: bool = True) -> Recording:
+        """Return ``recording`` with the gathers and reductions of a backward pass complete at its end.
+
+        Args:
+            recording: The context in which autograd runs.
+            finalizes: Whether the last reduced gradients are added to main gradients.
+        """
+        return self._completing(recording, reductions=True, finalizes=finalizes)
+
+    def _completing(self, recording: Recording, reductions: bool, finalizes: bool) -> Recording:
+        if not self:
+            return recording
+
+        @contextmanager
+        def complete(graph: torch.cuda.CUDAGraph | None) -> Iterator[None]:
+            with recording(graph):
+                current, side_streams = torch.cuda.current_stream(), self._side_streams()
+                for stream in side_streams:
+                    stream.wait_stream(current)
+                    with torch.cuda.stream(stream):
+                        torch.cuda._sleep(1)  # CUDA does not join a stream that captured nothing
+                yield
+                # Gathers first: of a weight that is only gathered, the other call would add an old gradient again.
+                _implementation().wait_async_comms(_CHAIN, skip_rs=True)
+                if reductions:
+                    _implementation().wait_async_comms(_CHAIN, finalize_after_drain=finalizes)
+                for stream in side_streams:
+                    current.wait_stream(stream)
+
+        return complete
+
+    def _side_streams(self) -> list[torch.cuda.Stream]:
+        """The streams on which weights of the chain are gathered, and gradients reduced."""
+        groups = {id(weight.group): weight.group for weight in self.with_neighbors()}.values()
+        streams = (_implementation().get_ag_stream, _implementation().get_rs_stream)
+        return list(dict.fromkeys(stream(_CHAIN, group) for group in groups for stream in streams))
+
+    def with_neighbors(self) -> list[Any]:
+        """The weights, and those before and after each in the chain, whose state a pass may change too."""
+        leaders = [
+            weight
+            for param in self._params
+            for weight in (param, getattr(param, "next_w", None), getattr(param, "prev_w", None))
+            if weight is not None
+        ]
+        return _unique(weight for leader in leaders for weight in _group_of(leader))
+
+    def settle(self) -> None:
+        """Wait for what warm-up began, and take its marks back: the capture begins as a step does."""
+        if self:
+            _implementation().wait_async_comms(_CHAIN)
+            for stream in self._side_streams():
+                torch.cuda.current_stream().wait_stream(stream)
+            self._clear(_MARKS, False)
+
+    def forget(self) -> None:
+        """Forget gathers and reductions of a failed pass, which nobody can wait for: an eager step begins anew."""
+        self._completed = []
+        if self:
+            self._clear(_MARKS, False)
+            self._clear(_UNDER_WAY, None)
+            for weight in self.with_neighbors():
+                _implementation()._inflight_comm_params.discard(weight)
+
+    def _clear(self, names: Sequence[str], value: Any) -> None:
+        # The one place that writes megatron-core's marks, which it takes back only where it uses a weight.
+        for weight in self.with_neighbors():
+            for name in names:
+                if getattr(weight, name, value) is not value:
+                    setattr(weight, name, value)
+
+    def note_backward(self, params: Iterable[Any]) -> None:
+        """Note that a backward pass was captured in which ``params`` took part."""
+        self._completed = completed_in_backward(params)
+
+    def end_backward_replay(self) -> None:
+        """Tell data parallelism which main gradients are complete, as the eager backward pass does."""
+        if self:
+            note_replay_stream()
+        for weight in self._completed:
+            weight.grad = None
+            if hasattr(weight, "grad_added_to_main_grad"):
+                weight.grad_added_to_main_grad = True
+            hook: Callable[[], None] | None = getattr(weight, "_grad_accum_hook", None)
+            if hook is not None:
+                hook()
+
+
+def completed_in_backward(params: Iterable[Any]) -> list[Any]:
+    """Return the sharded weights whose main gradients are complete after a backward pass of ``params``.
+
+    The gradient of the first weight of a chain is complete in its own backward pass, that of any other in the backward
+    pass of the weight before it.
+    """
+    leaders = []
+    for param in params:
+        follows_another = getattr(param, "is_routed_expert", False) and getattr(param, "weight_list", None) is None
+        if getattr(param, "is_gtp_weight_remat", False) and not follows_another:
+            next_weight = getattr(param, "next_w", None)
+            leaders += [param] if getattr(param, "prev_w", None) is None else []
+            leaders += [] if next_weight is None else [next_weight]
+    return _unique(weight for leader in leaders for weight in _group_of(leader))
+
+
+def _group_of(leader: Any) -> list[Any]:
+    """The weights that are gathered together with ``leader``: all experts' of a grouped layer, or itself."""
+    return list(getattr(leader, "weight_list", None) or [leader])
+
+
+def _unique(weights: Iterable[Any]) -> list[Any]:
+    return list({id(weight): weight for weight in weights}.values())
+
+
+def _implementation() -> Any:
+    from megatron.core.tensor_parallel import generalized_tensor_parallelism  # not in megatron-core before 0.19
+
+    return generalized_tensor_parallelism

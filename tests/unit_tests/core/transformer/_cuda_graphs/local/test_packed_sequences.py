@@ -1,0 +1,136 @@
+"""Local graphs of layers on packed sequences (``PackedSeqParams``), with padding between them too."""
+
+import pytest
+import torch
+
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.transformer.cuda_graphs import create_cudagraphs, delete_cuda_graphs
+
+from .local_graph_cases import HIDDEN, Layer, Stack, eager_calls, runners, use_graphable_rng
+
+pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
+
+TOKENS = 12
+
+
+def packed(lengths, slots, **changes):
+    """Sequences of ``lengths`` in a bin of ``TOKENS``, each at the beginning of one of the ``slots``."""
+    real, padded = (torch.tensor([0, *each], dtype=torch.int32).cumsum(0).int().cuda() for each in (lengths, slots))
+    options = {
+        "qkv_format": "thd",
+        "cu_seqlens_q": real,
+        "cu_seqlens_kv": real,
+        "cu_seqlens_q_padded": padded,
+        "cu_seqlens_kv_padded": padded,
+        "max_seqlen_q": TOKENS,
+        "max_seqlen_kv": TOKENS,
+        "pad_between_seqs": True,
+    }
+    return PackedSeqParams(**options | changes)
+
+
+class Attention(Layer):
+    """Attention among the tokens of each sequence, those of the padding left out."""
+
+    def forward(self, hidden_states, *args, packed_seq_params=None, **kwargs):
+        self.eager_calls += 1
+        tokens = torch.arange(TOKENS, device=torch.device("cuda"))
+        starts = packed_seq_params.cu_seqlens_q_padded
+        lengths = packed_seq_params.cu_seqlens_q.diff()
+        # Warm-up has lengths of zero, as with megatron-core.
+        sequence = (torch.searchsorted(starts, tokens, right=True) - 1).clamp(max=len(lengths) - 1)
+        is_real = tokens - starts[sequence] < lengths[sequence]
+        sees = (sequence[:, None] == sequence) & is_real
+        if packed_seq_params.seq_idx is not None:
+            sees = sees & (packed_seq_params.seq_idx[0][:, None] == packed_seq_params.seq_idx[0])
+        scores = (hidden_states @ hidden_states.t()).masked_fill(~sees, -1e9)
+        return hidden_states + self.linear(scores.softmax(-1) @ hidden_states), None
+
+
+def run(graphs, steps, pipeline=1):
+    """A step for each of ``steps``, lists of packed sequences; returns all losses and gradients, and the model."""
+    torch.manual_seed(5)
+    use_graphable_rng()
+    model, found = Stack([Attention(i + 1, graphs, pipeline) for i in range(2)]).cuda(), []
+    for number, microbatches in enumerate(steps):
+        losses = []
+        for i, params in enumerate(microbatches):
+            generator = torch.Generator().manual_seed(10 * number + i)
+            x = torch.randn(TOKENS, HIDDEN, generator=generator).cuda()
+            losses.append(model(x, packed_seq_params=params).square().mean())
+            if pipeline == 1:
+                losses[-1].backward()
+        for loss in losses:
+            if pipeline > 1:
+                loss.backward()
+            found.append(loss.item())
+        create_cudagraphs()
+        found += [param.grad.tolist() for param in model.parameters()]
+        model.zero_grad()
+    return found, model
+
+
+STEPS = [
+    [((3, 4, 1), (4, 4, 4))],
+    [((2, 2, 2), (2, 4, 6))],
+    [((6, 1, 2), (8, 2, 2))],
+    [((3, 4, 1), (4, 4, 4))],
+]
+
+
+@pytest.mark.parametrize("pipeline", [1, 2])
+@pytest.mark.parametrize("microbatches", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"total_tokens": TOKENS}], ids=["", "with seq_idx"])
+def test_other_lengths_train_bit_for_bit_as_eager(pipeline, microbatches, options):
+    def steps():
+        return [
+            [packed(*STEPS[(number + i) % len(STEPS)][0], **options) for i in range(microbatches)]
+            for number in range(len(STEPS))
+        ]
+
+    eager, _ = run(False, steps())
+    graphed, model = run(True, steps(), pipeline)
+    if pipeline == 1:
+        assert graphed == eager
+    else:  # the same sums in another order: gradients of micro-batches are added after all forward passes
+        assert graphed == run(False, steps(), pipeline)[0]
+    assert len(runners(model)) == 2 * (microbatches if pipeline > 1 else 1)
+
+
+def test_all_layers_read_lengths_in_one_place():
+    _, model = run(True, [[packed((3, 4, 1), (4, 4, 4))]] * 2)
+    places = {
+        tensor.data_ptr()
+        for runner in runners(model)
+        for tensor in runner.fwd_graph_input_surface
+        if tensor.dtype == torch.int32
+    }
+    assert len(places) == 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"lengths": (3, 4), "slots": (4, 8)}, r"cu_seqlens_q: shape \(3,\), captured with \(4,\)"),
+        ({"max_seqlen_q": 8}, "max_seqlen_q: 8, captured with 12"),
+        ({"pad_between_seqs": False}, "pad_between_seqs: False, captured with True"),
+        ({"seq_idx": torch.zeros(1, TOKENS).int()}, "seq_idx: Tensor, captured with"),
+    ],
+)
+def test_another_layout_is_refused_by_name(changed, problem):
+    _, model = run(True, [[packed((3, 4, 1), (4, 4, 4))]])
+    params = packed(**{"lengths": (3, 4, 1), "slots": (4, 4, 4)} | changed)
+    with pytest.raises(RuntimeError, match=problem):
+        model(torch.ones(TOKENS, HIDDEN).cuda(), packed_seq_params=params)
+
+
+def test_each_layout_of_the_first_step_has_graphs():
+    def steps():
+        return [[packed((3, 4), (4, 8)), packed((3, 4, 1), (4, 4, 4), max_seqlen_q=4)] for _ in range(3)]
+
+    eager, _ = run(False, steps())
+    delete_cuda_graphs()
+    graphed, model = run(True, steps())
+    assert graphed == eager
+    assert len(runners(model)) == 4
+    assert eager_calls(model) == [2 * (1 + 2 + 1)] * 2

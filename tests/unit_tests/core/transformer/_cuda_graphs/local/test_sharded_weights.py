@@ -1,0 +1,169 @@
+"""Local graphs of layers whose weights are sharded over ranks (``--tensor-parallel-num-weight-shards``)."""
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.core.tensor_parallel import generalized_tensor_parallelism as gtp
+from megatron.core.transformer._cuda_graphs.local.sharded_weights import completed_in_backward
+from megatron.core.transformer.cuda_graphs import (
+    CudaGraphManager,
+    create_cudagraphs,
+    delete_cuda_graphs,
+    get_gtp_runner_streams,
+    is_graph_capturing,
+    is_graph_warmup,
+)
+
+from . import sharded_cases
+from .local_graph_cases import batch, eager_calls, runners
+from .sharded_cases import ShardedLayer, sharded_stack, train_sharded
+
+pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs", "sharding")
+
+
+@pytest.fixture
+def sharding(monkeypatch):
+    """megatron-core's sharded weights, with stand-ins for what they take from TransformerEngine."""
+    sharded_cases.install(monkeypatch)
+
+
+@pytest.fixture
+def both(monkeypatch):
+    """Runs a training eagerly and with graphs, and returns what it returned and the model with graphs."""
+
+    def run(options=None, **training):
+        eager = train_sharded(sharded_stack(graphs=False, **(options or {})), **training)
+        assert "nan" not in str(eager)
+        sharded_cases.install(monkeypatch)
+        model = sharded_stack(**(options or {}))
+        return eager, train_sharded(model, **training), model
+
+    return run
+
+
+class TestTraining:
+    @pytest.mark.parametrize("microbatches", [1, 2])
+    def test_is_bit_for_bit_eager(self, both, microbatches):
+        eager, graphed, model = both(microbatches=microbatches)
+        assert graphed == eager
+        assert len(runners(model)) == 3
+        assert eager_calls(model) == [microbatches + 2 + 1] * 3  # the recorded step, two to warm up, and the capture
+
+    def test_with_two_micro_batches_on_their_way_is_bit_for_bit_eager(self, both):
+        eager, graphed, model = both({"pipeline": 2}, microbatches=2, at_once=2)
+        assert graphed == eager
+        assert len(runners(model)) == 6
+
+    def test_is_warmed_up_twice_at_least(self, both):
+        eager, graphed, model = both({"cuda_graph_warmup_steps": 0}, steps=2)
+        assert graphed == eager
+        assert eager_calls(model) == [1 + 2 + 1] * 3
+
+    def test_goes_on_with_evaluation_between_steps(self, both):
+        def evaluate(model, step):
+            model.eval()
+            with torch.no_grad():
+                found = model(batch(500 + step)).tolist()
+            model.train()
+            create_cudagraphs()
+            return found
+
+        eager, graphed, _ = both(between_steps=evaluate)
+        assert graphed == eager
+
+    def test_goes_on_with_passes_without_grad_between_steps(self, both):
+        def forward(model, step):
+            with torch.no_grad():
+                found = model(batch(500 + step)).tolist()
+            create_cudagraphs()
+            return found
+
+        eager, graphed, model = both(between_steps=forward)
+        assert graphed == eager
+        assert eager_calls(model) == [1 + 2 + 1] * 3
+
+    def test_is_recorded_anew_after_graphs_were_deleted(self, both):
+        def delete(model, step):
+            if step == 1:
+                delete_cuda_graphs()
+
+        eager, graphed, _ = both(steps=4, between_steps=delete)
+        assert graphed == eager
+
+    def test_goes_on_eagerly_after_a_failed_capture(self, both, monkeypatch):
+        class Failing(ShardedLayer):
+            def forward(self, *args, **kwargs):
+                out, none = super().forward(*args, **kwargs)
+                if is_graph_capturing() and not is_graph_warmup() and self.layer_number == 2:
+                    raise RuntimeError("no capture of this")
+                return out, none
+
+        eager = train_sharded(sharded_stack(graphs=False))
+        sharded_cases.install(monkeypatch)
+        failures = iter([True])
+
+        def create():
+            with pytest.raises(RuntimeError, match="no capture of this") if next(failures, False) else nullcontext():
+                create_cudagraphs()
+            assert not gtp._inflight_comm_params
+            assert all(layer.first._prefetch_handle is None for layer in model.layers)
+
+        model = sharded_stack(kind=Failing)
+        assert train_sharded(model, create=create) == eager
+        assert not runners(model)
+
+
+class TestStreams:
+    def test_of_backward_replays_are_waited_for(self):
+        assert get_gtp_runner_streams() == []
+        model = sharded_stack(count=1)
+        train_sharded(model, steps=1)
+        assert get_gtp_runner_streams() == []
+        stream = torch.cuda.Stream()
+        with torch.cuda.stream(stream):
+            train_sharded(model, steps=2)
+        assert get_gtp_runner_streams() == [stream]
+        delete_cuda_graphs()
+        assert get_gtp_runner_streams() == []
+
+    def test_other_layers_replay_on_no_such_stream(self):
+        from .local_graph_cases import stack, train
+
+        train(stack(count=1), steps=2)
+        assert get_gtp_runner_streams() == []
+
+
+def test_gathered_weights_are_in_the_memory_pool_of_the_graphs():
+    sharded_stack(count=1)
+    assert gtp._CG_MEMPOOL == CudaGraphManager.global_mempool is not None
+    delete_cuda_graphs()
+    train_sharded(sharded_stack(count=1), steps=1)
+    assert gtp._CG_MEMPOOL == CudaGraphManager.global_mempool is not None
+
+
+class TestCompletedInBackward:
+    def weight(self, name, previous=None, **attributes):
+        made = SimpleNamespace(name=name, is_gtp_weight_remat=True, prev_w=previous, next_w=None, **attributes)
+        if previous is not None:
+            previous.next_w = made
+        return made
+
+    def test_a_weight_is_complete_in_the_pass_of_the_one_before(self):
+        first = self.weight("first")
+        second = self.weight("second", first)
+        third = self.weight("third", second)
+        plain = SimpleNamespace()
+        assert completed_in_backward([first, plain]) == [first, second]
+        assert completed_in_backward([second]) == [third]
+        assert completed_in_backward([third, plain]) == []
+        assert completed_in_backward([first, second]) == [first, second, third]
+
+    def test_experts_of_a_layer_are_complete_together(self):
+        first = self.weight("first")
+        experts = [self.weight(f"expert {i}", first, is_routed_expert=True, weight_list=None) for i in range(2)]
+        experts[0].weight_list, first.next_w = experts, experts[0]
+        assert completed_in_backward([first]) == [first, *experts]
+        assert completed_in_backward(experts) == []
