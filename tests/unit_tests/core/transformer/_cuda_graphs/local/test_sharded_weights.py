@@ -6,6 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+pytest.importorskip("megatron.core.tensor_parallel.generalized_tensor_parallelism")
+
 from megatron.core.tensor_parallel import generalized_tensor_parallelism as gtp
 from megatron.core.transformer._cuda_graphs.local.sharded_weights import completed_in_backward
 from megatron.core.transformer.cuda_graphs import (
