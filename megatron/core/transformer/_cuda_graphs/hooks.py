@@ -104,6 +104,9 @@ class ModuleHooks:
 
         Each hook takes the module and, where the engine offers them, the arguments that torch would give a hook of its
         kind; each returns what the hook returned, so that the engine can refuse a hook that wants to change a value.
+
+        No engine offers gradients outside a graph, and those at capture mean nothing. A backward hook that reads them
+        is left at that point; at replays torch calls it with the real ones.
         """
         sorted_hooks: HookDicts = {kind: {} for kind in HOOK_KINDS}
         for key, hook in self.saved["_forward_pre_hooks"].items():
@@ -122,11 +125,10 @@ class ModuleHooks:
                 sorted_hooks["forward_hooks"][key] = _forward_hook_with_kwargs(hook)
             else:
                 sorted_hooks["forward_hooks"][key] = _forward_hook(hook)
-        # torch gives these the gradients, which no engine offers outside a graph.
         for key, hook in self.saved["_backward_pre_hooks"].items():
-            sorted_hooks["backward_pre_hooks"][key] = _with_empty(hook, 1)
+            sorted_hooks["backward_pre_hooks"][key] = _without_gradients(hook, 1)
         for key, hook in self.saved["_backward_hooks"].items():
-            sorted_hooks["backward_hooks"][key] = _with_empty(hook, 2)
+            sorted_hooks["backward_hooks"][key] = _without_gradients(hook, 2)
         return sorted_hooks
 
 
@@ -140,9 +142,26 @@ def _module_only(handler):
     return _wrapping(call, handler)
 
 
-def _with_empty(hook, count):
+class _GradientsReadError(Exception):
+    """A hook reads gradients at capture."""
+
+
+class _NoGradients(tuple):
+    """Stands for the gradients that torch gives a full-backward hook."""
+
+    def __getitem__(self, index):
+        raise _GradientsReadError
+
+    def __iter__(self):
+        raise _GradientsReadError
+
+
+def _without_gradients(hook, count):
     def call(module, *offered):
-        return hook(module, *((),) * count)
+        try:
+            return hook(module, *[_NoGradients()] * count)
+        except _GradientsReadError:
+            return None
 
     return _wrapping(call, hook)
 

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from .engine.addresses import AddressGuard
+
 # What only attention reads; a layer without attention is given them all the same.
 _ATTENTION_INPUTS = frozenset(
     (
@@ -34,6 +36,7 @@ class LayerGraph:
         absent: What a replay reads for a keyword that it is not given; by default what is in ``sample_kwargs``.
         given: The ``id`` of each tensor of ``sample_kwargs`` in whose place replays were given another; one set for all
             layers that share these tensors.
+        guard: Checked at the first micro-batch of each step; None for no check.
     """
 
     def __init__(
@@ -46,6 +49,7 @@ class LayerGraph:
         num_microbatches: int | None = None,
         absent: dict[str, torch.Tensor] | None = None,
         given: set[int] | None = None,
+        guard: AddressGuard | None = None,
     ):
         self._name = name
         self._graphed = graphed
@@ -55,6 +59,7 @@ class LayerGraph:
         self.num_microbatches = num_microbatches
         self._absent = sample_kwargs if absent is None else absent
         self._given = set() if given is None else given
+        self._guard = guard
         if hasattr(graphed, "backward_dw"):
             self.backward_dw = graphed.backward_dw
 
@@ -67,6 +72,7 @@ class LayerGraph:
 
         Raises:
             ValueError: an input that the graph was not captured with, or of another shape or dtype.
+            MovedBufferError: a parameter, or a main gradient that the graphs write, has moved since capture.
         """
         if len(args) != len(self._static_args):
             raise ValueError(
@@ -75,6 +81,8 @@ class LayerGraph:
             )
         for i, (given, static) in enumerate(zip(args, self._static_args, strict=True)):
             self._compare(f"argument {i}" if i else "hidden_states", given, static)
+        if self._guard is not None and kwargs.get("is_first_microbatch"):
+            self._guard.check()
         replay_kwargs = {name: kwargs.pop(name) for name in _REPLAY_OPTIONS if name in kwargs}
         for name, static in self._static_kwargs.items():
             given = kwargs.pop(name, None)
@@ -113,4 +121,5 @@ class LayerGraph:
     def reset(self) -> None:
         """Free the graphs."""
         self._graphed.reset()
+        self._guard = None
         self._static_args, self._static_kwargs, self._absent = (), {}, {}

@@ -1,6 +1,7 @@
 """What Megatron-FSDP does about units that run as CUDA graphs: capture mode, gradients withheld, moved buffers."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -195,6 +196,37 @@ def test_the_backward_of_a_captured_layer_opens_no_backward_pass(fsdp, layers):
         assert not fsdp.fsdp_hooks.in_backward
 
 
+@ERRORS
+def test_no_gradient_is_left_of_a_capture(fsdp, layers, error):
+    params = list(fsdp.raw_param.values())
+    with pytest.raises(KeyboardInterrupt) if error else nullcontext(), fsdp.capture_graphs(layers):
+        for param in params:
+            param.grad = torch.zeros_like(param)
+        if error:
+            raise error
+    assert [param.grad for param in params] == [None] * len(params)
+
+
+@ERRORS
+def test_no_parameter_counts_as_accumulated_after_capture(fsdp, layers, error):
+    params = list(fsdp.raw_param.values())
+    with pytest.raises(KeyboardInterrupt) if error else nullcontext(), fsdp.capture_graphs(layers):
+        for param in params:
+            param.grad_added_to_main_grad = True
+        if error:
+            raise error
+    assert not any(param.grad_added_to_main_grad for param in params)
+
+
+def test_reductions_in_flight_end_before_capture(fsdp, layers):
+    queue, events = fsdp.grad_reduce_pipeline.grad_reduce_queue, []
+    reduction = SimpleNamespace(wait=lambda: events.append("waited for"))
+    queue.append((reduction, lambda: events.append("freed"), 0))
+    with fsdp.capture_graphs(layers):
+        assert events == ["waited for", "freed"]
+        assert queue == []
+
+
 # --------------------------------------------------------------------------------------------------- moved parameters
 
 
@@ -222,12 +254,16 @@ def test_units_take_turns_with_the_two_buffers(fsdp, layers):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_moved_parameter_is_an_error_that_names_it_and_the_flags(fsdp, layers, direction):
     capture(fsdp, layers)
-    unit = fsdp.fsdp_hooks.graphed._units[layers[1]]
-    names = [fsdp.param_to_name[param] for param in unit.params]
-    moved = names.index("decoder.layers.1.mlp.linear_fc1.weight")
     with replaying(fsdp, layers) as hooks:
-        unit.addresses[direction][moved] += 512
-        with pytest.raises(MovedBufferError, match=r"decoder\.layers\.1\.mlp\.linear_fc1\.weight") as error:
+        gather, moved = fsdp.all_gather_and_wait_parameters_ready, layers[1].mlp.linear_fc1.weight
+
+        def gather_elsewhere(*args, **kwargs):
+            gather(*args, **kwargs)
+            moved.data = moved.data.clone()
+
+        name = rf"decoder\.layers\.1\.mlp\.linear_fc1\.weight \(in {direction}\)"
+        elsewhere = mock.patch.object(fsdp, "all_gather_and_wait_parameters_ready", gather_elsewhere)
+        with elsewhere, pytest.raises(MovedBufferError, match=name) as error:
             getattr(hooks, f"unshard_for_{direction}")(layers[1])
     assert all(flag in str(error.value) for flag in FLAGS)
 
@@ -237,7 +273,7 @@ def test_a_unit_that_runs_out_of_turn_is_noticed(fsdp, layers):
     with replaying(fsdp, layers) as hooks:
         # The second unit holds the buffer that the fourth had at capture.
         fsdp.all_gather_and_wait_parameters_ready(list(layers[1].parameters()), prefetch=False)
-        with pytest.raises(MovedBufferError, match=r"forward of a CUDA graph reads decoder\.layers\.3\..* out of turn"):
+        with pytest.raises(MovedBufferError, match=r"use decoder\.layers\.3\..* \(in forward\) .* out of turn"):
             hooks.unshard_for_forward(layers[3])
 
 
@@ -284,12 +320,11 @@ def test_gradients_that_no_graph_writes_are_not_claimed(fsdp, layers):
 
 def test_a_moved_main_gradient_is_an_error_that_names_it_and_the_flags(fsdp, layers):
     capture(fsdp, layers, fused=FUSED)
-    unit = fsdp.fsdp_hooks.graphed._units[layers[3]]
     with replaying(fsdp, layers) as hooks:
-        unit.main_grads[layers[3].mlp.linear_fc2.weight] += 512
-        with pytest.raises(
-            MovedBufferError, match=r"main gradient of decoder\.layers\.3\.mlp\.linear_fc2\.weight"
-        ) as e:
+        moved = layers[3].mlp.linear_fc2.weight
+        elsewhere = mock.patch.object(moved, "get_main_grad", return_value=torch.zeros_like(moved))
+        name = r"main gradient of decoder\.layers\.3\.mlp\.linear_fc2\.weight"
+        with elsewhere, pytest.raises(MovedBufferError, match=name) as e:
             hooks.unshard_for_backward(layers[3])
     assert all(flag in str(e.value) for flag in FLAGS)
 

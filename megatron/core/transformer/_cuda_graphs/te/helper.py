@@ -18,6 +18,7 @@ from megatron.core.utils import log_on_each_pipeline_stage, log_single_rank
 from megatron_fsdp_cuda_graphs.allocator_check import allocator_problem
 
 from .. import state
+from ..engine.addresses import AddressGuard
 from ..engine.memory import release_cached_memory
 from ..engine.plan import ordered_plan
 from ..engine.preserve import preserve_buffers
@@ -27,9 +28,10 @@ from ..errors import CallOrderError, OptionsError
 from ..fsdp_checks import check_fsdp_options
 from ..hooks import extracted_hooks
 from ..layer_graph import LayerGraph
+from .address_guard import guard_parameters
 from .backends import choose_backend
 from .layers import _layer_is_graphable, decoder_layers, language_model_of
-from .order import convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
+from .order import PassOrder, convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
 from .sample_inputs import (
     LayerInputs,
     SampleArguments,
@@ -148,27 +150,30 @@ class TECudaGraphHelper:
     def _get_sample_arguments(
         self, order: Sequence[float], chunk_id_list: list | None = None
     ) -> tuple[list[tuple[torch.Tensor, ...]], list[dict[str, torch.Tensor]]]:
-        """Make the static inputs of each layer and micro-batch; see ``cuda_graph_inputs.sample_arguments``.
+        """Make the static inputs of each layer and micro-batch; see ``sample_inputs.sample_arguments``.
 
         Args:
-            order: The order of passes over model chunks.
-            chunk_id_list: Not needed: each layer knows its model chunk.
+            order: The order of passes over model chunks, or over layers if there is a ``chunk_id_list``.
+            chunk_id_list: For each forward pass of ``order`` its ``[model chunk, layer of the chunk]``, counted from 0.
 
         Returns:
-            Positional inputs and keyword inputs, by model chunk, then micro-batch, then layer.
+            Positional inputs and keyword inputs, by chunk of ``order``, then micro-batch, then layer.
         """
-        samples = self._samples(order)
+        samples = self._samples(order, chunk_id_list)
         return [args for args, _ in samples], [kwargs for _, kwargs in samples]
 
-    def _samples(self, order: Sequence[float]) -> list[SampleArguments]:
+    def _samples(self, order: Sequence[float], chunk_id_list: list | None = None) -> list[SampleArguments]:
         inputs = LayerInputs(self.config, self.seq_length, self.micro_batch_size)
-        models = [
-            model
-            for model, layers in zip(self.chunks_with_decoder, self.callables_per_chunk, strict=True)
-            for _ in layers
-        ]
-        plan = ordered_plan(order, self.num_layers_per_chunk, len(self.flattened_callables))
-        layers = self.flattened_callables
+        per_chunk = self.num_layers_per_chunk
+        places = [(chunk, i) for chunk, layers in enumerate(self.callables_per_chunk) for i in range(len(layers))]
+        if chunk_id_list is not None:
+            per_chunk = [1] * len(places)
+            for step, place in zip(order, chunk_id_list, strict=True):
+                if place is not None:
+                    places[int(step) - 1] = tuple(place)
+        models = [self.chunks_with_decoder[chunk] for chunk, _ in places]
+        layers = [self.callables_per_chunk[chunk][i] for chunk, i in places]
+        plan = ordered_plan(order, per_chunk, len(layers))
         return sample_arguments(
             plan,
             lambda index: inputs.make(layers[index], models[index]),
@@ -177,12 +182,14 @@ class TECudaGraphHelper:
 
     def _get_cuda_graph_input_data(self) -> tuple[list[tuple[torch.Tensor, ...]], dict[str, Any]]:
         """Return the positional inputs and the keyword arguments of ``make_graphed_callables``."""
-        order = self._order()
-        sample_args, sample_kwargs = self._get_sample_arguments(order)
+        passes = self._order()
+        self.num_layers_per_chunk, self.num_model_chunks = passes.num_layers_per_chunk, len(passes.num_layers_per_chunk)
+        self.num_microbatches = passes.num_microbatches
+        sample_args, sample_kwargs = self._get_sample_arguments(passes.order, passes.chunk_id_list)
         arguments = {
             "sample_kwargs": sample_kwargs,
             "allow_unused_input": True,
-            "_order": order,
+            "_order": passes.order,
             "_num_layers_per_chunk": self.num_layers_per_chunk,
             "_reuse_graph_input_output_buffers": True,
             "retain_graph_in_backward": self.config.cuda_graph_retain_backward_graph,
@@ -204,34 +211,32 @@ class TECudaGraphHelper:
             arguments["post_warmup_hook"] = offload.enable_offload
         return sample_args, {name: value for name, value in arguments.items() if name in self._engine.parameters}
 
-    def _order(self) -> list[float]:
-        """The order of forward and backward passes of this pipeline stage; sets ``num_microbatches``."""
+    def _order(self) -> PassOrder:
+        """The order of forward and backward passes of this pipeline stage."""
         from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
-        self.num_model_chunks = len(self.model)
-        self.num_layers_per_chunk = [len(layers) for layers in self.callables_per_chunk]
-        self.num_microbatches = 1 if self._one_graph_serves_all() else get_num_microbatches()
+        num_chunks = len(self.model)
+        num_microbatches = 1 if self._one_graph_serves_all() else get_num_microbatches()
         group_size = self.config.microbatch_group_size_per_vp_stage
         _, _, num_warmup_microbatches, _ = get_pp_rank_microbatches(
-            self.num_microbatches,
-            self.num_model_chunks,
+            num_microbatches,
+            num_chunks,
             group_size,
             forward_only=False,
             p2p_communicator=self.p2p_communicator,
         )
-        table = get_schedule_table(self.num_microbatches, self.num_model_chunks, group_size)
-        chunks = convert_schedule_table_to_order(num_warmup_microbatches, self.num_model_chunks, table)
-        order: list[float] = [*chunks]
+        table = get_schedule_table(num_microbatches, num_chunks, group_size)
+        chunks = convert_schedule_table_to_order(num_warmup_microbatches, num_chunks, table)
+        num_layers = [len(layers) for layers in self.callables_per_chunk]
+        passes = PassOrder([*chunks], num_layers, num_microbatches)
         if self.config.overlap_moe_expert_parallel_comm:
             # Layers of two chunks interleave: every layer becomes a chunk of its own.
-            order, _ = get_overlap_moe_expert_parallel_comm_order(
-                chunks, self.num_layers_per_chunk, self.config.delay_wgrad_compute and self._captures_weight_gradients()
+            order, chunk_id_list = get_overlap_moe_expert_parallel_comm_order(
+                chunks, num_layers, self.config.delay_wgrad_compute and self._captures_weight_gradients()
             )
-            self.num_layers_per_chunk = [1] * sum(self.num_layers_per_chunk)
-            self.num_model_chunks = len(self.num_layers_per_chunk)
-            self.num_microbatches = order.count(1)
-        self._log(logging.DEBUG, f"order of passes {order}")
-        return order
+            passes = PassOrder(order, [1] * sum(num_layers), order.count(1), chunk_id_list)
+        self._log(logging.DEBUG, f"order of passes {passes.order}")
+        return passes
 
     def _one_graph_serves_all(self) -> bool:
         """Whether a micro-batch's backward follows its forward, as it does without pipeline stages."""
@@ -374,6 +379,7 @@ class TECudaGraphHelper:
             arguments["pool"] = pool = torch.cuda.graph_pool_handle()
             with recover_te_engine(pool, layers, arguments.get("recipe")):
                 graphs = self._engine.capture(layers, sample_args, **arguments)
+        guards = self._parameter_guards()
         absent = default_kwargs(layers, arguments["sample_kwargs"])
         given: set[int] = set()
         for index, (layer, slots) in enumerate(zip(layers, self._slots(), strict=True)):
@@ -387,9 +393,20 @@ class TECudaGraphHelper:
                     num_microbatches=None if self._one_graph_serves_all() else self.num_microbatches,
                     absent=absent[slot],
                     given=given,
+                    guard=guards[index],
                 )
                 for slot in slots
             ]
+
+    def _parameter_guards(self) -> list[AddressGuard | None]:
+        """For each layer a guard of its parameters; None under Megatron-FSDP, which guards them itself."""
+        guards: list[AddressGuard | None] = []
+        for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
+            under_fsdp = _fsdp_of(chunk) is not None
+            for layer in layers:
+                name, fused = _layer_name(layer, len(guards)), self.config.gradient_accumulation_fusion
+                guards.append(None if under_fsdp else guard_parameters(name, layer, writes_main_grads=fused))
+        return guards
 
     @contextmanager
     def _fsdp_capture(self) -> Iterator[None]:

@@ -5,7 +5,26 @@ An order is what ``make_graphed_callables`` takes as ``_order``: ``c`` for the f
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, zip_longest
+
+
+@dataclass(frozen=True)
+class PassOrder:
+    """The passes of a pipeline stage in the order in which they are captured.
+
+    Attributes:
+        order: What ``make_graphed_callables`` takes as ``_order``.
+        num_layers_per_chunk: Captured layers of each chunk of ``order``.
+        num_microbatches: Forward passes of each chunk.
+        chunk_id_list: Where chunks of ``order`` are single layers, ``[model chunk, layer of the chunk]``, counted from
+            0, for each forward pass of ``order`` and None for its other passes. None otherwise.
+    """
+
+    order: list[float]
+    num_layers_per_chunk: list[int]
+    num_microbatches: int
+    chunk_id_list: list[list[int] | None] | None = None
 
 
 def convert_schedule_table_to_order(

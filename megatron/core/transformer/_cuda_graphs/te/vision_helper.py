@@ -1,6 +1,7 @@
 """``VisionTECudaGraphHelper``: captures the layers of a vision encoder in CUDA graphs."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from ..layer_graph import LayerGraph
 from .helper import TECudaGraphHelper, logger
 from .layers import decoder_layers, vision_model_of
+from .order import PassOrder
 from .sample_inputs import LayerInputs, SampleArguments
 
 
@@ -80,17 +82,17 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
         vision_model = vision_model_of(chunk)
         return vision_model, [(layer, False) for layer in decoder_layers(vision_model)]
 
-    def _samples(self, order: Sequence[float]) -> list[SampleArguments]:
+    def _samples(self, order: Sequence[float], chunk_id_list: list | None = None) -> list[SampleArguments]:
         """Make inputs for every layer and micro-batch, whatever the order."""
         inputs = LayerInputs(self.config, self.seq_length, self.micro_batch_size)
         return [
             inputs.make(layer, None) for _ in range(self.num_microbatches or 1) for layer in self.flattened_callables
         ]
 
-    def _order(self) -> list[float]:
-        order = super()._order()
+    def _order(self) -> PassOrder:
+        passes = super()._order()
         # Between virtual stages more micro-batches of this chunk are in flight than if it were the only one: keep all.
-        return sorted(order, reverse=True) if self._interleaved else order
+        return replace(passes, order=sorted(passes.order, reverse=True)) if self._interleaved else passes
 
     def _capture_layers(self) -> None:
         super()._capture_layers()

@@ -1,4 +1,4 @@
-"""cuda_graph_hooks: hooks leave a module for capture, reach the engine, and come back as they were."""
+"""hooks: hooks leave a module for capture, reach the engine, and come back as they were."""
 
 import inspect
 from functools import partial
@@ -185,6 +185,46 @@ def test_a_forward_hook_with_kwargs_gets_an_empty_dict_for_them():
 def test_backward_hooks_get_no_gradients():
     assert called_with(torch.nn.Module.register_full_backward_pre_hook) == ((),)
     assert called_with(torch.nn.Module.register_full_backward_hook) == ((), ())
+
+
+def first_of(gradients):
+    return gradients[0]
+
+
+def only_one_of(gradients):
+    (gradient,) = gradients
+    return gradient
+
+
+def all_of(gradients):
+    return [gradient + 1 for gradient in gradients]
+
+
+@pytest.mark.parametrize("read", [first_of, only_one_of, all_of])
+def test_a_backward_hook_that_reads_gradients_is_left_there_at_capture(read):
+    events = []
+
+    def hook_before(module, grad_output):
+        events.append("before")
+        events.append(read(grad_output))
+
+    def hook_after(module, grad_input, grad_output):
+        events.append("after")
+        events.append(read(grad_input))
+
+    module = torch.nn.Linear(2, 2)
+    module.register_full_backward_pre_hook(hook_before)
+    module.register_full_backward_hook(hook_after)
+    with extracted_hooks([module]) as (hooks,):
+        assert [call(module) for kind in HOOK_KINDS for call in hooks[kind].values()] == [None, None]
+    assert events == ["before", "after"]
+
+
+def test_a_backward_hook_that_fails_for_another_reason_is_an_error():
+    module = torch.nn.Linear(2, 2)
+    module.register_full_backward_pre_hook(lambda module, grad_output: [][0])
+    with extracted_hooks([module]) as (hooks,), pytest.raises(IndexError):
+        hooks["backward_pre_hooks"].popitem()[1](module)
 
 
 @pytest.mark.parametrize(

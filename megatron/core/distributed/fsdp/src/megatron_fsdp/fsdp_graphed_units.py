@@ -1,8 +1,8 @@
 """What Megatron-FSDP knows of the units that run as CUDA graphs.
 
 A graph reads parameters, and with fused weight gradients writes gradients, at the addresses they had at capture.
-``GraphedUnits`` notes those addresses while graphs are captured and compares them before every replay, so that a buffer
-that moved is an error that names the parameter and not an illegal memory access.
+``GraphedUnits`` guards these addresses: a buffer that has moved is an error that names the parameter, before a replay,
+and not an illegal memory access.
 """
 
 from collections.abc import Iterable, Iterator
@@ -12,6 +12,10 @@ from typing import Literal
 
 import torch
 
+from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard, MovedBufferError
+
+__all__ = ["ADVICE", "GraphedUnit", "GraphedUnits", "MovedBufferError"]
+
 Direction = Literal["forward", "backward"]
 
 ADVICE = (
@@ -20,24 +24,22 @@ ADVICE = (
 )
 
 
-class MovedBufferError(RuntimeError):
-    """A buffer that a CUDA graph uses is no longer where it was at capture."""
-
-
 @dataclass
 class GraphedUnit:
     """One module that runs as CUDA graphs.
 
     Attributes:
         params: All its parameters; they are gathered together, whichever of them its graphs read.
-        addresses: Where ``params`` were at capture, in bytes, for each direction that was captured.
-        main_grads: Where the main gradient of each parameter was to which a fused kernel in the graph adds.
+        guards: The addresses of ``params``, for each direction that was captured.
+        fused: As keys, the parameters to whose main gradients fused kernels in the backward graph add.
+        main_grad_guard: The addresses of these main gradients; None before a backward pass was captured.
         collected: Parameters that have their gradient and wait for the unit's others.
     """
 
     params: tuple[torch.nn.Parameter, ...]
-    addresses: dict[Direction, list[int]] = field(default_factory=dict)
-    main_grads: dict[torch.nn.Parameter, int] = field(default_factory=dict)
+    guards: dict[Direction, AddressGuard] = field(default_factory=dict)
+    fused: dict[torch.nn.Parameter, None] = field(default_factory=dict)
+    main_grad_guard: AddressGuard | None = None
     collected: list[torch.nn.Parameter] = field(default_factory=list)
 
 
@@ -51,8 +53,8 @@ class GraphedUnits:
     def __init__(self, fsdp: torch.nn.Module):
         self.capturing = False
         self._fsdp = fsdp
-        self._units: dict[torch.nn.Module, GraphedUnit] = {}
-        self._module_of: dict[torch.nn.Parameter, torch.nn.Module] = {}
+        self._graphed_units: dict[torch.nn.Module, GraphedUnit] = {}
+        self._module_of: dict[torch.nn.Parameter, torch.nn.Module] = {}  # of units whose gradients are collected
         self._holds_gradients: torch.nn.Module | None = None
         self._uncaptured: list[int] = []  # buckets; of the last capture
         # Modules of these types have a hook after backward that fetches what was collected.
@@ -68,7 +70,7 @@ class GraphedUnits:
         Args:
             modules: The modules that are captured, each an FSDP unit or holding parameters that are never released.
 
-        When the context ends, also by an exception, every bucket that capture took is given back and the module's
+        When the context ends, also by an exception, every bucket that capture took is released and the module's
         parameters are what they were (raw, or the optimizer's ``DTensor``). After an exception no module of
         ``modules`` counts as graphed.
         """
@@ -77,15 +79,15 @@ class GraphedUnits:
         distributed = fsdp.is_param_fsdp_distributed
         try:
             fsdp._replace_param_with_raw_if_needed()
-            self._give_back()
+            self.release_all()
             self.capturing = True
             for module in modules:
-                self._units[module] = GraphedUnit(tuple(module.parameters()))
+                self._graphed_units[module] = GraphedUnit(tuple(module.parameters()))
             self._uncaptured = self._other_units(modules)
             yield
             for module in modules:
                 if isinstance(module, self._released_after_backward):
-                    self._module_of |= dict.fromkeys(self._units[module].params, module)
+                    self._module_of |= dict.fromkeys(self._graphed_units[module].params, module)
         except BaseException:
             self.forget(modules)
             raise
@@ -98,20 +100,20 @@ class GraphedUnits:
                 param.grad_added_to_main_grad = False
             for module in fsdp.module.modules():
                 module._training_state = type(module._training_state).IDLE
-            self._give_back()
+            self.release_all()
             if distributed:
                 fsdp._replace_param_with_distributed_if_needed()
 
     def forget(self, modules: Iterable[torch.nn.Module]) -> None:
         """``modules`` run eagerly from now on."""
         for module in modules:
-            unit = self._units.pop(module, None)
+            unit = self._graphed_units.pop(module, None)
             if unit is not None:
                 for param in unit.params:
                     self._module_of.pop(param, None)
 
-    def _give_back(self) -> None:
-        """End what is in flight, and release every unit's parameters."""
+    def release_all(self) -> None:
+        """Wait for collectives in flight, and release every unit's parameters."""
         self._settle()
         self._fsdp.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
         if self._fsdp.data_parallel_sharding_strategy != "no_shard":
@@ -132,7 +134,7 @@ class GraphedUnits:
         return [bucket for bucket, group in groups if group.fsdp_unit_id is not None and bucket not in captured]
 
     def _release_uncaptured(self) -> None:
-        """Release what was prefetched of units that do not run while these graphs are captured: no one else would."""
+        """Release what was prefetched of units that are not captured: they do not run, so no hook of theirs does."""
         gathers = self._fsdp.all_gather_pipeline
         for bucket in self._uncaptured:
             for bwd in (False, True):
@@ -154,7 +156,7 @@ class GraphedUnits:
 
     def covers(self, module: torch.nn.Module) -> bool:
         """Whether ``module`` runs as a graph now, or is being captured."""
-        return module in self._units and (self.capturing or _replays(module))
+        return module in self._graphed_units and (self.capturing or _replays(module))
 
     def parameters_gathered(self, module: torch.nn.Module, direction: Direction) -> None:
         """Note, or compare, where the parameters are that ``module`` is about to use.
@@ -167,19 +169,19 @@ class GraphedUnits:
         if self.capturing:
             self._settle()  # prefetched units too: nothing may be in flight while a graph records
             self._release_uncaptured()
-        unit = self._units[module]
-        addresses = [param.data_ptr() for param in unit.params]
-        if addresses == unit.addresses.setdefault(direction, addresses):
-            return
-        moved = next(i for i, address in enumerate(unit.addresses[direction]) if address != addresses[i])
-        raise MovedBufferError(
-            f"{direction} of a CUDA graph reads {self._fsdp.param_to_name[unit.params[moved]]} at "
-            f"{unit.addresses[direction][moved]:#x}, but Megatron-FSDP gathered it at {addresses[moved]:#x}. {ADVICE}"
-        )
+        unit = self._graphed_units[module]
+        guard = unit.guards.get(direction)
+        if guard is None:
+            name = self._fsdp.param_to_name
+            unit.guards[direction] = AddressGuard(
+                lambda: unit.params, lambda i: f"{name[unit.params[i]]} (in {direction})", ADVICE
+            )
+        else:
+            guard.check()
 
     def fused_gradients(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
         """The parameters whose main gradient the replay of ``module``'s backward graph writes."""
-        return list(self._units[module].main_grads) if self.covers(module) and not self.capturing else []
+        return list(self._graphed_units[module].fused) if self.covers(module) and not self.capturing else []
 
     def gradients_claimed(self, module: torch.nn.Module) -> None:
         """Compare where the main gradients are that the graph of ``module`` is about to write.
@@ -187,18 +189,15 @@ class GraphedUnits:
         Raises:
             MovedBufferError: one is not where the graph writes it.
         """
-        for param in self.fused_gradients(module):
-            captured = self._units[module].main_grads[param]
-            if param.main_grad.data_ptr() != captured:
-                raise MovedBufferError(
-                    f"A CUDA graph writes the main gradient of {self._fsdp.param_to_name[param]} at {captured:#x}, but "
-                    f"Megatron-FSDP holds it at {param.main_grad.data_ptr():#x}. {ADVICE}"
-                )
+        if self.fused_gradients(module):
+            guard = self._graphed_units[module].main_grad_guard
+            if guard is not None:
+                guard.check()
 
     def mark_fused_gradient(self, param: torch.nn.Parameter) -> None:
-        """Say of a parameter whose gradient a graph has added to its main gradient what the fused kernel would say."""
+        """Set the flag of the fused kernel on ``param`` if a graph has added its gradient to its main gradient."""
         module = self._module_of.get(param)
-        if module is not None and param in self._units[module].main_grads:
+        if module is not None and param in self._graphed_units[module].fused:
             param.grad_added_to_main_grad = True
 
     def collect_gradient(self, param: torch.nn.Parameter) -> bool:
@@ -209,36 +208,44 @@ class GraphedUnits:
         module = self._module_of.get(param)
         if module is None or not _replays(module):
             return False
-        self._units[module].collected.append(param)
+        self._graphed_units[module].collected.append(param)
         return True
 
     def collected_gradients(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
         """Return the parameters of ``module`` whose gradients were kept, and forget them."""
-        unit = self._units.get(module)
+        unit = self._graphed_units.get(module)
         if unit is None:
             return []
         collected, unit.collected = unit.collected, []
         return collected
 
     def forget_collected(self) -> None:
-        """Forget gradients that nothing fetched: those of a unit whose inputs need no gradient, which has no end."""
-        for unit in self._units.values():
+        """Forget collected gradients of units whose post-backward hook never fires: their inputs need no gradient."""
+        for unit in self._graphed_units.values():
             unit.collected = []
 
     def backward_done(self, module: torch.nn.Module) -> None:
-        """After a captured backward pass: note fused gradients and give back the buckets that they took.
+        """After a captured backward pass: note fused gradients and release the buckets that they took.
 
-        They go back one unit late, as in training, so that units take turns with the two buffers.
+        Buckets are released one unit late, as in training, so that units take turns with the two buffers.
         """
-        if not self.capturing or module not in self._units:
+        if not self.capturing or module not in self._graphed_units:
             return
-        for param in self._units[module].params:
-            if param.grad_added_to_main_grad:
-                self._units[module].main_grads[param] = param.main_grad.data_ptr()
-                param.grad_added_to_main_grad = False
+        self._note_fused_gradients(self._graphed_units[module])
         if self._holds_gradients is not module:
             self._free_gradients(self._holds_gradients)
         self._holds_gradients = module
+
+    def _note_fused_gradients(self, unit: GraphedUnit) -> None:
+        fused = tuple(param for param in unit.params if param.grad_added_to_main_grad)
+        for param in fused:
+            param.grad_added_to_main_grad = False
+        unit.fused = dict.fromkeys(fused)
+        unit.main_grad_guard = AddressGuard(
+            lambda: [param.main_grad for param in fused],
+            lambda i: f"the main gradient of {self._fsdp.param_to_name[fused[i]]}",
+            ADVICE,
+        )
 
 
 def _replays(module: torch.nn.Module) -> bool:

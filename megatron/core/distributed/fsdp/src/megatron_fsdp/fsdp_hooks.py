@@ -4,10 +4,10 @@ What they do in a training step, in order, for an FSDP unit (a layer, with ``opt
 
 ====================================  =========================================================================
 before forward                        ``unshard_for_forward``: gather the unit's parameters, prefetch the next unit's
-after forward                         ``release_after_forward``: give the parameter bucket back
+after forward                         ``release_after_forward``: release the parameter bucket
 before backward                       ``unshard_for_backward``: gather them again
 when a parameter's gradient is there  ``handle_gradient``: move it to its bucket, reduce the bucket when it is full
-after backward                        ``release_after_backward``: give the parameter bucket back
+after backward                        ``release_after_backward``: release the parameter bucket
 ====================================  =========================================================================
 
 Other modules gather their own direct parameters before forward and keep them. ``start_backward`` and
@@ -17,8 +17,9 @@ Autograd has no hook that runs before or after the backward of a module, so ``at
 around the module. They carry the sentinels by which ``megatron.core.transformer._cuda_graphs.hooks`` finds the handler.
 """
 
+import warnings
 from collections.abc import Callable, Iterable
-from functools import partial
+from functools import partial, wraps
 from typing import Any, Literal
 
 import torch
@@ -40,6 +41,21 @@ RunAfterBackward = _upstream.RegisterFSDPBackwardFunction
 REDUCES_EVERY_BACKWARD = ("optim_grads", "optim_grads_params")
 
 
+def shown_in_profiles[**P, R](phase: Callable[P, R]) -> Callable[P, R]:
+    """Let profiles show the method ``phase`` of ``FsdpHooks`` as its name and that of the module it is called for."""
+
+    @wraps(phase)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.autograd._profiler_enabled():
+            return phase(*args, **kwargs)
+        hooks: Any = args[0]
+        name = hooks.module_names.get(args[1], "") if len(args) > 1 else ""
+        with torch.profiler.record_function(f"FSDP::{phase.__name__} ({name})"):
+            return phase(*args, **kwargs)
+
+    return run
+
+
 class FsdpHooks:
     """Owns the hooks of one ``MegatronFSDP`` and the state they share.
 
@@ -48,6 +64,7 @@ class FsdpHooks:
         graphed: The units that run as CUDA graphs, and whether capture is under way.
         awaiting_gradient: Parameters whose gradient this backward pass has not handled yet.
         in_backward: Whether the model's backward pass has started and not finished.
+        module_names: The name of each module in the model, for profiles.
     """
 
     def __init__(self, fsdp: torch.nn.Module):
@@ -55,8 +72,10 @@ class FsdpHooks:
         self.graphed = GraphedUnits(fsdp)
         self.awaiting_gradient: set[torch.nn.Parameter] = set()
         self.in_backward = False
+        self.module_names: dict[torch.nn.Module, str] = {}
+        self._caller_ends_backward = False
         self._unit_types = tuple(fsdp.fsdp_unit_modules)
-        self._units: dict[torch.nn.Module, Unit] = {}
+        self._fsdp_units: dict[torch.nn.Module, Unit] = {}
         self._shards_params = fsdp.data_parallel_sharding_strategy == "optim_grads_params"
 
     def __deepcopy__(self, memo: dict) -> "FsdpHooks":
@@ -74,6 +93,7 @@ class FsdpHooks:
         last = root
         for name, module in root.named_modules():
             last = module
+            self.module_names[module] = name
             _upstream.setup_delayed_wgrad_acc_hook(module, self.handle_gradients)
             if fsdp.enable_fine_grained_param_gather_hook:
                 self._register_forward_unshard(module)
@@ -104,11 +124,11 @@ class FsdpHooks:
         )
 
     def _unit(self, module: torch.nn.Module) -> Unit:
-        if module not in self._units:
+        if module not in self._fsdp_units:
             if not isinstance(module, self._unit_types):
                 raise TypeError(f"{type(module).__name__} is no FSDP unit: others may still use its parameters")
-            self._units[module] = Unit.of(module, self.fsdp.param_and_grad_buffer.param_to_param_group)
-        return self._units[module]
+            self._fsdp_units[module] = Unit.of(module, self.fsdp.param_and_grad_buffer.param_to_param_group)
+        return self._fsdp_units[module]
 
     def _register_unit(self, name, module):
         hooks = self.fsdp
@@ -162,7 +182,8 @@ class FsdpHooks:
 
     @torch.compiler.disable
     @runs_outside_graphs
-    def unshard_for_forward(self, module: torch.nn.Module, *unused: Any) -> None:
+    @shown_in_profiles
+    def unshard_for_forward(self, module: torch.nn.Module, args: tuple = (), kwargs: dict | None = None) -> None:
         """Gather the parameters that ``module`` is about to use."""
         recomputing = module._training_state == TrainingState.PRE_BACKWARD
         if not recomputing:
@@ -176,10 +197,11 @@ class FsdpHooks:
 
     @torch.compiler.disable
     @runs_outside_graphs
-    def unshard_for_backward(self, module: torch.nn.Module, *unused: Any) -> None:
+    @shown_in_profiles
+    def unshard_for_backward(self, module: torch.nn.Module, grad: torch.Tensor | None = None) -> None:
         """Gather the parameters of ``module`` for its backward pass."""
-        if module in self._units:
-            self._units[module].set_training_state(TrainingState.PRE_BACKWARD)
+        if module in self._fsdp_units:
+            self._fsdp_units[module].set_training_state(TrainingState.PRE_BACKWARD)
         else:  # fine-grained hooks are on every module
             for submodule in module.modules():
                 submodule._training_state = TrainingState.PRE_BACKWARD
@@ -198,29 +220,31 @@ class FsdpHooks:
     ) -> list[torch.nn.Parameter]:
         fsdp = self.fsdp
         if self.graphed.covers(module):  # in a graph no submodule gathers for itself
-            return self._units[module].params if module in self._units else list(module.parameters())
+            return self._fsdp_units[module].params if module in self._fsdp_units else list(module.parameters())
         fine_grained = (
             fsdp.enable_fine_grained_param_gather_hook
             if direction == "forward"
             else fsdp.enable_fine_grained_param_gather_backward_hook
         )
-        if not fine_grained and module in self._units:
-            return self._units[module].params
+        if not fine_grained and module in self._fsdp_units:
+            return self._fsdp_units[module].params
         whole = fine_grained and isinstance(module, fsdp.fine_grained_recurse_module_types)
         return list(module.parameters(recurse=whole))
 
     @torch.compiler.disable
     @runs_outside_graphs
-    def release_after_forward(self, module: torch.nn.Module, *unused: Any) -> None:
-        """Give back the parameter bucket of a unit; lazily while backward recomputes it and needs it again at once."""
+    @shown_in_profiles
+    def release_after_forward(self, module: torch.nn.Module, args: tuple = (), output: Any = None) -> None:
+        """Release the parameter bucket of a unit; lazily while backward recomputes it and needs it again at once."""
         recomputing = module._training_state == TrainingState.PRE_BACKWARD
         if not recomputing:
             module._training_state = TrainingState.IDLE
         self._release(module, bwd=False, lazy=recomputing)
 
     @runs_outside_graphs
-    def release_after_backward(self, module: torch.nn.Module, *unused: Any) -> None:
-        """Handle the gradients that waited for the unit's others, and give back both of its parameter buckets."""
+    @shown_in_profiles
+    def release_after_backward(self, module: torch.nn.Module) -> None:
+        """Handle the gradients that waited for the unit's others, and release both of its parameter buckets."""
         self.handle_gradients(self.graphed.collected_gradients(module))
         self._release(module, bwd=True)
         self._release(module, bwd=False)
@@ -235,17 +259,17 @@ class FsdpHooks:
             for param in unit.float8_params:
                 fp8_discard_transpose_cache(param)
 
-    def install_loaded_parameters(self, module: torch.nn.Module, *unused: Any) -> None:
+    def install_loaded_parameters(self, module: torch.nn.Module, incompatible_keys: Any) -> None:
         """Put parameters that ``load_state_dict`` has set where the model computes with them."""
         self.fsdp.install_optimized_model_weights()
 
-    def show_distributed_parameters(self, module: torch.nn.Module, *unused: Any) -> None:
+    def show_distributed_parameters(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
         """Let ``state_dict`` find the optimizer's ``DTensor`` parameters."""
         self.fsdp._replace_param_with_distributed_if_needed()
 
     @torch.compiler.disable
     @runs_outside_graphs
-    def release_transpose_cache(self, module: torch.nn.Module, *unused: Any) -> None:
+    def release_transpose_cache(self, module: torch.nn.Module, args: tuple = (), output: Any = None) -> None:
         """Drop the FP8 transposes that ``module``'s own parameters cached in forward."""
         for param in module.parameters(recurse=False):
             if is_float8tensor(param):
@@ -341,18 +365,22 @@ class FsdpHooks:
     # ---------------------------------------------------------------------------------------- the whole model's pass
 
     @runs_outside_graphs
-    def start_backward(self, module: torch.nn.Module | None, *unused: Any, skip_backward_hook: bool = False) -> None:
+    @shown_in_profiles
+    def start_backward(
+        self, module: torch.nn.Module | None, grad: torch.Tensor | None = None, *, skip_backward_hook: bool = False
+    ) -> None:
         """Open the model's backward pass: no prefetch or release by forward hooks, all gradients still to come.
 
         Args:
             module: The module whose output's gradient came first; not used.
+            grad: That gradient; not used.
             skip_backward_hook: Whether the caller will call ``finish_backward`` itself.
         """
         # A captured layer can hold all of the model's parameters (one layer on a pipeline stage, say); its backward at
         # capture is no backward pass of the model.
         if self.in_backward or self.graphed.capturing:
             return
-        self.in_backward = True
+        self.in_backward, self._caller_ends_backward = True, skip_backward_hook
         fsdp = self.fsdp
         groups = fsdp.param_and_grad_buffer.parameter_groups
         if self._shards_params:
@@ -368,7 +396,8 @@ class FsdpHooks:
         if not skip_backward_hook:
             torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
 
-    def finish_backward(self, *unused: Any) -> None:
+    @shown_in_profiles
+    def finish_backward(self) -> None:
         """Close the model's backward pass: handle what has no gradient or waited, and end the reductions."""
         fsdp = self.fsdp
         self.graphed.forget_collected()  # they are among the rest
@@ -380,6 +409,46 @@ class FsdpHooks:
         fsdp.microbatch_count += 1
         if fsdp.model_auto_sync:
             fsdp.finish_grad_sync()
+
+    def before_forward(self) -> None:
+        """Called before a forward pass of the whole model: none runs between the start and the end of backward.
+
+        Activation checkpointing of the whole model runs one inside backward; schedules that end backward themselves
+        interleave layers of both.
+        """
+        if self.in_backward and not self._caller_ends_backward and torch._C._current_graph_task_id() == -1:
+            self._drop_unfinished_backward()
+
+    def before_step(self) -> None:
+        """Called when gradients are zeroed: no backward pass may be open."""
+        if self.in_backward:
+            self._drop_unfinished_backward()
+
+    def _drop_unfinished_backward(self) -> None:
+        """Clean up after a backward pass that an exception has ended: autograd does not call ``finish_backward`` then.
+
+        Later passes would otherwise take themselves for a part of it, and neither reduce all gradients nor release
+        parameters.
+        """
+        warnings.warn(
+            "Megatron-FSDP: an exception ended the last backward pass. Gradients that were not reduced are dropped; "
+            "those that were are in the main gradients, so call zero_grad_buffer() and optimizer.zero_grad() before "
+            "the next step.",
+            stacklevel=4,
+        )
+        fsdp = self.fsdp
+        self.in_backward = False
+        self.awaiting_gradient.clear()
+        self.graphed.forget_collected()
+        for param in fsdp.raw_param.values():
+            param.grad = None
+            param.grad_added_to_main_grad = False
+        for ready in fsdp.grad_reduce_pipeline.bucket_grad_ready_params:
+            ready.clear()
+        fsdp.grad_reduce_pipeline.reset()
+        for module in fsdp.module.modules():
+            module._training_state = TrainingState.IDLE
+        self.graphed.release_all()
 
     # ------------------------------------------------------------------------------- around a module, into autograd
 

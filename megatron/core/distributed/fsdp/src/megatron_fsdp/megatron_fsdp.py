@@ -41,6 +41,16 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         self.pre_backward = partial(hooks.start_backward, None, skip_backward_hook=True)
         self.post_backward = hooks.finish_backward
 
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model; see megatron-core. Warns if the last backward pass was ended by an exception."""
+        self.fsdp_hooks.before_forward()
+        return super().forward(*inputs, **kwargs)
+
+    def zero_grad_buffer(self) -> None:
+        """Zero all gradients; see megatron-core. Warns if the last backward pass was ended by an exception."""
+        self.fsdp_hooks.before_step()
+        super().zero_grad_buffer()
+
     def capture_graphs(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
         """Return the context in which CUDA graphs of ``modules`` are captured; see ``GraphedUnits.capture``."""
         return self.fsdp_hooks.graphed.capture(modules)

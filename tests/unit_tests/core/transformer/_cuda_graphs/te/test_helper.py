@@ -1,14 +1,20 @@
 """te_helper: the parts of the helper that need no model; integration tests train with the whole."""
 
+import importlib
+from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 
+from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 from megatron.core.transformer._cuda_graphs.engine.plan import ordered_plan
+from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.te import helper as te_helper
 from megatron.core.transformer._cuda_graphs.te.backends import choose_backend
+from megatron.core.transformer._cuda_graphs.te.order import PassOrder, get_overlap_moe_expert_parallel_comm_order
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper, is_graph_capturing
 from megatron.core.transformer.enums import AttnMaskType
 from megatron_fsdp_cuda_graphs.overlay import upstream
@@ -115,6 +121,22 @@ def test_a_missing_amax_reduction_group_is_named():
         helper(pg_collection=SimpleNamespace(tp="tp"))._get_amax_reduction_group(with_context_parallel=True)
 
 
+@pytest.mark.parametrize("under_fsdp", [False, True])
+@pytest.mark.parametrize("fp8_param", [False, True])
+def test_quantized_weights_are_cached_unless_megatron_fsdp_gathers_them_in_fp8(monkeypatch, fp8_param, under_fsdp):
+    from megatron.core import fp8_utils
+
+    monkeypatch.setattr(fp8_utils, "get_fp8_recipe", lambda config: "recipe")
+    bare = helper(
+        config=config(fp8="e4m3", fp4=None, fp8_param=fp8_param, tp_only_amax_red=False),
+        model=[Fsdp() if under_fsdp else torch.nn.Linear(1, 1)],
+        flattened_callables=[],
+        flattened_callables_is_mtp=[],
+        pg_collection=SimpleNamespace(tp_dp_cp="group"),
+    )
+    assert bare._quantization_arguments()["cache_quantized_params"] is not (fp8_param and under_fsdp)
+
+
 # ----------------------------------------------------------------------------------------------------- static inputs
 
 
@@ -136,7 +158,7 @@ class MaskedLayer(torch.nn.Module):
         return hidden_states * 2 + attention_mask
 
 
-def helper_of_layers(layers, order):
+def helper_of_layers(layers, order, fusion=False):
     """A helper for layers that are a chunk each, with the native engine."""
     return helper(
         config=config(
@@ -147,6 +169,7 @@ def helper_of_layers(layers, order):
             fp4=None,
             fine_grained_activation_offloading=False,
             overlap_moe_expert_parallel_comm=False,
+            gradient_accumulation_fusion=fusion,
         ),
         model=[torch.nn.Module() for _ in layers],
         seq_length=2,
@@ -157,7 +180,7 @@ def helper_of_layers(layers, order):
         chunks_with_decoder=[None] * len(layers),
         num_layers_per_chunk=[1] * len(layers),
         pp_group=SimpleNamespace(size=lambda: 1),
-        _order=lambda: order,
+        _order=lambda: PassOrder(order, [1] * len(layers), 1),
         _num_warmup_iterations=lambda: 1,
         _engine=choose_backend(),
     )
@@ -186,6 +209,133 @@ class TestMasks:
         layers[0].cuda_graphs[0](x, attention_mask=torch.full((1,), 5.0, device="cuda"))
         with pytest.raises(ValueError, match=r"layer 2 .*attention_mask was given to some replays and is None in this"):
             layers[1].cuda_graphs[0](x, attention_mask=None)
+
+
+# --------------------------------------------------------------------------------------------------- order of passes
+
+
+@pytest.mark.usefixtures("cpu_backend")
+class TestSampleArguments:
+    def samples(self, order, chunk_id_list):
+        """Inputs of three layers in two chunks, of which each layer names its model's ``table``."""
+        layers = [MaskedLayer(AttnMaskType.causal) for _ in range(3)]
+        bare = helper_of_layers(layers, None)
+        bare.callables_per_chunk, bare.num_layers_per_chunk = [layers[:1], layers[1:]], [1, 2]
+        bare.chunks_with_decoder = [None, None]
+        return bare._get_sample_arguments(order, chunk_id_list)
+
+    def test_chunk_ids_say_that_the_order_is_one_of_layers(self):
+        order, chunk_id_list = get_overlap_moe_expert_parallel_comm_order([1, 2, -2, -1], [1, 2], False)
+        args, kwargs = self.samples(order, chunk_id_list)
+        assert order == [1, 2, 3, -3, -2, -1]
+        assert len(args) == len(kwargs) == 3
+
+    def test_without_them_it_is_one_of_chunks(self):
+        args, _ = self.samples([1, 2, -2, -1], None)
+        assert len(args) == 3
+
+    def test_layers_are_those_that_chunk_ids_name(self):
+        made: list[MaskedLayer] = []
+
+        class NotingLayer(MaskedLayer):
+            def get_layer_static_inputs(self, seq_length, micro_batch_size):
+                made.append(self)
+                return super().get_layer_static_inputs(seq_length, micro_batch_size)
+
+        layers = [NotingLayer(AttnMaskType.causal) for _ in range(2)]
+        helper_of_layers(layers, None)._get_sample_arguments([1, 2, -2, -1], [[1, 0], [0, 0], None, None])
+        assert [layers.index(layer) for layer in made] == [1, 0]
+
+
+def test_a_plug_in_that_overrides_a_step_of_capture_is_called(cpu_backend):
+    calls = []
+
+    class PlugIn(CapturingHelper):
+        def _start_capturing(self):
+            calls.append("start")
+            return super()._start_capturing()
+
+        def _finish_capturing(self, start_time):
+            calls.append("finish")
+            return super()._finish_capturing(start_time)
+
+    PlugIn(lambda: calls.append("capture")).create_cudagraphs()
+    assert calls == ["start", "capture", "finish"]
+
+
+def test_a_plug_in_gives_its_own_sample_arguments(monkeypatch):
+    order = PassOrder([1, -1], [1], 1)
+    bare = helper(
+        config=config(cuda_graph_retain_backward_graph=False, fp8=None, fp4=None, fine_grained_activation_offloading=0),
+        model=[torch.nn.Module()],
+        _engine=choose_backend(),
+        _order=lambda: order,
+        _num_warmup_iterations=lambda: 1,
+        _get_sample_arguments=lambda order, chunk_id_list=None: ("args", "kwargs"),
+    )
+    sample_args, arguments = bare._get_cuda_graph_input_data()
+    assert (sample_args, arguments["sample_kwargs"], arguments["_order"]) == ("args", "kwargs", [1, -1])
+    assert (bare.num_layers_per_chunk, bare.num_model_chunks, bare.num_microbatches) == ([1], 1, 1)
+
+
+# ------------------------------------------------------------------------------------------------- moved parameters
+
+
+class WeightedLayer(MaskedLayer):
+    """A layer with a parameter that has a main gradient."""
+
+    def __init__(self):
+        super().__init__(AttnMaskType.causal)
+        self.inner = torch.nn.Module()
+        self.inner.weight = torch.nn.Parameter(torch.ones(4, device="cuda"))
+        self.inner.weight.main_grad = torch.zeros(4, device="cuda")
+
+    def forward(self, hidden_states, attention_mask=None):
+        return hidden_states * self.inner.weight
+
+
+@pytest.mark.usefixtures("cpu_backend")
+class TestMovedParameters:
+    def replay(self, layer, **options):
+        x = torch.zeros(2, 1, 4, device="cuda", requires_grad=True)
+        return layer.cuda_graphs[0](x, attention_mask=None, **options)
+
+    def captured(self, fusion):
+        layer = WeightedLayer()
+        helper_of_layers([layer], [1, -1], fusion)._capture_layers()
+        self.replay(layer, is_first_microbatch=True)
+        return layer
+
+    def test_a_parameter_that_moved_is_an_error_that_names_it(self):
+        layer = self.captured(fusion=False)
+        layer.inner.weight.data = layer.inner.weight.data.clone()
+        with pytest.raises(MovedBufferError, match=r"inner\.weight of layer 1 .*create_cudagraphs"):
+            self.replay(layer, is_first_microbatch=True)
+
+    def test_a_main_gradient_that_moved_is_an_error_if_graphs_write_it(self):
+        layer = self.captured(fusion=True)
+        layer.inner.weight.main_grad = torch.zeros(4, device="cuda")
+        with pytest.raises(MovedBufferError, match=r"the main gradient of inner\.weight of layer 1"):
+            self.replay(layer, is_first_microbatch=True)
+
+    def test_a_main_gradient_that_no_graph_writes_may_move(self):
+        layer = self.captured(fusion=False)
+        layer.inner.weight.main_grad = torch.zeros(4, device="cuda")
+        self.replay(layer, is_first_microbatch=True)
+
+    def test_megatron_fsdp_guards_parameters_itself(self):
+        bare = helper(
+            model=[Fsdp()], callables_per_chunk=[[WeightedLayer()]], config=config(gradient_accumulation_fusion=1)
+        )
+        assert bare._parameter_guards() == [None]
+
+
+def test_addresses_are_compared_once_a_step():
+    guard = mock.Mock()
+    graph = LayerGraph("layer", lambda *args, **kwargs: None, (), {}, has_attention=True, guard=guard)
+    for first in (True, False, False):
+        graph(is_first_microbatch=first)
+    assert guard.check.call_count == 1
 
 
 # ----------------------------------------------------------------------------------------------------- capture mode
@@ -284,6 +434,88 @@ class TestCaptureMode:
             CapturingHelper(None).delete_cuda_graphs()
 
 
+def clears(monkeypatch):
+    """What is called after capture, of a helper with two chunks and two optimizers."""
+    from megatron.core.transformer.moe import moe_logging
+
+    calls: list[object] = []
+
+    def noting(what):
+        return lambda *arguments: calls.append((what, *arguments))
+
+    chunks = [SimpleNamespace(zero_grad_buffer=noting(f"gradients of chunk {i}")) for i in range(2)]
+    optimizers = [SimpleNamespace(zero_grad=noting(f"gradients of optimizer {i}")) for i in range(2)]
+    tracker = SimpleNamespace(clear=noting("MoE metrics"))
+    monkeypatch.setattr(moe_logging, "get_moe_metrics_tracker", lambda: tracker)
+    finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # a function hides the module
+    monkeypatch.setattr(finalize, "reset_model_temporary_tensors", noting("temporary tensors"))
+    helper(config="config", model=chunks, optimizers=optimizers)._reset_after_capture()
+    return calls, chunks
+
+
+@pytest.mark.parametrize(
+    "cleared", ["gradients of chunk 0", "gradients of chunk 1", "gradients of optimizer 0", "gradients of optimizer 1"]
+)
+def test_gradients_are_zeroed_after_capture(monkeypatch, cleared):
+    assert (cleared,) in clears(monkeypatch)[0]
+
+
+def test_metrics_of_moe_layers_are_cleared_after_capture(monkeypatch):
+    assert ("MoE metrics",) in clears(monkeypatch)[0]
+
+
+def test_temporary_tensors_of_the_model_are_reset_after_capture(monkeypatch):
+    calls, chunks = clears(monkeypatch)
+    assert ("temporary tensors", "config", chunks) in calls
+
+
+class CountingLayer(MaskedLayer):
+    """A layer that counts its calls in a buffer."""
+
+    def __init__(self):
+        super().__init__(AttnMaskType.causal)
+        self.register_buffer("calls", torch.zeros(1, device="cuda"))
+
+
+class DisturbingEngine:
+    """An engine whose warm-up draws random numbers, changes buffers, and which may fail then."""
+
+    def __init__(self, fails):
+        self.fails = fails
+        self.takes_hooks = False
+        self.parameters = frozenset(("sample_kwargs",))
+
+    def capture(self, layers, sample_args, **arguments):
+        torch.rand(3)
+        torch.rand(3, device="cuda")
+        for layer in layers:
+            layer.calls += 1
+        if self.fails:
+            raise Failure
+        return [lambda *args, **kwargs: None for _ in sample_args]
+
+
+@pytest.mark.usefixtures("cpu_backend")
+@pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
+class TestWhatWarmUpChanges:
+    def capture(self, fails):
+        layer = CountingLayer()
+        capturing = helper_of_layers([layer], [1, -1])
+        capturing._engine = DisturbingEngine(fails)
+        with pytest.raises(Failure) if fails else nullcontext():
+            capturing._capture_layers()
+        return layer
+
+    def test_generators_are_where_they_were(self, fails):
+        states = torch.get_rng_state(), torch.cuda.get_rng_state()
+        self.capture(fails)
+        assert torch.equal(torch.get_rng_state(), states[0])
+        assert torch.equal(torch.cuda.get_rng_state(), states[1])
+
+    def test_buffers_are_what_they_were(self, fails):
+        assert self.capture(fails).calls.item() == 0
+
+
 # -------------------------------------------------------------------------------------------------------- wrappers
 
 
@@ -292,6 +524,16 @@ class Fsdp(torch.nn.Module):
 
     def capture_graphs(self, layers):
         raise NotImplementedError
+
+    def forget_graphs(self, layers):
+        self.forgotten = layers
+
+
+def test_megatron_fsdp_forgets_graphs_that_are_deleted(monkeypatch):
+    monkeypatch.setattr(TECudaGraphHelper, "_log", lambda *arguments: None)
+    fsdp, layer = Fsdp(), SimpleNamespace(cuda_graphs=[])
+    helper(model=[fsdp], callables_per_chunk=[[layer]], _graphs_created=True).delete_cuda_graphs()
+    assert fsdp.forgotten == [layer]
 
 
 def wrapped(module, levels):

@@ -207,6 +207,16 @@ def test_manual_hooks_are_not_set(one_stage):
     assert not any(layer.cuda_graph_manual_hooks for layer in layers_of(model))
 
 
+def test_a_users_backward_hook_that_reads_gradients_runs_at_replays_only(one_stage):
+    model, config = new_model()
+    seen = []
+    layers_of(model)[0].register_full_backward_hook(lambda module, grads, grad_outputs: seen.append(grad_outputs[0]))
+    helper_for(model, config).create_cudagraphs()
+    assert seen == []
+    model(device_tensor(1, 3, SIDE, SIDE), torch.zeros(1, dtype=torch.long, device="cuda")).mean().backward()
+    assert [bool(grad.any()) for grad in seen] == [True]
+
+
 # -------------------------------------------------------------------------------------------------------- discovery
 
 
@@ -245,11 +255,11 @@ def test_the_vision_model_may_be_in_any_chunk(one_stage):
 def test_between_virtual_stages_every_micro_batch_is_kept(two_stages):
     model, config = new_model()
     helper = VisionTECudaGraphHelper([model, torch.nn.Linear(1, 1)], config, TOKENS, 1)
-    assert helper._order() == [1, 1, 1, -1, -1, -1]
+    assert helper._order().order == [1, 1, 1, -1, -1, -1]
 
 
 def test_in_a_plain_pipeline_the_order_is_that_of_the_schedule(two_stages):
-    assert helper_for(*new_model())._order() == ORDERS[2]
+    assert helper_for(*new_model())._order().order == ORDERS[2]
 
 
 # ----------------------------------------------------------------------------------------------------------- inputs

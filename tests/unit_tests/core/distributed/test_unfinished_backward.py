@@ -1,0 +1,151 @@
+"""A backward pass that an exception ends leaves a model that trains on as if the pass had not been."""
+
+import warnings
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support import training as support
+
+from .fsdp_variants import STRATEGIES, Variant, run_backward, small
+
+
+class Interruption(Exception):
+    """Raised in a backward pass."""
+
+
+@pytest.fixture(scope="module")
+def one_rank(_cpu_backend):
+    """This process alone, with collectives that communicate."""
+    from megatron.core import parallel_state
+
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+def built(strategy):
+    """A model under Megatron-FSDP, always with the same parameters, and its case."""
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    case = small(strategy=strategy, layers=3)
+    torch.manual_seed(1234)
+    model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+    model = Variant(case).build()
+    return SimpleNamespace(model=model, case=case, fsdp=model.module)
+
+
+def interrupted_backward(training, layer=1):
+    """Run a backward pass that fails before ``layer`` has its gradients, when the layers behind it have theirs."""
+
+    def interrupt(grad):
+        raise Interruption
+
+    handle = training.fsdp.module.decoder.layers[layer].register_forward_hook(
+        lambda module, args, output: output[0].register_hook(interrupt) and None
+    )
+    with pytest.raises(Interruption):
+        run_backward(training.fsdp, training.case)
+    handle.remove()
+
+
+def step(training, zero_first=True):
+    """One step; returns the main gradients."""
+    if zero_first:
+        training.fsdp.zero_grad_buffer()
+    run_backward(training.fsdp, training.case)
+    training.fsdp.finish_grad_sync()
+    buffers = (group.main_grad_buffer for group in training.fsdp.param_and_grad_buffer.parameter_groups)
+    return [buffer.data.clone() for buffer in buffers if buffer is not None]
+
+
+def same(these, those):
+    return all(torch.equal(this, that) for this, that in zip(these, those, strict=True))
+
+
+@contextmanager
+def warns():
+    with pytest.warns(UserWarning, match="an exception ended the last backward pass.* zero_grad_buffer"):
+        yield
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_next_step_is_that_of_a_training_in_which_it_did_not_happen(one_rank, strategy):
+    expected = step(built(strategy))
+    assert any(grad.any() for grad in expected)
+    training = built(strategy)
+    interrupted_backward(training)
+    assert training.fsdp.fsdp_hooks.in_backward
+    with warns():
+        gradients = step(training)
+    assert same(gradients, expected)
+    assert same(step(training), expected)
+
+
+def test_a_forward_pass_notices_it_too(one_rank):
+    expected = step(built("optim_grads_params"))
+    training = built("optim_grads_params")
+    interrupted_backward(training)
+    with warns():
+        training.fsdp(*forward_arguments(training))
+    assert not training.fsdp.fsdp_hooks.in_backward
+    assert same(step(training), expected)
+
+
+def forward_arguments(model):
+    batch = next(support._batches(model.case, 0))
+    return batch.tokens, batch.positions, batch.mask
+
+
+def test_everything_that_it_held_is_released(one_rank):
+    training = built("optim_grads_params")
+    interrupted_backward(training)
+    with warns():
+        training.fsdp.zero_grad_buffer()
+    hooks, groups = training.fsdp.fsdp_hooks, training.fsdp.param_and_grad_buffer.parameter_groups
+    assert hooks.awaiting_gradient == set()
+    assert all(param.grad is None for param in training.fsdp.raw_param.values())
+    assert not any(training.fsdp.grad_reduce_pipeline.bucket_grad_ready_params)
+    unit = next(group for group in groups if group.fsdp_unit_id is not None)
+    for buffer in (unit.model_weight_buffer, unit.main_grad_buffer):
+        assert dict(buffer.temporary_bucket_allocator.using_buffer) == {}
+    assert {module._training_state.name for module in training.fsdp.module.modules()} == {"IDLE"}
+
+
+def test_a_training_without_exceptions_is_not_warned_of(one_rank):
+    training = built("optim_grads_params")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Megatron-FSDP: an exception")
+        step(training)
+        step(training)
+
+
+def test_a_forward_pass_inside_backward_is_left_alone(one_rank):
+    """Activation checkpointing of the whole model runs one."""
+    training = built("optim_grads_params")
+    seen = []
+
+    def forward_again(grad):
+        training.fsdp.fsdp_hooks.before_forward()
+        seen.append(training.fsdp.fsdp_hooks.in_backward)
+
+    layer = training.fsdp.module.decoder.layers[1]
+    layer.register_forward_hook(lambda module, args, output: output[0].register_hook(forward_again) and None)
+    step(training)
+    assert seen == [True]
+
+
+def test_a_forward_pass_while_a_schedule_ends_backward_itself_is_left_alone(one_rank):
+    training = built("optim_grads_params")
+    training.fsdp.start_param_sync()
+    training.fsdp.pre_backward()
+    training.fsdp.fsdp_hooks.before_forward()
+    assert training.fsdp.fsdp_hooks.in_backward
+    with warns():
+        training.fsdp.zero_grad_buffer()
+    assert not training.fsdp.fsdp_hooks.in_backward
