@@ -404,7 +404,8 @@ class _CudaGraphRunner(torch.nn.Module):
                 for meta, tensor in zip(self._input_metas, slot.inputs, strict=True)
             ],
         )
-        known = [getattr(meta, "cg_buffer_metadata", None) for meta in self._output_metas]
+        is_recorded = session is not _CudagraphGlobalRecord.inference.session  # inference has its own rules
+        known = [getattr(meta, "cg_buffer_metadata", None) for meta in self._output_metas if is_recorded]
         self._unread_outputs = {i for i, each in enumerate(known) if each is not None and not each.is_cudagraph_input}
         self.parts = self._warmup.ran or ()
         self._warmup = WarmupRecord()

@@ -38,11 +38,6 @@ class TestTraining:
         assert eager_calls(model) == [microbatches + 3] * 3  # the recorded step, two to warm up, and the capture
 
     def test_draws_from_the_generator_state_that_is_in_use_around_the_layers(self):
-        class DrawsWhereItIs(Layer):
-            def forward(self, hidden_states, *args, **kwargs):
-                dropped = torch.nn.functional.dropout(hidden_states, 0.5, self.training)
-                return super().forward(dropped, *args, **kwargs)
-
         def losses(graphs):
             torch.manual_seed(5)
             torch.cuda.manual_seed(5)
@@ -58,13 +53,23 @@ class TestTraining:
 
         assert losses(graphs=True) == losses(graphs=False)
 
-    def test_draws_from_the_state_of_the_recorded_pass_though_another_is_in_use_at_capture(self):
-        model = stack(dropout=0.5)
-        model(batch(0)).square().mean().backward()
+    def test_its_graph_knows_the_state_of_the_recorded_pass_though_another_is_in_use_at_capture(self, monkeypatch):
+        model = stack(count=1)
         default = torch.cuda.default_generators[torch.cuda.current_device()]
-        default.graphsafe_set_state(default.clone_state())
+        default.manual_seed(41)
+        model(batch(0)).sum().backward()
+        another = default.clone_state()
+        another.manual_seed(42)
+        default.graphsafe_set_state(another)
+        seeds, register = [], torch.cuda.CUDAGraph.register_generator_state
+
+        def note(graph, generator):
+            seeds.append(generator.initial_seed())
+            return register(graph, generator)
+
+        monkeypatch.setattr(torch.cuda.CUDAGraph, "register_generator_state", note)
         create_cudagraphs()
-        model(batch(1)).square().mean().backward()
+        assert 41 in seeds
 
     def test_takes_another_tensor_in_every_step_that_all_layers_share(self):
         def steps(graphs):
@@ -208,6 +213,14 @@ class TestTraining:
         assert {param._cudagraph_wgrad_ready_event for param in model.layers[0].parameters()} == {event}
         delete_cuda_graphs()
         assert not any(hasattr(param, "_cudagraph_wgrad_ready_event") for param in model.parameters())
+
+
+class DrawsWhereItIs(Layer):
+    """Draws from the generator state that is in use around it."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        dropped = torch.nn.functional.dropout(hidden_states, 0.5, self.training)
+        return super().forward(dropped, *args, **kwargs)
 
 
 class _Scaled(Stack):
