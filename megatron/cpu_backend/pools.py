@@ -19,6 +19,7 @@ PoolHandle = tuple[int, int]
 
 _handles = itertools.count(1)
 _pools: weakref.WeakValueDictionary[PoolHandle, Pool] = weakref.WeakValueDictionary()
+_used: set[PoolHandle] = set()
 
 
 class Pool:
@@ -73,9 +74,16 @@ def new_handle() -> PoolHandle:
 
 
 def pool_of(handle: PoolHandle | None) -> Pool:
-    """The living pool of ``handle``, or a new one; ``None`` always makes a new one."""
+    """The living pool of ``handle``, or a new one; ``None`` always makes a new one.
+
+    Raises:
+        RuntimeError: every graph of the pool is gone, as torch's allocator of pinned memory says it.
+    """
     key = new_handle() if handle is None else handle
     pool = _pools.get(key)
     if pool is None:
+        if key in _used:
+            raise RuntimeError(f"it->second->use_count > 0 INTERNAL ASSERT FAILED: no graph of pool {key} is left")
+        _used.add(key)
         pool = _pools[key] = Pool(key)
     return pool

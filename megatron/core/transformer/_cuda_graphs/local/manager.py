@@ -20,6 +20,7 @@ from .arguments import ArgMetadata, described, tensors_of, with_tensors
 from .forward_only import may_replay_evaluation
 from .inference import key_of, states_of
 from .nodes import _GraphStatus
+from .pool import allocating_from, let_go_of_pools
 from .record import _CudagraphGlobalRecord
 from .runner import _CudaGraphRunner
 from .sharded_weights import forget_replay_streams, gather_into_pool
@@ -379,17 +380,10 @@ def alloc_tensor_from_graph_mempool(meta: ArgMetadata) -> torch.Tensor:
 
     Its memory stays with the pool: it serves graphs that are captured after the tensor is gone.
     """
-    used = device, pool = torch.cuda.current_device(), _memory_pool()
-    torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
-    try:
+    with allocating_from(_memory_pool()):
         tensor = meta.zeros_like()
-        vars(tensor)["is_from_global_mempool"] = True  # for make_weakref
-        return tensor
-    finally:
-        torch._C._cuda_endAllocateToPool(device, pool)
-        if used in _used_pools:
-            torch._C._cuda_releasePool(device, pool)
-        _used_pools.add(used)
+    vars(tensor)["is_from_global_mempool"] = True  # for make_weakref
+    return tensor
 
 
 def _memory_pool() -> tuple:
@@ -399,15 +393,9 @@ def _memory_pool() -> tuple:
     return CudaGraphManager.global_mempool
 
 
-# Pools from which tensors were taken, with their device. Such a pool counts that as a use, as it does a graph. One use
-# has to stay until the pool is forgotten: torch does not take up a pool again that nobody used any more.
-_used_pools: set[tuple[int, tuple]] = set()
-
-
 def _forget_pool() -> None:
     CudaGraphManager.global_mempool = None
-    while _used_pools:
-        torch._C._cuda_releasePool(*_used_pools.pop())
+    let_go_of_pools()
 
 
 def _check(config: Any) -> None:

@@ -29,6 +29,7 @@ from .forward_only import Evaluation, written_state
 from .main_grads import accumulate_into_main_grads, scratch_main_grads, track_fused_accumulation
 from .mismatch import mismatches
 from .nodes import LocalReplay, _CudagraphRecordNode, _GraphStatus, replay_runner
+from .pool import hold_pool
 from .record import _CudagraphGlobalRecord
 from .session import CaptureSession
 from .sharded_weights import ShardedWeights
@@ -306,6 +307,7 @@ class _CudaGraphRunner(torch.nn.Module):
             outputs: Descriptions of what the recorded call returned; None where nothing was recorded.
             clone_inputs: Whether the graph gets static inputs of its own, or reads the tensors among the arguments.
         """
+        hold_pool(self.mempool)
         buffers = self._session.buffers
         given = tensors_of(args, kwargs)
         self._input_metas = metas_of(described(args), described(kwargs))

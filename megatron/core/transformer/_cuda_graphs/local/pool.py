@@ -1,0 +1,45 @@
+"""Keeps the memory pool of local graphs usable while no graph of it lives."""
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+# By pool; an empty graph, which holds no memory.
+_placeholders: dict[tuple, torch.cuda.CUDAGraph] = {}
+
+
+def hold_pool(pool: tuple) -> None:
+    """Keep ``pool`` usable until ``let_go_of_pools``; to be called before the first capture into it.
+
+    torch refuses to capture into a pool all of whose graphs have been freed (an internal assertion of its allocators
+    for the device and for pinned memory). Models come and go, and the pool stays: an empty graph keeps it in use.
+    """
+    if pool in _placeholders:
+        return
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(torch.cuda.Stream()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns that the graph is empty
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+        graph.capture_end()
+    _placeholders[pool] = graph
+
+
+def let_go_of_pools() -> None:
+    """Let torch free the pools' memory as soon as no graph and no tensor uses it."""
+    while _placeholders:
+        _placeholders.popitem()[1].reset()
+
+
+@contextmanager
+def allocating_from(pool: tuple) -> Iterator[None]:
+    """Allocate what this thread allocates on the current device from ``pool``."""
+    hold_pool(pool)
+    device = torch.cuda.current_device()
+    torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
+    try:
+        yield
+    finally:
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)  # undoes the use that the first call counts
