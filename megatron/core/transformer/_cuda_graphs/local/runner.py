@@ -291,6 +291,7 @@ class _CudaGraphRunner(torch.nn.Module):
             for _ in range(self._sharded.warmup_steps(self.num_warmup_steps)):
                 with self._as_recorded():
                     slot.forward(self._sharded.forward(not_recording))
+                self._check_leaves(slot)
                 if self.grad_enabled:
                     backward = self._sharded.backward(not_recording, finalizes=False)
                     slot.backward(backward, lambda outputs: tuple(map(torch.zeros_like, outputs)))
