@@ -4,9 +4,8 @@
 
 Captures 16 and 64 transformer-like layers (hidden 1024, 512 tokens, bf16; TransformerEngine's if it is there, plain
 torch modules if not) with each engine in turn, as the layers of one model chunk with shared buffers, and takes the
-seconds until all graphs are there and the bytes that the allocator holds more than before. This project's engine runs
-once for each value of MEGATRON_CUDA_GRAPH_CAPTURE_RECLAIM, which says how it gets memory back between captures. All
-engines capture the same kind of layers after the same number of warm-up iterations.
+seconds until all graphs are there and the bytes that the allocator holds more than before. Both engines capture the same
+kind of layers after the same number of warm-up iterations.
 
 Needs a GPU; on the CPU backend (``python -m megatron_fsdp_cuda_graphs.cpu_backend benchmarks/capture_time.py``) it runs
 without TransformerEngine, to show that it works and to profile it (``--profile``): what a tape takes says nothing of a
@@ -16,23 +15,16 @@ GPU, and its memory is not known.
 import argparse
 import cProfile
 import gc
-import json
-import os
-import platform
 import pstats
 import statistics
 import time
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
 
-from megatron.core.transformer._cuda_graphs.engine.capture import RECLAIM_VARIABLE
 from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
 from megatron.core.transformer._cuda_graphs.te.backends import transformer_engine
-
-RECLAIM_WAYS = ("empty_cache", "events")
 
 
 class PlainLayer(torch.nn.Module):
@@ -70,11 +62,10 @@ def layers(count: int, hidden: int) -> tuple[torch.nn.Module, ...]:
     )
 
 
-def engines() -> dict[str, tuple[Callable, str | None]]:
-    """Every engine that is there, with how it reclaims memory between captures where that can be chosen."""
+def engines() -> dict[str, Callable]:
+    """Every engine that is there."""
     theirs = transformer_engine()
-    found: dict[str, tuple[Callable, str | None]] = {"transformer_engine": (theirs.capture, None)} if theirs else {}
-    return found | {f"native, {way}": (make_graphed_callables, way) for way in RECLAIM_WAYS}
+    return ({"transformer_engine": theirs.capture} if theirs else {}) | {"native": make_graphed_callables}
 
 
 def measure(capture: Callable, count: int, args: argparse.Namespace) -> dict[str, float]:
@@ -105,17 +96,6 @@ def measure(capture: Callable, count: int, args: argparse.Namespace) -> dict[str
     return {"seconds": round(seconds, 4), "reserved_MiB": round(reserved, 1)}
 
 
-def installed(*distributions: str) -> dict[str, str]:
-    """The versions of those ``distributions`` that are installed."""
-    found = {}
-    for name in distributions:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
-
-
 def main() -> None:
     """Measure every engine in several rounds, print a table, write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -131,13 +111,11 @@ def main() -> None:
     rows = []
     profile = cProfile.Profile()
     with torch.cuda.stream(torch.cuda.Stream()):
-        for capture, way in engines().values():
-            os.environ[RECLAIM_VARIABLE] = way or RECLAIM_WAYS[0]
+        for capture in engines().values():
             measure(capture, 2, args)
         for round_number in range(args.rounds):
             for count in args.layers:
-                for name, (capture, way) in engines().items():
-                    os.environ[RECLAIM_VARIABLE] = way or RECLAIM_WAYS[0]
+                for name, capture in engines().items():
                     if args.profile:
                         profile.enable()
                     figures = measure(capture, count, args)
@@ -154,15 +132,10 @@ def main() -> None:
     if args.profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(args.profile)
     if args.out:
-        result = {
-            "command": "python benchmarks/capture_time.py",
-            "arguments": {name: value for name, value in vars(args).items() if name != "out"},
-            "hardware": torch.cuda.get_device_name(),
-            "versions": {"python": platform.python_version()}
-            | installed("torch", "megatron-core", "transformer-engine"),
-            "captures": rows,
-        }
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        arguments = {name: value for name, value in vars(args).items() if name != "out"}
+        from benchmarks.results_file import write_results
+
+        write_results(args.out, command="python benchmarks/capture_time.py", arguments=arguments, captures=rows)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Records CUDA graphs over one memory pool, and recovers from captures that fail."""
 
-import os
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -30,31 +29,18 @@ def recover_from_failed_capture(pool: tuple, capture: "Capture | None" = None) -
         graph.capture_end()
 
 
-RECLAIM_VARIABLE = "MEGATRON_CUDA_GRAPH_CAPTURE_RECLAIM"
-
-
 def reclaim_memory_of_other_streams() -> None:
     """Let the next capture use memory of earlier ones that other streams have been done with.
 
     Autograd marks gradients as used on the stream of their AccumulateGrad node. If that is not the stream of the
     capture, torch does not use their memory again before it has seen that the other stream is done with it, and does
-    not look while a graph records. It looks when cached memory is released, and at every allocation outside of
-    captures: the first one notes what to wait for, one after that is over finds it done. The environment variable
-    ``MEGATRON_CUDA_GRAPH_CAPTURE_RECLAIM`` chooses, until it is measured which is better: ``empty_cache`` or
-    ``events``.
-
-    Raises:
-        ValueError: the variable has another value.
+    not look while a graph records. It looks at every allocation outside of captures: the first one notes what to wait
+    for, one after that is over finds it done. ``torch.cuda.empty_cache`` would look too, and costs more
+    (``benchmarks/capture_time.py``).
     """
-    choice = os.environ.get(RECLAIM_VARIABLE, "empty_cache")
-    if choice == "empty_cache":
-        torch.cuda.empty_cache()
-    elif choice == "events":
-        torch.empty(1, device="cuda")
-        torch.cuda.synchronize()
-        torch.empty(1, device="cuda")
-    else:
-        raise ValueError(f"{RECLAIM_VARIABLE} must be empty_cache or events, got {choice!r}")
+    torch.empty(1, device="cuda")
+    torch.cuda.synchronize()
+    torch.empty(1, device="cuda")
 
 
 class Capture:

@@ -190,7 +190,7 @@ def make_graphed_callables(
                     passes.warm_up()
             if post_warmup_hook is not None:
                 post_warmup_hook()
-            release_cached_memory()  # the one walk through all garbage: graphs in it must not be freed during capture
+            release_cached_memory()
             passes.capture(Capture(pool))
         for slot in slots:
             slot.finish()

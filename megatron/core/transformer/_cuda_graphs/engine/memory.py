@@ -77,7 +77,7 @@ class PoolMemory:
 _memories: weakref.WeakValueDictionary[tuple, PoolMemory] = weakref.WeakValueDictionary()
 
 
-def release_cached_memory(thorough: bool = True) -> None:
+def release_cached_memory(thorough: bool = False) -> None:
     """Return the allocator's cached memory to the device: graphs, which have a pool of their own, cannot use it.
 
     Args:

@@ -80,7 +80,7 @@ class CaptureSession:
         """
         self.turns.take_order(record)
         self._warm_up(record)
-        release_cached_memory(thorough=False)
+        release_cached_memory()
         last_backward: dict[Hashable, Runner] = {}
         for runner, kind, *arguments in record:
             if kind == "fwd":

@@ -301,7 +301,7 @@ class TECudaGraphHelper:
             raise CallOrderError(
                 "CUDA graphs have been captured already: call delete_cuda_graphs before capturing again"
             )
-        release_cached_memory()
+        release_cached_memory(thorough=True)
         if state.FREEZE_GC:
             gc.freeze()
         state._set_capture_start()

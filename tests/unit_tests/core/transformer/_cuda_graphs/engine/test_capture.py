@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.engine.capture import RECLAIM_VARIABLE, Capture
+from megatron.core.transformer._cuda_graphs.engine.capture import Capture
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 
@@ -88,19 +88,12 @@ def test_other_errors_of_a_capture_get_no_explanation():
     assert not hasattr(error.value, "__notes__")
 
 
-@pytest.mark.parametrize(
-    ("choice", "expected"),
-    [(None, ["empty_cache"]), ("empty_cache", ["empty_cache"]), ("events", ["empty", "synchronize", "empty"])],
-)
-def test_memory_of_other_streams_is_reclaimed_before_each_capture(choice, expected, monkeypatch):
+def test_memory_of_other_streams_is_reclaimed_before_each_capture(monkeypatch):
     done: list[str] = []
     empty = torch.empty
-    if choice is not None:
-        monkeypatch.setenv(RECLAIM_VARIABLE, choice)
     capture = Capture(None)
     graph = capture.new_graph()
     x = torch.ones(3, device="cuda")
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("empty_cache"))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: done.append("synchronize"))
 
     def noted(*args, **kwargs):
@@ -109,12 +102,5 @@ def test_memory_of_other_streams_is_reclaimed_before_each_capture(choice, expect
 
     monkeypatch.setattr(torch, "empty", noted)
     with capture.recording(graph):
-        assert done == expected
+        assert done == ["empty", "synchronize", "empty"]
         x * 2
-
-
-def test_another_way_to_reclaim_memory_is_refused(monkeypatch):
-    monkeypatch.setenv(RECLAIM_VARIABLE, "never")
-    capture = Capture(None)
-    with pytest.raises(ValueError, match="must be empty_cache or events, got 'never'"), capture.recording(None):
-        raise AssertionError("not reached")
