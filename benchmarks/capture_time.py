@@ -4,8 +4,8 @@
 
 Captures 16 and 64 transformer-like layers (hidden 1024, 512 tokens, bf16; TransformerEngine's if it is there, plain
 torch modules if not) with each engine in turn, as the layers of one model chunk with shared buffers, and takes the
-seconds until all graphs are there and the bytes that the allocator holds more than before. Both engines capture the same
-kind of layers after the same number of warm-up iterations.
+seconds until all graphs are there and the bytes that the allocator holds more than before. Both engines capture the
+same kind of layers after the same number of warm-up iterations.
 
 Needs a GPU; on the CPU backend (``python -m megatron_fsdp_cuda_graphs.cpu_backend benchmarks/capture_time.py``) it runs
 without TransformerEngine, to show that it works and to profile it (``--profile``): what a tape takes says nothing of a
@@ -17,6 +17,7 @@ import cProfile
 import gc
 import pstats
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -133,6 +134,7 @@ def main() -> None:
         pstats.Stats(profile).sort_stats("tottime").print_stats(args.profile)
     if args.out:
         arguments = {name: value for name, value in vars(args).items() if name != "out"}
+        sys.path.insert(0, str(Path(__file__).parents[1]))
         from benchmarks.results_file import write_results
 
         write_results(args.out, command="python benchmarks/capture_time.py", arguments=arguments, captures=rows)

@@ -98,6 +98,7 @@ class CUDAGraph:
         if streams.current_stream() != state.origin:
             raise RuntimeError("Capture must end on the same stream it began on.")
         self._tape = recorder.tape
+        recorder.tape.pool.add_graph()
         self._is_instantiated = not self.keep_graph
         if not self.op_count:
             warnings.warn(

@@ -19,7 +19,7 @@ PoolHandle = tuple[int, int]
 
 _handles = itertools.count(1)
 _pools: weakref.WeakValueDictionary[PoolHandle, Pool] = weakref.WeakValueDictionary()
-_used: set[PoolHandle] = set()
+_with_graphs: set[PoolHandle] = set()
 
 
 class Pool:
@@ -29,6 +29,10 @@ class Pool:
         self.handle = handle
         self._owned: dict[int, list[torch.Tensor]] = {}
         self._dtypes: dict[int, torch.dtype] = {}
+
+    def add_graph(self) -> None:
+        """Say that a graph of the pool was captured."""
+        _with_graphs.add(self.handle)
 
     def own(self, storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:
         """Keep ``storage``, whose tensors are of ``dtype``, alive; return a tensor of its bytes."""
@@ -82,8 +86,7 @@ def pool_of(handle: PoolHandle | None) -> Pool:
     key = new_handle() if handle is None else handle
     pool = _pools.get(key)
     if pool is None:
-        if key in _used:
+        if key in _with_graphs:
             raise RuntimeError(f"it->second->use_count > 0 INTERNAL ASSERT FAILED: no graph of pool {key} is left")
-        _used.add(key)
         pool = _pools[key] = Pool(key)
     return pool
