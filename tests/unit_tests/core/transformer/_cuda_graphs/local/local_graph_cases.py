@@ -123,3 +123,10 @@ def record(model: Stack, **kwargs: Any) -> Any:
     """Run one step, which is recorded, and capture it."""
     model(batch(0), **kwargs).square().mean().backward()
     return create_cudagraphs()
+
+
+def recorded_runners(**kwargs: Any) -> list[Any]:
+    """The runners of a stack whose graphs were captured; ``kwargs`` are as of ``record``."""
+    model = stack()
+    record(model, **kwargs)
+    return runners(model)

@@ -1,14 +1,11 @@
 """_CudaGraphRunner: layers are recorded in the first step, replayed from the second, and compute as eagerly."""
 
-from unittest import mock
-
 import pytest
 import torch
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer.cuda_graphs import (
     create_cudagraphs,
-    delete_cuda_graphs,
 )
 
 from .local_graph_cases import (
@@ -19,7 +16,6 @@ from .local_graph_cases import (
     batch,
     eager_calls,
     record,
-    runners,
     stack,
     train,
     use_graphable_rng,
@@ -53,24 +49,6 @@ class TestTraining:
 
         assert losses(graphs=True) == losses(graphs=False)
 
-    def test_its_graph_knows_the_state_of_the_recorded_pass_though_another_is_in_use_at_capture(self, monkeypatch):
-        model = stack(count=1)
-        default = torch.cuda.default_generators[torch.cuda.current_device()]
-        default.manual_seed(41)
-        model(batch(0)).sum().backward()
-        another = default.clone_state()
-        another.manual_seed(42)
-        default.graphsafe_set_state(another)
-        seeds, register = [], torch.cuda.CUDAGraph.register_generator_state
-
-        def note(graph, generator):
-            seeds.append(generator.initial_seed())
-            return register(graph, generator)
-
-        monkeypatch.setattr(torch.cuda.CUDAGraph, "register_generator_state", note)
-        create_cudagraphs()
-        assert 41 in seeds
-
     def test_takes_another_tensor_in_every_step_that_all_layers_share(self):
         def steps(graphs):
             model = stack(graphs=graphs)
@@ -98,16 +76,6 @@ class TestTraining:
 
         assert steps(graphs=True) == steps(graphs=False)
 
-    def test_looks_at_the_modules_that_run_in_the_first_pass_of_a_function_only(self):
-        model = stack(count=1, pipeline=2)
-        losses = [model(batch(0, microbatch)).sum() for microbatch in range(3)]
-        for loss in reversed(losses):
-            loss.backward()
-        register = torch.nn.Module.register_forward_hook
-        with mock.patch.object(torch.nn.Module, "register_forward_hook", autospec=True, side_effect=register) as hooks:
-            create_cudagraphs()
-        assert [call.args[0] for call in hooks.call_args_list] == list(model.layers[0].modules())
-
     def test_with_keywords_in_another_order(self):
         losses: dict[bool, list] = {}
         for graphs in (True, False):
@@ -131,16 +99,6 @@ class TestTraining:
         reference = stack(graphs=False, dropout=0.5).eval()
         reference.load_state_dict(model.state_dict())
         assert torch.equal(out, reference(batch(1)))
-
-    def test_without_grad_graphs_are_replayed(self):
-        model = stack()
-        record(model)
-        before = eager_calls(model)
-        with torch.no_grad():
-            out = model(batch(1))
-        assert eager_calls(model) == before
-        model.eval()
-        assert torch.equal(out, model(batch(1)))
 
     def test_a_layer_that_is_called_twice_before_its_backward_pass_has_two_runners(self):
         def steps(graphs):
@@ -188,32 +146,6 @@ class TestTraining:
         assert graphed == eager
         assert all(param.grad is None for param in model.layers.parameters())
 
-    def test_warm_up_and_capture_add_nothing_to_main_gradients_though_layers_do(self):
-        model = stack()
-        main_grads = []
-        for layer in model.layers:
-            layer.linear.weight.main_grad = torch.zeros_like(layer.linear.weight)
-            layer.linear.forward = lambda x, weight=layer.linear.weight: _FusedProduct.apply(x, weight)
-            main_grads.append(layer.linear.weight.main_grad)
-        model(batch(0)).square().mean().backward()
-        recorded = [main_grad.tolist() for main_grad in main_grads]
-        create_cudagraphs()
-        assert [main_grad.tolist() for main_grad in main_grads] == recorded
-        model(batch(1)).square().mean().backward()
-        assert all(grad.tolist() != before for grad, before in zip(main_grads, recorded, strict=True))
-
-    def test_after_a_replay_each_parameter_has_the_event_that_its_gradient_waits_for(self):
-        model = stack()
-        for param in model.parameters():
-            param.main_grad = torch.zeros_like(param)
-        record(model)
-        model(batch(1)).sum().backward()
-        (runner, *_) = runners(model)
-        event = runner.bwd_graph_replay_complete_event
-        assert {param._cudagraph_wgrad_ready_event for param in model.layers[0].parameters()} == {event}
-        delete_cuda_graphs()
-        assert not any(hasattr(param, "_cudagraph_wgrad_ready_event") for param in model.parameters())
-
 
 class DrawsWhereItIs(Layer):
     """Draws from the generator state that is in use around it."""
@@ -232,44 +164,3 @@ class _Scaled(Stack):
             x, _ = layer(x, scale=scale, **kwargs)
             x = x * 1.5
         return self.after(x)
-
-
-class _FusedProduct(torch.autograd.Function):
-    """Adds the gradient of the weight to its main gradient itself (``--gradient-accumulation-fusion``)."""
-
-    @staticmethod
-    def forward(ctx, x, weight):
-        ctx.save_for_backward(x, weight)
-        ctx.main_grad = weight.main_grad
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        ctx.main_grad.addmm_(grad.t(), x).add_(1)  # which warm-up, with gradients of zero, would add too
-        weight.grad_added_to_main_grad = True
-        return grad @ weight, torch.zeros_like(weight)
-
-
-class TestRefusals:
-    def test_delayed_weight_gradients_are_refused(self):
-        model = stack(count=1)
-        patch = mock.patch(
-            "megatron.core.transformer._cuda_graphs.engine.slot.GraphedSlot.delays_weight_gradients",
-            property(lambda _: True),
-        )
-        with patch, pytest.raises(ValueError, match="--delay-wgrad-compute"):
-            record(model)
-
-    def test_a_parameter_of_another_module_is_refused(self):
-        other = torch.nn.Linear(HIDDEN, HIDDEN).cuda()
-
-        class Borrowing(Layer):
-            def forward(self, hidden_states, *args, **kwargs):
-                return super().forward(other(hidden_states), *args, **kwargs)
-
-        use_graphable_rng()
-        layer = Borrowing().cuda()
-        layer(batch(0))[0].sum().backward()
-        with pytest.raises(ValueError, match=r"layer 1 \(Borrowing\) computes with a parameter of shape \(8,"):
-            create_cudagraphs()
