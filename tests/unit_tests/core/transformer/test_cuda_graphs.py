@@ -21,6 +21,8 @@ from megatron.core.transformer._cuda_graphs.engine import rng
 from megatron.core.transformer._cuda_graphs.local import buffers, manager, record, runner
 from megatron.core.transformer._cuda_graphs.te import backends, helper
 
+from ._cuda_graphs.local.local_graph_cases import batch, runners, stack
+
 TABLES = Path(__file__).parents[4] / "docs" / "cuda_graphs_names.md"
 PACKAGE = Path(_cuda_graphs.__path__[0])
 UPSTREAM = Path(megatron.core.__path__[0]) / "transformer" / "cuda_graphs.py"
@@ -36,10 +38,13 @@ def table(heading):
     """``[(first cell, name)]`` of the rows of one of the tables."""
     (section,) = (text for text in TABLES.read_text().split("\n## ") if text.startswith(heading))
     rows = [line.split("|")[1:3] for line in section.splitlines() if line.startswith("| ")][1:]
-    return [(first.strip().strip("`"), name) for first, names in rows for name in re.findall(r"`(\w+)`", names)]
+    return [(first.strip().strip("`"), name) for first, names in rows for name in re.findall(r"`([\w.]+)`", names)]
 
 
 DEFINED, IMPORTED, ABSENT = table("Defined"), table("Imported"), table("Not here")
+ATTRIBUTES = table("Attributes there")
+ABSENT_ATTRIBUTES = [(name.split(".")[0], name.split(".")[1]) for _, name in table("Attributes not there")]
+CLASSES = sorted({owner for owner, _ in ATTRIBUTES})
 
 
 def names(rows):
@@ -48,6 +53,11 @@ def names(rows):
 
 def bound_at_module_level(source):
     """The names that the statements of a module bind, those in ``if`` and ``try`` too."""
+    return bound_in(ast.parse(source).body)
+
+
+def bound_in(statements):
+    """The names that the statements of a module or class bind, those in ``if`` and ``try`` too."""
     found = set()
 
     def visit(body):
@@ -63,7 +73,7 @@ def bound_at_module_level(source):
                 visit([*node.body, *node.orelse, *getattr(node, "finalbody", ())])
                 visit([statement for handler in getattr(node, "handlers", ()) for statement in handler.body])
 
-    visit(ast.parse(source).body)
+    visit(statements)
     return found
 
 
@@ -168,6 +178,56 @@ assert not [name for name in sys.modules if name.endswith("_upstream_cuda_graphs
 assert all(hasattr(cuda_graphs, name) for name in cuda_graphs.__all__)
 """
     subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+
+
+# ------------------------------------------------------------------------------------------------------ attributes
+
+
+def attributes_by_class(source):
+    """What the classes of a module have: methods, names of the class body, and what methods use of ``self``."""
+    found: dict[str, set[str]] = {}
+    for owner in ast.parse(source).body:
+        if not isinstance(owner, ast.ClassDef):
+            continue
+        used = [node for node in ast.walk(owner) if isinstance(node, ast.Attribute)]
+        found[owner.name] = bound_in(owner.body) | {
+            node.attr for node in used if isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+        }
+    return found
+
+
+@pytest.fixture(params=["recorded", "captured"])
+def instances(request, cpu_backend, no_graphs):
+    """An instance of each class, before and after a capture."""
+    model = stack(count=1)
+    model(batch(0)).sum().backward()
+    if request.param == "captured":
+        cuda_graphs.create_cudagraphs()
+    tensor = torch.ones(2)
+    tensor.cg_buffer_metadata = cuda_graphs.CudagraphBufferMetadata()
+    return {
+        "_CudaGraphRunner": runners(model)[0],
+        "CudaGraphManager": model.layers[0].cudagraph_manager,
+        "_CudagraphGlobalRecord": cuda_graphs._CudagraphGlobalRecord,
+        "ArgMetadata": cuda_graphs.ArgMetadata(tensor),
+        "CudagraphBufferMetadata": tensor.cg_buffer_metadata,
+    }
+
+
+def test_every_attribute_of_megatron_cores_classes_is_in_a_table():
+    theirs = attributes_by_class(UPSTREAM.read_text())
+    expected = sorted((owner, name) for owner in CLASSES for name in theirs[owner])
+    assert sorted([*ATTRIBUTES, *ABSENT_ATTRIBUTES]) == expected
+
+
+def test_attributes_of_the_table_are_there(instances):
+    assert sorted(instances) == CLASSES
+    assert [pair for pair in ATTRIBUTES if not hasattr(instances[pair[0]], pair[1])] == []
+
+
+def test_attributes_of_the_table_of_missing_ones_are_missing(instances):
+    assert ABSENT_ATTRIBUTES != []
+    assert [pair for pair in ABSENT_ATTRIBUTES if hasattr(instances[pair[0]], pair[1])] == []
 
 
 # -------------------------------------------------------------------------------------------------------- patching
