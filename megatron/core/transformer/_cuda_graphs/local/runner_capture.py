@@ -1,4 +1,4 @@
-"""The capture of what a runner of local graphs has recorded."""
+"""Capture: a runner warms up, and captures the passes that were recorded."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext

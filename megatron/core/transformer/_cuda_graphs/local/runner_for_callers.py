@@ -1,4 +1,4 @@
-"""What is read of megatron-core's runner elsewhere: by its tests, inference engines and plug-ins."""
+"""Attributes and methods of a runner for megatron-core's tests, inference engines and plug-ins."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The step that a runner of local graphs runs eagerly, and records."""
+"""Recording: a runner runs its function eagerly in the first step, and notes the order of passes."""
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -16,7 +16,7 @@ from .runner_state import RunnerState
 
 
 class RunnerRecording(RunnerState):
-    """Runs the function eagerly, and tells the record of its first forward and backward pass."""
+    """Runs the function eagerly, and adds its first forward and backward pass to the record."""
 
     def record_graph_capture(self, args: tuple, kwargs: dict[str, Any]) -> Any:
         """Run eagerly, and record the first call and its backward pass. Returns what ``func`` returns."""

@@ -1,4 +1,4 @@
-"""Replays of the graphs of a runner."""
+"""Replay: a runner's graphs, with autograd, in the recorded order of passes."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from .runner_matching import RunnerMatching
 
 
 class RunnerReplay(RunnerMatching):
-    """Replays the graphs, and keeps account of which pass comes next."""
+    """Replays the graphs, and keeps track of which pass comes next."""
 
     def replay_graph_capture(self, is_first_microbatch: bool, args: tuple, kwargs: dict[str, Any]) -> tuple:
         """Replay the forward graph on arguments like those at capture, with autograd.

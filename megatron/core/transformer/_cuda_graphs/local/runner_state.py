@@ -1,4 +1,4 @@
-"""What a runner of local graphs knows and holds: its function, what was recorded of it, and its graphs."""
+"""What a runner of local graphs holds: its function, what was recorded of it, and its graphs."""
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext

@@ -1,9 +1,11 @@
-"""_CudaGraphRunner: its graphs can be deleted and assigned, and it has a name."""
+"""_CudaGraphRunner: its attributes, among them graphs that can be deleted and assigned."""
 
 import weakref
 
 import pytest
 import torch
+
+from megatron.core.transformer.cuda_graphs import _CudaGraphRunner
 
 from .local_graph_cases import HIDDEN, batch, record, recorded_runners, runners, stack
 
@@ -48,3 +50,12 @@ class TestGraphs:
 def test_is_written_as_its_layer_and_shapes():
     runner, *_ = recorded_runners(scale=torch.ones(1, HIDDEN).cuda())
     assert str(runner) == "layer 1 (Layer) on (3, 8), (1, 8)"
+
+
+def test_recording_capture_and_replay_add_no_attribute():
+    model = stack(count=1)
+    record(model)
+    model(batch(1)).sum().backward()
+    (used,) = runners(model)
+    new = _CudaGraphRunner(model.layers[0], used.mempool, (batch(0),), {}, None, True)
+    assert set(vars(used)) == set(vars(new))
