@@ -83,8 +83,9 @@ def make_graphed_callables(
             backward pass of the chunk (those of its first layer after the chunk's next backward pass of all). What
             replays return must be consumed before. Needs ``_order``.
         clone_param_grads_on_return: Whether backward returns copies of the parameters' gradients. Without, the returned
-            gradients are overwritten by the next replay, so each must be consumed before it. Gradients of inputs
-            always are, but for those of leaves, which backward returns copies of.
+            gradients are overwritten by the next replay, so each must be consumed before it. Those of parameters that
+            TransformerEngine has marked with ``skip_backward_post_hook`` always are; gradients of inputs too, but for
+            those of leaves, which backward returns copies of.
         pre_warmup_hook: Called once, before all warm-up.
         post_warmup_hook: Called once, after all warm-up.
         capture_time_hooks: For each callable None or ``{kind: {id: hook}}``, with the kinds ``forward_pre_hooks``,

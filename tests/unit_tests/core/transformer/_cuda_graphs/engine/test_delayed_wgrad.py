@@ -318,6 +318,63 @@ def test_after_reset_there_are_no_weight_gradients_to_replay():
         graphed.backward_dw()
 
 
+# ------------------------------------------------------------------------------- parameters whose hooks come later
+
+
+class MarkedBias(torch.nn.Module):
+    """Marks its weight and bias ``[6]`` as TransformerEngine does, and leaves ``other`` ``[6]`` unmarked.
+
+    Their gradients are computed in the backward pass, as that of the bias is under FP8.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6).cuda()
+        self.other = torch.nn.Parameter(torch.ones(6, device="cuda"))
+        for param in self.linear.parameters():
+            param.skip_backward_post_hook = True
+
+    def forward(self, x):
+        return self.linear(x).tanh() * self.other
+
+
+@pytest.mark.parametrize("clones", [True, False])
+def test_gradients_of_marked_parameters_are_the_static_ones_whatever_is_asked_of_the_others(clones):
+    module = make_graphed_callables(MarkedBias(), (device_tensor(4, 6),), clone_param_grads_on_return=clones)
+    params = [module.linear.weight, module.linear.bias, module.other]
+    first, second = (torch.autograd.grad(module(device_tensor(4, 6)).sum(), params) for _ in range(2))
+    same = [one.data_ptr() == other.data_ptr() for one, other in zip(first, second, strict=True)]
+    assert same == [True, True, not clones]
+    assert not any(grad.requires_grad for grad in first)
+
+
+@pytest.mark.parametrize("order", [[1, -1], [1, 1, -1, -1]], ids=str)
+def test_gradients_of_marked_parameters_stay_until_all_backward_passes_are_over(order):
+    torch.manual_seed(5)
+    layers = tuple(MarkedBias() for _ in range(3))
+    count = order.count(1)
+    slots = make_graphed_callables(
+        layers,
+        [(device_tensor(4, 6, seed=slot),) for slot in range(3 * count)],
+        _order=order,
+        _num_layers_per_chunk=[3],
+        _reuse_graph_input_output_buffers=True,
+    )
+
+    def read_late(calls):
+        losses = []
+        for microbatch in range(count):
+            hidden = device_tensor(4, 6, seed=microbatch)
+            for layer in range(3):
+                hidden = calls[microbatch * 3 + layer](hidden)
+            losses.append(hidden.square().sum())
+        marked = [param for layer in layers for param in layer.linear.parameters()]
+        grads = [torch.autograd.grad(loss, marked) for loss in losses]
+        return copies([grad for each in grads for grad in each])
+
+    assert_same_bits(read_late(slots), read_late([slot.eager for slot in slots]))
+
+
 # ------------------------------------------------------------------------------------------------- random orders
 
 
