@@ -96,7 +96,8 @@ def make_graphed_callables(
     Returns:
         With ``_order`` a ``GraphedSlot`` for each entry of ``sample_args``. Without it, for each callable: a module
         itself, whose ``forward`` now replays, or a function's ``GraphedSlot``. A tuple if ``modules`` is one.
-        Where weight gradients are delayed, ``backward_dw()`` of what is returned replays them.
+        Where weight gradients are delayed, ``backward_dw()`` of what is returned replays them; elsewhere it does
+        nothing.
 
     Raises:
         ValueError: lengths, orders or quantization arguments do not fit, or a module is there twice without ``_order``.
@@ -308,8 +309,7 @@ def _graph_in_place(slot: GraphedSlot) -> Any:
     module.forward = slot
     module.reset = slot.reset
     module.__deepcopy__ = functools.partial(_deepcopy_without_graphs, module)
-    if slot.delays_weight_gradients:
-        module.backward_dw = slot.backward_dw
+    module.backward_dw = slot.backward_dw
     return module
 
 

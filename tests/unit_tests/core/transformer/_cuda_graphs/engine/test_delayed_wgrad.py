@@ -1,5 +1,6 @@
 """graphed_callables: weight gradients that modules leave to a pass of their own, as TransformerEngine's do."""
 
+import copy
 import queue
 from types import SimpleNamespace
 
@@ -151,8 +152,74 @@ def test_a_callable_that_delays_nothing_has_no_graph_for_it_and_its_replay_is_no
     slot.backward_dw()
 
 
-def test_a_module_without_delayed_weight_gradients_gets_no_new_method():
-    assert not hasattr(make_graphed_callables(mlp(), (device_tensor(4, 6),)), "backward_dw")
+def test_backward_dw_of_a_module_that_delays_nothing_does_nothing():  # as TransformerEngine's
+    module = make_graphed_callables(mlp(dropout=0.0), (device_tensor(4, 6),))
+    module(device_tensor(4, 6)).sum().backward()
+    before = copies([param.grad for param in module.parameters()])
+    module.backward_dw()
+    module.eval()(device_tensor(4, 6))
+    module.backward_dw()
+    assert_same_bits([param.grad for param in module.parameters()], before)
+
+
+def train_in_a_row(modules) -> list:
+    """Numbers of three steps through ``modules``, one after the other."""
+    numbers = []
+    for step in range(3):
+        hidden = x = device_tensor(4, 6, seed=step)
+        for module in modules:
+            hidden = module(hidden).tanh()
+        hidden.square().sum().backward()
+        for module in reversed(modules):
+            module.backward_dw()
+        grads = [module.weight.grad for module in modules]
+        numbers += copies([hidden, x.grad, *grads])
+        with torch.no_grad():
+            for module, grad in zip(modules, grads, strict=True):
+                module.weight -= 0.01 * grad
+                module.weight.grad = None
+    return numbers
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("clones", [True, False])
+def test_modules_graphed_without_an_order_train_with_their_own_backward_dw_bit_equal_to_eager(count, clones):
+    torch.manual_seed(5)
+    modules = tuple(DelayedLinear() for _ in range(count))
+    eager = tuple(DelayedLinear() for _ in modules)
+    for module, other in zip(modules, eager, strict=True):
+        other.load_state_dict(module.state_dict())
+    one = modules[0] if count == 1 else modules
+    samples = tuple((device_tensor(4, 6),) for _ in modules)
+    graphed = make_graphed_callables(one, samples[0] if count == 1 else samples, clone_param_grads_on_return=clones)
+    assert graphed == one
+    assert_same_bits(train_in_a_row(modules), train_in_a_row(eager))
+
+
+def test_after_reset_backward_dw_of_a_module_refuses_as_its_forward_does():
+    module = make_graphed_callables(DelayedLinear(), (device_tensor(4, 6),))
+    module.reset()
+    with pytest.raises(RuntimeError, match="were reset"):
+        module.backward_dw()
+
+
+class OwnMethod(torch.nn.Linear):
+    """Delays nothing, but has the method."""
+
+    def backward_dw(self):
+        return "own"
+
+
+@pytest.mark.parametrize("way", ["copy", "failed capture"])
+def test_a_modules_own_backward_dw_is_back_with_its_own_forward(way):
+    module = make_graphed_callables(OwnMethod(6, 6).cuda(), (device_tensor(4, 6),))
+    module.reset()
+    if way == "copy":
+        module = copy.deepcopy(module)
+    else:
+        with pytest.raises(TypeError, match="sample_args of"):
+            make_graphed_callables(module, ("no tensor",))
+    assert module.backward_dw() == "own"
 
 
 def test_an_order_without_the_weight_gradients_of_a_callable_is_refused_and_leaves_nothing_delayed():
