@@ -21,7 +21,7 @@ from .preserve import pause_gc, preserve_buffers, rebind_buffers
 from .quantization import resolve_quantization
 from .rng import preserve_rng
 from .slot import CaptureOptions, GraphedSlot, module_of
-from .static_inputs import distinct, share_inputs, signature
+from .static_inputs import distinct, keep_apart, share_inputs, signature
 from .streams import capture_stream
 from .te_engine import transformer_engine_flag
 
@@ -57,7 +57,8 @@ def make_graphed_callables(
     Args:
         modules: Modules or functions of tensors; a tuple, or one alone.
         sample_args: Positional inputs, a tuple of tensors for each callable, or with ``_order`` for each callable and
-            micro-batch: by model chunk, then micro-batch, then layer. They become the graphs' static inputs.
+            micro-batch: by model chunk, then micro-batch, then layer. They become the graphs' static inputs;
+            one that requires grad and is there for several entries at a time is copied for each.
         num_warmup_iters: How often everything runs before capture. With 0, whatever a callable sets up in its first
             call is captured too.
         allow_unused_input: Whether an input that requires grad may get none.
@@ -165,6 +166,8 @@ def make_graphed_callables(
     inputs = [distinct(tuple(args), dict(kwargs)) for args, kwargs in zip(samples, keywords, strict=True)]
     if _reuse_graph_input_output_buffers:
         inputs = share_inputs(plan, lambda slot: signature(*inputs[slot]), inputs.__getitem__)
+    if training:
+        inputs = keep_apart(plan, inputs)
     _give_modules_back(callables)
     slots = [
         GraphedSlot(
