@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import contextlib
 from types import SimpleNamespace
 from typing import Any
@@ -105,7 +104,7 @@ def install() -> None:
         "device_memory_used": lambda device=None: 0,
         "reset_peak_memory_stats": lambda device=None: None,
         "reset_max_memory_allocated": lambda device=None: None,
-        "memory_stats": lambda device=None: collections.defaultdict(int),
+        "memory_stats": pools.statistics,
         "memory_snapshot": pools.segments,
         "mem_get_info": lambda device=None: (PROPERTIES.total_memory, PROPERTIES.total_memory),
         "set_per_process_memory_fraction": lambda fraction, device=None: None,

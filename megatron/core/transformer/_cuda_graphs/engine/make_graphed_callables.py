@@ -21,7 +21,7 @@ from .preserve import pause_gc, preserve_buffers, rebind_buffers
 from .quantization import resolve_quantization
 from .rng import preserve_rng
 from .slot import CaptureOptions, GraphedSlot, module_of
-from .static_inputs import distinct, share_inputs, signature
+from .static_inputs import distinct, keep_apart, share_inputs, signature
 from .streams import capture_stream
 from .te_engine import transformer_engine_flag
 
@@ -57,7 +57,8 @@ def make_graphed_callables(
     Args:
         modules: Modules or functions of tensors; a tuple, or one alone.
         sample_args: Positional inputs, a tuple of tensors for each callable, or with ``_order`` for each callable and
-            micro-batch: by model chunk, then micro-batch, then layer. They become the graphs' static inputs.
+            micro-batch: by model chunk, then micro-batch, then layer. They become the graphs' static inputs;
+            one that requires grad and is there for several entries at a time is copied for each.
         num_warmup_iters: How often everything runs before capture. With 0, whatever a callable sets up in its first
             call is captured too.
         allow_unused_input: Whether an input that requires grad may get none.
@@ -83,8 +84,9 @@ def make_graphed_callables(
             backward pass of the chunk (those of its first layer after the chunk's next backward pass of all). What
             replays return must be consumed before. Needs ``_order``.
         clone_param_grads_on_return: Whether backward returns copies of the parameters' gradients. Without, the returned
-            gradients are overwritten by the next replay, so each must be consumed before it. Gradients of inputs
-            always are, but for those of leaves, which backward returns copies of.
+            gradients are overwritten by the next replay, so each must be consumed before it. Those of parameters that
+            TransformerEngine has marked with ``skip_backward_post_hook`` always are; gradients of inputs too, but for
+            those of leaves, which backward returns copies of.
         pre_warmup_hook: Called once, before all warm-up.
         post_warmup_hook: Called once, after all warm-up.
         capture_time_hooks: For each callable None or ``{kind: {id: hook}}``, with the kinds ``forward_pre_hooks``,
@@ -95,7 +97,8 @@ def make_graphed_callables(
     Returns:
         With ``_order`` a ``GraphedSlot`` for each entry of ``sample_args``. Without it, for each callable: a module
         itself, whose ``forward`` now replays, or a function's ``GraphedSlot``. A tuple if ``modules`` is one.
-        Where weight gradients are delayed, ``backward_dw()`` of what is returned replays them.
+        Where weight gradients are delayed, ``backward_dw()`` of what is returned replays them; elsewhere it does
+        nothing.
 
     Raises:
         ValueError: lengths, orders or quantization arguments do not fit, or a module is there twice without ``_order``.
@@ -163,6 +166,8 @@ def make_graphed_callables(
     inputs = [distinct(tuple(args), dict(kwargs)) for args, kwargs in zip(samples, keywords, strict=True)]
     if _reuse_graph_input_output_buffers:
         inputs = share_inputs(plan, lambda slot: signature(*inputs[slot]), inputs.__getitem__)
+    if training:
+        inputs = keep_apart(plan, inputs)
     _give_modules_back(callables)
     slots = [
         GraphedSlot(
@@ -307,8 +312,7 @@ def _graph_in_place(slot: GraphedSlot) -> Any:
     module.forward = slot
     module.reset = slot.reset
     module.__deepcopy__ = functools.partial(_deepcopy_without_graphs, module)
-    if slot.delays_weight_gradients:
-        module.backward_dw = slot.backward_dw
+    module.backward_dw = slot.backward_dw
     return module
 
 

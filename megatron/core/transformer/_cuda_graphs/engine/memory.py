@@ -32,7 +32,8 @@ class PoolMemory:
     """What memory belongs to a graph pool, as the allocator notes it when it allocates.
 
     Segments of a pool stay its own as long as a graph of the pool lives, so what was found once stays true for whoever
-    holds one. The allocator is asked again only about addresses outside of all known segments.
+    holds one. The allocator is asked again only about addresses outside of all known segments, and only if it has taken
+    memory from the device since: a snapshot takes longer the more graphs the pool holds.
 
     Args:
         pool: The handle of a pool that graphs have been captured into.
@@ -42,6 +43,7 @@ class PoolMemory:
         self._pool = tuple(pool)
         self._starts: list[int] = []
         self._ends: list[int] = []
+        self._reserved = -1
 
     @classmethod
     def of(cls, graph: torch.cuda.CUDAGraph) -> "PoolMemory":
@@ -64,6 +66,10 @@ class PoolMemory:
         return place >= 0 and address < self._ends[place]
 
     def _look(self) -> None:
+        reserved = torch.cuda.memory_stats()["reserved_bytes.all.allocated"]  # never goes down
+        if reserved == self._reserved:
+            return
+        self._reserved = reserved
         options: dict[str, object] = {"mempool_id": self._pool, "include_traces": False}
         takes = inspect.signature(torch.cuda.memory_snapshot).parameters  # older versions of torch show all pools
         segments = sorted(

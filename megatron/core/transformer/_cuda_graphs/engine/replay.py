@@ -38,7 +38,7 @@ class Replay:
         grad_outputs: Static gradients of outputs; None where an output is not differentiable.
         grad_inputs: Static gradients of inputs; None where an input requires none.
         grad_params: Static gradients of parameters; None for what backward returns no gradient of.
-        clone_param_grads: Whether these are returned as copies.
+        clone_param_grads: For each of these whether it is returned as a copy.
         quantized: What is done for quantization.
 
     Attributes:
@@ -58,7 +58,7 @@ class Replay:
         grad_outputs: Tensors,
         grad_inputs: Tensors,
         grad_params: Tensors,
-        clone_param_grads: bool,
+        clone_param_grads: Sequence[bool],
         quantized: QuantizedReplay | None,
     ):
         self.name = name
@@ -74,8 +74,8 @@ class Replay:
         self._grad_outputs = [
             (grad, 0, ()) if grad is None else (grad, grad.data_ptr(), grad.stride()) for grad in grad_outputs
         ]
-        self._grad_inputs, self._grad_params = grad_inputs, grad_params
-        self._clone_param_grads = clone_param_grads
+        self._grad_inputs = grad_inputs
+        self._grad_params = list(zip(grad_params, clone_param_grads, strict=True))
         self._quantized = quantized
         self.generation = 0
         self.leaves: list[int] = []
@@ -133,10 +133,8 @@ class Replay:
         for index in self.leaves:  # autograd keeps what it is given as their grad; the next replay would overwrite it
             grad = results[index]
             results[index] = grad if grad is None else grad.clone()
-        if self._clone_param_grads:
-            results += [grad if grad is None else grad.clone() for grad in self._grad_params]
-        else:
-            results += [grad if grad is None else grad.detach() for grad in self._grad_params]
+        for grad, clone in self._grad_params:
+            results.append(grad if grad is None else grad.clone() if clone else grad.detach())
         return results
 
     def run(self, graph: Any, phase: str, options: ReplayOptions | None) -> None:
@@ -150,8 +148,8 @@ class Replay:
     def reset(self) -> None:
         """Let go of the graphs and of all tensors."""
         self._forward_graph = self._backward_graph = self._quantized = None
-        self._inputs, self._grad_outputs = [], []
-        self._outputs = self._grad_inputs = self._grad_params = ()
+        self._inputs, self._grad_outputs, self._grad_params = [], [], []
+        self._outputs = self._grad_inputs = ()
 
 
 def _differ_in_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -32,7 +32,8 @@ class CaptureOptions:
     Attributes:
         allow_unused_input: Whether an input that requires grad may get none.
         retain_graph: Whether backward keeps the autograd graph.
-        clone_param_grads: Whether backward returns copies of parameter gradients rather than the static ones.
+        clone_param_grads: Whether backward returns copies of parameter gradients rather than the static ones. Those of
+            parameters with ``skip_backward_post_hook`` it never copies.
     """
 
     allow_unused_input: bool = False
@@ -297,7 +298,14 @@ class GraphedSlot:
         """Let later captures use the memory of gradients that have been read: all but those of the inputs ``keep``."""
         weak = self._weak(self._grad_inputs)
         self._grad_inputs = tuple(self._grad_inputs[i] if i in keep else grad for i, grad in enumerate(weak))
-        self._grad_params = self._weak(self._grad_params)
+        read = [None if _read_later(param) else grad for param, grad in self._params_and_grads()]
+        self._grad_params = tuple(
+            grad if weak is None else weak for weak, grad in zip(self._weak(read), self._grad_params, strict=True)
+        )
+
+    def _params_and_grads(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
+        """The parameters and their static gradients; nothing where no backward pass ran."""
+        return list(zip(self.params, self._grad_params, strict=True)) if self._grad_params else []
 
     def release_grad_outputs(self) -> None:
         """Let later captures use the memory of the outputs' static gradients, unless someone else keeps it."""
@@ -322,18 +330,18 @@ class GraphedSlot:
     @property
     def trained_params(self) -> tuple[torch.Tensor, ...]:
         """The parameters to which the last backward pass gave a gradient."""
-        return tuple(param for param, grad in zip(self.params, self._grad_params, strict=True) if grad is not None)
+        return tuple(param for param, grad in self._params_and_grads() if grad is not None)
 
     @property
     def grad_outputs(self) -> tuple[torch.Tensor | None, ...]:
         """The static gradients of the outputs; None for an output that takes no part in autograd."""
         return self._grad_outputs
 
-    def _weak(self, tensors: Tensors) -> Tensors:
+    def _weak(self, tensors: Sequence[torch.Tensor | None]) -> Tensors:
         """Weak references to those of ``tensors`` that are pool memory, and the others, which must be kept alive."""
         memory = self._memory
         if memory is None:
-            return tensors
+            return tuple(tensors)
         owned = memory.owned(tensor for tensor in tensors if tensor is not None)
         return tuple(
             weak_reference(tensor) if tensor is not None and storage_address(tensor) in owned else tensor
@@ -362,7 +370,9 @@ class GraphedSlot:
             grad_outputs=self._grad_outputs,
             grad_inputs=self._grad_inputs,
             grad_params=self._grad_params,
-            clone_param_grads=self._options.clone_param_grads,
+            clone_param_grads=[
+                self._options.clone_param_grads and not _read_later(param) for param, _ in self._params_and_grads()
+            ],
             quantized=self._quantized,
         )
         self._replay = made
@@ -508,6 +518,15 @@ def module_of(func: Callable) -> torch.nn.Module | None:
     given = [value for value in (*func.args, *func.keywords.values()) if isinstance(value, torch.nn.Module)]
     module = module_of(func.func)
     return given[0] if module is None and len(given) == 1 else module
+
+
+def _read_later(param: torch.Tensor) -> bool:
+    """Whether a hook after the weight gradients reads ``param.grad``, and not autograd when the backward pass returns.
+
+    TransformerEngine marks the parameters of modules that delay their weight gradients. What backward returns of them
+    is a placeholder, or a bias gradient that the hook reads, so it is not copied and must stay until then.
+    """
+    return getattr(param, "skip_backward_post_hook", False)
 
 
 def _note_parts(ran: dict[torch.nn.Module, None], module: torch.nn.Module, *_: Any) -> None:

@@ -1,12 +1,13 @@
 """Static inputs: apart within a slot, shared between slots of a plan whose lives do not overlap."""
 
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from .addresses import address_of
 from .buffers import BufferPool, Lease
 from .plan import Pass, Plan
 
@@ -38,20 +39,72 @@ def share_inputs[Inputs](
 def distinct(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Return inputs that replays can be copied to one by one.
 
-    A tensor object that is there twice becomes two: replays may be given two where capture was given one. A tensor some
-    of whose elements share memory (an expanded one) becomes a dense one.
+    A tensor that shares memory with another (because it is there twice, say) gets its own: replays may be given two
+    where capture was given one. A tensor some of whose elements share memory (an expanded one) becomes a dense one.
     """
-    seen: set[int] = set()
+    taken: list[_Span] = []
 
     def own(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        if id(leaf) not in seen and not _is_expanded(leaf):
-            seen.add(id(leaf))
-            return leaf
-        return leaf.detach().clone(memory_format=torch.contiguous_format).requires_grad_(leaf.requires_grad)
+        if _is_expanded(leaf) or _overlaps(leaf, taken):
+            return _dense_copy(leaf)
+        taken.extend(_span_of(leaf))
+        return leaf
 
     return tree_map(own, (args, kwargs))
+
+
+def keep_apart(plan: Plan, inputs: Sequence[tuple[tuple, dict[str, Any]]]) -> list[tuple[tuple, dict[str, Any]]]:
+    """Give slots whose lives overlap their own memory for inputs that require grad.
+
+    Where capture was given one activation for several slots, the forward pass of a later slot would overwrite what the
+    backward pass of an earlier one reads. Inputs that require no grad (masks, position embeddings) may be the same for
+    all slots, and stay shared.
+
+    Args:
+        plan: The passes in the order in which they run; a slot lives from its forward pass to its last one.
+        inputs: Positional and keyword inputs of each slot.
+    """
+    last_steps = plan.last_steps()
+    apart = list(inputs)
+    taken: dict[int, list[_Span]] = {}
+    for step in plan.steps:
+        if step.kind is Pass.FORWARD:
+            others = [span for spans in taken.values() for span in spans]
+
+            def own(leaf: Any, others: list[_Span] = others) -> Any:
+                shared = isinstance(leaf, torch.Tensor) and leaf.requires_grad and _overlaps(leaf, others)
+                return _dense_copy(leaf) if shared else leaf
+
+            apart[step.slot] = tree_map(own, inputs[step.slot])
+            leaves = [leaf for leaf in tree_leaves(apart[step.slot]) if isinstance(leaf, torch.Tensor)]
+            taken[step.slot] = [span for leaf in leaves if leaf.requires_grad for span in _span_of(leaf)]
+        elif step in last_steps:
+            del taken[step.slot]
+    return apart
+
+
+_Span = tuple[int, int]  # the first address of a tensor, and the one behind its last element
+
+
+def _span_of(tensor: torch.Tensor) -> list[_Span]:
+    """Where ``tensor`` lies; nothing for one without elements or of another layout."""
+    start = address_of(tensor) if tensor.layout is torch.strided and tensor.numel() else 0
+    if not start:
+        return []
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return [(start, start + (last + 1) * tensor.element_size())]
+
+
+def _overlaps(tensor: torch.Tensor, taken: Iterable[_Span]) -> bool:
+    return any(
+        start < other_end and other_start < end for start, end in _span_of(tensor) for other_start, other_end in taken
+    )
+
+
+def _dense_copy(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone(memory_format=torch.contiguous_format).requires_grad_(tensor.requires_grad)
 
 
 def _is_expanded(tensor: torch.Tensor) -> bool:

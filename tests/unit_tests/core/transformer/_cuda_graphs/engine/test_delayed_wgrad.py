@@ -1,5 +1,6 @@
 """graphed_callables: weight gradients that modules leave to a pass of their own, as TransformerEngine's do."""
 
+import copy
 import queue
 from types import SimpleNamespace
 
@@ -151,8 +152,74 @@ def test_a_callable_that_delays_nothing_has_no_graph_for_it_and_its_replay_is_no
     slot.backward_dw()
 
 
-def test_a_module_without_delayed_weight_gradients_gets_no_new_method():
-    assert not hasattr(make_graphed_callables(mlp(), (device_tensor(4, 6),)), "backward_dw")
+def test_backward_dw_of_a_module_that_delays_nothing_does_nothing():  # as TransformerEngine's
+    module = make_graphed_callables(mlp(dropout=0.0), (device_tensor(4, 6),))
+    module(device_tensor(4, 6)).sum().backward()
+    before = copies([param.grad for param in module.parameters()])
+    module.backward_dw()
+    module.eval()(device_tensor(4, 6))
+    module.backward_dw()
+    assert_same_bits([param.grad for param in module.parameters()], before)
+
+
+def train_in_a_row(modules) -> list:
+    """Numbers of three steps through ``modules``, one after the other."""
+    numbers = []
+    for step in range(3):
+        hidden = x = device_tensor(4, 6, seed=step)
+        for module in modules:
+            hidden = module(hidden).tanh()
+        hidden.square().sum().backward()
+        for module in reversed(modules):
+            module.backward_dw()
+        grads = [module.weight.grad for module in modules]
+        numbers += copies([hidden, x.grad, *grads])
+        with torch.no_grad():
+            for module, grad in zip(modules, grads, strict=True):
+                module.weight -= 0.01 * grad
+                module.weight.grad = None
+    return numbers
+
+
+@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("clones", [True, False])
+def test_modules_graphed_without_an_order_train_with_their_own_backward_dw_bit_equal_to_eager(count, clones):
+    torch.manual_seed(5)
+    modules = tuple(DelayedLinear() for _ in range(count))
+    eager = tuple(DelayedLinear() for _ in modules)
+    for module, other in zip(modules, eager, strict=True):
+        other.load_state_dict(module.state_dict())
+    one = modules[0] if count == 1 else modules
+    samples = tuple((device_tensor(4, 6),) for _ in modules)
+    graphed = make_graphed_callables(one, samples[0] if count == 1 else samples, clone_param_grads_on_return=clones)
+    assert graphed == one
+    assert_same_bits(train_in_a_row(modules), train_in_a_row(eager))
+
+
+def test_after_reset_backward_dw_of_a_module_refuses_as_its_forward_does():
+    module = make_graphed_callables(DelayedLinear(), (device_tensor(4, 6),))
+    module.reset()
+    with pytest.raises(RuntimeError, match="were reset"):
+        module.backward_dw()
+
+
+class OwnMethod(torch.nn.Linear):
+    """Delays nothing, but has the method."""
+
+    def backward_dw(self):
+        return "own"
+
+
+@pytest.mark.parametrize("way", ["copy", "failed capture"])
+def test_a_modules_own_backward_dw_is_back_with_its_own_forward(way):
+    module = make_graphed_callables(OwnMethod(6, 6).cuda(), (device_tensor(4, 6),))
+    module.reset()
+    if way == "copy":
+        module = copy.deepcopy(module)
+    else:
+        with pytest.raises(TypeError, match="sample_args of"):
+            make_graphed_callables(module, ("no tensor",))
+    assert module.backward_dw() == "own"
 
 
 def test_an_order_without_the_weight_gradients_of_a_callable_is_refused_and_leaves_nothing_delayed():
@@ -316,6 +383,63 @@ def test_after_reset_there_are_no_weight_gradients_to_replay():
     assert graphed.weight_gradient_graph is None
     with pytest.raises(RuntimeError, match="were reset"):
         graphed.backward_dw()
+
+
+# ------------------------------------------------------------------------------- parameters whose hooks come later
+
+
+class MarkedBias(torch.nn.Module):
+    """Marks its weight and bias ``[6]`` as TransformerEngine does, and leaves ``other`` ``[6]`` unmarked.
+
+    Their gradients are computed in the backward pass, as that of the bias is under FP8.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(6, 6).cuda()
+        self.other = torch.nn.Parameter(torch.ones(6, device="cuda"))
+        for param in self.linear.parameters():
+            param.skip_backward_post_hook = True
+
+    def forward(self, x):
+        return self.linear(x).tanh() * self.other
+
+
+@pytest.mark.parametrize("clones", [True, False])
+def test_gradients_of_marked_parameters_are_the_static_ones_whatever_is_asked_of_the_others(clones):
+    module = make_graphed_callables(MarkedBias(), (device_tensor(4, 6),), clone_param_grads_on_return=clones)
+    params = [module.linear.weight, module.linear.bias, module.other]
+    first, second = (torch.autograd.grad(module(device_tensor(4, 6)).sum(), params) for _ in range(2))
+    same = [one.data_ptr() == other.data_ptr() for one, other in zip(first, second, strict=True)]
+    assert same == [True, True, not clones]
+    assert not any(grad.requires_grad for grad in first)
+
+
+@pytest.mark.parametrize("order", [[1, -1], [1, 1, -1, -1]], ids=str)
+def test_gradients_of_marked_parameters_stay_until_all_backward_passes_are_over(order):
+    torch.manual_seed(5)
+    layers = tuple(MarkedBias() for _ in range(3))
+    count = order.count(1)
+    slots = make_graphed_callables(
+        layers,
+        [(device_tensor(4, 6, seed=slot),) for slot in range(3 * count)],
+        _order=order,
+        _num_layers_per_chunk=[3],
+        _reuse_graph_input_output_buffers=True,
+    )
+
+    def read_late(calls):
+        losses = []
+        for microbatch in range(count):
+            hidden = device_tensor(4, 6, seed=microbatch)
+            for layer in range(3):
+                hidden = calls[microbatch * 3 + layer](hidden)
+            losses.append(hidden.square().sum())
+        marked = [param for layer in layers for param in layer.linear.parameters()]
+        grads = [torch.autograd.grad(loss, marked) for loss in losses]
+        return copies([grad for each in grads for grad in each])
+
+    assert_same_bits(read_late(slots), read_late([slot.eager for slot in slots]))
 
 
 # ------------------------------------------------------------------------------------------------- random orders

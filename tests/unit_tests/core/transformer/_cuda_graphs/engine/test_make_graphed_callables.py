@@ -412,6 +412,52 @@ def test_a_tensor_that_capture_is_given_twice_may_be_two_in_a_replay():
     assert (a.grad[0], b.grad[0]) == (2, 3)
 
 
+def test_sample_inputs_that_share_memory_may_be_apart_in_a_replay():
+    x, a, b = device_tensor(3, 4), device_tensor(4, seed=1), device_tensor(4, seed=2, grad=False)
+    graphed = make_graphed_callables(lambda x, y: 2 * x - y, (x[0], x.detach()[0]))
+    assert torch.equal(graphed(a, b), 2 * a - b)
+
+
+def gated(linear, x):
+    return linear(x) * x
+
+
+@pytest.mark.parametrize(
+    ("layers", "options"),
+    [
+        (2, {}),
+        (2, {"_order": [1, -1]}),
+        (2, {"_order": [1, -1], "_reuse_graph_input_output_buffers": True}),
+        (1, {"_order": [1, 1, -1, -1]}),
+        (1, {"_order": [1, 1, -1, -1], "_reuse_graph_input_output_buffers": True}),
+    ],
+    ids=["unordered", "layers", "layers that share", "micro-batches", "micro-batches that share"],
+)
+def test_one_sample_input_for_several_callables_is_no_input_in_common(layers, options):
+    x, modules = device_tensor(4, 6), tuple(Forward(gated) for _ in range(layers))
+    calls = [copy.deepcopy(modules[index % layers]) for index in range(2)]
+    backwards = [1, 0] if layers == 2 else [0, 1]  # as in capture
+    graphed = make_graphed_callables(modules, ((x,), (x,)), **options)
+    assert_same_bits(run_two(graphed, backwards), run_two(calls, backwards))
+
+
+def run_two(calls, backwards) -> list:
+    """Outputs and gradients of two calls on inputs of their own; ``backwards`` is the order of backward passes."""
+    inputs = [device_tensor(4, 6, seed=seed) for seed in (1, 2)]
+    outputs = [call(x) for call, x in zip(calls, inputs, strict=True)]
+    numbers = copies(outputs)
+    for index in backwards:
+        outputs[index].sum().backward()
+    return numbers + copies([x.grad for x in inputs])
+
+
+def test_inputs_without_grad_stay_shared_by_callables():
+    modules = tuple(Forward(lambda linear, x, mask: linear(x) * mask) for _ in range(2))
+    mask = device_tensor(4, 6, grad=False)
+    slots = make_graphed_callables(modules, [(device_tensor(4, 6), mask) for _ in modules], _order=[1, -1])
+    assert [slot.inputs[1] is mask for slot in slots] == [True, True]
+
+
 def test_a_module_in_the_other_mode_runs_eagerly():
     module, x = mlp(dropout=0.5), device_tensor(4, 6)
     expected = module.eval()(x).detach().clone()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
 from megatron.core.transformer._cuda_graphs.engine.memory import PoolMemory, storage_address, weak_reference
 
 
@@ -60,6 +61,46 @@ def captured(pool, make):
     return graph, made
 
 
+@pytest.fixture
+def snapshots(cpu_backend, monkeypatch) -> list[int]:
+    """The number of segments of each ``torch.cuda.memory_snapshot``."""
+    sizes: list[int] = []
+    take = torch.cuda.memory_snapshot
+
+    def counting(mempool_id=None, include_traces=True):
+        segments = take(mempool_id, include_traces)
+        sizes.append(len(segments))
+        return segments
+
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", counting)
+    return sizes
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight, placeholder):
+        ctx.save_for_backward(weight)
+        ctx.placeholder = placeholder
+        return x * weight
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0], ctx.placeholder, None
+
+
+class Placeholder(torch.nn.Module):
+    """Returns a tensor, and a gradient of its weight, that no graph allocates; fused weight gradients are like that."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(6, device="cuda"))
+        self.register_buffer("table", torch.ones(6, device="cuda"))
+        self.placeholder = torch.ones(6, device="cuda")
+
+    def forward(self, x):
+        return _Product.apply(x, self.weight, self.placeholder), self.table
+
+
 @pytest.mark.usefixtures("cpu_backend")
 class TestPoolMemory:
     def test_owns_what_was_allocated_while_a_graph_recorded_and_nothing_else(self):
@@ -99,6 +140,21 @@ class TestPoolMemory:
         memory.owned([made])
         monkeypatch.setattr(torch.cuda, "memory_snapshot", None)
         assert memory.owned([made]) == {storage_address(made)}
+
+    def test_asks_the_allocator_once_about_memory_that_is_not_the_pools(self, snapshots):
+        before = torch.ones(3, device="cuda")
+        graph, _made = captured(torch.cuda.graph_pool_handle(), lambda: before * 2)
+        memory = PoolMemory.of(graph)
+        assert [memory.owned([before]) for _ in range(3)] == [set()] * 3
+        assert len(snapshots) == 1
+
+    def test_asks_the_allocator_at_most_once_a_graph(self, snapshots):
+        layers = tuple(Placeholder() for _ in range(16))
+        samples = [(torch.ones(4, 6, device="cuda", requires_grad=True),) for _ in layers]
+        make_graphed_callables(
+            layers, samples, _order=[1, -1], _num_layers_per_chunk=[16], _reuse_graph_input_output_buffers=True
+        )
+        assert len(snapshots) <= 16  # memory is released after each backward graph
 
     def test_is_one_object_for_all_graphs_of_a_pool_while_someone_holds_it(self):
         pool, x = torch.cuda.graph_pool_handle(), torch.ones(3, device="cuda")
