@@ -2,15 +2,15 @@
 
 ``docs/cuda_graphs_names.md`` says where each name is defined. Nothing here is megatron-core's own.
 
-megatron-core has all of this in one file, where assigning to a name, or patching it, reaches every function that uses
-it. So it does here: see ``_Face``.
+megatron-core has all of this in one file, where assigning to a name, or patching it, affects every function that uses
+it. ``_Face`` makes the same true here.
 """
 
 import sys
 from types import FunctionType, ModuleType
 from typing import Any
 
-# What follows imports modules of megatron-core that ask this one whether graphs are being captured.
+# First, because the imports below load modules of megatron-core that import these from this module.
 from ._cuda_graphs import state as _state
 from ._cuda_graphs.state import (
     FREEZE_GC,
@@ -102,7 +102,7 @@ __all__ = [
     "tree_map",
 ]
 
-# Variables that functions of their file assign to: they are read and written there.
+# Variables that functions reassign: reading and writing them here goes through to their file.
 _IS_GRAPH_CAPTURING: bool
 _IS_GRAPH_WARMUP: bool
 fwd_buffer_reuse_ref_count: int
@@ -116,10 +116,10 @@ _VARIABLES = {
 
 
 class _Face(ModuleType):
-    """Makes one namespace of the files of ``_cuda_graphs``, for the names that this module has.
+    """Passes assignments to this module's names on to the files of ``_cuda_graphs``.
 
-    Assigning to such a name, or deleting it, does so in the file that defines it and in all that imported it, so that
-    ``mock.patch``, ``monkeypatch`` and plain assignment reach the functions there. Undoing it does as well.
+    Assigning to a name, or deleting it, does the same in the file that defines it and in all that imported it, so that
+    ``mock.patch``, ``monkeypatch`` and plain assignment affect the functions there, and so does undoing them.
     """
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -145,7 +145,7 @@ def _variable_of(file: ModuleType, name: str) -> property:
 
 
 def _files_by_name() -> dict[str, list[ModuleType]]:
-    """The files of the package that have each of this module's names with the same value."""
+    """For each of this module's names the files of the package that have it with the same value."""
     package = f"{__name__.rpartition('.')[0]}._cuda_graphs."
     files = [module for name, module in sorted(sys.modules.items()) if name.startswith(package)]
     shared = {name: value for name, value in globals().items() if not name.startswith("__")}
@@ -158,7 +158,7 @@ def _files_by_name() -> dict[str, list[ModuleType]]:
 _FILES = _files_by_name()
 for _name, _file in _VARIABLES.items():
     setattr(_Face, _name, _variable_of(_file, _name))
-# Pickles name classes and functions by their module; without the patch it is this one that they are found in.
+# Pickles refer to classes and functions by module; without the patch only this one exists.
 for _name in __all__:
     if isinstance(globals()[_name], type | FunctionType):
         globals()[_name].__module__ = __name__

@@ -1,6 +1,6 @@
 """``GraphableMegatronModule`` that replays its graphs through its own call, so that its hooks run around them.
 
-Everything else of megatron-core's module of this path is megatron-core's own.
+Everything else in this module is megatron-core's.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -14,7 +14,7 @@ from megatron_fsdp_cuda_graphs.overlay import extend
 _upstream: Any = extend(__name__)
 
 
-if TYPE_CHECKING:  # names that are megatron-core's own
+if TYPE_CHECKING:  # megatron-core's names
 
     def __getattr__(name: str) -> Any: ...
 
@@ -32,8 +32,8 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not (self._should_call_te_cudagraph(*args, **kwargs) and self.cuda_graphs):
             return super().__call__(*args, **kwargs)
-        # torch runs the hooks around whatever `forward` is at that moment. Not __call__: it would run what
-        # `Module.compile` has made of the eager layer.
+        # torch runs the hooks around the current `forward`. Not through __call__, which would run the eager layer that
+        # `Module.compile` has compiled.
         own = self.__dict__.get("forward")  # a compiled or wrapped one that a user set on this layer
         self.__dict__["forward"] = self._te_cuda_graph_replay
         try:
@@ -60,8 +60,7 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
         if not isinstance(graph, LayerGraph):  # put there by someone else
             return super()._te_cuda_graph_replay(*args, **kwargs)
         expected = graph.num_microbatches
-        # Fewer are no better than more: passes may then come in an order in which graphs overwrite memory that others
-        # still read.
+        # Fewer micro-batches change the order of passes too, and a graph might overwrite memory that others still read.
         if expected is not None and (
             microbatch >= expected or (microbatch == 0 and get_num_microbatches() != expected)
         ):
@@ -71,8 +70,7 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
                 "--overlap-moe-expert-parallel-comm, CUDA graphs need the same number of micro-batches "
                 "(--global-batch-size, --rampup-batch-size) in every step"
             )
-        # Not the override of TransformerLayer, which needs TransformerEngine to make attention masks: the graph has its
-        # own.
+        # Not TransformerLayer's override, which needs TransformerEngine to make attention masks: the graph has one.
         args, kwargs = _upstream.GraphableMegatronModule._get_te_cuda_graph_replay_args(self, *args, **kwargs)
         for hook, hook_args in self.cuda_graph_manual_hooks:
             hook(*hook_args)

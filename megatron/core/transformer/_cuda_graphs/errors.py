@@ -1,9 +1,9 @@
-"""Errors that are assertions too: megatron-core asserts in the same places, and callers may expect AssertionError."""
+"""Errors that are also AssertionErrors: megatron-core asserts in these places, and its callers may catch that."""
 
 
 class OptionsError(ValueError, AssertionError):
-    """Options or environment variables that do not allow CUDA graphs."""
+    """An option or environment variable rules out CUDA graphs."""
 
 
 class CallOrderError(RuntimeError, AssertionError):
-    """A call at a moment at which it is not allowed."""
+    """A method was called out of order."""

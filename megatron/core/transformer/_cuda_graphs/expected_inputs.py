@@ -1,4 +1,4 @@
-"""The check of inputs on each replay: they must be tensors like those at capture."""
+"""Checks at each replay that inputs are tensors like those at capture."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
@@ -24,11 +24,11 @@ class ExpectedInputs:
         return len(self._expected)
 
     def rename(self, owner: str, name_of: Callable[[int], str], advice: str) -> None:
-        """Let errors speak in the words of a caller who names the inputs otherwise."""
+        """Set how errors call the callable and its inputs, and their advice."""
         self._owner, self._name_of, self._advice = owner, name_of, advice
 
     def check(self, inputs: Sequence[Any]) -> None:
-        """Compare ``inputs``, as many as at capture, with those.
+        """Compare ``inputs`` with those at capture; there must be as many.
 
         Raises:
             TypeError: an input is not a tensor.

@@ -1,4 +1,4 @@
-"""Functions of megatron-core's ``cuda_graphs`` that its callers use and the graphs of this package do not need."""
+"""Functions of megatron-core's ``cuda_graphs`` that only its callers use: the graphs of this package do not."""
 
 import copy
 from collections.abc import Iterator
@@ -14,10 +14,10 @@ MainGrads = dict[int, tuple[torch.nn.Parameter, torch.Tensor]]
 
 
 def _set_skip_fp8_weight_update_tensor(skip: bool) -> None:
-    """Say whether graphs of quantized layers keep the quantized weights of an earlier micro-batch.
+    """Set the flag that makes graphs of quantized layers reuse the quantized weights of an earlier micro-batch.
 
     The flag is a CUDA tensor of one fp32 element. It is allocated once, as graphs read it at its address. Without
-    TransformerEngine nothing is done.
+    TransformerEngine this does nothing.
     """
     if not HAVE_TE_GRAPHS:
         return
@@ -33,13 +33,13 @@ def _set_skip_fp8_weight_update_tensor(skip: bool) -> None:
 
 
 def make_weakref(ten: Any, inplace: bool = True) -> Any:
-    """Let graphs that are captured later use the memory of ``ten``, if it belongs to the pool of local graphs.
+    """Stop keeping the memory of ``ten`` alive, if it is from the pool of local graphs: later captures may use it.
 
     Args:
         ten: A tensor of ``alloc_tensor_from_graph_mempool``, which marks it with ``is_from_global_mempool``; anything
             else is returned as it is.
-        inplace: Whether ``ten`` itself gives up its memory and is returned. If not, a tensor of the same values is
-            returned that does not own them.
+        inplace: Whether ``ten`` itself is changed and returned. Otherwise a tensor over the same memory is returned,
+            which does not own it.
     """
     if not (isinstance(ten, torch.Tensor) and getattr(ten, "is_from_global_mempool", False)):
         return ten
@@ -51,20 +51,20 @@ def make_weakref(ten: Any, inplace: bool = True) -> Any:
 
 
 def create_strong_ref(ten: torch.Tensor) -> torch.Tensor:
-    """Return a leaf that shares the memory of ``ten`` and keeps it allocated, with what is noted of ``ten`` for graphs.
+    """Return a leaf that shares the memory of ``ten`` and keeps it allocated.
 
-    ``requires_grad``, ``is_from_global_mempool`` and ``can_skip_replay_copy`` are the same; ``cg_buffer_metadata`` is a
-    copy.
+    It has the ``requires_grad``, ``is_from_global_mempool`` and ``can_skip_replay_copy`` of ``ten``, and a copy of its
+    ``cg_buffer_metadata``.
     """
     strong = ten.detach().requires_grad_(ten.requires_grad)
-    noted = vars(ten)
-    strong.__dict__.update({name: noted[name] for name in _NOTED if name in noted})
-    if "cg_buffer_metadata" in noted:
-        strong.__dict__["cg_buffer_metadata"] = copy.deepcopy(noted["cg_buffer_metadata"])
+    attributes = vars(ten)
+    strong.__dict__.update({name: attributes[name] for name in _COPIED if name in attributes})
+    if "cg_buffer_metadata" in attributes:
+        strong.__dict__["cg_buffer_metadata"] = copy.deepcopy(attributes["cg_buffer_metadata"])
     return strong
 
 
-_NOTED = ("is_from_global_mempool", "can_skip_replay_copy")
+_COPIED = ("is_from_global_mempool", "can_skip_replay_copy")
 
 
 def _backup_grads_before_capture(runner: Any) -> MainGrads:
@@ -81,7 +81,7 @@ def _backup_grads_before_capture(runner: Any) -> MainGrads:
 
 
 def _restore_grads_after_capture(backup: MainGrads) -> None:
-    """Put back what ``_backup_grads_before_capture`` copied; each ``main_grad`` stays at its address."""
+    """Restore what ``_backup_grads_before_capture`` copied; each ``main_grad`` stays at its address."""
     for param, main_grad in backup.values():
         param.main_grad.copy_(main_grad)
 

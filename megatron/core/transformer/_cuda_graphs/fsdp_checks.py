@@ -1,4 +1,4 @@
-"""What Megatron-FSDP must be told for per-layer CUDA graphs: one rule, for the flags and for configurations."""
+"""The options that Megatron-FSDP needs for per-layer CUDA graphs; one check for flags and for configurations."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ import torch
 
 from .hooks import must_run_outside
 
-# These run whole iterations, or nothing, as graphs: FSDP's buffers are inside.
+# With these a graph holds a whole iteration, FSDP's buffers included, or there are no graphs.
 _NOT_PER_LAYER = ("none", "full_iteration")
 
 _REQUIRED = {
     "fsdp_double_buffer": (
         "--fsdp-double-buffer",
-        "without it parameters are gathered at another address in every iteration, and a graph reads the old one",
+        "without it parameters are gathered to another address in every iteration, and a graph reads the old one",
     ),
     "fsdp_db_use_persist_buf_on_alloc_fail": (
         "--fsdp-db-use-persist-buf-on-alloc-fail",
@@ -36,7 +36,7 @@ def check_fsdp_options(cuda_graph_impl: str, options: Any, *, gradient_accumulat
         gradient_accumulation_fusion: Whether weight gradients are added to the main gradients by the layers.
 
     Raises:
-        ValueError: names every flag that is missing or does not fit, and says why.
+        ValueError: a flag is missing or does not fit; all such flags are listed, with the reasons.
     """
     if cuda_graph_impl in _NOT_PER_LAYER:
         return
@@ -55,10 +55,10 @@ def check_fsdp_options(cuda_graph_impl: str, options: Any, *, gradient_accumulat
 
 
 def refuse_fsdp_hooks(module: torch.nn.Module) -> None:
-    """Refuse a module for local graphs if Megatron-FSDP has hooks on it, or on a module inside.
+    """Refuse a module for local graphs if Megatron-FSDP has registered hooks on it or its submodules.
 
     Raises:
-        ValueError: there is such a hook.
+        ValueError: Megatron-FSDP has such a hook.
     """
     for part in module.modules():
         for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):

@@ -1,18 +1,17 @@
-"""Takes a layer's hooks away for CUDA-graph capture, hands them to the engine, and puts them back.
+"""Removes a layer's hooks for CUDA-graph capture, passes them to the engine, and restores them.
 
-A capture engine calls the layer with no hooks on it, and runs *capture-time hooks* around that call, outside the
-graph. Two phases turn the one into the other:
+A capture engine calls the layer without hooks, and runs *capture-time hooks* around that call, outside the graph. The
+layer's hooks become capture-time hooks in two phases:
 
-1. ``ModuleHooks.extract`` copies the four hook dicts of the layer, uniformly, and clears them. Hooks on the layer's
-   submodules are part of what the graph records and stay, except wrappers (see below) and those that say they must
-   run outside a graph (``runs_outside_graphs``).
+1. ``ModuleHooks.extract`` copies the layer's hook dicts and clears them. Hooks on the layer's submodules are recorded
+   in the graph and stay, except wrappers (see below) and those marked by ``runs_outside_graphs``.
 2. ``ModuleHooks.capture_time_hooks`` sorts the copies under the engine's four keys. Two kinds of hook only *wrap* a
-   handler that autograd is to call later; they carry a sentinel, the engine gets the handler and never the wrapper:
+   handler that autograd calls later. They carry a sentinel, and the engine gets the handler instead of the wrapper:
 
    - ``_cuda_graph_backward_handler`` on a forward-pre hook: the handler runs after backward;
    - ``_cuda_graph_backward_pre_handler`` on a forward hook: the handler runs before backward.
 
-``restore`` puts back the copy of phase 1, which phase 2 never touches.
+``restore`` puts back the copies of phase 1, which phase 2 does not modify.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -28,7 +27,7 @@ BACKWARD_HANDLER = "_cuda_graph_backward_handler"
 BACKWARD_PRE_HANDLER = "_cuda_graph_backward_pre_handler"
 _RUNS_OUTSIDE = "_cuda_graph_runs_outside"
 
-# Every dict in which torch.nn.Module keeps hooks or a flag about one, keyed by the hook's id.
+# The dicts in which torch.nn.Module keeps hooks and their flags, by the hook's id.
 _HOOK_DICTS = tuple(f"_{kind}" for kind in HOOK_KINDS)
 _FLAG_DICTS = ("_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
@@ -52,7 +51,7 @@ def must_run_outside(hook: Callable) -> bool:
 
 @dataclass(frozen=True)
 class ModuleHooks:
-    """The hooks of one module as they stood before capture.
+    """The hooks of one module before capture.
 
     Attributes:
         module: The module they were taken from.
@@ -72,7 +71,7 @@ class ModuleHooks:
 
     @classmethod
     def withhold(cls, module: torch.nn.Module) -> "ModuleHooks":
-        """Copy the hooks of ``module``, then take away only those that must run outside graphs."""
+        """Copy the hooks of ``module``, then remove only those that must run outside graphs."""
         hooks = cls.extract(module)
         for name in _HOOK_DICTS:
             for key, hook in hooks.saved[name].items():
@@ -87,10 +86,10 @@ class ModuleHooks:
                 getattr(self.module, flags)[key] = self.saved[flags][key]
 
     def restore(self) -> None:
-        """Put every hook back, in its place and with its flags.
+        """Restore every hook, in its order and with its flags.
 
         The dicts are refilled rather than replaced: torch's ``RemovableHandle`` refers to the dict object. A hook that
-        was registered meanwhile stays, behind the restored ones.
+        was registered in the meantime stays, behind the restored ones.
         """
         for name, entries in self.saved.items():
             current = getattr(self.module, name)
@@ -103,10 +102,10 @@ class ModuleHooks:
         """Phase 2: the engine's ``{kind: {id: hook}}``.
 
         Each hook takes the module and, where the engine offers them, the arguments that torch would give a hook of its
-        kind; each returns what the hook returned, so that the engine can refuse a hook that wants to change a value.
+        kind. It returns what the original returned, so that the engine can refuse a hook that changes a value.
 
-        No engine offers gradients outside a graph, and those at capture mean nothing. A backward hook that reads them
-        is left at that point; at replays torch calls it with the real ones.
+        Engines offer no gradients outside a graph, and those at capture are meaningless. A backward hook that reads
+        them is aborted there; at replays torch calls it with the real ones.
         """
         sorted_hooks: HookDicts = {kind: {} for kind in HOOK_KINDS}
         for key, hook in self.saved["_forward_pre_hooks"].items():
@@ -132,7 +131,7 @@ class ModuleHooks:
         return sorted_hooks
 
 
-# What the engine calls. ``__wrapped__`` is for its error messages.
+# The functions that the engine calls. Its error messages use ``__wrapped__``.
 
 
 def _module_only(handler):
@@ -201,12 +200,12 @@ def _wrapping(call, hook):
 
 @contextmanager
 def extracted_hooks(callables: Iterable[torch.nn.Module]) -> Iterator[list[HookDicts]]:
-    """Take the hooks of ``callables`` away while the context lasts.
+    """Remove the hooks of ``callables`` while the context lasts.
 
     Yields:
         One dict of capture-time hooks for each callable, in order.
 
-    The hooks are back on their modules when the context ends, also by an exception.
+    The hooks are restored when the context ends, also after an exception.
     """
     taken: list[ModuleHooks] = []
     try:

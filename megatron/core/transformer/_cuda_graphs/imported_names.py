@@ -1,7 +1,7 @@
-"""What megatron-core's ``cuda_graphs`` imports: callers read and patch these names there too.
+"""The names that megatron-core's ``cuda_graphs`` imports: callers read and patch them there too.
 
 TransformerEngine, tqdm and generalized tensor parallelism (GTP) are optional, as in megatron-core: ``HAVE_TE_GRAPHS``,
-``HAVE_TQDM`` and ``HAVE_GTP`` say whether they can be imported.
+``HAVE_TQDM`` and ``HAVE_GTP`` are True if they can be imported.
 """
 # ruff: noqa: F401
 

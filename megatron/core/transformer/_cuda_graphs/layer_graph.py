@@ -9,7 +9,7 @@ import torch
 from .engine.addresses import AddressGuard
 from .expected_inputs import ExpectedInputs
 
-# What only attention reads; a layer without attention is given them all the same.
+# Inputs that only attention reads; layers without attention receive them too.
 _ATTENTION_INPUTS = frozenset(
     (
         "attention_mask",
@@ -29,14 +29,14 @@ class LayerGraph:
     """Replays the graphs of one layer for one micro-batch, from either engine.
 
     Args:
-        name: What errors call the layer.
+        name: The layer's name in errors.
         graphed: The engine's callable.
         sample_args: Its static positional inputs, tensors.
         sample_kwargs: Its static keyword inputs, tensors.
-        has_attention: Whether the graphs hold attention; if not, what only attention reads is ignored.
-        num_microbatches: How many micro-batches every step must have; None where one graph serves any number.
-        absent: What a replay reads for a keyword that it is not given; by default what is in ``sample_kwargs``.
-        given: The ``id`` of each tensor of ``sample_kwargs`` in whose place replays were given another; one set for all
+        has_attention: Whether the graphs hold attention; if not, inputs that only attention reads are ignored.
+        num_microbatches: The number of micro-batches that every step must have; None for any number.
+        absent: The values of keywords that are missing or None at a replay; by default ``sample_kwargs``.
+        given: The ``id`` of each tensor of ``sample_kwargs`` for which some replay was given a value; one set for all
             layers that share these tensors.
         guard: Checked at the first micro-batch of each step; None for no check.
     """
@@ -75,14 +75,14 @@ class LayerGraph:
     def __call__(self, *args: torch.Tensor, **kwargs: Any) -> Any:
         """Replay on ``args`` and ``kwargs``.
 
-        A keyword may be None if the layer was captured without it, or if no replay ever gave it, to this layer or one
-        that shares its static inputs: then the graph reads what capture put there (of a causal attention mask, the
-        causal mask).
+        A keyword may be None if the layer was captured without it. It may also be None if no replay of this layer, or
+        of one that shares its static inputs, was ever given a value: the graph then reads the value at capture (for a
+        causal attention mask, the causal mask).
 
         Raises:
             TypeError: an input is not a tensor.
-            ValueError: an input that the graph was not captured with, or of another shape or dtype, or one that
-                requires grad and did not at capture.
+            ValueError: the graph was captured without an input, or an input has another shape or dtype, or requires
+                grad and did not at capture.
             MovedBufferError: a parameter, or a main gradient that the graphs write, has moved since capture.
         """
         if len(args) != len(self._static_args):
@@ -116,7 +116,7 @@ class LayerGraph:
         return self._graphed(*args, **replay_kwargs)
 
     def wrapped(self, wrap: Callable[[Any], Any]) -> "LayerGraph":
-        """Return this graph, to be used in its place, with the engine's callable inside ``wrap``."""
+        """Return a copy of this graph that replays ``wrap(callable of the engine)``."""
         graph = copy(self)
         graph._graphed = wrap(self._graphed)
         return graph
@@ -129,7 +129,7 @@ class LayerGraph:
 
 
 class LayerGraphs(list[LayerGraph]):
-    """The graphs of a layer, one for each micro-batch. A deep copy of the layer has none, and runs eagerly."""
+    """The graphs of a layer, one for each micro-batch. A deep copy is empty: a copied layer runs eagerly."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerGraphs":
         return LayerGraphs()

@@ -1,4 +1,4 @@
-"""Whether CUDA graphs are being captured or warmed up for: one state of the process, for all of megatron-core."""
+"""Whether CUDA graphs are being captured, or warmed up for: one state per process, which all of megatron-core reads."""
 
 import os
 
@@ -24,29 +24,29 @@ def is_graph_capturing() -> bool:
 
 
 def _set_capture_start() -> None:
-    """Say that captures begin. Until they end, hooks that reduce gradients or gather parameters skip communication."""
+    """Enter capture mode, in which hooks that reduce gradients or gather parameters skip communication."""
     global _IS_GRAPH_CAPTURING
     _IS_GRAPH_CAPTURING = True
 
 
 def _set_capture_end() -> None:
-    """Say that captures are over."""
+    """Leave capture mode."""
     global _IS_GRAPH_CAPTURING
     _IS_GRAPH_CAPTURING = False
 
 
 def is_graph_warmup() -> bool:
-    """Whether modules run to warm up for a capture."""
+    """Whether modules are being warmed up for a capture."""
     return _IS_GRAPH_WARMUP
 
 
 def _set_warmup_start() -> None:
-    """Say that warm-up begins. Until it ends, activation checkpointing recomputes nothing."""
+    """Enter warm-up mode, in which activation checkpointing does not recompute."""
     global _IS_GRAPH_WARMUP
     _IS_GRAPH_WARMUP = True
 
 
 def _set_warmup_end() -> None:
-    """Say that warm-up is over."""
+    """Leave warm-up mode."""
     global _IS_GRAPH_WARMUP
     _IS_GRAPH_WARMUP = False

@@ -174,7 +174,7 @@ def test_a_hook_can_be_called_with_its_module_alone(running, names):
 
 
 def test_only_units_are_released(fsdp):
-    with pytest.raises(TypeError, match="GPTModel is no FSDP unit"):
+    with pytest.raises(TypeError, match="GPTModel is not an FSDP unit"):
         fsdp.fsdp_hooks.release_after_forward(fsdp.module)
 
 

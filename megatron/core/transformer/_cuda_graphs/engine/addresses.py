@@ -1,4 +1,4 @@
-"""Refuses replays once a tensor that CUDA graphs use is no longer where it was at capture."""
+"""Refuses replays after a tensor that CUDA graphs use has moved since capture."""
 
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -7,18 +7,18 @@ import torch
 
 
 class MovedBufferError(RuntimeError):
-    """A tensor that a CUDA graph uses is no longer where it was at capture."""
+    """A tensor that a CUDA graph uses has another address than at capture."""
 
 
 class AddressGuard:
-    """Remembers where tensors are when it is made, which is at capture, and refuses replays once one has moved.
+    """Records the addresses of tensors when constructed, at capture, and refuses replays once one has moved.
 
-    A graph replayed after that would read or write memory that belongs to something else by now.
+    A replay after that would read or write memory that now belongs to something else.
 
     Args:
-        tensors: Returns the tensors as they are at the moment of the call, always in the same order; None for one that
-            does not exist (a parameter without ``main_grad``, say).
-        describe: Returns what the error calls the tensor of this index.
+        tensors: Returns the current tensors, always in the same order; None for one that does not exist (a parameter
+            without ``main_grad``, say).
+        describe: Returns the name of the tensor of this index for errors.
         advice: The end of the error message: what to do about it.
     """
 
@@ -35,7 +35,7 @@ class AddressGuard:
             MovedBufferError: a tensor is not where it was, or there are more or fewer of them.
         """
         tensors = self._tensors()
-        try:  # every layer of every step comes here: no call for each tensor where there is a tensor for each
+        try:  # runs for every layer of every step: no function call per tensor where all of them exist
             current = [tensor.data_ptr() for tensor in tensors]  # type: ignore[union-attr]
         except (AttributeError, RuntimeError):
             current = [address_of(tensor) for tensor in tensors]
@@ -60,7 +60,7 @@ class AddressGuard:
 
 
 def address_of(tensor: torch.Tensor | None) -> int:
-    """Where ``tensor`` starts; 0 for what has no memory of its own (None, a quantized parameter)."""
+    """The address of ``tensor``; 0 for None and for tensors without memory of their own (quantized parameters)."""
     if tensor is None:
         return 0
     try:

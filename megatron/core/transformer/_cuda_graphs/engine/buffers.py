@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 @dataclass(eq=False, slots=True)
 class Lease[Buffers]:
-    """Static tensors that a ``BufferPool`` has made, from one borrower to the next.
+    """Static tensors of a ``BufferPool``, with the number of those that use them.
 
     Attributes:
-        key: What they have in common with those that may take their place.
+        key: Requests with an equal key may be served by these tensors.
         buffers: The tensors.
         holders: How many hold them; 0 while they are free.
     """
@@ -21,17 +21,17 @@ class Lease[Buffers]:
 
 
 class BufferPool[Buffers]:
-    """Lends static tensors by key; those that were freed first are lent first.
+    """Lends static tensors by key, first freed first.
 
-    Everything happens in the order in which the graphs will be replayed. Releasing tensors asserts that no replay from
-    that point of the order on, other than those of the next borrower, reads or writes them.
+    Calls must come in the order in which the graphs will be replayed. Releasing tensors asserts that from then on only
+    replays of their next holder read or write them.
     """
 
     def __init__(self) -> None:
         self._free: defaultdict[Hashable, deque[Lease[Buffers]]] = defaultdict(deque)
 
     def acquire(self, key: Hashable, make: Callable[[], Buffers]) -> Lease[Buffers]:
-        """Return tensors for ``key`` with one holder: free ones, or what ``make`` returns."""
+        """Return free tensors for ``key``, or new ones from ``make``, with one holder."""
         free = self._free[key]
         lease = free.popleft() if free else Lease(key, make())
         lease.holders = 1
@@ -48,7 +48,7 @@ class BufferPool[Buffers]:
         lease.holders += 1
 
     def release(self, lease: Lease[Buffers]) -> None:
-        """Remove a holder; without any the tensors are free for the next ``acquire`` with their key.
+        """Remove a holder; after the last one the tensors are free for the next ``acquire`` with their key.
 
         Raises:
             ValueError: they are free already.
@@ -60,5 +60,5 @@ class BufferPool[Buffers]:
             self._free[lease.key].append(lease)
 
     def free(self) -> list[Buffers]:
-        """Return what is free at this moment."""
+        """Return the tensors that are free."""
         return [lease.buffers for leases in self._free.values() for lease in leases]

@@ -15,13 +15,13 @@ def recover_from_failed_capture(pool: tuple, capture: "Capture | None" = None) -
 
     Args:
         pool: The memory pool of the failed capture.
-        capture: What recorded, if it was ours: its graphs know generators that are not in use where it failed.
+        capture: The failed ``Capture``, whose generators may not be current any more; None if another engine captured.
     """
-    with suppress(RuntimeError):  # where the capture had not begun, or could be ended
+    with suppress(RuntimeError):  # the capture had not begun, or was ended
         device = torch.cuda.current_device()
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
-    # What takes generators out of capture mode is the end of a capture that succeeds: an empty one.
+    # Only the end of a successful capture takes generators out of capture mode; an empty one will do.
     with torch.cuda.stream(torch.cuda.Stream()), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the graph is empty
         graph = (capture or Capture(None)).new_graph()
@@ -30,12 +30,12 @@ def recover_from_failed_capture(pool: tuple, capture: "Capture | None" = None) -
 
 
 def reclaim_memory_of_other_streams() -> None:
-    """Let the next capture use memory of earlier ones that other streams have been done with.
+    """Let the next capture reuse memory of earlier captures that other streams no longer use.
 
-    Autograd marks gradients as used on the stream of their AccumulateGrad node. If that is not the stream of the
-    capture, torch does not use their memory again before it has seen that the other stream is done with it, and does
-    not look while a graph records. It looks at every allocation outside of captures: the first one notes what to wait
-    for, one after that is over finds it done. ``torch.cuda.empty_cache`` would look too, and costs more
+    Autograd marks gradients as used on the stream of their AccumulateGrad node. If that is not the capture's stream,
+    torch reuses their memory only after an event on the other stream has completed, and it checks events only at
+    allocations outside of captures. Here the first allocation records the event, and the one after the
+    synchronization finds it complete. ``torch.cuda.empty_cache`` would do the same, and takes longer
     (``benchmarks/capture_time.py``).
     """
     torch.empty(1, device="cuda")
@@ -55,9 +55,9 @@ class Capture:
         self._generators = [current_rng_state(), *generator_states()]
 
     def new_graph(self) -> torch.cuda.CUDAGraph:
-        """Return an empty graph that knows every generator."""
+        """Return an empty graph with every generator registered."""
         graph = torch.cuda.CUDAGraph()
-        # Registration makes tensors, which outlive this graph and may be written outside inference mode later.
+        # Registration allocates tensors that outlive this graph and may be written outside inference mode later.
         with torch.inference_mode(False):
             for generator in self._generators:
                 graph.register_generator_state(generator)
@@ -65,13 +65,13 @@ class Capture:
 
     @contextmanager
     def recording(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
-        """Record what the current stream is given into ``graph``.
+        """Record the work that the current stream is given in the context into ``graph``.
 
         Raises:
             RuntimeError: something in the context cannot be captured.
         """
         reclaim_memory_of_other_streams()
-        # "thread_local": threads that pin memory or watch NCCL may go on meanwhile.
+        # "thread_local": threads that pin memory or watch NCCL may go on.
         try:
             graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
             yield
@@ -88,13 +88,13 @@ class Capture:
         """End a failed capture so that the allocator and the generators serve eager work again."""
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns where nothing had been recorded yet
+                warnings.simplefilter("ignore")  # torch warns if nothing was recorded yet
                 graph.capture_end()
-        except RuntimeError:  # CUDA refused, before torch had told allocator and generators that capture is over
+        except RuntimeError:  # CUDA refused before torch took allocator and generators out of capture mode
             recover_from_failed_capture(self.pool, self)
 
 
-# What warm-up runs in place of Capture.recording.
+# Warm-up uses this in place of Capture.recording.
 not_recording = nullcontext
 
 

@@ -11,16 +11,16 @@ class CaptureTimeHooks:
     """The hooks that run around one callable in warm-up and capture, outside the graph.
 
     Args:
-        name: What errors call the callable.
+        name: The callable's name in errors.
         hooks: ``{kind: {id: hook}}`` with the kinds of ``HOOK_KINDS``; None for no hooks.
 
     Forward-pre hooks are offered ``(module, args, kwargs)``, forward hooks ``(module, args, output)``, the others
-    ``(module)``. A hook is given as many of these as it requires, and those beyond that its parameters have the names
-    of; parameters of its own with defaults keep them.
+    ``(module)``. A hook is passed those that it requires, and further ones if it has parameters of these names; its
+    other parameters keep their defaults.
 
     Raises:
-        ValueError: an unknown kind.
-        TypeError: a hook that cannot be called, or hooks that are in no dict.
+        ValueError: the kind of a hook is unknown.
+        TypeError: a hook is not callable, or hooks are not in a dict.
     """
 
     def __init__(self, name: str, hooks: Mapping[str, Mapping[Any, Callable]] | None):
@@ -44,7 +44,7 @@ class CaptureTimeHooks:
         """Call the hooks of one kind, in order.
 
         Raises:
-            RuntimeError: a hook returned something; what it wants to change is in no graph.
+            RuntimeError: a hook returned a value, which could not change anything in the graph.
         """
         for hook, count in self._hooks[kind]:
             if hook(module, *offered[:count]) is not None:
@@ -55,12 +55,12 @@ class CaptureTimeHooks:
                 )
 
 
-# What hooks are offered after the module.
+# The arguments that hooks are offered after the module.
 _OFFERED = {"forward_pre_hooks": ("args", "kwargs"), "forward_hooks": ("args", "output")}
 
 
 def _count_of_taken(hook: Callable, offered: Sequence[str]) -> int:
-    """How many of the ``offered`` arguments, from the first on, ``hook`` takes after the module."""
+    """Return how many of the ``offered`` arguments, from the first on, ``hook`` takes after the module."""
     try:
         parameters = list(inspect.signature(hook, follow_wrapped=False).parameters.values())
     except (TypeError, ValueError):  # of some built-in functions

@@ -6,11 +6,11 @@ import torch
 
 
 def connected_leaves(outputs: Iterable[torch.Tensor], stops: Iterable[torch.Tensor] = ()) -> list[torch.Tensor]:
-    """Return the leaves that require grad and from which ``outputs`` were computed, each once, in no certain order.
+    """Return the leaves that require grad and from which ``outputs`` were computed, each once, in arbitrary order.
 
     Args:
-        outputs: Where the search begins.
-        stops: Tensors that are not searched beyond: a backward pass ends there.
+        outputs: The tensors from which the search starts.
+        stops: Tensors at which it stops: the backward pass ends there.
     """
     outputs = list(outputs)
     leaves = {id(tensor): tensor for tensor in outputs if tensor.is_leaf and tensor.requires_grad}

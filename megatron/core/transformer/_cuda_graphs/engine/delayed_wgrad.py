@@ -1,4 +1,4 @@
-"""Weight gradients that modules leave to a pass of their own, as TransformerEngine's do (``delay_wgrad_compute``)."""
+"""Weight gradients that modules compute in a pass of their own, as TransformerEngine's ``delay_wgrad_compute`` does."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -10,7 +10,7 @@ from .preserve import hide_grads_and_hooks
 
 
 def delays_weight_gradients(module: torch.nn.Module) -> bool:
-    """Whether ``module`` is one that may, and does, delay its weight gradients."""
+    """Whether ``module`` delays its weight gradients."""
     return hasattr(module, "need_backward_dw") and module.need_backward_dw()
 
 
@@ -24,7 +24,7 @@ class DelayedWeightGradients:
 
     def __init__(self, modules: Iterable[Any], params: Iterable[torch.Tensor]):
         self._modules = tuple(modules)
-        self._compute = [module.backward_dw for module in self._modules]  # which a graphed module replaces by its own
+        self._compute = [module.backward_dw for module in self._modules]  # a graphed module replaces this method
         self._notify = [
             module._trigger_wgrad_accumulation_and_reduce_hooks
             for module in self._modules
@@ -37,22 +37,25 @@ class DelayedWeightGradients:
         return bool(self._modules)
 
     def compute(self, recording: Callable[[], AbstractContextManager]) -> None:
-        """Compute what the last backward pass left, within ``recording()``. No parameter's ``grad`` changes."""
-        # Without a grad, because modules do not set one that is there already.
+        """Compute the gradients that the last backward pass delayed, within ``recording()``.
+
+        The ``grad`` of parameters is restored afterwards.
+        """
+        # Hidden, because modules do not set a grad that exists already.
         with hide_grads_and_hooks(self._params):
             with recording():
                 self.compute_eagerly()
             self._grads = [(param, param.grad) for param in self._params if param.grad is not None]
 
     def compute_eagerly(self) -> None:
-        """Let the modules compute what their last backward pass left."""
+        """Compute the gradients that the last backward pass of the modules delayed."""
         for compute in self._compute:
             compute()
 
     def hand_out(self, clone: bool) -> None:
-        """Set ``grad`` of parameters to what a replay computed, and run the hooks that modules run after that.
+        """Set ``grad`` of parameters to the gradients of a replay, and run the modules' hooks for that.
 
-        Parameters of modules that accumulate into ``main_grad`` get none.
+        Parameters of modules that accumulate into ``main_grad`` get no ``grad``.
         """
         for param, grad in self._grads:
             param.grad = grad.clone() if clone else grad
@@ -60,7 +63,7 @@ class DelayedWeightGradients:
             notify()
 
     def forget(self) -> None:
-        """Drop what a failed pass left to be computed, which the next one would take for its own."""
+        """Drop the delayed work of a failed pass, which the next pass would otherwise run."""
         for module in self._modules:
             queue = getattr(getattr(module, "wgrad_store", None), "context", None)  # TransformerEngine's
             while queue is not None and queue.qsize():

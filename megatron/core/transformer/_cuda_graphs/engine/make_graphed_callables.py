@@ -1,7 +1,7 @@
 """``make_graphed_callables``: CUDA graphs of several callables at once, with hooks that run outside capture.
 
-The signature is that of ``transformer_engine.pytorch.make_graphed_callables`` (2.20), so that either engine can be
-called with the same arguments.
+The signature is that of ``transformer_engine.pytorch.make_graphed_callables`` (2.20), so that the engines take the
+same arguments.
 """
 
 import copy
@@ -55,13 +55,13 @@ def make_graphed_callables(
     """Capture forward and backward of each callable in CUDA graphs.
 
     Args:
-        modules: Modules or functions of tensors; a tuple, or one alone.
+        modules: A module or function of tensors, or a tuple of them.
         sample_args: Positional inputs, a tuple of tensors for each callable, or with ``_order`` for each callable and
-            micro-batch: by model chunk, then micro-batch, then layer. They become the graphs' static inputs;
-            one that requires grad and is there for several entries at a time is copied for each.
-        num_warmup_iters: How often everything runs before capture. With 0, whatever a callable sets up in its first
-            call is captured too.
-        allow_unused_input: Whether an input that requires grad may get none.
+            micro-batch: by model chunk, then micro-batch, then layer. They become the graphs' static inputs; one that
+            requires grad and is given for several entries at a time is copied for each.
+        num_warmup_iters: How often everything runs before capture. With 0, the setup in a callable's first call is
+            captured too.
+        allow_unused_input: Whether an input that requires grad may get no gradient.
         sample_kwargs: Keyword inputs, one dict for each entry of ``sample_args``.
         fp8_enabled, fp8_calibrating, fp8_recipe, fp8_group, fp8_weight_caching: Deprecated spellings of the next five.
         enabled: Whether callables are quantized (FP8, FP4); a bool, or a tuple with one for each callable. Needs
@@ -79,16 +79,16 @@ def make_graphed_callables(
         pool: The memory pool of the graphs, from ``torch.cuda.graph_pool_handle``.
         retain_graph_in_backward: Whether backward keeps autograd's graph.
         _reuse_graph_input_output_buffers: Whether graphs share memory, as far as replays in the order of ``_order``
-            permit: static inputs of the same structure, once the last pass that reads them is over; static gradients
-            of outputs alike; outputs after their backward pass; gradients of inputs and parameters after the next
-            backward pass of the chunk (those of its first layer after the chunk's next backward pass of all). What
-            replays return must be consumed before. Needs ``_order``.
-        clone_param_grads_on_return: Whether backward returns copies of the parameters' gradients. Without, the returned
-            gradients are overwritten by the next replay, so each must be consumed before it. Those of parameters that
-            TransformerEngine has marked with ``skip_backward_post_hook`` always are; gradients of inputs too, but for
-            those of leaves, which backward returns copies of.
-        pre_warmup_hook: Called once, before all warm-up.
-        post_warmup_hook: Called once, after all warm-up.
+            permit: static inputs of the same structure, and static gradients of outputs, once the last pass that reads
+            them is over; outputs after their backward pass; gradients of inputs and parameters after the next backward
+            pass of the chunk (those of its first layer after the next backward pass of any chunk). The caller must
+            consume what replays return before that. Needs ``_order``.
+        clone_param_grads_on_return: Whether backward returns copies of the parameters' gradients. Otherwise the next
+            replay overwrites them, so each must be consumed before. The same always holds for gradients of parameters
+            that TransformerEngine has marked with ``skip_backward_post_hook``, and for gradients of inputs, except
+            leaves, of which backward returns copies.
+        pre_warmup_hook: Called once, before warm-up.
+        post_warmup_hook: Called once, after warm-up.
         capture_time_hooks: For each callable None or ``{kind: {id: hook}}``, with the kinds ``forward_pre_hooks``,
             ``forward_hooks``, ``backward_pre_hooks`` and ``backward_hooks``. They run around the callable's passes in
             every warm-up iteration and in capture, outside the graph, and are not replayed. See ``CaptureTimeHooks``
@@ -97,24 +97,24 @@ def make_graphed_callables(
     Returns:
         With ``_order`` a ``GraphedSlot`` for each entry of ``sample_args``. Without it, for each callable: a module
         itself, whose ``forward`` now replays, or a function's ``GraphedSlot``. A tuple if ``modules`` is one.
-        Where weight gradients are delayed, ``backward_dw()`` of what is returned replays them; elsewhere it does
+        If weight gradients are delayed, ``backward_dw()`` of the returned object replays them; otherwise it does
         nothing.
 
     Raises:
-        ValueError: lengths, orders or quantization arguments do not fit, or a module is there twice without ``_order``.
-        TypeError: a callable is none, an input or output is not a tensor, a hook is not callable, ``sample_kwargs`` or
-            ``capture_time_hooks`` are nested otherwise, or a function is to be quantized.
-        RuntimeError: a module has hooks, trainable buffers or, itself or inside, graphs already; a callable uses a
+        ValueError: lengths, orders or quantization arguments do not fit, or a module is given twice without ``_order``.
+        TypeError: an entry of ``modules`` is not callable, an input or output is not a tensor, a hook is not callable,
+            ``sample_kwargs`` or ``capture_time_hooks`` are not nested as above, or a function is to be quantized.
+        RuntimeError: a module has hooks or trainable buffers; it or a submodule has graphs already; a callable uses a
             parameter that is neither an input nor its module's; autocast caches weights; modules are in different
             modes; a hook returned a value; or something in a callable cannot be captured.
 
-    The parameters of a module get gradients; those of the module of a bound method, and of a ``functools.partial`` over
-    either, do too. Other functions get gradients of their inputs only.
+    The parameters of a module get gradients, also if the callable is a bound method of it or a ``functools.partial``
+    over either. For other functions only inputs do.
 
     A deep copy of a module runs eagerly and can be captured; the graphs themselves cannot be copied.
 
-    Capture leaves parameters' ``grad``, buffers, RNG, garbage collection and TransformerEngine's capture flag as they
-    were; a failed one the modules too, but for those whose graphs were reset: these have their own methods back.
+    Capture restores parameters' ``grad``, buffers, RNG, garbage collection and TransformerEngine's capture flag. A
+    failed capture leaves modules as they were, except that those whose graphs were reset have their own methods again.
     """
     quantization_arguments = {
         "fp8_enabled": fp8_enabled,
@@ -210,12 +210,12 @@ def make_graphed_callables(
     return graphed[0] if alone else graphed
 
 
-# What a module that replays its graphs has in the place of its own.
+# The attributes that a module's graphs replace.
 _METHODS = ("forward", "reset", "backward_dw", "__deepcopy__")
 
 
 def _graph_of(module: Callable) -> GraphedSlot | None:
-    """What ``_graph_in_place`` made of a module."""
+    """The ``GraphedSlot`` that ``_graph_in_place`` put on a module, or None."""
     forward = getattr(module, "__dict__", {}).get("forward")
     return forward if isinstance(forward, GraphedSlot) else None
 
@@ -249,7 +249,7 @@ def _refuse_duplicates(callables: Sequence[Callable]) -> None:
 
 
 def _give_modules_back(callables: Sequence[Callable]) -> None:
-    """Give modules whose graphs were reset their own methods back, so that they can be captured again."""
+    """Restore the methods of modules whose graphs were reset, so that they can be captured again."""
     for module in callables:
         graphed = _graph_of(module)
         if graphed is not None:
@@ -317,9 +317,9 @@ def _graph_in_place(slot: GraphedSlot) -> Any:
 
 
 def _deepcopy_without_graphs(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
-    """Copy ``module`` with its own methods: graphs and their memory cannot be copied, and must not be shared."""
+    """Copy ``module`` with its own methods: graphs and their memory can be neither copied nor shared."""
     graphed = _graph_of(module)
-    if graphed is None:  # someone has replaced forward since
+    if graphed is None:  # forward was replaced since
         raise RuntimeError(f"{type(module).__name__} has CUDA graphs and cannot be copied: its forward was replaced")
     replacing = {name: vars(module)[name] for name in _METHODS if name in vars(module)}
     _give_methods_back(module, graphed)

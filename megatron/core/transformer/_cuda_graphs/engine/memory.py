@@ -1,4 +1,4 @@
-"""The memory of graphs: what belongs to their pool, and tensors that show it without holding it."""
+"""The memory of graphs: which tensors are in their pool, and references that do not keep it allocated."""
 
 import gc
 import inspect
@@ -12,11 +12,10 @@ from megatron_fsdp_cuda_graphs.tensor_alias import alias_of
 
 
 def weak_reference(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that is in all like ``tensor``, but does not keep its memory, and takes no part in autograd.
+    """Return a tensor over the memory of ``tensor`` that does not keep it allocated, and takes no part in autograd.
 
-    Once no other tensor holds it, graphs that are captured later into the same pool may use the memory: what a replay
-    puts there must be read before those graphs replay. The memory itself stays mapped as long as a graph of the pool
-    lives.
+    Once no other tensor holds it, graphs that are captured later into the same pool may use the memory: results of a
+    replay must be read before those graphs replay. The memory stays mapped as long as a graph of the pool lives.
     """
     storage = tensor.untyped_storage()
     memory = torch._C._construct_storage_from_data_pointer(storage.data_ptr(), tensor.device, storage.nbytes())
@@ -24,16 +23,16 @@ def weak_reference(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """Where the memory of ``tensor`` starts, whatever part of it the tensor shows."""
+    """The address at which the storage of ``tensor`` starts."""
     return tensor.untyped_storage().data_ptr()
 
 
 class PoolMemory:
-    """What memory belongs to a graph pool, as the allocator notes it when it allocates.
+    """The memory of a graph pool, from the allocator's list of its segments.
 
-    Segments of a pool stay its own as long as a graph of the pool lives, so what was found once stays true for whoever
-    holds one. The allocator is asked again only about addresses outside of all known segments, and only if it has taken
-    memory from the device since: a snapshot takes longer the more graphs the pool holds.
+    Segments stay in a pool as long as a graph of the pool lives, so they can be cached while a caller holds one. The
+    allocator is asked again only about addresses outside of all known segments, and only if it has taken memory from
+    the device since: a snapshot takes longer the more graphs the pool holds.
 
     Args:
         pool: The handle of a pool that graphs have been captured into.
@@ -47,7 +46,7 @@ class PoolMemory:
 
     @classmethod
     def of(cls, graph: torch.cuda.CUDAGraph) -> "PoolMemory":
-        """Return the memory of the pool of ``graph``, one object for all graphs of the pool that live."""
+        """Return the memory of the pool of ``graph``; one object for all graphs of the pool."""
         pool = tuple(graph.pool())
         memory = _memories.get(pool)
         if memory is None:
@@ -87,8 +86,8 @@ def release_cached_memory(thorough: bool = False) -> None:
     """Return the allocator's cached memory to the device: graphs, which have a pool of their own, cannot use it.
 
     Args:
-        thorough: Whether all garbage is collected before. A walk through all objects of a program takes longer than the
-            capture of many graphs; if not, only the youngest objects are looked at.
+        thorough: Whether a full garbage collection runs first, which can take longer than the capture of many graphs;
+            otherwise only the younger generations are collected.
     """
     gc.collect(2 if thorough else 1)
     torch.cuda.synchronize()

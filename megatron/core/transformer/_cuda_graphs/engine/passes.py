@@ -15,10 +15,10 @@ class CapturePasses:
     """The passes of one capture.
 
     Args:
-        plan: What runs when.
-        slots: What runs.
+        plan: The passes, in order.
+        slots: The slots of the plan.
         training: Whether backward passes run.
-        shares_memory: Whether memory that no later replay reads is left to graphs that are captured later.
+        shares_memory: Whether graphs that are captured later may use memory that no later replay reads.
     """
 
     def __init__(self, plan: Plan, slots: Sequence[GraphedSlot], training: bool, shares_memory: bool):
@@ -30,7 +30,7 @@ class CapturePasses:
         self._with_weight_gradients = {step.slot for step in plan.steps if step.kind is Pass.WEIGHT_GRADIENTS}
 
     def warm_up(self) -> None:
-        """Run all passes once. Nothing of what they computed is kept."""
+        """Run all passes once and drop their results."""
         self._run(None)
 
     def capture(self, capture: Capture) -> None:
@@ -45,7 +45,7 @@ class CapturePasses:
                 phase = "warm-up" if capture is None else "capture"
                 with torch.profiler.record_function(f"{slot.name} {step.kind.value} {phase}"):
                     self._run_step(step, slot, grads, capture)
-            # Gradients that backward hands on as they are would be overwritten before they are read.
+            # Gradients that backward returns unchanged would be overwritten before they are read.
             if self._shares_memory and step in self._last_steps and not self._slots[step.slot].returns_static_gradients:
                 grads.take_back(step.slot)
 
@@ -80,7 +80,7 @@ class CapturePasses:
 
 
 class _StaticGradients:
-    """Lends slots static gradients of their outputs."""
+    """Lends static gradients of their outputs to slots."""
 
     def __init__(self) -> None:
         self._pool = BufferPool[tuple[torch.Tensor, ...]]()
@@ -93,6 +93,6 @@ class _StaticGradients:
         return self._lent[slot].buffers
 
     def take_back(self, slot: int) -> None:
-        """Free what ``slot`` was lent for the next slot with such outputs."""
+        """Free the gradients of ``slot`` for the next slot with such outputs."""
         if slot in self._lent:
             self._pool.release(self._lent.pop(slot))

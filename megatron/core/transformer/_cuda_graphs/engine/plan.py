@@ -1,4 +1,4 @@
-"""Which graph is captured when: a pipeline order turned into steps over (layer, micro-batch) slots."""
+"""Turns a pipeline order into steps over (layer, micro-batch) slots: which graph is captured when."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ from itertools import accumulate, pairwise
 
 
 class Pass(Enum):
-    """What a step runs; weight gradients are a pass of their own where modules delay them."""
+    """The kind of a step. Weight gradients are a pass of their own if modules delay them."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
@@ -26,7 +26,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to run, for warm-up and for capture alike.
+    """The steps of warm-up and of capture.
 
     Attributes:
         callable_of_slot: For each slot the index of its callable. Slots are numbered by model chunk, then
@@ -43,14 +43,14 @@ class Plan:
         return tuple(step for run in self.runs for step in run)
 
     def last_steps(self) -> frozenset[Step]:
-        """The last step of every slot: after it, what the slot holds may serve another."""
+        """The last step of every slot, after which another slot may use its static tensors."""
         return frozenset({step.slot: step for step in self.steps}.values())
 
     def gradients_read(self) -> dict[Step, list[int]]:
-        """For backward steps the slots whose gradients of inputs have been read when the step has run.
+        """For each backward step the slots whose input gradients have been read once the step has run.
 
-        Within a chunk the next backward step reads them. Those of a chunk's first layer leave the chunk, to another
-        pipeline stage perhaps: that they have arrived is certain at the end of the next chunk's backward pass.
+        Within a chunk the next backward step reads them. Those of a chunk's first layer leave the chunk, perhaps to
+        another pipeline stage, and are known to have been read at the end of the next backward pass of a chunk.
         """
         read: dict[Step, list[int]] = {}
         leaving: int | None = None
@@ -79,9 +79,9 @@ def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | i
     Args:
         order: For each step ``c`` (forward of model chunk ``c``, counted from 1), ``-c`` (its backward) or ``-c - 0.5``
             (the weight gradients that its backward delayed, for every micro-batch of the chunk or for none).
-        num_layers_per_chunk: How many callables each chunk holds; one number for all chunks, or None where the
-            callables divide evenly.
-        num_callables: How many callables there are.
+        num_layers_per_chunk: The number of callables of each chunk; one number for all chunks, or None to divide the
+            callables evenly.
+        num_callables: The number of callables.
 
     Raises:
         ValueError: the order and the counts contradict each other.
@@ -145,7 +145,7 @@ _AFTER = {Pass.BACKWARD: Pass.FORWARD, Pass.WEIGHT_GRADIENTS: Pass.BACKWARD}
 
 
 def _step_of_order(step: float) -> tuple[Pass, int]:
-    """Return what a number of an order runs, and the chunk, counted from 1."""
+    """Return the pass and the chunk, counted from 1, of an entry of an order."""
     if step == int(step):
         return (Pass.FORWARD, int(step)) if step > 0 else (Pass.BACKWARD, int(-step))
     if step > 0 or step != int(step) - 0.5:

@@ -1,4 +1,4 @@
-"""Puts back what warm-up and capture change: buffers, metrics, gradients, garbage collection, torch's own checks."""
+"""Restores state that warm-up and capture change: buffers, metrics, gradients, garbage collection, a check of torch."""
 
 import gc
 import sys
@@ -10,9 +10,9 @@ import torch
 
 @contextmanager
 def preserve_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Put the buffers of ``modules`` (token counts of an MoE router, say) back to what they held before warm-up.
+    """Restore the buffers of ``modules`` (token counts of an MoE router, say) and their values.
 
-    A buffer that was reassigned is the former tensor again; after an exception buffers that are new are gone.
+    A buffer that was reassigned becomes the former tensor again; after an exception new buffers are removed.
     """
     buffers = [buffer for module in modules for buffer in module.buffers()]
     with rebind_buffers(modules), preserve_tensors(buffers):
@@ -21,7 +21,7 @@ def preserve_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def rebind_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Let every buffer of ``modules`` be the tensor again that it was; after an exception new ones are gone."""
+    """Restore which tensor each buffer of ``modules`` is; after an exception new buffers are removed."""
     owners = dict.fromkeys(child for module in modules for child in module.modules())
     bound = [(owner._buffers, dict(owner._buffers)) for owner in owners]
     try:
@@ -38,21 +38,21 @@ def rebind_buffers(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 @contextmanager
 def preserve_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Put ``tensors`` back to what they held before warm-up."""
+    """Restore the values of ``tensors``."""
     saved = {tensor: tensor.clone() for tensor in tensors}
     try:
         yield
     finally:
-        with torch.inference_mode():  # in which tensors that were made in it can be written too
+        with torch.inference_mode():  # inference tensors can be written here too
             for tensor, value in saved.items():
-                # Others may be expanded, which cannot be written, or saved for a backward pass, which would notice.
+                # Unchanged ones may be expanded (not writable), or saved for a backward pass, which checks versions.
                 if not torch.equal(tensor, value):
                     tensor.copy_(value)
 
 
 @contextmanager
 def preserve_moe_metrics() -> Iterator[None]:
-    """Put what MoE layers add up for the log (auxiliary losses) back to what it was before warm-up."""
+    """Restore the metrics that MoE layers accumulate for the log (auxiliary losses)."""
     logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
     metrics = {} if logging is None else logging.get_moe_metrics_tracker().metrics
     saved = {name: entry.values.clone() for name, entry in metrics.items()}
@@ -65,10 +65,10 @@ def preserve_moe_metrics() -> Iterator[None]:
 
 @contextmanager
 def hide_grads_and_hooks(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Take the ``grad`` and the hooks (``register_hook``) of ``params`` away, and put them back at the end.
+    """Remove the ``grad`` and the hooks (``register_hook``) of ``params``, and restore them at the end.
 
-    What accumulates into ``grad`` meanwhile can then be told apart. Hooks run at each replay, on the gradients that it
-    returns; recorded in the graph they would run once more.
+    Gradients accumulated in the context can then be told from earlier ones. Hooks run at each replay, on the gradients
+    that it returns; recorded in the graph they would run twice.
     """
     before = [(param.grad, param._backward_hooks) for param in params]
     for param in params:
@@ -82,7 +82,7 @@ def hide_grads_and_hooks(params: Sequence[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def pause_gc() -> Iterator[None]:
-    """Collect no garbage until the end: a graph that is collected while another is captured spoils the capture."""
+    """Disable garbage collection: freeing a graph while another is captured invalidates the capture."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -96,12 +96,12 @@ def pause_gc() -> Iterator[None]:
 def allow_nested_backward() -> Iterator[None]:
     """Let activation checkpointing run its backward pass inside ``torch.autograd.grad``.
 
-    It asks torch, which says no, because what it accumulates is not among what ``grad`` returns. The caller must take
-    care of that.
+    torch refuses that, because the gradients it accumulates are not among those that ``grad`` returns. The caller must
+    collect them.
     """
-    asked = torch.autograd._is_checkpoint_valid
+    is_valid = torch.autograd._is_checkpoint_valid
     torch.autograd._is_checkpoint_valid = lambda: True
     try:
         yield
     finally:
-        torch.autograd._is_checkpoint_valid = asked
+        torch.autograd._is_checkpoint_valid = is_valid

@@ -1,9 +1,8 @@
 """Quantized layers (FP8, FP4) in CUDA graphs, through TransformerEngine's own calls.
 
-What a graph cannot hold is done around it: TransformerEngine's ``autocast`` during capture; at a replay the
-registration of statistics for delayed scaling, their reduction after the first module's backward pass, and the flag
-that says whether cached quantized weights are up to date. The protocol is that of TransformerEngine 2.20's
-``make_graphed_callables``.
+Some of it cannot be recorded and runs around the graph: TransformerEngine's ``autocast`` during capture; at a replay
+the registration of statistics for delayed scaling, their reduction after the first module's backward pass, and the flag
+for cached quantized weights. The protocol is that of TransformerEngine 2.20's ``make_graphed_callables``.
 """
 
 import sys
@@ -25,16 +24,16 @@ _DEPRECATED = {
 
 
 def resolve_quantization(arguments: Mapping[str, Any], callables: Sequence[Callable]) -> "Quantization | None":
-    """Return how callables are to be quantized; None if none is.
+    """Return how callables are quantized; None if none is.
 
     Args:
         arguments: ``enabled``, ``calibrating``, ``recipe``, ``amax_reduction_group`` and ``cache_quantized_params`` of
-            ``make_graphed_callables``, or their deprecated spellings; None where not given.
-        callables: What is captured.
+            ``make_graphed_callables``, or their deprecated spellings; None if not given.
+        callables: The callables that are captured.
 
     Raises:
         ValueError: an argument is given in both spellings, or ``enabled`` has another length.
-        TypeError: ``enabled`` is neither a bool nor a sequence of bools, or asks for a function to be quantized.
+        TypeError: ``enabled`` is neither a bool nor a sequence of bools, or is True for a function.
         RuntimeError: TransformerEngine, which does the quantization, cannot be imported.
     """
     given = {}
@@ -80,9 +79,9 @@ def resolve_quantization(arguments: Mapping[str, Any], callables: Sequence[Calla
 
 
 def current_quantization() -> "Quantization | None":
-    """Return how TransformerEngine's ``autocast`` context around the caller quantizes; None outside of such a context.
+    """Return the quantization of the current TransformerEngine ``autocast`` context; None outside of one.
 
-    Quantized weights are kept from a step's first micro-batch for the others, as Megatron's layers do it.
+    Weights are quantized in a step's first micro-batch only, as in Megatron's layers.
     """
     graph = sys.modules.get("transformer_engine.pytorch.graph")
     if graph is None or not graph.FP8GlobalStateManager.is_fp8_enabled():
@@ -104,10 +103,10 @@ class Quantization:
     Args:
         graph: The module ``transformer_engine.pytorch.graph``.
         enabled: For each callable whether it is quantized.
-        calibrating: Whether those that are not collect statistics.
+        calibrating: Whether callables that are not quantized collect statistics.
         recipe: TransformerEngine's recipe; None if no callable is quantized.
         amax_reduction_group: The process group over which amaxes are reduced.
-        caches_params: Whether quantized weights are kept from a step's first micro-batch for the others.
+        caches_params: Whether weights are quantized in a step's first micro-batch only.
     """
 
     def __init__(
@@ -140,7 +139,7 @@ class Quantization:
 
     @contextmanager
     def preserve_statistics(self, callables: Iterable[Any]) -> Iterator[None]:
-        """Put the statistics of delayed scaling back to what they were before warm-up."""
+        """Restore the statistics of delayed scaling at the end."""
         modules = [module for module in callables if isinstance(module, torch.nn.Module)]
         if self.caches_params:
             self.state.set_skip_fp8_weight_update_tensor(False)
@@ -151,12 +150,12 @@ class Quantization:
             self._graph.restore_fp8_tensors(modules, statistics)
 
     def of_callable(self, index: int) -> "QuantizedReplay | None":
-        """What replays of the callable of this index do; None if it is not quantized."""
+        """Return the replay protocol for the callable of this index; None if it is not quantized."""
         return QuantizedReplay(self) if self._enabled[index] else None
 
 
 class QuantizedReplay:
-    """What a replay of one quantized callable does outside its graphs."""
+    """The steps of a quantized callable's replay that run outside its graphs."""
 
     def __init__(self, quantization: Quantization):
         self._state = quantization.state
@@ -177,10 +176,10 @@ class QuantizedReplay:
         """Prepare a replay of the forward graph.
 
         Args:
-            is_first_microbatch: Whether quantized weights are to be made anew; needed only where they are cached.
+            is_first_microbatch: Whether weights are quantized again; needed only if they are cached.
 
         Returns:
-            Whether ``after_backward`` is to be called: once within each of TransformerEngine's ``autocast`` contexts.
+            Whether ``after_backward`` must be called: once within each of TransformerEngine's ``autocast`` contexts.
 
         Raises:
             ValueError: weights are cached and ``is_first_microbatch`` is not a bool.

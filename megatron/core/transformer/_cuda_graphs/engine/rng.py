@@ -14,7 +14,7 @@ def _clone_nested_tensors(value: Any) -> Any:
     """Return ``value`` with every tensor in it cloned; tuples, lists and dicts are rebuilt, anything else is shared.
 
     Raises:
-        TypeError: a set, whose members a graph could not tell apart.
+        TypeError: ``value`` contains a set, which has no fixed order.
     """
     if isinstance(value, torch.Tensor):
         return value.clone()
@@ -30,10 +30,10 @@ def _clone_nested_tensors(value: Any) -> Any:
 
 
 def _ensure_generator_state_is_cudagraph_safe(gen: torch.Generator) -> torch.Generator:
-    """Let graphs use ``gen`` whose state was made or set under ``torch.inference_mode``, and return it.
+    """Let graphs use ``gen`` although its state was created or set under ``torch.inference_mode``, and return it.
 
-    Tensors that are made in that mode are inference tensors, which may not be written outside it. The state gets the
-    same value anew, from a clone that is none. It stays the same object: graphs that know it go on drawing from it.
+    Tensors created in that mode are inference tensors, which cannot be written outside it. The state is set again from
+    a clone that is a normal tensor. It stays the same object: graphs in which it is registered keep drawing from it.
     """
     with torch.inference_mode(False):
         gen.set_state(_clone_nested_tensors(gen.get_state()))
@@ -41,17 +41,17 @@ def _ensure_generator_state_is_cudagraph_safe(gen: torch.Generator) -> torch.Gen
 
 
 def current_rng_state() -> torch.Generator:
-    """Return a generator that shares the state from which the device's default generator draws at this moment.
+    """Return a generator that shares the current state of the device's default generator.
 
-    Megatron's and TransformerEngine's RNG trackers put others there: the decoder runs its layers so under sequence
-    parallelism.
+    Megatron's and TransformerEngine's RNG trackers replace that state, for the decoder's layers under sequence
+    parallelism, say.
     """
     return torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_get_state()
 
 
 @contextmanager
 def use_rng_state(state: torch.Generator) -> Iterator[None]:
-    """Let the device's default generator draw from ``state``, of ``current_rng_state``."""
+    """Let the device's default generator draw from ``state``, a result of ``current_rng_state``."""
     default, before = torch.cuda.default_generators[torch.cuda.current_device()], current_rng_state()
     default.graphsafe_set_state(state)
     try:
@@ -67,7 +67,7 @@ _UNUSABLE = (
 
 
 def check_rng_tracker() -> None:
-    """Check that Megatron's RNG tracker is of a kind that CUDA graphs can draw from, before it has any state.
+    """Check, before Megatron's RNG tracker has any state, that CUDA graphs can draw from its kind of states.
 
     Raises:
         RuntimeError: it is not.
@@ -84,7 +84,7 @@ def check_rng_tracker() -> None:
 
 
 def generator_states() -> list[torch.Generator]:
-    """The generators, besides the default one, from which a Megatron layer may draw.
+    """Return the generators, besides the default one, from which a Megatron layer may draw.
 
     Raises:
         RuntimeError: Megatron's RNG tracker keeps states that a graph cannot use.
@@ -101,14 +101,14 @@ def generator_states() -> list[torch.Generator]:
 
 
 def make_generators_safe() -> None:
-    """Let graphs use all generators, whatever was done with them under ``torch.inference_mode``."""
+    """Let graphs use all generators, also those whose states were set under ``torch.inference_mode``."""
     for generator in [torch.cuda.default_generators[torch.cuda.current_device()], *generator_states()]:
         _ensure_generator_state_is_cudagraph_safe(generator)
 
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Put every generator back to where it was, so that warm-up's draws leave no trace."""
+    """Restore the state of every generator, so that draws of warm-up and capture have no effect."""
     generators = generator_states()
     states = [generator.get_state() for generator in generators]
     cuda, cpu = torch.cuda.get_rng_state(), torch.get_rng_state()

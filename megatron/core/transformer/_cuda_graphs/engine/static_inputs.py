@@ -1,4 +1,4 @@
-"""Static inputs: apart within a slot, shared between slots of a plan whose lives do not overlap."""
+"""Static inputs: distinct tensors within a slot, shared between slots whose lifetimes do not overlap."""
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
@@ -15,15 +15,15 @@ from .plan import Pass, Plan
 def share_inputs[Inputs](
     plan: Plan, signature_of: Callable[[int], Hashable], inputs_of: Callable[[int], Inputs]
 ) -> list[Inputs]:
-    """Give every slot of ``plan`` its inputs.
+    """Return the inputs of every slot of ``plan``.
 
-    A slot's inputs live from its forward pass to its last pass. After that they serve the next forward pass whose
-    inputs have the same signature; those that were freed first are taken first.
+    A slot's inputs are in use from its forward pass to its last pass. After that the next forward pass with the same
+    signature uses them, first freed first.
 
     Args:
         plan: The passes in the order in which they run.
-        signature_of: What the inputs of a slot must have in common with others to be shared.
-        inputs_of: The inputs of a slot; called only for slots that need inputs of their own.
+        signature_of: Returns a key for a slot: only slots with equal keys share inputs.
+        inputs_of: Returns the inputs of a slot; called only for slots that need inputs of their own.
     """
     pool = BufferPool[Inputs]()
     leases: dict[int, Lease[Inputs]] = {}
@@ -37,10 +37,10 @@ def share_inputs[Inputs](
 
 
 def distinct(args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    """Return inputs that replays can be copied to one by one.
+    """Return inputs into which those of replays can be copied one by one.
 
-    A tensor that shares memory with another (because it is there twice, say) gets its own: replays may be given two
-    where capture was given one. A tensor some of whose elements share memory (an expanded one) becomes a dense one.
+    A tensor that shares memory with another (because it occurs twice, say) gets memory of its own: a replay may be
+    given two different ones. An expanded tensor, whose elements share memory, becomes a dense one.
     """
     taken: list[_Span] = []
 
@@ -113,7 +113,7 @@ def _is_expanded(tensor: torch.Tensor) -> bool:
 
 
 def signature(args: tuple, kwargs: Mapping[str, Any]) -> Hashable:
-    """The structure of inputs, with shape, dtype and layout in place of each tensor; keywords in any order."""
+    """Return the structure of inputs, with shape, dtype and layout in place of tensors; keyword order is ignored."""
     leaves, structure = tree_flatten((args, sorted(kwargs.items())))
     return repr(structure), tuple(
         (tuple(leaf.shape), leaf.dtype, leaf.layout, leaf.requires_grad)

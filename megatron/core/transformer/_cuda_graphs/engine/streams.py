@@ -9,7 +9,7 @@ _away_from_default: dict[int, torch.cuda.Stream] = {}  # by device
 
 
 def leave_default_stream() -> None:
-    """Go on on another stream if the legacy default stream is current: what autograd meets there cannot be captured."""
+    """Switch to another stream if the legacy default stream is current, on which autograd cannot be captured."""
     device, default = torch.cuda.current_device(), torch.cuda.default_stream()
     if torch.cuda.current_stream() == default:
         if device not in _away_from_default:
@@ -33,9 +33,9 @@ _streams: dict[int, torch.cuda.Stream] = {}
 
 @contextmanager
 def capture_stream() -> Iterator[torch.cuda.Stream]:
-    """Run on the device's stream for captures, after all that the current stream was given, and before all it will be.
+    """Run on the device's capture stream, ordered after earlier and before later work of the current stream.
 
-    It is one stream for all captures of the process: cuBLAS keeps a workspace for every stream that it has met.
+    All captures of the process use the same one: cuBLAS keeps a workspace for every stream that it was used on.
     """
     device = torch.cuda.current_device()
     if device not in _streams:
@@ -58,16 +58,16 @@ LEGACY_STREAM_ADVICE = (
 
 @contextmanager
 def refuse_legacy_stream(name: str, leaves: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Refuse a backward pass that hands over gradients of ``leaves`` on the legacy default stream.
+    """Refuse a backward pass that accumulates gradients of ``leaves`` on the legacy default stream.
 
-    No capture can hold such a pass. Here it fails before capture has begun, and leaves nothing behind.
+    Such a pass cannot be captured. This error comes in warm-up, before a capture would fail half-way.
 
     Args:
-        name: What the error calls the callable.
-        leaves: Parameters and inputs; a hook of each notes the stream on which autograd runs its AccumulateGrad node.
+        name: The callable's name in errors.
+        leaves: Parameters and inputs; a hook on each notes the stream on which autograd runs its AccumulateGrad node.
 
     Raises:
-        RuntimeError: when the context ends.
+        RuntimeError: a gradient was accumulated there; raised when the context ends.
     """
     legacy = torch.cuda.default_stream()
     streams: set[torch.cuda.Stream] = set()

@@ -1,4 +1,4 @@
-"""TransformerEngine around a capture: its capture flag, and what its own engine leaves behind when it fails."""
+"""TransformerEngine's state around a capture: its capture flag, and cleanup after a failure of its own engine."""
 
 import gc
 import sys
@@ -13,7 +13,7 @@ from .capture import recover_from_failed_capture
 
 @contextmanager
 def transformer_engine_flag() -> Iterator[None]:
-    """Tell TransformerEngine's modules, where there are any, that graphs are being captured."""
+    """Set TransformerEngine's capture flag, which its modules read, if TransformerEngine is loaded."""
     graph = sys.modules.get("transformer_engine.pytorch.graph")
     if graph is None or graph.is_graph_capturing():
         yield
@@ -27,14 +27,14 @@ def transformer_engine_flag() -> Iterator[None]:
 
 @contextmanager
 def recover_te_engine(pool: tuple, modules: Sequence[torch.nn.Module], recipe: Any = None) -> Iterator[None]:
-    """Clean up after TransformerEngine's engine, which leaves a failed capture as it is.
+    """Clean up after a failed capture of TransformerEngine's engine, which does not do so itself.
 
-    Its stream is then current, garbage collection off, torch capturing, its own capture flag set, the classes of the
-    modules have another ``__call__``, and FP8 statistics are those of warm-up.
+    It leaves its stream current, garbage collection off, torch in capture mode, its own capture flag set, another
+    ``__call__`` on the classes of the modules, and the FP8 statistics of warm-up.
 
     Args:
         pool: The memory pool that the engine captures into.
-        modules: What it captures.
+        modules: The modules that it captures.
         recipe: The quantization recipe; None without quantization.
     """
     stream, gc_enabled = torch.cuda.current_stream(), gc.isenabled()

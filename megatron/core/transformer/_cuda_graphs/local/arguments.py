@@ -1,4 +1,4 @@
-"""Arguments of graphed modules: descriptions that stand for tensors, and walks through nested arguments."""
+"""Arguments of graphed modules: metadata that stands for tensors, and traversal of nested arguments."""
 
 import copy
 import dataclasses
@@ -19,16 +19,16 @@ class CudagraphBufferMetadata:
     Attributes:
         is_cudagraph_input: Whether graphs take the tensor as an input.
         is_cudagraph_output: Whether a graph returns it.
-        is_saved_for_backward: Whether its memory is kept until a backward pass: that of every input of a pass with
-            gradients is, whether autograd saves it or not.
-        input_use_count: How many inputs of graphs it is.
-        cudagraph_reuse_ref_count: How many inputs of graphs it is as the output of another: these read it where the
-            graph puts it, without a copy.
-        capture_reuse_count: While graphs are captured, how many of those inputs may still be read by graphs to come.
-        fwd_cudagraph_buffer: While graphs are captured, the static tensor that holds its value.
-        bwd_cudagraph_buffer: While graphs are captured, the static tensor that holds its gradient, from the backward
-            graph that computes it to the one that reads it.
-        recording: Identifies the recording. A tensor may live longer than that, and metadata of another is stale.
+        is_saved_for_backward: Whether its memory is kept until a backward pass, as for every input of a pass with
+            gradients, even if autograd does not save it.
+        input_use_count: The number of graph inputs that are this tensor.
+        cudagraph_reuse_ref_count: The number of those inputs that read the output of another graph in place, without a
+            copy.
+        capture_reuse_count: During capture, the number of those inputs that graphs still to be captured may read.
+        fwd_cudagraph_buffer: During capture, the static tensor that holds its value.
+        bwd_cudagraph_buffer: During capture, the static tensor that holds its gradient, from the backward graph that
+            computes it to the one that reads it.
+        recording: Identifies the recording. Tensors may outlive it; metadata of another recording is stale.
     """
 
     is_cudagraph_input: bool = False
@@ -74,7 +74,7 @@ class ArgMetadata:
         """Return a new tensor of zeros with the shape, strides, dtype, device and ``requires_grad`` of the argument.
 
         Raises:
-            TypeError: the argument is no tensor.
+            TypeError: the argument is not a tensor.
         """
         if not self.is_tensor:
             raise TypeError(f"an argument of type {self.type.__name__} has no zeros: only tensors have")
@@ -83,7 +83,7 @@ class ArgMetadata:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of ``tensor`` fill its memory, in any order of dimensions, and none is there twice."""
+    """Whether the elements of ``tensor`` fill its memory without gaps or overlaps, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -102,13 +102,13 @@ def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
 
 
 def tree_map(func: Callable[[Any], Any], tree: Any) -> Any:
-    """Map ``func`` over the leaves of ``tree``: of tuples, lists, dicts and dataclasses, nested in any way.
+    """Map ``func`` over the leaves of ``tree``: nested tuples, lists, dicts and dataclasses.
 
-    A dataclass is copied with its fields mapped and nothing else changed: ``__post_init__`` does not run. Whatever else
-    torch's ``tree_map`` takes apart (named tuples, say) is too.
+    A dataclass is copied with its fields mapped; ``__post_init__`` does not run. Other containers that torch's
+    ``tree_map`` knows (named tuples, say) are mapped too.
     """
     kind = type(tree)
-    if kind is tuple or kind is list:  # the usual kinds, many times faster than by torch's
+    if kind is tuple or kind is list:  # the common containers, many times faster than torch's tree_map
         return kind([tree_map(func, item) for item in tree])
     if kind is dict:
         return {key: tree_map(func, item) for key, item in tree.items()}
@@ -122,7 +122,7 @@ def tree_map(func: Callable[[Any], Any], tree: Any) -> Any:
     return pytree_map(lambda leaf: func(leaf) if leaf is tree else tree_map(func, leaf), tree)
 
 
-# Types that are leaves, checked first because they are the usual ones.
+# The most common leaf types, checked first.
 _LEAVES = (torch.Tensor, ArgMetadata, bool, int, float, str)
 
 
@@ -174,13 +174,13 @@ if dist.is_available():
 
 
 def _check_supported_type(meta: ArgMetadata) -> None:
-    """Refuse an argument that no graph can be captured with or compared by.
+    """Refuse an argument of a type that graphs cannot take.
 
     Supported are tensors, None, bools, numbers, strings, enums, dtypes, process groups, inference contexts, and
     dataclasses, tuples, lists and dicts of these.
 
     Raises:
-        TypeError: names the type.
+        TypeError: the argument, or a leaf of it, has another type.
     """
     for leaf in leaves_of(meta.value) if not meta.is_tensor else ():
         if not (isinstance(leaf, _SCALARS) or is_inference_context(leaf)):
@@ -192,7 +192,7 @@ def _check_supported_type(meta: ArgMetadata) -> None:
 
 
 def is_inference_context(value: Any) -> bool:
-    """Whether ``value`` is an inference context of Megatron's, static or dynamic."""
+    """Whether ``value`` is one of Megatron's inference contexts, static or dynamic."""
     from megatron.core.inference.contexts import BaseInferenceContext  # imports this module
 
     return isinstance(value, BaseInferenceContext)

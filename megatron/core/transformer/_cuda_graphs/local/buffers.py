@@ -1,7 +1,7 @@
-"""Static tensors of local graphs: which graph reads what another wrote, and when memory may serve others.
+"""Static tensors of local graphs: which graph reads the output of another, and when memory can be reused.
 
-Everything here happens while graphs are captured, in the order in which they will be replayed. A tensor is free once
-the last graph that may read it has been captured: what is captured later replays later.
+All of this runs during capture, in the order in which the graphs will be replayed. A tensor is free once the last graph
+that may read it has been captured: graphs that are captured later replay later.
 """
 
 import weakref
@@ -14,9 +14,8 @@ from ..engine.memory import storage_address
 from .arguments import ArgMetadata, CudagraphBufferMetadata
 from .tensor_reuse_pool import TensorReusePool
 
-# How many static values, and static gradients, wait at this moment for graphs that are still to be captured. At the end
-# of a capture the first is zero; so is the second, unless what was recorded has no backward pass for a graph that
-# another's gradient waits for.
+# The numbers of static values and static gradients that graphs still to be captured will read. At the end of a capture
+# the first is zero; so is the second, unless the graph that would read a gradient has no recorded backward pass.
 fwd_buffer_reuse_ref_count = 0
 bwd_buffer_reuse_ref_count = 0
 
@@ -24,16 +23,16 @@ bwd_buffer_reuse_ref_count = 0
 class StaticBuffers:
     """Finds the static inputs of graphs and the static gradients of their outputs.
 
-    A tensor that a graph returns and another takes is where the first graph puts it; its gradient is where the backward
-    graph of the second puts it. Everything else comes from ``pool``.
+    If a graph returns a tensor that another takes, both use the first graph's output; its gradient is the output of the
+    second one's backward graph. All others come from ``pool``.
     """
 
     def __init__(self, pool: TensorReusePool):
         self.pool = pool
-        self._gradients: set[int] = set()  # addresses of what was ever lent as a gradient
+        self._gradients: set[int] = set()  # addresses of tensors that were ever lent as gradients
 
     def let_go(self, tensor: torch.Tensor) -> None:
-        """Give the memory of ``tensor`` back to the pool, if it is from there."""
+        """Return the memory of ``tensor`` to the pool, if it is from there."""
         self.pool.let_go(tensor)
 
     def inputs(self, metas: Sequence[ArgMetadata]) -> list[torch.Tensor]:
@@ -50,7 +49,7 @@ class StaticBuffers:
         return tensors
 
     def inputs_read(self, metas: Iterable[ArgMetadata]) -> None:
-        """Say that the last graph that reads the static inputs for ``metas`` has been captured."""
+        """Release the static inputs for ``metas``, after the capture of the last graph of a runner that reads them."""
         global fwd_buffer_reuse_ref_count
         for meta in metas:
             known = _metadata(meta)
@@ -61,7 +60,7 @@ class StaticBuffers:
                 fwd_buffer_reuse_ref_count -= 1
 
     def lend_outputs(self, metas: Sequence[ArgMetadata], outputs: Sequence[torch.Tensor]) -> None:
-        """Let graphs to come read ``outputs``, which are like ``metas``, and hold them."""
+        """Hold ``outputs``, described by ``metas``, and let graphs that take them read them in place."""
         global fwd_buffer_reuse_ref_count
         for meta, output in zip(metas, outputs, strict=True):
             self.pool.hold(output)
@@ -73,7 +72,7 @@ class StaticBuffers:
                 fwd_buffer_reuse_ref_count += 1
 
     def grads_of_outputs(self, metas: Iterable[ArgMetadata]) -> list[torch.Tensor]:
-        """Return the static gradients of outputs like ``metas``, those that require grad."""
+        """Return the static gradients of the outputs described by ``metas``, all of which require grad."""
         grads = []
         for meta in metas:
             lent = _metadata(meta).bwd_cudagraph_buffer
@@ -84,11 +83,11 @@ class StaticBuffers:
         return grads
 
     def holds_inputs_only(self, tensor: torch.Tensor) -> bool:
-        """Whether nothing but inputs of replays is ever put where ``tensor``, a static input, starts."""
+        """Whether only inputs of replays are ever written to the address of ``tensor``, a static input."""
         return self.pool.owns(tensor) and tensor.data_ptr() not in self._gradients
 
     def grads_of_outputs_read(self, metas: Sequence[ArgMetadata], grads: Iterable[torch.Tensor]) -> None:
-        """Say that the backward graph that reads ``grads``, from ``grads_of_outputs``, has been captured."""
+        """Release ``grads``, from ``grads_of_outputs``, after the capture of the backward graph that reads them."""
         global bwd_buffer_reuse_ref_count
         for meta, grad in zip(metas, grads, strict=True):
             known = _metadata(meta)
@@ -98,11 +97,11 @@ class StaticBuffers:
             self.pool.let_go(grad)
 
     def lend_grads(self, metas: Sequence[ArgMetadata], grads: Sequence[torch.Tensor | None]) -> set[int]:
-        """Let the graphs that return ``metas`` read ``grads``, which a backward graph computes, and hold these.
+        """Hold ``grads``, which a backward graph computes, and let the graphs that return ``metas`` read them in place.
 
         Returns:
-            The indices of those that no graph reads: of these nobody knows when they have been read. One gradient of
-            two inputs is lent once: what autograd adds to it for the other would be read by both.
+            The indices of the gradients that no graph reads; their last reader is not known. A gradient that is shared
+            by two inputs is read in place for one only, as autograd may add to that of the other.
         """
         global bwd_buffer_reuse_ref_count
         escaping: set[int] = set()
@@ -122,7 +121,7 @@ class StaticBuffers:
 
 
 def reset_counts() -> None:
-    """Count from zero again, after a capture that failed or graphs that were deleted."""
+    """Set the counts to zero, for a new recording."""
     global fwd_buffer_reuse_ref_count, bwd_buffer_reuse_ref_count
     fwd_buffer_reuse_ref_count = bwd_buffer_reuse_ref_count = 0
 
@@ -141,12 +140,12 @@ def _without_grad(meta: ArgMetadata) -> ArgMetadata:
 
 @dataclass(slots=True, eq=False)
 class StaticInput:
-    """Memory where graphs read one of their inputs; one object for all graphs that read it.
+    """A static input; one object for all graphs that read it.
 
     Attributes:
         tensor: The static tensor, without grad.
-        only_copied_to: Whether nothing but ``put`` writes it. Then a tensor that several graphs of a step take is
-            copied once, unless it is changed in between in a way that autograd notices.
+        only_copied_to: Whether only ``put`` writes it. A tensor that several graphs of a step take is then copied once,
+            unless its version changes in between.
         address, stride: Its address and strides.
     """
 
@@ -160,18 +159,18 @@ class StaticInput:
         self.address, self.stride = self.tensor.data_ptr(), self.tensor.stride()
 
     def forget(self) -> None:
-        """At the end of a step: optimizers change parameters in ways that their version does not tell."""
+        """Forget the last value, at the end of a step: optimizers may change tensors without changing their version."""
         self._given = None
 
     def put(self, given: torch.Tensor, in_use: bool) -> bool:
-        """Let the memory hold the value of ``given``.
+        """Copy ``given`` to the static tensor, unless that holds its value already.
 
         Args:
-            given: The value; nothing is copied if it is there already.
-            in_use: Whether the value that is there will still be read.
+            given: The value.
+            in_use: Whether the current value will still be read.
 
         Returns:
-            False if that value would have to be overwritten: then nothing is done.
+            False, with nothing copied, if that would overwrite a value in use.
         """
         here = given.data_ptr() == self.address
         if here and given.stride() == self.stride:

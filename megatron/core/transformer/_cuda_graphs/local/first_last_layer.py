@@ -1,4 +1,4 @@
-"""Which layers are the first and the last of a model chunk."""
+"""Determines which layers are the first and the last of a model chunk."""
 
 from collections.abc import Sequence
 
@@ -16,10 +16,10 @@ def annotate_first_last_layer(layers: Sequence[torch.nn.Module]) -> None:
 def _determine_if_first_last_layer_of_this_vp_chunk(base_module: torch.nn.Module) -> tuple[bool, bool]:
     """Whether ``base_module`` is the first, and whether it is the last layer of its chunk.
 
-    A chunk is what one pipeline rank holds for one virtual pipeline stage. A module that was annotated
-    (``annotate_first_last_layer``) says it itself; otherwise ``layer_number`` (from 1, over the whole model) and the
-    layout of the model's ``TransformerConfig`` over pipeline ranks and virtual stages decide. A module without a layer
-    number is a chunk of its own.
+    A chunk is the part of the model of one pipeline rank and virtual pipeline stage. The annotations of
+    ``annotate_first_last_layer`` are used if the module has them; otherwise ``layer_number`` (from 1, over the whole
+    model) and the layout of the model's ``TransformerConfig`` over pipeline ranks and virtual stages. A module without
+    a layer number is a chunk of its own.
 
     Raises:
         ValueError: no chunk of the model has a layer of this number.

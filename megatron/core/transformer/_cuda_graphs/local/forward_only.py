@@ -1,7 +1,7 @@
 """Graphs of training in passes without gradients: evaluation, log-probabilities of reinforcement learning.
 
-They are replayed where they compute what eager code does. A training pass may compute something else: dropout, or what
-it adds to buffers and to the metrics of MoE layers. Then the layer runs eagerly.
+They are replayed if they compute the same as eager code. A training pass may differ: it applies dropout, or updates
+buffers and the metrics of MoE layers. Then the layer runs eagerly.
 """
 
 import sys
@@ -17,9 +17,9 @@ from .arguments import leaves_of
 
 
 def written_state(module: torch.nn.Module) -> list[tuple[int, int]]:
-    """Return the addresses and versions of what a pass of ``module`` may write besides its outputs.
+    """Return the addresses and versions of the tensors that a pass of ``module`` may write besides its outputs.
 
-    That is its buffers, and the metrics of MoE layers. The versions tell whether a captured pass writes them.
+    These are its buffers, and the metrics of MoE layers. The versions show whether a captured pass writes them.
     """
     logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
     metrics = {} if logging is None else logging.get_moe_metrics_tracker().metrics
@@ -28,7 +28,7 @@ def written_state(module: torch.nn.Module) -> list[tuple[int, int]]:
 
 
 def may_replay_evaluation() -> bool:
-    """Whether evaluation, as it is called now, may be replayed at all: without grad, autocast or a checkpoint."""
+    """Whether the current modes allow a replay: no grad, inference mode, autocast or activation checkpointing."""
     return not (
         torch.is_grad_enabled()
         or torch.is_inference_mode_enabled()
@@ -39,7 +39,7 @@ def may_replay_evaluation() -> bool:
 
 
 class Evaluation:
-    """Finds out whether evaluation computes what a graph of training does.
+    """Finds out whether a module computes the same in evaluation as its graph of training.
 
     Attributes:
         is_as_training: Whether it does; None before ``compare``.
@@ -49,9 +49,9 @@ class Evaluation:
         self.is_as_training: bool | None = None
 
     def compare(self, eager: Callable[[], Any], replay: Callable[[], Any]) -> Any:
-        """Run ``eager`` and ``replay``, and compare outputs and how many random numbers they draw.
+        """Run ``eager`` and ``replay``, and compare their outputs and the number of random draws.
 
-        The host waits for both: this is done once. Returns what ``eager`` returns.
+        The host waits for both, so this runs once per runner. Returns the result of ``eager``.
         """
         before = _random_state()
         expected = eager()

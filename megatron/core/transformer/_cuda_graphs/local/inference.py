@@ -14,8 +14,8 @@ class InferenceGraphs:
     """State shared by the graphs for inference, each of which is captured at its first call.
 
     Attributes:
-        session: Of these graphs. They may be replayed in any order.
-        outputs: Addresses of what they return.
+        session: The session of these graphs, which may be replayed in any order.
+        outputs: The addresses of their outputs.
     """
 
     def __init__(self) -> None:
@@ -24,10 +24,10 @@ class InferenceGraphs:
         self._inputs = WeakTensorKeyDictionary()
 
     def input_for(self, given: torch.Tensor) -> torch.Tensor:
-        """Where a graph reads ``given``: where another graph put it, or else in memory of its own.
+        """Return the static tensor for the input ``given``: the output of another graph, or one of its own.
 
-        All graphs that take one tensor read it there: every replay copies its inputs before it runs. A graph that was
-        captured on another's output, and is replayed on another tensor, overwrites that output.
+        Graphs that are captured with the same tensor share its static tensor: every replay copies its inputs first. A
+        graph that was captured on another's output, and is replayed on another tensor, overwrites that output.
         """
         if given.data_ptr() in self.outputs:
             return given.detach()
@@ -40,7 +40,10 @@ class InferenceGraphs:
 
 
 def states_of(context: Any, module: Any) -> tuple[torch.Tensor, ...]:
-    """What a layer keeps in a context of static batching, or all layers: Mamba's states advance in every call."""
+    """Return the states of ``module`` in a static-batching context: Mamba's advance in every call.
+
+    Those of all layers if ``module`` has no layer number, or no states under it.
+    """
     states = getattr(context, "key_value_memory_dict", {})
     number = getattr(module, "layer_number", None)
     return tensors_of((states[number],) if number in states else tuple(states.values()))

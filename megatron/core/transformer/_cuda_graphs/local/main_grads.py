@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 
-# Set on a parameter by a layer that has added its gradient to the main gradient itself.
+# The flag of a parameter whose layer has added its gradient to the main gradient.
 _ADDED = "grad_added_to_main_grad"
 
 
@@ -14,11 +14,11 @@ def accumulate_into_main_grads(
 ) -> list[torch.Tensor | None]:
     """Add ``grads`` to the main gradients of ``params``, as the hook of ``DistributedDataParallel`` does in eager mode.
 
-    Gradients of ``shared`` parameters are left to autograd, which adds up all gradients of a backward pass before that
-    hook runs: floating-point sums depend on the order.
+    Gradients of ``shared`` parameters are returned: autograd adds up all gradients of a backward pass before that hook
+    runs, and floating-point sums depend on the order.
 
-    A layer that has added its gradient itself (``--gradient-accumulation-fusion``) has set
-    ``param.grad_added_to_main_grad``; a sharded weight (``--tensor-parallel-num-weight-shards``) always adds its own.
+    Gradients are skipped if the layer has added them: with ``--gradient-accumulation-fusion`` it sets
+    ``param.grad_added_to_main_grad``; for sharded weights (``--tensor-parallel-num-weight-shards``) it always does.
 
     Returns:
         The gradients of parameters that are shared or have no main gradient; None for the others.
@@ -41,7 +41,7 @@ def accumulate_into_main_grads(
 
 @contextmanager
 def track_fused_accumulation(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Clear the flags by which layers report that they add gradients of ``params`` themselves, and restore them."""
+    """Clear the flags of ``params`` that mark fused accumulation, and restore them at the end."""
     flags = [(param, getattr(param, _ADDED)) for param in params if hasattr(param, _ADDED)]
     for param, _ in flags:
         setattr(param, _ADDED, False)
@@ -54,7 +54,7 @@ def track_fused_accumulation(params: Sequence[torch.Tensor]) -> Iterator[None]:
 
 @contextmanager
 def scratch_main_grads(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Give ``params`` other main gradients for a while, so that what layers add to them is dropped."""
+    """Replace the main gradients of ``params`` by scratch tensors, so that additions to them are dropped."""
     main_grads = [(param, param.main_grad) for param in params if getattr(param, "main_grad", None) is not None]
     for param, main_grad in main_grads:
         param.main_grad = torch.zeros_like(main_grad)

@@ -1,4 +1,4 @@
-"""``CudaGraphManager``: runs a module eagerly or with CUDA graphs, whichever is due."""
+"""``CudaGraphManager``: runs a module eagerly, records it, captures it, or replays its graphs."""
 
 import copy
 import gc
@@ -31,18 +31,19 @@ _DDP = "megatron.core.distributed.distributed_data_parallel"
 class CudaGraphManager(torch.nn.Module):
     """Runs one module, or one function of it, with CUDA graphs.
 
-    Training: the first step runs eagerly and is recorded; ``create_cudagraphs`` captures it, at its end; later steps
-    replay, and so do passes without grad between them. Inference (a call with ``inference_context``, or
-    ``inline_capture``): the first call of each kind is captured and replayed at once. Otherwise a module in evaluation
-    mode runs eagerly at first; later calls without grad replay a graph of training if the first one, compared with a
-    replay, showed that it computes the same.
+    - Training: the first step runs eagerly and is recorded; ``create_cudagraphs`` captures it at its end; later steps
+      replay, and so do passes without grad between them.
+    - Inference (a call with ``inference_context``, or ``inline_capture``): the first call of each kind is captured and
+      replayed at once.
+    - Evaluation: the first call without grad after capture runs eagerly and is compared with a replay; later calls
+      replay a graph of training if both computed the same.
 
     Args:
         config: The model's configuration, with ``cuda_graph_impl="local"``.
-        base_module: The module, or other object, whose function is replaced; only with ``function_name``.
-        function_name: The method of ``base_module`` that this manager takes the place of. It then takes two more
-            keywords: ``eager=True`` runs it without graphs, ``cache_key`` names the graph.
-        need_backward: Whether gradients may be wanted.
+        base_module: The module, or other object, whose method is replaced; only with ``function_name``.
+        function_name: The method of ``base_module`` that this manager replaces. It then takes two more keywords:
+            ``eager=True`` runs it without graphs, ``cache_key`` selects the graph.
+        need_backward: Whether gradients may be computed.
         pg_collection: The process groups; by default those of ``parallel_state``.
         inline_capture: Whether all graphs are captured at their first call.
         num_warmup_steps: How often the module runs before its capture; by default the configuration's
@@ -50,15 +51,15 @@ class CudaGraphManager(torch.nn.Module):
 
     Attributes:
         global_mempool: The memory pool of all local graphs; None before the first manager and after
-            ``delete_cuda_graphs``. Of the class.
+            ``delete_cuda_graphs``. An attribute of the class.
         cudagraph_runners: All runners. Those of calls without a key, each for one micro-batch at a time, are in the
             order in which they are used next.
-        custom_cudagraphs_lookup_table: The runners of calls with a key; None for a key that no call had.
-        reuse_cudagraphs: Whether one micro-batch after another uses the same graphs: without pipeline parallelism.
-        is_first_microbatch: Whether the next call is a step's first, in which quantized weights are made anew.
+        custom_cudagraphs_lookup_table: The runners of calls with a key; None for an unknown key.
+        reuse_cudagraphs: Whether all micro-batches use the same graphs, as without pipeline parallelism.
+        is_first_microbatch: Whether the next call is a step's first, in which weights are quantized again.
 
     Raises:
-        ValueError: the configuration is for other graphs, or for what local graphs cannot do.
+        ValueError: ``config.cuda_graph_impl`` is not ``local``.
         RuntimeError: Megatron's RNG tracker keeps states that a graph cannot use.
     """
 
@@ -105,17 +106,17 @@ class CudaGraphManager(torch.nn.Module):
         return copied
 
     def call_ddp_preforward_hook(self, module: torch.nn.Module) -> None:
-        """Run the forward-pre hooks of ``DistributedDataParallel`` on ``module``: they wait for its parameters.
+        """Run the forward-pre hooks of ``DistributedDataParallel`` on ``module``, which wait for its parameters.
 
         Raises:
-            RuntimeError: ``module`` has another forward-pre hook, which no replay would run.
+            RuntimeError: ``module`` has another forward-pre hook, which replays would not run.
         """
         for hook in module._forward_pre_hooks.values():
             if getattr(hook, "__module__", None) != _DDP:
                 raise RuntimeError(
-                    f"{type(module).__name__} has a forward-pre hook ({hook!r}), which a CUDA graph does not run. Only "
-                    "hooks of DistributedDataParallel may be there with --cuda-graph-impl local; with "
-                    "--use-megatron-fsdp take --cuda-graph-impl transformer_engine."
+                    f"{type(module).__name__} has a forward-pre hook ({hook!r}), which a CUDA graph does not run. "
+                    "--cuda-graph-impl local allows only hooks of DistributedDataParallel: remove the hook; with "
+                    "--use-megatron-fsdp use --cuda-graph-impl transformer_engine."
                 )
             hook(module)
 
@@ -129,11 +130,11 @@ class CudaGraphManager(torch.nn.Module):
     ) -> _CudaGraphRunner:
         """Return the runner for a call, a new one if graphs can still be recorded.
 
-        With ``reuse_cudagraphs`` that is the first that is not busy and fits the arguments, or the one of the key.
-        Without, every call of a step has a runner of its own, in the order of calls.
+        That is the runner of ``cache_key`` if given; with ``reuse_cudagraphs`` the first one that is free and fits the
+        arguments; otherwise the next one in the order of a step's calls.
 
         Raises:
-            RuntimeError: graphs were captured, and none is for this call.
+            RuntimeError: graphs were captured, and none fits this call.
         """
         created = _CudagraphGlobalRecord.cudagraph_created
         wants_grad = self.need_backward and torch.is_grad_enabled()
@@ -168,7 +169,7 @@ class CudaGraphManager(torch.nn.Module):
         if runner.status is not _GraphStatus.FWD_READY:
             raise RuntimeError(
                 f"{runner.name} has CUDA graphs for {len(list(self._without_key()))} micro-batches, all of which wait "
-                "for their backward passes. Under pipeline parallelism --cuda-graph-impl local needs no more "
+                "for their backward passes. Under pipeline parallelism --cuda-graph-impl local allows no more "
                 "micro-batches in a step than the first one had (--global-batch-size, --rampup-batch-size)."
             )
 
@@ -193,8 +194,8 @@ class CudaGraphManager(torch.nn.Module):
         lines = [
             f"no CUDA graph of {type(module).__name__} is for this call. With --cuda-graph-impl local every step needs "
             "the same --seq-length, --micro-batch-size and order of passes as the first one, and under pipeline "
-            "parallelism --global-batch-size if activations are computed again (--recompute-modules); "
-            "delete_cuda_graphs() lets the next step be recorded anew."
+            "parallelism the same --global-batch-size if activations are recomputed (--recompute-modules). After "
+            "delete_cuda_graphs() the next step is recorded again."
         ]
         for runner in self._without_key():
             problems = runner.get_mismatch_errors(args, kwargs)
@@ -213,14 +214,14 @@ class CudaGraphManager(torch.nn.Module):
         Args:
             megatron_module: The module.
             args, kwargs: The arguments.
-            cache_key: Names the graph for inference; a call with ``inference_context`` has a key of its own.
+            cache_key: Selects the graph for inference; by default the key of ``inference_context``, if there is one.
 
         Returns:
-            What the module returns; a captured call for inference returns a tuple always.
+            The output of the module; always a tuple if the call is one of inference.
 
         Raises:
-            ValueError: arguments are not like those at capture; says which, and how.
-            RuntimeError: no graph is for this call, or a replay is not possible now.
+            ValueError: arguments differ from those at capture; lists the differences.
+            RuntimeError: no graph fits this call, or a replay is not possible now.
         """
         context = kwargs.get("inference_context")
         if context is not None or self._inline_capture:
@@ -239,7 +240,7 @@ class CudaGraphManager(torch.nn.Module):
                 refuse_fsdp_hooks(megatron_module)
             runner = self.get_cudagraph_runner(megatron_module, args, kwargs, self.reuse_cudagraphs)
             output = runner.record_graph_capture(args, kwargs)
-        if self.is_first_microbatch:  # to set an attribute of a module takes time
+        if self.is_first_microbatch:  # setting an attribute of a module is slow
             self.is_first_microbatch = False
         return output
 
@@ -249,7 +250,7 @@ class CudaGraphManager(torch.nn.Module):
         return torch.nn.Module.__call__(module, *args, **kwargs)
 
     def _evaluate(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run in evaluation mode: a graph of training where that is known to compute the same, else eagerly."""
+        """Run in evaluation mode: replay a graph of training if it computes the same, otherwise run eagerly."""
         are_there = _CudagraphGlobalRecord.cudagraph_created and may_replay_evaluation()
         runners = self._without_key() if are_there else iter(())
         runner = next((runner for runner in runners if runner.can_serve_evaluation(args, kwargs)), None)
@@ -263,7 +264,7 @@ class CudaGraphManager(torch.nn.Module):
         return output if runner.returns_tuple else output[0]
 
     def _replay(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        # Without grad too: the first pass of a layer that is computed again reads gathered parameters as well.
+        # Also without grad: the first pass of a recomputed layer reads gathered parameters too.
         recorded = next(self._without_key(), None)
         if recorded is None:
             self._refuse_unrecorded(module)
@@ -274,7 +275,7 @@ class CudaGraphManager(torch.nn.Module):
         runner = self.get_cudagraph_runner(module, args, kwargs, self.reuse_cudagraphs)
         if runner.must_run_eagerly_without_grad():
             return self._run_eagerly(module, args, kwargs)
-        if not self.reuse_cudagraphs:  # otherwise it was found by its arguments
+        if not self.reuse_cudagraphs:  # otherwise its arguments were compared already
             runner.refuse_mismatch(args, kwargs)
         output = runner.replay(self.is_first_microbatch, args, kwargs)
         return output if runner.returns_tuple else output[0]
@@ -294,7 +295,7 @@ class CudaGraphManager(torch.nn.Module):
         given = tensors_of(args, {name: kwargs[name] for name in runner.fwd_graph_input_kwarg_metas})
         state._set_capture_start()
         try:
-            # Inference captures many graphs, one by one: walks through all objects would take longer than that.
+            # No garbage collection before: inference captures many graphs one by one, and it takes longer than that.
             with pause_gc(), preserve_rng(), transformer_engine_flag(), capture_stream():
                 make_generators_safe()
                 with preserve_tensors(states_of(kwargs.get("inference_context"), runner.base_module)):
@@ -314,7 +315,7 @@ class CudaGraphManager(torch.nn.Module):
     # ------------------------------------------------------------------------------------------------- life cycle
 
     def begin_step(self) -> None:
-        """Start over with the first runner; none is busy any more."""
+        """Begin a step with the first runner; all are free."""
         for runner in self.cudagraph_runners:
             runner.status = _GraphStatus.FWD_READY
         if not self.reuse_cudagraphs:
@@ -325,15 +326,15 @@ class CudaGraphManager(torch.nn.Module):
         self._capture_failed |= any(runner in runners for runner in self.cudagraph_runners)
 
     def forget_recorded(self, runners: Collection[_CudaGraphRunner]) -> None:
-        """Forget those of ``runners`` that are of this manager, and have no graphs yet."""
+        """Forget those of ``runners`` that belong to this manager; they have no graphs yet."""
         self.cudagraph_runners = [runner for runner in self.cudagraph_runners if runner not in runners]
 
     def record_anew(self) -> None:
-        """Record the next step, though a capture has failed."""
+        """Record the next step, even after a failed capture."""
         self._capture_failed = False
 
     def reset(self) -> None:
-        """Forget all runners, and free their graphs. The next are captured into another memory pool."""
+        """Forget all runners, and free their graphs. Later graphs are captured into another memory pool."""
         _forget_pool()
         for runner in self.cudagraph_runners:
             runner.reset()
@@ -342,9 +343,9 @@ class CudaGraphManager(torch.nn.Module):
 
 
 class _GraphedFunction:
-    """What a manager puts in the place of a function. Unlike a closure it is copied along with its module.
+    """Replaces a method of a module by calls of its manager. Unlike a closure it is copied along with its module.
 
-    It takes two more keywords: ``eager=True`` runs the function without graphs, ``cache_key`` names the graph.
+    It takes two more keywords: ``eager=True`` runs the method without graphs, ``cache_key`` selects the graph.
     """
 
     def __init__(self, manager: CudaGraphManager, base_module: Any, func: Callable):
@@ -365,7 +366,7 @@ class _RunnersByKey(dict[Hashable, "_CudaGraphRunner | None"]):
 
 
 def delete_cuda_graphs() -> None:
-    """Delete all graphs of ``--cuda-graph-impl local``, those for inference too. The next step is recorded anew."""
+    """Delete all graphs of ``--cuda-graph-impl local``, also those for inference. The next step is recorded again."""
     _CudagraphGlobalRecord.forget_graphs()
     for manager in _CudagraphGlobalRecord.managers:
         manager.record_anew()
@@ -378,7 +379,7 @@ def delete_cuda_graphs() -> None:
 def alloc_tensor_from_graph_mempool(meta: ArgMetadata) -> torch.Tensor:
     """Return a new tensor of zeros like ``meta`` in the memory pool of local graphs.
 
-    Its memory stays with the pool: it serves graphs that are captured after the tensor is gone.
+    After the tensor is freed, graphs that are captured later may use its memory.
     """
     with allocating_from(_memory_pool()):
         tensor = meta.zeros_like()

@@ -27,7 +27,7 @@ def mismatches(
         grad_enabled: Whether the call is to be differentiated.
 
     Raises:
-        TypeError: an argument is of a type that no graph takes.
+        TypeError: an argument has a type that graphs cannot take.
     """
     found: list[str] = []
     if len(args) != len(arg_metas):

@@ -1,4 +1,4 @@
-"""The autograd nodes of local graphs: one that records, one that replays."""
+"""The autograd nodes of local graphs: one for recorded passes, one for replays."""
 
 from collections.abc import Callable, Sequence
 from enum import Enum
@@ -19,7 +19,7 @@ class _GraphStatus(Enum):
 
 
 class RecordedRunner(Protocol):
-    """What the node of a recorded pass asks of its runner."""
+    """The interface of a runner for the node of a recorded pass."""
 
     @property
     def name(self) -> str:
@@ -33,7 +33,7 @@ class RecordedRunner(Protocol):
 
 
 class ReplayedRunner(Protocol):
-    """What the node of a replay asks of its runner."""
+    """The interface of a runner for the node of a replay."""
 
     @property
     def name(self) -> str:
@@ -43,7 +43,7 @@ class ReplayedRunner(Protocol):
         """Check that the forward graph may be replayed, and return what replays it."""
 
     def replay_options(self, is_first_microbatch: bool) -> ReplayOptions | None:
-        """What the replay needs besides its inputs."""
+        """Return the options of the replay."""
 
     def begin_backward(self) -> None:
         """Check that the backward graph may be replayed."""
@@ -61,7 +61,7 @@ def _refuse_second_derivatives(runner: RecordedRunner | ReplayedRunner) -> None:
 
 
 class _CudagraphRecordNode(torch.autograd.Function):
-    """An identity behind the outputs of a recorded module. Its backward runs when that of a replay would."""
+    """An identity on the outputs of a recorded module, whose backward runs when that of a replay would."""
 
     @staticmethod
     def forward(ctx: Any, runner: RecordedRunner, *inputs: torch.Tensor) -> Any:
@@ -91,8 +91,8 @@ class _CudagraphRecordNode(torch.autograd.Function):
 class _CudagraphReplayNode(ReplayNode):
     """Replays the graphs of a runner, with autograd.
 
-    What a graph cannot hold happens around it: copies into static tensors, the state of FP8 and FP4, the runner's
-    status, and the event after which weight gradients are complete.
+    Around the graphs it copies inputs into static tensors, updates the state of FP8 and FP4 and the runner's status,
+    and records the event after which weight gradients are complete.
     """
 
     @staticmethod
@@ -100,13 +100,14 @@ class _CudagraphReplayNode(ReplayNode):
         """Replay the forward graph of ``runner``.
 
         Args:
-            ctx: autograd's.
+            ctx: The context of autograd's function.
             runner: The ``_CudaGraphRunner``.
-            is_first_microbatch: Whether quantized weights are made anew.
+            is_first_microbatch: Whether weights are quantized again.
             inputs: The tensors among the arguments, then the parameters that get a gradient.
 
         Raises:
-            RuntimeError: the runner has no graph, waits for its backward pass, or would overwrite what others hold.
+            RuntimeError: the runner has no graph, waits for its backward pass, or would overwrite memory that other
+                runners still need.
         """
         ctx.runner = runner
         return ReplayNode.forward(ctx, runner.begin_forward(), runner.replay_options(is_first_microbatch), *inputs)
@@ -131,7 +132,7 @@ replay_runner: Callable[..., tuple[torch.Tensor, ...]] = fast_apply(_CudagraphRe
 
 
 class LocalReplay(Replay):
-    """Replays graphs some of whose inputs other graphs read too, or write. Takes the arguments of ``Replay``."""
+    """A ``Replay`` whose static inputs may be shared with other graphs. Takes the arguments of ``Replay``."""
 
     def __init__(self, **captured: Any):
         super().__init__(**captured)
@@ -139,20 +140,20 @@ class LocalReplay(Replay):
         self._static_inputs: list[tuple[StaticInput, int]] = []
 
     def share(self, turns: Turns, static_inputs: list[tuple[StaticInput, int]]) -> None:
-        """Before the first replay, take over what is shared with other graphs.
+        """Set the state that is shared with other graphs, before the first replay.
 
         Args:
             turns: Which runners are between their forward and backward pass.
-            static_inputs: What copies the inputs, each with the runners, a bit each, that hold its value from their
+            static_inputs: The static inputs, each with the set of runners (a bit each) that need its value from their
                 forward to their backward pass.
         """
         self._turns, self._static_inputs = turns, static_inputs
 
     def place(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Copy ``inputs`` to where the forward graph reads them.
+        """Copy ``inputs`` to the static inputs of the forward graph.
 
         Raises:
-            RuntimeError: another graph, whose backward pass is still to come, needs what is there.
+            RuntimeError: that would overwrite a value that another graph's backward pass still needs.
         """
         in_flight = self._turns.in_flight
         for (static, users), given in zip(self._static_inputs, inputs):  # noqa: B905
@@ -164,6 +165,6 @@ class LocalReplay(Replay):
                 )
 
     def reset(self) -> None:
-        """Let go of the graphs and of all tensors."""
+        """Free the graphs and all tensors."""
         super().reset()
         self._static_inputs = []

@@ -1,4 +1,4 @@
-"""Notices that parameters are no longer what they were when graphs of their module were captured."""
+"""Detects that a module's parameters changed since its graphs were captured."""
 
 from typing import NoReturn
 
@@ -13,16 +13,16 @@ _ADVICE = (
 
 
 class ParameterGuard:
-    """Compares the parameters of a module, and their main gradients, with what they were when it is made.
+    """Compares the parameters of a module, and their main gradients, with those at construction.
 
     Args:
-        name: What errors call the module.
-        module: The module. Its parameters are looked up at each check, so that replaced ones are noticed.
+        name: The module's name in errors.
+        module: The module. Its parameters are looked up at each check, so that replaced ones are detected.
     """
 
     def __init__(self, name: str, module: torch.nn.Module):
         self._name = name
-        # To walk through all submodules takes long; their dicts of parameters stay the same.
+        # Walking all submodules is slow; their parameter dicts stay the same objects.
         self._places = [
             (f"{prefix}.{key}" if prefix else key, owner._parameters, key)
             for prefix, owner in module.named_modules()
@@ -36,11 +36,11 @@ class ParameterGuard:
         """Compare.
 
         Args:
-            grad_enabled: Whether gradients are computed, so that it matters which parameters require grad.
+            grad_enabled: Whether gradients are computed; ``requires_grad`` is compared only then.
 
         Raises:
-            MovedBufferError: a parameter or its ``main_grad`` is elsewhere.
-            RuntimeError: another parameter is in the place of one, or one requires grad and did not, or the reverse.
+            MovedBufferError: a parameter or its ``main_grad`` has another address.
+            RuntimeError: a parameter was replaced, frozen or unfrozen.
         """
         self._addresses.check()
         current = self._current()

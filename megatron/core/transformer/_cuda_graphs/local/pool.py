@@ -1,4 +1,4 @@
-"""Keeps the memory pool of local graphs usable while no graph of it lives."""
+"""Keeps the memory pool of local graphs usable while no graph in it is alive."""
 
 import warnings
 from collections.abc import Iterator
@@ -27,14 +27,14 @@ def hold_pool(pool: tuple) -> None:
 
 
 def let_go_of_pools() -> None:
-    """Let torch free the pools' memory as soon as no graph and no tensor uses it."""
+    """Let torch free the memory of the pools once no graph and no tensor uses it."""
     while _placeholders:
         _placeholders.popitem()[1].reset()
 
 
 @contextmanager
 def allocating_from(pool: tuple) -> Iterator[None]:
-    """Allocate what this thread allocates on the current device from ``pool``."""
+    """Serve this thread's allocations on the current device from ``pool``."""
     hold_pool(pool)
     device = torch.cuda.current_device()
     torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
@@ -42,4 +42,4 @@ def allocating_from(pool: tuple) -> Iterator[None]:
         yield
     finally:
         torch._C._cuda_endAllocateToPool(device, pool)
-        torch._C._cuda_releasePool(device, pool)  # undoes the use that the first call counts
+        torch._C._cuda_releasePool(device, pool)  # drops the use count that beginAllocate added

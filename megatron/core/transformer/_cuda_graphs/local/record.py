@@ -1,4 +1,4 @@
-"""The recorded passes of the process, and when their graphs are captured and forgotten."""
+"""The recorded passes of the process; captures and frees their graphs."""
 
 import logging
 import time
@@ -23,7 +23,7 @@ logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 
 class Manager(Protocol):
-    """What the record asks of a ``CudaGraphManager``."""
+    """The interface of a ``CudaGraphManager`` for the record."""
 
     def begin_step(self) -> None:
         """Begin a step with no runner busy."""
@@ -41,18 +41,18 @@ class Manager(Protocol):
 class _CudagraphGlobalRecord:
     """The order of all runners' first passes.
 
-    Graphs share one memory pool, so they must be captured in the order in which they will run: a graph may use what
-    the graphs before it have freed. All attributes are of the class, and may be assigned.
+    Graphs share one memory pool, so they must be captured in the order in which they will run: a graph may use memory
+    that earlier graphs have freed. All attributes belong to the class, and may be assigned.
 
     Attributes:
-        cudagraph_created: Whether the recorded graphs are there; from then on modules replay.
-        cudagraph_record: ``(runner, "fwd", args, kwargs, outputs)``, with descriptions in the place of tensors, and
+        cudagraph_created: Whether the recorded graphs were captured; modules then replay.
+        cudagraph_record: ``(runner, "fwd", args, kwargs, outputs)``, with metadata in place of tensors, and
             ``(runner, "bwd")``.
-        cudagraph_inference_record: ``(runner, "fwd", args, kwargs)`` of graphs that were captured at once, for
-            inference; with descriptions too.
-        tensor_reuse_pool: Static tensors that no graph writes, of ``session``.
-        session: What the runners of ``cudagraph_record`` share, or those that were captured last.
-        inference: What graphs for inference share.
+        cudagraph_inference_record: ``(runner, "fwd", args, kwargs)`` of graphs for inference, which were captured at
+            their first call; with metadata in place of tensors.
+        tensor_reuse_pool: The pool of static tensors of ``session``.
+        session: The session of the runners of ``cudagraph_record``, or of those that were captured last.
+        inference: The shared state of graphs for inference.
         managers: All living managers.
     """
 
@@ -66,7 +66,7 @@ class _CudagraphGlobalRecord:
 
     @classmethod
     def recording_session(cls) -> CaptureSession:
-        """The session of the step that is being recorded; a new one if it is the first pass that is recorded."""
+        """Return the session of the step that is being recorded; a new one at its first pass."""
         if not cls.cudagraph_record:
             cls._open_session()
         return cls.session
@@ -79,7 +79,7 @@ class _CudagraphGlobalRecord:
 
     @classmethod
     def record_fwd_graph(cls, runner: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Record the first forward pass of ``runner``, with descriptions in the place of tensors."""
+        """Record the first forward pass of ``runner``, with metadata in place of tensors."""
         cls.cudagraph_record.append((runner, "fwd", args, kwargs, out))
 
     @classmethod
@@ -89,7 +89,7 @@ class _CudagraphGlobalRecord:
 
     @classmethod
     def create_cudagraphs(cls) -> dict[str, float] | None:
-        """Capture what was recorded, in its order; once there are graphs, begin the next step.
+        """Capture the recorded passes, in their order; if they were captured already, only begin the next step.
 
         Returns:
             ``time`` in seconds, ``allocated_bytes`` and ``reserved_bytes``, or None if nothing was captured.
@@ -136,9 +136,9 @@ class _CudagraphGlobalRecord:
 
     @classmethod
     def _forget_forward_only_record(cls) -> None:
-        """Forget what was recorded without grad only: log-probabilities before the first training step, say.
+        """Forget a record of passes without grad only: log-probabilities before the first training step, say.
 
-        Graphs of it would have no backward pass, and no training step could be recorded any more.
+        Their graphs would have no backward pass, and no training step could be recorded any more.
         """
         runners = {entry[0] for entry in cls.cudagraph_record}
         if all(runner.is_forward_only for runner in runners):
@@ -148,7 +148,7 @@ class _CudagraphGlobalRecord:
 
     @classmethod
     def _abandon(cls, error: BaseException) -> None:
-        """After a failed capture: let the modules that were recorded run eagerly, and say so once."""
+        """After a failed capture, run the recorded modules eagerly, with a warning."""
         if cls.session.capturing is not None:
             error.add_note(
                 f"{cls.session.capturing} cannot run in a CUDA graph (--cuda-graph-impl local). --cuda-graph-modules "
@@ -171,14 +171,14 @@ class _CudagraphGlobalRecord:
 
     @classmethod
     def _begin_step(cls) -> None:
-        """At the end of a step: passes that have not run will not."""
+        """Begin the next step: passes that have not run will not run any more."""
         cls.session.begin_step()
         for manager in cls.managers:
             manager.begin_step()
 
     @classmethod
     def forget_graphs(cls) -> None:
-        """Free all graphs and all that was recorded."""
+        """Free all graphs and clear the record."""
         cls.inference = InferenceGraphs()
         cls._open_session()
         for manager in cls.managers:
@@ -200,7 +200,7 @@ def _memory_since(before: dict[str, int]) -> dict[str, float]:
 def create_cudagraphs() -> dict[str, float] | None:
     """Capture the graphs that the first training step recorded. megatron-core's schedules call it after every step.
 
-    See ``_CudagraphGlobalRecord.create_cudagraphs``. If it raises, the gradients of the step are as they were, and the
-    model trains on eagerly; ``delete_cuda_graphs`` lets the next step be recorded again.
+    See ``_CudagraphGlobalRecord.create_cudagraphs``. If it raises, the gradients of the step are unchanged, and the
+    model trains on eagerly; after ``delete_cuda_graphs`` the next step is recorded again.
     """
     return _CudagraphGlobalRecord.create_cudagraphs()

@@ -1,4 +1,4 @@
-"""What the runners of one recording share: the capture of their graphs, static memory, and the passes under way."""
+"""State that the runners of one recording share: the capture of their graphs, static memory, passes in flight."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
@@ -16,7 +16,7 @@ from .turns import Turns
 
 
 class Runner(Protocol):
-    """What a session asks of a runner whose passes were recorded."""
+    """The interface of a runner for its session."""
 
     module: torch.nn.Module
     function: Hashable
@@ -27,7 +27,7 @@ class Runner(Protocol):
         """What errors call it."""
 
     def begin_capture(self, session: "CaptureSession", warmup: WarmupRecord) -> None:
-        """Prepare for ``warm_up`` and the capture; ``warmup`` is what passes of the same function have shown."""
+        """Prepare for ``warm_up`` and the capture; ``warmup`` is shared by passes of the same function."""
 
     def share_params(self, params: Sequence[torch.Tensor]) -> None:
         """Leave the gradients of ``params`` to autograd."""
@@ -42,21 +42,21 @@ class Runner(Protocol):
         """Capture the backward pass."""
 
     def release_escaping_gradients(self) -> None:
-        """Give back the memory of gradients that no graph reads."""
+        """Release the memory of gradients that no graph reads."""
 
     def finish(self) -> None:
-        """Make ready for replays."""
+        """Prepare for replays."""
 
 
 class CaptureSession:
     """A recorded step, the capture of its graphs, and their replays.
 
     Attributes:
-        recording: Marks what is noted in tensors of this step. Tensors may live on into another; they hold this object,
-            not the session.
-        buffers: Which graph uses which static tensor, while graphs are captured.
+        recording: Identifies this step in the metadata of tensors. Tensors may outlive it; they refer to this object
+            and not to the session.
+        buffers: Which graph uses which static tensor, during capture.
         turns: Which passes may be replayed next.
-        capturing: What is warmed up or captured at this moment, for errors; None between passes.
+        capturing: The pass that is warmed up or captured now, for errors; None between passes.
     """
 
     def __init__(self) -> None:
@@ -76,7 +76,7 @@ class CaptureSession:
         """Capture ``(runner, "fwd", args, kwargs, outputs)`` and ``(runner, "bwd")`` in their order.
 
         Raises:
-            RuntimeError: a pass cannot be captured; ``capturing`` says which.
+            RuntimeError: a pass cannot be captured; ``capturing`` names it.
         """
         self.turns.take_order(record)
         self._warm_up(record)
@@ -104,7 +104,7 @@ class CaptureSession:
         }
 
     def _warm_up(self, record: Sequence[tuple]) -> None:
-        """Run every function once for each kind of arguments: what is set up in a first call must not be captured."""
+        """Run every function once for each kind of arguments, so that setup in a first call is not captured."""
         with_backward = {entry[0] for entry in record if entry[1] == "bwd"}
         trained: dict[Hashable, tuple[torch.Tensor, ...]] = {}
         keys: dict[Runner, Hashable] = {}
@@ -124,7 +124,7 @@ class CaptureSession:
             runner.share_params(params)
 
     def _users_of_tensors(self, record: Sequence[tuple]) -> dict[int, int]:
-        """For each tensor that several graphs use the runners that need its memory until their backward pass."""
+        """Return for each tensor the set of runners that need its memory until their backward pass."""
         users: dict[int, int] = {}
         for runner, kind, *arguments in record:
             bit = self.turns.of(runner).bit
@@ -134,7 +134,7 @@ class CaptureSession:
         return users
 
     def static_input(self, tensor: torch.Tensor, is_written: bool) -> StaticInput:
-        """Return what copies values to ``tensor``, where a graph, and others perhaps, read an input.
+        """Return the ``StaticInput`` for ``tensor``, which graphs may share.
 
         Args:
             tensor: The static tensor.
@@ -158,7 +158,7 @@ class CaptureSession:
     # --------------------------------------------------------------------------------------------------- replay
 
     def begin_step(self) -> None:
-        """Begin a step: no pass is under way, parameters may have moved, and static inputs may be out of date."""
+        """Begin a step: no pass is in flight, parameters may have moved, and static inputs may be stale."""
         self.turns.end_all()
         self._checked = self._checked_with_grad = False
         for static in self._static_inputs.values():
@@ -168,7 +168,7 @@ class CaptureSession:
         """Compare the parameters of all modules with those at capture, once a step.
 
         Raises:
-            RuntimeError: a parameter was moved, replaced, frozen or unfrozen since; names it.
+            RuntimeError: a parameter was moved, replaced, frozen or unfrozen since.
         """
         grad_enabled = torch.is_grad_enabled()
         if self._checked_with_grad or (self._checked and not grad_enabled):
@@ -178,7 +178,7 @@ class CaptureSession:
         self._checked, self._checked_with_grad = True, grad_enabled
 
     def has_parameters_of(self, function: Hashable) -> bool:
-        """Whether the parameters of ``function`` are now where they were at capture. Evaluation may swap them."""
+        """Whether the parameters of ``function`` are where they were at capture. Evaluation may swap them."""
         guard = self._guards.get(function)
         if guard is None:
             return False
@@ -190,9 +190,9 @@ class CaptureSession:
 
 
 def _shared_params(trained: Mapping[Runner, Sequence[torch.Tensor]]) -> dict[Runner, list[torch.Tensor]]:
-    """For each runner those of its ``trained`` parameters that another trains in the same backward pass.
+    """Return for each runner the ``trained`` parameters that it shares with another runner of the same backward pass.
 
-    A layer that is called twice in a pass has two runners; layers may have weights in common.
+    A layer that is called twice in a pass has two runners; layers may share weights.
     """
     users: defaultdict[tuple[int, torch.Tensor], list[Runner]] = defaultdict(list)
     for runner, params in trained.items():

@@ -1,10 +1,10 @@
 """Weights sharded over ranks (``--tensor-parallel-num-weight-shards``) in local graphs.
 
-megatron-core keeps such weights in a chain, in the order of their use. Each use gathers the next weight ahead, on a
-stream of its own, and each backward pass reduces the gradient of a weight while that of the weight before it is
-computed. A graph must hold the end of whatever it begins: at the end of a pass its gathers and reductions are waited
-for and its side streams joined. The next graph then finds its first weight gathered, and memory of a graph is free
-once its replay is over.
+megatron-core keeps such weights in a chain, in the order of their use. Each use starts the gather of the next weight on
+a side stream, and each backward pass reduces the gradient of a weight while that of the weight before it is computed.
+A graph must complete the communication that it starts: at the end of a pass it waits for gathers and reductions and
+joins the side streams. The next graph then finds its first weight gathered, and a graph's memory is free after its
+replay.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,9 +17,9 @@ from ..engine.slot import Recording
 
 # megatron-core's name of the chain of weights that graphs use.
 _CHAIN = "GTP_graphed"
-# Marks of a weight: the graph that gathered it, or that reduced its gradient, has waited for that already.
+# Flags of a weight: its gather, or the reduction of its gradient, has been waited for in the graph that started it.
 _MARKS = ("_already_ag_drained", "_recompute_already_drained", "_already_finalized")
-# What a weight keeps of a gather or reduction under way.
+# Attributes of a weight for a gather or reduction in flight.
 _UNDER_WAY = ("_prefetch_handle", "_recompute_prefetch_handle", "_wgrad_rs_handle", "_wgrad_input_bufs")
 
 _GTP_RUNNER_STREAMS: list[torch.cuda.Stream] = []
@@ -46,13 +46,13 @@ def forget_replay_streams() -> None:
 
 
 def gather_into_pool(device: int, pool: tuple) -> None:
-    """Let megatron-core take buffers for the gathered weights of graphs from ``pool``, the graphs' memory pool."""
+    """Let megatron-core allocate the gathered weights of graphs from ``pool``, the graphs' memory pool."""
     with suppress(ImportError):
         _implementation().set_cuda_graph_mempool(device, pool)
 
 
 class ShardedWeights:
-    """The sharded weights that a runner's graphs use; without any, all that it does is nothing.
+    """The sharded weights that a runner's graphs use. If there are none, all methods do nothing.
 
     Args:
         module: The module of the runner.
@@ -67,7 +67,7 @@ class ShardedWeights:
         return bool(self._params)
 
     def warmup_steps(self, steps: int) -> int:
-        """How often to warm up where ``steps`` are asked for: the second pass finds weights gathered by the first."""
+        """Return ``steps``, but at least two with sharded weights: the second finds them gathered by the first."""
         return max(steps, 2) if self else steps
 
     def forward(self, recording: Recording) -> Recording:
@@ -96,7 +96,7 @@ class ShardedWeights:
                     with torch.cuda.stream(stream):
                         torch.cuda._sleep(1)  # CUDA does not join a stream that captured nothing
                 yield
-                # Gathers first: of a weight that is only gathered, the other call would add an old gradient again.
+                # Gathers first: the second call would add an old gradient of weights that are only gathered.
                 _implementation().wait_async_comms(_CHAIN, skip_rs=True)
                 if reductions:
                     _implementation().wait_async_comms(_CHAIN, finalize_after_drain=finalizes)
@@ -112,7 +112,7 @@ class ShardedWeights:
         return list(dict.fromkeys(stream(_CHAIN, group) for group in groups for stream in streams))
 
     def with_neighbors(self) -> list[Any]:
-        """The weights, and those before and after each in the chain, whose state a pass may change too."""
+        """Return the weights and their neighbors in the chain, whose state a pass may change too."""
         leaders = [
             weight
             for param in self._params
@@ -122,7 +122,7 @@ class ShardedWeights:
         return _unique(weight for leader in leaders for weight in _group_of(leader))
 
     def settle(self) -> None:
-        """Wait for what warm-up began, and take its marks back: the capture begins as a step does."""
+        """Wait for the communication of warm-up and clear its flags: capture starts in the state of a new step."""
         if self:
             _implementation().wait_async_comms(_CHAIN)
             for stream in self._side_streams():
@@ -130,7 +130,7 @@ class ShardedWeights:
             self._clear(_MARKS, False)
 
     def forget(self) -> None:
-        """Forget gathers and reductions of a failed pass, which nobody can wait for: an eager step begins anew."""
+        """Drop gathers and reductions of a failed pass, which cannot be waited for, so that an eager step can run."""
         self._completed = []
         if self:
             self._clear(_MARKS, False)
@@ -139,18 +139,18 @@ class ShardedWeights:
                 _implementation()._inflight_comm_params.discard(weight)
 
     def _clear(self, names: Sequence[str], value: Any) -> None:
-        # The one place that writes megatron-core's marks, which it takes back only where it uses a weight.
+        # The one place that writes megatron-core's flags, which it clears only when it uses a weight.
         for weight in self.with_neighbors():
             for name in names:
                 if getattr(weight, name, value) is not value:
                     setattr(weight, name, value)
 
     def note_backward(self, params: Iterable[Any]) -> None:
-        """Note that a backward pass was captured in which ``params`` took part."""
+        """Note that the backward pass of ``params`` was captured."""
         self._completed = completed_in_backward(params)
 
     def end_backward_replay(self) -> None:
-        """Tell data parallelism which main gradients are complete, as the eager backward pass does."""
+        """Signal to data parallelism which main gradients are complete, as the eager backward pass does."""
         if self:
             note_replay_stream()
         for weight in self._completed:
@@ -179,7 +179,7 @@ def completed_in_backward(params: Iterable[Any]) -> list[Any]:
 
 
 def _group_of(leader: Any) -> list[Any]:
-    """The weights that are gathered together with ``leader``: all experts' of a grouped layer, or itself."""
+    """Return the weights that are gathered together with ``leader``: those of all experts of a grouped layer, or it."""
     return list(getattr(leader, "weight_list", None) or [leader])
 
 

@@ -1,4 +1,4 @@
-"""Static tensors that one local graph after another uses."""
+"""Static tensors that local graphs use in turn."""
 
 import torch
 
@@ -8,10 +8,10 @@ from .arguments import ArgMetadata
 
 
 class TensorReusePool:
-    """Lends tensors of its own as static inputs and gradients, again and again, and keeps all of them.
+    """Lends static inputs and gradients, and keeps all of them alive.
 
-    A tensor that was given back serves the next request for one of the same shape, strides, dtype and device. Giving a
-    tensor back asserts that only replays of its next borrower still read or write it.
+    A returned tensor serves the next request for the same shape, strides, dtype and device. Returning a tensor asserts
+    that from then on only replays of its next borrower read or write it.
 
     Attributes:
         tensor_strong_refs: Every tensor that the pool has made.
@@ -30,10 +30,10 @@ class TensorReusePool:
         return self._buffers.free()
 
     def insert(self, tensor: torch.Tensor) -> None:
-        """Give ``tensor`` back: its memory is free once all who hold it have done so.
+        """Return ``tensor`` to the pool; its memory is free after the last holder has done so.
 
         Raises:
-            ValueError: it is not from this pool, or was given back already.
+            ValueError: it is not from this pool, or was returned already.
         """
         if not self.owns(tensor):
             raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is given back to a pool that did not lend it")
@@ -43,22 +43,22 @@ class TensorReusePool:
         self._buffers.release(lease)
 
     def owns(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` starts where one that this pool has made does."""
+        """Whether ``tensor`` has the address of one of this pool's tensors."""
         return tensor.data_ptr() in self.tensor_strong_refs_dataptrs
 
     def get(self, meta: ArgMetadata) -> torch.Tensor:
-        """Lend a tensor that is as ``meta`` says: a free one, the one that is free for longest first, or a new one."""
+        """Lend a tensor described by ``meta``: the one that has been free for longest, or a new one."""
         key = meta.shape, meta.stride, meta.dtype, meta.device
         lease = self._buffers.acquire(key, lambda: meta.zeros_like().detach())
         tensor = lease.buffers
-        if tensor.numel() and not self.owns(tensor):  # an empty one has no address that would tell it from others
+        if tensor.numel() and not self.owns(tensor):  # empty tensors have no distinct address
             self.tensor_strong_refs.append(tensor)
             self.tensor_strong_refs_dataptrs.add(tensor.data_ptr())
             self._leases[tensor.data_ptr()] = lease
         return tensor.detach().requires_grad_(meta.requires_grad)
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Keep the memory of ``tensor``, any view of one from this pool, until it is given back once more.
+        """Add a holder of the memory of ``tensor``, if it is a view of a tensor of this pool.
 
         Raises:
             ValueError: the memory is free already.
@@ -68,7 +68,7 @@ class TensorReusePool:
             self._buffers.retain(lease)
 
     def let_go(self, tensor: torch.Tensor) -> None:
-        """Give back the memory of ``tensor``, if it is a view of one from this pool.
+        """Remove a holder of the memory of ``tensor``, if it is a view of a tensor of this pool.
 
         Raises:
             ValueError: the memory is free already.

@@ -7,12 +7,12 @@ from typing import NoReturn
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """The place of a runner in the recorded order. Sets of runners are numbers here, with a bit for each.
+    """The place of a runner in the recorded order. Sets of runners are integers with a bit for each runner.
 
     Attributes:
-        name: What errors call the runner.
+        name: The runner's name in errors.
         number: Its place among all forward passes.
-        bit: The runner in such sets; 0 without a backward graph.
+        bit: Its bit in such sets; 0 without a backward graph.
         busy_at_forward, busy_at_backward: The runners that were between their forward and backward pass when its own
             pass was recorded. Graphs may use the memory of all others.
     """
@@ -36,7 +36,7 @@ class Turns:
         self._turns: dict[Hashable, Turn] = {}
 
     def take_order(self, record: Sequence[tuple]) -> None:
-        """Take over the order of ``(runner, "fwd", ...)`` and ``(runner, "bwd")``."""
+        """Set the order from the recorded ``(runner, "fwd", ...)`` and ``(runner, "bwd")``."""
         with_backward = {entry[0] for entry in record if entry[1] == "bwd"}
         busy = 0
         self._turns = {}
@@ -52,7 +52,7 @@ class Turns:
                 turn.busy_at_backward = busy
 
     def of(self, runner: Hashable) -> Turn:
-        """The turn of ``runner``; one that may come at any time if it was not recorded."""
+        """Return the turn of ``runner``; one that is always allowed if the runner was not recorded."""
         return self._turns.get(runner) or Turn()
 
     def check_forward(self, turn: Turn) -> None:
@@ -80,7 +80,7 @@ class Turns:
         self.in_flight &= ~turn.bit
 
     def end_all(self) -> None:
-        """At the end of a step: backward passes that have not run will not."""
+        """Clear ``in_flight`` at the end of a step: pending backward passes will not run any more."""
         self.in_flight = 0
 
     def _refuse(self, turn: Turn, others: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Guards the parameters of a layer that is graphed under ``DistributedDataParallel``; Megatron-FSDP guards its own."""
+"""Guards the parameters of graphed layers without Megatron-FSDP, which has guards of its own."""
 
 import torch
 
@@ -11,10 +11,10 @@ _ADVICE = (
 
 
 def guard_parameters(name: str, layer: torch.nn.Module, *, writes_main_grads: bool) -> AddressGuard:
-    """Return a guard of what the graphs of ``layer`` use at fixed addresses.
+    """Return a guard of the tensors that the graphs of ``layer`` use at fixed addresses.
 
     Args:
-        name: What errors call the layer.
+        name: The layer's name in errors.
         layer: The layer, just captured.
         writes_main_grads: Whether its graphs add to ``param.main_grad`` (``--gradient-accumulation-fusion``).
     """

@@ -14,7 +14,7 @@ NATIVE, TRANSFORMER_ENGINE = "native", "transformer_engine"
 
 @dataclass(frozen=True)
 class Backend:
-    """An engine and what its ``make_graphed_callables`` can be given.
+    """An engine and the parameters of its ``make_graphed_callables``.
 
     Attributes:
         name: ``native`` or ``transformer_engine``.
@@ -37,7 +37,7 @@ def _engine(name: str, capture: Callable[..., Any]) -> Backend:
 
 
 def transformer_engine() -> Backend | None:
-    """Return TransformerEngine's engine, or None where TransformerEngine is not there."""
+    """Return TransformerEngine's engine, or None if TransformerEngine cannot be imported."""
     try:
         from transformer_engine.pytorch.graph import make_graphed_callables as capture
     except Exception:  # a wheel without a CUDA driver fails in many ways
@@ -46,18 +46,18 @@ def transformer_engine() -> Backend | None:
 
 
 def choose_backend(*, needs_hooks: bool = False) -> Backend:
-    """Choose the engine, as the environment variable ``MEGATRON_CUDA_GRAPH_ENGINE`` says.
+    """Choose the engine by the environment variable ``MEGATRON_CUDA_GRAPH_ENGINE``.
 
-    Its values are ``native``, this project's engine, which is the default, and ``transformer_engine``. Both were seen
-    to compute the same bits; ours costs the host less, holds less memory for each callable
-    (``benchmarks/replay_overhead.py``), and needs no TransformerEngine.
+    Its values are ``native`` (this project's engine, the default) and ``transformer_engine``. Both compute the same
+    bits in all runs compared; ours needs less host time, less memory for each callable
+    (``benchmarks/replay_overhead.py``), and no TransformerEngine.
 
     Args:
-        needs_hooks: Whether the engine must run capture-time hooks, which TransformerEngine's does from 2.19 on.
+        needs_hooks: Whether the engine must run capture-time hooks; TransformerEngine's does from 2.19 on.
 
     Raises:
         ValueError: the variable has another value.
-        RuntimeError: TransformerEngine's engine is asked for and is not there, or cannot run the hooks.
+        RuntimeError: TransformerEngine's engine is selected and cannot be imported, or cannot run the hooks.
     """
     choice = os.environ.get(ENGINE_VARIABLE, NATIVE)
     if choice == NATIVE:

@@ -1,4 +1,4 @@
-"""Tells layers which micro-batch runs: each micro-batch in flight has graphs of its own."""
+"""Sets the current micro-batch of layers: each micro-batch in flight has graphs of its own."""
 
 import torch
 
@@ -8,11 +8,10 @@ from .layers import decoder_layers, language_model_of, vision_model_of
 def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
     """Set ``current_microbatch`` of every layer that may replay graphs; schedules call this before a forward pass.
 
-    These are the layers of the language model's decoder, of multi-token prediction, and of the vision model's decoder,
-    as far as the model has them.
+    These are the layers of the language model's decoder, of multi-token prediction, and of the vision model's decoder.
 
     Args:
-        model: One model chunk, in its wrappers.
+        model: One model chunk, in its wrappers; it may lack any of these.
         microbatch_id: The micro-batch of the step, counted from 0.
     """
     language = language_model_of(model)

@@ -1,4 +1,4 @@
-"""``TECudaGraphHelper``: captures the layers of a model in CUDA graphs at the beginning of training."""
+"""``TECudaGraphHelper``: captures the layers of a model in CUDA graphs after the first steps of training."""
 
 import gc
 import logging
@@ -50,8 +50,8 @@ _WARMUP_ITERATIONS = 10
 class TECudaGraphHelper:
     """Captures per-layer CUDA graphs of a model and attaches them to its layers.
 
-    ``create_cudagraphs`` captures; ``cuda_graph_set_manual_hooks`` then tells layers under ``DistributedDataParallel``
-    which parameters to gather before a replay. Under Megatron-FSDP the layers' own hooks do that.
+    ``create_cudagraphs`` captures; ``cuda_graph_set_manual_hooks`` then gives layers under ``DistributedDataParallel``
+    the hooks that gather parameters before a replay. Under Megatron-FSDP the layers' own hooks do that.
 
     Args:
         model: The model's chunks, wrapped as for training; one chunk without virtual pipeline stages.
@@ -65,7 +65,7 @@ class TECudaGraphHelper:
         OptionsError: ``config.cuda_graph_impl`` is not ``transformer_engine``, or the allocator uses expandable
             segments while NCCL registers memory of graphs.
         ValueError: an option that Megatron-FSDP needs for graphs is missing.
-        RuntimeError: the engine that is needed is not there.
+        RuntimeError: the selected engine cannot be imported, or cannot run Megatron-FSDP's hooks.
     """
 
     def __init__(
@@ -132,17 +132,17 @@ class TECudaGraphHelper:
         if model is None:
             return None, []
         layers = [(layer, False) for layer in decoder_layers(model)]
-        # A layer that runs several times for one micro-batch would overwrite what its graphs hold for backward.
+        # A layer that runs several times for one micro-batch would overwrite activations that its backward pass needs.
         if hasattr(model, "mtp") and not (model.config.mtp_use_repeated_layer and model.config.mtp_num_layers > 1):
             layers += [(layer.mtp_model_layer, True) for layer in model.mtp.layers]
         return model, layers
 
     def capture_finished(self) -> bool:
-        """Whether ``create_cudagraphs`` has run, with or without layers to capture."""
+        """Whether ``create_cudagraphs`` has run, even if there were no layers to capture."""
         return self._capture_finished
 
     def graphs_created(self) -> bool:
-        """Whether there are graphs now."""
+        """Whether the layers have graphs now."""
         return self._graphs_created
 
     # --------------------------------------------------------------------------------------------- inputs
@@ -196,7 +196,7 @@ class TECudaGraphHelper:
             "num_warmup_iters": self._num_warmup_iterations(),
         }
         if all(_fsdp_of(chunk) is not None for chunk in self.model):
-            # Megatron-FSDP moves each gradient to its bucket as soon as autograd has it, before any other replay.
+            # Megatron-FSDP copies each gradient to its bucket as soon as it is complete, before any other replay.
             arguments["clone_param_grads_on_return"] = False
         quantization = self._quantization_arguments()
         missing = [name for name in quantization if name not in self._engine.parameters]
@@ -239,7 +239,7 @@ class TECudaGraphHelper:
         return passes
 
     def _one_graph_serves_all(self) -> bool:
-        """Whether a micro-batch's backward follows its forward, as it does without pipeline stages."""
+        """Whether only one micro-batch is in flight at a time, as without pipeline stages."""
         return self.pp_group.size() == 1 and not self.config.overlap_moe_expert_parallel_comm
 
     def _captures_weight_gradients(self) -> bool:
@@ -264,7 +264,7 @@ class TECudaGraphHelper:
                 not is_first_last_bf16_layer(config, -1 if mtp else layer.layer_number - 1) for layer, mtp in layers
             ),
             "recipe": get_fp8_recipe(config) if config.fp8 else get_fp4_recipe(config),
-            # Cached copies of weights that are FP8 themselves would outlive the buffers Megatron-FSDP gathers them to.
+            # Cached copies of FP8 weights would outlive the buffers that Megatron-FSDP gathers them to.
             "cache_quantized_params": not (config.fp8_param and any(_fsdp_of(chunk) for chunk in self.model)),
             "amax_reduction_group": self._get_amax_reduction_group(
                 with_context_parallel=True, tp_only_amax_red=config.tp_only_amax_red
@@ -274,11 +274,11 @@ class TECudaGraphHelper:
     def _get_amax_reduction_group(
         self, with_context_parallel: bool = False, tp_only_amax_red: bool = False
     ) -> torch.distributed.ProcessGroup:
-        """Return the group of ranks that agree on the largest absolute values for FP8 and FP4.
+        """Return the process group over which FP8 and FP4 reduce amaxes (largest absolute values).
 
         Args:
-            with_context_parallel: Whether context-parallel ranks belong to it.
-            tp_only_amax_red: Whether data-parallel ranks do not.
+            with_context_parallel: Whether the group includes context-parallel ranks.
+            tp_only_amax_red: Whether the group excludes data-parallel ranks.
 
         Raises:
             ValueError: ``pg_collection`` has no such group.
@@ -292,7 +292,7 @@ class TECudaGraphHelper:
     # -------------------------------------------------------------------------------------------- capture
 
     def _start_capturing(self) -> float:
-        """Enter capture mode; returns the time, in seconds.
+        """Enter capture mode; return ``time.time()``.
 
         Raises:
             CallOrderError: the graphs have been captured already.
@@ -318,7 +318,7 @@ class TECudaGraphHelper:
         self._reset_after_capture()
 
     def _reset_after_capture(self) -> None:
-        """Zero what the layers accumulated meanwhile: gradients, metrics and counts of MoE layers."""
+        """Zero what capture accumulated: gradients, and metrics and token counts of MoE layers."""
         from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
@@ -330,7 +330,7 @@ class TECudaGraphHelper:
         reset_model_temporary_tensors(self.config, self.model)
 
     def _finish_capturing(self, start_time: float) -> None:
-        """Free what capture left over and report how long it took."""
+        """Release cached memory and log how long capture took."""
         release_cached_memory()
         self._capture_finished = True
         log_single_rank(
@@ -341,10 +341,10 @@ class TECudaGraphHelper:
         )
 
     def create_cudagraphs(self) -> None:
-        """Capture every layer for every micro-batch that is in flight at once.
+        """Capture every layer, once for each micro-batch that can be in flight.
 
-        Gradients are zero afterwards. If capture fails, hooks, parameters, RNG and capture flags are as they were, no
-        layer has graphs, and the model trains on eagerly.
+        Gradients are zero afterwards. If capture fails, hooks, parameters, RNG and capture flags are restored, no layer
+        has graphs, and the model trains on eagerly.
         """
         start_time = self._start_capturing()
         try:
@@ -355,7 +355,7 @@ class TECudaGraphHelper:
                 logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
         except BaseException:
             if self.config.fine_grained_activation_offloading:
-                _offload_interface().enable_offload()  # which warm-up runs without
+                _offload_interface().enable_offload()  # warm-up disables it
             raise
         finally:
             self._leave_capture_mode()
@@ -364,7 +364,7 @@ class TECudaGraphHelper:
     def _capture_layers(self) -> None:
         layers = tuple(self.flattened_callables)
         sample_args, arguments = self._get_cuda_graph_input_data()
-        # Under sequence parallelism the decoder runs its layers in this fork.
+        # As the decoder does under sequence parallelism.
         rng = get_cuda_rng_tracker().fork() if self.config.sequence_parallel else nullcontext()
         # TransformerEngine's engine leaves warm-up's draws and buffer updates behind.
         with (
@@ -399,7 +399,7 @@ class TECudaGraphHelper:
             )
 
     def _parameter_guards(self) -> list[AddressGuard | None]:
-        """For each layer a guard of its parameters; None under Megatron-FSDP, which guards them itself."""
+        """Return a guard of each layer's parameters; None for layers under Megatron-FSDP, which has its own guards."""
         guards: list[AddressGuard | None] = []
         for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
             under_fsdp = _fsdp_of(chunk) is not None
@@ -418,7 +418,7 @@ class TECudaGraphHelper:
             yield
 
     def _slots(self) -> list[range]:
-        """For each layer the indices of its micro-batches among the captured callables."""
+        """Return for each layer the indices of its micro-batches among the captured callables."""
         count = self.num_microbatches or 1
         slots: list[range] = []
         for layers in self.num_layers_per_chunk:
@@ -429,14 +429,14 @@ class TECudaGraphHelper:
     # ------------------------------------------------------------------------------------------ afterwards
 
     def cuda_graph_set_manual_hooks(self) -> None:
-        """Tell layers under ``DistributedDataParallel`` which parameters to gather before each replay."""
+        """Set the hooks by which layers under ``DistributedDataParallel`` gather parameters before each replay."""
         for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
             if _fsdp_of(chunk) is None:
                 for layer in layers:
                     layer.setup_manual_hooks(chunk._make_forward_pre_hook)
 
     def delete_cuda_graphs(self) -> None:
-        """Free all graphs; the layers run eagerly from then on, and can be captured again.
+        """Free all graphs; the layers then run eagerly, and can be captured again.
 
         Raises:
             CallOrderError: there are no graphs.

@@ -20,7 +20,7 @@ def language_model_of(chunk: torch.nn.Module) -> Any | None:
 
 
 def vision_model_of(chunk: torch.nn.Module) -> Any | None:
-    """Return the ``vision_model`` inside the wrappers of a model chunk; None where there is none."""
+    """Return the ``vision_model`` inside the wrappers of a model chunk, or None."""
     try:
         return get_attr_wrapped_model(chunk, "vision_model")
     except RuntimeError:
@@ -28,15 +28,15 @@ def vision_model_of(chunk: torch.nn.Module) -> Any | None:
 
 
 def decoder_layers(model: Any | None) -> list[torch.nn.Module]:
-    """Return ``model.decoder.layers``; nothing where the model has no such layers, or is None."""
+    """Return ``model.decoder.layers``; an empty list if the model has no such layers, or is None."""
     return list(getattr(getattr(model, "decoder", None), "layers", ()))
 
 
 def _layer_is_graphable(layer: torch.nn.Module, config: Any) -> bool:
-    """Whether a CUDA graph can hold ``layer``, or a part of it that ``config.cuda_graph_modules`` names.
+    """Whether ``layer``, or a part of it that ``config.cuda_graph_modules`` selects, can be captured.
 
     Args:
-        layer: Only a ``GraphableMegatronModule`` can be.
+        layer: Any module; False unless it is a ``GraphableMegatronModule``.
         config: Its ``cuda_graph_modules`` is a list of ``CudaGraphModule``; empty for whole layers of every kind.
     """
     if not isinstance(layer, GraphableMegatronModule):
@@ -46,7 +46,7 @@ def _layer_is_graphable(layer: torch.nn.Module, config: Any) -> bool:
 
 
 def _modules_of(layer: Any) -> Iterator[CudaGraphModule]:
-    """What ``cuda_graph_modules`` may name in ``layer``."""
+    """Yield the values of ``cuda_graph_modules`` that select a part of ``layer``."""
     from megatron.core.ssm.mamba_layer import MambaLayer  # these import cuda_graphs, which imports this module
     from megatron.core.transformer.mlp import MLP
     from megatron.core.transformer.moe.moe_layer import MoELayer

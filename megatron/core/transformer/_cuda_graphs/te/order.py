@@ -1,7 +1,7 @@
-"""From a pipeline schedule to the order in which graphs are captured.
+"""Turns a pipeline schedule into the order in which graphs are captured.
 
 An order is what ``make_graphed_callables`` takes as ``_order``: ``c`` for the forward pass of model chunk ``c``
-(counted from 1), ``-c`` for its backward pass and ``-c - 0.5`` for the weight gradients that the backward pass delayed.
+(counted from 1), ``-c`` for its backward pass and ``-c - 0.5`` for its delayed weight gradients.
 """
 
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ class PassOrder:
     """The passes of a pipeline stage in the order in which they are captured.
 
     Attributes:
-        order: What ``make_graphed_callables`` takes as ``_order``.
-        num_layers_per_chunk: Captured layers of each chunk of ``order``.
-        num_microbatches: Forward passes of each chunk.
-        chunk_id_list: Where chunks of ``order`` are single layers, ``[model chunk, layer of the chunk]``, counted from
-            0, for each forward pass of ``order`` and None for its other passes. None otherwise.
+        order: The ``_order`` of ``make_graphed_callables``.
+        num_layers_per_chunk: The number of captured layers of each chunk of ``order``.
+        num_microbatches: The number of forward passes of each chunk.
+        chunk_id_list: If the chunks of ``order`` are single layers: ``[model chunk, layer of the chunk]``, counted from
+            0, for each forward pass of ``order`` and None for its other passes. Otherwise None.
     """
 
     order: list[float]
@@ -33,9 +33,9 @@ def convert_schedule_table_to_order(
     """Return the order of a pipeline stage: warm-up, one forward one backward, cool-down.
 
     Args:
-        num_warmup_microbatches: How many forward passes run before the first backward pass.
-        num_model_chunks: Model chunks of the stage.
-        schedule_table: The micro-batch and the model chunk, counted from 0, of each forward pass in turn, from
+        num_warmup_microbatches: The number of forward passes before the first backward pass.
+        num_model_chunks: The number of model chunks of the stage.
+        schedule_table: ``(micro-batch, model chunk)``, counted from 0, of each forward pass in turn, from
             ``megatron.core.pipeline_parallel.schedules.get_schedule_table``. Backward passes go through the chunks from
             the last to the first.
 
@@ -57,20 +57,20 @@ def get_overlap_moe_expert_parallel_comm_order(
 ) -> tuple[list[float], list[list[int] | None]]:
     """Return the order of layers under ``--overlap-moe-expert-parallel-comm``: each layer is a chunk of its own.
 
-    In the steady state a chunk's backward pass and the next forward pass take turns layer by layer, forward first.
+    In the steady state a chunk's backward pass and the next forward pass alternate layer by layer, forward first.
 
     Args:
         order: The order of chunks.
-        num_layers_per_chunk: Layers of each chunk that are captured.
-        capture_wgrad_graph: Whether weight gradients have graphs of their own. They follow their layer's backward, but
-            those of the last layer of a backward pass wait until the forward pass beside it is through.
+        num_layers_per_chunk: The number of captured layers of each chunk.
+        capture_wgrad_graph: Whether weight gradients have graphs of their own. They follow their layer's backward pass,
+            but those of a chunk's first layer, the last of its backward pass, follow the forward pass beside it.
 
     Returns:
         The order of layers, and for each of its steps ``[chunk, layer of the chunk]``, counted from 0, of a forward
         pass, or None.
 
     Raises:
-        ValueError: between the first backward and the last forward pass the two do not alternate.
+        ValueError: backward and forward passes do not alternate between the first backward and the last forward pass.
 
     Example:
 
@@ -108,7 +108,7 @@ def get_overlap_moe_expert_parallel_comm_order(
 
 
 def _alternating(order: Sequence[int]) -> list[tuple[int, int]]:
-    """Return pairs of a backward and a forward pass that run side by side, as chunks; 0 where one runs alone."""
+    """Return the chunks of the backward and the forward pass that run side by side, in pairs; 0 for no pass."""
     first_backward = next((i for i, step in enumerate(order) if step < 0), len(order))
     after_last_forward = max((i for i, step in enumerate(order, start=1) if step > 0), default=0)
     steady = order[first_backward:after_last_forward]

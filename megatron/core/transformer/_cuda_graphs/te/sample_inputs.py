@@ -1,4 +1,4 @@
-"""Static inputs for capture, one set for each layer and micro-batch, shared where their lives do not overlap."""
+"""Static inputs for capture, one set for each layer and micro-batch, shared where their lifetimes do not overlap."""
 
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -17,17 +17,17 @@ SampleArguments = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
 def sample_arguments(
     plan: Plan, make: Callable[[int], SampleArguments], values: Callable[[int], Hashable] = lambda index: None
 ) -> list[SampleArguments]:
-    """Make the inputs of every slot of ``plan``, shared as ``share_inputs`` says.
+    """Make the inputs of every slot of ``plan``, shared as in ``share_inputs``.
 
     Args:
         plan: The passes in the order in which they run.
-        make: Makes new inputs for the callable of the given index, always alike.
-        values: What makes the values of a callable's inputs what they are; others are not shared with it.
+        make: Makes new inputs for the callable of the given index; the same shapes, dtypes and values each time.
+        values: A key for the values of a callable's inputs: only callables with equal keys share inputs.
 
     Returns:
         Positional and keyword inputs for each slot.
     """
-    made: dict[int, SampleArguments] = {}  # to know their signature; for the first slot that needs its own
+    made: dict[int, SampleArguments] = {}  # made for the signature, and used by the first slot that needs its own
     signatures: dict[int, Hashable] = {}
 
     def signature_of(slot: int) -> Hashable:
@@ -46,7 +46,7 @@ def sample_arguments(
 
 
 def attention_mask_type(layer: Any) -> AttnMaskType | None:
-    """The mask that self-attention of ``layer`` applies if it is given none; None if the graphs hold no attention."""
+    """The mask that self-attention of ``layer`` applies by default; None if the graphs hold no attention."""
     if not captures_attention(layer):
         return None
     return getattr(layer.self_attention, "attn_mask_type", AttnMaskType.causal)
@@ -63,10 +63,10 @@ def captures_attention(layer: Any) -> bool:
 def default_kwargs(
     layers: Sequence[Any], sample_kwargs: Sequence[dict[str, torch.Tensor]]
 ) -> list[dict[str, torch.Tensor]]:
-    """For each slot what replays read for keywords that they are not given: the values at capture.
+    """Return for each slot the values at capture of its keyword inputs: the defaults of replays.
 
-    Engines share static inputs that are alike in all but their values. Where these differ, with the type of attention
-    masks, they are kept apart from what engines write to.
+    Engines share static inputs of the same shape and dtype, whatever their values. If layers have different types of
+    attention masks, the values differ, and the defaults are copies that engines do not write to.
 
     Args:
         layers: The captured layers.
@@ -97,24 +97,24 @@ class LayerInputs:
         self._rotary: dict[tuple[int, int], torch.Tensor] = {}
 
     def make(self, layer: torch.nn.Module, model: torch.nn.Module | None) -> SampleArguments:
-        """Return new inputs for ``layer``: hidden states, and what attention takes.
+        """Return new inputs for ``layer``: hidden states, and the inputs of attention.
 
         Args:
             layer: The layer.
-            model: The language model that it belongs to, which has the rotary embedding; None for no such input.
+            model: Its language model, which has the rotary embedding; None for no such input.
         """
         inputs = layer.get_layer_static_inputs(self._seq_length, self._micro_batch_size)
         hidden_states = inputs.pop("hidden_states")
         if captures_attention(layer):
             if attention_mask_type(layer) is not AttnMaskType.causal:
-                inputs["attention_mask"].zero_()  # such layers see everything where no mask is given
+                inputs["attention_mask"].zero_()  # such layers mask nothing by default
             rotary = self._rotary_embedding(model, hidden_states)
             if rotary is not None:
                 inputs["rotary_pos_emb"] = rotary
         return (hidden_states,), inputs
 
     def _rotary_embedding(self, model: torch.nn.Module | None, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """The table ``[sequence, 1, 1, head]`` that every layer of ``model`` is given, or None. It never changes."""
+        """The constant table ``[sequence, 1, 1, head]`` that every layer of ``model`` is given, or None."""
         if model is None or getattr(model, "position_embedding_type", None) != "rope":
             return None
         if self._config.multi_latent_attention:

@@ -16,13 +16,13 @@ from .sample_inputs import LayerInputs, SampleArguments
 
 
 def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:
-    """Return for how many vision tokens graphs are captured.
+    """Return the number of vision tokens for which graphs are captured.
 
     Args:
-        vision_config: The vision encoder's configuration. If it has them, these decide, in this order:
-            ``max_vision_cuda_graph_seq_length``, tokens, unless None or 0; ``num_position_embeddings``, patches, of
-            which each square of ``spatial_merge_size`` (by default 1) patches a side makes one token.
-        default_seq_length: Tokens where it has neither.
+        vision_config: The vision encoder's configuration. The first of these attributes that it has is used:
+            ``max_vision_cuda_graph_seq_length``, in tokens, unless None or 0; ``num_position_embeddings``, in patches,
+            of which ``spatial_merge_size ** 2`` (by default 1) make one token.
+        default_seq_length: The number of tokens if it has neither.
     """
     longest = getattr(vision_config, "max_vision_cuda_graph_seq_length", None)
     if longest:
@@ -36,20 +36,20 @@ def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int
 class VisionTECudaGraphHelper(TECudaGraphHelper):
     """Captures graphs of the layers in ``vision_model.decoder.layers`` and attaches them to the layers.
 
-    It goes beside the ``TECudaGraphHelper`` of the language model and captures before that one does, which zeroes
-    gradients and metrics after capture: this one does not. It meets no other rank of the pipeline, so it may be called
-    on ranks with a vision model only; elsewhere it captures nothing.
+    Use it beside the language model's ``TECudaGraphHelper``, and capture with this one first: only the other one zeroes
+    gradients and metrics after capture. It does not communicate with other pipeline stages, so it may be called only on
+    ranks with a vision model; on others it captures nothing.
 
-    Inputs are ``[vision_seq_length, 1, hidden]``: all images of a micro-batch, one after the other. There are no
-    rotary embeddings among them.
+    Inputs are ``[vision_seq_length, 1, hidden]``: all images of a micro-batch, one after the other. There are no rotary
+    embeddings among them.
 
     Args:
-        model: The model's chunks, wrapped as for training; the first with a ``vision_model`` counts.
+        model: The model's chunks, wrapped as for training; the first with a ``vision_model`` is used.
         vision_config: The vision encoder's ``TransformerConfig``, with ``cuda_graph_impl="transformer_engine"``.
         vision_seq_length: Vision tokens in a micro-batch; see ``get_vision_cuda_graph_seq_length``.
-        micro_batch_size: Not needed: the batch dimension is 1.
-        num_microbatches: Micro-batches that sample arguments are made for. Capture sets it: 1 without pipeline
-            parallelism, where one graph serves all, and with it what the num_microbatches calculator says.
+        micro_batch_size: Not used: the batch dimension is 1.
+        num_microbatches: Micro-batches that sample arguments are made for. Capture sets it: to 1 without pipeline
+            parallelism, where one graph serves all, otherwise to that of the num_microbatches calculator.
         pg_collection: The process groups; by default those of ``parallel_state``.
 
     Raises:
@@ -72,7 +72,7 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
 
     def _discover_layers(self) -> None:
         super()._discover_layers()
-        # What else callers of megatron-core's helper read.
+        # Attributes that callers of megatron-core's helper read.
         self.vision_model = vision_model_of(self.model[0]) if self.model else None
         if self.vision_model is None:
             logger.warning("VisionTECudaGraphHelper: the model has no vision_model, nothing will be captured")
@@ -91,7 +91,7 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
 
     def _order(self) -> PassOrder:
         passes = super()._order()
-        # Between virtual stages more micro-batches of this chunk are in flight than if it were the only one: keep all.
+        # With virtual stages more micro-batches of this chunk are in flight than if it were the only one: keep all.
         return replace(passes, order=sorted(passes.order, reverse=True)) if self._interleaved else passes
 
     def _capture_layers(self) -> None:
@@ -100,18 +100,18 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
             layer.cuda_graphs = LayerGraphs(map(_wrap_graph_for_vision, layer.cuda_graphs))
 
     def _reset_after_capture(self) -> None:
-        """Zero nothing: the language model's helper does, on all ranks."""
+        """Do nothing: the language model's helper zeroes gradients and metrics, on all ranks."""
 
     def cuda_graph_set_manual_hooks(self) -> None:
-        """Do nothing: vision encoders do not gather their parameters by hooks of ``DistributedDataParallel``."""
+        """Do nothing: hooks of ``DistributedDataParallel`` do not gather the parameters of vision encoders."""
 
 
 def _wrap_graph_for_vision(graph_fn: Callable[..., Any]) -> Any:
     """Return ``graph_fn`` without the None outputs that a layer without context returns beside its hidden states.
 
     Args:
-        graph_fn: Any callable. A ``LayerGraph`` gives a ``LayerGraph``, as which its layer replays it; of another one
-            all attributes, such as ``reset`` and ``backward_dw``, are there.
+        graph_fn: Any callable. The result for a ``LayerGraph`` is a ``LayerGraph``, which its layer knows how to
+            replay; any other result has the attributes of ``graph_fn``, such as ``reset`` and ``backward_dw``.
     """
     if isinstance(graph_fn, LayerGraph):
         return graph_fn.wrapped(_WithoutNone)
@@ -119,7 +119,7 @@ def _wrap_graph_for_vision(graph_fn: Callable[..., Any]) -> Any:
 
 
 class _WithoutNone:
-    """A callable whose tuples come without None, unless they hold nothing else; in all else the callable itself."""
+    """Removes None from tuples that a callable returns, unless nothing else is in them; has its attributes."""
 
     def __init__(self, graphed: Callable[..., Any]):
         self.graphed = graphed

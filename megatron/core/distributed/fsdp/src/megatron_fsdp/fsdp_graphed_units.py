@@ -1,8 +1,8 @@
-"""What Megatron-FSDP knows of the units that run as CUDA graphs.
+"""Megatron-FSDP's state for units that run as CUDA graphs.
 
 A graph reads parameters, and with fused weight gradients writes gradients, at the addresses they had at capture.
-``GraphedUnits`` guards these addresses: a buffer that has moved is an error that names the parameter, before a replay,
-and not an illegal memory access.
+``GraphedUnits`` checks these addresses before a replay: a buffer that has moved raises an error that names the
+parameter, instead of an illegal memory access.
 """
 
 from collections.abc import Iterable, Iterator
@@ -29,11 +29,12 @@ class GraphedUnit:
     """One module that runs as CUDA graphs.
 
     Attributes:
-        params: All its parameters; they are gathered together, whichever of them its graphs read.
-        guards: The addresses of ``params``, for each direction that was captured.
-        fused: As keys, the parameters to whose main gradients fused kernels in the backward graph add.
+        params: All its parameters; they are gathered together, even if its graphs do not read all of them.
+        guards: The addresses of ``params``, for each captured direction.
+        fused: An ordered set (dict keys) of the parameters whose main gradients fused kernels in the backward graph
+            update.
         main_grad_guard: The addresses of these main gradients; None before a backward pass was captured.
-        collected: Parameters that have their gradient and wait for the unit's others.
+        collected: Parameters whose gradients are complete but not handled yet, until all of the unit's are.
     """
 
     params: tuple[torch.nn.Parameter, ...]
@@ -47,7 +48,7 @@ class GraphedUnits:
     """The graphed units of one ``MegatronFSDP``.
 
     Attributes:
-        capturing: Whether graphs are being captured now. Gradients computed meanwhile mean nothing.
+        capturing: Whether graphs are being captured now. Gradients computed during capture are meaningless.
     """
 
     def __init__(self, fsdp: torch.nn.Module):
@@ -56,8 +57,8 @@ class GraphedUnits:
         self._graphed_units: dict[torch.nn.Module, GraphedUnit] = {}
         self._module_of: dict[torch.nn.Parameter, torch.nn.Module] = {}  # of units whose gradients are collected
         self._holds_gradients: torch.nn.Module | None = None
-        self._uncaptured: list[int] = []  # buckets; of the last capture
-        # Modules of these types have a hook after backward that fetches what was collected.
+        self._uncaptured: list[int] = []  # buckets of units outside the last capture
+        # Modules of these types have a post-backward hook that handles collected gradients.
         shards_params = fsdp.data_parallel_sharding_strategy == "optim_grads_params"
         self._released_after_backward = tuple(fsdp.fsdp_unit_modules) if shards_params else ()
 
@@ -65,14 +66,14 @@ class GraphedUnits:
 
     @contextmanager
     def capture(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-        """Keep the model in capture mode: raw parameters, gradients withheld, nothing in flight at either end.
+        """Keep the model in capture mode: raw parameters, gradients withheld, no collective in flight at either end.
 
         Args:
-            modules: The modules that are captured, each an FSDP unit or holding parameters that are never released.
+            modules: The modules that are captured, each an FSDP unit or one whose parameters are never released.
 
-        When the context ends, also by an exception, every bucket that capture took is released and the module's
-        parameters are what they were (raw, or the optimizer's ``DTensor``). After an exception no module of
-        ``modules`` counts as graphed.
+        When the context ends, also after an exception, every bucket that capture used is released and the module's
+        parameters are restored (raw, or the optimizer's ``DTensor``). After an exception none of ``modules`` counts as
+        graphed.
         """
         modules = list(modules)
         fsdp = self._fsdp
@@ -96,7 +97,7 @@ class GraphedUnits:
             self._free_gradients(self._holds_gradients)
             self._holds_gradients = None
             for param in fsdp.module.parameters():
-                param.grad = None  # an engine that failed may have left some
+                param.grad = None  # a failed engine may have left some
                 param.grad_added_to_main_grad = False
             for module in fsdp.module.modules():
                 module._training_state = type(module._training_state).IDLE
@@ -105,7 +106,7 @@ class GraphedUnits:
                 fsdp._replace_param_with_distributed_if_needed()
 
     def forget(self, modules: Iterable[torch.nn.Module]) -> None:
-        """``modules`` run eagerly from now on."""
+        """Forget ``modules``, which run eagerly from now on."""
         for module in modules:
             unit = self._graphed_units.pop(module, None)
             if unit is not None:
@@ -125,7 +126,7 @@ class GraphedUnits:
             gathers.wait_bucket_ready(bucket, bwd)
 
     def _other_units(self, modules: Iterable[torch.nn.Module]) -> list[int]:
-        """The buckets of FSDP units that are released after use and hold no parameter of ``modules``."""
+        """Return the buckets of FSDP units that are released after use and hold no parameter of ``modules``."""
         if not self._released_after_backward:
             return []
         buffer = self._fsdp.param_and_grad_buffer
@@ -134,7 +135,7 @@ class GraphedUnits:
         return [bucket for bucket, group in groups if group.fsdp_unit_id is not None and bucket not in captured]
 
     def _release_uncaptured(self) -> None:
-        """Release what was prefetched of units that are not captured: they do not run, so no hook of theirs does."""
+        """Release prefetched buckets of units that are not captured: these do not run, so their hooks do not either."""
         gathers = self._fsdp.all_gather_pipeline
         for bucket in self._uncaptured:
             for bwd in (False, True):
@@ -159,7 +160,7 @@ class GraphedUnits:
         return module in self._graphed_units and (self.capturing or _replays(module))
 
     def parameters_gathered(self, module: torch.nn.Module, direction: Direction) -> None:
-        """Note, or compare, where the parameters are that ``module`` is about to use.
+        """Record the addresses of the parameters of ``module`` at capture; compare them before a replay.
 
         Raises:
             MovedBufferError: a parameter is not where the graph reads it.
@@ -167,7 +168,7 @@ class GraphedUnits:
         if not self.covers(module):
             return
         if self.capturing:
-            self._settle()  # prefetched units too: nothing may be in flight while a graph records
+            self._settle()  # prefetches too: no collective may be in flight while a graph records
             self._release_uncaptured()
         unit = self._graphed_units[module]
         guard = unit.guards.get(direction)
@@ -180,14 +181,14 @@ class GraphedUnits:
             guard.check()
 
     def fused_gradients(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """The parameters whose main gradient the replay of ``module``'s backward graph writes."""
+        """Return the parameters whose main gradients the replay of ``module``'s backward graph writes."""
         return list(self._graphed_units[module].fused) if self.covers(module) and not self.capturing else []
 
     def gradients_claimed(self, module: torch.nn.Module) -> None:
-        """Compare where the main gradients are that the graph of ``module`` is about to write.
+        """Compare the addresses of the main gradients that the graph of ``module`` will write.
 
         Raises:
-            MovedBufferError: one is not where the graph writes it.
+            MovedBufferError: a main gradient is not where the graph writes it.
         """
         if self.fused_gradients(module):
             guard = self._graphed_units[module].main_grad_guard
@@ -201,9 +202,9 @@ class GraphedUnits:
             param.grad_added_to_main_grad = True
 
     def collect_gradient(self, param: torch.nn.Parameter) -> bool:
-        """Keep ``param`` until ``collected_gradients`` if its gradient comes from a graph, with all others of its unit.
+        """Keep ``param`` until ``collected_gradients`` if its gradient comes from a graph.
 
-        Handling them at once saves the host time. False if it is to be handled now.
+        Handling all gradients of a unit at once saves host time. Returns False if the caller must handle it now.
         """
         module = self._module_of.get(param)
         if module is None or not _replays(module):
@@ -212,7 +213,7 @@ class GraphedUnits:
         return True
 
     def collected_gradients(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """Return the parameters of ``module`` whose gradients were kept, and forget them."""
+        """Return and forget the parameters of ``module`` that ``collect_gradient`` kept."""
         unit = self._graphed_units.get(module)
         if unit is None:
             return []
@@ -225,9 +226,9 @@ class GraphedUnits:
             unit.collected = []
 
     def backward_done(self, module: torch.nn.Module) -> None:
-        """After a captured backward pass: note fused gradients and release the buckets that they took.
+        """After a captured backward pass, note fused gradients and release the previous unit's buckets.
 
-        Buckets are released one unit late, as in training, so that units take turns with the two buffers.
+        Buckets are released one unit late, as in training, so that units alternate between the two buffers.
         """
         if not self.capturing or module not in self._graphed_units:
             return

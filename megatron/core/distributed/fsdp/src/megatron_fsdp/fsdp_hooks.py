@@ -1,19 +1,19 @@
-"""The hooks through which Megatron-FSDP acts on a model, each a named method of one object.
+"""The hooks that Megatron-FSDP registers on a model, each a named method of one object.
 
-What they do in a training step, in order, for an FSDP unit (a layer, with ``optim_grads_params``):
+In a training step they run in this order for an FSDP unit (a layer, with ``optim_grads_params``):
 
 ====================================  =========================================================================
 before forward                        ``unshard_for_forward``: gather the unit's parameters, prefetch the next unit's
 after forward                         ``release_after_forward``: release the parameter bucket
 before backward                       ``unshard_for_backward``: gather them again
-when a parameter's gradient is there  ``handle_gradient``: move it to its bucket, reduce the bucket when it is full
+when a gradient is complete           ``handle_gradient``: move it to its bucket, reduce the bucket when it is full
 after backward                        ``release_after_backward``: release the parameter bucket
 ====================================  =========================================================================
 
 Other modules gather their own direct parameters before forward and keep them. ``start_backward`` and
 ``finish_backward`` frame the backward pass of the whole model.
 
-Autograd has no hook that runs before or after the backward of a module, so ``attach_*`` insert one into the graph
+Autograd has no hook that runs before or after the backward pass of a module, so ``attach_*`` insert one into the graph
 around the module. They carry the sentinels by which ``megatron.core.transformer._cuda_graphs.hooks`` finds the handler.
 """
 
@@ -42,7 +42,7 @@ REDUCES_EVERY_BACKWARD = ("optim_grads", "optim_grads_params")
 
 
 def shown_in_profiles[**P, R](phase: Callable[P, R]) -> Callable[P, R]:
-    """Let profiles show the method ``phase`` of ``FsdpHooks`` as its name and that of the module it is called for."""
+    """Show the method ``phase`` of ``FsdpHooks`` in profiles, by its name and that of its module."""
 
     @wraps(phase)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -63,7 +63,7 @@ class FsdpHooks:
         fsdp: The wrapper whose pipelines and buffers the hooks drive.
         graphed: The units that run as CUDA graphs, and whether capture is under way.
         awaiting_gradient: Parameters whose gradient this backward pass has not handled yet.
-        in_backward: Whether the model's backward pass has started and not finished.
+        in_backward: Whether a backward pass of the model is in progress.
         module_names: The name of each module in the model, for profiles.
     """
 
@@ -126,7 +126,7 @@ class FsdpHooks:
     def _unit(self, module: torch.nn.Module) -> Unit:
         if module not in self._fsdp_units:
             if not isinstance(module, self._unit_types):
-                raise TypeError(f"{type(module).__name__} is no FSDP unit: others may still use its parameters")
+                raise TypeError(f"{type(module).__name__} is not an FSDP unit: others may still use its parameters")
             self._fsdp_units[module] = Unit.of(module, self.fsdp.param_and_grad_buffer.param_to_param_group)
         return self._fsdp_units[module]
 
@@ -160,7 +160,7 @@ class FsdpHooks:
                 )
 
     def _register_root(self, root, last):
-        # The user may call a module below the root that holds every parameter (under a precision wrapper, say).
+        # The user may call a submodule that holds every parameter (the one inside a precision wrapper, say).
         parameters = len(list(root.parameters()))
         for name, module in root.named_modules():
             if len(list(module.parameters())) == parameters:
@@ -235,7 +235,7 @@ class FsdpHooks:
     @runs_outside_graphs
     @shown_in_profiles
     def release_after_forward(self, module: torch.nn.Module, args: tuple = (), output: Any = None) -> None:
-        """Release the parameter bucket of a unit; lazily while backward recomputes it and needs it again at once."""
+        """Release the parameter bucket of a unit; lazily while backward recomputes the unit and needs it again."""
         recomputing = module._training_state == TrainingState.PRE_BACKWARD
         if not recomputing:
             module._training_state = TrainingState.IDLE
@@ -244,7 +244,7 @@ class FsdpHooks:
     @runs_outside_graphs
     @shown_in_profiles
     def release_after_backward(self, module: torch.nn.Module) -> None:
-        """Handle the gradients that waited for the unit's others, and release both of its parameter buckets."""
+        """Handle the unit's collected gradients, and release both of its parameter buckets."""
         self.handle_gradients(self.graphed.collected_gradients(module))
         self._release(module, bwd=True)
         self._release(module, bwd=False)
@@ -260,7 +260,7 @@ class FsdpHooks:
                 fp8_discard_transpose_cache(param)
 
     def install_loaded_parameters(self, module: torch.nn.Module, incompatible_keys: Any) -> None:
-        """Put parameters that ``load_state_dict`` has set where the model computes with them."""
+        """Copy the parameters that ``load_state_dict`` has set into the weights that the model computes with."""
         self.fsdp.install_optimized_model_weights()
 
     def show_distributed_parameters(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -279,7 +279,7 @@ class FsdpHooks:
 
     def handle_gradient(self, param: torch.nn.Parameter) -> None:
         """Called by autograd when ``param.grad`` is complete."""
-        # A parameter with a delayed weight gradient has its own hook; capture's gradients mean nothing.
+        # A parameter with a delayed weight gradient has its own hook; gradients of a capture are meaningless.
         if getattr(param, "skip_backward_post_hook", False) or self.graphed.capturing:
             return
         self.graphed.mark_fused_gradient(param)
@@ -290,7 +290,7 @@ class FsdpHooks:
     def handle_gradients(self, params: list[torch.nn.Parameter]) -> None:
         """Move the gradients of ``params`` to their buckets and reduce the buckets that are complete.
 
-        Gradients of shared parameters wait for ``finish_backward``: only then are all their parts there.
+        Gradients of shared parameters are left to ``finish_backward``: only then are they complete.
         """
         params = [param for param in params if not getattr(param, "_is_shared", False)]
         for param in params:
@@ -303,7 +303,7 @@ class FsdpHooks:
             self.awaiting_gradient.difference_update(params)
 
     def _accumulate_and_reduce(self, params: list[torch.nn.Parameter]) -> bool:
-        """Accumulate each gradient, then reduce if this pass is one that reduces; says whether it is."""
+        """Accumulate each gradient, then reduce them if this pass reduces; return whether it does."""
         self._accumulate(params)
         fsdp = self.fsdp
         last_microbatch = getattr(fsdp, "is_last_microbatch", False) or fsdp.model_auto_sync
@@ -317,7 +317,7 @@ class FsdpHooks:
         return reduces
 
     def _accumulate(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Add each gradient to its main gradient, unless a fused kernel has put it there already."""
+        """Add each gradient to its main gradient, unless a fused kernel has done so already."""
         buffer = self.fsdp.param_and_grad_buffer
         copied_to, copied_from = [], []
         claimed: dict[int, Any] = {}
@@ -345,7 +345,7 @@ class FsdpHooks:
             torch._foreach_copy_(copied_to, copied_from)
 
     def _claim_main_grad(self, param: torch.nn.Parameter, bucket: int, claimed: dict[int, Any]) -> torch.Tensor:
-        """Return ``param.main_grad``, in its bucket for this backward pass.
+        """Return ``param.main_grad``, a view of its bucket for this backward pass.
 
         Args:
             param: The parameter.
@@ -372,12 +372,12 @@ class FsdpHooks:
         """Open the model's backward pass: no prefetch or release by forward hooks, all gradients still to come.
 
         Args:
-            module: The module whose output's gradient came first; not used.
+            module: The module whose output gradient came first; not used.
             grad: That gradient; not used.
             skip_backward_hook: Whether the caller will call ``finish_backward`` itself.
         """
-        # A captured layer can hold all of the model's parameters (one layer on a pipeline stage, say); its backward at
-        # capture is no backward pass of the model.
+        # A captured layer can hold all of the model's parameters (one layer on a pipeline stage, say); its backward
+        # pass at capture is not one of the model.
         if self.in_backward or self.graphed.capturing:
             return
         self.in_backward, self._caller_ends_backward = True, skip_backward_hook
@@ -398,9 +398,9 @@ class FsdpHooks:
 
     @shown_in_profiles
     def finish_backward(self) -> None:
-        """Close the model's backward pass: handle what has no gradient or waited, and end the reductions."""
+        """Close the model's backward pass: handle the remaining parameters, and finish the reductions."""
         fsdp = self.fsdp
-        self.graphed.forget_collected()  # they are among the rest
+        self.graphed.forget_collected()  # they are still in awaiting_gradient
         rest = sorted(self.awaiting_gradient, key=fsdp.param_to_name.__getitem__)
         self.awaiting_gradient.clear()
         if self._accumulate_and_reduce(rest):
@@ -411,24 +411,23 @@ class FsdpHooks:
             fsdp.finish_grad_sync()
 
     def before_forward(self) -> None:
-        """Called before a forward pass of the whole model: none runs between the start and the end of backward.
+        """Called before a forward pass of the whole model; drops an unfinished backward pass.
 
-        Activation checkpointing of the whole model runs one inside backward; schedules that end backward themselves
-        interleave layers of both.
+        Two kinds of forward passes are allowed within a backward pass: activation checkpointing of the whole model, and
+        schedules that call ``finish_backward`` themselves.
         """
         if self.in_backward and not self._caller_ends_backward and torch._C._current_graph_task_id() == -1:
             self._drop_unfinished_backward()
 
     def before_step(self) -> None:
-        """Called when gradients are zeroed: no backward pass may be open."""
+        """Called when gradients are zeroed; drops an unfinished backward pass."""
         if self.in_backward:
             self._drop_unfinished_backward()
 
     def _drop_unfinished_backward(self) -> None:
-        """Clean up after a backward pass that an exception has ended: autograd does not call ``finish_backward`` then.
+        """Clean up after a backward pass that an exception ended: autograd does not call ``finish_backward`` then.
 
-        Later passes would otherwise take themselves for a part of it, and neither reduce all gradients nor release
-        parameters.
+        Later passes would otherwise count as a part of it, and neither reduce all gradients nor release parameters.
         """
         warnings.warn(
             "Megatron-FSDP: an exception ended the last backward pass. Gradients that were not reduced are dropped; "
@@ -458,7 +457,7 @@ class FsdpHooks:
     ) -> tuple[tuple, dict]:
         """Forward-pre hook that makes autograd call ``handler(module)`` once ``module``'s backward pass is over.
 
-        It sets an identity function between the inputs and the module, so a module must not change them in place.
+        It inserts an identity function between the inputs and the module, which must not change them in place.
         """
         if not torch.is_grad_enabled():
             return args, kwargs
@@ -473,9 +472,9 @@ class FsdpHooks:
 
     @torch.compiler.disable
     def attach_before_backward(self, handler: Callable, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
-        """Forward hook that makes autograd call ``handler(module, grads)`` when the first gradient of ``output`` comes.
+        """Forward hook that makes autograd call ``handler(module, grads)`` at the first gradient of ``output``.
 
-        The output tensors are replaced by views, so that one that is also an input is told apart from it.
+        The output tensors are replaced by views, so that an output that is also an input is a tensor of its own.
         """
         output = tree_map(lambda leaf: leaf.view_as(leaf) if torch.is_tensor(leaf) else leaf, output)
         tensors = [output] if torch.is_tensor(output) else output if isinstance(output, (tuple, list)) else []

@@ -1,4 +1,4 @@
-"""The parts of an FSDP unit, walked once: hooks need them several times in every pass."""
+"""The parts of an FSDP unit, collected once: hooks need them several times in every pass."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ class Unit:
 
     @classmethod
     def of(cls, module: torch.nn.Module, bucket_of: dict[torch.nn.Parameter, int]) -> "Unit":
-        """Walk ``module``, whose parameters must be raw."""
+        """Collect the parts of ``module``, whose parameters must be raw."""
         params = list(module.parameters())
         return cls(
             params=params,
@@ -38,4 +38,4 @@ class Unit:
     def set_training_state(self, state: Any) -> None:
         """Set the training state of every module of the unit."""
         for submodule in self.submodules:
-            submodule.__dict__["_training_state"] = state  # goes past Module.__setattr__, which is slow
+            submodule.__dict__["_training_state"] = state  # bypasses Module.__setattr__, which is slow

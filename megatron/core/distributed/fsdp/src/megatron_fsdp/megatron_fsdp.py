@@ -1,6 +1,6 @@
-"""``MegatronFSDP`` whose hooks are named methods of one object, and which can be captured in per-layer CUDA graphs.
+"""``MegatronFSDP`` whose hooks are named methods of one object, and which supports per-layer CUDA graphs.
 
-Everything else of megatron-core's module of this path is megatron-core's own.
+Everything else in this module is megatron-core's.
 """
 
 from collections.abc import Iterable
@@ -35,19 +35,19 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         self.grad_acc_hooks: dict = {}
         self.fsdp_hooks = hooks = FsdpHooks(self)
         hooks.register(root_module)
-        # The names under which schedules that drive a layer in parts call these.
+        # Schedules that run a layer in parts call these by name.
         self.post_forward_release_module = hooks.release_after_forward
         self.post_backward_release_module = hooks.release_after_backward
         self.pre_backward = partial(hooks.start_backward, None, skip_backward_hook=True)
         self.post_backward = hooks.finish_backward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """Run the model; see megatron-core. Warns if the last backward pass was ended by an exception."""
+        """Run the model; see megatron-core. Warns if an exception ended the last backward pass."""
         self.fsdp_hooks.before_forward()
         return super().forward(*inputs, **kwargs)
 
     def zero_grad_buffer(self) -> None:
-        """Zero all gradients; see megatron-core. Warns if the last backward pass was ended by an exception."""
+        """Zero all gradients; see megatron-core. Warns if an exception ended the last backward pass."""
         self.fsdp_hooks.before_step()
         super().zero_grad_buffer()
 
@@ -56,5 +56,5 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         return self.fsdp_hooks.graphed.capture(modules)
 
     def forget_graphs(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Say that ``modules`` no longer run as CUDA graphs."""
+        """Note that ``modules`` no longer run as CUDA graphs."""
         self.fsdp_hooks.graphed.forget(modules)

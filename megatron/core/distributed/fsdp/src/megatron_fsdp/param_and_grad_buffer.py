@@ -1,6 +1,6 @@
-"""Megatron-FSDP's buffers and pipelines, with a data race of double buffering closed.
+"""Megatron-FSDP's buffers and pipelines, with a data race of double buffering fixed.
 
-Everything else of megatron-core's module of this path is megatron-core's own.
+Everything else in this module is megatron-core's.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from megatron_fsdp_cuda_graphs.overlay import extend
 _upstream: Any = extend(__name__)
 
 
-if TYPE_CHECKING:  # names that are megatron-core's own
+if TYPE_CHECKING:  # megatron-core's names
 
     def __getattr__(name: str) -> Any: ...
 
@@ -20,10 +20,10 @@ class GradReducePipeline(_upstream.GradReducePipeline):
     """megatron-core's ``GradReducePipeline`` whose double buffer is not written while a reduction still reads it."""
 
     def _enforce_double_buffer_limit(self, add_buckets: Iterable[int]) -> None:
-        """Give back the gradient buckets that ``add_buckets`` need, and let the current stream wait for them.
+        """Release gradient buckets for ``add_buckets``, and let the current stream wait for their reductions.
 
-        megatron-core gives a bucket back as soon as its reduction is queued, and lets only the reduction stream wait
-        for its end. The next unit's gradients are written to that bucket by the current stream, which runs ahead.
+        megatron-core releases a bucket as soon as its reduction is queued, and only the reduction stream waits for its
+        end. The current stream, which runs ahead, then writes the next unit's gradients to that bucket.
         """
         queued = list(self.grad_reduce_queue)
         super()._enforce_double_buffer_limit(add_buckets)

@@ -1,4 +1,4 @@
-"""graphed_callables: capture-time hooks run around every warm-up and capture pass, outside the graph."""
+"""capture_time_hooks: capture-time hooks run around every warm-up and capture pass, outside the graph."""
 
 import re
 from functools import partial

@@ -1,4 +1,4 @@
-"""graphed_callables: weight gradients that modules leave to a pass of their own, as TransformerEngine's do."""
+"""delayed_wgrad: weight gradients that modules leave to a pass of their own, as TransformerEngine's do."""
 
 import copy
 import queue

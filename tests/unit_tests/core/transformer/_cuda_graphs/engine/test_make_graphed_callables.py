@@ -1,4 +1,4 @@
-"""graphed_callables: replays compute what eager runs compute, to the bit."""
+"""make_graphed_callables: replays compute what eager runs compute, to the bit."""
 
 import copy
 import functools

@@ -1,4 +1,4 @@
-"""graphed_callables: what it refuses to capture, and how it says so."""
+"""make_graphed_callables: what it refuses to capture, and how it says so."""
 
 import pytest
 import torch

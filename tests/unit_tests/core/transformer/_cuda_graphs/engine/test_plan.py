@@ -1,4 +1,4 @@
-"""graph_plan: which slot runs when, for a pipeline order."""
+"""plan: which slot runs when, for a pipeline order."""
 
 import pytest
 from hypothesis import given

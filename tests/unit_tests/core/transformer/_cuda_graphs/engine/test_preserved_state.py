@@ -1,4 +1,4 @@
-"""graphed_callables: what a capture, and a capture that fails, leave of the process: everything as it was."""
+"""make_graphed_callables: a capture, also one that fails, leaves the state of the process as it was."""
 
 import gc
 import sys

@@ -1,4 +1,4 @@
-"""graph_quantization: quantized callables, with a TransformerEngine in miniature; tests/gpu has the real one."""
+"""quantization: quantized callables, with a TransformerEngine in miniature; tests/gpu has the real one."""
 
 import pytest
 import torch

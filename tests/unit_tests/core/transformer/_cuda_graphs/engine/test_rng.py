@@ -1,4 +1,4 @@
-"""generator_states and capture_state: generators that graphs can use, and the flags of a capture."""
+"""rng and state: generators that graphs can use, and the flags of a capture."""
 
 import sys
 from collections import namedtuple

@@ -1,4 +1,4 @@
-"""graphed_callables: memory that graphs share, and memory that is not theirs."""
+"""make_graphed_callables: memory that graphs share, and memory that is not theirs."""
 
 import gc
 

@@ -1,4 +1,4 @@
-"""graph_arguments: arguments of graphs, their descriptions, and walks through them."""
+"""arguments: arguments of graphs, their descriptions, and walks through them."""
 
 import dataclasses
 from enum import Enum

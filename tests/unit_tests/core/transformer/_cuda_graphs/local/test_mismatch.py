@@ -1,4 +1,4 @@
-"""argument_mismatch: each difference between a call and the captured one is a line that says where and what."""
+"""mismatch: each difference between a call and the captured one is a line that says where and what."""
 
 import dataclasses
 

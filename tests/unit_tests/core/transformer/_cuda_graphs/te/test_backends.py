@@ -1,4 +1,4 @@
-"""cuda_graph_engines: which engine captures."""
+"""backends: which engine captures."""
 
 import sys
 from types import ModuleType

@@ -1,4 +1,4 @@
-"""te_helper: the parts of the helper that need no model; integration tests train with the whole."""
+"""helper: the parts of the helper that need no model; integration tests train with the whole."""
 
 import importlib
 from contextlib import nullcontext

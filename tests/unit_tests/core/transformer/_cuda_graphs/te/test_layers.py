@@ -1,4 +1,4 @@
-"""graphable_layers: which layers a graph can hold, and where they are."""
+"""layers: which layers a graph can hold, and where they are."""
 
 from itertools import combinations
 from types import SimpleNamespace

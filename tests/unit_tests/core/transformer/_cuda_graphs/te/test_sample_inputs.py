@@ -1,4 +1,4 @@
-"""cuda_graph_inputs: which slots share static inputs."""
+"""sample_inputs: which slots share static inputs."""
 
 from types import SimpleNamespace
 

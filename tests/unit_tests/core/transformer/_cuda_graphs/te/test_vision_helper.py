@@ -1,4 +1,4 @@
-"""vision_cuda_graphs: graphs of a vision encoder, in one process as the first stage of a pipeline of one or two."""
+"""vision_helper: graphs of a vision encoder, in one process as the first stage of a pipeline of one or two."""
 
 import copy
 import inspect

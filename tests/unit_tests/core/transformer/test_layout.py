@@ -1,0 +1,110 @@
+"""The files of the graphs are layers: leaves, engine, te and local, the public module. None imports a higher one.
+
+The files are parsed, not imported: an import inside a function counts too, except where only cycles at import time
+matter.
+"""
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[4]
+TRANSFORMER = "megatron.core.transformer"
+PACKAGE = f"{TRANSFORMER}._cuda_graphs"
+MEGATRON_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+
+# Lowest first. A file may import files of its own layer and of lower ones. A folder stands for all of its files.
+LAYERS = (
+    {f"{PACKAGE}.{name}" for name in ("state", "errors", "expected_inputs", "hooks", "fsdp_checks")},
+    {f"{PACKAGE}.engine"},
+    {f"{PACKAGE}.layer_graph"},
+    {f"{TRANSFORMER}.module"},
+    {f"{PACKAGE}.te", f"{PACKAGE}.local", f"{PACKAGE}.imported_names", f"{PACKAGE}.for_callers"},
+    {f"{TRANSFORMER}.cuda_graphs"},
+)
+
+
+def _path_of(name: str) -> Path:
+    return REPOSITORY / Path(*name.split(".")).with_suffix(".py")
+
+
+def _files() -> list[str]:
+    root = _path_of(PACKAGE).with_suffix("")
+    files = [path for path in root.rglob("*.py") if path.name != "__init__.py"]
+    return sorted(
+        [".".join(path.relative_to(REPOSITORY).with_suffix("").parts) for path in files]
+        + [f"{TRANSFORMER}.module", f"{TRANSFORMER}.cuda_graphs"]
+    )
+
+
+FILES = _files()
+FSDP_FILES = [f"{MEGATRON_FSDP}.{path.stem}" for path in _path_of(MEGATRON_FSDP).with_suffix("").glob("*.py")]
+
+
+def _nodes(tree: ast.AST, inside_functions: bool) -> Iterator[ast.AST]:
+    for node in ast.iter_child_nodes(tree):
+        if inside_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            yield node
+            yield from _nodes(node, inside_functions)
+
+
+def _imports(name: str, *, inside_functions: bool = True) -> set[str]:
+    """The files of ``FILES`` that the file of this module imports."""
+    found: set[str] = set()
+    for node in _nodes(ast.parse(_path_of(name).read_text()), inside_functions):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = name.split(".")[: -node.level] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            found |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
+    return found & set(FILES)
+
+
+def _group(name: str) -> str:
+    """The folder of a file of ``te``, ``local`` or ``engine``, otherwise the file."""
+    folder = name.rpartition(".")[0]
+    return name if folder in (PACKAGE, TRANSFORMER) else folder
+
+
+def _rank(name: str) -> int:
+    ranks = [rank for rank, layer in enumerate(LAYERS) if _group(name) in layer]
+    assert ranks, f"{name} belongs to no layer of LAYERS"
+    return ranks[0]
+
+
+def _short(name: str) -> str:
+    return name.removeprefix(f"{TRANSFORMER}.").removeprefix("_cuda_graphs.")
+
+
+@pytest.mark.parametrize("name", FILES, ids=_short)
+def test_file_imports_no_higher_layer(name: str) -> None:
+    own = _rank(name)
+    assert not {imported for imported in _imports(name) if _rank(imported) > own}
+
+
+@pytest.mark.parametrize(("folder", "other"), [("te", "local"), ("local", "te")])
+def test_te_and_local_do_not_import_each_other(folder: str, other: str) -> None:
+    files = [name for name in FILES if _group(name) == f"{PACKAGE}.{folder}"]
+    assert files
+    assert not {(name, i) for name in files for i in _imports(name) if _group(i) == f"{PACKAGE}.{other}"}
+
+
+@pytest.mark.parametrize("name", FSDP_FILES)
+def test_megatron_fsdp_imports_leaves_and_engine_only(name: str) -> None:
+    assert not {imported for imported in _imports(name) if _rank(imported) > _rank(f"{PACKAGE}.engine.addresses")}
+
+
+def test_there_is_no_import_cycle() -> None:
+    imports = {name: _imports(name, inside_functions=False) for name in FILES}
+    assert sum(map(len, imports.values())) > len(FILES)
+    graphlib.TopologicalSorter(imports).prepare()  # raises CycleError with the files of a cycle
+
+
+@pytest.mark.parametrize("folder", ["", "engine", "te", "local"])
+def test_init_file_is_empty(folder: str) -> None:
+    init = _path_of(PACKAGE).with_suffix("") / folder / "__init__.py"
+    assert init.read_text() == ""
