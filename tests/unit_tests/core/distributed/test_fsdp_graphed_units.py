@@ -1,5 +1,6 @@
 """What Megatron-FSDP does about units that run as CUDA graphs: capture mode, gradients withheld, moved buffers."""
 
+import warnings
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from unittest import mock
@@ -171,11 +172,22 @@ def test_a_unit_that_is_prefetched_but_not_captured_is_released(fsdp, layers):
         assert used.keys() == {buffer.param_to_param_group[param] for param in layers[2].parameters()}
 
 
+def test_both_buckets_of_a_unit_that_is_not_captured_are_released(fsdp, layers):
+    """With FP8 parameters a unit has one for forward and one for backward."""
+    buffer, gathers = fsdp.param_and_grad_buffer, fsdp.all_gather_pipeline
+    with fsdp.capture_graphs(layers[2:]):
+        others = {buffer.param_to_param_group[param] for layer in layers[:2] for param in layer.parameters()}
+        with mock.patch.object(gathers, "release_bucket", wraps=gathers.release_bucket) as release:
+            fsdp.fsdp_hooks.unshard_for_forward(layers[2])
+        released = {call.args for call in release.call_args_list}
+    assert released == {(bucket, bwd) for bucket in others for bwd in (False, True)}
+
+
 def test_gathers_in_flight_are_settled_before_capture(fsdp, layers):
     fsdp.start_param_sync()
     fsdp.all_gather_and_wait_parameters_ready(list(layers[2].parameters()), wait_bucket_ready=False)
     assert in_use(fsdp)["parameters"]
-    with fsdp.capture_graphs(layers):
+    with warnings.catch_warnings(action="error"), fsdp.capture_graphs(layers):  # megatron-core warns of those left
         assert in_use(fsdp) == NOTHING
 
 
@@ -304,11 +316,33 @@ def test_fused_gradients_take_turns_with_the_two_buffers_while_capturing(fsdp, l
     assert in_use(fsdp) == NOTHING
 
 
+def test_no_main_gradient_points_to_a_released_buffer_after_capture(fsdp, layers):
+    capture(fsdp, layers, fused=FUSED)
+    claimed = [param for name, param in fsdp.raw_param.items() if name.endswith(FUSED)]
+    assert [param.main_grad for param in claimed] == [None] * len(layers) * len(FUSED)
+
+
 def test_fused_gradients_are_claimed_where_the_graph_writes_before_backward(fsdp, layers):
     places = capture(fsdp, layers, fused=FUSED)
     with replaying(fsdp, layers) as hooks:
         hooks.unshard_for_backward(layers[3])
         assert [layers[3].get_parameter(name).main_grad.data_ptr() for name in FUSED] == places[layers[3]]
+
+
+def test_fused_gradients_of_every_later_backward_are_claimed(fsdp, layers):
+    capture(fsdp, layers, fused=FUSED)
+    with replaying(fsdp, layers) as hooks:
+        fused = [layers[3].get_parameter(name) for name in FUSED]
+        for _ in range(2):
+            assert list(map(id, hooks.graphed.fused_gradients(layers[3]))) == list(map(id, fused))
+            hooks.unshard_for_backward(layers[3])
+            hooks.release_after_backward(layers[3])
+
+
+def test_the_backward_of_a_unit_that_is_not_captured_notes_nothing_while_capturing(fsdp, layers):
+    with fsdp.capture_graphs(layers[2:]):
+        backward_of(fsdp.fsdp_hooks, layers[0])
+        assert fsdp.fsdp_hooks.graphed.collected_gradients(layers[0]) == []
 
 
 def test_gradients_that_no_graph_writes_are_not_claimed(fsdp, layers):
@@ -373,7 +407,9 @@ def test_gradients_that_wait_for_a_unit_without_end_are_handled_at_the_end_of_ba
             hooks.handle_gradient(param)
         hooks.finish_backward()
         assert all(param.grad is None for param in params)
-        hooks.release_after_backward(layers[3])  # nothing is handled twice
+        with mock.patch.object(fsdp.grad_reduce_pipeline, "reduce_gradients") as reduce:
+            hooks.release_after_backward(layers[3])
+        assert not reduce.called  # a second time
 
 
 def test_gradients_are_written_anew_once_graphs_are_forgotten(fsdp, layers):

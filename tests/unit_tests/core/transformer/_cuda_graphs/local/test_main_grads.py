@@ -38,6 +38,13 @@ def test_what_the_layer_has_added_itself_is_not_added_again():
     assert target.main_grad.tolist() == [1, 1]
 
 
+def test_the_gradient_of_a_sharded_weight_is_not_added():
+    target = param(1.0)
+    target.is_gtp_weight_remat = True  # megatron-core's mark of a weight that adds its own
+    assert accumulate_into_main_grads([target], [torch.ones(2)]) == [None]
+    assert target.main_grad.tolist() == [1, 1]
+
+
 def test_a_gradient_without_a_main_gradient_is_left():
     grad = torch.ones(2)
     assert accumulate_into_main_grads([param()], [grad])[0] is grad

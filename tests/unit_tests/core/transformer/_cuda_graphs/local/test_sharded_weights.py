@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("megatron.core.tensor_parallel.generalized_tensor_parallelism")
 
 from megatron.core.tensor_parallel import generalized_tensor_parallelism as gtp
-from megatron.core.transformer._cuda_graphs.local.sharded_weights import completed_in_backward
+from megatron.core.transformer._cuda_graphs.local.sharded_weights import ShardedWeights, completed_in_backward
 from megatron.core.transformer.cuda_graphs import (
     CudaGraphManager,
     create_cudagraphs,
@@ -144,6 +144,19 @@ def test_gathered_weights_are_in_the_memory_pool_of_the_graphs():
     delete_cuda_graphs()
     train_sharded(sharded_stack(count=1), steps=1)
     assert gtp._CG_MEMPOOL == CudaGraphManager.global_mempool is not None
+
+
+def test_the_state_of_each_weight_of_a_pass_and_of_its_neighbors_is_taken_once():
+    weights = [torch.nn.Parameter(torch.zeros(1)) for _ in range(5)]
+    before, own, expert, other_expert, beyond = weights
+    for weight, previous, following in ((before, None, own), (own, before, expert), (expert, own, beyond)):
+        weight.is_gtp_weight_remat, weight.prev_w, weight.next_w = True, previous, following
+    expert.weight_list = [expert, other_expert]  # gathered together
+    module = torch.nn.Module()
+    module.own, module.bias = own, torch.nn.Parameter(torch.zeros(1))
+    assert list(map(id, ShardedWeights(module).with_neighbors())) == list(map(id, (own, expert, other_expert, before)))
+    module.expert = expert
+    assert sorted(map(id, ShardedWeights(module).with_neighbors())) == sorted(map(id, weights))
 
 
 class TestCompletedInBackward:

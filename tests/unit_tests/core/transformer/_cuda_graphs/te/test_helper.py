@@ -1,7 +1,8 @@
 """helper: the parts of the helper that need no model; integration tests train with the whole."""
 
 import importlib
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
@@ -415,10 +416,49 @@ class TestCaptureMode:
         capturing.create_cudagraphs()
         assert capturing.graphs_created()
 
-    def test_nothing_to_capture_is_finished_without_graphs(self):
+    @pytest.mark.parametrize("frozen", [True, False])
+    @pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
+    def test_garbage_is_frozen_for_the_time_of_the_capture_where_that_is_asked_for(self, monkeypatch, frozen, fails):
+        calls = []
+        monkeypatch.setattr(te_helper.state, "FREEZE_GC", frozen)
+        for name in ("freeze", "unfreeze"):
+            monkeypatch.setattr(te_helper.gc, name, partial(calls.append, name))
+
+        def capture():
+            calls.append("capture")
+            if fails:
+                raise Failure
+
+        with pytest.raises(Failure) if fails else nullcontext():
+            CapturingHelper(capture).create_cudagraphs()
+        assert calls == (["freeze", "capture", "unfreeze"] if frozen else ["capture"])
+
+    def test_cached_memory_is_released_before_and_after(self, monkeypatch):
+        calls = []
+        monkeypatch.setattr(te_helper, "release_cached_memory", lambda **how: calls.append(how))
+        CapturingHelper(lambda: calls.append("capture")).create_cudagraphs()
+        assert calls == [{"thorough": True}, "capture", {}]
+
+    def test_the_device_is_waited_for_before_gradients_are_zeroed(self, monkeypatch):
+        calls = []
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+        capturing = CapturingHelper(lambda: calls.append("capture"))
+        capturing._reset_after_capture = lambda: calls.append("zero")
+        capturing.create_cudagraphs()
+        start = calls.index("capture")
+        assert calls[start : start + 3] == ["capture", "wait", "zero"]
+
+    def test_is_reported(self, caplog):
+        with caplog.at_level("INFO"):
+            CapturingHelper(lambda: None).create_cudagraphs()
+        assert caplog.messages[0] == "Start CUDA graph capture"
+        assert "Captured 0 layer graphs with the native engine in" in caplog.text
+
+    def test_nothing_to_capture_is_finished_without_graphs(self, caplog):
         capturing = CapturingHelper(None, layers=0)
         capturing.create_cudagraphs()
         assert state(capturing) == {"capturing": False, "graphs": False, "finished": True, "resets": 1}
+        assert "no graphable layers found" in caplog.text
 
     @pytest.mark.parametrize("error", [RuntimeError, AssertionError])
     def test_a_second_capture_is_refused(self, error):
@@ -516,6 +556,41 @@ class TestWhatWarmUpChanges:
         assert self.capture(fails).calls.item() == 0
 
 
+class RecordingEngine(DisturbingEngine):
+    """An engine that keeps the arguments of its capture."""
+
+    def __init__(self, takes_hooks):
+        super().__init__(fails=False)
+        self.takes_hooks = takes_hooks
+
+    def capture(self, layers, sample_args, **arguments):
+        self.arguments = arguments
+        return super().capture(layers, sample_args, **arguments)
+
+
+@pytest.mark.usefixtures("cpu_backend")
+@pytest.mark.parametrize("takes_hooks", [False, True])
+def test_hooks_are_given_to_an_engine_that_takes_them(takes_hooks):
+    layer, seen = CountingLayer(), []
+    layer.register_forward_pre_hook(lambda module, args: seen.append(module))
+    capturing = helper_of_layers([layer], [1, -1])
+    capturing._engine = engine = RecordingEngine(takes_hooks)
+    capturing._capture_layers()
+    hooks = engine.arguments.get("capture_time_hooks", [])
+    assert [len(each["forward_pre_hooks"]) for each in hooks] == [1] * takes_hooks
+
+
+@pytest.mark.usefixtures("cpu_backend")
+@pytest.mark.parametrize(("stages", "expected"), [(1, None), (2, 1)])
+def test_graphs_are_for_any_number_of_micro_batches_unless_there_are_pipeline_stages(stages, expected):
+    layer = CountingLayer()
+    capturing = helper_of_layers([layer], [1, -1])
+    capturing.pp_group = SimpleNamespace(size=lambda: stages)
+    capturing._engine = DisturbingEngine(fails=False)
+    capturing._capture_layers()
+    assert [graph.num_microbatches for graph in layer.cuda_graphs] == [expected]
+
+
 # -------------------------------------------------------------------------------------------------------- wrappers
 
 
@@ -534,6 +609,46 @@ def test_megatron_fsdp_forgets_graphs_that_are_deleted(monkeypatch):
     fsdp, layer = Fsdp(), SimpleNamespace(cuda_graphs=[])
     helper(model=[fsdp], callables_per_chunk=[[layer]], _graphs_created=True).delete_cuda_graphs()
     assert fsdp.forgotten == [layer]
+
+
+def test_megatron_fsdp_is_in_capture_mode_with_the_layers_of_its_chunk():
+    class Capturing(Fsdp):
+        capturing = None
+
+        @contextmanager
+        def capture_graphs(self, layers):
+            self.capturing = layers
+            yield
+            self.capturing = None
+
+    chunks = [Capturing(), torch.nn.Linear(1, 1), Capturing()]
+    with helper(model=chunks, callables_per_chunk=[["first"], ["second"], ["third"]])._fsdp_capture():
+        assert (chunks[0].capturing, chunks[2].capturing) == (["first"], ["third"])
+    assert (chunks[0].capturing, chunks[2].capturing) == (None, None)
+
+
+def test_layers_hold_no_graphs_once_these_are_deleted(monkeypatch):
+    messages = []
+    monkeypatch.setattr(TECudaGraphHelper, "_log", lambda self, level, message: messages.append(message))
+    graphs = [mock.Mock(), mock.Mock()]
+    layer = SimpleNamespace(cuda_graphs=graphs, cuda_graph_manual_hooks=["hook"])
+    deleting = helper(
+        model=[torch.nn.Linear(1, 1)], callables_per_chunk=[[layer]], _graphs_created=True, _capture_finished=True
+    )
+    deleting.delete_cuda_graphs()
+    assert [graph.reset.call_count for graph in graphs] == [1, 1]
+    assert (layer.cuda_graphs, layer.cuda_graph_manual_hooks) == ([], [])
+    assert not deleting.graphs_created()
+    assert not deleting.capture_finished()
+    assert messages == ["deleted all CUDA graphs"]
+
+
+def test_layers_gather_by_themselves_only_without_megatron_fsdp():
+    data_parallel, under_fsdp, under_ddp = mock.Mock(spec=["_make_forward_pre_hook"]), mock.Mock(), mock.Mock()
+    chunks = [Fsdp(), data_parallel]
+    helper(model=chunks, callables_per_chunk=[[under_fsdp], [under_ddp]]).cuda_graph_set_manual_hooks()
+    assert not under_fsdp.setup_manual_hooks.called
+    under_ddp.setup_manual_hooks.assert_called_once_with(data_parallel._make_forward_pre_hook)
 
 
 def wrapped(module, levels):
