@@ -1,5 +1,6 @@
 """helper: the parts of the helper that need no model; integration tests train with the whole."""
 
+import gc
 import importlib
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -10,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 
+from megatron.core.transformer._cuda_graphs import state as capture_state
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 from megatron.core.transformer._cuda_graphs.engine.plan import ordered_plan
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
@@ -419,10 +421,10 @@ class TestCaptureMode:
     @pytest.mark.parametrize("frozen", [True, False])
     @pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
     def test_garbage_is_frozen_for_the_time_of_the_capture_where_that_is_asked_for(self, monkeypatch, frozen, fails):
-        calls = []
-        monkeypatch.setattr(te_helper.state, "FREEZE_GC", frozen)
+        calls: list[str] = []
+        monkeypatch.setattr(capture_state, "FREEZE_GC", frozen)
         for name in ("freeze", "unfreeze"):
-            monkeypatch.setattr(te_helper.gc, name, partial(calls.append, name))
+            monkeypatch.setattr(gc, name, partial(calls.append, name))
 
         def capture():
             calls.append("capture")
@@ -443,7 +445,7 @@ class TestCaptureMode:
         calls = []
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
         capturing = CapturingHelper(lambda: calls.append("capture"))
-        capturing._reset_after_capture = lambda: calls.append("zero")
+        monkeypatch.setattr(capturing, "_reset_after_capture", lambda: calls.append("zero"))
         capturing.create_cudagraphs()
         start = calls.index("capture")
         assert calls[start : start + 3] == ["capture", "wait", "zero"]
