@@ -1,7 +1,10 @@
 """Turns: with several micro-batches in flight graphs are replayed in the order of their capture."""
 
+from dataclasses import dataclass
+
 import pytest
 
+from megatron.core.transformer._cuda_graphs.local.turns import Turns
 from megatron.core.transformer.cuda_graphs import (
     _CudagraphGlobalRecord,
     create_cudagraphs,
@@ -14,6 +17,63 @@ from .local_graph_cases import (
 )
 
 pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
+
+
+@dataclass(frozen=True)
+class Runner:
+    """All that the order knows of a runner."""
+
+    name: str
+
+
+class TestTurns:
+    """The order of passes by itself, of runners that are no more than names."""
+
+    def taken(self, *passes):
+        """Turns that took over ``passes``, each of a letter and "F" or "B", and its runners."""
+        runners = {name: Runner(name=name) for name, _ in passes}
+        turns = Turns()
+        turns.take_order([(runners[name], "fwd" if kind == "F" else "bwd") for name, kind in passes])
+        return turns, {name: turns.of(runner) for name, runner in runners.items()}
+
+    def test_are_those_of_the_passes_recorded(self):
+        turns, of = self.taken("aF", "bF", "cF", "aB", "bB")
+        assert turns.in_flight == 0
+        assert [of[name].number for name in "abc"] == [0, 1, 2]
+        assert [of[name].bit for name in "abc"] == [1, 2, 0]  # c has no backward pass
+        assert [of[name].busy_at_forward for name in "abc"] == [0, 1, 3]
+        assert [of[name].busy_at_backward for name in "abc"] == [2, 0, -1]
+
+    def test_of_an_earlier_recording_are_forgotten(self):
+        turns, _ = self.taken("aF", "aB")
+        runner = Runner(name="b")
+        turns.take_order([(runner, "fwd"), (runner, "bwd")])
+        assert (turns.of(runner).number, turns.of(runner).bit) == (0, 1)
+
+    def test_of_a_runner_that_was_not_recorded_come_at_any_time(self):
+        turns, of = self.taken("aF", "aB")
+        turns.begin(of["a"])
+        other = turns.of(Runner(name="other"))
+        turns.check_forward(other)
+        turns.check_backward(other)
+
+    def test_are_kept_in_every_order_that_has_no_more_in_flight_than_was_recorded(self):
+        turns, of = self.taken("aF", "bF", "aB", "bB")
+        turns.check_forward(of["a"])
+        turns.begin(of["a"])
+        turns.check_forward(of["b"])
+        turns.begin(of["b"])
+        turns.check_backward(of["a"])
+        turns.end(of["a"])
+        assert turns.in_flight == of["b"].bit
+        turns.check_backward(of["b"])
+        with pytest.raises(RuntimeError, match=r"^a would overwrite memory of b,"):
+            turns.check_forward(of["a"])
+        turns.begin(of["a"])
+        with pytest.raises(RuntimeError, match=r"^b would overwrite memory of a,"):
+            turns.check_backward(of["b"])
+        turns.end_all()
+        turns.check_forward(of["a"])
 
 
 class TestPipeline:
