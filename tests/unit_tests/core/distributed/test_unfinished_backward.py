@@ -3,6 +3,7 @@
 import warnings
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -115,6 +116,19 @@ def test_everything_that_it_held_is_released(one_rank):
     for buffer in (unit.model_weight_buffer, unit.main_grad_buffer):
         assert dict(buffer.temporary_bucket_allocator.using_buffer) == {}
     assert {module._training_state.name for module in training.fsdp.module.modules()} == {"IDLE"}
+
+
+def test_gradients_that_no_hook_has_handled_are_dropped(one_rank):
+    training = built("optim_grads_params")
+    interrupted_backward(training)
+    params, graphed = list(training.fsdp.raw_param.values()), training.fsdp.fsdp_hooks.graphed
+    for param in params:
+        param.grad, param.grad_added_to_main_grad = torch.zeros_like(param), True
+    with warns(), mock.patch.object(graphed, "forget_collected") as forget:
+        training.fsdp.fsdp_hooks.before_step()
+    assert [param.grad for param in params] == [None] * len(params)
+    assert not any(param.grad_added_to_main_grad for param in params)
+    assert forget.called
 
 
 def test_a_training_without_exceptions_is_not_warned_of(one_rank):
