@@ -493,6 +493,38 @@ class TestUpstream:
         """
         assert sandbox.output(code) == f"True {sandbox.folder}/layers.py"
 
+    def test_of_a_megatron_core_whose_loader_only_executes(self, sandbox):
+        """As that of pytest, which rewrites assertions."""
+        code = """
+            import sys
+            from importlib.machinery import PathFinder
+
+            class Rewriting:
+                def create_module(self, spec):
+                    return None
+
+                def exec_module(self, module):
+                    source = open(module.__spec__.origin).read()
+                    exec(source.replace("LIMIT = 1", "LIMIT = 2"), vars(module))
+
+                @classmethod
+                def find_spec(cls, name, path=None, target=None):
+                    if name != "megatron.core.layers":
+                        return None
+                    spec = PathFinder.find_spec(name, path)
+                    spec.loader = cls()
+                    return spec
+
+            sys.meta_path.insert(0, Rewriting)
+            import megatron.core.layers as layers
+            print(layers.Linear.graphed, layers.limit())
+        """
+        assert sandbox.output(code) == "True 2"
+
+    def test_its_loader_can_be_copied(self, sandbox):
+        code = "import copy, megatron.core.layers as l; print(copy.copy(l.__spec__.loader).file.name)"
+        assert sandbox.output(code) == "layers.py"
+
 
 class TestPickle:
     @pytest.mark.parametrize("name", ["Linear", "Norm"])
