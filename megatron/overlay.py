@@ -41,7 +41,6 @@ from operator import attrgetter
 from pathlib import Path
 from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
-from weakref import WeakKeyDictionary
 
 ROOT = Path(__file__).resolve().parent
 PACKAGES = ("core", "training")  # of megatron-core; other folders of this tree are the patch's own
@@ -396,13 +395,13 @@ def is_patched(module: ModuleType) -> bool:
     return _extension(module) is not None or module.__file__ == str(tree_file(module.__name__))
 
 
-_published: WeakKeyDictionary[type, str] = WeakKeyDictionary()  # the file that defines each class
+_published: dict[tuple[str, str], str] = {}  # by module and name of a class, the file that defines it
 
 
 def publish(definition: type | FunctionType, name: str) -> None:
     """Make ``definition`` one of the module ``name``, by which pickles then name it. Its source is still found."""
     if isinstance(definition, type):  # a function knows its file itself
-        _published[definition] = inspect.getfile(definition)
+        _published[name, definition.__qualname__] = inspect.getfile(definition)
     definition.__module__ = name
 
 
@@ -411,9 +410,10 @@ def _getfile_of_both(getfile: Callable[[Any], str]) -> Callable[[Any], str]:
 
     @functools.wraps(getfile)
     def wrapper(object: Any) -> str:
-        if isinstance(object, type) and object in _published:
-            return _published[object]
-        module = sys.modules.get(getattr(object, "__module__", "")) if isinstance(object, type) else None
+        name = getattr(object, "__module__", "") if isinstance(object, type) else ""
+        if name and (name, object.__qualname__) in _published:
+            return _published[name, object.__qualname__]
+        module = sys.modules.get(name)
         extension = _extension(module)
         if extension is not None and extension.defines(object):
             return str(extension.file)

@@ -369,6 +369,25 @@ class TestInspection:
         """
         assert inspected.output(code) == f"{hints} {{'megatron.core.layers'}}"
 
+    def test_a_published_class_is_found_where_it_is_defined(self, inspected):
+        write(inspected.folder, {"mine.py": "class Mine:\n    size = 1\n"})
+        code = """
+            import inspect, megatron.core.layers, mine
+            from megatron_fsdp_cuda_graphs.overlay import publish
+            for _ in range(2):
+                publish(mine.Mine, "megatron.core.layers")
+            print(mine.Mine.__module__, inspect.getsource(mine.Mine))
+        """
+        done = inspected.run("-c", dedent(code), ahead=(inspected.folder,))
+        assert done.stdout.strip() == "megatron.core.layers class Mine:\n    size = 1"
+
+    def test_a_class_that_cannot_be_hashed_is_found(self, inspected):
+        source = "class Meta(type):\n    __hash__ = None\n\nclass Mine(metaclass=Meta):\n    size = 1\n"
+        write(inspected.folder, {"mine.py": source})
+        code = "import inspect, megatron.core.layers, mine; print(inspect.getfile(mine.Mine))"
+        done = inspected.run("-c", code, ahead=(inspected.folder,))
+        assert done.stdout.strip() == str(inspected.folder / "mine.py")
+
     def test_a_class_of_another_module_is_where_it_was(self, inspected):
         write(inspected.folder, {"mine.py": "class Mine:\n    size = 1\n"})
         code = """
