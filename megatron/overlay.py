@@ -176,7 +176,8 @@ class OverlayFinder(MetaPathFinder):
 class Originals:
     """megatron-core's definitions in an extended module: what ``extend`` returns.
 
-    A name that this tree's file defines anew is megatron-core's own here. Every other name is looked up in the module when it is asked for.
+    A name that this tree's file defines anew is megatron-core's own here. Every other name is looked up in the module
+    when it is asked for.
     """
 
     __slots__ = ("__dict__", "__module")
