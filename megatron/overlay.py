@@ -12,7 +12,8 @@ on ``sys.meta_path`` and imports nothing. If this tree has ``a/b.py``, then ``me
 An extended module is megatron-core's in every other respect: its ``__spec__`` and ``__file__`` are, and there is no
 second module object. So what anyone sets on it or deletes from it reaches the functions of both files, and the classes
 of both pickle under the public name. ``inspect`` takes the file of a class from its module; ``activate`` wraps
-``inspect.getfile`` so that classes of this tree's file are looked for there.
+``inspect.getfile`` so that classes of this tree's file are looked for there, and those that ``publish`` moved are
+looked for where they are defined.
 
 Every other import goes on as usual.
 
@@ -38,7 +39,7 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from operator import attrgetter
 from pathlib import Path
-from types import CodeType, ModuleType, SimpleNamespace
+from types import CodeType, FunctionType, ModuleType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 ROOT = Path(__file__).resolve().parent
@@ -175,8 +176,8 @@ class OverlayFinder(MetaPathFinder):
 class Originals:
     """megatron-core's definitions in an extended module: what ``extend`` returns.
 
-    A name that this tree's file defines anew is megatron-core's own here. Every other name is looked up in the module when
-    it is asked for.
+    A name that this tree's file defines anew is megatron-core's own here. Every other name is looked up in the module
+    when it is asked for.
     """
 
     __slots__ = ("__dict__", "__module")
@@ -218,6 +219,8 @@ class ExtensionLoader(Loader):
         self._own = SimpleNamespace()
 
     def __getattr__(self, name: str) -> Any:
+        if name == "found":  # while the loader is copied
+            raise AttributeError(name)
         return getattr(self.found.loader, name)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -241,11 +244,18 @@ class ExtensionLoader(Loader):
     def run(self, module: ModuleType) -> None:
         """Run both files in the namespace of ``module``."""
         ours = SourceFileLoader(self.found.name, str(self.file)).get_code(self.found.name)
-        definitions = _changes(vars(module), self.found.loader.get_code(self.found.name))  # type: ignore[union-attr]
+        definitions = _changes(module, self._run_found)
         self.originals = Originals(module, definitions)
-        self._own = SimpleNamespace(**_changes(vars(module), ours))
+        self._own = SimpleNamespace(**_changes(module, lambda module: exec(ours or "", vars(module))))
         for name in definitions.keys() - vars(self._own).keys():
             delattr(self.originals, name)
+
+    def _run_found(self, module: ModuleType) -> None:
+        loader: Any = self.found.loader
+        if module.__name__ == self.found.name:
+            loader.exec_module(module)  # loaders such as pytest's, which rewrites assertions, have no get_code
+        else:  # as python -m
+            exec(loader.get_code(self.found.name), vars(module))
 
     def get_code(self, fullname: str) -> CodeType:
         """Return what ``python -m`` runs."""
@@ -259,10 +269,11 @@ class ExtensionLoader(Loader):
             return False
 
 
-def _changes(namespace: dict[str, Any], code: CodeType | None) -> dict[str, Any]:
-    """Run ``code`` in ``namespace`` and return the names that it defined or gave another value."""
+def _changes(module: ModuleType, run: Callable[[ModuleType], None]) -> dict[str, Any]:
+    """Call ``run`` with ``module`` and return the names that it defined or gave another value."""
+    namespace = vars(module)
     before = dict(namespace)
-    exec(code or "", namespace)
+    run(module)
     missing = object()
     return {
         name: value
@@ -385,12 +396,25 @@ def is_patched(module: ModuleType) -> bool:
     return _extension(module) is not None or module.__file__ == str(tree_file(module.__name__))
 
 
+_published: dict[tuple[str, str], str] = {}  # by module and name of a class, the file that defines it
+
+
+def publish(definition: type | FunctionType, name: str) -> None:
+    """Make ``definition`` one of the module ``name``, by which pickles then name it. Its source is still found."""
+    if isinstance(definition, type):  # a function knows its file itself
+        _published[name, definition.__qualname__] = inspect.getfile(definition)
+    definition.__module__ = name
+
+
 def _getfile_of_both(getfile: Callable[[Any], str]) -> Callable[[Any], str]:
-    """Return ``inspect.getfile`` that knows two files of an extended module."""
+    """Return ``inspect.getfile`` that knows two files of an extended module, and the files of published classes."""
 
     @functools.wraps(getfile)
     def wrapper(object: Any) -> str:
-        module = sys.modules.get(getattr(object, "__module__", "")) if isinstance(object, type) else None
+        name = getattr(object, "__module__", "") if isinstance(object, type) else ""
+        if name and (name, object.__qualname__) in _published:
+            return _published[name, object.__qualname__]
+        module = sys.modules.get(name)
         extension = _extension(module)
         if extension is not None and extension.defines(object):
             return str(extension.file)

@@ -369,6 +369,25 @@ class TestInspection:
         """
         assert inspected.output(code) == f"{hints} {{'megatron.core.layers'}}"
 
+    def test_a_published_class_is_found_where_it_is_defined(self, inspected):
+        write(inspected.folder, {"mine.py": "class Mine:\n    size = 1\n"})
+        code = """
+            import inspect, megatron.core.layers, mine
+            from megatron_fsdp_cuda_graphs.overlay import publish
+            for _ in range(2):
+                publish(mine.Mine, "megatron.core.layers")
+            print(mine.Mine.__module__, inspect.getsource(mine.Mine))
+        """
+        done = inspected.run("-c", dedent(code), ahead=(inspected.folder,))
+        assert done.stdout.strip() == "megatron.core.layers class Mine:\n    size = 1"
+
+    def test_a_class_that_cannot_be_hashed_is_found(self, inspected):
+        source = "class Meta(type):\n    __hash__ = None\n\nclass Mine(metaclass=Meta):\n    size = 1\n"
+        write(inspected.folder, {"mine.py": source})
+        code = "import inspect, megatron.core.layers, mine; print(inspect.getfile(mine.Mine))"
+        done = inspected.run("-c", code, ahead=(inspected.folder,))
+        assert done.stdout.strip() == str(inspected.folder / "mine.py")
+
     def test_a_class_of_another_module_is_where_it_was(self, inspected):
         write(inspected.folder, {"mine.py": "class Mine:\n    size = 1\n"})
         code = """
@@ -492,6 +511,38 @@ class TestUpstream:
             print(layers.Linear.graphed, layers.__file__)
         """
         assert sandbox.output(code) == f"True {sandbox.folder}/layers.py"
+
+    def test_of_a_megatron_core_whose_loader_only_executes(self, sandbox):
+        """As that of pytest, which rewrites assertions."""
+        code = """
+            import sys
+            from importlib.machinery import PathFinder
+
+            class Rewriting:
+                def create_module(self, spec):
+                    return None
+
+                def exec_module(self, module):
+                    source = open(module.__spec__.origin).read()
+                    exec(source.replace("LIMIT = 1", "LIMIT = 2"), vars(module))
+
+                @classmethod
+                def find_spec(cls, name, path=None, target=None):
+                    if name != "megatron.core.layers":
+                        return None
+                    spec = PathFinder.find_spec(name, path)
+                    spec.loader = cls()
+                    return spec
+
+            sys.meta_path.insert(0, Rewriting)
+            import megatron.core.layers as layers
+            print(layers.Linear.graphed, layers.limit())
+        """
+        assert sandbox.output(code) == "True 2"
+
+    def test_its_loader_can_be_copied(self, sandbox):
+        code = "import copy, megatron.core.layers as l; print(copy.copy(l.__spec__.loader).file.name)"
+        assert sandbox.output(code) == "layers.py"
 
 
 class TestPickle:

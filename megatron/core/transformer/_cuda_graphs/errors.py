@@ -7,3 +7,19 @@ class OptionsError(ValueError, AssertionError):
 
 class CallOrderError(RuntimeError, AssertionError):
     """A method was called out of order."""
+
+
+class ArgumentError(ValueError, AssertionError):
+    """An argument that differs from capture, or that a graph cannot be given."""
+
+
+class ArgumentTypeError(TypeError, AssertionError):
+    """An argument of a type that a graph cannot be given."""
+
+
+class NoGraphError(RuntimeError, AssertionError):
+    """A call that no captured graph is for."""
+
+
+class UnsupportedError(RuntimeError, AssertionError):
+    """Something that CUDA graphs do not work with, such as a hook or an RNG tracker."""

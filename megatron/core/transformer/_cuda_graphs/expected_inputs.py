@@ -5,6 +5,8 @@ from typing import Any, NoReturn
 
 import torch
 
+from .errors import ArgumentTypeError
+
 
 class ExpectedInputs:
     """The inputs that a callable was captured with, and what errors call them.
@@ -31,12 +33,12 @@ class ExpectedInputs:
         """Compare ``inputs`` with those at capture; there must be as many.
 
         Raises:
-            TypeError: an input is not a tensor.
+            ArgumentTypeError: an input is not a tensor.
             ValueError: an input has another shape or dtype, or requires grad and did not at capture.
         """
         for index, (given, (shape, dtype, requires_grad)) in enumerate(zip(inputs, self._expected, strict=True)):
             if not isinstance(given, torch.Tensor):
-                raise TypeError(
+                raise ArgumentTypeError(
                     f"{self._owner}: {self._name_of(index)} must be a tensor for a CUDA graph, got {given!r}"
                 )
             if given.shape != shape or given.dtype != dtype:

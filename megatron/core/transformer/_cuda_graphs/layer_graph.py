@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .engine.addresses import AddressGuard
+from .errors import ArgumentError
 from .expected_inputs import ExpectedInputs
 
 # Inputs that only attention reads; layers without attention receive them too.
@@ -80,13 +81,13 @@ class LayerGraph:
         causal attention mask, the causal mask).
 
         Raises:
-            TypeError: an input is not a tensor.
+            ArgumentTypeError: an input is not a tensor.
             ValueError: the graph was captured without an input, or an input has another shape or dtype, or requires
                 grad and did not at capture.
             MovedBufferError: a parameter, or a main gradient that the graphs write, has moved since capture.
         """
         if len(args) != len(self._static_args):
-            raise ValueError(
+            raise ArgumentError(
                 f"{self._name} was captured with {len(self._static_args)} positional inputs and is called with "
                 f"{len(args)}"
             )
@@ -109,7 +110,7 @@ class LayerGraph:
                 replay_kwargs[name] = kwargs.pop(name)
         for name, given in kwargs.items():
             if given is not None and name not in self._ignored:
-                raise ValueError(
+                raise ArgumentError(
                     f"{self._name} was captured without {name}, so its CUDA graph cannot take it. Train with "
                     f"--cuda-graph-impl none, or leave out what makes {name} necessary."
                 )

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import inspect
 import os
 import pickle
 import re
@@ -369,6 +370,13 @@ OWN = [name for name in cuda_graphs.__all__ if isinstance(getattr(cuda_graphs, n
 @pytest.mark.parametrize("name", OWN)
 def test_classes_and_functions_are_of_this_module(name):
     assert getattr(cuda_graphs, name).__module__ == "megatron.core.transformer.cuda_graphs"
+
+
+@pytest.mark.parametrize(("file", "name"), [(file, name) for file, name in DEFINED if name in OWN])
+def test_source_is_found_in_the_file_that_defines_it(file, name):
+    value = getattr(cuda_graphs, name)
+    assert Path(inspect.getfile(value)).resolve() == TABLES.parents[1] / file
+    assert re.search(rf"^(class|def) {name}\b", inspect.getsource(value), re.MULTILINE)
 
 
 def test_pickles_load_without_the_patch(tmp_path):

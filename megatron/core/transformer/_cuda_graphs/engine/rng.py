@@ -9,6 +9,8 @@ import torch
 
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 
+from ..errors import UnsupportedError
+
 
 def _clone_nested_tensors(value: Any) -> Any:
     """Return ``value`` with every tensor in it cloned; tuples, lists and dicts are rebuilt, anything else is shared.
@@ -70,7 +72,7 @@ def check_rng_tracker() -> None:
     """Check, before Megatron's RNG tracker has any state, that CUDA graphs can draw from its kind of states.
 
     Raises:
-        RuntimeError: it is not.
+        UnsupportedError: it is not.
     """
     tracker = tensor_parallel_random.get_cuda_rng_tracker()
     if isinstance(tracker, tensor_parallel_random.CudaRNGStatesTracker):
@@ -80,14 +82,14 @@ def check_rng_tracker() -> None:
             tracker, "is_inference_rng_tracker", False
         )
     if not usable:
-        raise RuntimeError(_UNUSABLE)
+        raise UnsupportedError(_UNUSABLE)
 
 
 def generator_states() -> list[torch.Generator]:
     """Return the generators, besides the default one, from which a Megatron layer may draw.
 
     Raises:
-        RuntimeError: Megatron's RNG tracker keeps states that a graph cannot use.
+        UnsupportedError: Megatron's RNG tracker keeps states that a graph cannot use.
     """
     states: list[torch.Generator] = []  # both trackers may have states of the same names
     if tensor_parallel_random._CUDA_RNG_STATE_TRACKER_INITIALIZED:
@@ -96,7 +98,7 @@ def generator_states() -> list[torch.Generator]:
     if distributed is not None and distributed.graph_safe_rng_available():
         states += distributed.get_all_rng_states().values()
     if any(isinstance(state, torch.Tensor) for state in states):
-        raise RuntimeError(_UNUSABLE)
+        raise UnsupportedError(_UNUSABLE)
     return list(dict.fromkeys(states))
 
 

@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_map as pytree_map
 
+from ..errors import ArgumentTypeError
+
 
 @dataclass
 class CudagraphBufferMetadata:
@@ -74,10 +76,10 @@ class ArgMetadata:
         """Return a new tensor of zeros with the shape, strides, dtype, device and ``requires_grad`` of the argument.
 
         Raises:
-            TypeError: the argument is not a tensor.
+            ArgumentTypeError: the argument is not a tensor.
         """
         if not self.is_tensor:
-            raise TypeError(f"an argument of type {self.type.__name__} has no zeros: only tensors have")
+            raise ArgumentTypeError(f"an argument of type {self.type.__name__} has no zeros: only tensors have")
         zeros = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device).zero_()
         return zeros.requires_grad_(self.requires_grad)
 
@@ -180,11 +182,11 @@ def _check_supported_type(meta: ArgMetadata) -> None:
     dataclasses, tuples, lists and dicts of these.
 
     Raises:
-        TypeError: the argument, or a leaf of it, has another type.
+        ArgumentTypeError: the argument, or a leaf of it, has another type.
     """
     for leaf in leaves_of(meta.value) if not meta.is_tensor else ():
         if not (isinstance(leaf, _SCALARS) or is_inference_context(leaf)):
-            raise TypeError(
+            raise ArgumentTypeError(
                 f"an argument of type {type(leaf).__name__} cannot be given to a module with --cuda-graph-impl local: "
                 "a graph takes tensors, None, bool, int, float, str, enums, process groups, inference contexts and "
                 "dataclasses, tuples, lists and dicts of these"

@@ -15,6 +15,7 @@ from ..engine.rng import check_rng_tracker, make_generators_safe, preserve_rng
 from ..engine.slot import WarmupRecord
 from ..engine.streams import capture_stream, leave_default_stream
 from ..engine.te_engine import transformer_engine_flag
+from ..errors import NoGraphError, OptionsError, UnsupportedError
 from ..fsdp_checks import refuse_fsdp_hooks
 from .arguments import ArgMetadata, described, tensors_of, with_tensors
 from .forward_only import may_replay_evaluation
@@ -59,8 +60,8 @@ class CudaGraphManager(torch.nn.Module):
         is_first_microbatch: Whether the next call is a step's first, in which weights are quantized again.
 
     Raises:
-        ValueError: ``config.cuda_graph_impl`` is not ``local``.
-        RuntimeError: Megatron's RNG tracker keeps states that a graph cannot use.
+        OptionsError: ``config.cuda_graph_impl`` is not ``local``.
+        UnsupportedError: Megatron's RNG tracker keeps states that a graph cannot use.
     """
 
     global_mempool: ClassVar[tuple | None] = None
@@ -109,11 +110,11 @@ class CudaGraphManager(torch.nn.Module):
         """Run the forward-pre hooks of ``DistributedDataParallel`` on ``module``, which wait for its parameters.
 
         Raises:
-            RuntimeError: ``module`` has another forward-pre hook, which replays would not run.
+            UnsupportedError: ``module`` has another forward-pre hook, which replays would not run.
         """
         for hook in module._forward_pre_hooks.values():
             if getattr(hook, "__module__", None) != _DDP:
-                raise RuntimeError(
+                raise UnsupportedError(
                     f"{type(module).__name__} has a forward-pre hook ({hook!r}), which a CUDA graph does not run. "
                     "--cuda-graph-impl local allows only hooks of DistributedDataParallel: remove the hook; with "
                     "--use-megatron-fsdp use --cuda-graph-impl transformer_engine."
@@ -134,7 +135,7 @@ class CudaGraphManager(torch.nn.Module):
         arguments; otherwise the next one in the order of a step's calls.
 
         Raises:
-            RuntimeError: graphs were captured, and none fits this call.
+            NoGraphError: graphs were captured, and none fits this call.
         """
         created = _CudagraphGlobalRecord.cudagraph_created
         wants_grad = self.need_backward and torch.is_grad_enabled()
@@ -154,12 +155,12 @@ class CudaGraphManager(torch.nn.Module):
             if runner is not None:
                 self._refuse_busy(runner)
                 if not runner.can_differentiate(wants_grad, args, kwargs):
-                    raise RuntimeError(self._why_none(megatron_module, args, kwargs, wants_grad))
+                    raise NoGraphError(self._why_none(megatron_module, args, kwargs, wants_grad))
                 self.cudagraph_runners.remove(runner)
                 self.cudagraph_runners.append(runner)
                 return runner
         if created and not self._inline_capture:
-            raise RuntimeError(self._why_none(megatron_module, args, kwargs, wants_grad))
+            raise NoGraphError(self._why_none(megatron_module, args, kwargs, wants_grad))
         return self._new_runner(megatron_module, args, kwargs)
 
     def _without_key(self) -> Iterator[_CudaGraphRunner]:
@@ -167,7 +168,7 @@ class CudaGraphManager(torch.nn.Module):
 
     def _refuse_busy(self, runner: _CudaGraphRunner) -> None:
         if runner.status is not _GraphStatus.FWD_READY:
-            raise RuntimeError(
+            raise NoGraphError(
                 f"{runner.name} has CUDA graphs for {len(list(self._without_key()))} micro-batches, all of which wait "
                 "for their backward passes. Under pipeline parallelism --cuda-graph-impl local allows no more "
                 "micro-batches in a step than the first one had (--global-batch-size, --rampup-batch-size)."
@@ -175,7 +176,7 @@ class CudaGraphManager(torch.nn.Module):
 
     def _refuse_unrecorded(self, module: Any) -> None:
         if self.need_backward and torch.is_grad_enabled():
-            raise RuntimeError(
+            raise NoGraphError(
                 f"{type(module).__name__} is to be trained after the CUDA graphs were captured (--cuda-graph-impl "
                 "local), and did not run in the step that was recorded: it is another model's, a copy, or new. Call "
                 "delete_cuda_graphs() first: the next step is recorded anew, with all that runs in it."
@@ -220,8 +221,9 @@ class CudaGraphManager(torch.nn.Module):
             The output of the module; always a tuple if the call is one of inference.
 
         Raises:
-            ValueError: arguments differ from those at capture; lists the differences.
-            RuntimeError: no graph fits this call, or a replay is not possible now.
+            ArgumentError: arguments differ from those at capture; lists the differences.
+            NoGraphError: no graph fits this call.
+            RuntimeError: a replay is not possible now.
         """
         context = kwargs.get("inference_context")
         if context is not None or self._inline_capture:
@@ -401,5 +403,5 @@ def _forget_pool() -> None:
 
 def _check(config: Any) -> None:
     if config.cuda_graph_impl != "local":
-        raise ValueError(f"CudaGraphManager needs --cuda-graph-impl local, got {config.cuda_graph_impl!r}")
+        raise OptionsError(f"CudaGraphManager needs --cuda-graph-impl local, got {config.cuda_graph_impl!r}")
     check_rng_tracker()

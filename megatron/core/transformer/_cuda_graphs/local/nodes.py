@@ -7,6 +7,7 @@ from typing import Any, Protocol
 import torch
 
 from ..engine.replay import Replay, ReplayNode, ReplayOptions, fast_apply
+from ..errors import NoGraphError
 from .buffers import StaticInput
 from .turns import Turns
 
@@ -153,12 +154,12 @@ class LocalReplay(Replay):
         """Copy ``inputs`` to the static inputs of the forward graph.
 
         Raises:
-            RuntimeError: that would overwrite a value that another graph's backward pass still needs.
+            NoGraphError: that would overwrite a value that another graph's backward pass still needs.
         """
         in_flight = self._turns.in_flight
         for (static, users), given in zip(self._static_inputs, inputs):  # noqa: B905
             if not static.put(given, bool(in_flight & users)):
-                raise RuntimeError(
+                raise NoGraphError(
                     f"{self.name}: at capture an input of shape {tuple(given.shape)} was one tensor for several graphs "
                     "or came straight from another graph, and now it is another tensor. With --cuda-graph-impl local "
                     "every step must pass tensors from layer to layer as the first one did."

@@ -15,6 +15,7 @@ from ..engine.preserve import pause_gc
 from ..engine.rng import make_generators_safe, preserve_rng
 from ..engine.streams import capture_stream, return_to_default_stream
 from ..engine.te_engine import transformer_engine_flag
+from ..errors import CallOrderError
 from .buffers import reset_counts
 from .inference import InferenceGraphs
 from .session import CaptureSession
@@ -95,11 +96,12 @@ class _CudagraphGlobalRecord:
             ``time`` in seconds, ``allocated_bytes`` and ``reserved_bytes``, or None if nothing was captured.
 
         Raises:
-            RuntimeError: something was recorded after capture, or a module cannot be captured.
+            CallOrderError: something was recorded after capture.
+            RuntimeError: a module cannot be captured.
         """
         if cls.cudagraph_created:
             if cls.cudagraph_record:
-                raise RuntimeError(
+                raise CallOrderError(
                     f"{cls.cudagraph_record[0][0].name} ran eagerly after the CUDA graphs were captured: call "
                     "delete_cuda_graphs() to record all graphs anew"
                 )

@@ -14,6 +14,7 @@ from ..engine.connected_leaves import connected_leaves
 from ..engine.preserve import preserve_buffers, preserve_moe_metrics
 from ..engine.rng import use_rng_state
 from ..engine.slot import CaptureOptions, GraphedSlot, WarmupRecord
+from ..errors import CallOrderError
 from .arguments import ArgMetadata, described, metas_of, tensors_of, with_tensors
 from .forward_only import written_state
 from .main_grads import accumulate_into_main_grads, scratch_main_grads, track_fused_accumulation
@@ -118,11 +119,11 @@ class RunnerCapture(RunnerState):
         """Capture the backward graph, after the forward graph.
 
         Raises:
-            RuntimeError: there is no forward graph, or it was captured without grad.
+            CallOrderError: there is no forward graph, or it was captured without grad.
         """
         slot = self._slot
         if slot is None or not self.grad_enabled:
-            raise RuntimeError(f"{self.name}: no backward graph without a forward graph that was captured with grad")
+            raise CallOrderError(f"{self.name}: no backward graph without a forward graph that was captured with grad")
         buffers = self._session.buffers
         outputs = tensors_of(slot.outputs)
         metas = [meta for meta, output in zip(self._output_metas, outputs, strict=True) if output.requires_grad]

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from ..errors import ArgumentError
 from .arguments import tensors_of
 from .mismatch import mismatches
 from .nodes import _GraphStatus
@@ -22,11 +23,11 @@ class RunnerMatching(RunnerState):
         """Refuse arguments that are not like those at capture.
 
         Raises:
-            ValueError: says which, and how.
+            ArgumentError: says which, and how.
         """
         problems = self.get_mismatch_errors(args, kwargs)
         if problems:
-            raise ValueError(f"{self.name} cannot replay its CUDA graph:\n" + "\n".join(problems))
+            raise ArgumentError(f"{self.name} cannot replay its CUDA graph:\n" + "\n".join(problems))
 
     def can_differentiate(self, wants_grad: bool, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether a replay on these arguments has the gradients that ``wants_grad`` asks for, or needs none."""

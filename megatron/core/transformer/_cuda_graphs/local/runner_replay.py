@@ -5,6 +5,7 @@ from typing import Any
 import torch
 
 from ..engine.replay import ReplayOptions
+from ..errors import CallOrderError
 from .arguments import tensors_of, with_tensors
 from .nodes import LocalReplay, _GraphStatus, replay_runner
 from .runner_matching import RunnerMatching
@@ -20,7 +21,7 @@ class RunnerReplay(RunnerMatching):
             What ``func`` returned at capture, in a tuple if it was none.
 
         Raises:
-            ValueError: arguments do not match; says which, and how.
+            ArgumentError: arguments do not match; says which, and how.
             RuntimeError: a replay is not possible now; see ``_CudagraphReplayNode``.
         """
         self.refuse_mismatch(args, kwargs)
@@ -57,7 +58,7 @@ class RunnerReplay(RunnerMatching):
                 runners wait for.
         """
         if self._replay is None:
-            raise RuntimeError(f"{self.name} has no CUDA graph to replay: it was not captured, or deleted")
+            raise CallOrderError(f"{self.name} has no CUDA graph to replay: it was not captured, or deleted")
         self.expect(_GraphStatus.FWD_READY)
         self._session.turns.check_forward(self.turn)
         return self._replay

@@ -9,6 +9,7 @@ import torch
 from ..engine.quantization import Quantization, QuantizedReplay
 from ..engine.rng import current_rng_state
 from ..engine.slot import GraphedSlot, WarmupRecord
+from ..errors import CallOrderError
 from .arguments import ArgMetadata, _check_supported_type, described, metas_of
 from .forward_only import Evaluation
 from .nodes import LocalReplay, _GraphStatus
@@ -159,11 +160,11 @@ class RunnerState(torch.nn.Module):
         """Refuse a pass that is not due.
 
         Raises:
-            RuntimeError: the other pass comes next.
+            CallOrderError: the other pass comes next.
         """
         if self.status is not status:
             due, called = ("backward", "forward") if status is _GraphStatus.FWD_READY else ("forward", "backward")
-            raise RuntimeError(f"{self.name}: a {called} pass, but its {due} pass comes next")
+            raise CallOrderError(f"{self.name}: a {called} pass, but its {due} pass comes next")
 
     def reset(self) -> None:
         """Free the graphs and return to the state before recording."""

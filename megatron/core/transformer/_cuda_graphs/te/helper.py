@@ -24,7 +24,7 @@ from ..engine.plan import ordered_plan
 from ..engine.preserve import preserve_buffers
 from ..engine.rng import preserve_rng
 from ..engine.te_engine import recover_te_engine
-from ..errors import CallOrderError, OptionsError
+from ..errors import ArgumentError, CallOrderError, OptionsError
 from ..fsdp_checks import check_fsdp_options
 from ..hooks import extracted_hooks
 from ..layer_graph import LayerGraph, LayerGraphs
@@ -281,12 +281,14 @@ class TECudaGraphHelper:
             tp_only_amax_red: Whether the group excludes data-parallel ranks.
 
         Raises:
-            ValueError: ``pg_collection`` has no such group.
+            ArgumentError: ``pg_collection`` has no such group.
         """
         name = "tp" + ("" if tp_only_amax_red else "_dp") + ("_cp" if with_context_parallel else "")
         group = getattr(self.pg_collection, name, None)
         if group is None:
-            raise ValueError(f"quantization reduces over the process group {name}, which pg_collection does not have")
+            raise ArgumentError(
+                f"quantization reduces over the process group {name}, which pg_collection does not have"
+            )
         return group
 
     # -------------------------------------------------------------------------------------------- capture
