@@ -16,7 +16,7 @@ MODEL = """
 FSDP = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"
 DOUBLE_BUFFER = "--fsdp-double-buffer"
 FALLBACK = "--fsdp-db-use-persist-buf-on-alloc-fail"
-REASONS = {DOUBLE_BUFFER: "at another address in every iteration", FALLBACK: "does not fit the double buffer"}
+REASONS = {DOUBLE_BUFFER: "to another address in every iteration", FALLBACK: "does not fit the double buffer"}
 GRAPHS = "--cuda-graph-impl transformer_engine"
 
 
