@@ -140,7 +140,7 @@ class CudaGraphManager(torch.nn.Module):
         created = _CudagraphGlobalRecord.cudagraph_created
         wants_grad = self.need_backward and torch.is_grad_enabled()
         if cache_key is not None:
-            runner = self.custom_cudagraphs_lookup_table[cache_key]
+            runner = self.custom_cudagraphs_lookup_table.get(cache_key)
             if runner is None:
                 runner = self._new_runner(megatron_module, args, kwargs, cache_key)
                 self.custom_cudagraphs_lookup_table[cache_key] = runner
@@ -361,9 +361,17 @@ class _GraphedFunction:
 
 
 class _RunnersByKey(dict[Hashable, "_CudaGraphRunner | None"]):
-    """Runners by the key of their calls."""
+    """Runners by the key of their calls.
 
-    def __missing__(self, key: Hashable) -> None:
+    megatron-core's keys for static batching, ``(sequence length, is_decode_only)``, find the first runner of that kind;
+    the keys here hold the whole shape, so that another batch size has a graph of its own.
+    """
+
+    def __missing__(self, key: Hashable) -> "_CudaGraphRunner | None":
+        for known, runner in self.items():
+            match known:
+                case ((length, *_), decode_only) if (length, decode_only) == key:
+                    return runner
         return None
 
 

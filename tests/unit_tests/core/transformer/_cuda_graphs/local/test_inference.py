@@ -125,6 +125,16 @@ class TestInference:
             layer(batch(0), scale=torch.ones(1, HIDDEN).cuda(), inference_context=Context(1, 8))
         assert set(layer.cudagraph_manager.custom_cudagraphs_lookup_table) == {((3, 8), False)}
 
+    def test_a_graph_of_static_batching_is_found_by_megatron_cores_key(self):
+        layer = stack(count=1).layers[0].eval()
+        with torch.inference_mode():
+            layer(batch(0), inference_context=Context(1, 8))
+        table = layer.cudagraph_manager.custom_cudagraphs_lookup_table
+        assert table[(3, False)] is table[((3, 8), False)] is not None
+        assert table[(3, True)] is None
+        assert table[(4, False)] is None
+        assert len(table) == 1
+
     def test_arguments_of_a_capture_are_not_kept_alive(self):
         layer = self.inline()
         given = batch(0)
