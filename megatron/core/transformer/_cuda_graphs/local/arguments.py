@@ -21,8 +21,6 @@ class CudagraphBufferMetadata:
     Attributes:
         is_cudagraph_input: Whether graphs take the tensor as an input.
         is_cudagraph_output: Whether a graph returns it.
-        is_saved_for_backward: Whether its memory is kept until a backward pass, as for every input of a pass with
-            gradients, even if autograd does not save it.
         input_use_count: The number of graph inputs that are this tensor.
         cudagraph_reuse_ref_count: The number of those inputs that read the output of another graph in place, without a
             copy.
@@ -30,17 +28,19 @@ class CudagraphBufferMetadata:
         fwd_cudagraph_buffer: During capture, the static tensor that holds its value.
         bwd_cudagraph_buffer: During capture, the static tensor that holds its gradient, from the backward graph that
             computes it to the one that reads it.
+        is_saved_for_backward: Whether its memory is kept until a backward pass, as for every input of a pass with
+            gradients, even if autograd does not save it.
         recording: Identifies the recording. Tensors may outlive it; metadata of another recording is stale.
     """
 
     is_cudagraph_input: bool = False
     is_cudagraph_output: bool = False
-    is_saved_for_backward: bool = False
     input_use_count: int = 0
     cudagraph_reuse_ref_count: int = 0
     capture_reuse_count: int = 0
     fwd_cudagraph_buffer: torch.Tensor | None = None
     bwd_cudagraph_buffer: torch.Tensor | None = None
+    is_saved_for_backward: bool = False
     recording: object | None = None
 
 
