@@ -1,0 +1,152 @@
+"""reset: graphs are freed, and a module can be captured again."""
+
+import functools
+import gc
+import weakref
+
+import pytest
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
+
+from .captured_cases import (
+    CASES,
+    assert_same_bits,
+    device_tensor,
+    mlp,
+    product,
+    train,
+)
+
+pytestmark = pytest.mark.usefixtures("cpu_backend")
+
+
+def test_a_function_that_was_reset_refuses_to_replay():
+    graphed = make_graphed_callables(product, (device_tensor(4, 6), device_tensor(4, 6)))
+    graphed.reset()
+    with pytest.raises(RuntimeError, match=r"graphs of callable 0 \(product\) were reset"):
+        graphed(device_tensor(4, 6), device_tensor(4, 6))
+
+
+def test_a_module_that_was_reset_refuses_to_replay():
+    module = make_graphed_callables(mlp(), (device_tensor(4, 6),))
+    module.reset()
+    with pytest.raises(RuntimeError, match="were reset; capture them again"):
+        module(device_tensor(4, 6))
+
+
+def test_a_backward_pass_after_reset_is_refused():
+    module = make_graphed_callables(mlp(), (device_tensor(4, 6),))
+    output = module(device_tensor(4, 6))
+    module.reset()
+    with pytest.raises(RuntimeError, match="has no backward graph"):
+        output.sum().backward()
+
+
+def test_a_module_that_was_reset_can_be_captured_again():
+    def capture_twice(func, args, sample_kwargs):
+        make_graphed_callables(func, args).reset()
+        return make_graphed_callables(func, args)
+
+    assert_same_bits(train(CASES["dropout"], capture_twice), train(CASES["dropout"], None))
+
+
+def test_methods_that_were_set_on_a_module_are_there_again_at_the_next_capture():
+    module = mlp(dropout=0)
+    own = type(module).forward
+    module.forward = lambda x: 3 * own(module, x)
+    module.reset = lambda: "its own"
+    expected = module(device_tensor(4, 6))
+    for _ in range(2):
+        graphed = make_graphed_callables(module, (device_tensor(4, 6, seed=1),))
+        assert torch.equal(graphed(device_tensor(4, 6)), expected)
+        graphed.reset()
+    with pytest.raises(ZeroDivisionError):
+        make_graphed_callables(module, (device_tensor(4, 6),), pre_warmup_hook=lambda: 1 / 0)
+    assert module.reset() == "its own"
+    assert torch.equal(module(device_tensor(4, 6)), expected)
+
+
+def test_a_capture_that_is_refused_leaves_a_module_that_was_reset_as_it_was():
+    module = make_graphed_callables(mlp(), (device_tensor(4, 6),))
+    module.reset()
+    before = dict(vars(module))
+    with pytest.raises(ValueError, match="_order"):
+        make_graphed_callables((module,), ((device_tensor(4, 6),),), _order=[2])
+    assert vars(module) == before
+
+
+def test_reset_lets_go_of_hooks():
+    def hook(module, resource):
+        assert resource
+
+    resource = torch.ones(1)
+    held = StorageWeakRef(resource.untyped_storage())
+    (slot,) = make_graphed_callables(
+        (mlp(),),
+        ((device_tensor(4, 6),),),
+        _order=[1, -1],
+        capture_time_hooks=[{"backward_hooks": {0: functools.partial(hook, resource=resource)}}],
+    )
+    slot.reset()
+    del resource
+    assert held.expired()
+
+
+def test_a_module_with_graphs_is_not_captured_again():
+    module = make_graphed_callables(mlp(), (device_tensor(4, 6),))
+    with pytest.raises(RuntimeError, match=r"callable 0 \(Sequential\) has graphs already: call its reset\(\)"):
+        make_graphed_callables(module, (device_tensor(4, 6),))
+
+
+def test_reset_frees_the_static_tensors():
+    x = device_tensor(4, 6)
+    module = make_graphed_callables(mlp(), (x,))
+    freed = weakref.ref(x)
+    output = weakref.ref(module.forward._outputs[0])
+    module.reset()
+    del x
+    gc.collect()
+    assert (freed(), output()) == (None, None)
+
+
+@pytest.fixture
+def resets(monkeypatch):
+    """The CUDA graphs that were reset."""
+    graphs: list[torch.cuda.CUDAGraph] = []
+    reset = torch.cuda.CUDAGraph.reset
+
+    def recorded(graph):
+        graphs.append(graph)
+        reset(graph)
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "reset", recorded)
+    return graphs
+
+
+def test_reset_frees_both_graphs(resets):
+    graphed = make_graphed_callables(lambda x: x * 2, (device_tensor(3),))
+    graphs = [graphed.forward_graph, graphed.backward_graph]
+    graphed.reset()
+    assert resets == graphs
+
+
+def test_a_failed_capture_frees_the_graphs_that_it_had_made(resets):
+    def fails_in_capture(x):
+        assert not torch.cuda.is_current_stream_capturing(), "capture failed"
+        return x * 2
+
+    modules = mlp(), fails_in_capture
+    with pytest.raises(AssertionError, match="capture failed"):
+        make_graphed_callables(modules, ((device_tensor(4, 6),), (device_tensor(3),)))
+    assert len(resets) == 1
+
+
+def test_one_microbatch_can_be_reset_without_the_others():
+    slots = make_graphed_callables(
+        (mlp(dropout=0.0),), tuple((device_tensor(4, 6),) for _ in range(2)), _order=[1, 1, -1, -1]
+    )
+    slots[0].reset()
+    expected = slots[1].eager(device_tensor(4, 6, seed=2))
+    assert torch.equal(slots[1](device_tensor(4, 6, seed=2)), expected)
