@@ -73,8 +73,14 @@ class RunnerReplay(RunnerMatching):
         """Make ready for a replay of the backward graph.
 
         Raises:
-            RuntimeError: the forward pass comes next, or the replay would overwrite what other runners wait for.
+            RuntimeError: the graphs were deleted after the forward pass, the forward pass comes next, or the replay
+                would overwrite what other runners wait for.
         """
+        if self._replay is None:
+            raise CallOrderError(
+                f"{self.name}: its CUDA graphs were deleted after the forward pass, so there is no backward graph. Call "
+                "delete_cuda_graphs() between steps."
+            )
         self.expect(_GraphStatus.BWD_READY)
         self._session.turns.check_backward(self.turn)
 

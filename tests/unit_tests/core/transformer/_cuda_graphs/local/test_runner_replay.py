@@ -23,6 +23,15 @@ def test_after_a_replay_each_parameter_has_the_event_that_its_gradient_waits_for
     assert not any(hasattr(param, "_cudagraph_wgrad_ready_event") for param in model.parameters())
 
 
+def test_a_backward_pass_after_its_graphs_were_deleted_says_so():
+    model = stack()
+    record(model)
+    loss = model(batch(1)).sum()
+    delete_cuda_graphs()
+    with pytest.raises(RuntimeError, match=r"deleted after the forward pass.*between steps"):
+        loss.backward()
+
+
 def test_without_grad_graphs_are_replayed():
     model = stack()
     record(model)
