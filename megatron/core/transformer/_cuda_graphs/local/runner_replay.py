@@ -78,8 +78,8 @@ class RunnerReplay(RunnerMatching):
         """
         if self._replay is None:
             raise CallOrderError(
-                f"{self.name}: its CUDA graphs were deleted after the forward pass, so there is no backward graph. Call "
-                "delete_cuda_graphs() between steps."
+                f"{self.name}: its CUDA graphs were deleted after the forward pass, so there is no backward graph. "
+                "Call delete_cuda_graphs() between steps."
             )
         self.expect(_GraphStatus.BWD_READY)
         self._session.turns.check_backward(self.turn)
