@@ -9,15 +9,14 @@ import torch
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from .. import state
-from ..engine.preserve import pause_gc, preserve_tensors
-from ..engine.rng import check_rng_tracker, make_generators_safe, preserve_rng
+from ..engine.preserve import preserve_tensors
+from ..engine.rng import check_rng_tracker
 from ..engine.slot import WarmupRecord
-from ..engine.streams import capture_stream, leave_default_stream
-from ..engine.te_engine import transformer_engine_flag
+from ..engine.streams import leave_default_stream
 from ..errors import NoGraphError, OptionsError, UnsupportedError
 from ..fsdp_checks import refuse_fsdp_hooks
 from .arguments import ArgMetadata, described, tensors_of, with_tensors
+from .capture_mode import capture_mode
 from .forward_only import may_replay_evaluation
 from .inference import key_of, states_of
 from .nodes import _GraphStatus
@@ -295,11 +294,8 @@ class CudaGraphManager(torch.nn.Module):
         record = _CudagraphGlobalRecord
         runner.begin_capture(record.inference.session, WarmupRecord())
         given = tensors_of(args, {name: kwargs[name] for name in runner.fwd_graph_input_kwarg_metas})
-        state._set_capture_start()
         try:
-            # No garbage collection before: inference captures many graphs one by one, and it takes longer than that.
-            with pause_gc(), preserve_rng(), transformer_engine_flag(), capture_stream():
-                make_generators_safe()
+            with capture_mode():
                 with preserve_tensors(states_of(kwargs.get("inference_context"), runner.base_module)):
                     runner.warm_up([tensor.detach().clone() for tensor in given])
                 static = [record.inference.input_for(tensor) for tensor in given]
@@ -308,8 +304,6 @@ class CudaGraphManager(torch.nn.Module):
         except BaseException:
             runner.reset()
             raise
-        finally:
-            state._set_capture_end()
         runner.finish()
         record.inference.outputs |= runner.output_addresses
         record.cudagraph_inference_record.append((runner, "fwd", described(args), described(kwargs)))

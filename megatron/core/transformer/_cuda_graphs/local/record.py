@@ -10,13 +10,10 @@ import torch
 
 from megatron.core.utils import log_single_rank
 
-from .. import state
-from ..engine.preserve import pause_gc
-from ..engine.rng import make_generators_safe, preserve_rng
-from ..engine.streams import capture_stream, return_to_default_stream
-from ..engine.te_engine import transformer_engine_flag
+from ..engine.streams import return_to_default_stream
 from ..errors import CallOrderError
 from .buffers import reset_counts
+from .capture_mode import capture_mode
 from .inference import InferenceGraphs
 from .session import CaptureSession
 
@@ -112,16 +109,13 @@ class _CudagraphGlobalRecord:
             return None
         start = time.perf_counter()
         before = torch.cuda.memory_stats()
-        state._set_capture_start()
         try:
-            with pause_gc(), preserve_rng(), transformer_engine_flag(), capture_stream():
-                make_generators_safe()
+            with capture_mode():
                 cls.session.capture(cls.cudagraph_record)
         except BaseException as error:
             cls._abandon(error)
             raise
         finally:
-            state._set_capture_end()
             return_to_default_stream()
         stats = {"time": time.perf_counter() - start, **_memory_since(before)}
         log_single_rank(
