@@ -1,7 +1,7 @@
 """``make_graphed_callables``: CUDA graphs of several callables at once, with hooks that run outside capture.
 
 The signature is that of ``transformer_engine.pytorch.make_graphed_callables`` (2.20), so that the engines take the
-same arguments.
+same arguments, and one argument more.
 """
 
 import copy
@@ -14,6 +14,7 @@ import torch
 
 from .capture import Capture
 from .capture_time_hooks import CaptureTimeHooks
+from .gradient_sink import GradientSink
 from .memory import release_cached_memory
 from .passes import CapturePasses
 from .plan import ordered_plan, unordered_plan
@@ -51,6 +52,7 @@ def make_graphed_callables(
     pre_warmup_hook: Callable[[], Any] | None = None,
     post_warmup_hook: Callable[[], Any] | None = None,
     capture_time_hooks: Sequence[Mapping[str, Mapping[Any, Callable]] | None] | None = None,
+    gradient_sinks: Sequence[GradientSink | None] | None = None,
 ) -> Any:
     """Capture forward and backward of each callable in CUDA graphs.
 
@@ -93,6 +95,7 @@ def make_graphed_callables(
             ``forward_hooks``, ``backward_pre_hooks`` and ``backward_hooks``. They run around the callable's passes in
             every warm-up iteration and in capture, outside the graph, and are not replayed. See ``CaptureTimeHooks``
             for what each is called with; each must return None.
+        gradient_sinks: For each callable None, or who takes the gradients of its parameters; see ``GradientSink``.
 
     Returns:
         With ``_order`` a ``GraphedSlot`` for each entry of ``sample_args``. Without it, for each callable: a module
@@ -157,6 +160,9 @@ def make_graphed_callables(
         raise TypeError(f"sample_kwargs must hold a dict for each entry of sample_args, got {sample_kwargs!r}")
 
     hooks = _checked_hooks(callables, capture_time_hooks)
+    sinks = [None] * len(callables) if gradient_sinks is None else list(gradient_sinks)
+    if len(sinks) != len(callables):
+        raise ValueError(f"gradient_sinks must have one entry for each of {len(callables)} callables: {len(sinks)}")
     quantization = resolve_quantization(quantization_arguments, callables)
     options = CaptureOptions(
         allow_unused_input=allow_unused_input,
@@ -179,6 +185,7 @@ def make_graphed_callables(
             options=options,
             autocast=functools.partial(quantization.autocast, index) if quantization else nullcontext,
             quantized=quantization.of_callable(index) if quantization else None,
+            gradient_sink=sinks[index],
         )
         for index, (args, kwargs) in zip(plan.callable_of_slot, inputs, strict=True)
     ]

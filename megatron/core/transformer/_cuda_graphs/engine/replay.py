@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .gradient_sink import GradientSink
 from .quantization import QuantizedReplay
 
 Tensors = tuple[torch.Tensor | None, ...]
@@ -40,6 +41,7 @@ class Replay:
         grad_params: Static gradients of parameters; None for what backward returns no gradient of.
         clone_param_grads: For each of these whether it is returned as a copy.
         quantized: What is done for quantization.
+        gradient_sink: Takes the gradients of parameters that backward returns none of.
 
     Attributes:
         generation: How often the forward graph was replayed: what backward reads is that of the last replay.
@@ -60,6 +62,7 @@ class Replay:
         grad_params: Tensors,
         clone_param_grads: Sequence[bool],
         quantized: QuantizedReplay | None,
+        gradient_sink: GradientSink | None = None,
     ):
         self.name = name
         self._forward_graph, self._backward_graph = forward_graph, backward_graph
@@ -77,6 +80,7 @@ class Replay:
         self._grad_inputs = grad_inputs
         self._grad_params = list(zip(grad_params, clone_param_grads, strict=True))
         self._quantized = quantized
+        self._gradient_sink = gradient_sink
         self.generation = 0
         self.leaves: list[int] = []
 
@@ -126,7 +130,12 @@ class Replay:
                 static.copy_(given)
             elif given.stride() != stride or _differ_in_bits(given, static):
                 static.copy_(given.clone())
+        sink = self._gradient_sink
+        if sink is not None:
+            sink.before_backward()
         self.run(self._backward_graph, "backward", options)
+        if sink is not None:
+            sink.after_backward()
         if options is not None and options.ends_quantization and self._quantized is not None:
             self._quantized.after_backward()
         results = [grad if grad is None else grad.detach() for grad in self._grad_inputs]
@@ -147,7 +156,7 @@ class Replay:
 
     def reset(self) -> None:
         """Let go of the graphs and of all tensors."""
-        self._forward_graph = self._backward_graph = self._quantized = None
+        self._forward_graph = self._backward_graph = self._quantized = self._gradient_sink = None
         self._inputs, self._grad_outputs, self._grad_params = [], [], []
         self._outputs = self._grad_inputs = ()
 

@@ -15,6 +15,7 @@ from ..expected_inputs import ExpectedInputs
 from .capture_time_hooks import CaptureTimeHooks
 from .connected_leaves import connected_leaves
 from .delayed_wgrad import DelayedWeightGradients, delays_weight_gradients
+from .gradient_sink import GradientSink
 from .memory import PoolMemory, storage_address, weak_reference
 from .preserve import allow_nested_backward, hide_grads_and_hooks
 from .quantization import QuantizedReplay
@@ -74,6 +75,8 @@ class GraphedSlot:
         module: The module whose parameters and submodules a function uses; None for ``module_of(func)``.
         keep_param_grads: Takes the parameters and their gradients (None for a parameter without) and returns what the
             backward graph is to return of them; what it computes is recorded. None to return them all.
+        gradient_sink: Takes gradients of the parameters in the backward graph; None for no one. Not together with
+            ``keep_param_grads``.
         warmup_record: What passes of the same function have shown before.
 
     Attributes:
@@ -99,6 +102,7 @@ class GraphedSlot:
         quantized: QuantizedReplay | None = None,
         module: torch.nn.Module | None = None,
         keep_param_grads: Callable[[Grads, Grads], Grads] | None = None,
+        gradient_sink: GradientSink | None = None,
         warmup_record: WarmupRecord | None = None,
     ):
         self.name = name
@@ -114,7 +118,8 @@ class GraphedSlot:
         self._frozen = tuple(param for param in self._all_params if not param.requires_grad)
         self._watched: list[tuple[dict[str, Any], str, torch.Tensor]] = []
         self.eager = func.forward if isinstance(func, torch.nn.Module) else func
-        self._keep_param_grads = keep_param_grads
+        self._keep_param_grads = keep_param_grads if gradient_sink is None else gradient_sink.take
+        self._gradient_sink = gradient_sink
         self.replaced: dict[str, Any] = {}
         self._options = options
         self._autocast = autocast
@@ -360,6 +365,8 @@ class GraphedSlot:
     def finish[R: Replay](self, replay: type[R] = Replay) -> R:  # type: ignore[assignment]
         """Make ready to replay, once everything is captured, by an object of the given class, and return it."""
         self._warmup = WarmupRecord()
+        if self._gradient_sink is not None:
+            self._leave_taken_gradients_out()
         made = replay(
             name=self.name,
             forward_graph=self.forward_graph,
@@ -374,9 +381,21 @@ class GraphedSlot:
                 self._options.clone_param_grads and not _read_later(param) for param, _ in self._params_and_grads()
             ],
             quantized=self._quantized,
+            gradient_sink=self._gradient_sink,
         )
         self._replay = made
         return made
+
+    def _leave_taken_gradients_out(self) -> None:
+        """Give autograd only the parameters whose gradients it gets, and a leaf that gets none.
+
+        For that leaf it runs the backward pass even if no input requires grad. A parameter in its place would have its
+        hooks called, without a gradient.
+        """
+        returned = [(param, grad) for param, grad in self._params_and_grads() if grad is not None]
+        leaf = torch.empty(0, device=self.params[0].device, requires_grad=True) if self.params else None
+        self.params = (*(param for param, _ in returned), *(() if leaf is None else (leaf,)))
+        self._grad_params = (*(grad for _, grad in returned), *(() if leaf is None else (None,)))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the graphs on ``args`` and ``kwargs``.
@@ -500,6 +519,7 @@ class GraphedSlot:
         self.args, self.kwargs, self.inputs, self.params, self._all_params = (), {}, (), (), ()
         self._frozen, self._watched = (), []
         self._warmup = WarmupRecord()
+        self._gradient_sink = self._keep_param_grads = None
         self._outputs = self._grad_outputs = self._grad_inputs = self._grad_params = ()
         if self._replay is not None:
             self._replay.reset()

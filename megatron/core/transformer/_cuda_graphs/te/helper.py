@@ -198,6 +198,8 @@ class TECudaGraphHelper:
         if all(_fsdp_of(chunk) is not None for chunk in self.model):
             # Megatron-FSDP copies each gradient to its bucket as soon as it is complete, before any other replay.
             arguments["clone_param_grads_on_return"] = False
+            if "gradient_sinks" in self._engine.parameters:
+                arguments["gradient_sinks"] = self._gradient_sinks()
         quantization = self._quantization_arguments()
         missing = [name for name in quantization if name not in self._engine.parameters]
         if missing and quantization["enabled"]:
@@ -210,6 +212,14 @@ class TECudaGraphHelper:
             arguments["pre_warmup_hook"] = offload.disable_offload
             arguments["post_warmup_hook"] = offload.enable_offload
         return sample_args, {name: value for name, value in arguments.items() if name in self._engine.parameters}
+
+    def _gradient_sinks(self) -> list[Any]:
+        """What takes the gradients of each layer, in the order of ``flattened_callables``."""
+        whole = not self.config.cuda_graph_modules
+        sinks: list[Any] = []
+        for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
+            sinks += _fsdp_of(chunk).gradient_sinks(layers, whole)
+        return sinks
 
     def _order(self) -> PassOrder:
         """The order of forward and backward passes of this pipeline stage."""

@@ -5,23 +5,18 @@ A graph reads parameters, and with fused weight gradients writes gradients, at t
 parameter, instead of an illegal memory access.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Literal
 
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard, MovedBufferError
 
+from .fsdp_unit import ADVICE, Unit
+from .fsdp_unit_plan import Direction, UnitPlan, UnitPlans
+
 __all__ = ["ADVICE", "GraphedUnit", "GraphedUnits", "MovedBufferError"]
-
-Direction = Literal["forward", "backward"]
-
-ADVICE = (
-    "Graphs need --fsdp-double-buffer and --fsdp-db-use-persist-buf-on-alloc-fail, which keep buffers in place; if "
-    "both are set, the order of all-gathers changed since capture (a unit that ran out of turn, say)."
-)
 
 
 @dataclass
@@ -31,6 +26,7 @@ class GraphedUnit:
     Attributes:
         params: All its parameters; they are gathered together, even if its graphs do not read all of them.
         guards: The addresses of ``params``, for each captured direction.
+        written: The parameters whose gradients the backward graph writes to their buckets itself.
         fused: An ordered set (dict keys) of the parameters whose main gradients fused kernels in the backward graph
             update.
         main_grad_guard: The addresses of these main gradients; None before a backward pass was captured.
@@ -39,6 +35,7 @@ class GraphedUnit:
 
     params: tuple[torch.nn.Parameter, ...]
     guards: dict[Direction, AddressGuard] = field(default_factory=dict)
+    written: frozenset[torch.nn.Parameter] = frozenset()
     fused: dict[torch.nn.Parameter, None] = field(default_factory=dict)
     main_grad_guard: AddressGuard | None = None
     collected: list[torch.nn.Parameter] = field(default_factory=list)
@@ -47,16 +44,23 @@ class GraphedUnit:
 class GraphedUnits:
     """The graphed units of one ``MegatronFSDP``.
 
+    Args:
+        fsdp: The wrapper.
+        units: Its FSDP units, by module; filled while hooks are registered.
+
     Attributes:
         capturing: Whether graphs are being captured now. Gradients computed during capture are meaningless.
     """
 
-    def __init__(self, fsdp: torch.nn.Module):
+    def __init__(self, fsdp: torch.nn.Module, units: Mapping[torch.nn.Module, Unit]):
         self.capturing = False
+        self._units = units
         self._fsdp = fsdp
         self._graphed_units: dict[torch.nn.Module, GraphedUnit] = {}
         self._module_of: dict[torch.nn.Parameter, torch.nn.Module] = {}  # of units whose gradients are collected
         self._holds_gradients: torch.nn.Module | None = None
+        self._ran_backward: set[torch.nn.Module] = set()  # during this capture
+        self._plans = UnitPlans(fsdp)
         self._uncaptured: list[int] = []  # buckets of units outside the last capture
         # Modules of these types have a post-backward hook that handles collected gradients.
         shards_params = fsdp.data_parallel_sharding_strategy == "optim_grads_params"
@@ -86,6 +90,8 @@ class GraphedUnits:
                 self._graphed_units[module] = GraphedUnit(tuple(module.parameters()))
             self._uncaptured = self._other_units(modules)
             yield
+            self._release_captured()
+            self._make_plans(modules)
             for module in modules:
                 if isinstance(module, self._released_after_backward):
                     self._module_of |= dict.fromkeys(self._graphed_units[module].params, module)
@@ -93,23 +99,40 @@ class GraphedUnits:
             self.forget(modules)
             raise
         finally:
+            self._release_captured()
             self.capturing = False
-            self._free_gradients(self._holds_gradients)
-            self._holds_gradients = None
-            for param in fsdp.module.parameters():
-                param.grad = None  # a failed engine may have left some
-                param.grad_added_to_main_grad = False
-            for module in fsdp.module.modules():
-                module._training_state = type(module._training_state).IDLE
-            self.release_all()
             if distributed:
                 fsdp._replace_param_with_distributed_if_needed()
+
+    def _release_captured(self) -> None:
+        """Give back what capture holds: gradients, buckets, states."""
+        self._free_gradients(self._holds_gradients)
+        self._holds_gradients = None
+        self._ran_backward.clear()
+        for param in self._fsdp.module.parameters():
+            param.grad = None  # a failed engine may have left some
+            param.grad_added_to_main_grad = False
+        for module in self._fsdp.module.modules():
+            module._training_state = type(module._training_state).IDLE
+        self.release_all()
+
+    def _make_plans(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Plan the passes of those ``modules`` that are FSDP units."""
+        units = {module: self._units[module] for module in modules if module in self._units}
+        self._plans.make(
+            {
+                module: (unit, self._graphed_units[module].written)
+                for module, unit in units.items()
+                if self._plans.fits(unit)
+            }
+        )
 
     def forget(self, modules: Iterable[torch.nn.Module]) -> None:
         """Forget ``modules``, which run eagerly from now on."""
         for module in modules:
             unit = self._graphed_units.pop(module, None)
             if unit is not None:
+                self._plans.forget(module)
                 for param in unit.params:
                     self._module_of.pop(param, None)
 
@@ -154,6 +177,19 @@ class GraphedUnits:
                 main_grads.reset_param_main_grad()
 
     # ---------------------------------------------------------------------------------------------- called by hooks
+
+    def plan(self, module: torch.nn.Module) -> UnitPlan | None:
+        """Return the plan of ``module`` if it runs as a graph now and has one."""
+        plan = self._plans.of(module)
+        return plan if plan is not None and _replays(module) and not self.capturing else None
+
+    def can_have_plan(self, unit: Unit) -> bool:
+        """Whether ``unit`` will have a plan once it is captured."""
+        return self._plans.fits(unit)
+
+    def writes(self, module: torch.nn.Module, params: Iterable[torch.nn.Parameter]) -> None:
+        """Note that the backward graph of ``module`` writes the gradients of ``params`` to their buckets itself."""
+        self._graphed_units[module].written |= frozenset(params)
 
     def covers(self, module: torch.nn.Module) -> bool:
         """Whether ``module`` runs as a graph now, or is being captured."""
@@ -225,10 +261,20 @@ class GraphedUnits:
         for unit in self._graphed_units.values():
             unit.collected = []
 
+    def backward_begins(self, module: torch.nn.Module) -> None:
+        """Before a captured backward pass, make sure that the unit's gradient buckets can go where they belong.
+
+        The last unit of a pass still holds its buckets when the next pass begins, perhaps in the same place.
+        """
+        if self.capturing and module in self._ran_backward:
+            self._free_gradients(self._holds_gradients)
+            self._holds_gradients = None
+
     def backward_done(self, module: torch.nn.Module) -> None:
         """After a captured backward pass, note fused gradients and release the previous unit's buckets.
 
-        Buckets are released one unit late, as in training, so that units alternate between the two buffers.
+        Buckets are released one unit late, as in training, so that units take the two buffers in turn: where a unit's
+        buckets go first, they belong.
         """
         if not self.capturing or module not in self._graphed_units:
             return
@@ -236,6 +282,7 @@ class GraphedUnits:
         if self._holds_gradients is not module:
             self._free_gradients(self._holds_gradients)
         self._holds_gradients = module
+        self._ran_backward.add(module)
 
     def _note_fused_gradients(self, unit: GraphedUnit) -> None:
         fused = tuple(param for param in unit.params if param.grad_added_to_main_grad)

@@ -29,6 +29,7 @@ from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_HANDLER, BACKW
 from megatron.core.utils import is_submodule
 from megatron_fsdp_cuda_graphs.overlay import upstream
 
+from .fsdp_gradient_sink import UnitSink
 from .fsdp_graphed_units import GraphedUnits
 from .fsdp_unit import Unit
 from .mixed_precision import fp8_discard_transpose_cache, is_float8tensor
@@ -69,13 +70,14 @@ class FsdpHooks:
 
     def __init__(self, fsdp: torch.nn.Module):
         self.fsdp = fsdp
-        self.graphed = GraphedUnits(fsdp)
+        self._fsdp_units: dict[torch.nn.Module, Unit] = {}
+        self.graphed = GraphedUnits(fsdp, self._fsdp_units)
         self.awaiting_gradient: set[torch.nn.Parameter] = set()
         self.in_backward = False
         self.module_names: dict[torch.nn.Module, str] = {}
+        self._sinks: dict[torch.nn.Module, UnitSink] = {}
         self._caller_ends_backward = False
         self._unit_types = tuple(fsdp.fsdp_unit_modules)
-        self._fsdp_units: dict[torch.nn.Module, Unit] = {}
         self._shards_params = fsdp.data_parallel_sharding_strategy == "optim_grads_params"
 
     def __deepcopy__(self, memo: dict) -> "FsdpHooks":
@@ -187,7 +189,12 @@ class FsdpHooks:
         """Gather the parameters that ``module`` is about to use."""
         recomputing = module._training_state == TrainingState.PRE_BACKWARD
         if not recomputing:
-            module._training_state = TrainingState.FORWARD
+            module.__dict__["_training_state"] = TrainingState.FORWARD
+            plan = self.graphed.plan(module)
+            if plan is not None:
+                plan.gather("forward")
+                self.graphed.parameters_gathered(module, "forward")
+                return
         self.fsdp.all_gather_and_wait_parameters_ready(
             params=self._parameters_to_gather(module, "forward"),
             prefetch=not recomputing,
@@ -200,6 +207,13 @@ class FsdpHooks:
     @shown_in_profiles
     def unshard_for_backward(self, module: torch.nn.Module, grad: torch.Tensor | None = None) -> None:
         """Gather the parameters of ``module`` for its backward pass."""
+        plan = self.graphed.plan(module)
+        if plan is not None:
+            plan.unit.set_training_state(TrainingState.PRE_BACKWARD)
+            plan.gather("backward")
+            self.graphed.parameters_gathered(module, "backward")
+            plan.claim()
+            return
         if module in self._fsdp_units:
             self._fsdp_units[module].set_training_state(TrainingState.PRE_BACKWARD)
         else:  # fine-grained hooks are on every module
@@ -211,6 +225,9 @@ class FsdpHooks:
             bwd=True,
         )
         self.graphed.parameters_gathered(module, "backward")
+        self.graphed.backward_begins(module)
+        if self.graphed.capturing and module in self._sinks:
+            self._sinks[module].claim_buckets()
         for param in self.graphed.fused_gradients(module):
             param.main_grad = param.get_main_grad()
         self.graphed.gradients_claimed(module)
@@ -238,7 +255,11 @@ class FsdpHooks:
         """Release the parameter bucket of a unit; lazily while backward recomputes the unit and needs it again."""
         recomputing = module._training_state == TrainingState.PRE_BACKWARD
         if not recomputing:
-            module._training_state = TrainingState.IDLE
+            module.__dict__["_training_state"] = TrainingState.IDLE
+            plan = self.graphed.plan(module)
+            if plan is not None:
+                plan.release()
+                return
         self._release(module, bwd=False, lazy=recomputing)
 
     @runs_outside_graphs
@@ -246,6 +267,14 @@ class FsdpHooks:
     def release_after_backward(self, module: torch.nn.Module) -> None:
         """Handle the unit's collected gradients, and release both of its parameter buckets."""
         self.handle_gradients(self.graphed.collected_gradients(module))
+        plan = self.graphed.plan(module)
+        if plan is not None:
+            self.handle_gradients(plan.left)
+            plan.reduce()
+            self.awaiting_gradient -= plan.written
+            plan.release()
+            plan.unit.set_training_state(TrainingState.IDLE)
+            return
         self._release(module, bwd=True)
         self._release(module, bwd=False)
         self._unit(module).set_training_state(TrainingState.IDLE)
@@ -304,7 +333,7 @@ class FsdpHooks:
 
     def _accumulate_and_reduce(self, params: list[torch.nn.Parameter]) -> bool:
         """Accumulate each gradient, then reduce them if this pass reduces; return whether it does."""
-        self._accumulate(params)
+        self.accumulate(params)
         fsdp = self.fsdp
         last_microbatch = getattr(fsdp, "is_last_microbatch", False) or fsdp.model_auto_sync
         reduces = last_microbatch or fsdp.data_parallel_sharding_strategy in REDUCES_EVERY_BACKWARD
@@ -316,7 +345,7 @@ class FsdpHooks:
             )
         return reduces
 
-    def _accumulate(self, params: Iterable[torch.nn.Parameter]) -> None:
+    def accumulate(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Add each gradient to its main gradient, unless a fused kernel has done so already."""
         buffer = self.fsdp.param_and_grad_buffer
         copied_to, copied_from = [], []
@@ -361,6 +390,24 @@ class FsdpHooks:
             dtype = self.fsdp.mp_policy.grad_comm_dtype if main_grads.is_data_distributed else None
             claimed[bucket] = main_grads.fetch_bucket(dtype=dtype)
         return param.main_grad
+
+    def gradient_sink(self, module: torch.nn.Module, whole: bool) -> UnitSink | None:
+        """Return what takes the gradients of ``module`` in its backward graph; None if autograd has to handle them.
+
+        Args:
+            module: A module that is about to be captured.
+            whole: Whether its graphs hold all that it computes.
+        """
+        if module not in self._fsdp_units or not self.graphed.can_have_plan(self._fsdp_units[module]):
+            return None
+        self._sinks[module] = sink = UnitSink(self, module, self._fsdp_units[module], whole)
+        return sink
+
+    def gradients_written(self, module: torch.nn.Module) -> None:
+        """Called when the backward graph of ``module`` has written gradients to their buckets."""
+        plan = self.graphed.plan(module)
+        for param in () if plan is None else plan.written:
+            param.grad_added_to_main_grad = True
 
     # ---------------------------------------------------------------------------------------- the whole model's pass
 
@@ -454,17 +501,17 @@ class FsdpHooks:
     @torch.compiler.disable
     def attach_after_backward(
         self, handler: Callable, module: torch.nn.Module, args: tuple, kwargs: dict
-    ) -> tuple[tuple, dict]:
+    ) -> tuple[tuple, dict] | None:
         """Forward-pre hook that makes autograd call ``handler(module)`` once ``module``'s backward pass is over.
 
         It inserts an identity function between the inputs and the module, which must not change them in place.
         """
-        if not torch.is_grad_enabled():
-            return args, kwargs
+        if not torch.is_grad_enabled() or self._runs_around_replays(handler, module):
+            return None
         leaves, spec = tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.requires_grad]
         if not places:
-            return args, kwargs
+            return None
         wrapped = RunAfterBackward.apply(partial(handler, module), *(leaves[i] for i in places))
         for place, tensor in zip(places, wrapped, strict=True):
             leaves[place] = tensor
@@ -476,9 +523,18 @@ class FsdpHooks:
 
         The output tensors are replaced by views, so that an output that is also an input is a tensor of its own.
         """
+        if self._runs_around_replays(handler, module):
+            return None
         output = tree_map(lambda leaf: leaf.view_as(leaf) if torch.is_tensor(leaf) else leaf, output)
         tensors = [output] if torch.is_tensor(output) else output if isinstance(output, (tuple, list)) else []
         torch.autograd.graph.register_multi_grad_hook(
             [tensor for tensor in tensors if torch.is_tensor(tensor)], partial(handler, module), mode="any"
         )
         return output
+
+    def _runs_around_replays(self, handler: Callable, module: torch.nn.Module) -> bool:
+        """Whether the replay of the backward graph of ``module`` calls ``handler`` itself."""
+        sink = self._sinks.get(module)
+        if sink is None or not sink.whole or self.graphed.plan(module) is None:
+            return False
+        return handler in (self.unshard_for_backward, self.release_after_backward)

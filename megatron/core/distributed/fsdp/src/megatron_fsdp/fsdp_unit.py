@@ -7,6 +7,12 @@ import torch
 
 from .mixed_precision import is_float8tensor
 
+# What an error about a moved buffer says at the end.
+ADVICE = (
+    "Graphs need --fsdp-double-buffer and --fsdp-db-use-persist-buf-on-alloc-fail, which keep buffers in place; if "
+    "both are set, the order of all-gathers changed since capture (a unit that ran out of turn, say)."
+)
+
 
 @dataclass(frozen=True)
 class Unit:

@@ -55,6 +55,15 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         """Return the context in which CUDA graphs of ``modules`` are captured; see ``GraphedUnits.capture``."""
         return self.fsdp_hooks.graphed.capture(modules)
 
+    def gradient_sinks(self, modules: Iterable[torch.nn.Module], whole: bool) -> list[Any]:
+        """Return for each of ``modules`` what takes its gradients in its backward graph; None for autograd.
+
+        Args:
+            modules: Those that are about to be captured.
+            whole: Whether their graphs hold all that they compute.
+        """
+        return [self.fsdp_hooks.gradient_sink(module, whole) for module in modules]
+
     def forget_graphs(self, modules: Iterable[torch.nn.Module]) -> None:
         """Note that ``modules`` no longer run as CUDA graphs."""
         self.fsdp_hooks.graphed.forget(modules)

@@ -1,4 +1,4 @@
-"""Megatron-FSDP's buffers and pipelines, with a data race of double buffering fixed.
+"""Megatron-FSDP's buffers and pipelines: a data race of double buffering fixed, recorded reductions replayed.
 
 Everything else in this module is megatron-core's.
 """
@@ -17,7 +17,15 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 class GradReducePipeline(_upstream.GradReducePipeline):
-    """megatron-core's ``GradReducePipeline`` whose double buffer is not written while a reduction still reads it."""
+    """megatron-core's ``GradReducePipeline`` whose double buffer is not written while a reduction still reads it.
+
+    Attributes:
+        recorded: The ``RecordedReduction`` of a group of buckets, by the first bucket.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.recorded: dict[int, Any] = {}
 
     def _enforce_double_buffer_limit(self, add_buckets: Iterable[int]) -> None:
         """Release gradient buckets for ``add_buckets``, and let the current stream wait for their reductions.
@@ -29,3 +37,15 @@ class GradReducePipeline(_upstream.GradReducePipeline):
         super()._enforce_double_buffer_limit(add_buckets)
         for reduced, *_ in queued[: len(queued) - len(self.grad_reduce_queue)]:
             reduced.wait()
+
+    def _bucket_group_gradient_reduce(
+        self, bucket_group: list[int], async_op: bool = False, outer_fsdp_group_grad_reduce: bool = False
+    ) -> bool:
+        """Reduce a group of complete buckets; see megatron-core. Replays the reduction if it is recorded."""
+        recorded = self.recorded.get(bucket_group[0])
+        if recorded is not None and async_op and not outer_fsdp_group_grad_reduce and recorded.launch():
+            return True
+        reduced: bool = super()._bucket_group_gradient_reduce(
+            bucket_group, async_op=async_op, outer_fsdp_group_grad_reduce=outer_fsdp_group_grad_reduce
+        )
+        return reduced

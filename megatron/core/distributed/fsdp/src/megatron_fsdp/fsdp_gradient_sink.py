@@ -1,0 +1,68 @@
+"""Takes the gradients of a graphed FSDP unit inside its backward graph, which writes them to their buckets."""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from .fsdp_unit import Unit
+
+if TYPE_CHECKING:
+    from .fsdp_hooks import FsdpHooks
+
+
+class UnitSink:
+    """The ``GradientSink`` of one FSDP unit.
+
+    Args:
+        hooks: Megatron-FSDP's hooks.
+        module: The module.
+        unit: Its parts.
+        whole: Whether the graphs hold all that the module computes. Then the hooks before and after its backward pass
+            run around the replay, without nodes of their own in autograd's graph.
+    """
+
+    def __init__(self, hooks: "FsdpHooks", module: torch.nn.Module, unit: Unit, whole: bool):
+        self._hooks, self._module, self._unit = hooks, module, unit
+        self.whole = whole
+
+    def take(
+        self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
+    ) -> Sequence[torch.Tensor | None]:
+        """Move ``grads`` to their buckets; return those that Megatron-FSDP handles at another time."""
+        taken = []
+        left: list[torch.Tensor | None] = []
+        for param, grad in zip(params, grads, strict=True):
+            if grad is None or _handled_later(param):
+                left.append(grad)
+                continue
+            left.append(None)
+            param.grad = grad
+            taken.append(param)
+        with torch.no_grad():
+            self._hooks.accumulate(taken)
+        self._hooks.graphed.writes(self._module, taken)
+        return left
+
+    def claim_buckets(self) -> None:
+        """Allocate the gradient buckets, before a capture in which that must not happen."""
+        for param in self._unit.params:
+            if param.requires_grad:
+                param.get_main_grad()
+
+    def before_backward(self) -> None:
+        """Gather parameters and claim buckets before a replay of the whole module."""
+        if self.whole:
+            self._hooks.unshard_for_backward(self._module)
+
+    def after_backward(self) -> None:
+        """Note the gradients, and reduce and release after a replay of the whole module."""
+        if self.whole:
+            self._hooks.release_after_backward(self._module)
+        else:
+            self._hooks.gradients_written(self._module)
+
+
+def _handled_later(param: torch.Tensor) -> bool:
+    """Whether the gradient is completed elsewhere: by a delayed pass, or by other modules that share the parameter."""
+    return getattr(param, "skip_backward_post_hook", False) or getattr(param, "_is_shared", False)

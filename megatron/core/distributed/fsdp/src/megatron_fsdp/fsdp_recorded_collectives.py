@@ -1,0 +1,180 @@
+"""Collectives of FSDP units, recorded once as CUDA graphs of their own and replayed in every pass.
+
+Under the double buffer the parameters of a unit are gathered from and to the same addresses in every pass, and its
+gradients reduced likewise. A replay is one launch, where the collective by itself costs the host a walk through
+buckets, a process group and its bookkeeping.
+"""
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
+from megatron.core.transformer._cuda_graphs.engine.capture import Capture
+from megatron_fsdp_cuda_graphs.overlay import upstream
+
+from .fsdp_unit import ADVICE
+
+BucketStatus = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer").BucketStatus
+TO_GATHER = (BucketStatus.EMPTY, BucketStatus.PRESERVED)
+
+
+class RecordedWork:
+    """Work on a communication stream, recorded in a graph.
+
+    All ranks must replay recorded collectives, and run others, in the same order. The graph must be freed before the
+    communicator is: NCCL keeps a communicator alive as long as a graph holds work of it.
+
+    Args:
+        capture: Records the graph.
+        stream: The stream that the work runs on.
+        run: Enqueues the work, on the current stream or on others that join it.
+    """
+
+    def __init__(self, capture: Capture, stream: torch.cuda.Stream, run: Callable[[], Any]):
+        self._stream = stream
+        self._graph = torch.cuda.CUDAGraph()
+        self._ready, self._done = torch.cuda.Event(), torch.cuda.Event()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream), capture.recording(self._graph):
+            run()
+
+    def launch(self) -> None:
+        """Run it once the current stream has done what it was given so far."""
+        stream = self._stream
+        self._ready.record()
+        stream.wait_event(self._ready)
+        with torch.cuda.stream(stream):
+            self._graph.replay()
+            self._done.record()
+
+    def wait(self) -> None:
+        """Let the current stream wait for the last launch."""
+        self._done.wait()
+
+    def reset(self) -> None:
+        """Free the graph."""
+        self._graph.reset()
+
+
+class RecordedGather:
+    """The all-gather of one group of parameter buckets.
+
+    Args:
+        capture: Records the graph.
+        gathers: The pipeline of all-gathers; no bucket of ``buckets`` is in use.
+        buckets: The indices of the buckets, all of one unit and of one process group.
+    """
+
+    def __init__(self, capture: Capture, gathers: Any, buckets: Sequence[int]):
+        self._gathers = gathers
+        groups = gathers.buffer.parameter_groups
+        params = [param for bucket in buckets for param in groups[bucket].params]
+
+        def run() -> None:
+            gathers.all_gather_params(params)
+            for bucket in buckets:
+                gathers.wait_bucket_ready(bucket, False)
+
+        self._work = RecordedWork(capture, gathers.ag_stream, run)
+        weights = [groups[bucket].model_weight_buffer for bucket in buckets]
+        self._buckets = [
+            (gathers.get_bucket_key(bucket, False), buffer, buffer.fetch_bucket().data.data_ptr())
+            for bucket, buffer in zip(buckets, weights, strict=True)
+        ]
+        for bucket in buckets:
+            gathers.release_bucket(bucket, False)
+
+    def launch(self) -> bool:
+        """Start the all-gather, unless a bucket has been gathered or cannot go where it was at capture.
+
+        Returns False if it did not start.
+        """
+        gathers = self._gathers
+        status = gathers.bucket_status
+        for key, _, _ in self._buckets:
+            if status[key] not in TO_GATHER:
+                return False
+        gathers.recycle_unused_buckets()
+        for _, buffer, address in self._buckets:
+            if buffer.fetch_bucket().data.data_ptr() != address:
+                return False
+        self._work.launch()
+        for key, _, _ in self._buckets:
+            status[key] = BucketStatus.COMMUNICATING
+            gathers.bucket_can_be_released[key] = False
+            gathers.param_gather_event_map[key] = (self._work, partial(self._gathered, key))
+        return True
+
+    def _gathered(self, key: tuple[int, bool]) -> None:
+        self._gathers.bucket_status[key] = BucketStatus.READY_TO_USE
+
+    def reset(self) -> None:
+        """Free the graph."""
+        self._work.reset()
+
+
+class RecordedReduction:
+    """The reduction of one group of gradient buckets: scaling, reduce-scatter, addition to the rank's shard.
+
+    Args:
+        capture: Records the graph.
+        reductions: The pipeline of reductions, whose queue is empty.
+        buckets: The indices of the buckets, all of one unit and of one process group.
+
+    Attributes:
+        buckets: The same.
+    """
+
+    def __init__(self, capture: Capture, reductions: Any, buckets: list[int]):
+        self._reductions, self.buckets = reductions, list(buckets)
+        dtype = reductions.buffer.mp_policy.grad_comm_dtype
+        self._places = []
+        for bucket in buckets:
+            grads = reductions.get_fsdp_buffer(bucket)
+            fetch = partial(grads.fetch_bucket, dtype=dtype if grads.is_data_distributed else None)
+            self._places.append((bucket, fetch, fetch().data.data_ptr()))
+        reduce = partial(reductions._bucket_group_gradient_reduce, buckets, async_op=True)
+        self._work = RecordedWork(capture, reductions.rs_stream, reduce)
+        self._queued = [(self._work, free, bucket) for _, free, bucket in reductions.grad_reduce_queue]
+        reductions.grad_reduce_queue.clear()
+        for _, free, _ in self._queued:
+            free()
+
+    def claim(self) -> None:
+        """Get hold of the buckets, once earlier reductions have read what is in their place.
+
+        Raises:
+            MovedBufferError: a bucket cannot go where it was at capture.
+        """
+        self._reductions._enforce_double_buffer_limit(self.buckets)
+        for bucket, fetch, address in self._places:
+            now = fetch().data.data_ptr()
+            if now != address:
+                raise MovedBufferError(
+                    f"CUDA graphs write the gradients of bucket {bucket} to {address:#x}; now they belong at {now:#x}. "
+                    f"{ADVICE}"
+                )
+
+    def launch(self) -> bool:
+        """Start the reduction, and queue it, unless a bucket is not where it was at capture.
+
+        Returns False if it did not start.
+        """
+        reductions = self._reductions
+        for _, fetch, address in self._places:
+            if fetch().data.data_ptr() != address:
+                return False
+        reductions._enforce_double_buffer_limit(self.buckets)
+        self._work.launch()
+        for bucket in self.buckets:
+            reductions.bucket_status[bucket] = BucketStatus.COMMUNICATING
+        reductions.grad_reduce_queue.extend(self._queued)
+        return True
+
+    def reset(self) -> None:
+        """Free the graph."""
+        self._work.reset()
+

@@ -1,0 +1,240 @@
+"""What Megatron-FSDP does around the graphs of a unit in each pass, decided once after capture.
+
+Without a plan every pass collects the unit's buckets from its parameters, looks for buckets to prefetch, and moves and
+counts gradients one by one.
+"""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from megatron.core.transformer._cuda_graphs.engine.capture import Capture
+
+from .fsdp_recorded_collectives import TO_GATHER, RecordedGather, RecordedReduction
+from .fsdp_unit import Unit
+
+Direction = Literal["forward", "backward"]
+Group = tuple[int, ...]
+
+
+@dataclass
+class GroupGather:
+    """The all-gather of one group of buckets in one direction.
+
+    Attributes:
+        keys: The buckets' keys in the pipeline of all-gathers.
+        status: The pipeline's status of all buckets.
+        eagerly: Has megatron-core gather those of the buckets that are not gathered yet.
+        recorded: The recorded all-gather; None for buckets without fixed addresses.
+    """
+
+    keys: list[Any]
+    status: Mapping[Any, Any]
+    eagerly: Callable[[], None]
+    recorded: RecordedGather | None
+
+    def launch(self) -> None:
+        """Start the all-gather of those buckets that are not gathered yet."""
+        if all(self.status[key] not in TO_GATHER for key in self.keys):
+            return
+        if self.recorded is None or not self.recorded.launch():
+            self.eagerly()
+
+
+@dataclass
+class UnitPlan:
+    """The steps around the graphs of one unit.
+
+    Attributes:
+        fsdp: The wrapper.
+        unit: The unit.
+        gathers: For each direction what to gather: the unit's groups of buckets, then those to prefetch.
+        written: The parameters whose gradients the backward graph writes to their buckets.
+        claimed: The reductions of buckets that the backward graph writes to.
+        reduced: Those of them whose every gradient the backward graph writes.
+        left: The parameters in ``written`` whose bucket is in none of ``reduced``.
+    """
+
+    fsdp: Any
+    unit: Unit
+    gathers: dict[Direction, list[GroupGather]]
+    written: frozenset[torch.nn.Parameter]
+    claimed: list[RecordedReduction] = field(default_factory=list)
+    reduced: list[RecordedReduction] = field(default_factory=list)
+    left: list[torch.nn.Parameter] = field(default_factory=list)
+
+    def gather(self, direction: Direction) -> None:
+        """Gather the unit's parameters, wait for them, and prefetch those of the units after it."""
+        gathers, backward = self.fsdp.all_gather_pipeline, direction == "backward"
+        for bucket in self.unit.buckets:
+            gathers.bucket_can_be_released[gathers.get_bucket_key(bucket, backward)] = False
+        for group in self.gathers[direction]:
+            group.launch()
+        for bucket in self.unit.buckets:
+            gathers.wait_bucket_ready(bucket, backward)
+
+    def claim(self) -> None:
+        """Get hold of the buckets that the backward graph writes to.
+
+        Raises:
+            MovedBufferError: a bucket cannot go where it was at capture.
+        """
+        for reduction in self.claimed:
+            reduction.claim()
+
+    def reduce(self) -> None:
+        """Reduce the buckets that the backward graph has filled."""
+        reductions = self.fsdp.grad_reduce_pipeline
+        for reduction in self.reduced:
+            reductions.wait_for_previous_grad_reduce(suggested_queue_capacity=self.fsdp.suggested_RS_queue_capacity)
+            reduction.launch()
+
+    def release(self) -> None:
+        """Release the unit's parameters."""
+        for bucket in self.unit.buckets:
+            self.fsdp.all_gather_pipeline.release_bucket(bucket, False)
+
+
+class UnitPlans:
+    """Makes the plans of one ``MegatronFSDP``, and owns the recorded collectives.
+
+    Args:
+        fsdp: The wrapper.
+    """
+
+    def __init__(self, fsdp: Any):
+        self._fsdp = fsdp
+        self._plans: dict[torch.nn.Module, UnitPlan] = {}
+        self._gathers: dict[Group, RecordedGather] = {}
+        self._reductions: dict[Group, RecordedReduction] = {}
+        self._reduced_once: set[Any] = set()  # process groups
+
+    def of(self, module: torch.nn.Module) -> UnitPlan | None:
+        """Return the plan of ``module``, or None."""
+        return self._plans.get(module)
+
+    def fits(self, unit: Unit) -> bool:
+        """Whether ``unit`` can have a plan: its buffers must be sharded, at fixed addresses, and of one level."""
+        fsdp = self._fsdp
+        if fsdp.data_parallel_sharding_strategy != "optim_grads_params" or fsdp.dist_index.use_hybrid_fsdp:
+            return False
+        if os.environ.get("MEGATRON_FSDP_UNIT_PLANS") == "0":
+            return False
+        if not fsdp.ddp_config.fsdp_double_buffer or fsdp.report_nan_in_param_grad or unit.float8_params:
+            return False
+        groups = [fsdp.param_and_grad_buffer.parameter_groups[bucket] for bucket in unit.buckets]
+        return all(group.fsdp_unit_id is not None and group.transpose_weight_buffer is None for group in groups)
+
+    def make(self, units: Mapping[torch.nn.Module, tuple[Unit, frozenset[torch.nn.Parameter]]]) -> None:
+        """Record the collectives of ``units`` and make their plans. No bucket is in use, before and after.
+
+        Args:
+            units: For each module its unit, and the parameters whose gradients its backward graph writes.
+        """
+        capture = Capture(None)
+        for unit, _ in units.values():
+            self._record(capture, unit)
+        for module, (unit, written) in units.items():
+            self._plans[module] = self._plan(unit, written)
+
+    def forget(self, module: torch.nn.Module) -> None:
+        """Drop the plan of ``module``, and the collectives recorded for it."""
+        plan = self._plans.pop(module, None)
+        if plan is None:
+            return
+        for group in self._groups(plan.unit):
+            for recorded in self._gathers, self._reductions:
+                work: Any = recorded.pop(group, None)
+                if work is not None:
+                    work.reset()
+            self._fsdp.grad_reduce_pipeline.recorded.pop(group[0], None)
+        for other in self._plans.values():
+            for gathers in other.gathers.values():
+                for gather in gathers:
+                    if gather.recorded is not None and gather.recorded not in self._gathers.values():
+                        gather.recorded = None
+
+    def _groups(self, unit: Unit) -> list[Group]:
+        """The groups of buckets that are gathered or reduced together."""
+        groups = self._fsdp.param_and_grad_buffer.bucket_to_bucket_group
+        return sorted({tuple(sorted(groups[bucket])) for bucket in unit.buckets})
+
+    def _record(self, capture: Capture, unit: Unit) -> None:
+        reductions = self._fsdp.grad_reduce_pipeline
+        parameter_groups = self._fsdp.param_and_grad_buffer.parameter_groups
+        for group in self._groups(unit):
+            if group in self._gathers:
+                continue
+            self._gathers[group] = RecordedGather(capture, self._fsdp.all_gather_pipeline, group)
+            with_grads = [bucket for bucket in group if parameter_groups[bucket].main_grad_buffer]
+            if with_grads:
+                process_group = reductions.get_fsdp_buffer(with_grads[0]).data_parallel_group
+                if process_group not in self._reduced_once:  # a communicator cannot be set up in a capture
+                    self._reduced_once.add(process_group)
+                    reductions._bucket_group_gradient_reduce(with_grads)
+                self._reductions[group] = RecordedReduction(capture, reductions, with_grads)
+        for group, reduction in self._reductions.items():
+            reductions.recorded[reduction.buckets[0]] = reduction
+
+    def _plan(self, unit: Unit, written: frozenset[torch.nn.Parameter]) -> UnitPlan:
+        own = self._groups(unit)
+        plan = UnitPlan(
+            self._fsdp,
+            unit,
+            {
+                "forward": [self._gather(group, False) for group in own + self._prefetched(unit, +1)],
+                "backward": [self._gather(group, True) for group in own + self._prefetched(unit, -1)],
+            },
+            written,
+        )
+        parameter_groups = self._fsdp.param_and_grad_buffer.parameter_groups
+        for group in own:
+            if group in self._reductions:
+                reduction = self._reductions[group]
+                params = [param for bucket in reduction.buckets for param in parameter_groups[bucket].params]
+                filled = [param for param in params if param in written]
+                if filled:
+                    plan.claimed.append(reduction)
+                    if len(filled) == len(params):
+                        plan.reduced.append(reduction)
+                    else:
+                        plan.left.extend(filled)
+        return plan
+
+    def _gather(self, group: Group, backward: bool) -> GroupGather:
+        gathers = self._fsdp.all_gather_pipeline
+        parameter_groups = self._fsdp.param_and_grad_buffer.parameter_groups
+        params = [param for bucket in group for param in parameter_groups[bucket].params]
+        return GroupGather(
+            [gathers.get_bucket_key(bucket, backward) for bucket in group],
+            gathers.bucket_status,
+            partial(gathers.all_gather_params, params, bwd=backward),
+            self._gathers.get(group),
+        )
+
+    def _prefetched(self, unit: Unit, step: int) -> list[Group]:
+        """The groups that megatron-core prefetches with ``unit``, in the order of forward (1) or of backward (-1).
+
+        It goes through the buckets until those ahead reach a size, or a third unit would need a double buffer.
+        """
+        buffer = self._fsdp.param_and_grad_buffer
+        ahead: list[Group] = []
+        seen = set(unit.buckets)
+        units = {buffer.parameter_groups[bucket].fsdp_unit_id for bucket in unit.buckets}
+        size = 0
+        bucket = max(seen) + 1 if step > 0 else min(seen) - 1
+        while 0 <= bucket < len(buffer.parameter_groups) and size < self._fsdp.suggested_AG_prefetch_size:
+            if bucket not in seen:
+                units.add(buffer.parameter_groups[bucket].fsdp_unit_id)
+                if len(units) > 2:
+                    break
+                group = tuple(sorted(buffer.bucket_to_bucket_group[bucket]))
+                seen.update(group)
+                ahead.append(group)
+                size += sum(buffer.parameter_groups[i].model_weight_buffer.bucket_index.size for i in group)
+            bucket += step
+        return ahead
