@@ -21,13 +21,14 @@ CORE_TESTS := $(addprefix tests/unit_tests/,test_overlay_extensions.py training 
 	$(addprefix local/test_,inference.py manager.py record.py runner.py) \
 	$(addprefix te/test_,backends.py current_microbatch.py helper.py layers.py order.py sample_inputs.py)))
 
-.PHONY: help .venv demo test test-unit test-integration test-versions $(OTHER_CORES:%=test-core-%) test-gpu lint format clean
+.PHONY: help .venv demo test test-unit test-integration test-versions $(OTHER_CORES:%=test-core-%) test-gpu bench lint format clean
 
 help:
 	@echo "make demo      train a small GPT under Megatron-FSDP, eager and graphed, and compare"
 	@echo "make test      unit tests and integration tests on the CPU backend"
 	@echo "make test-versions  unit tests on the other versions of megatron-core that the patch admits"
 	@echo "make test-gpu  tests on the GPUs of this machine"
+	@echo "make bench     time of a step of each kind, on the GPUs of this machine"
 	@echo "make lint      ruff and mypy"
 	@echo "make format    let ruff rewrite the files"
 	@echo "make .venv     the environment that all of them use"
@@ -65,6 +66,10 @@ $(OTHER_CORES:%=build/cores/%/megatron): build/cores/%/megatron: | $(ENVIRONMENT
 # Each layout of ranks is started, with torchrun, in processes of its own.
 test-gpu: $(ENVIRONMENT)
 	$(PY) -m pytest tests/gpu
+
+# Results, plot and profiles of each kind of step. Without a GPU the times mean nothing.
+bench: $(ENVIRONMENT)
+	$(PY) benchmarks/step_time.py --output build/bench/step_time.json --logs build/bench/logs $(BENCH)
 
 lint: $(ENVIRONMENT)
 	$(PY) -m ruff check $(CHECKED)

@@ -1,0 +1,69 @@
+"""Takes down what a training leaves in its process, so that the next one starts afresh.
+
+torch.distributed and the model-parallel groups stay: Megatron builds new communicators at every initialization, and
+NCCL keeps the memory of those that are gone.
+"""
+
+import gc
+
+import torch
+
+
+def clean_up() -> float:
+    """Forget the training that has ended and free its memory.
+
+    Returns:
+        MiB of tensors that are still allocated.
+    """
+    _forget_globals()
+    _forget_graphs()
+    torch.cuda.synchronize()
+    gc.enable()
+    for _ in range(2):
+        gc.collect()
+    _clear_workspaces()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    return round(torch.cuda.memory_allocated() / 2**20, 1)
+
+
+def _forget_globals() -> None:
+    from megatron.core import parallel_state
+    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+    from megatron.core.rerun_state_machine import destroy_rerun_state_machine
+    from megatron.core.tensor_parallel import random
+    from megatron.core.transformer.moe import moe_logging
+    from megatron.training.global_vars import destroy_global_vars
+
+    destroy_global_vars()
+    unset_num_microbatches_calculator()
+    destroy_rerun_state_machine()
+    parallel_state.get_global_memory_buffer().buffer.clear()
+    # The next training may want another kind of tracker.
+    random._CUDA_RNG_STATE_TRACKER = None
+    random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
+    moe_logging.set_moe_metrics_tracker(None)
+
+
+def _forget_graphs() -> None:
+    """Forget the graphs and static tensors that megatron-core keeps in classes and modules."""
+    from megatron.core import full_cuda_graph
+    from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
+
+    whole = full_cuda_graph.FullCudaGraphWrapper
+    for stage in ("training", "validation"):
+        whole.cuda_graph[stage] = whole.result[stage] = None
+        whole.curr_iteration[stage] = 0
+        full_cuda_graph.StaticBufferLoader.static_buffers[stage].clear()
+    full_cuda_graph._shared_graph_pool = None
+    OptimizerCudaGraphWrapper.cuda_graph = OptimizerCudaGraphWrapper.result = None
+    OptimizerCudaGraphWrapper.curr_iteration = 0
+    override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
+    if override is not None:
+        override(False)
+
+
+def _clear_workspaces() -> None:
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()

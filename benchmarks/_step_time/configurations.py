@@ -1,0 +1,96 @@
+"""What is trained: models by name, as flags of ``megatron.training``."""
+
+from dataclasses import dataclass
+
+DENSE = "--position-embedding-type rope --attention-dropout 0 --hidden-dropout 0"
+MOE = (
+    "--num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
+    "--moe-token-dispatcher-type alltoall --disable-bias-linear"
+)
+MOE_GRAPHS = ("--cuda-graph-modules", "attn", "moe_router", "moe_preprocess")
+
+# TransformerEngine masks causally by itself: no mask is made.
+ON_GPUS = "--transformer-impl transformer_engine --no-create-attention-mask-in-dataloader --bf16 --vocab-size 32000"
+ON_CPU = (
+    "--transformer-impl local --distributed-backend gloo --no-persist-layer-norm --no-masked-softmax-fusion "
+    "--no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-gradient-reduce-div-fusion --bf16 "
+    "--vocab-size 256 --num-workers 0"
+)
+
+# The same in all variants. A full-iteration graph demands that no step checks for NaN; graphs need TransformerEngine's
+# tracker of random number generators.
+TRAINING = (
+    "--micro-batch-size 1 --lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --clip-grad 1 "
+    "--eval-iters 0 --eval-interval 100000 --log-interval 1 --te-rng-tracker --no-gradient-accumulation-fusion "
+    "--no-check-for-nan-in-loss-and-grad --mock-data --tokenizer-type NullTokenizer"
+)
+
+
+def _sizes(layers: int, hidden: int, heads: int, sequence: int) -> str:
+    return (
+        f"--num-layers {layers} --hidden-size {hidden} --num-attention-heads {heads} --seq-length {sequence} "
+        f"--max-position-embeddings {sequence}"
+    )
+
+
+def _experts(hidden: int) -> str:
+    return f"--moe-ffn-hidden-size {hidden} --moe-shared-expert-intermediate-size {hidden}"
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A model to train.
+
+    Attributes:
+        name: As the user wrote it.
+        flags: All flags that do not depend on the variant.
+        graph_flags: Flags for per-layer graphs only.
+        expert_parallel: Ranks over which experts are spread; 1 for a dense model.
+        has_dynamic_shapes: Whether the host must know shapes within a step, so that no graph can hold all of it.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    graph_flags: tuple[str, ...] = ()
+    expert_parallel: int = 1
+    has_dynamic_shapes: bool = False
+
+
+GPU_MODELS = {
+    "A": _sizes(16, 2048, 16, 2048),
+    "B": _sizes(8, 1024, 16, 512),
+    "C": f"{_sizes(8, 2048, 16, 2048)} {MOE} {_experts(2048)} --moe-grouped-gemm",
+}
+CPU_MODELS = {
+    "A": _sizes(4, 64, 4, 32),
+    "B": _sizes(2, 32, 4, 16),
+    "C": f"{_sizes(2, 64, 4, 32)} {MOE} {_experts(64)}",
+}
+HAS_EXPERTS = {"C"}
+
+
+def configuration(text: str, *, ranks: int, steps: int, expert_parallel: int, on_cpu: bool) -> Configuration:
+    """Return the configuration that ``text`` names: ``A``, ``B`` or ``C``, or one with flags, as ``A:--num-layers 32``.
+
+    Args:
+        text: What the user wrote.
+        ranks: How many processes train.
+        steps: Steps of the learning rate's schedule.
+        expert_parallel: Expert parallel ranks of a model with experts, at most ``ranks``.
+        on_cpu: Whether to take the small models.
+
+    Raises:
+        ValueError: there is no such configuration.
+    """
+    name, _, more = text.partition(":")
+    models = CPU_MODELS if on_cpu else GPU_MODELS
+    if name not in models:
+        raise ValueError(f"--configurations: there is no {name!r}; choose among {', '.join(models)}, or append flags")
+    experts = name in HAS_EXPERTS
+    parallel = min(expert_parallel, ranks) if experts else 1
+    parts = [models[name], DENSE, ON_CPU if on_cpu else ON_GPUS, TRAINING]
+    parts.append(f"--global-batch-size {ranks} --lr-decay-iters {steps} --train-iters {steps}")
+    if experts:
+        parts.append(f"--expert-model-parallel-size {parallel}")
+    flags = tuple(" ".join([*parts, more]).split())
+    return Configuration(text, flags, MOE_GRAPHS if experts else (), parallel, has_dynamic_shapes=experts)

@@ -1,0 +1,90 @@
+"""Figures from a trace of ``torch.profiler``: CUDA API calls, what the GPU did, and how long the host waited."""
+
+import gzip
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+API = {"cuda_runtime", "cuda_driver"}
+GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
+# The host waits for the GPU in these, and in a copy that takes this long: copies to memory that is not pinned wait.
+WAITING = {"cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cuCtxSynchronize"}
+COPY = "cudaMemcpyAsync"
+WAITING_COPY_MICROSECONDS = 200.0
+# What the table shows, each with the API functions that count for it.
+CALLS = {
+    "launches": r"cu(da)?LaunchKernel(Ex|ExC|Cooperative)?",
+    "graph_launches": r"cu(da)?GraphLaunch",
+    "copies": r"cudaMemcpy(Async)?|cudaMemset(Async)?",
+    "stream_waits": r"cudaStreamWaitEvent",
+    "event_records": r"cudaEventRecord(WithFlags)?",
+    "event_queries": r"cudaEventQuery",
+    "capture_queries": r"cudaStreamIsCapturing|cudaStreamGetCaptureInfo",
+    "synchronizations": r"cuda(Stream|Event|Device)Synchronize",
+}
+
+Interval = tuple[float, float]
+
+
+def read_events(path: Path) -> list[dict[str, Any]]:
+    """Return the events with a duration of a Chrome trace, which may be compressed (``.gz``)."""
+    content = path.read_bytes()
+    events = json.loads(gzip.decompress(content) if path.suffix == ".gz" else content)["traceEvents"]
+    return [event for event in events if event.get("ph") == "X"]
+
+
+def figures(events: Iterable[dict[str, Any]], *, steps: int, wall_ms: float) -> dict[str, Any]:
+    """Return the figures of one step.
+
+    Args:
+        events: What happened in ``steps`` steps: Chrome trace events, ``ts`` and ``dur`` in microseconds.
+        steps: How many.
+        wall_ms: How long they took, in milliseconds.
+
+    Returns:
+        ``profiled_ms`` of a step; ``host_ms``, those in which the host did not wait for the GPU, and ``waiting_ms``;
+        ``gpu_busy_ms``, of which ``compute_ms`` are with and ``nccl_alone_ms`` without work other than NCCL's kernels;
+        ``calls``, by the names of ``CALLS``; ``api_calls``, by the name of the function.
+    """
+    api: Counter[str] = Counter()
+    waits: list[Interval] = []
+    compute: list[Interval] = []
+    nccl: list[Interval] = []
+    for event in events:
+        category, name = event.get("cat"), event["name"]
+        interval = (event["ts"], event["ts"] + event["dur"])
+        if category in API:
+            name = re.sub(r"_v\d+$", "", name)
+            api[name] += 1
+            if name in WAITING or (name == COPY and event["dur"] >= WAITING_COPY_MICROSECONDS):
+                waits.append(interval)
+        elif category in GPU:
+            (nccl if category == "kernel" and "nccl" in name.lower() else compute).append(interval)
+    busy, computing, waiting = (covered(each) / 1000 / steps for each in (compute + nccl, compute, waits))
+    profiled = wall_ms / steps
+    return {
+        "profiled_ms": round(profiled, 3),
+        "host_ms": round(profiled - waiting, 3),
+        "waiting_ms": round(waiting, 3),
+        "gpu_busy_ms": round(busy, 3),
+        "compute_ms": round(computing, 3),
+        "nccl_alone_ms": round(busy - computing, 3),
+        "calls": {what: _per_step(api, pattern, steps) for what, pattern in CALLS.items()},
+        "api_calls": {name: round(count / steps, 2) for name, count in api.most_common()},
+    }
+
+
+def covered(intervals: Iterable[Interval]) -> float:
+    """How much time at least one of ``intervals`` covers."""
+    total, end = 0.0, float("-inf")
+    for start, stop in sorted(intervals):
+        total += max(0.0, stop - max(start, end))
+        end = max(end, stop)
+    return total
+
+
+def _per_step(api: Counter[str], pattern: str, steps: int) -> float:
+    return round(sum(count for name, count in api.items() if re.fullmatch(pattern, name)) / steps, 2)

@@ -1,0 +1,70 @@
+"""The trainings of a benchmark, in the order in which they run."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .configurations import Configuration
+from .variants import Variant
+
+PROFILED_STEPS = 13  # step_profile.LAST
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Attributes:
+        number: Its place in the plan.
+        configuration, variant: Names.
+        flags: Flags of ``megatron.training``.
+        environment: Variables set during the training.
+        side_stream: Whether it runs on a stream other than the default one, as ``megatron.training`` does for
+            per-layer graphs.
+        steps: How many steps are timed.
+        profiled: Whether it is profiled, and not timed.
+        top_python: How many Python functions a profile lists.
+    """
+
+    number: int
+    configuration: str
+    variant: str
+    flags: list[str]
+    environment: dict[str, str]
+    side_stream: bool
+    steps: int
+    profiled: bool
+    top_python: int
+
+    @property
+    def file_name(self) -> str:
+        """A name for files of this run."""
+        return re.sub(r"[^\w.+=-]+", "_", f"{self.configuration}-{self.variant}")
+
+
+def plan(trained: Iterable[tuple[Configuration, Variant]], *, steps: int, profiled: bool, top_python: int) -> list[Run]:
+    """Return a timed run of each pair, then, if ``profiled``, a profiled one of each.
+
+    What is profiled comes last, as CUDA's profiling interface stays in a process once it was used.
+    """
+    pairs = list(trained)
+    runs: list[Run] = []
+    for profile in (False, True) if profiled else (False,):
+        for configuration, variant in pairs:
+            flags = variant.flags_for(configuration)
+            if profile:  # all runs have as many steps in their flags, and so the same data and learning rates
+                flags += ["--exit-interval", str(PROFILED_STEPS)]
+            runs.append(
+                Run(
+                    len(runs),
+                    configuration.name,
+                    variant.name,
+                    flags,
+                    variant.environment,
+                    variant.per_layer,
+                    steps,
+                    profile,
+                    top_python,
+                )
+            )
+    return runs

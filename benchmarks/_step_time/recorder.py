@@ -1,0 +1,136 @@
+"""What a training's steps computed and how long they took, recorded where ``megatron.training`` logs a step."""
+
+import functools
+import gc
+import inspect
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from megatron.training import training
+
+
+class Recorder:
+    """Records each step of a training.
+
+    A step's loss is copied on the GPU and read at the end, so that recording never makes the host wait.
+
+    Args:
+        after_step: Called with the number of the step, from 1, when its loss and time are recorded.
+    """
+
+    def __init__(self, after_step: Callable[[int], None] = lambda step: None):
+        self.times: list[float] = []
+        self._losses: list[torch.Tensor | None] = []
+        self._norms: list[float | torch.Tensor | None] = []
+        self._after_step = after_step
+
+    def record(self, step: int, losses: dict[str, torch.Tensor], grad_norm: Any) -> None:
+        """Record one step; ``losses`` has 'lm loss', a float tensor of one element."""
+        self.times.append(time.perf_counter())
+        # A graph's next replay overwrites what it returned.
+        self._losses.append(losses["lm loss"].detach().clone() if losses else None)
+        self._norms.append(grad_norm.detach().clone() if isinstance(grad_norm, torch.Tensor) else grad_norm)
+        self._after_step(step)
+
+    def numbers(self) -> list[list[str | None]]:
+        """Loss and gradient norm of each step, exact (``float.hex``)."""
+        return [[_hex(loss), _hex(norm)] for loss, norm in zip(self._losses, self._norms, strict=True)]
+
+    def last_loss(self) -> float | None:
+        """The last step's loss."""
+        return None if self._losses[-1] is None else float(self._losses[-1])
+
+    def milliseconds(self, first: int, last: int) -> dict[str, float]:
+        """Median, mean, least and largest milliseconds of the steps from ``first`` to ``last``, numbered from 1."""
+        each = [(after - before) * 1000 for before, after in zip(self.times, self.times[1:], strict=False)]
+        each = each[first - 2 : last - 1]
+        summary = {"ms": statistics.median(each), "ms_mean": statistics.mean(each), "ms_min": min(each)}
+        return {name: round(value, 3) for name, value in {**summary, "ms_max": max(each)}.items()}
+
+
+def _hex(value: float | torch.Tensor | None) -> str | None:
+    return None if value is None else float(value).hex()
+
+
+class TrainingLog:
+    """Stands in front of ``megatron.training``'s ``training_log`` for the life of the process.
+
+    Attributes:
+        recorder: Who is told of each step; None for nobody.
+    """
+
+    def __init__(self) -> None:
+        self.recorder: Recorder | None = None
+        original = training.training_log
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def training_log(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            if self.recorder is not None:
+                given = signature.bind(*args, **kwargs).arguments
+                self.recorder.record(given["iteration"], given["loss_dict"], given["grad_norm"])
+            return result
+
+        training.training_log = training_log
+
+
+class CaptureClock:
+    """Seconds spent capturing: in ``TECudaGraphHelper.create_cudagraphs``, and in ``torch.cuda.graph`` outside it."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._depth = 0
+        self._start = 0.0
+
+    def install(self) -> None:
+        """Measure from now on, for the life of the process."""
+        from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+        helper_class: Any = TECudaGraphHelper
+        create = helper_class.create_cudagraphs
+        enter, leave = torch.cuda.graph.__enter__, torch.cuda.graph.__exit__
+
+        @functools.wraps(create)
+        def create_cudagraphs(helper: Any) -> Any:
+            self._begin()
+            try:
+                return create(helper)
+            finally:
+                self._end()
+
+        @functools.wraps(enter)
+        def __enter__(context: Any) -> Any:
+            self._begin()
+            return enter(context)
+
+        @functools.wraps(leave)
+        def __exit__(context: Any, *error: Any) -> Any:
+            try:
+                return leave(context, *error)
+            finally:
+                self._end()
+
+        helper_class.create_cudagraphs = create_cudagraphs
+        torch.cuda.graph.__enter__, torch.cuda.graph.__exit__ = __enter__, __exit__
+
+    def _begin(self) -> None:
+        if self._depth == 0:
+            torch.cuda.synchronize()
+            self._start = time.perf_counter()
+        self._depth += 1
+
+    def _end(self) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            torch.cuda.synchronize()
+            self.seconds += time.perf_counter() - self._start
+
+
+def count_graphs() -> int:
+    """How many CUDA graphs there are in this process."""
+    return sum(isinstance(found, torch.cuda.CUDAGraph) for found in gc.get_objects())

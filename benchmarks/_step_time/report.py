@@ -1,0 +1,144 @@
+"""Compares the results of a configuration's variants and prints them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .variants import Variant
+
+Result = Mapping[str, Any]
+FULL_ITERATION, EAGER = "full_iteration", "eager"
+
+
+def equal_steps(numbers: Sequence[Any], reference: Sequence[Any]) -> int:
+    """How many steps from the first on have the same loss and gradient norm, bit for bit."""
+    same = 0
+    for mine, theirs in zip(numbers, reference, strict=False):
+        if mine != theirs:
+            break
+        same += 1
+    return same
+
+
+def rows(variants: Sequence[Variant], timed: Mapping[str, Result], profiled: Mapping[str, Result]) -> list[dict]:
+    """Return what is reported of each variant of a configuration, in their order.
+
+    Args:
+        variants: The variants.
+        timed: Results of timed runs by the variant's name; of one that failed only 'error'.
+        profiled: Results of profiled runs.
+
+    Returns:
+        The measured values with these: ``reference``, the variant that it must equal, and ``equal_steps`` of
+        ``steps``; ``ratio_to_eager`` and ``ratio_to_full_iteration`` (with the optimizer's graph, to those with it);
+        ``ratio_to_compute``, to the milliseconds in which eager Megatron-FSDP keeps the GPU busy with other work than
+        NCCL's kernels, which no arrangement of the same kernels on one stream can undercut; and ``repeatable``,
+        whether the profiled run computed the same as the timed one. A value that cannot be had is None or missing.
+    """
+    compute = _compute_ms(profiled.get(EAGER, {}))
+    return [_row(each, variants, timed, profiled, compute) for each in variants if each.name in timed]
+
+
+def _row(
+    variant: Variant,
+    variants: Sequence[Variant],
+    timed: Mapping[str, Result],
+    profiled: Mapping[str, Result],
+    compute: float | None,
+) -> dict[str, Any]:
+    result = timed[variant.name]
+    if "error" in result:
+        return {"variant": variant.name, "error": result["error"]}
+    row: dict[str, Any] = {"variant": variant.name}
+    dropped = ("numbers", "run", "event")
+    row |= {key: value for key, value in result.items() if key not in dropped}
+    with_optimizer = "--optimizer-cuda-graph" in variant.flags
+    suffix = "+optimizer" if with_optimizer else ""
+    row["ratio_to_full_iteration"] = _ratio(result, timed.get(FULL_ITERATION + suffix))
+    row["ratio_to_eager"] = _ratio(result, timed.get(EAGER + suffix))
+    row["ratio_to_compute"] = round(result["ms"] / compute, 3) if compute else None
+    reference = _reference(variant, timed)
+    row["steps"] = len(result["numbers"])
+    row["reference"] = reference
+    row["equal_steps"] = equal_steps(result["numbers"], timed[reference]["numbers"]) if reference else None
+    if variant.name in profiled:
+        again = profiled[variant.name]
+        if "error" in again:
+            row["profile_error"] = again["error"]
+        else:
+            same = equal_steps(again["numbers"], result["numbers"])
+            row["repeatable"] = same == len(again["numbers"])
+            row["profile"] = again["profile"]
+    return row
+
+
+def _reference(variant: Variant, timed: Mapping[str, Result]) -> str | None:
+    ran = (name for name in variant.references if "numbers" in timed.get(name, {}))
+    reference = next(ran, None)
+    return None if reference == variant.name else reference
+
+
+def _ratio(result: Result, other: Result | None) -> float | None:
+    return round(result["ms"] / other["ms"], 3) if other and "ms" in other else None
+
+
+def _compute_ms(result: Result) -> float | None:
+    return result.get("profile", {}).get("compute_ms")
+
+
+def failures(row: Mapping[str, Any]) -> list[str]:
+    """What is wrong with a row: errors, and bits that differ from the reference's."""
+    found = []
+    for key in ("error", "profile_error"):
+        if key in row:
+            found.append(row[key].strip().splitlines()[-1])
+    if row.get("equal_steps") is not None and row["equal_steps"] != row["steps"]:
+        found.append(f"differs from {row['reference']} in step {row['equal_steps'] + 1}")
+    if row.get("repeatable") is False:
+        found.append("two runs differ")
+    return found
+
+
+COLUMNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("ms", ("ms",)),
+    ("/full it.", ("ratio_to_full_iteration",)),
+    ("/eager", ("ratio_to_eager",)),
+    ("/compute", ("ratio_to_compute",)),
+    ("peak MiB", ("max_reserved_mib",)),
+    ("graphs", ("graphs",)),
+    ("capture s", ("capture_seconds",)),
+    ("host ms", ("profile", "host_ms")),
+    ("busy ms", ("profile", "gpu_busy_ms")),
+    ("compute", ("profile", "compute_ms")),
+    ("nccl", ("profile", "nccl_alone_ms")),
+    ("launches", ("profile", "calls", "launches")),
+    ("replays", ("profile", "calls", "graph_launches")),
+    ("waits", ("profile", "calls", "stream_waits")),
+    ("records", ("profile", "calls", "event_records")),
+    ("queries", ("profile", "calls", "event_queries")),
+    ("captur?", ("profile", "calls", "capture_queries")),
+    ("copies", ("profile", "calls", "copies")),
+    ("python", ("profile", "python_calls")),
+)
+
+
+def table(found: Sequence[Mapping[str, Any]]) -> str:
+    """Return the rows as text: one line each, with the steps that equal the reference's."""
+    width = max([len(row["variant"]) for row in found] + [len("variant")])
+    lines = ["  ".join([f"{'variant':<{width}}", *(f"{name:>9}" for name, _ in COLUMNS), "equal"])]
+    for row in found:
+        cells = [f"{_cell(row, path):>9}" for _, path in COLUMNS]
+        equal = f"{row['equal_steps']}/{row['steps']} {row['reference']}" if row.get("reference") else "-"
+        problems = "; ".join(failures(row))
+        lines.append("  ".join([f"{row['variant']:<{width}}", *cells, equal, problems[:120]]).rstrip())
+    return "\n".join(lines)
+
+
+def _cell(row: Mapping[str, Any], path: Sequence[str]) -> str:
+    value: Any = row
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if value is None:
+        return "-"
+    if isinstance(value, int):
+        return str(value)
+    return f"{value:.3f}" if path[0].startswith("ratio") or path[0] == "capture_seconds" else f"{value:.1f}"

@@ -1,0 +1,104 @@
+"""How it is trained: eagerly, with per-layer graphs or one graph, under Megatron-FSDP or DistributedDataParallel."""
+
+from dataclasses import dataclass, field, replace
+
+from .configurations import Configuration
+
+# Per-layer graphs need the two buffer flags; all variants have them, so that they differ in graphs only.
+FSDP = (
+    "--use-megatron-fsdp",
+    "--data-parallel-sharding-strategy",
+    "optim_grads_params",
+    "--use-distributed-optimizer",
+    "--ckpt-format",
+    "fsdp_dtensor",
+    "--fsdp-double-buffer",
+    "--fsdp-db-use-persist-buf-on-alloc-fail",
+)
+DDP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+WARMUP_STEPS = 3  # eager steps before anything is captured
+IMPLEMENTATION = "--cuda-graph-impl"
+OPTIMIZER = ("--optimizer-cuda-graph",)
+PER_LAYER = "transformer_engine"
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to train a configuration.
+
+    Attributes:
+        name: As the user wrote it.
+        flags: Flags of ``megatron.training``.
+        environment: Variables set during the training. Only those read after the imports take effect.
+        references: Variants that must compute the same bits; the first that ran is compared with.
+        one_graph: Whether a graph holds all passes of a step.
+    """
+
+    name: str
+    flags: tuple[str, ...]
+    environment: dict[str, str] = field(default_factory=dict)
+    references: tuple[str, ...] = ("eager",)
+    one_graph: bool = False
+
+    @property
+    def per_layer(self) -> bool:
+        """Whether there is a graph for each layer."""
+        return PER_LAYER in self.flags
+
+    def flags_for(self, configuration: Configuration) -> list[str]:
+        """All flags of training ``configuration`` this way; the variant's own are last and win."""
+        return [*configuration.flags, *(configuration.graph_flags if self.per_layer else ()), *self.flags]
+
+
+def _graphs(implementation: str) -> tuple[str, ...]:
+    return (IMPLEMENTATION, implementation, "--cuda-graph-warmup-steps", str(WARMUP_STEPS))
+
+
+def _engine(name: str) -> dict[str, str]:
+    return {"MEGATRON_CUDA_GRAPH_ENGINE": name}
+
+
+_FULL = (*FSDP, *_graphs("full_iteration"))
+_OPTIMIZER_REFERENCES = ("eager+optimizer", "full_iteration+optimizer")
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        Variant("eager", (*FSDP, *_graphs("none"))),
+        Variant("native", (*FSDP, *_graphs(PER_LAYER)), _engine("native")),
+        Variant("te", (*FSDP, *_graphs(PER_LAYER)), _engine("transformer_engine")),
+        Variant("full_iteration", _FULL, one_graph=True),
+        Variant("ddp", (*DDP, *_graphs("none")), references=("ddp",)),
+        Variant("ddp_graphs", (*DDP, *_graphs(PER_LAYER)), _engine("native"), references=("ddp",)),
+        # The optimizer's graph comes with another Adam, which keeps its step count on the device.
+        Variant("full_iteration+optimizer", (*_FULL, *OPTIMIZER), {}, _OPTIMIZER_REFERENCES, one_graph=True),
+        Variant("eager+optimizer", (*FSDP, *_graphs("none"), *OPTIMIZER), {}, _OPTIMIZER_REFERENCES),
+        Variant("native+optimizer", (*FSDP, *_graphs(PER_LAYER), *OPTIMIZER), _engine("native"), _OPTIMIZER_REFERENCES),
+    )
+}
+ON_CPU = ("eager", "native")
+
+
+def variant(text: str) -> Variant:
+    """Return the variant that ``text`` names, with further variables and flags: ``native:NAME=VALUE,...:FLAGS``.
+
+    Raises:
+        ValueError: there is no such variant, or a variable has no value.
+    """
+    name, _, rest = text.partition(":")
+    variables, _, flags = rest.partition(":")
+    if name not in VARIANTS:
+        raise ValueError(f"--variants: there is no {name!r}; choose among {', '.join(VARIANTS)}")
+    pairs = [pair.split("=", 1) for pair in variables.split(",") if pair]
+    if any(len(pair) != 2 for pair in pairs):
+        raise ValueError(f"--variants: {text!r} is not NAME:VARIABLE=VALUE,...:FLAGS")
+    base = VARIANTS[name]
+    return replace(
+        base, name=text, flags=(*base.flags, *flags.split()), environment={**base.environment, **dict(pairs)}
+    )
+
+
+def default_names(configuration: Configuration, *, on_cpu: bool) -> list[str]:
+    """The variants of ``configuration`` that are run unless the user says which."""
+    if on_cpu:
+        return list(ON_CPU)
+    return [name for name, each in VARIANTS.items() if not (configuration.has_dynamic_shapes and each.one_graph)]

@@ -1,0 +1,134 @@
+"""One rank of a benchmark: trains every run of a plan, one after the other, each with a fresh model and the same data.
+
+    torchrun --nproc-per-node 2 benchmarks/_step_time/worker.py PLAN RESULTS LOGS
+
+PLAN is a JSON file of ``plan.Run``s. The first rank appends a JSON line to RESULTS when a run starts and when it has
+ended. The first error of a run, on any rank, is such a line too, and ends the process: a failed CUDA call may have left
+the device unusable, and other ranks may be waiting.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:1] = [str(ROOT), str(ROOT / "examples")]  # in the place of this folder
+
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+
+from benchmarks._step_time.cleanup import clean_up  # noqa: E402
+from benchmarks._step_time.plan import Run  # noqa: E402
+from benchmarks._step_time.recorder import CaptureClock, Recorder, TrainingLog, count_graphs  # noqa: E402
+from benchmarks._step_time.step_profile import StepProfile  # noqa: E402
+
+
+class Worker:
+    """Trains runs on this rank.
+
+    Args:
+        on_cpu: Whether this is the CPU backend.
+        logs: Where traces go.
+    """
+
+    def __init__(self, *, on_cpu: bool, logs: Path):
+        import pretrain_gpt
+
+        self._main = pretrain_gpt.main
+        self._on_cpu, self._logs = on_cpu, logs
+        self._log = TrainingLog()
+        self._clock = CaptureClock()
+        self._clock.install()
+        self._default, self._side = torch.cuda.current_stream(), torch.cuda.Stream()
+
+    def train(self, run: Run) -> dict[str, Any]:
+        """Train ``run`` and return what was measured; the process is clean after it."""
+        result: dict[str, Any] = {}
+
+        def after_step(step: int) -> None:
+            if step == run.steps and not run.profiled:
+                result.update(self._memory())
+
+        profiled = self._profile(run) if run.profiled else None
+        self._clock.seconds = 0.0
+        recorder = Recorder(profiled.after_step if profiled else after_step)
+        self._train(run, recorder)
+        result["numbers"] = recorder.numbers()
+        result["last_loss"] = recorder.last_loss()
+        if profiled:
+            result["profile"] = profiled.figures
+        elif not run.profiled:
+            result |= recorder.milliseconds(run.steps // 2 + 1, run.steps)
+            result["capture_seconds"] = round(self._clock.seconds, 3)
+        del recorder
+        result["left_mib"] = clean_up()
+        return result
+
+    def _profile(self, run: Run) -> StepProfile | None:
+        if dist.get_rank() == 0:
+            return StepProfile(self._logs, run.file_name, top=run.top_python, on_gpu=not self._on_cpu)
+        return None
+
+    def _train(self, run: Run, recorder: Recorder) -> None:
+        before = dict(os.environ)
+        os.environ.update(run.environment)
+        # megatron.training does this at the first initialization of torch.distributed only.
+        torch.cuda.set_stream(self._side if run.side_stream else self._default)
+        sys.argv = ["pretrain_gpt.py", *run.flags]
+        self._log.recorder = recorder
+        try:
+            self._main()
+        except SystemExit as end:  # --exit-interval
+            if end.code:
+                raise
+        finally:
+            self._log.recorder = None
+            torch.cuda.set_stream(self._default)
+            for name in set(os.environ) - set(before):
+                del os.environ[name]
+            os.environ.update(before)
+
+    def _memory(self) -> dict[str, Any]:
+        torch.cuda.synchronize()
+        names = ("max_memory_reserved", "memory_reserved", "max_memory_allocated", "memory_allocated")
+        found = {f"{name.replace('memory_', '')}_mib": getattr(torch.cuda, name)() // 2**20 for name in names}
+        return found | {"graphs": count_graphs()}
+
+
+def main(plan: Path, results: Path, logs: Path) -> None:
+    """Train every run of ``plan``."""
+    on_cpu = "MEGATRON_STEP_TIME_ON_CPU" in os.environ
+    if on_cpu:
+        torch.set_num_threads(1)
+    else:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if on_cpu else "nccl")
+    worker = Worker(on_cpu=on_cpu, logs=logs)
+
+    def tell(run: Run, event: str, **more: Any) -> None:
+        with results.open("a") as file:
+            file.write(json.dumps({"run": run.number, "event": event, **more}) + "\n")
+
+    for description in json.loads(plan.read_text()):
+        run = Run(**description)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            tell(run, "started")
+        start = time.perf_counter()
+        try:
+            result = worker.train(run)
+        except BaseException:
+            tell(run, "failed", error=f"rank {dist.get_rank()}: {traceback.format_exc()}")
+            os._exit(1)
+        if dist.get_rank() == 0:
+            tell(run, "ended", seconds=round(time.perf_counter() - start, 1), **result)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(*(Path(argument) for argument in sys.argv[1:4]))

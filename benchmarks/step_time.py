@@ -1,0 +1,169 @@
+"""Time of a training step: eager Megatron-FSDP, a graph per layer, one graph for all passes, DistributedDataParallel.
+
+    python benchmarks/step_time.py --gpus 2 --output benchmarks/results/step_time.json
+
+Configurations, in bf16 with micro-batches of one sequence, trained by ``examples/pretrain_gpt.py``:
+    A  16 layers, hidden 2048, sequence 2048
+    B   8 layers, hidden 1024, sequence 512: bound by the host
+    C   8 layers, hidden 2048, sequence 2048, 8 experts of which a token takes 2, a shared expert
+    A:--num-layers 32 --global-batch-size 8    one of them with further flags of megatron.training
+Variants:
+    eager, native, te          Megatron-FSDP without graphs, with a graph per layer by this project's engine, by
+                               TransformerEngine's
+    full_iteration             with one graph for all passes of a step
+    ddp, ddp_graphs            DistributedDataParallel and the distributed optimizer, without and with a graph per layer
+    eager+optimizer, ...       the same with a graph of the optimizer
+    native:NAME=VALUE,...:FLAGS    one of them with further environment variables and flags
+
+All variants of configurations with the same ranks run one after the other in the same processes, each with a fresh
+model, the same seed and the same data: first to take times, then again to be profiled. Every step's loss and gradient
+norm must equal the reference's bit for bit. The exit code is 1 where they do not, or where a run failed. Without a GPU
+it trains tiny models on the CPU backend, whose times mean nothing.
+"""
+
+import argparse
+import sys
+import tempfile
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from benchmarks._step_time import configurations, report, variants  # noqa: E402
+from benchmarks._step_time.launch import run_plan  # noqa: E402
+from benchmarks._step_time.plan import PROFILED_STEPS, Run, plan  # noqa: E402
+from benchmarks._step_time.plot import plot  # noqa: E402
+from benchmarks.results_file import write_results  # noqa: E402
+
+CPU_NOTE = "CPU backend: these times say nothing about GPUs."
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Return the arguments.
+
+    Raises:
+        SystemExit: they are wrong.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, help="ranks (default: all GPUs; 2 on the CPU backend)")
+    parser.add_argument("--configurations", nargs="+", default=["A", "B", "C"], metavar="NAME[:FLAGS]")
+    parser.add_argument("--variants", nargs="+", metavar="NAME[:VARIABLES[:FLAGS]]", help="default: all that can run")
+    parser.add_argument("--steps", type=int, default=40, help="timed steps; times are of their second half")
+    parser.add_argument("--expert-parallel", type=int, default=2, help="ranks over which C's experts are spread")
+    parser.add_argument("--no-profile", action="store_true", help="take times only")
+    parser.add_argument("--top-python", type=int, default=40, help="Python functions that a profile lists")
+    parser.add_argument("--stall-seconds", type=float, default=240, help="a run that takes longer has failed")
+    parser.add_argument("--logs", type=Path, help="folder for logs, traces and lists of functions")
+    parser.add_argument("--output", type=Path, help="where to write the results, as JSON; the plot is beside it")
+    args = parser.parse_args(arguments)
+    if args.steps <= PROFILED_STEPS:
+        parser.error(f"--steps must be more than {PROFILED_STEPS}")
+    return args
+
+
+class Benchmark:
+    """What was chosen, and what was found so far.
+
+    Args:
+        args: The command line's.
+        on_cpu: Whether there is no GPU.
+    """
+
+    def __init__(self, args: argparse.Namespace, *, on_cpu: bool):
+        self.args, self.on_cpu = args, on_cpu
+        self.ranks: int = args.gpus or (2 if on_cpu else torch.cuda.device_count())
+        options = {"ranks": self.ranks, "steps": args.steps, "expert_parallel": args.expert_parallel, "on_cpu": on_cpu}
+        self.configurations = [configurations.configuration(text, **options) for text in args.configurations]
+        self.variants = {
+            each.name: [variants.variant(text) for text in args.variants or variants.default_names(each, on_cpu=on_cpu)]
+            for each in self.configurations
+        }
+        self._planned = 0
+        self._results: dict[bool, dict[str, dict[str, Any]]] = {
+            profiled: {each.name: {} for each in self.configurations} for profiled in (False, True)
+        }
+
+    def run(self, logs: Path) -> None:
+        """Train everything, in one launch for each layout of ranks."""
+        args = self.args
+        by_layout = sorted(self.configurations, key=lambda each: each.expert_parallel)
+        for _, group in groupby(by_layout, key=lambda each: each.expert_parallel):
+            trained = [(each, variant) for each in group for variant in self.variants[each.name]]
+            runs = plan(trained, steps=args.steps, profiled=not args.no_profile, top_python=args.top_python)
+            self._planned = len(runs)
+            run_plan(
+                runs,
+                ranks=self.ranks,
+                on_cpu=self.on_cpu,
+                logs=logs,
+                stall_seconds=args.stall_seconds,
+                show=self._keep,
+            )
+
+    def _keep(self, run: Run, result: dict[str, Any]) -> None:
+        self._results[run.profiled][run.configuration][run.variant] = result
+        what = f"[{run.number + 1}/{self._planned}] {run.configuration}, {run.variant}{', profile' * run.profiled}"
+        if "error" in result:
+            print(f"{what}: failed\n{result['error']}", flush=True)
+        elif run.profiled:
+            calls = result["profile"].get("calls", {}).get("launches", "-")
+            print(f"{what}: {calls} launches, {result['profile']['python_calls']} Python calls a step", flush=True)
+        else:
+            print(f"{what}: {result['ms']:.1f} ms, {result['left_mib']} MiB left after it", flush=True)
+        self.write()
+
+    def rows(self) -> dict[str, list[dict[str, Any]]]:
+        """What is reported, by configuration."""
+        return {
+            name: report.rows(chosen, self._results[False][name], self._results[True][name])
+            for name, chosen in self.variants.items()
+        }
+
+    def write(self) -> None:
+        """Write what was found so far."""
+        if self.args.output:
+            self.args.output.parent.mkdir(parents=True, exist_ok=True)
+            found: dict[str, Any] = {"note": CPU_NOTE} if self.on_cpu else {}
+            command = " ".join(["python benchmarks/step_time.py", *_without_paths(sys.argv[1:])])
+            numbers = {
+                name: {variant: result.get("numbers") for variant, result in results.items()}
+                for name, results in self._results[False].items()
+            }
+            write_results(
+                self.args.output, command=command, gpus=self.ranks, **found, configurations=self.rows(), numbers=numbers
+            )
+
+
+def _without_paths(arguments: list[str]) -> list[str]:
+    """Leave out where results and logs go, and quote what has spaces."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and argument not in ("--output", "--logs"):
+            kept.append(f"'{argument}'" if " " in argument else argument)
+        skip = argument in ("--output", "--logs")
+    return kept
+
+
+def main() -> int:
+    """Run what was chosen, print a table for each configuration, write the results."""
+    args = parse()
+    benchmark = Benchmark(args, on_cpu=not torch.cuda.is_available())
+    with tempfile.TemporaryDirectory() as folder:
+        logs = args.logs or Path(folder)
+        logs.mkdir(parents=True, exist_ok=True)
+        benchmark.run(logs.resolve())
+    found = benchmark.rows()
+    place = CPU_NOTE if benchmark.on_cpu else f"{benchmark.ranks} x {torch.cuda.get_device_name()}"
+    if args.output and not plot(args.output.with_suffix(".png"), found, place):
+        print("no plot: matplotlib is not installed")
+    for name, rows in found.items():
+        print(f"\n{name}: {place}\n{report.table(rows)}")
+    return int(any(report.failures(row) for rows in found.values() for row in rows))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
