@@ -133,4 +133,4 @@ class CaptureClock:
 
 def count_graphs() -> int:
     """How many CUDA graphs there are in this process."""
-    return sum(isinstance(found, torch.cuda.CUDAGraph) for found in gc.get_objects())
+    return sum(issubclass(type(found), torch.cuda.CUDAGraph) for found in gc.get_objects())
