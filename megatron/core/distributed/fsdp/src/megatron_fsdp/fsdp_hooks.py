@@ -75,6 +75,7 @@ class FsdpHooks:
         self.awaiting_gradient: set[torch.nn.Parameter] = set()
         self.in_backward = False
         self.module_names: dict[torch.nn.Module, str] = {}
+        self._trainable: list[torch.nn.Parameter] = []
         self._sinks: dict[torch.nn.Module, UnitSink] = {}
         self._caller_ends_backward = False
         self._unit_types = tuple(fsdp.fsdp_unit_modules)
@@ -112,6 +113,8 @@ class FsdpHooks:
             else:
                 self._register_other(name, module)
         self._register_root(root, last)
+        groups = fsdp.param_and_grad_buffer.parameter_groups
+        self._trainable = [param for group in groups if group.requires_grad for param in group.params]
 
     def _register_forward_unshard(self, module):
         if self.fsdp.data_parallel_sharding_strategy == "no_shard":
@@ -321,6 +324,8 @@ class FsdpHooks:
 
         Gradients of shared parameters are left to ``finish_backward``: only then are they complete.
         """
+        if not params:
+            return
         params = [param for param in params if not getattr(param, "_is_shared", False)]
         for param in params:
             if getattr(param, "skip_backward_post_hook", False) and not hasattr(param, "post_wgrad_grad_acc_hook"):
@@ -431,13 +436,12 @@ class FsdpHooks:
         fsdp = self.fsdp
         groups = fsdp.param_and_grad_buffer.parameter_groups
         if self._shards_params:
-            for submodule in fsdp.module.modules():
-                submodule._training_state = TrainingState.PRE_BACKWARD
+            self._set_training_states(TrainingState.PRE_BACKWARD)
             gathers = fsdp.all_gather_pipeline
             for bucket, group in enumerate(groups):
                 if group.fsdp_unit_id is not None:
                     gathers.bucket_can_be_released[gathers.get_bucket_key(bucket, bwd=False)] = True
-        self.awaiting_gradient = {param for group in groups if group.requires_grad for param in group.params}
+        self.awaiting_gradient = set(self._trainable)
         for param in self.awaiting_gradient:
             param.grad_added_to_main_grad = False
         if not skip_backward_hook:
@@ -456,6 +460,10 @@ class FsdpHooks:
         fsdp.microbatch_count += 1
         if fsdp.model_auto_sync:
             fsdp.finish_grad_sync()
+
+    def _set_training_states(self, state: Any) -> None:
+        for module in self.module_names:
+            module.__dict__["_training_state"] = state
 
     def before_forward(self) -> None:
         """Called before a forward pass of the whole model; drops an unfinished backward pass.
@@ -492,8 +500,7 @@ class FsdpHooks:
         for ready in fsdp.grad_reduce_pipeline.bucket_grad_ready_params:
             ready.clear()
         fsdp.grad_reduce_pipeline.reset()
-        for module in fsdp.module.modules():
-            module._training_state = TrainingState.IDLE
+        self._set_training_states(TrainingState.IDLE)
         self.graphed.release_all()
 
     # ------------------------------------------------------------------------------- around a module, into autograd

@@ -34,7 +34,7 @@ class RecordedWork:
     """
 
     def __init__(self, capture: Capture, stream: torch.cuda.Stream, run: Callable[[], Any]):
-        self._stream = stream
+        self._stream, self._device = stream, stream.device_index
         self._graph = torch.cuda.CUDAGraph()
         self._ready, self._done = torch.cuda.Event(), torch.cuda.Event()
         stream.wait_stream(torch.cuda.current_stream())
@@ -43,16 +43,20 @@ class RecordedWork:
 
     def launch(self) -> None:
         """Run it once the current stream has done what it was given so far."""
-        stream = self._stream
-        self._ready.record()
+        # torch looks the current stream up several times slower if it is not told the device.
+        stream, current = self._stream, torch.cuda.current_stream(self._device)
+        self._ready.record(current)
         stream.wait_event(self._ready)
-        with torch.cuda.stream(stream):
+        torch.cuda.set_stream(stream)
+        try:
             self._graph.replay()
-            self._done.record()
+        finally:
+            torch.cuda.set_stream(current)
+        self._done.record(stream)
 
     def wait(self) -> None:
         """Let the current stream wait for the last launch."""
-        self._done.wait()
+        torch.cuda.current_stream(self._device).wait_event(self._done)
 
     def reset(self) -> None:
         """Free the graph."""
@@ -167,7 +171,6 @@ class RecordedReduction:
         for _, fetch, address in self._places:
             if fetch().data.data_ptr() != address:
                 return False
-        reductions._enforce_double_buffer_limit(self.buckets)
         self._work.launch()
         for bucket in self.buckets:
             reductions.bucket_status[bucket] = BucketStatus.COMMUNICATING

@@ -177,7 +177,7 @@ class UnitPlans:
                     self._reduced_once.add(process_group)
                     reductions._bucket_group_gradient_reduce(with_grads)
                 self._reductions[group] = RecordedReduction(capture, reductions, with_grads)
-        for group, reduction in self._reductions.items():
+        for reduction in self._reductions.values():
             reductions.recorded[reduction.buckets[0]] = reduction
 
     def _plan(self, unit: Unit, written: frozenset[torch.nn.Parameter]) -> UnitPlan:
