@@ -180,4 +180,3 @@ class RecordedReduction:
     def reset(self) -> None:
         """Free the graph."""
         self._work.reset()
-
