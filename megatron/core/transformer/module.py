@@ -43,6 +43,11 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
             if own is not None:
                 self.__dict__["forward"] = own
 
+    def _should_call_te_cudagraph(self, *args: Any, **kwargs: Any) -> Any:
+        if self.training and self.config.cuda_graph_impl == "transformer_engine" and self.cuda_graphs:
+            return True
+        return super()._should_call_te_cudagraph(*args, **kwargs)  # reads megatron-core's capture flag too
+
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, torch.Tensor]:
         """Return one set of static inputs, by keyword.
 
@@ -70,8 +75,12 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
                 "--overlap-moe-expert-parallel-comm, CUDA graphs need the same number of micro-batches "
                 "(--global-batch-size, --rampup-batch-size) in every step"
             )
-        # Not TransformerLayer's override, which needs TransformerEngine to make attention masks: the graph has one.
-        args, kwargs = _upstream.GraphableMegatronModule._get_te_cuda_graph_replay_args(self, *args, **kwargs)
+        if not args and "hidden_states" in kwargs and not self.config.fine_grained_activation_offloading:
+            args = (kwargs.pop("hidden_states"),)  # as megatron-core does it, without a copy of kwargs
+            kwargs["is_first_microbatch"] = microbatch == 0
+        else:
+            # Not TransformerLayer's override, which needs TransformerEngine to make attention masks: the graph has one.
+            args, kwargs = _upstream.GraphableMegatronModule._get_te_cuda_graph_replay_args(self, *args, **kwargs)
         for hook, hook_args in self.cuda_graph_manual_hooks:
             hook(*hook_args)
         return graph(*args, **kwargs)

@@ -61,8 +61,10 @@ class LayerGraph:
         self._static_kwargs = sample_kwargs
         self._ignored = frozenset() if has_attention else _ATTENTION_INPUTS
         self.num_microbatches = num_microbatches
-        self._absent = sample_kwargs if absent is None else absent
+        absent = sample_kwargs if absent is None else absent
         self._given = set() if given is None else given
+        # For each keyword: its name, the id of its static tensor, its value where none is given.
+        self._keywords = [(key, id(static), absent[key]) for key, static in sample_kwargs.items()]
         self._guard = guard
         self._expected: ExpectedInputs | None = None
         names = (*("hidden_states" if i == 0 else f"argument {i}" for i in range(len(sample_args))), *sample_kwargs)
@@ -94,14 +96,14 @@ class LayerGraph:
         if self._guard is not None and kwargs.get("is_first_microbatch"):
             self._guard.check()
         replay_kwargs: dict[str, Any] = {}
-        for name, static in self._static_kwargs.items():
+        for name, static, absent in self._keywords:
             given = kwargs.pop(name, None)
             if given is None:
-                if id(static) in self._given:
+                if static in self._given:
                     raise ValueError(f"{self._name}: {name} was given to some replays and is None in this one")
-                given = self._absent[name]
+                given = absent
             else:
-                self._given.add(id(static))
+                self._given.add(static)
             replay_kwargs[name] = given
         if self._expected is not None:
             self._expected.check((*args, *replay_kwargs.values()))
@@ -126,7 +128,7 @@ class LayerGraph:
         """Free the graphs."""
         self._graphed.reset()
         self._guard = None
-        self._static_args, self._static_kwargs, self._absent = (), {}, {}
+        self._static_args, self._static_kwargs, self._keywords = (), {}, []
 
 
 class LayerGraphs(list[LayerGraph]):
