@@ -2,8 +2,8 @@
 
     python benchmarks/layer_replay.py
 
-A ``TransformerLayer`` with twelve parameters and the keywords that megatron-core's ``TransformerBlock`` gives it, its
-graphs replaced by ones that do nothing: what remains is this project's, megatron-core's and torch's work on the host.
+A ``TransformerLayer`` with the keywords that megatron-core's ``TransformerBlock`` gives it, its graphs replaced by ones
+that do nothing: what remains is this project's, megatron-core's and torch's work on the host.
 Needs no GPU. Counts are exact. Times are those of this host, for layers in a row; they contain a copy of the hidden
 states and one of their gradient, on the CPU.
 """
@@ -40,7 +40,7 @@ _OWNERS = {
 class Layer(transformer_layer.TransformerLayer):
     """A ``TransformerLayer`` without its modules, which a replay does not run."""
 
-    def __init__(self) -> None:
+    def __init__(self, parameters: int) -> None:
         torch.nn.Module.__init__(self)
         self.config = SimpleNamespace(
             cuda_graph_impl="transformer_engine",
@@ -53,7 +53,7 @@ class Layer(transformer_layer.TransformerLayer):
         self.cuda_graphs: list[Any] = []
         self.cuda_graph_manual_hooks: list[Any] = []
         self.current_microbatch = 0
-        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(HIDDEN)) for _ in range(PARAMETERS))
+        self.weights = torch.nn.ParameterList(torch.nn.Parameter(torch.ones(HIDDEN)) for _ in range(parameters))
 
     def _te_cuda_graph_capture(self, hidden_states: torch.Tensor, rotary_pos_emb: torch.Tensor) -> Any:
         hidden_states = hidden_states + rotary_pos_emb
@@ -76,9 +76,9 @@ def _no_hook(module: torch.nn.Module, args: tuple) -> None:
     pass
 
 
-def graphed_layer(rotary_pos_emb: torch.Tensor) -> Layer:
+def graphed_layer(rotary_pos_emb: torch.Tensor, parameters: int = PARAMETERS) -> Layer:
     """A layer that replays graphs which do nothing, captured with the position embedding that all layers get."""
-    layer = Layer()
+    layer = Layer(parameters)
     hidden_states = torch.ones(TOKENS, 1, HIDDEN, requires_grad=True)
     kwargs = {"rotary_pos_emb": rotary_pos_emb}
     slot = GraphedSlot(
@@ -179,11 +179,12 @@ def main() -> None:
     """Print the calls by file and function, then the times."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=16, help="how many layers in a row")
+    parser.add_argument("--parameters", type=int, default=PARAMETERS, help="that get their gradient through autograd")
     parser.add_argument("--repeats", type=int, default=400, help="timed passes over all layers")
     args = parser.parse_args()
 
     rotary_pos_emb = torch.ones(TOKENS, 1, HIDDEN)
-    layers = [graphed_layer(rotary_pos_emb) for _ in range(max(2, args.layers))]
+    layers = [graphed_layer(rotary_pos_emb, args.parameters) for _ in range(max(2, args.layers))]
     for phase, calls in calls_per_layer(layers, rotary_pos_emb).items():
         in_c = {name: count for (owner, name), count in calls.items() if owner == "C"}
         print(f"{phase}: {calls.total() - sum(in_c.values())} calls in Python, {sum(in_c.values())} in C")

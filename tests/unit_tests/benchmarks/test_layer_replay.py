@@ -27,9 +27,9 @@ def python_calls(calls: Counter[layer_replay.Call]) -> Counter[str]:
 
 def test_calls_of_a_forward_replay(calls):
     counted = python_calls(calls["forward"])
-    assert counted[layer_replay.PROJECT] <= 12
+    assert counted[layer_replay.PROJECT] <= 11
     assert counted["torch"] <= 4  # of torch.nn.Module's own call
-    assert counted["C"] <= 32
+    assert counted["C"] <= 34
 
 
 def test_calls_of_a_backward_replay(calls):

@@ -76,7 +76,11 @@ class LayerGraph:
             self.backward_dw = graphed.backward_dw
 
     def __call__(self, *args: torch.Tensor, **kwargs: Any) -> Any:
-        """Replay on ``args`` and ``kwargs``.
+        """Replay on ``args`` and ``kwargs``: see ``replay``."""
+        return self.replay(args, kwargs)
+
+    def replay(self, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> Any:
+        """Replay on ``args`` and ``kwargs``, which is emptied of what the graphs take.
 
         A keyword may be None if the layer was captured without it. It may also be None if no replay of this layer, or
         of one that shares its static inputs, was ever given a value: the graph then reads the value at capture (for a
