@@ -12,6 +12,8 @@ from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
+# megatron-core's decision whether a layer replays; subclasses and users may put another one in its place.
+_decision = _upstream.GraphableMegatronModule._should_call_te_cudagraph
 
 
 if TYPE_CHECKING:  # megatron-core's names
@@ -30,7 +32,14 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not (self._should_call_te_cudagraph(*args, **kwargs) and self.cuda_graphs):
+        if not self.__dict__.get("cuda_graphs"):
+            return super().__call__(*args, **kwargs)
+        decide = self._should_call_te_cudagraph
+        if getattr(decide, "__func__", None) is _decision:  # what it says where there are graphs
+            replays = self.training and self.config.cuda_graph_impl == "transformer_engine"
+        else:
+            replays = decide(*args, **kwargs)
+        if not replays:
             return super().__call__(*args, **kwargs)
         # torch runs the hooks around the current `forward`. Not through __call__, which would run the eager layer that
         # `Module.compile` has compiled.
@@ -70,11 +79,15 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
                 "--overlap-moe-expert-parallel-comm, CUDA graphs need the same number of micro-batches "
                 "(--global-batch-size, --rampup-batch-size) in every step"
             )
-        # Not TransformerLayer's override, which needs TransformerEngine to make attention masks: the graph has one.
-        args, kwargs = _upstream.GraphableMegatronModule._get_te_cuda_graph_replay_args(self, *args, **kwargs)
+        if not args and "hidden_states" in kwargs and not self.config.fine_grained_activation_offloading:
+            args = (kwargs.pop("hidden_states"),)  # as megatron-core does it, without a copy of kwargs
+            kwargs["is_first_microbatch"] = microbatch == 0
+        else:
+            # Not TransformerLayer's override, which needs TransformerEngine to make attention masks: the graph has one.
+            args, kwargs = _upstream.GraphableMegatronModule._get_te_cuda_graph_replay_args(self, *args, **kwargs)
         for hook, hook_args in self.cuda_graph_manual_hooks:
             hook(*hook_args)
-        return graph(*args, **kwargs)
+        return graph.replay(args, kwargs)
 
 
 def _hidden_states_dtype(config: Any) -> torch.dtype:

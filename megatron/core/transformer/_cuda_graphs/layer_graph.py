@@ -61,8 +61,10 @@ class LayerGraph:
         self._static_kwargs = sample_kwargs
         self._ignored = frozenset() if has_attention else _ATTENTION_INPUTS
         self.num_microbatches = num_microbatches
-        self._absent = sample_kwargs if absent is None else absent
+        absent = sample_kwargs if absent is None else absent
         self._given = set() if given is None else given
+        # For each keyword: its name, the id of its static tensor, its value where none is given.
+        self._keywords = [(key, id(static), absent[key]) for key, static in sample_kwargs.items()]
         self._guard = guard
         self._expected: ExpectedInputs | None = None
         names = (*("hidden_states" if i == 0 else f"argument {i}" for i in range(len(sample_args))), *sample_kwargs)
@@ -74,7 +76,11 @@ class LayerGraph:
             self.backward_dw = graphed.backward_dw
 
     def __call__(self, *args: torch.Tensor, **kwargs: Any) -> Any:
-        """Replay on ``args`` and ``kwargs``.
+        """Replay on ``args`` and ``kwargs``: see ``replay``."""
+        return self.replay(args, kwargs)
+
+    def replay(self, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> Any:
+        """Replay on ``args`` and ``kwargs``, which is emptied of what the graphs take.
 
         A keyword may be None if the layer was captured without it. It may also be None if no replay of this layer, or
         of one that shares its static inputs, was ever given a value: the graph then reads the value at capture (for a
@@ -94,14 +100,14 @@ class LayerGraph:
         if self._guard is not None and kwargs.get("is_first_microbatch"):
             self._guard.check()
         replay_kwargs: dict[str, Any] = {}
-        for name, static in self._static_kwargs.items():
+        for name, static, absent in self._keywords:
             given = kwargs.pop(name, None)
             if given is None:
-                if id(static) in self._given:
+                if static in self._given:
                     raise ValueError(f"{self._name}: {name} was given to some replays and is None in this one")
-                given = self._absent[name]
+                given = absent
             else:
-                self._given.add(id(static))
+                self._given.add(static)
             replay_kwargs[name] = given
         if self._expected is not None:
             self._expected.check((*args, *replay_kwargs.values()))
@@ -126,7 +132,7 @@ class LayerGraph:
         """Free the graphs."""
         self._graphed.reset()
         self._guard = None
-        self._static_args, self._static_kwargs, self._absent = (), {}, {}
+        self._static_args, self._static_kwargs, self._keywords = (), {}, []
 
 
 class LayerGraphs(list[LayerGraph]):

@@ -98,6 +98,54 @@ def test_a_layer_in_evaluation_mode_runs_eagerly(layer):
     assert layer.events == ["eager"]
 
 
+class DecidesItself(Layer):
+    """A layer that replays for some arguments only."""
+
+    def _should_call_te_cudagraph(self, *args, **kwargs):
+        return "mask" not in kwargs
+
+
+def test_a_subclass_decides_by_the_arguments_whether_its_graphs_replay():
+    layer = DecidesItself()
+    layer.cuda_graphs = [graph(layer, "first")]
+    assert layer(X) == "first"
+    assert layer(X, mask=X) is X
+
+
+def test_a_user_may_decide_for_one_layer_whether_its_graphs_replay(layer):
+    layer._should_call_te_cudagraph = lambda *args, **kwargs: False
+    assert layer(X) is X
+
+
+def test_with_another_implementation_of_graphs_a_layer_runs_eagerly(layer):
+    layer.config.cuda_graph_impl = "none"
+    assert layer(X) is X
+
+
+class Kept(LayerGraph):
+    """Graphs that tell what they were given."""
+
+    def __init__(self):
+        super().__init__("layer", None, (X,), {}, has_attention=True)
+
+    def replay(self, args, kwargs):
+        return args, kwargs
+
+
+@pytest.mark.parametrize("microbatch", [0, 1])
+def test_the_graphs_are_given_hidden_states_by_position_and_whether_it_is_the_first_micro_batch(layer, microbatch):
+    layer.cuda_graphs, layer.current_microbatch = [Kept()], microbatch
+    expected = ((X,), {"mask": None, "is_first_microbatch": microbatch == 0})
+    assert layer(hidden_states=X, mask=None) == expected
+    assert layer(X, mask=None) == expected
+
+
+def test_hidden_states_given_twice_are_refused(layer):
+    layer.cuda_graphs = [Kept()]
+    with pytest.raises(AssertionError, match="either a positional or keyword argument"):
+        layer(X, hidden_states=X)
+
+
 def test_forward_is_the_layers_own_again_after_a_replay(layer):
     layer(X)
     assert "forward" not in vars(layer)

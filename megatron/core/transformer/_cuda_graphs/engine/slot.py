@@ -9,7 +9,7 @@ from types import MethodType
 from typing import Any
 
 import torch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from ..expected_inputs import ExpectedInputs
 from .capture_time_hooks import CaptureTimeHooks
@@ -136,7 +136,7 @@ class GraphedSlot:
         self.differentiable: tuple[bool, ...] = ()
         self._outputs: Tensors = ()
         self._output_spec: TreeSpec | None = None
-        self._returns_one_tensor = False
+        self._returns_one_tensor = self._returns_tuple = False
         self._grad_outputs: Tensors = ()
         self._grad_inputs: Tensors = ()
         self._grad_params: Tensors = ()
@@ -164,6 +164,7 @@ class GraphedSlot:
         self.hooks.run("forward_hooks", self.func, self.args, output)
         outputs, self._output_spec = tree_flatten(output)
         self._returns_one_tensor = isinstance(output, torch.Tensor)
+        self._returns_tuple = self._output_spec == tree_structure(tuple(outputs))
         for leaf in outputs:
             if leaf is not None and not isinstance(leaf, torch.Tensor):
                 raise TypeError(f"{self.name} returned {leaf!r}, which is neither a tensor nor None")
@@ -421,9 +422,14 @@ class GraphedSlot:
             kwargs.pop("cuda_graph_event", None)
             return self.eager(*args, **kwargs)
         inputs = self._match_inputs(args, kwargs)
-        self._check_parameters()
-        options = self._replay_options(kwargs) if kwargs or self._quantized is not None else None
+        if self._watched or self._frozen:
+            self._check_parameters()
+        options = None
+        if self._quantized is not None or kwargs.get("cuda_graph_stream") is not None:
+            options = self._replay_options(kwargs)
         outputs = replay(self._replay, options, *inputs, *self.params)
+        if self._returns_tuple:
+            return outputs
         return outputs[0] if self._returns_one_tensor else tree_unflatten(outputs, self._output_spec)
 
     def watch_parameters(self, module: torch.nn.Module) -> None:
@@ -475,10 +481,15 @@ class GraphedSlot:
 
     def _match_inputs(self, args, kwargs) -> Sequence[torch.Tensor]:
         if self.kwargs:
-            for key in self.kwargs:
-                if key not in kwargs:
-                    raise TypeError(f"{self.name} was captured with the keyword {key!r}, which this call does not give")
-            args = (*args, *(kwargs[key] for key in self.kwargs))
+            try:
+                args = (*args, *[kwargs[key] for key in self.kwargs])
+            except KeyError as missing:
+                key = missing.args[0]
+                raise TypeError(
+                    f"{self.name} was captured with the keyword {key!r}, which this call does not give"
+                ) from None
+        if self._structure is None and self._expected.accepts(args):  # the usual case
+            return args
         inputs, structure = _flat(args)
         if len(inputs) != len(self._expected):
             raise TypeError(f"{self.name} was captured with {len(self.inputs)} tensors, this call gives {len(inputs)}")
