@@ -41,6 +41,8 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
             replays = decide(*args, **kwargs)
         if not replays:
             return super().__call__(*args, **kwargs)
+        if getattr(self.cuda_graphs[0], "chained", False):
+            return self._te_cuda_graph_replay(*args, **kwargs)
         # torch runs the hooks around the current `forward`. Not through __call__, which would run the eager layer that
         # `Module.compile` has compiled.
         own = self.__dict__.get("forward")  # a compiled or wrapped one that a user set on this layer

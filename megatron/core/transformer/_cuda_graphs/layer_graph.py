@@ -40,6 +40,10 @@ class LayerGraph:
         given: The ``id`` of each tensor of ``sample_kwargs`` for which some replay was given a value; one set for all
             layers that share these tensors.
         guard: Checked at the first micro-batch of each step; None for no check.
+        chained: Whether the graphs hold further layers, with all that their hooks do; hooks do not run at replays.
+
+    Attributes:
+        chained: The same.
     """
 
     def __init__(
@@ -54,11 +58,12 @@ class LayerGraph:
         absent: dict[str, torch.Tensor] | None = None,
         given: set[int] | None = None,
         guard: AddressGuard | None = None,
+        chained: bool = False,
     ):
+        self.chained = chained
         self._name = name
         self._graphed = graphed
-        self._static_args = sample_args
-        self._static_kwargs = sample_kwargs
+        self._num_args = len(sample_args)
         self._ignored = frozenset() if has_attention else _ATTENTION_INPUTS
         self.num_microbatches = num_microbatches
         absent = sample_kwargs if absent is None else absent
@@ -92,10 +97,9 @@ class LayerGraph:
                 grad and did not at capture.
             MovedBufferError: a parameter, or a main gradient that the graphs write, has moved since capture.
         """
-        if len(args) != len(self._static_args):
+        if len(args) != self._num_args:
             raise ArgumentError(
-                f"{self._name} was captured with {len(self._static_args)} positional inputs and is called with "
-                f"{len(args)}"
+                f"{self._name} was captured with {self._num_args} positional inputs and is called with {len(args)}"
             )
         if self._guard is not None and kwargs.get("is_first_microbatch"):
             self._guard.check()
@@ -132,7 +136,7 @@ class LayerGraph:
         """Free the graphs."""
         self._graphed.reset()
         self._guard = None
-        self._static_args, self._static_kwargs, self._keywords = (), {}, []
+        self._keywords = []
 
 
 class LayerGraphs(list[LayerGraph]):

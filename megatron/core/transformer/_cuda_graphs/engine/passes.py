@@ -1,12 +1,13 @@
 """Runs the passes of a plan over its slots: to warm up, then to capture."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 
 from .buffers import BufferPool, Lease
 from .capture import Capture, not_recording
+from .chain import Chain
 from .plan import Pass, Plan, Step
 from .slot import GraphedSlot
 
@@ -19,9 +20,18 @@ class CapturePasses:
         slots: The slots of the plan.
         training: Whether backward passes run.
         shares_memory: Whether graphs that are captured later may use memory that no later replay reads.
+        chains: The chain that a callable is in, by the callable's index.
     """
 
-    def __init__(self, plan: Plan, slots: Sequence[GraphedSlot], training: bool, shares_memory: bool):
+    def __init__(
+        self,
+        plan: Plan,
+        slots: Sequence[GraphedSlot],
+        training: bool,
+        shares_memory: bool,
+        chains: Mapping[int, Chain] | None = None,
+    ):
+        self._chains = chains or {}
         self._plan, self._slots = plan, slots
         self._training = training
         self._shares_memory = shares_memory
@@ -39,15 +49,64 @@ class CapturePasses:
 
     def _run(self, capture: Capture | None) -> None:
         grads = _StaticGradients()
-        for step in self._plan.steps:
-            if self._runs(step):
+        for steps in self._recorded_together() if capture is not None and self._chains else zip(self._plan.steps):  # noqa: B905
+            if len(steps) > 1 and capture is not None:
+                self._capture_chain(steps, grads, capture)
+            for step in steps:
+                if len(steps) == 1 and self._runs(step):
+                    slot = self._slots[step.slot]
+                    phase = "warm-up" if capture is None else "capture"
+                    with torch.profiler.record_function(f"{slot.name} {step.kind.value} {phase}"):
+                        self._run_step(step, slot, grads, capture)
+                # Gradients that backward returns unchanged would be overwritten before they are read.
                 slot = self._slots[step.slot]
-                phase = "warm-up" if capture is None else "capture"
-                with torch.profiler.record_function(f"{slot.name} {step.kind.value} {phase}"):
-                    self._run_step(step, slot, grads, capture)
-            # Gradients that backward returns unchanged would be overwritten before they are read.
-            if self._shares_memory and step in self._last_steps and not self._slots[step.slot].returns_static_gradients:
-                grads.take_back(step.slot)
+                if self._shares_memory and step in self._last_steps and not slot.returns_static_gradients:
+                    grads.take_back(step.slot)
+
+    def _chain_of(self, slot: int) -> Chain | None:
+        return self._chains.get(self._plan.callable_of_slot[slot])
+
+    def _recorded_together(self) -> Iterator[tuple[Step, ...]]:
+        """The steps, those of a chain in one entry."""
+        for run in self._plan.runs:
+            rest = run
+            while rest:
+                chain = self._chain_of(rest[0].slot)
+                count = 1 if chain is None or rest[0].kind is Pass.WEIGHT_GRADIENTS else len(chain.members)
+                yield rest[:count]
+                rest = rest[count:]
+
+    def _capture_chain(self, steps: Sequence[Step], grads: "_StaticGradients", capture: Capture) -> None:
+        """Record one phase of all callables of a chain in one graph, with what their hooks enqueue."""
+        chain = self._chain_of(steps[0].slot)
+        assert chain is not None
+        slots = [self._slots[step.slot] for step in steps]
+        graph = capture.new_graph()
+        if steps[0].kind is Pass.FORWARD:
+            with capture.recording(graph), chain.owner.recording("forward"):
+                for previous, slot in zip([None, *slots], slots):  # noqa: B905
+                    if previous is not None:
+                        slot.follow(previous)
+                    slot.forward(not_recording, graph)
+            return
+        lent = grads.lend(steps[0].slot, slots[0].differentiable_outputs)
+        with capture.recording(graph), chain.owner.recording("backward"):
+            for following, slot in zip([None, *slots], slots):  # noqa: B905
+                if following is None:
+                    slot.backward(not_recording, lambda outputs: lent, graph)
+                else:
+                    given = following.grad_inputs[:1]
+                    slot.backward(not_recording, lambda outputs, given=given: given, graph)
+                    following.forget_inputs()
+                    slot.forget_outputs()
+        first, last = slots[-1], slots[0]
+        first.lead(last, chain.owner)
+        if self._shares_memory:
+            first.release_outputs()
+            for step in steps:
+                for read in self._gradients_read.get(step, ()):
+                    if self._slots[read].grad_inputs:
+                        self._slots[read].release_gradients()
 
     def _runs(self, step: Step) -> bool:
         if step.kind is Pass.FORWARD:

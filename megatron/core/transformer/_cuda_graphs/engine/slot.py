@@ -120,6 +120,7 @@ class GraphedSlot:
         self.eager = func.forward if isinstance(func, torch.nn.Module) else func
         self._keep_param_grads = keep_param_grads if gradient_sink is None else gradient_sink.take
         self._gradient_sink = gradient_sink
+        self._owner: Any = None  # of the chain that starts here
         self.replaced: dict[str, Any] = {}
         self._options = options
         self._autocast = autocast
@@ -171,7 +172,6 @@ class GraphedSlot:
         self._outputs = tuple(outputs)
         self.differentiable = tuple(_requires_grad(leaf) for leaf in outputs)
         self.forward_graph = graph
-        self._memory = None if graph is None else PoolMemory.of(graph)
 
     @contextmanager
     def _noting_modules_that_run(self) -> Iterator[None]:
@@ -345,10 +345,11 @@ class GraphedSlot:
 
     def _weak(self, tensors: Sequence[torch.Tensor | None]) -> Tensors:
         """Weak references to those of ``tensors`` that are pool memory, and the others, which must be kept alive."""
-        memory = self._memory
-        if memory is None:
+        if self.forward_graph is None:
             return tuple(tensors)
-        owned = memory.owned(tensor for tensor in tensors if tensor is not None)
+        if self._memory is None:
+            self._memory = PoolMemory.of(self.forward_graph)
+        owned = self._memory.owned(tensor for tensor in tensors if tensor is not None)
         return tuple(
             weak_reference(tensor) if tensor is not None and storage_address(tensor) in owned else tensor
             for tensor in tensors
@@ -360,6 +361,68 @@ class GraphedSlot:
         addresses = {storage_address(grad) for grad in self._grad_outputs if grad is not None}
         grads = (*self._grad_inputs, *self._grad_params)
         return any(storage_address(grad) in addresses for grad in grads if grad is not None)
+
+    # --------------------------------------------------------------------------------------------------- chains
+
+    @property
+    def differentiable_outputs(self) -> list[torch.Tensor]:
+        """The outputs of the last forward pass that require grad."""
+        return [output for output in self._outputs if output is not None and output.requires_grad]
+
+    @property
+    def returns_one_tensor(self) -> bool:
+        """Whether the callable returns a tensor rather than a structure."""
+        return self._returns_one_tensor
+
+    @property
+    def output_spec(self) -> TreeSpec | None:
+        """How the outputs are nested."""
+        return self._output_spec
+
+    @property
+    def output_address(self) -> int:
+        """Where the first output of a replay is."""
+        output = self._outputs[0]
+        return 0 if output is None else output.data_ptr()
+
+    def follow(self, previous: "GraphedSlot") -> None:
+        """Take the first output of ``previous`` as first input, and its keyword inputs, in place of static inputs.
+
+        Raises:
+            RuntimeError: ``previous`` returned more than one tensor, or takes other keywords.
+        """
+        (output,) = previous._outputs if len(previous._outputs) == 1 else (None,)
+        if output is None or not output.requires_grad or set(self.kwargs) != set(previous.kwargs):
+            raise RuntimeError(
+                f"{self.name} cannot be in one graph with {previous.name}, which must return one tensor that requires "
+                f"grad and take the same keywords: it returned {len(previous._outputs)} and takes "
+                f"{sorted(previous.kwargs)}, not {sorted(self.kwargs)}"
+            )
+        self.args = (output.detach().requires_grad_(), *self.args[1:])
+        self.kwargs = {name: previous.kwargs[name] for name in self.kwargs}
+        self.inputs, self._structure = self._flatten_inputs(self.args, self.kwargs)
+
+    def forget_inputs(self) -> None:
+        """Let go of inputs and their gradients, which only graphs read that are captured."""
+        self.args, self.kwargs, self.inputs = (), {}, ()
+        self._grad_inputs = ()
+
+    def forget_outputs(self) -> None:
+        """Let go of outputs and their gradients, which only graphs read that are captured."""
+        self._outputs = self._grad_outputs = ()
+
+    def lead(self, last: "GraphedSlot", owner: Any) -> None:
+        """Become the first of a chain that ends with ``last``: its outputs are what a replay returns.
+
+        Args:
+            last: The last of the chain.
+            owner: The chain's ``ChainOwner``.
+        """
+        self._owner = self._gradient_sink = owner
+        self._outputs, self._grad_outputs = last._outputs, last._grad_outputs
+        self.differentiable = last.differentiable
+        self._output_spec, self._returns_one_tensor = last._output_spec, last._returns_one_tensor
+        self._returns_tuple = last._returns_tuple
 
     # -------------------------------------------------------------------------------------------------- replay
 
@@ -418,6 +481,8 @@ class GraphedSlot:
         if torch.is_grad_enabled():
             self._ran_eagerly = eagerly
         if eagerly:
+            if self._owner is not None:
+                raise RuntimeError(f"{self.name} runs in one graph with the layers after it, and only in training")
             kwargs.pop("cuda_graph_stream", None)
             kwargs.pop("cuda_graph_event", None)
             return self.eager(*args, **kwargs)
@@ -427,6 +492,8 @@ class GraphedSlot:
         options = None
         if self._quantized is not None or kwargs.get("cuda_graph_stream") is not None:
             options = self._replay_options(kwargs)
+        if self._owner is not None:
+            self._owner.before_forward()
         outputs = replay(self._replay, options, *inputs, *self.params)
         if self._returns_tuple:
             return outputs
@@ -530,7 +597,7 @@ class GraphedSlot:
         self.args, self.kwargs, self.inputs, self.params, self._all_params = (), {}, (), (), ()
         self._frozen, self._watched = (), []
         self._warmup = WarmupRecord()
-        self._gradient_sink = self._keep_param_grads = None
+        self._gradient_sink = self._keep_param_grads = self._owner = None
         self._outputs = self._grad_outputs = self._grad_inputs = self._grad_params = ()
         if self._replay is not None:
             self._replay.reset()

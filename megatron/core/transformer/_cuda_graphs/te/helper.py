@@ -19,6 +19,7 @@ from megatron_fsdp_cuda_graphs.allocator_check import allocator_problem
 
 from .. import state
 from ..engine.addresses import AddressGuard
+from ..engine.chain import Chain
 from ..engine.memory import release_cached_memory
 from ..engine.plan import ordered_plan
 from ..engine.preserve import preserve_buffers
@@ -30,6 +31,7 @@ from ..hooks import extracted_hooks
 from ..layer_graph import LayerGraph, LayerGraphs
 from .address_guard import guard_parameters
 from .backends import choose_backend
+from .consecutive_layers import consecutive
 from .layers import _layer_is_graphable, decoder_layers, language_model_of
 from .order import PassOrder, convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
 from .sample_inputs import (
@@ -200,6 +202,7 @@ class TECudaGraphHelper:
             arguments["clone_param_grads_on_return"] = False
             if "gradient_sinks" in self._engine.parameters:
                 arguments["gradient_sinks"] = self._gradient_sinks()
+                arguments["chains"] = self._chains(sample_kwargs)
         quantization = self._quantization_arguments()
         missing = [name for name in quantization if name not in self._engine.parameters]
         if missing and quantization["enabled"]:
@@ -218,8 +221,29 @@ class TECudaGraphHelper:
         whole = not self.config.cuda_graph_modules
         sinks: list[Any] = []
         for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
-            sinks += _fsdp_of(chunk).gradient_sinks(layers, whole)
+            fsdp: Any = _fsdp_of(chunk)
+            sinks += fsdp.gradient_sinks(layers, whole)
         return sinks
+
+    def _chains(self, sample_kwargs: Sequence[dict[str, torch.Tensor]]) -> list[Chain]:
+        """The layers that are recorded together; none where something happens between layers, or around them."""
+        config = self.config
+        between = (config.cuda_graph_modules, config.fp8, config.fp4, config.delay_wgrad_compute)
+        if any(between) or config.fine_grained_activation_offloading or not self._one_graph_serves_all():
+            return []
+        chains: list[Chain] = []
+        first = 0
+        for chunk, with_decoder, layers in zip(
+            self.model, self.chunks_with_decoder, self.callables_per_chunk, strict=True
+        ):
+            fsdp: Any = _fsdp_of(chunk)
+            pieces = consecutive(decoder_layers(with_decoder), layers, sample_kwargs[first:]) if layers else []
+            for piece in pieces:
+                owner = fsdp.chain([layers[i] for i in piece])
+                if owner is not None:
+                    chains.append(Chain([first + i for i in piece], owner))
+            first += len(layers)
+        return chains
 
     def _order(self) -> PassOrder:
         """The order of forward and backward passes of this pipeline stage."""
@@ -394,6 +418,7 @@ class TECudaGraphHelper:
         guards = self._parameter_guards()
         absent = default_kwargs(layers, arguments["sample_kwargs"])
         given: set[int] = set()
+        chained = {index for chain in arguments.get("chains", ()) for index in chain.members}
         for index, (layer, slots) in enumerate(zip(layers, self._slots(), strict=True)):
             layer.cuda_graphs = LayerGraphs(
                 LayerGraph(
@@ -406,6 +431,7 @@ class TECudaGraphHelper:
                     absent=absent[slot],
                     given=given,
                     guard=guards[index],
+                    chained=index in chained,
                 )
                 for slot in slots
             )

@@ -33,11 +33,11 @@ class UnitSink:
         taken = []
         left: list[torch.Tensor | None] = []
         for param, grad in zip(params, grads, strict=True):
-            if grad is None or _handled_later(param):
+            if _handled_later(param) or (grad is None and not self.whole):
                 left.append(grad)
                 continue
             left.append(None)
-            param.grad = grad
+            param.grad = grad  # None, of a parameter that is not used, counts as zeros
             taken.append(param)
         with torch.no_grad():
             self._hooks.accumulate(taken)
@@ -61,6 +61,11 @@ class UnitSink:
             self._hooks.release_after_backward(self._module)
         else:
             self._hooks.gradients_written(self._module)
+
+
+def sink_takes_all(unit: Unit) -> bool:
+    """Whether the sink of a whole ``unit`` takes every gradient."""
+    return not any(map(_handled_later, unit.params))
 
 
 def _handled_later(param: torch.Tensor) -> bool:

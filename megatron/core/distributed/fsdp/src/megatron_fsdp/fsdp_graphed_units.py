@@ -8,6 +8,7 @@ parameter, instead of an illegal memory access.
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -15,6 +16,9 @@ from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
 
 from .fsdp_unit import ADVICE, Unit
 from .fsdp_unit_plan import Direction, UnitPlan, UnitPlans
+
+if TYPE_CHECKING:
+    from .fsdp_chain import UnitChain
 
 __all__ = ["ADVICE", "GraphedUnit", "GraphedUnits", "MovedBufferError"]
 
@@ -50,10 +54,14 @@ class GraphedUnits:
 
     Attributes:
         capturing: Whether graphs are being captured now. Gradients computed during capture are meaningless.
+        chained: The modules that run as parts of a chain.
+        recorded_chain: The chain that is being recorded now, or None. Its units' collectives are recorded too.
     """
 
     def __init__(self, fsdp: torch.nn.Module, units: Mapping[torch.nn.Module, Unit]):
         self.capturing = False
+        self.chained: set[torch.nn.Module] = set()
+        self.recorded_chain: UnitChain | None = None
         self._units = units
         self._fsdp = fsdp
         self._graphed_units: dict[torch.nn.Module, GraphedUnit] = {}
@@ -89,6 +97,8 @@ class GraphedUnits:
             for module in modules:
                 self._graphed_units[module] = GraphedUnit(tuple(module.parameters()))
             self._uncaptured = self._other_units(modules)
+            planned = [self._units[module] for module in modules if module in self._units]
+            self._plans.set_up_communicators(unit for unit in planned if self._plans.fits(unit))
             yield
             self._release_captured()
             self._make_plans(modules)
@@ -106,8 +116,7 @@ class GraphedUnits:
 
     def _release_captured(self) -> None:
         """Give back what capture holds: gradients, buckets, states."""
-        self._free_gradients(self._holds_gradients)
-        self._holds_gradients = None
+        self.free_held_gradients()
         self._ran_backward.clear()
         for param in self._fsdp.module.parameters():
             param.grad = None  # a failed engine may have left some
@@ -118,7 +127,8 @@ class GraphedUnits:
 
     def _make_plans(self, modules: Iterable[torch.nn.Module]) -> None:
         """Plan the passes of those ``modules`` that are FSDP units."""
-        units = {module: self._units[module] for module in modules if module in self._units}
+        alone = [module for module in modules if module not in self.chained]
+        units = {module: self._units[module] for module in alone if module in self._units}
         self._plans.make(
             {
                 module: (unit, self._graphed_units[module].written)
@@ -131,6 +141,7 @@ class GraphedUnits:
         """Forget ``modules``, which run eagerly from now on."""
         for module in modules:
             unit = self._graphed_units.pop(module, None)
+            self.chained.discard(module)
             if unit is not None:
                 self._plans.forget(module)
                 for param in unit.params:
@@ -164,6 +175,11 @@ class GraphedUnits:
             for bwd in (False, True):
                 gathers.release_bucket(bucket, bwd)
 
+    def free_held_gradients(self) -> None:
+        """Free the gradient buckets of the unit that ran last."""
+        self._free_gradients(self._holds_gradients)
+        self._holds_gradients = None
+
     def _free_gradients(self, module: torch.nn.Module | None) -> None:
         if module is None:
             return
@@ -179,9 +195,16 @@ class GraphedUnits:
     # ---------------------------------------------------------------------------------------------- called by hooks
 
     def plan(self, module: torch.nn.Module) -> UnitPlan | None:
-        """Return the plan of ``module`` if it runs as a graph now and has one."""
+        """Return the plan of ``module`` if it runs as a graph now, or is recorded with a chain, and has one."""
+        if self.recorded_chain is not None:
+            return self.recorded_chain.plans.get(module)
         plan = self._plans.of(module)
         return plan if plan is not None and _replays(module) and not self.capturing else None
+
+    def plain_plans(self, units: Mapping[torch.nn.Module, Unit]) -> dict[torch.nn.Module, UnitPlan]:
+        """Return plans for ``units`` that are about to be recorded as a chain."""
+        self.chained.update(units)
+        return self._plans.plain(units)
 
     def can_have_plan(self, unit: Unit) -> bool:
         """Whether ``unit`` will have a plan once it is captured."""
@@ -201,7 +224,7 @@ class GraphedUnits:
         Raises:
             MovedBufferError: a parameter is not where the graph reads it.
         """
-        if not self.covers(module):
+        if self.recorded_chain is not None or not self.covers(module):
             return
         if self.capturing:
             self._settle()  # prefetches too: no collective may be in flight while a graph records
@@ -267,8 +290,7 @@ class GraphedUnits:
         The last unit of a pass still holds its buckets when the next pass begins, perhaps in the same place.
         """
         if self.capturing and module in self._ran_backward:
-            self._free_gradients(self._holds_gradients)
-            self._holds_gradients = None
+            self.free_held_gradients()
 
     def backward_done(self, module: torch.nn.Module) -> None:
         """After a captured backward pass, note fused gradients and release the previous unit's buckets.

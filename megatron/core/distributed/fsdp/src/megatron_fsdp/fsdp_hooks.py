@@ -18,7 +18,7 @@ around the module. They carry the sentinels by which ``megatron.core.transformer
 """
 
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from typing import Any, Literal
 
@@ -29,7 +29,8 @@ from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_HANDLER, BACKW
 from megatron.core.utils import is_submodule
 from megatron_fsdp_cuda_graphs.overlay import upstream
 
-from .fsdp_gradient_sink import UnitSink
+from .fsdp_chain import UnitChain
+from .fsdp_gradient_sink import UnitSink, sink_takes_all
 from .fsdp_graphed_units import GraphedUnits
 from .fsdp_unit import Unit
 from .mixed_precision import fp8_discard_transpose_cache, is_float8tensor
@@ -407,6 +408,17 @@ class FsdpHooks:
             return None
         self._sinks[module] = sink = UnitSink(self, module, self._fsdp_units[module], whole)
         return sink
+
+    def chain(self, modules: Sequence[torch.nn.Module]) -> UnitChain | None:
+        """Return the owner of a chain of ``modules``, or None if they must be captured one by one.
+
+        Args:
+            modules: Consecutive modules that are about to be captured, whole and each with a gradient sink.
+        """
+        units = {module: self._fsdp_units[module] for module in modules if module in self._sinks}
+        if len(units) != len(modules) or not all(sink_takes_all(unit) for unit in units.values()):
+            return None
+        return UnitChain(self, units, self.graphed.plain_plans(units))
 
     def gradients_written(self, module: torch.nn.Module) -> None:
         """Called when the backward graph of ``module`` has written gradients to their buckets."""

@@ -180,3 +180,28 @@ class RecordedReduction:
     def reset(self) -> None:
         """Free the graph."""
         self._work.reset()
+
+
+class PlainReduction:
+    """The reduction of one group of gradient buckets as megatron-core runs it.
+
+    Args:
+        reductions: The pipeline of reductions.
+        buckets: The indices of the buckets, all of one unit and of one process group.
+    """
+
+    def __init__(self, reductions: Any, buckets: list[int]):
+        self._reductions, self.buckets = reductions, buckets
+        dtype = reductions.buffer.mp_policy.grad_comm_dtype
+        self._fetch = [partial(reductions.get_fsdp_buffer(bucket).fetch_bucket, dtype=dtype) for bucket in buckets]
+
+    def claim(self) -> None:
+        """Get hold of the buckets, once earlier reductions have read what is in their place."""
+        self._reductions._enforce_double_buffer_limit(self.buckets)
+        for fetch in self._fetch:
+            fetch()
+
+    def launch(self) -> bool:
+        """Start the reduction, and queue it."""
+        reduced: bool = self._reductions._bucket_group_gradient_reduce(self.buckets, async_op=True)
+        return reduced

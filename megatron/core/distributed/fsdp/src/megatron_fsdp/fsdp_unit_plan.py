@@ -5,7 +5,7 @@ counts gradients one by one.
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -14,7 +14,7 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.engine.capture import Capture
 
-from .fsdp_recorded_collectives import TO_GATHER, RecordedGather, RecordedReduction
+from .fsdp_recorded_collectives import TO_GATHER, PlainReduction, RecordedGather, RecordedReduction
 from .fsdp_unit import Unit
 
 Direction = Literal["forward", "backward"]
@@ -63,8 +63,8 @@ class UnitPlan:
     unit: Unit
     gathers: dict[Direction, list[GroupGather]]
     written: frozenset[torch.nn.Parameter]
-    claimed: list[RecordedReduction] = field(default_factory=list)
-    reduced: list[RecordedReduction] = field(default_factory=list)
+    claimed: list[RecordedReduction | PlainReduction] = field(default_factory=list)
+    reduced: list[RecordedReduction | PlainReduction] = field(default_factory=list)
     left: list[torch.nn.Parameter] = field(default_factory=list)
 
     def gather(self, direction: Direction) -> None:
@@ -141,6 +141,46 @@ class UnitPlans:
         for module, (unit, written) in units.items():
             self._plans[module] = self._plan(unit, written)
 
+    def plain(self, units: Mapping[torch.nn.Module, Unit]) -> dict[torch.nn.Module, UnitPlan]:
+        """Return plans for consecutive ``units`` whose backward graphs write all gradients, with nothing recorded.
+
+        No other unit is prefetched.
+        """
+        buckets = {bucket for unit in units.values() for bucket in unit.buckets}
+        plans = {}
+        for module, unit in units.items():
+            own = self._groups(unit)
+            gathers: dict[Direction, list[GroupGather]] = {}
+            for direction, step in (("forward", 1), ("backward", -1)):
+                ahead = [group for group in self._prefetched(unit, step) if buckets.issuperset(group)]
+                gathers[direction] = [self._gather(group, step < 0) for group in own + ahead]  # type: ignore[index]
+            params = [param for param in unit.params if param.requires_grad]
+            reductions = [
+                PlainReduction(self._fsdp.grad_reduce_pipeline, with_grads)
+                for with_grads in map(self._with_grads, own)
+                if with_grads
+            ]
+            plans[module] = UnitPlan(self._fsdp, unit, gathers, frozenset(params), reductions, reductions)
+        return plans
+
+    def _with_grads(self, group: Group) -> list[int]:
+        groups = self._fsdp.param_and_grad_buffer.parameter_groups
+        return [bucket for bucket in group if groups[bucket].main_grad_buffer]
+
+    def set_up_communicators(self, units: Iterable[Unit]) -> None:
+        """Reduce once in each process group that reduces gradients of ``units``: no communicator is set up in a capture.
+
+        What is in the buckets is reduced; the caller zeroes gradients later.
+        """
+        reductions = self._fsdp.grad_reduce_pipeline
+        for group in (group for unit in units for group in self._groups(unit)):
+            with_grads = self._with_grads(group)
+            if with_grads:
+                process_group = reductions.get_fsdp_buffer(with_grads[0]).data_parallel_group
+                if process_group not in self._reduced_once:
+                    self._reduced_once.add(process_group)
+                    reductions._bucket_group_gradient_reduce(with_grads)
+
     def forget(self, module: torch.nn.Module) -> None:
         """Drop the plan of ``module``, and the collectives recorded for it."""
         plan = self._plans.pop(module, None)
@@ -165,17 +205,12 @@ class UnitPlans:
 
     def _record(self, capture: Capture, unit: Unit) -> None:
         reductions = self._fsdp.grad_reduce_pipeline
-        parameter_groups = self._fsdp.param_and_grad_buffer.parameter_groups
         for group in self._groups(unit):
             if group in self._gathers:
                 continue
             self._gathers[group] = RecordedGather(capture, self._fsdp.all_gather_pipeline, group)
-            with_grads = [bucket for bucket in group if parameter_groups[bucket].main_grad_buffer]
+            with_grads = self._with_grads(group)
             if with_grads:
-                process_group = reductions.get_fsdp_buffer(with_grads[0]).data_parallel_group
-                if process_group not in self._reduced_once:  # a communicator cannot be set up in a capture
-                    self._reduced_once.add(process_group)
-                    reductions._bucket_group_gradient_reduce(with_grads)
                 self._reductions[group] = RecordedReduction(capture, reductions, with_grads)
         for reduction in self._reductions.values():
             reductions.recorded[reduction.buckets[0]] = reduction

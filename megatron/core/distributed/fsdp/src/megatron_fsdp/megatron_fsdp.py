@@ -3,7 +3,7 @@
 Everything else in this module is megatron-core's.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
+from .fsdp_chain import UnitChain
 from .fsdp_hooks import FsdpHooks
 
 _upstream: Any = extend(__name__)
@@ -63,6 +64,14 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             whole: Whether their graphs hold all that they compute.
         """
         return [self.fsdp_hooks.gradient_sink(module, whole) for module in modules]
+
+    def chain(self, modules: Sequence[torch.nn.Module]) -> UnitChain | None:
+        """Return who owns a chain of ``modules``, which are recorded in one graph; None if they cannot be.
+
+        Args:
+            modules: Consecutive modules, whole, for each of which ``gradient_sinks`` has returned one.
+        """
+        return self.fsdp_hooks.chain(modules)
 
     def forget_graphs(self, modules: Iterable[torch.nn.Module]) -> None:
         """Note that ``modules`` no longer run as CUDA graphs."""

@@ -1,0 +1,69 @@
+"""Which layers may be recorded in one graph."""
+
+import os
+from collections.abc import Sequence
+
+import torch
+
+from ..hooks import HOOK_KINDS, must_run_outside
+
+LAYERS_VARIABLE = "MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH"
+
+
+def layers_per_graph() -> int | None:
+    """The greatest number of layers in one graph, from the environment variable; None, its default, for all.
+
+    Raises:
+        ValueError: it is not a positive integer.
+    """
+    given = os.environ.get(LAYERS_VARIABLE, "")
+    if not given:
+        return None
+    if not given.isdecimal() or int(given) < 1:
+        raise ValueError(f"{LAYERS_VARIABLE} must be a positive number of layers, got {given!r}")
+    return int(given)
+
+
+def consecutive(
+    decoder: Sequence[torch.nn.Module],
+    layers: Sequence[torch.nn.Module],
+    sample_kwargs: Sequence[dict[str, torch.Tensor]],
+) -> list[range]:
+    """Divide ``layers`` into pieces of at most ``layers_per_graph()`` that follow each other; pieces of one are left out.
+
+    Layers follow each other in ``decoder``, take the same keyword inputs, and have no hooks but Megatron-FSDP's, which
+    are recorded with them.
+
+    Args:
+        decoder: All layers of the decoder, in order.
+        layers: Those that are captured, in order.
+        sample_kwargs: The static keyword inputs of each, for its first micro-batch.
+
+    Returns:
+        The indices in ``layers`` of each piece.
+    """
+    most = layers_per_graph() or len(layers)
+    place = {layer: index for index, layer in enumerate(decoder)}
+    pieces: list[range] = []
+    start = 0
+    for index in range(1, len(layers) + 1):
+        follows = (
+            index < len(layers)
+            and index - start < most
+            and all(layer in place and not _has_other_hooks(layer) for layer in layers[index - 1 : index + 1])
+            and place[layers[index]] == place[layers[index - 1]] + 1
+            and _shapes(sample_kwargs[index]) == _shapes(sample_kwargs[index - 1])
+        )
+        if not follows:
+            if index - start > 1:
+                pieces.append(range(start, index))
+            start = index
+    return pieces
+
+
+def _has_other_hooks(layer: torch.nn.Module) -> bool:
+    return any(not must_run_outside(hook) for kind in HOOK_KINDS for hook in getattr(layer, f"_{kind}").values())
+
+
+def _shapes(kwargs: dict[str, torch.Tensor]) -> dict[str, tuple]:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in kwargs.items()}
