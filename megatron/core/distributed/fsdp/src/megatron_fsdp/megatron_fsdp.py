@@ -3,7 +3,7 @@
 Everything else in this module is megatron-core's.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -13,6 +13,7 @@ import torch
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 from .fsdp_hooks import FsdpHooks
+from .parameter_swap import ParameterSwap
 
 _upstream: Any = extend(__name__)
 
@@ -27,6 +28,9 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     """
 
     fsdp_hooks: FsdpHooks
+    is_param_fsdp_distributed: bool
+    _parameter_swap: ParameterSwap | None = None
+    _exchanged: frozenset[bool] = frozenset()  # directions in which megatron-core has exchanged all parameters
 
     def _register_fsdp_hooks(self, root_module: torch.nn.Module) -> None:
         self.forward_pre_hooks: dict = {}
@@ -49,7 +53,40 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     def zero_grad_buffer(self) -> None:
         """Zero all gradients; see megatron-core. Warns if an exception ended the last backward pass."""
         self.fsdp_hooks.before_step()
-        super().zero_grad_buffer()
+        for param in self._model_parameters():
+            if param.requires_grad:
+                param.grad_added_to_main_grad = False
+        self.param_and_grad_buffer.zero_grad()
+
+    def _replace_param_with_distributed_if_needed(self) -> None:
+        self._exchange_parameters(True, super()._replace_param_with_distributed_if_needed)
+
+    def _replace_param_with_raw_if_needed(self) -> None:
+        self._exchange_parameters(False, super()._replace_param_with_raw_if_needed)
+
+    def _exchange_parameters(self, distributed: bool, exchange_by_name: Callable[[], None]) -> None:
+        """Let all modules hold the optimizer's parameters, or the raw ones.
+
+        megatron-core does so for a model that is new or has changed; it also marks parameters, once in each direction.
+        """
+        if self.is_param_fsdp_distributed == distributed:
+            return
+        if self._parameter_swap is not None:
+            if self._parameter_swap.holds(not distributed):
+                self._parameter_swap.to(distributed)
+                self.is_param_fsdp_distributed = distributed
+                return
+            self._parameter_swap, self._exchanged = None, frozenset()
+        exchange_by_name()
+        self._exchanged |= {distributed}
+        if len(self._exchanged) == 2:
+            optimizers = dict(self.param_and_grad_buffer.optimizer_named_parameters)
+            self._parameter_swap = ParameterSwap(self.module, self.raw_param, optimizers)
+
+    def _model_parameters(self) -> Iterable[torch.nn.Parameter]:
+        """The distinct parameters that the model holds now."""
+        swap, distributed = self._parameter_swap, self.is_param_fsdp_distributed
+        return swap.params(distributed) if swap is not None and swap.holds(distributed) else self.module.parameters()
 
     def capture_graphs(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
         """Return the context in which CUDA graphs of ``modules`` are captured; see ``GraphedUnits.capture``."""
