@@ -13,7 +13,7 @@ FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 REPLACED = {
     "megatron.core.datasets.utils": {"compile_helpers"},
     f"{FSDP}.megatron_fsdp": {"MegatronFSDP"},
-    f"{FSDP}.param_and_grad_buffer": {"GradReducePipeline"},
+    f"{FSDP}.param_and_grad_buffer": {"GradReducePipeline", "ParamAndGradBuffer"},
     "megatron.core.transformer.module": {"GraphableMegatronModule"},
     "megatron.training.arguments": {"validate_args"},
 }
