@@ -14,6 +14,7 @@ from megatron_fsdp_cuda_graphs.overlay import extend
 
 from .fsdp_hooks import FsdpHooks
 from .parameter_swap import ParameterSwap
+from .zeroed_gradients import ZeroedGradients
 
 _upstream: Any = extend(__name__)
 
@@ -38,6 +39,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         self.backward_pre_hooks: dict = {}
         self.grad_acc_hooks: dict = {}
         self.fsdp_hooks = hooks = FsdpHooks(self)
+        self._zeroed_gradients = ZeroedGradients(self)
         hooks.register(root_module)
         # Schedules that run a layer in parts call these by name.
         self.post_forward_release_module = hooks.release_after_forward
@@ -52,11 +54,19 @@ class MegatronFSDP(_upstream.MegatronFSDP):
 
     def zero_grad_buffer(self) -> None:
         """Zero all gradients; see megatron-core. Warns if an exception ended the last backward pass."""
+        if self._zeroed_gradients.are_zero():
+            return
         self.fsdp_hooks.before_step()
         for param in self._model_parameters():
             if param.requires_grad:
                 param.grad_added_to_main_grad = False
         self.param_and_grad_buffer.zero_grad()
+        self._zeroed_gradients.zeroed()
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Finish the reduction of gradients, and give them to the optimizer; see megatron-core."""
+        self._zeroed_gradients.written()
+        super().finish_grad_sync(force_all_reduce)
 
     def _replace_param_with_distributed_if_needed(self) -> None:
         self._exchange_parameters(True, super()._replace_param_with_distributed_if_needed)
@@ -90,6 +100,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
 
     def capture_graphs(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
         """Return the context in which CUDA graphs of ``modules`` are captured; see ``GraphedUnits.capture``."""
+        self._zeroed_gradients.written()
         return self.fsdp_hooks.graphed.capture(modules)
 
     def gradient_sinks(self, modules: Iterable[torch.nn.Module], whole: bool) -> list[Any]:
