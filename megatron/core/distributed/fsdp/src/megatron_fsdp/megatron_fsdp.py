@@ -63,6 +63,23 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         self.param_and_grad_buffer.zero_grad()
         self._zeroed_gradients.zeroed()
 
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Start to gather parameters for the next forward pass; see megatron-core.
+
+        Within a capture, as of the optimizer's step, it does nothing: no later pass could wait for a gather that only a
+        graph runs, and replays would not exchange parameters. Whoever replays calls it; forward gathers in any case.
+        """
+        gathers = self.ddp_config.fsdp_all_gather_in_start_param_sync  # or does a graph of the whole pass?
+        if gathers and torch.cuda.is_current_stream_capturing():
+            return
+        if not gathers or force_sync or not self.ddp_config.overlap_param_gather:
+            super().start_param_sync(*unused, force_sync=force_sync, force_dispatch=force_dispatch)
+            return
+        self._replace_param_with_raw_if_needed()
+        if self.data_parallel_sharding_strategy != "no_shard":
+            first = next(self.module.parameters())
+            self.all_gather_and_wait_parameters_ready(params=[first], prefetch=True, wait_bucket_ready=False)
+
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Finish the reduction of gradients, and give them to the optimizer; see megatron-core."""
         self._zeroed_gradients.written()
