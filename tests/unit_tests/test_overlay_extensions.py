@@ -14,6 +14,7 @@ REPLACED = {
     "megatron.core.datasets.utils": {"compile_helpers"},
     f"{FSDP}.megatron_fsdp": {"MegatronFSDP"},
     f"{FSDP}.param_and_grad_buffer": {"GradReducePipeline", "ParamAndGradBuffer"},
+    "megatron.core.optimizer.distrib_optimizer": {"DistributedOptimizer"},
     "megatron.core.optimizer.optimizer_cuda_graph": {"OptimizerCudaGraphWrapper"},
     "megatron.core.transformer.module": {"GraphableMegatronModule"},
     "megatron.training.arguments": {"validate_args"},
