@@ -1,8 +1,8 @@
 """An optimizer's step on the local shards of its parameters.
 
-Under Megatron-FSDP parameters, gradients and optimizer states are ``DTensor``. An optimizer that updates each element by
-itself takes their local tensors one after another, at the price of a dispatch through Python each. ``LocalShards`` lets
-it see the local tensors from the start.
+Under Megatron-FSDP parameters, gradients and optimizer states are ``DTensor``. An optimizer that updates each element
+by itself takes their local tensors one after another, at the price of a dispatch through Python each. ``LocalShards``
+lets it see the local tensors from the start.
 """
 
 from collections import defaultdict
