@@ -44,6 +44,7 @@ class Case:
         unchecked: Whether graphs are attempted without what Megatron-FSDP needs for them.
         layers, hidden, sequence, micro_batch: Sizes.
         evaluates: Whether an evaluation, which runs layers eagerly, follows the step after capture.
+        optimizer_graph: Whether the optimizer's step is captured too; eager runs get the same optimizer.
         local: Whether graphs are those of ``cuda_graph_impl="local"``: the first step is recorded.
         steps: Optimizer steps.
         warmup: Steps before capture; with ``local`` how often each layer runs before its capture.
@@ -77,6 +78,7 @@ class Case:
     sequence: int = 32
     micro_batch: int = 2
     evaluates: bool = False
+    optimizer_graph: bool = False
     local: bool = False
     steps: int = 12
     warmup: int = 3
@@ -155,6 +157,8 @@ class Training:
         self.helper: Any = None
         self.patches = ExitStack()  # closed when the training is over
         self._connect()
+        if case.optimizer_graph:
+            self._capture_optimizer(graphs)
         self._gather_in_hooks(False)
         self.taken: list[torch.Tensor] = []  # memory that a control keeps from everyone else
         self.losses: list[float] = []
@@ -186,6 +190,19 @@ class Training:
             self.config.grad_sync_func = self._of_chunks("start_grad_sync")
         self.config.finalize_model_grads_func = finalize_model_grads
         self.config.grad_scale_func = self.optimizer.scale_loss
+
+    def _capture_optimizer(self, graphs: bool) -> None:
+        """Let the optimizer's step be a graph after ``case.warmup`` steps, or only be able to be one."""
+        from megatron.core.optimizer import optimizer_cuda_graph
+
+        from .capturable import capturable_on_this_device
+
+        self.patches.enter_context(capturable_on_this_device())
+        wrapper = optimizer_cuda_graph.OptimizerCudaGraphWrapper
+        steps = self.case.warmup if graphs else self.case.steps
+        wrapper.curr_iteration = 0
+        self.optimizer.step = wrapper(self.optimizer.step, cuda_graph_warmup_steps=steps)
+        self.patches.callback(vars(self.optimizer).pop, "step")
 
     def _of_chunks(self, method: str) -> Callable | list[Callable]:
         methods = [getattr(chunk, method) for chunk in self.chunks]
@@ -275,6 +292,8 @@ class Training:
             stages = parallel_state.get_pipeline_model_parallel_world_size()
             self.losses.append(loss.item() / (dist.get_world_size() // stages))
             self.grad_norms.append(float(grad_norm))
+            for group in self.optimizer.param_groups if self.case.optimizer_graph else ():
+                group["lr"].mul_(0.75)  # a graph must read the learning rate of each step
         if number == 0:
             self._gather_in_hooks(True)
 
@@ -507,6 +526,7 @@ def _optimizer(case: Case, chunks: list[torch.nn.Module]):
         bf16=case.dtype == "bf16",
         params_dtype=case.torch_dtype,
         use_distributed_optimizer=True,
+        optimizer_cuda_graph=case.optimizer_graph,
     )
     return get_megatron_optimizer(config, chunks)
 

@@ -13,9 +13,16 @@ FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 REPLACED = {
     "megatron.core.datasets.utils": {"compile_helpers"},
     f"{FSDP}.megatron_fsdp": {"MegatronFSDP"},
-    f"{FSDP}.param_and_grad_buffer": {"GradReducePipeline"},
+    f"{FSDP}.param_and_grad_buffer": {"GradReducePipeline", "ParamAndGradBuffer"},
+    "megatron.core.optimizer.clip_grads": {"to_local_if_dtensor"},
+    "megatron.core.optimizer.distrib_optimizer": {"DistributedOptimizer"},
+    "megatron.core.optimizer.optimizer_cuda_graph": {"OptimizerCudaGraphWrapper"},
     "megatron.core.transformer.module": {"GraphableMegatronModule"},
     "megatron.training.arguments": {"validate_args"},
+    "megatron.training.utils.common_utils": {
+        "logical_and_across_model_parallel_group",
+        "reduce_max_stat_across_model_parallel_group",
+    },
 }
 
 

@@ -224,3 +224,16 @@ def test_a_replay_equals_eager_to_the_bit_for(operation):
                 assert torch.equal(got, expected)
             else:
                 assert all(map(torch.equal, got, expected))
+
+
+def test_a_range_that_a_profile_shows_is_no_work_of_the_graph():
+    x = torch.ones(4, device="cuda")
+
+    def body():
+        with torch.autograd.profiler.record_function("named"):
+            return x * 2
+
+    graph, y = capture(body)
+    assert graph.op_count == 1
+    graph.replay()
+    assert torch.equal(y, torch.full((4,), 2.0, device="cuda"))

@@ -29,7 +29,7 @@ def consecutive(
     layers: Sequence[torch.nn.Module],
     sample_kwargs: Sequence[dict[str, torch.Tensor]],
 ) -> list[range]:
-    """Divide ``layers`` into pieces of at most ``layers_per_graph()`` that follow each other; pieces of one are left out.
+    """Divide ``layers`` into pieces of up to ``layers_per_graph()`` that follow each other; pieces of one are left out.
 
     Layers follow each other in ``decoder``, take the same keyword inputs, and have no hooks but Megatron-FSDP's, which
     are recorded with them.

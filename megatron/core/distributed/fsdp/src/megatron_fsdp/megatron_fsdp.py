@@ -3,7 +3,7 @@
 Everything else in this module is megatron-core's.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -14,6 +14,8 @@ from megatron_fsdp_cuda_graphs.overlay import extend
 
 from .fsdp_chain import UnitChain
 from .fsdp_hooks import FsdpHooks
+from .parameter_swap import ParameterSwap
+from .zeroed_gradients import ZeroedGradients
 
 _upstream: Any = extend(__name__)
 
@@ -28,6 +30,9 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     """
 
     fsdp_hooks: FsdpHooks
+    is_param_fsdp_distributed: bool
+    _parameter_swap: ParameterSwap | None = None
+    _exchanged: frozenset[bool] = frozenset()  # directions in which megatron-core has exchanged all parameters
 
     def _register_fsdp_hooks(self, root_module: torch.nn.Module) -> None:
         self.forward_pre_hooks: dict = {}
@@ -35,6 +40,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         self.backward_pre_hooks: dict = {}
         self.grad_acc_hooks: dict = {}
         self.fsdp_hooks = hooks = FsdpHooks(self)
+        self._zeroed_gradients = ZeroedGradients(self)
         hooks.register(root_module)
         # Schedules that run a layer in parts call these by name.
         self.post_forward_release_module = hooks.release_after_forward
@@ -49,11 +55,70 @@ class MegatronFSDP(_upstream.MegatronFSDP):
 
     def zero_grad_buffer(self) -> None:
         """Zero all gradients; see megatron-core. Warns if an exception ended the last backward pass."""
+        if self._zeroed_gradients.are_zero():
+            return
         self.fsdp_hooks.before_step()
-        super().zero_grad_buffer()
+        for param in self._model_parameters():
+            if param.requires_grad:
+                param.grad_added_to_main_grad = False
+        self.param_and_grad_buffer.zero_grad()
+        self._zeroed_gradients.zeroed()
+
+    def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
+        """Start to gather parameters for the next forward pass; see megatron-core.
+
+        Within a capture, as of the optimizer's step, it does nothing: no later pass could wait for a gather that only a
+        graph runs, and replays would not exchange parameters. Whoever replays calls it; forward gathers in any case.
+        """
+        gathers = self.ddp_config.fsdp_all_gather_in_start_param_sync  # or does a graph of the whole pass?
+        if gathers and torch.cuda.is_current_stream_capturing():
+            return
+        if not gathers or force_sync or not self.ddp_config.overlap_param_gather:
+            super().start_param_sync(*unused, force_sync=force_sync, force_dispatch=force_dispatch)
+            return
+        self._replace_param_with_raw_if_needed()
+        if self.data_parallel_sharding_strategy != "no_shard":
+            first = next(self.module.parameters())
+            self.all_gather_and_wait_parameters_ready(params=[first], prefetch=True, wait_bucket_ready=False)
+
+    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
+        """Finish the reduction of gradients, and give them to the optimizer; see megatron-core."""
+        self._zeroed_gradients.written()
+        super().finish_grad_sync(force_all_reduce)
+
+    def _replace_param_with_distributed_if_needed(self) -> None:
+        self._exchange_parameters(True, super()._replace_param_with_distributed_if_needed)
+
+    def _replace_param_with_raw_if_needed(self) -> None:
+        self._exchange_parameters(False, super()._replace_param_with_raw_if_needed)
+
+    def _exchange_parameters(self, distributed: bool, exchange_by_name: Callable[[], None]) -> None:
+        """Let all modules hold the optimizer's parameters, or the raw ones.
+
+        megatron-core does so for a model that is new or has changed; it also marks parameters, once in each direction.
+        """
+        if self.is_param_fsdp_distributed == distributed:
+            return
+        if self._parameter_swap is not None:
+            if self._parameter_swap.holds(not distributed):
+                self._parameter_swap.to(distributed)
+                self.is_param_fsdp_distributed = distributed
+                return
+            self._parameter_swap, self._exchanged = None, frozenset()
+        exchange_by_name()
+        self._exchanged |= {distributed}
+        if len(self._exchanged) == 2:
+            optimizers = dict(self.param_and_grad_buffer.optimizer_named_parameters)
+            self._parameter_swap = ParameterSwap(self.module, self.raw_param, optimizers)
+
+    def _model_parameters(self) -> Iterable[torch.nn.Parameter]:
+        """The distinct parameters that the model holds now."""
+        swap, distributed = self._parameter_swap, self.is_param_fsdp_distributed
+        return swap.params(distributed) if swap is not None and swap.holds(distributed) else self.module.parameters()
 
     def capture_graphs(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
         """Return the context in which CUDA graphs of ``modules`` are captured; see ``GraphedUnits.capture``."""
+        self._zeroed_gradients.written()
         return self.fsdp_hooks.graphed.capture(modules)
 
     def gradient_sinks(self, modules: Iterable[torch.nn.Module], whole: bool) -> list[Any]:

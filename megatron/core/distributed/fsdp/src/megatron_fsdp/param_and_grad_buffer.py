@@ -1,4 +1,7 @@
-"""Megatron-FSDP's buffers and pipelines: a data race of double buffering fixed, recorded reductions replayed.
+"""Megatron-FSDP's buffers and pipelines.
+
+A data race of double buffering is fixed, recorded reductions are replayed, and the copies around the optimizer's step
+are planned once.
 
 Everything else in this module is megatron-core's.
 """
@@ -8,12 +11,42 @@ from typing import TYPE_CHECKING, Any
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
+from .optimizer_gradients import OptimizerGradients
+from .weight_copies import WeightCopies
+
 _upstream: Any = extend(__name__)
 
 
 if TYPE_CHECKING:  # megatron-core's names
 
     def __getattr__(name: str) -> Any: ...
+
+
+class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
+    """megatron-core's ``ParamAndGradBuffer`` that plans once what it does in every step."""
+
+    _gradients: OptimizerGradients | None = None
+    _weight_copies: WeightCopies | None = None
+
+    def update_main_grads(self) -> None:
+        """Attach the main gradients to the optimizer's parameters; see megatron-core."""
+        if self._gradients is not None and self._gradients.unmoved(self):
+            self._gradients.update()
+            return
+        super().update_main_grads()
+        # Otherwise ``zero_grad`` frees them.
+        stay_attached = self.ddp_config.megatron_fsdp_cuda_graph_mode
+        self._gradients = OptimizerGradients(self) if stay_attached else None
+
+    def copy_main_weights_to_model_weights(self) -> None:
+        """Copy the optimizer's weights to the model's, quantized where these are; see megatron-core."""
+        if self._weight_copies is None and WeightCopies.plannable(self):
+            self._weight_copies = WeightCopies(self)
+        if self._weight_copies is not None and self._weight_copies.unmoved():
+            self._weight_copies.run()
+            return
+        self._weight_copies = None
+        super().copy_main_weights_to_model_weights()
 
 
 class GradReducePipeline(_upstream.GradReducePipeline):

@@ -1,0 +1,111 @@
+"""The exchange of a model's raw parameters for the optimizer's, and back.
+
+A module under Megatron-FSDP holds raw parameters while it computes, and the optimizer's ``DTensor`` parameters while
+the optimizer steps. megatron-core looks up the place of each by name, in every step; a ``ParameterSwap`` knows them.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+
+Parameters = dict[str, torch.nn.Parameter | None]
+
+
+@dataclass(frozen=True)
+class _Holder:
+    """The direct parameters of one module.
+
+    Attributes:
+        module: The module.
+        params: Its raw parameters and the optimizer's, each by the names that the module gives them, in its order.
+        sets_directly: Whether the module's class leaves setting a parameter to ``torch.nn.Module``.
+    """
+
+    module: torch.nn.Module
+    params: tuple[Parameters, Parameters]
+    sets_directly: bool
+
+    def to(self, distributed: bool) -> None:
+        if self.sets_directly:
+            self.module._parameters.update(self.params[distributed])
+            return
+        for name, param in self.params[distributed].items():
+            if param is not None:
+                setattr(self.module, name, param)
+
+
+class ParameterSwap:
+    """Knows the place of every parameter of a model."""
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        raw: Mapping[str, torch.nn.Parameter],
+        distributed: Mapping[str, torch.nn.Parameter],
+    ):
+        """Find the places of the parameters of ``model``, which may hold either set, tied parameters included.
+
+        Args:
+            model: The model.
+            raw: Its raw parameters, by name.
+            distributed: The optimizer's parameters, by the same names.
+
+        Raises:
+            KeyError: a parameter of the model is in neither set.
+        """
+        pairs = [(param, distributed[name]) for name, param in raw.items()]
+        pair_of = {id(param): pair for pair in pairs for param in pair} | {id(None): (None, None)}
+        modules = list(model.modules())
+        self._holders = []
+        for module in modules:
+            own = {name: pair_of[id(param)] for name, param in module._parameters.items()}
+            raw_params, distributed_params = ({name: pair[i] for name, pair in own.items()} for i in (0, 1))
+            self._holders.append(_Holder(module, (raw_params, distributed_params), _sets_directly(module)))
+        self._children = _Contents([module._modules for module in modules])
+        own_params = [module._parameters for module in modules]
+        self._contents = [_Contents(own_params, [holder.params[kind] for holder in self._holders]) for kind in (0, 1)]
+        self._holders = [holder for holder in self._holders if holder.params[0]]
+        self._distinct = [_distinct(contents.expected) for contents in self._contents]
+
+    def params(self, distributed: bool) -> list[torch.nn.Parameter]:
+        """Return the model's distinct parameters, in its order: the optimizer's or the raw ones."""
+        return self._distinct[distributed]
+
+    def holds(self, distributed: bool) -> bool:
+        """Whether the model has the modules it had, and exactly the optimizer's parameters or exactly the raw ones."""
+        return self._children.unchanged() and self._contents[distributed].unchanged()
+
+    def to(self, distributed: bool) -> None:
+        """Give every module the optimizer's parameters, or the raw ones."""
+        for holder in self._holders:
+            holder.to(distributed)
+
+
+class _Contents:
+    """What dictionaries should hold, in order. It is compared in every step, hence without a loop in Python."""
+
+    def __init__(self, dictionaries: list[dict[str, Any]], expected: list[dict[str, Any]] | None = None):
+        self._dictionaries = dictionaries
+        self.expected = _values(dictionaries if expected is None else expected)
+
+    def unchanged(self) -> bool:
+        """Whether the dictionaries hold the very objects that are expected, and no others."""
+        held = _values(self._dictionaries)
+        return len(held) == len(self.expected) and all(map(is_, held, self.expected))
+
+
+def _values(dictionaries: Iterable[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, dictionaries)))
+
+
+def _distinct(params: Iterable[torch.nn.Parameter | None]) -> list[torch.nn.Parameter]:
+    return list(dict.fromkeys(param for param in params if param is not None))
+
+
+def _sets_directly(module: torch.nn.Module) -> bool:
+    kind, base = type(module), torch.nn.Module
+    return kind.__setattr__ is base.__setattr__ and kind.register_parameter is base.register_parameter

@@ -1,0 +1,65 @@
+"""Copies between parts of Megatron-FSDP's buffers that are the same in every step, planned once."""
+
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+
+class PlannedCopies:
+    """Copies from some 1-D tensors to others, with as few launches as possible.
+
+    Neighbours in memory, among the sources as among the destinations, are copied as one.
+
+    Attributes:
+        count: How many tensors are copied, neighbours counted as one.
+    """
+
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]):
+        """Plan the copies.
+
+        Args:
+            pairs: Destination and source of each copy, contiguous 1-D views of equal length, any dtypes; empty ones are
+                left out.
+        """
+        self._calls: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
+        for to, source in pairs:
+            if not to.numel():
+                continue
+            tos, sources = self._calls[to.dtype, source.dtype]
+            if tos and _precedes(tos[-1], to) and _precedes(sources[-1], source):
+                tos[-1], sources[-1] = _extended(tos[-1], to), _extended(sources[-1], source)
+            else:
+                tos.append(to)
+                sources.append(source)
+        self.count = sum(len(tos) for tos, _ in self._calls.values())
+
+    @torch.no_grad()
+    def run(self) -> None:
+        """Copy everything."""
+        for tos, sources in self._calls.values():
+            torch._foreach_copy_(tos, sources)
+
+
+class Placement:
+    """Where buffers of Megatron-FSDP (``DataParallelBuffer``) keep their data, to notice that it was replaced."""
+
+    def __init__(self, buffers: Iterable[Any]):
+        """Note where each of ``buffers`` has its data now."""
+        self._places = [(buffer, buffer.data, buffer.data.data_ptr()) for buffer in buffers]
+
+    def unchanged(self) -> bool:
+        """Whether all the data is where it was."""
+        return all(buffer.data is data and data.data_ptr() == address for buffer, data, address in self._places)
+
+
+def _precedes(first: torch.Tensor, second: torch.Tensor) -> bool:
+    return (
+        first.untyped_storage().data_ptr() == second.untyped_storage().data_ptr()
+        and first.storage_offset() + first.numel() == second.storage_offset()
+    )
+
+
+def _extended(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    return first.as_strided((first.numel() + second.numel(),), (1,))

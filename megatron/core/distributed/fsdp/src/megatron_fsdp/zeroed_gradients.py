@@ -1,0 +1,45 @@
+"""Whether the main gradients are zero already: a training step zeroes them twice, by the model and by the optimizer."""
+
+from typing import Any
+
+import torch
+
+
+class ZeroedGradients:
+    """Knows whether anything may have written the main gradients of a model since they were zeroed."""
+
+    def __init__(self, fsdp: torch.nn.Module):
+        self._fsdp = fsdp
+        self._versions: list[tuple[Any, int]] | None = None
+        self._in_a_graph = False
+
+    def zeroed(self) -> None:
+        """Note that all gradients were zeroed just now."""
+        self._versions = None if self._in_a_graph else self._current()
+
+    def written(self) -> None:
+        """Note that gradients may have been written.
+
+        If a graph captures this, its replays will write them unseen, so they never count as zero from now on.
+        """
+        self._in_a_graph |= torch.cuda.is_current_stream_capturing()
+        self._versions = None
+
+    def are_zero(self) -> bool:
+        """Whether gradients are zero: there was no backward pass since ``zeroed``, no ``written``, nor a direct write.
+
+        Communication libraries and replayed graphs write without changing a tensor's version; they do so in a backward
+        pass.
+        """
+        if self._versions is None or self._fsdp.microbatch_count or self._fsdp.fsdp_hooks.in_backward:
+            return False
+        current = self._current()
+        return len(current) == len(self._versions) and all(
+            data is noted and version == noted_version
+            for (data, version), (noted, noted_version) in zip(current, self._versions, strict=True)
+        )
+
+    def _current(self) -> list[tuple[Any, int]]:
+        groups = self._fsdp.param_and_grad_buffer.parameter_groups
+        buffers = [buffer for group in groups for buffer in (group.main_grad_buffer, group.hfsdp_helper_gbuf)]
+        return [(buffer.data, buffer.data._version) for buffer in buffers if buffer is not None]

@@ -1,0 +1,41 @@
+"""The gradients that count in the gradient norm, without asking each parameter in every step whether its own does."""
+
+from itertools import compress
+from operator import is_
+from typing import Any
+
+import torch
+
+
+class CountedGradients:
+    """Which parameters' gradients count.
+
+    That depends on what a parameter is (shared, a duplicate on tensor-parallel ranks, of a group with a norm of its
+    own), which is settled when the model is built, and on whether it has a gradient.
+    """
+
+    def __init__(self, params: list[Any], name: str, counted: list[torch.Tensor]):
+        """Note which gradients count.
+
+        Args:
+            params: All parameters of the optimizer.
+            name: The attribute that holds a parameter's gradient, a ``DTensor`` or an ordinary tensor.
+            counted: The gradients that count, local tensors.
+        """
+        self._params, self._name = params, name
+        ids, grads = set(map(id, counted)), self._gradients(params)
+        self._present = [grad is not None for grad in grads]
+        self._counts = [id(grad) in ids for grad in grads]
+
+    def of(self, params: list[Any]) -> list[torch.Tensor] | None:
+        """Return the local tensors of the gradients that count; None if parameters are others or lack gradients."""
+        if len(params) != len(self._params) or not all(map(is_, params, self._params)):
+            return None
+        grads = self._gradients(params)
+        if [grad is not None for grad in grads] != self._present:
+            return None
+        return list(compress(grads, self._counts))
+
+    def _gradients(self, params: list[Any]) -> list[Any]:
+        grads = [getattr(param, self._name, None) for param in params]
+        return [getattr(grad, "_local_tensor", grad) for grad in grads]

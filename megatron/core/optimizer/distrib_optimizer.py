@@ -1,0 +1,65 @@
+"""The distributed optimizer, whose step under Megatron-FSDP costs the host less.
+
+Everything else in this module is megatron-core's.
+"""
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_fsdp_cuda_graphs.overlay import extend
+
+from .counted_gradients import CountedGradients
+from .local_shards import LocalShards
+
+_upstream: Any = extend(__name__)
+
+if TYPE_CHECKING:  # megatron-core's names
+
+    def __getattr__(name: str) -> Any: ...
+
+
+class DistributedOptimizer(_upstream.DistributedOptimizer):
+    """megatron-core's ``DistributedOptimizer``, which steps on the local shards of parameters under Megatron-FSDP."""
+
+    _local_shards: LocalShards | None = None
+    _counted: dict[str | None, CountedGradients] | None = None
+
+    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
+        """Return the gradients, as local tensors, that count in the norm of a group; see megatron-core."""
+        if not self.ddp_config.use_megatron_fsdp:
+            grads: list[torch.Tensor] = super().get_grads_for_grad_norm(grad_norm_group)
+            return grads
+        self._counted = self._counted or {}
+        params = self.get_parameters()
+        known = self._counted[grad_norm_group].of(params) if grad_norm_group in self._counted else None
+        if known is not None:
+            return known
+        grads = super().get_grads_for_grad_norm(grad_norm_group)
+        name = "decoupled_grad" if self.config.use_precision_aware_optimizer else "grad"
+        self._counted[grad_norm_group] = CountedGradients(params, name, grads)
+        return grads
+
+    def offload_to_cpu(self) -> None:
+        """Move the optimizer's states to the host; see megatron-core."""
+        self._local_shards = None  # it keeps states on the device
+        super().offload_to_cpu()
+
+    def step_with_ready_grads(self) -> bool:
+        """Step with gradients that are ready, and start to gather parameters; see megatron-core."""
+        with self._on_local_shards():
+            successful: bool = super().step_with_ready_grads()
+        return successful
+
+    def _on_local_shards(self) -> AbstractContextManager[None]:
+        """Return a context in which the optimizer has local shards, if that makes no difference."""
+        if self.is_stub_optimizer or not self.ddp_config.use_megatron_fsdp:
+            return nullcontext()
+        if self._local_shards is None or not self._local_shards.current():
+            kinds = (_upstream.Adam, torch.optim.Adam, torch.optim.AdamW)
+            eligible = LocalShards.eligible(self.optimizer, kinds)
+            self._local_shards = LocalShards(self.optimizer) if eligible else None
+            if self._local_shards is None or not self._local_shards.current():
+                return nullcontext()
+        return self._local_shards.in_place()

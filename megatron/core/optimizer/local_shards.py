@@ -1,0 +1,116 @@
+"""An optimizer's step on the local shards of its parameters.
+
+Under Megatron-FSDP parameters, gradients and optimizer states are ``DTensor``. An optimizer that updates each element
+by itself takes their local tensors one after another, at the price of a dispatch through Python each. ``LocalShards``
+lets it see the local tensors from the start.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+
+class LocalShards:
+    """The local tensors of an optimizer's parameters and states.
+
+    They share memory with what the optimizer owns, and updates are in place, so nothing is copied back.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        """Find the local tensors of ``optimizer``, which must be ``eligible``."""
+        self._optimizer = optimizer
+        self._decoupled = bool(getattr(optimizer, "use_decoupled_grad", False))
+        self._groups = [list(group["params"]) for group in optimizer.param_groups]
+        self._params: list[Any] = list(chain.from_iterable(self._groups))
+        self._locals = [torch.nn.Parameter(param._local_tensor, requires_grad=False) for param in self._params]
+        states = optimizer.state
+        self._states, self._of_params = states, list(states.values())
+        self._values = _values(self._of_params)
+        wrapped = [value for value in (*self._params, *self._values) if isinstance(value, DTensor)]
+        self._wrapped = [(value, value._local_tensor) for value in wrapped]
+        self._local_states: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        for param, local in zip(self._params, self._locals, strict=True):
+            if param in states:
+                self._local_states[local] = {name: _local(value) for name, value in states[param].items()}
+        self._initialized = [bool(states.get(param)) for param in self._params]
+
+    @staticmethod
+    def eligible(optimizer: torch.optim.Optimizer, kinds: Iterable[type]) -> bool:
+        """Whether the step of ``optimizer`` does the same to local tensors as to ``DTensor``.
+
+        Args:
+            optimizer: The optimizer.
+            kinds: Classes of optimizers that update each element by itself, and nothing but tensors, in place.
+        """
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        return (
+            type(optimizer) in kinds
+            and not getattr(optimizer, "master_weights", False)
+            and not getattr(optimizer, "_scales", None)  # of states in low precision, by parameter
+            and bool(params)
+            and all(isinstance(param, DTensor) for param in params)
+            and all(torch.is_tensor(value) for state in optimizer.state.values() for value in state.values())
+        )
+
+    def current(self) -> bool:
+        """Whether parameters and states are those that were found, and every parameter with a gradient has states."""
+        groups, states = self._optimizer.param_groups, self._optimizer.state
+        return (
+            len(groups) == len(self._groups)
+            and all(_same(group["params"], params) for group, params in zip(groups, self._groups, strict=True))
+            and states is self._states
+            and _same(list(states.values()), self._of_params)
+            and _same(_values(self._of_params), self._values)
+            and all(value._local_tensor is tensor for value, tensor in self._wrapped)
+            and all(
+                initialized or self._gradient(param) is None
+                for param, initialized in zip(self._params, self._initialized, strict=True)
+            )
+        )
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Within it, the optimizer has the local tensors."""
+        optimizer = self._optimizer
+        name = "decoupled_grad" if self._decoupled else "grad"
+        for param, local in zip(self._params, self._locals, strict=True):
+            grad = self._gradient(param)
+            setattr(local, name, None if grad is None else grad._local_tensor)
+        overridden = [group["foreach"] for group in optimizer.param_groups if "foreach" in group]
+        try:
+            optimizer.state = self._local_states
+            locals_left = iter(self._locals)
+            for group, params in zip(optimizer.param_groups, self._groups, strict=True):
+                group["params"] = [next(locals_left) for _ in params]
+                if group.get("foreach", False) is None:
+                    group["foreach"] = False  # as torch chooses for DTensor: other kernels may round differently
+            yield
+        finally:
+            optimizer.state = self._states
+            for group, params in zip(optimizer.param_groups, self._groups, strict=True):
+                group["params"] = params
+                if "foreach" in group:
+                    group["foreach"] = overridden.pop(0)
+            for local in self._locals:
+                setattr(local, name, None)
+
+    def _gradient(self, param: Any) -> Any:
+        return getattr(param, "decoupled_grad", None) if self._decoupled else param.grad
+
+
+def _local(value: Any) -> Any:
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _values(states: Iterable[dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, states)))
+
+
+def _same(these: list, those: list) -> bool:
+    return len(these) == len(those) and all(map(is_, these, those))

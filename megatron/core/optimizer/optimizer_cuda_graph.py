@@ -1,0 +1,37 @@
+"""The CUDA graph of the optimizer's step, under Megatron-FSDP too.
+
+Everything else in this module is megatron-core's.
+"""
+
+from typing import Any
+
+import torch
+
+from megatron_fsdp_cuda_graphs.overlay import extend
+
+_upstream: Any = extend(__name__)
+
+
+class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
+    """megatron-core's wrapper, which also does what a graph of the step leaves out.
+
+    Parameters under Megatron-FSDP are not gathered within the graph (see ``MegatronFSDP.start_param_sync``) but after
+    each replay. torch's capturable optimizers get learning rates that are tensors: numbers would stay as at capture.
+    """
+
+    def __init__(self, optimizer_step_func: Any, *args: Any, **kwargs: Any):
+        super().__init__(optimizer_step_func, *args, **kwargs)
+        optimizer = getattr(optimizer_step_func, "__self__", None)
+        chunks = getattr(optimizer, "model_chunks", ())
+        self._sharded = [chunk for chunk in chunks if chunk.ddp_config.use_megatron_fsdp]
+        for group in getattr(optimizer, "param_groups", ()):
+            if group.get("capturable") and not isinstance(group["lr"], torch.Tensor):
+                group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device="cuda")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the step, as a graph if it has been captured; see megatron-core."""
+        result = super().__call__(*args, **kwargs)
+        if type(self).cuda_graph is not None:
+            for chunk in self._sharded:
+                chunk.start_param_sync()
+        return result

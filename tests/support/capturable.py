@@ -1,0 +1,47 @@
+"""An optimizer's step without a wait for the device, so that it can be captured without TransformerEngine as well.
+
+TransformerEngine's Adam, norm and scaling need none. Where it is missing, megatron-core takes torch's Adam, which
+refuses ``capturable`` on CPU ranks, and a norm that is read on the host: here are stand-ins, for tests only.
+"""
+
+from contextlib import AbstractContextManager, ExitStack
+from importlib import import_module
+from unittest import mock
+
+import torch
+
+
+def apply(function, noop_flag, tensor_lists, *args):
+    """Call ``function`` as TransformerEngine's ``multi_tensor_applier`` does."""
+    return function(2048 * 32, noop_flag, tensor_lists, *args)
+
+
+def norm(chunk_size, noop_flag, tensor_lists, per_tensor):
+    """Return the 2-norm of all tensors of the only list, float32 of shape [1], and None."""
+    norms = [torch.linalg.vector_norm(tensor.float()) for tensor in tensor_lists[0]]
+    return torch.linalg.vector_norm(torch.stack(norms)).view(1), None
+
+
+def scale(chunk_size, noop_flag, tensor_lists, factor):
+    """Write each tensor of the first list, times the tensor ``factor``, to that of the second."""
+    for source, to in zip(*tensor_lists, strict=True):
+        to.copy_(source * factor)
+
+
+def capturable_on_this_device() -> AbstractContextManager[object]:
+    """Within it, optimizers may be ``capturable``, and clipping does not wait for the device."""
+    from megatron.core.optimizer import clip_grads
+
+    stack = ExitStack()
+    if not torch.cuda.is_available() or clip_grads.multi_tensor_scale_tensor_impl is None:
+        for name, stand_in in {
+            "multi_tensor_applier": apply,
+            "l2_norm_impl": norm,
+            "multi_tensor_scale_tensor_impl": scale,
+        }.items():
+            stack.enter_context(mock.patch.object(clip_grads, name, stand_in))
+        devices = mock.Mock(return_value=["cpu", "cuda"])
+        stack.enter_context(
+            mock.patch.object(import_module("torch.optim.adam"), "_get_capturable_supported_devices", devices)
+        )
+    return stack

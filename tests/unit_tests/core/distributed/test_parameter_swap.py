@@ -1,0 +1,114 @@
+"""Exchanging raw parameters for the optimizer's gives what megatron-core gives, without looking each up by name."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from .fsdp_variants import SHARED, STRATEGIES, Variant, freeze_embedding, small, upstream_class
+
+VARIANTS = {strategy: Variant(small(strategy=strategy)) for strategy in STRATEGIES}
+VARIANTS |= {"tied": Variant(**SHARED), "frozen": Variant(change=freeze_embedding)}
+
+
+class OwnSetter(torch.nn.Linear):
+    """Notes which parameters were set."""
+
+    def register_parameter(self, name, param):
+        super().register_parameter(name, param)
+        self.__dict__.setdefault("registered", []).append(name)
+
+
+def add_own_setter(model):
+    model.extra = OwnSetter(3, 3, bias=False).cuda()
+
+
+def exchange(fsdp, distributed):
+    """Exchange the parameters; return whether megatron-core did it, by name."""
+    name = f"_replace_param_with_{'distributed' if distributed else 'raw'}_if_needed"
+    own = getattr(upstream_class(), name)
+    with mock.patch.object(upstream_class(), name, autospec=True, side_effect=own) as by_name:
+        getattr(fsdp, name)()
+    return by_name.called
+
+
+def held(fsdp):
+    return [(name, id(param)) for name, param in fsdp.module.named_parameters(remove_duplicate=False)]
+
+
+def by_megatron_core(fsdp):
+    """What a new model holds, then the same after megatron-core's first exchange for raw parameters."""
+    distributed = held(fsdp)
+    assert exchange(fsdp, False)
+    return distributed, held(fsdp)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_after_the_first_round_the_same_parameters_are_exchanged_without_names(ranks, name):
+    fsdp = VARIANTS[name].build().module
+    distributed, raw = by_megatron_core(fsdp)
+    assert distributed != raw
+    for _ in range(2):
+        assert not exchange(fsdp, True)
+        assert fsdp.is_param_fsdp_distributed
+        assert held(fsdp) == distributed
+        assert not exchange(fsdp, False)
+        assert not fsdp.is_param_fsdp_distributed
+        assert held(fsdp) == raw
+
+
+def test_an_exchange_that_is_not_needed_changes_nothing(ranks):
+    fsdp = VARIANTS["tied"].build().module
+    by_megatron_core(fsdp)
+    before = held(fsdp)
+    exchange(fsdp, False)
+    assert held(fsdp) == before
+
+
+def test_a_class_that_sets_its_parameters_itself_goes_on_doing_so(ranks):
+    fsdp = Variant(change=add_own_setter).build().module
+    by_megatron_core(fsdp)
+    fsdp.module.extra.registered.clear()
+    assert not exchange(fsdp, True)
+    assert fsdp.module.extra.registered == ["weight"]
+
+
+def test_a_replaced_module_is_found(ranks):
+    fsdp = VARIANTS["tied"].build().module
+    distributed, _ = by_megatron_core(fsdp)
+    layers = fsdp.module.decoder.layers
+    layers[0].mlp.activation = torch.nn.GELU()  # has no parameters
+    assert exchange(fsdp, True)
+    assert held(fsdp) == distributed
+    assert exchange(fsdp, False)
+    assert not exchange(fsdp, True)
+
+
+def test_a_parameter_that_a_user_replaced_is_replaced_as_by_megatron_core(ranks):
+    fsdp = VARIANTS["optim_grads_params"].build().module
+    distributed, raw = by_megatron_core(fsdp)
+    layer = fsdp.module.decoder.layers[0]
+    layer.mlp.linear_fc1.bias = torch.nn.Parameter(torch.zeros_like(layer.mlp.linear_fc1.bias))
+    assert held(fsdp) != raw
+    assert exchange(fsdp, True)
+    assert held(fsdp) == distributed
+
+
+def test_a_parameter_of_no_name_is_refused_as_by_megatron_core(ranks):
+    fsdp = VARIANTS["optim_grads_params"].build().module
+    by_megatron_core(fsdp)
+    fsdp.module.decoder.layers[0].register_parameter("new", torch.nn.Parameter(torch.zeros(1)))
+    with pytest.raises(AssertionError, match="new not found"):
+        fsdp._replace_param_with_distributed_if_needed()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_zeroing_gradients_resets_the_flag_of_fused_kernels(ranks, known):
+    fsdp = VARIANTS["frozen"].build().module
+    if known:
+        by_megatron_core(fsdp)
+    for param in fsdp.module.parameters():
+        param.grad_added_to_main_grad = True
+    fsdp.zero_grad_buffer()
+    assert all(param.grad_added_to_main_grad is not param.requires_grad for param in fsdp.module.parameters())
+    assert any(param.grad_added_to_main_grad for param in fsdp.module.parameters())

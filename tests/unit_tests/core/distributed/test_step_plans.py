@@ -1,0 +1,193 @@
+"""What Megatron-FSDP does in every step to gradients and weights is planned once, with megatron-core's results."""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .fsdp_variants import STRATEGIES, Variant, freeze_embedding, small
+
+GRAPH_MODE = {"megatron_fsdp_cuda_graph_mode": True}
+VARIANTS: dict[str, tuple[str, str, dict]] = {
+    f"{strategy} {dtype}": (strategy, dtype, {}) for strategy in STRATEGIES for dtype in ("fp32", "bf16")
+}
+VARIANTS["decoupled"] = ("optim_grads_params", "bf16", {"megatron_fsdp_use_decoupled_grad": True})
+VARIANTS["bf16 gradients"] = ("optim_grads_params", "bf16", {"megatron_fsdp_main_grads_dtype": torch.bfloat16})
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that are no views."""
+
+    def __init__(self):
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if not func.is_view and func not in (torch.ops.aten.detach.default,):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def megatron_cores_own(name):
+    """Within it, every call of megatron-core's own method of the buffer is counted."""
+    kind = upstream_kind()
+    with mock.patch.object(kind, name, autospec=True, side_effect=getattr(kind, name)) as method:
+        yield method
+
+
+@pytest.fixture(params=VARIANTS)
+def buffer(ranks, request):
+    strategy, dtype, sharding = VARIANTS[request.param]
+    variant = Variant(small(strategy=strategy, dtype=dtype), sharding=GRAPH_MODE | sharding, change=freeze_embedding)
+    return variant.build().module.param_and_grad_buffer
+
+
+def fill(buffer, kind, seed):
+    """Give all buffers of ``kind`` random values."""
+    generator = torch.Generator().manual_seed(seed)
+    for group in buffer.parameter_groups:
+        data = getattr(getattr(group, kind), "data", None)
+        if data is not None:
+            data.copy_(torch.randn(data.shape, generator=generator))
+
+
+def attached(buffer):
+    """A copy of the gradient of each of the optimizer's parameters."""
+    name = "decoupled_grad" if buffer.use_decoupled_grad else "grad"
+    grads = [getattr(param, name, None) for _, param in buffer.optimizer_named_parameters]
+    return [None if grad is None else grad._local_tensor.clone() for grad in grads]
+
+
+def weights(buffer):
+    return [
+        group.model_weight_buffer.data.clone() for group in buffer.parameter_groups if group.model_weight_buffer
+    ] + [param.detach().clone() for param in buffer.params if param.untyped_storage().size()]
+
+
+def same(these, those):
+    return len(these) == len(those) and all(
+        this is that or (this.dtype == that.dtype and torch.equal(this, that))
+        for this, that in zip(these, those, strict=True)
+    )
+
+
+def upstream_kind():
+    from megatron_fsdp_cuda_graphs.overlay import upstream
+
+    return upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer").ParamAndGradBuffer
+
+
+def test_gradients_are_those_of_megatron_core(buffer):
+    fill(buffer, "main_grad_buffer", 1)
+    buffer.update_main_grads()
+    first = attached(buffer)
+    assert any(grad is not None and grad.any() for grad in first)
+    fill(buffer, "main_grad_buffer", 2)
+    upstream_kind().update_main_grads(buffer)
+    expected = attached(buffer)
+    assert not same(first, expected)
+    buffer.update_main_grads()  # notices that megatron-core has replaced the gradients
+    fill(buffer, "main_grad_buffer", 1)
+    with megatron_cores_own("update_main_grads") as own:
+        buffer.update_main_grads()
+        assert same(attached(buffer), first)
+        fill(buffer, "main_grad_buffer", 2)
+        buffer.update_main_grads()
+        assert same(attached(buffer), expected)
+    assert not own.called
+
+
+def test_gradients_stay_where_they_are(buffer):
+    name = "decoupled_grad" if buffer.use_decoupled_grad else "grad"
+    buffer.update_main_grads()
+    grads = [getattr(param, name, None) for _, param in buffer.optimizer_named_parameters]
+    addresses = [grad is None or grad._local_tensor.data_ptr() for grad in grads]
+    buffer.zero_grad()
+    buffer.update_main_grads()
+    assert [getattr(param, name, None) for _, param in buffer.optimizer_named_parameters] == grads
+    assert [grad is None or grad._local_tensor.data_ptr() for grad in grads] == addresses
+
+
+def test_gradients_of_all_parameters_take_one_launch_if_they_are_cast(buffer):
+    buffer.update_main_grads()
+    main_grads = {group.main_grad_buffer.dtype for group in buffer.parameter_groups if group.main_grad_buffer}
+    cast = {grad.dtype for grad in attached(buffer) if grad is not None} != main_grads
+    with Launches() as launches:
+        buffer.update_main_grads()
+    assert launches.names == ["aten._foreach_copy_.default"] * cast
+
+
+def test_a_gradient_that_was_taken_away_is_attached_again(buffer):
+    name = "decoupled_grad" if buffer.use_decoupled_grad else "grad"
+    buffer.update_main_grads()
+    fill(buffer, "main_grad_buffer", 1)
+    upstream_kind().update_main_grads(buffer)
+    expected = attached(buffer)
+    buffer.update_main_grads()
+    for _, param in buffer.optimizer_named_parameters:
+        setattr(param, name, None)
+    buffer.update_main_grads()
+    assert same(attached(buffer), expected)
+
+
+def test_gradients_of_replaced_memory_are_read_there(buffer):
+    buffer.update_main_grads()
+    for group in buffer.parameter_groups:
+        if group.main_grad_buffer is not None:
+            group.main_grad_buffer.data = torch.empty_like(group.main_grad_buffer.data)
+    fill(buffer, "main_grad_buffer", 3)
+    with megatron_cores_own("update_main_grads") as own:
+        buffer.update_main_grads()
+    assert own.called
+    seen = attached(buffer)
+    upstream_kind().update_main_grads(buffer)
+    assert same(seen, attached(buffer))
+
+
+def test_without_graphs_gradients_are_freed_between_steps(ranks):
+    buffer = Variant(small(dtype="bf16")).build().module.param_and_grad_buffer
+    for _ in range(2):
+        buffer.update_main_grads()
+        assert any(grad is not None for grad in attached(buffer))
+        buffer.zero_grad()
+        assert all(param.grad is None for _, param in buffer.optimizer_named_parameters)
+
+
+def test_weights_are_those_of_megatron_core(buffer):
+    in_buffers = all(group.model_weight_buffer for group in buffer.parameter_groups if group.main_weight_buffer)
+    for seed in (1, 2):
+        fill(buffer, "main_weight_buffer", seed)
+        fill(buffer, "model_weight_buffer", 3)
+        before = weights(buffer)
+        upstream_kind().copy_main_weights_to_model_weights(buffer)
+        expected = weights(buffer)
+        assert same(before, expected) is not any(group.main_weight_buffer for group in buffer.parameter_groups)
+        fill(buffer, "model_weight_buffer", 3)
+        with megatron_cores_own("copy_main_weights_to_model_weights") as own:
+            buffer.copy_main_weights_to_model_weights()
+        assert own.called is not in_buffers
+        assert same(weights(buffer), expected)
+
+
+def test_weights_in_replaced_memory_are_written_there(buffer):
+    buffer.copy_main_weights_to_model_weights()
+    for group in buffer.parameter_groups:
+        if group.model_weight_buffer is not None:
+            group.model_weight_buffer.data = group.model_weight_buffer.data.clone()
+    fill(buffer, "model_weight_buffer", 3)
+    fill(buffer, "main_weight_buffer", 4)
+    buffer.copy_main_weights_to_model_weights()
+    seen = weights(buffer)
+    upstream_kind().copy_main_weights_to_model_weights(buffer)
+    assert same(seen, weights(buffer))
+
+
+def test_weights_take_one_launch_for_all_buffers(buffer):
+    if not any(group.main_weight_buffer and group.model_weight_buffer for group in buffer.parameter_groups):
+        return
+    with Launches() as launches:
+        buffer.copy_main_weights_to_model_weights()
+    assert launches.names == ["aten._foreach_copy_.default"]

@@ -1,0 +1,176 @@
+"""An optimizer's step on local shards changes parameters and states as its step on DTensors does, bit for bit."""
+
+import copy
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+KINDS = (torch.optim.AdamW, torch.optim.Adam)
+SHAPES = ((4, 3), (5,), (0, 3), (2, 2))
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def build(mesh):
+    """Builds an optimizer of two groups of DTensors, one of which is empty on this rank, always with equal values."""
+
+    def shard(shape, generator):
+        return DTensor.from_local(torch.randn(shape, generator=generator), mesh, [Shard(0)])
+
+    def build(kind=torch.optim.AdamW, **options):
+        generator = torch.Generator().manual_seed(1)
+        params = [torch.nn.Parameter(shard(shape, generator)) for shape in SHAPES]
+        return kind([{"params": params[:3]}, {"params": params[3:], "lr": 0.5}], lr=0.1, weight_decay=0.1, **options)
+
+    return build
+
+
+def give_gradients(optimizer, step):
+    generator = torch.Generator().manual_seed(step)
+    for param in parameters(optimizer):
+        grad = torch.randn(param.to_local().shape, generator=generator)
+        param.grad = DTensor.from_local(grad, param.device_mesh, param.placements) if grad.numel() else None
+
+
+def parameters(optimizer):
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def values(optimizer):
+    """All local tensors that the optimizer owns."""
+    owned = [*parameters(optimizer), *(value for state in optimizer.state.values() for value in state.values())]
+    return [(value.to_local() if isinstance(value, DTensor) else value).detach().clone() for value in owned]
+
+
+def step(optimizer, number, shards=None):
+    give_gradients(optimizer, number)
+    if shards is None:
+        optimizer.step()
+        return
+    with shards.in_place():
+        optimizer.step()
+
+
+@pytest.fixture
+def local_shards():
+    from megatron.core.optimizer import local_shards
+
+    return local_shards.LocalShards
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_steps_are_the_same(build, local_shards, kind):
+    expected, optimizer = build(kind), build(kind)
+    for number in range(4):
+        step(expected, number)
+    step(optimizer, 0)
+    shards = local_shards(optimizer)
+    for number in range(1, 4):
+        assert shards.current()
+        step(optimizer, number, shards)
+    assert [torch.equal(*pair) for pair in zip(values(optimizer), values(expected), strict=True)] == [True] * len(
+        values(expected)
+    )
+
+
+def test_the_optimizer_sees_ordinary_tensors_and_gets_its_own_back(build, local_shards):
+    optimizer = build()
+    step(optimizer, 0)
+    params, state, groups = parameters(optimizer), optimizer.state, [dict(group) for group in optimizer.param_groups]
+    give_gradients(optimizer, 1)
+    shards = local_shards(optimizer)
+    with shards.in_place():
+        inside = parameters(optimizer)
+        assert not any(isinstance(param, DTensor) for param in inside)
+        assert [param.grad is None for param in inside] == [param.grad is None for param in params]
+        assert not any(isinstance(value, DTensor) for state in optimizer.state.values() for value in state.values())
+        assert [group["foreach"] for group in optimizer.param_groups] == [False, False]
+    assert all(this is that for this, that in zip(parameters(optimizer), params, strict=True))
+    assert optimizer.state is state
+    assert [group["foreach"] for group in optimizer.param_groups] == [group["foreach"] for group in groups]
+    assert not any(param.grad is not None for param in inside)
+
+
+def test_it_gets_its_own_back_after_an_exception(build, local_shards):
+    optimizer = build()
+    step(optimizer, 0)
+    params, state = parameters(optimizer), optimizer.state
+    with pytest.raises(ZeroDivisionError), local_shards(optimizer).in_place():
+        raise ZeroDivisionError
+    assert all(this is that for this, that in zip(parameters(optimizer), params, strict=True))
+    assert optimizer.state is state
+
+
+def load(optimizer):
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+def add_group(optimizer):
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2))]})
+
+
+def replace_parameter(optimizer):
+    optimizer.param_groups[0]["params"][0] = torch.nn.Parameter(parameters(optimizer)[0].detach().clone())
+
+
+def replace_state(optimizer):
+    optimizer.state[parameters(optimizer)[0]]["exp_avg"] = torch.zeros(4, 3)
+
+
+def replace_local_tensor(optimizer):
+    state = optimizer.state[parameters(optimizer)[0]]["exp_avg"]
+    state._local_tensor = state._local_tensor.clone()
+
+
+def give_an_empty_parameter_a_gradient(optimizer):
+    param = parameters(optimizer)[2]
+    param.grad = DTensor.from_local(torch.zeros(0, 3), param.device_mesh, param.placements)
+
+
+CHANGES = (
+    load,
+    add_group,
+    replace_parameter,
+    replace_state,
+    replace_local_tensor,
+    give_an_empty_parameter_a_gradient,
+)
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_of_the_optimizer_are_noticed(build, local_shards, change):
+    optimizer = build()
+    step(optimizer, 0)
+    shards = local_shards(optimizer)
+    assert shards.current()
+    change(optimizer)
+    assert not shards.current()
+
+
+def test_before_the_first_step_there_are_no_states_to_share(build, local_shards):
+    optimizer = build()
+    give_gradients(optimizer, 0)
+    assert not local_shards(optimizer).current()
+
+
+def test_who_is_eligible(build, local_shards):
+    optimizer = build()
+    step(optimizer, 0)
+    assert local_shards.eligible(optimizer, KINDS)
+    assert not local_shards.eligible(optimizer, [torch.optim.SGD])
+    assert not local_shards.eligible(torch.optim.AdamW([torch.nn.Parameter(torch.zeros(2))]), KINDS)
+    for name, value in {"master_weights": True, "_scales": {1: 1.0}}.items():
+        with mock.patch.object(optimizer, name, value, create=True):
+            assert not local_shards.eligible(optimizer, KINDS)
+    optimizer.state[parameters(optimizer)[0]]["step"] = 1
+    assert not local_shards.eligible(optimizer, KINDS)

@@ -1,0 +1,94 @@
+"""What a graph of the optimizer's step leaves out is done after each of its replays."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.on_cpu_backend import on_cpu_backend
+
+WARMUP = 2
+
+
+@pytest.fixture(autouse=True)
+def _cpu_backend():
+    with on_cpu_backend(), torch.cuda.stream(torch.cuda.Stream()), mock.patch.object(dist, "barrier"):
+        yield
+
+
+class Optimizer:
+    """A weight that its step increases by the learning rate, and two model chunks."""
+
+    def __init__(self, sharded=True, capturable=True):
+        config = SimpleNamespace(use_megatron_fsdp=sharded)
+        self.model_chunks = [mock.Mock(ddp_config=config) for _ in range(2)]
+        self.param_groups = [{"lr": 0.5, "capturable": capturable}, {"lr": 0.25}]
+        self.weight = torch.zeros(1, device="cuda")
+
+    def step(self):
+        self.weight.add_(self.param_groups[0]["lr"])
+        return True, self.weight, None
+
+    def gathers(self):
+        """How often each chunk was told to gather parameters."""
+        return [chunk.start_param_sync.call_count for chunk in self.model_chunks]
+
+
+@pytest.fixture
+def wrap():
+    """Wraps the step of an optimizer; the graph is deleted in the end, as it belongs to the class."""
+    from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
+
+    yield lambda optimizer: OptimizerCudaGraphWrapper(optimizer.step, cuda_graph_warmup_steps=WARMUP)
+    OptimizerCudaGraphWrapper.cuda_graph, OptimizerCudaGraphWrapper.curr_iteration = None, 0
+
+
+def test_parameters_are_gathered_after_each_replay_and_by_the_step_itself_before(wrap):
+    optimizer = Optimizer()
+    step = wrap(optimizer)
+    seen = []
+    for _ in range(WARMUP + 3):
+        step()
+        seen.append(optimizer.gathers())
+    assert seen == [[0, 0], [0, 0], [1, 1], [2, 2], [3, 3]]
+
+
+def test_models_that_are_not_under_megatron_fsdp_are_left_alone(wrap):
+    optimizer = Optimizer(sharded=False)
+    step = wrap(optimizer)
+    for _ in range(WARMUP + 3):
+        step()
+    assert optimizer.gathers() == [0, 0]
+
+
+def test_a_graph_reads_the_learning_rate_of_each_step(wrap):
+    optimizer = Optimizer()
+    step = wrap(optimizer)
+    rate, expected = optimizer.param_groups[0]["lr"], 0.0
+    for number in range(WARMUP + 3):
+        rate.fill_(number)
+        expected += number
+        step()
+    assert optimizer.weight.item() == expected
+
+
+def test_learning_rates_of_groups_that_cannot_be_captured_stay_numbers(wrap):
+    optimizer = Optimizer(capturable=False)
+    wrap(optimizer)
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 0.25]
+
+
+def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(wrap):
+    optimizer = Optimizer()
+    rate = optimizer.param_groups[0]["lr"] = torch.full((), 0.5, device="cuda")
+    wrap(optimizer)
+    assert optimizer.param_groups[0]["lr"] is rate
+
+
+def test_any_function_can_be_wrapped():
+    from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
+
+    assert OptimizerCudaGraphWrapper(lambda: 3)() == 3
+    OptimizerCudaGraphWrapper.curr_iteration = 0
