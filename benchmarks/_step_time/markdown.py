@@ -14,6 +14,7 @@ NAMES = {
     "ddp": "`DistributedDataParallel`, eager",
     "ddp_graphs": "`DistributedDataParallel`, a graph per layer",
 }
+PACKAGES = ("torch", "megatron-core", "transformer-engine")
 WITH_OPTIMIZER = "+optimizer"
 HEADER = (
     "ms per step",
@@ -43,8 +44,7 @@ def variant_name(variant: str) -> str:
 
 def section(results: Mapping[str, Any]) -> str:
     """Return the tables of a JSON file of ``step_time.py``, each configuration's behind what it is."""
-    versions = results["versions"]
-    known = [f"{name} {versions[name]}" for name in ("torch", "megatron-core", "transformer-engine") if name in versions]
+    known = [f"{name} {results['versions'][name]}" for name in PACKAGES if name in results["versions"]]
     parts = [f"{results['hardware']}, {', '.join(known)}; `{results['command']}`:\n"]
     if "note" in results:
         parts.append(f"{results['note']}\n")
