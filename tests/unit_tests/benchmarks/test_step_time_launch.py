@@ -39,14 +39,11 @@ def train(tmp_path, monkeypatch):
                 name = f"variant{number}"
                 runs.append(Run(len(runs), "A:--x", name, [flag], {}, False, 20, profile, 1))
         shown: list[tuple[int, str]] = []
-        launch.run_plan(
-            runs,
-            ranks=1,
-            on_cpu=False,
-            logs=tmp_path,
-            stall_seconds=stall_seconds,
-            show=lambda run, result: shown.append((run.number, result.get("error", result.get("event", "")))),
-        )
+
+        def show(run: Run, result: launch.Result) -> None:
+            shown.append((run.number, result["error"] if "error" in result else result["event"]))
+
+        launch.run_plan(runs, ranks=1, on_cpu=False, logs=tmp_path, stall_seconds=stall_seconds, show=show)
         return shown
 
     return run

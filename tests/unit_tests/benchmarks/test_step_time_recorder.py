@@ -1,16 +1,17 @@
 """What is recorded of each step, and when it is profiled."""
 
+import time
+
 import pytest
 import torch
 
-from benchmarks._step_time import recorder
 from benchmarks._step_time.recorder import Recorder
 
 
 @pytest.fixture
 def clock(monkeypatch):
     times = iter([0.0, 1.0, 3.0, 6.0, 10.0])
-    monkeypatch.setattr(recorder.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
 
 
 def record(steps: int, **more) -> Recorder:
