@@ -67,7 +67,7 @@ $(OTHER_CORES:%=build/cores/%/megatron): build/cores/%/megatron: | $(ENVIRONMENT
 test-gpu: $(ENVIRONMENT)
 	$(PY) -m pytest tests/gpu
 
-# Results, plot and profiles of each kind of step. Without a GPU the times mean nothing.
+# Results, plot and profiles of each kind of step; BENCH has further options. Without a GPU the times mean nothing.
 bench: $(ENVIRONMENT)
 	$(PY) benchmarks/step_time.py --output build/bench/step_time.json --logs build/bench/logs $(BENCH)
 

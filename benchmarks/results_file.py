@@ -2,12 +2,15 @@
 
 import json
 import platform
+import shlex
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 
+PATHS = ("--output", "--logs")
 PACKAGES = ("megatron-core", "transformer-engine", "megatron-fsdp-cuda-graphs")
 
 
@@ -22,6 +25,16 @@ def write_results(path: Path, *, command: str, gpus: int = 1, **found: Any) -> N
     """
     report = {"command": command, "hardware": _hardware(gpus), "versions": _versions(), **found}
     path.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def command_line(script: str, arguments: Sequence[str]) -> str:
+    """Return how to run ``script`` again, without where its files went (``PATHS``)."""
+    kept, skip = [], False
+    for argument in arguments:
+        if not skip and argument.partition("=")[0] not in PATHS:
+            kept.append(argument)
+        skip = argument in PATHS
+    return shlex.join(["python", script, *kept])
 
 
 def _hardware(gpus: int) -> str:

@@ -37,7 +37,8 @@ from benchmarks._step_time import configurations, report, variants  # noqa: E402
 from benchmarks._step_time.launch import run_plan  # noqa: E402
 from benchmarks._step_time.plan import PROFILED_STEPS, Run, plan  # noqa: E402
 from benchmarks._step_time.plot import plot  # noqa: E402
-from benchmarks.results_file import write_results  # noqa: E402
+from benchmarks._step_time.results import Results  # noqa: E402
+from benchmarks.results_file import command_line, write_results  # noqa: E402
 
 CPU_NOTE = "CPU backend: these times say nothing about GPUs."
 
@@ -82,10 +83,8 @@ class Benchmark:
             each.name: [variants.variant(text) for text in args.variants or variants.default_names(each, on_cpu=on_cpu)]
             for each in self.configurations
         }
+        self.results = Results(self.variants)
         self._planned = 0
-        self._results: dict[bool, dict[str, dict[str, Any]]] = {
-            profiled: {each.name: {} for each in self.configurations} for profiled in (False, True)
-        }
 
     def run(self, logs: Path) -> None:
         """Train everything, in one launch for each layout of ranks."""
@@ -105,47 +104,22 @@ class Benchmark:
             )
 
     def _keep(self, run: Run, result: dict[str, Any]) -> None:
-        self._results[run.profiled][run.configuration][run.variant] = result
-        what = f"[{run.number + 1}/{self._planned}] {run.configuration}, {run.variant}{', profile' * run.profiled}"
-        if "error" in result:
-            print(f"{what}: failed\n{result['error']}", flush=True)
-        elif run.profiled:
-            calls = result["profile"].get("calls", {}).get("launches", "-")
-            print(f"{what}: {calls} launches, {result['profile']['python_calls']} Python calls a step", flush=True)
-        else:
-            print(f"{what}: {result['ms']:.1f} ms, {result['left_mib']} MiB left after it", flush=True)
+        self.results.keep(run, result, self._planned)
         self.write()
-
-    def rows(self) -> dict[str, list[dict[str, Any]]]:
-        """What is reported, by configuration."""
-        return {
-            name: report.rows(chosen, self._results[False][name], self._results[True][name])
-            for name, chosen in self.variants.items()
-        }
 
     def write(self) -> None:
         """Write what was found so far."""
         if self.args.output:
             self.args.output.parent.mkdir(parents=True, exist_ok=True)
             found: dict[str, Any] = {"note": CPU_NOTE} if self.on_cpu else {}
-            command = " ".join(["python benchmarks/step_time.py", *_without_paths(sys.argv[1:])])
-            numbers = {
-                name: {variant: result.get("numbers") for variant, result in results.items()}
-                for name, results in self._results[False].items()
-            }
             write_results(
-                self.args.output, command=command, gpus=self.ranks, **found, configurations=self.rows(), numbers=numbers
+                self.args.output,
+                command=command_line("benchmarks/step_time.py", sys.argv[1:]),
+                gpus=self.ranks,
+                **found,
+                configurations=self.results.rows(),
+                numbers=self.results.numbers(),
             )
-
-
-def _without_paths(arguments: list[str]) -> list[str]:
-    """Leave out where results and logs go, and quote what has spaces."""
-    kept, skip = [], False
-    for argument in arguments:
-        if not skip and argument not in ("--output", "--logs"):
-            kept.append(f"'{argument}'" if " " in argument else argument)
-        skip = argument in ("--output", "--logs")
-    return kept
 
 
 def main() -> int:
@@ -156,7 +130,7 @@ def main() -> int:
         logs = args.logs or Path(folder)
         logs.mkdir(parents=True, exist_ok=True)
         benchmark.run(logs.resolve())
-    found = benchmark.rows()
+    found = benchmark.results.rows()
     place = CPU_NOTE if benchmark.on_cpu else f"{benchmark.ranks} x {torch.cuda.get_device_name()}"
     if args.output and not plot(args.output.with_suffix(".png"), found, place):
         print("no plot: matplotlib is not installed")

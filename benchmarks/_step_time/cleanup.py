@@ -17,6 +17,7 @@ def clean_up() -> float:
     """
     _forget_globals()
     _forget_graphs()
+    _clear_caches_of_dtensor()
     torch.cuda.synchronize()
     gc.enable()
     for _ in range(2):
@@ -61,6 +62,21 @@ def _forget_graphs() -> None:
     override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
     if override is not None:
         override(False)
+
+
+def _clear_caches_of_dtensor() -> None:
+    """Forget how DTensor shards the results of operations, and their shapes.
+
+    Numbers are part of the key. torch's own Adam takes a step of another size each time: a later training, with the
+    same learning rates, would find what the first one had to work out.
+    """
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.distributed.tensor import debug
+
+    FakeTensorMode.cache_clear()
+    clear = getattr(debug, "_clear_sharding_prop_cache", None)
+    if clear is not None:
+        clear()
 
 
 def _clear_workspaces() -> None:

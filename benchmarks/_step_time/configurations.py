@@ -67,6 +67,12 @@ CPU_MODELS = {
     "C": f"{_sizes(2, 64, 4, 32)} {MOE} {_experts(64)}",
 }
 HAS_EXPERTS = {"C"}
+# Of the models for GPUs.
+DESCRIPTIONS = {
+    "A": "16 layers, hidden 2048, sequence 2048",
+    "B": "8 layers, hidden 1024, sequence 512",
+    "C": "8 layers, hidden 2048, sequence 2048, 8 experts of which a token takes 2, a shared expert",
+}
 
 
 def configuration(text: str, *, ranks: int, steps: int, expert_parallel: int, on_cpu: bool) -> Configuration:

@@ -98,7 +98,9 @@ def failures(row: Mapping[str, Any]) -> list[str]:
     return found
 
 
-COLUMNS: tuple[tuple[str, tuple[str, ...]], ...] = (
+# Of a table: the heading, and the keys under which a row has the value.
+Columns = Sequence[tuple[str, tuple[str, ...]]]
+COLUMNS: Columns = (
     ("ms", ("ms",)),
     ("/full it.", ("ratio_to_full_iteration",)),
     ("/eager", ("ratio_to_eager",)),
@@ -121,12 +123,12 @@ COLUMNS: tuple[tuple[str, tuple[str, ...]], ...] = (
 )
 
 
-def table(found: Sequence[Mapping[str, Any]]) -> str:
+def table(found: Sequence[Mapping[str, Any]], columns: Columns = COLUMNS) -> str:
     """Return the rows as text: one line each, with the steps that equal the reference's."""
     width = max([len(row["variant"]) for row in found] + [len("variant")])
-    lines = ["  ".join([f"{'variant':<{width}}", *(f"{name:>9}" for name, _ in COLUMNS), "equal"])]
+    lines = ["  ".join([f"{'variant':<{width}}", *(f"{name:>9}" for name, _ in columns), "equal"])]
     for row in found:
-        cells = [f"{_cell(row, path):>9}" for _, path in COLUMNS]
+        cells = [f"{_cell(row, path):>9}" for _, path in columns]
         equal = f"{row['equal_steps']}/{row['steps']} {row['reference']}" if row.get("reference") else "-"
         problems = "; ".join(failures(row))
         lines.append("  ".join([f"{row['variant']:<{width}}", *cells, equal, problems[:120]]).rstrip())

@@ -7,7 +7,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from benchmarks.results_file import write_results
+from benchmarks.results_file import command_line, write_results
 
 
 def test_results_stand_behind_command_hardware_and_versions(tmp_path, monkeypatch: pytest.MonkeyPatch):
@@ -29,3 +29,8 @@ def test_versions_are_of_installed_packages_only(tmp_path, monkeypatch: pytest.M
         "torch": torch.__version__,
         "megatron-core": version("megatron-core"),
     }
+
+
+def test_the_command_is_without_where_files_went():
+    given = ["--output", "a b.json", "--gpus", "2", "--logs=somewhere", "--variants", "native::--seed 1"]
+    assert command_line("it.py", given) == "python it.py --gpus 2 --variants 'native::--seed 1'"

@@ -1,0 +1,75 @@
+"""Results of ``step_time.py`` as Markdown."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from . import report
+from .configurations import DESCRIPTIONS
+
+NAMES = {
+    "eager": "Megatron-FSDP, eager",
+    "native": "a graph per layer, this engine",
+    "te": "a graph per layer, TransformerEngine's engine",
+    "full_iteration": "one graph for all passes",
+    "ddp": "`DistributedDataParallel`, eager",
+    "ddp_graphs": "`DistributedDataParallel`, a graph per layer",
+}
+PACKAGES = ("torch", "megatron-core", "transformer-engine")
+WITH_OPTIMIZER = "+optimizer"
+HEADER = (
+    "ms per step",
+    "to eager",
+    "to one graph for all passes",
+    "to compute",
+    "reserved GiB",
+    "capture: s",
+    "launches and replays",
+    "equal steps",
+)
+
+
+def heading(configuration: str) -> str:
+    """Say what a configuration of ``step_time.py`` is."""
+    name, _, flags = configuration.partition(":")
+    return f"{name}: {DESCRIPTIONS[name]}" + f", `{flags}`" * bool(flags)
+
+
+def variant_name(variant: str) -> str:
+    """Say what a variant of ``step_time.py`` is."""
+    name, colon, more = variant.partition(":")
+    base = name.removesuffix(WITH_OPTIMIZER)
+    text = NAMES[base] + ", the optimizer's graph" * (base != name)
+    return text + f", `{more.strip(':')}`" * bool(colon)
+
+
+def section(results: Mapping[str, Any]) -> str:
+    """Return the tables of a JSON file of ``step_time.py``, each configuration's behind what it is."""
+    known = [f"{name} {results['versions'][name]}" for name in PACKAGES if name in results["versions"]]
+    parts = [f"{results['hardware']}, {', '.join(known)}; `{results['command']}`:\n"]
+    if "note" in results:
+        parts.append(f"{results['note']}\n")
+    parts += [_table(heading(name), rows) for name, rows in results["configurations"].items()]
+    return "\n".join(parts)
+
+
+def _table(title: str, rows: list[dict[str, Any]]) -> str:
+    lines = [f"| {title} | {' | '.join(HEADER)} |", "|---" * (len(HEADER) + 1) + "|"]
+    lines += [f"| {variant_name(row['variant'])} | {' | '.join(_cells(row))} |" for row in rows]
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: dict[str, Any]) -> list[str]:
+    if "error" in row:
+        return [report.failures(row)[0].replace("|", "/"), *[""] * (len(HEADER) - 1)]
+    calls = row.get("profile", {}).get("calls")
+    launches = f"{calls['launches']:.0f} + {calls['graph_launches']:.0f}" if calls else ""
+    equal = f"{row['equal_steps']} of {row['steps']}" if row["reference"] else ""
+    if row.get("repeatable") is False:
+        equal += " (two runs differ)"
+    captured = f"{row['capture_seconds']:.2f}" if row["graphs"] else ""
+    ratios = [_number(row[f"ratio_to_{other}"]) for other in ("eager", "full_iteration", "compute")]
+    return [f"{row['ms']:.1f}", *ratios, f"{row['max_reserved_mib'] / 1024:.2f}", captured, launches, equal]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}"

@@ -1,0 +1,99 @@
+"""scaling: what grows with layers and with micro-batches."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks._step_time import growth
+from benchmarks.scaling import sizes
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "scaling.py"
+
+
+def row(layers: int, micro_batches: int, variant: str = "native", **figures: Any) -> dict[str, Any]:
+    return {"variant": variant, "layers": layers, "micro_batches": micro_batches, "ms": 1.0, **figures}
+
+
+def memory(layers: int, micro_batches: int, allocated: int, reserved: int) -> dict[str, Any]:
+    return row(layers, micro_batches, max_allocated_mib=allocated, max_reserved_mib=reserved)
+
+
+def test_each_number_is_varied_alone():
+    assert sizes([8, 16], [1, 2, 4], all_pairs=False) == [(8, 1), (16, 1), (8, 2), (8, 4)]
+
+
+def test_all_pairs_are_trained_if_asked_for():
+    assert len(set(sizes([8, 16], [1, 2, 4], all_pairs=True))) == 6
+
+
+def test_host_time_and_all_calls_come_from_the_profile():
+    profile = {"host_ms": 3.0, "api_calls": {"cudaLaunchKernel": 4.0, "cudaEventQuery": 1.5}, "python_calls": 9}
+    found = growth.row({"variant": "native", "ms": 2.0, "profile": profile}, 8, 1)
+    assert (found["layers"], found["micro_batches"], found["host_ms"], found["api_calls"]) == (8, 1, 3.0, 5.5)
+
+
+@pytest.mark.parametrize("more", [{}, {"profile": {"python_calls": 9}}])
+def test_what_was_not_traced_has_no_host_time(more):
+    found = growth.row({"variant": "native", "ms": 2.0, **more}, 8, 1)
+    assert found["host_ms"] is found["api_calls"] is None
+
+
+def test_a_layer_costs_the_slope_between_the_fewest_and_the_most_layers():
+    rows = [row(16, 1, ms=40.0, graphs=40), row(8, 1, ms=30.0, graphs=16), row(32, 1, ms=54.0, graphs=64)]
+    rows.append(row(64, 2, ms=900.0, graphs=0))
+    assert growth.with_layers(rows) == {"native": {"ms": 1.0, "graphs": 2.0}}
+
+
+def test_one_number_of_layers_has_no_slope():
+    assert growth.with_layers([row(8, 1)]) == {"native": {}}
+
+
+@pytest.mark.parametrize(("allocated", "grows"), [(1000, False), (1015, False), (1016, True), (900, False)])
+def test_memory_grows_if_tensors_take_more(allocated, grows):
+    rows = [memory(8, 4, allocated, 3000), memory(8, 1, 1000, 2000), memory(8, 2, 1, 1), memory(16, 1, 5000, 6000)]
+    (found,) = growth.with_micro_batches(rows)["native"]
+    assert found == {
+        "layers": 8,
+        "micro_batches": [1, 4],
+        "max_allocated_mib": [1000, allocated],
+        "max_reserved_mib": [2000, 3000],
+        "grows": grows,
+    }
+    said = growth.sentences(rows)[-1]
+    assert ("memory grows" if grows else "memory does not grow") in said
+
+
+def test_nothing_is_said_of_memory_that_is_not_measured():
+    rows = [memory(8, 1, 0, 0), memory(8, 2, 0, 0)]
+    assert growth.with_micro_batches(rows) == {"native": []}
+    assert not any("micro-batches" in line for line in growth.sentences(rows))
+
+
+def test_a_variant_that_failed_is_left_out():
+    rows = [row(8, 1), {"variant": "te", "layers": 8, "micro_batches": 1, "error": "no"}]
+    assert growth.with_layers(rows).keys() == {"native"}
+
+
+def test_all_models_are_trained_in_one_launch_and_equal_eager(tmp_path):
+    chosen = ["--layers", "1", "--micro-batches", "1", "2", "--steps", "14", "--no-profile"]
+    output = tmp_path / "growth.json"
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *chosen, "--output", str(output), "--logs", str(tmp_path / "logs")],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(output.read_text())
+    trained = [(each["variant"], each["layers"], each["micro_batches"]) for each in found["models"]]
+    assert trained == [("eager", 1, 1), ("native", 1, 1), ("eager", 1, 2), ("native", 1, 2)]
+    assert [each["equal_steps"] for each in found["models"] if each["variant"] == "native"] == [14, 14]
+    assert len(list((tmp_path / "logs").glob("*.log"))) == 1
+    assert found["note"] in done.stdout

@@ -1,0 +1,80 @@
+"""step_time: it trains, compares bits and counts calls, on two CPU ranks; the times of a CPU mean nothing."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "step_time.py"
+STEPS = 14
+OTHER_SEED = "native::--seed 1"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """The ended benchmark, of three variants of which one has another seed, and its folder."""
+    folder = tmp_path_factory.mktemp("step_time")
+    chosen = ["--configurations", "B", "--variants", "eager", "native", OTHER_SEED, "--steps", str(STEPS)]
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *chosen, "--output", str(folder / "it.json"), "--logs", str(folder / "logs")],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+    )
+    assert (folder / "it.json").exists(), done.stdout + done.stderr
+    return done, folder
+
+
+@pytest.fixture(scope="module")
+def rows(trained):
+    done, folder = trained
+    found = {row["variant"]: row for row in json.loads((folder / "it.json").read_text())["configurations"]["B"]}
+    assert not any("error" in row or "profile_error" in row for row in found.values()), done.stdout
+    return found
+
+
+def test_graphs_compute_the_bits_of_eager_steps_and_the_report_says_so(rows):
+    assert (rows["native"]["reference"], rows["native"]["equal_steps"], rows["native"]["steps"]) == (
+        "eager",
+        STEPS,
+        STEPS,
+    )
+    assert rows["native"]["graphs"] > 0 == rows["eager"]["graphs"]
+
+
+def test_another_seed_is_noticed(trained, rows):
+    done, _ = trained
+    assert rows[OTHER_SEED]["equal_steps"] == 0
+    assert done.returncode == 1
+    differ = [line for line in done.stdout.splitlines() if "differs from eager in step 1" in line]
+    assert [line.startswith(OTHER_SEED) for line in differ] == [True]
+
+
+def test_a_profiled_training_computes_what_the_timed_one_did(rows):
+    assert [row["repeatable"] for row in rows.values()] == [True] * 3
+
+
+def test_python_calls_of_a_step_do_not_depend_on_what_was_trained_before(rows):
+    native, other = (rows[name]["profile"]["python_calls"] for name in ("native", OTHER_SEED))
+    assert native == other
+    assert 0 < native < rows["eager"]["profile"]["python_calls"]
+
+
+def test_the_file_says_how_it_was_made_and_that_its_times_mean_nothing(trained):
+    done, folder = trained
+    found = json.loads((folder / "it.json").read_text())
+    assert found["note"] in done.stdout
+    assert str(folder) not in found["command"]
+    assert f"'{OTHER_SEED}'" in found["command"]
+    assert [len(numbers) for numbers in found["numbers"]["B"].values()] == [STEPS] * 3
+
+
+def test_there_are_a_plot_and_lists_of_functions(trained):
+    _, folder = trained
+    assert (folder / "it.png").read_bytes().startswith(b"\x89PNG")
+    assert "cumulative" in (folder / "logs" / "B-native.python.txt").read_text()

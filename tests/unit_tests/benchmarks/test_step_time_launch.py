@@ -1,0 +1,69 @@
+"""A plan's ranks are followed: what fails or stands still is reported, and the others run in another launch."""
+
+import pytest
+
+from benchmarks._step_time import launch
+from benchmarks._step_time.plan import Run
+
+WORKER = """
+import json, os, sys, time
+plan, results = sys.argv[1:3]
+def tell(run, event, **more):
+    with open(results, "a") as file:
+        file.write(json.dumps({"run": run["number"], "event": event, **more}) + chr(10))
+for run in json.load(open(plan)):
+    tell(run, "started")
+    if run["flags"] == ["raises"]:
+        tell(run, "failed", error="rank 0: ValueError: no")
+        os._exit(1)
+    if run["flags"] == ["dies"]:
+        print("last words", flush=True)
+        os._exit(3)
+    if run["flags"] == ["hangs"]:
+        time.sleep(600)
+    tell(run, "ended", seconds=1)
+"""
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Train plans with a worker that does what a run's flag says; returns results in the order of their arrival."""
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
+    monkeypatch.setattr(launch, "WORKER", worker)
+
+    def run(*flags: str, stall_seconds: float = 60.0, profiled: bool = True) -> list[tuple[int, str]]:
+        runs: list[Run] = []
+        for profile in (False, True) if profiled else (False,):
+            for number, flag in enumerate(flags):
+                name = f"variant{number}"
+                runs.append(Run(len(runs), "A:--x", name, [flag], {}, False, 20, profile, 1))
+        shown: list[tuple[int, str]] = []
+
+        def show(run: Run, result: launch.Result) -> None:
+            shown.append((run.number, result["error"] if "error" in result else result["event"]))
+
+        launch.run_plan(runs, ranks=1, on_cpu=False, logs=tmp_path, stall_seconds=stall_seconds, show=show)
+        return shown
+
+    return run
+
+
+def test_what_failed_is_not_profiled_and_the_others_are(train):
+    shown = train("passes", "raises", "passes")
+    assert shown == [(0, "ended"), (1, "rank 0: ValueError: no"), (2, "ended"), (3, "ended"), (5, "ended")]
+
+
+def test_ranks_that_die_are_reported_with_the_end_of_their_log(train):
+    (number, error), after = train("dies", "passes", profiled=False)
+    assert number == 0
+    assert error.startswith("exit code 1\n") and error.endswith("last words")
+    assert after == (1, "ended")
+
+
+def test_a_run_that_stands_still_is_ended_and_reported(train):
+    # Longer than a launch takes until the first run starts.
+    (number, error), after = train("hangs", "passes", stall_seconds=15.0, profiled=False)
+    assert number == 0
+    assert error.startswith("no news for 15 s")
+    assert after == (1, "ended")

@@ -1,0 +1,53 @@
+"""What is recorded of each step, and when it is profiled."""
+
+import time
+
+import pytest
+import torch
+
+from benchmarks._step_time.recorder import Recorder
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    times = iter([0.0, 1.0, 3.0, 6.0, 10.0])
+    monkeypatch.setattr(time, "perf_counter", lambda: next(times))
+
+
+def record(steps: int, **more) -> Recorder:
+    found = Recorder(**more)
+    for step in range(1, steps + 1):
+        found.record(step, {"lm loss": torch.tensor(float(step))}, 0.1 * step)
+    return found
+
+
+def test_a_steps_time_is_from_the_end_of_the_one_before(clock):
+    found = record(5).milliseconds(3, 5)
+    assert found == {"ms": 3000.0, "ms_mean": 3000.0, "ms_min": 2000.0, "ms_max": 4000.0}
+
+
+def test_numbers_are_exact():
+    assert record(2).numbers() == [[float(1).hex(), (0.1).hex()], [float(2).hex(), (0.2).hex()]]
+    assert record(2).last_loss() == 2.0
+
+
+def test_a_loss_that_is_overwritten_later_stays_as_it_was():
+    loss, norm = torch.tensor(1.0), torch.tensor(2.0)
+    found = Recorder()
+    found.record(1, {"lm loss": loss}, norm)
+    loss.fill_(5.0)
+    norm.fill_(5.0)
+    assert found.numbers() == [[float(1).hex(), float(2).hex()]]
+
+
+def test_a_step_without_a_loss_or_norm_is_recorded_as_such():
+    found = Recorder()
+    found.record(1, {}, None)
+    assert found.numbers() == [[None, None]]
+    assert found.last_loss() is None
+
+
+def test_each_step_is_told_after_it_was_recorded():
+    told: list[int] = []
+    record(3, after_step=told.append)
+    assert told == [1, 2, 3]

@@ -1,0 +1,126 @@
+"""What the command line names: models, ways to train them, and the order of the trainings."""
+
+import pytest
+
+from benchmarks._step_time import configurations, step_profile, variants
+from benchmarks._step_time.plan import PROFILED_STEPS, plan
+
+
+def configuration(text: str, ranks: int = 4, expert_parallel: int = 2, on_cpu: bool = False):
+    return configurations.configuration(text, ranks=ranks, steps=40, expert_parallel=expert_parallel, on_cpu=on_cpu)
+
+
+def value(flags, name: str) -> str:
+    """What argparse takes of ``flags``: the last."""
+    return flags[len(flags) - list(flags)[::-1].index(name)]
+
+
+def test_flags_after_a_configurations_name_win():
+    found = configuration("A:--num-layers 3")
+    assert found.name == "A:--num-layers 3"
+    assert value(configuration("A").flags, "--num-layers") == "16"
+    assert value(found.flags, "--num-layers") == "3"
+
+
+def test_a_step_has_one_micro_batch_for_each_rank():
+    flags = configuration("B", ranks=4).flags
+    assert value(flags, "--global-batch-size") == "4"
+    assert value(flags, "--micro-batch-size") == "1"
+
+
+@pytest.mark.parametrize(("asked", "ranks", "used"), [(2, 4, 2), (4, 2, 2), (4, 4, 4)])
+def test_experts_are_spread_over_no_more_ranks_than_there_are(asked, ranks, used):
+    found = configuration("C", ranks=ranks, expert_parallel=asked)
+    assert found.expert_parallel == used
+    assert value(found.flags, "--expert-model-parallel-size") == str(used)
+
+
+def test_dense_models_spread_no_experts():
+    assert configuration("A", expert_parallel=2).expert_parallel == 1
+    assert "--expert-model-parallel-size" not in configuration("A").flags
+
+
+def test_an_unknown_configuration_is_an_error_that_names_the_known_ones():
+    with pytest.raises(ValueError, match="--configurations: there is no 'D'; choose among A, B, C"):
+        configuration("D:--num-layers 2")
+
+
+def test_every_configuration_is_described():
+    assert configurations.GPU_MODELS.keys() == configurations.CPU_MODELS.keys() == configurations.DESCRIPTIONS.keys()
+
+
+def test_variables_and_flags_after_a_variants_name_are_added():
+    found = variants.variant("native:A=1,B=x=y:--seed 5")
+    base = variants.VARIANTS["native"]
+    assert found.name == "native:A=1,B=x=y:--seed 5"
+    assert found.environment == {**base.environment, "A": "1", "B": "x=y"}
+    assert found.flags == (*base.flags, "--seed", "5")
+    assert found.references == base.references
+    assert "A" not in base.environment
+
+
+def test_flags_may_follow_without_variables():
+    assert variants.variant("eager::--seed 5").flags[-2:] == ("--seed", "5")
+
+
+def test_an_unknown_variant_is_an_error_that_names_the_known_ones():
+    with pytest.raises(ValueError, match="--variants: there is no 'fast'; choose among eager, native"):
+        variants.variant("fast:A=1")
+
+
+def test_a_variable_without_a_value_is_an_error():
+    with pytest.raises(ValueError, match="is not NAME:VARIABLE=VALUE"):
+        variants.variant("native:A")
+
+
+def test_a_variants_flags_win_over_the_configurations():
+    flags = variants.variant("native::--seed 5").flags_for(configuration("C:--seed 3"))
+    assert value(flags, "--seed") == "5"
+
+
+def test_only_graphs_of_layers_are_given_the_parts_of_a_moe_layer():
+    moe, dense = configuration("C"), configuration("A")
+    assert "--cuda-graph-modules" in variants.variant("native").flags_for(moe)
+    for name, trained in ("eager", moe), ("full_iteration", moe), ("native", dense):
+        assert "--cuda-graph-modules" not in variants.variant(name).flags_for(trained)
+
+
+def test_one_graph_is_not_tried_where_the_host_must_know_shapes():
+    assert "full_iteration" in variants.default_names(configuration("A"), on_cpu=False)
+    names = variants.default_names(configuration("C"), on_cpu=False)
+    assert "native" in names
+    assert not any(variants.VARIANTS[name].one_graph for name in names)
+
+
+def test_what_a_variant_must_equal_exists():
+    assert {name for each in variants.VARIANTS.values() for name in each.references} <= variants.VARIANTS.keys()
+
+
+def planned(profiled: bool = True):
+    pairs = [(configuration("A"), variants.variant(name)) for name in ("eager", "native:A=1")]
+    return plan(pairs, steps=40, profiled=profiled, top_python=3)
+
+
+def test_all_times_are_taken_before_the_first_profile():
+    runs = planned()
+    assert [run.profiled for run in runs] == [False, False, True, True]
+    assert [run.number for run in runs] == [0, 1, 2, 3]
+    assert len(planned(profiled=False)) == 2
+
+
+def test_a_profiled_run_differs_in_where_it_ends_only():
+    first, _, profile, _ = planned()
+    assert profile.flags == [*first.flags, "--exit-interval", str(PROFILED_STEPS)]
+    assert value(profile.flags, "--train-iters") == "40"
+
+
+def test_a_profiled_run_ends_after_its_last_profiled_step():
+    assert PROFILED_STEPS == step_profile.LAST
+
+
+def test_only_graphs_of_layers_train_beside_the_default_stream():
+    assert [run.side_stream for run in planned()] == [False, True, False, True]
+
+
+def test_names_of_files_have_no_character_that_a_shell_or_a_folder_would_mind():
+    assert planned()[1].file_name == "A-native_A=1"
