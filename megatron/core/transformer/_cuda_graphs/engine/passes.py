@@ -49,7 +49,7 @@ class CapturePasses:
 
     def _run(self, capture: Capture | None) -> None:
         grads = _StaticGradients()
-        for steps in self._recorded_together() if capture is not None and self._chains else zip(self._plan.steps):  # noqa: B905
+        for steps in self._recorded_together() if capture is not None and self._chains else zip(self._plan.steps):
             if len(steps) > 1 and capture is not None:
                 self._capture_chain(steps, grads, capture)
             for step in steps:

@@ -168,7 +168,7 @@ class UnitPlans:
         return [bucket for bucket in group if groups[bucket].main_grad_buffer]
 
     def set_up_communicators(self, units: Iterable[Unit]) -> None:
-        """Reduce once in each process group that reduces gradients of ``units``: no communicator is set up in a capture.
+        """Reduce once in each process group that reduces gradients of ``units``: captures cannot set up communicators.
 
         What is in the buckets is reduced; the caller zeroes gradients later.
         """
