@@ -18,6 +18,7 @@ def clean_up() -> float:
     _forget_globals()
     _forget_graphs()
     _clear_caches_of_dtensor()
+    torch._dynamo.reset()  # compiled functions keep what they were traced with
     torch.cuda.synchronize()
     gc.enable()
     for _ in range(2):
