@@ -63,7 +63,7 @@ def rewritten(readme: str, results: Mapping[str, Mapping[str, Any]]) -> str:
 def draw(path: Path, results: Sequence[Mapping[str, Any]]) -> bool:
     """Draw all results to ``path``; return whether matplotlib is there to do it."""
     rows = {
-        f"{markdown.heading(name)} ({found['hardware']})": of_one
+        f"{markdown.heading_of(name, found)} ({found['hardware']})": of_one
         for found in results
         for name, of_one in found["configurations"].items()
     }

@@ -71,7 +71,7 @@ HAS_EXPERTS = {"C"}
 DESCRIPTIONS = {
     "A": "16 layers, hidden 2048, sequence 2048",
     "B": "8 layers, hidden 1024, sequence 512",
-    "C": "8 layers, hidden 2048, sequence 2048, 8 experts of which a token takes 2, a shared expert",
+    "C": "8 layers, hidden 2048, sequence 2048, 8 experts, top-2, a shared expert",
 }
 
 

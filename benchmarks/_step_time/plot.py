@@ -27,6 +27,7 @@ def plot(path: Path, found: Mapping[str, Sequence[Mapping[str, Any]]], title: st
         axis.barh(labels, nccl, left=compute, height=0.4, color="tab:orange", label="NCCL alone")
         for label, row in zip(labels, rows, strict=True):
             axis.text(row["ms"], label, f" {row['ms']:.1f}", va="center", fontsize=8)
+        axis.margins(x=0.1)
         axis.set_title(name, fontsize=10)
         axis.set_xlabel("ms a step")
     if names:

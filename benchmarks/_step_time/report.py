@@ -1,5 +1,6 @@
 """Compares the results of a configuration's variants and prints them."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -47,7 +48,7 @@ def _row(
 ) -> dict[str, Any]:
     result = timed[variant.name]
     if "error" in result:
-        return {"variant": variant.name, "error": result["error"]}
+        return {"variant": variant.name, "error": _without_folders(result["error"])}
     row: dict[str, Any] = {"variant": variant.name}
     dropped = ("numbers", "run", "event")
     row |= {key: value for key, value in result.items() if key not in dropped}
@@ -63,7 +64,7 @@ def _row(
     if variant.name in profiled:
         again = profiled[variant.name]
         if "error" in again:
-            row["profile_error"] = again["error"]
+            row["profile_error"] = _without_folders(again["error"])
         else:
             same = equal_steps(again["numbers"], result["numbers"])
             row["repeatable"] = same == len(again["numbers"])
@@ -75,6 +76,11 @@ def _reference(variant: Variant, timed: Mapping[str, Result]) -> str | None:
     ran = (name for name in variant.references if "numbers" in timed.get(name, {}))
     reference = next(ran, None)
     return None if reference == variant.name else reference
+
+
+def _without_folders(error: str) -> str:
+    """Leave the names of files: results are published, and are to say nothing of the machine."""
+    return re.sub(r"(?<![\w./])/(?:[\w.+@-]+/)+", "", error)
 
 
 def _ratio(result: Result, other: Result | None) -> float | None:

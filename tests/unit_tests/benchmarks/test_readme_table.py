@@ -90,7 +90,12 @@ def test_every_variant_has_a_name_and_further_flags_stay_visible():
     assert all(markdown.variant_name(name) for name in variants.VARIANTS)
     assert markdown.variant_name("native+optimizer").endswith(", the optimizer's graph")
     assert markdown.variant_name("native::--seed 1") == "a graph per layer, this engine, `--seed 1`"
-    assert markdown.heading("A:--num-layers 3").endswith(", `--num-layers 3`")
+
+
+def test_a_configuration_is_described_where_it_was_trained_on_gpus():
+    described = "A: 16 layers, hidden 2048, sequence 2048, `--num-layers 3`"
+    assert markdown.heading_of("A:--num-layers 3", results()) == described
+    assert markdown.heading_of("A:--num-layers 3", results(note="It means nothing.")) == "A:--num-layers 3"
 
 
 @pytest.fixture

@@ -64,8 +64,22 @@ def test_memory_grows_if_tensors_take_more(allocated, grows):
         "max_reserved_mib": [2000, 3000],
         "grows": grows,
     }
-    said = growth.sentences(rows)[-1]
-    assert ("memory grows" if grows else "memory does not grow") in said
+    assert growth.sentences(rows)[-1] == (
+        f"native, 8 layers: memory {'grows' if grows else 'does not grow'} from 1 to 4 micro-batches: "
+        f"allocated 1000 -> {allocated} MiB, reserved 2000 -> 3000 MiB"
+    )
+
+
+def test_two_numbers_of_micro_batches_are_enough():
+    (found,) = growth.with_micro_batches([memory(8, 2, 5, 9), memory(8, 1, 5, 9)])["native"]
+    assert found["micro_batches"] == [1, 2]
+
+
+def test_what_a_layer_costs_is_said():
+    assert growth.sentences([row(8, 1, ms=30.0, graphs=16), row(16, 1, ms=38.0, graphs=16)]) == [
+        "native: one more layer costs ms +1.0, graphs +0.0"
+    ]
+    assert growth.sentences([row(8, 1)]) == []
 
 
 def test_nothing_is_said_of_memory_that_is_not_measured():

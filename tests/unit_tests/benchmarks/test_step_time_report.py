@@ -98,6 +98,14 @@ def test_what_failed_has_its_error_and_no_figures():
     assert found["native"]["reference"] is None
 
 
+def test_errors_name_files_without_their_folders():
+    error = 'File "/home/me/a-b/lib/python3.12/worker.py", line 3, in train\nValueError: 3 / 4 of ./a/b not in /no/such'
+    native = rows({"native": timed(4.0)}, {"native": {"error": error}})["native"]
+    shown = 'File "worker.py", line 3, in train\nValueError: 3 / 4 of ./a/b not in such'
+    assert native["profile_error"] == shown
+    assert rows({"te": {"error": error}})["te"]["error"] == shown
+
+
 def test_a_failed_profile_is_a_failure():
     native = rows({"native": timed(4.0)}, {"native": {"error": "exit code 1\nout of memory"}})["native"]
     assert native["ms"] == 4.0

@@ -45,8 +45,22 @@ def test_an_unknown_configuration_is_an_error_that_names_the_known_ones():
         configuration("D:--num-layers 2")
 
 
-def test_every_configuration_is_described():
-    assert configurations.GPU_MODELS.keys() == configurations.CPU_MODELS.keys() == configurations.DESCRIPTIONS.keys()
+@pytest.mark.parametrize("name", configurations.GPU_MODELS)
+def test_a_description_says_what_is_trained_on_gpus(name):
+    flags = configuration(name).flags
+    sizes = [value(flags, f"--{size}") for size in ("num-layers", "hidden-size", "seq-length")]
+    described = configurations.DESCRIPTIONS[name]
+    assert described.startswith("{} layers, hidden {}, sequence {}".format(*sizes))
+    assert ("--num-experts" in flags) == ("experts" in described)
+
+
+@pytest.mark.parametrize("name", configurations.GPU_MODELS)
+def test_models_for_the_cpu_differ_in_size_and_layers_only(name):
+    gpu, cpu = configuration(name).flags, configuration(name, on_cpu=True).flags
+    assert int(value(cpu, "--hidden-size")) <= 64
+    assert (value(cpu, "--transformer-impl"), value(gpu, "--transformer-impl")) == ("local", "transformer_engine")
+    for flag in "--global-batch-size", "--train-iters", "--lr", "--clip-grad":
+        assert value(cpu, flag) == value(gpu, flag)
 
 
 def test_variables_and_flags_after_a_variants_name_are_added():
