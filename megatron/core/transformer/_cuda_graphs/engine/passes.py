@@ -1,7 +1,7 @@
 """Runs the passes of a plan over its slots: to warm up, then to capture."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -93,10 +93,9 @@ class CapturePasses:
         with capture.recording(graph), chain.owner.recording("backward"):
             for following, slot in zip([None, *slots], slots):  # noqa: B905
                 if following is None:
-                    slot.backward(not_recording, lambda outputs: lent, graph)
+                    slot.backward(not_recording, _given(lent), graph)
                 else:
-                    given = following.grad_inputs[:1]
-                    slot.backward(not_recording, lambda outputs, given=given: given, graph)
+                    slot.backward(not_recording, _given(following.grad_inputs[:1]), graph)
                     following.forget_inputs()
                     slot.forget_outputs()
         first, last = slots[-1], slots[0]
@@ -136,6 +135,11 @@ class CapturePasses:
             slot.release_outputs()
             for read in self._gradients_read.get(step, ()):
                 self._slots[read].release_gradients()
+
+
+def _given(grads: Sequence[torch.Tensor | None]) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:
+    """What takes ``grads`` in place of new static gradients."""
+    return lambda outputs: tuple(grad for grad in grads if grad is not None)
 
 
 class _StaticGradients:

@@ -4,8 +4,7 @@ Without a plan every pass collects the unit's buckets from its parameters, looks
 counts gradients one by one.
 """
 
-import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal
@@ -19,6 +18,7 @@ from .fsdp_unit import Unit
 
 Direction = Literal["forward", "backward"]
 Group = tuple[int, ...]
+Reduction = RecordedReduction | PlainReduction
 
 
 @dataclass
@@ -63,8 +63,8 @@ class UnitPlan:
     unit: Unit
     gathers: dict[Direction, list[GroupGather]]
     written: frozenset[torch.nn.Parameter]
-    claimed: list[RecordedReduction | PlainReduction] = field(default_factory=list)
-    reduced: list[RecordedReduction | PlainReduction] = field(default_factory=list)
+    claimed: Sequence[Reduction] = ()
+    reduced: Sequence[Reduction] = ()
     left: list[torch.nn.Parameter] = field(default_factory=list)
 
     def gather(self, direction: Direction) -> None:
@@ -121,8 +121,6 @@ class UnitPlans:
         """Whether ``unit`` can have a plan: its buffers must be sharded, at fixed addresses, and of one level."""
         fsdp = self._fsdp
         if fsdp.data_parallel_sharding_strategy != "optim_grads_params" or fsdp.dist_index.use_hybrid_fsdp:
-            return False
-        if os.environ.get("MEGATRON_FSDP_UNIT_PLANS") == "0":
             return False
         if not fsdp.ddp_config.fsdp_double_buffer or fsdp.report_nan_in_param_grad or unit.float8_params:
             return False
@@ -217,28 +215,24 @@ class UnitPlans:
 
     def _plan(self, unit: Unit, written: frozenset[torch.nn.Parameter]) -> UnitPlan:
         own = self._groups(unit)
-        plan = UnitPlan(
-            self._fsdp,
-            unit,
-            {
-                "forward": [self._gather(group, False) for group in own + self._prefetched(unit, +1)],
-                "backward": [self._gather(group, True) for group in own + self._prefetched(unit, -1)],
-            },
-            written,
-        )
+        gathers: dict[Direction, list[GroupGather]] = {
+            "forward": [self._gather(group, False) for group in own + self._prefetched(unit, +1)],
+            "backward": [self._gather(group, True) for group in own + self._prefetched(unit, -1)],
+        }
         parameter_groups = self._fsdp.param_and_grad_buffer.parameter_groups
-        for group in own:
-            if group in self._reductions:
-                reduction = self._reductions[group]
-                params = [param for bucket in reduction.buckets for param in parameter_groups[bucket].params]
-                filled = [param for param in params if param in written]
-                if filled:
-                    plan.claimed.append(reduction)
-                    if len(filled) == len(params):
-                        plan.reduced.append(reduction)
-                    else:
-                        plan.left.extend(filled)
-        return plan
+        claimed: list[Reduction] = []
+        reduced: list[Reduction] = []
+        left: list[torch.nn.Parameter] = []
+        for reduction in (self._reductions[group] for group in own if group in self._reductions):
+            params = [param for bucket in reduction.buckets for param in parameter_groups[bucket].params]
+            filled = [param for param in params if param in written]
+            if filled:
+                claimed.append(reduction)
+            if len(filled) == len(params):
+                reduced.append(reduction)
+            else:
+                left.extend(filled)
+        return UnitPlan(self._fsdp, unit, gathers, written, claimed, reduced, left)
 
     def _gather(self, group: Group, backward: bool) -> GroupGather:
         gathers = self._fsdp.all_gather_pipeline
