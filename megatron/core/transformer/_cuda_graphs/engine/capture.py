@@ -48,11 +48,12 @@ class Capture:
 
     Args:
         pool: A handle of ``torch.cuda.graph_pool_handle``; None for a new pool.
+        draws: Whether what is recorded may draw random numbers.
     """
 
-    def __init__(self, pool: tuple | None):
+    def __init__(self, pool: tuple | None, draws: bool = True):
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
-        self._generators = [current_rng_state(), *generator_states()]
+        self._generators = [current_rng_state(), *generator_states()] if draws else []
 
     def new_graph(self) -> torch.cuda.CUDAGraph:
         """Return an empty graph with every generator registered."""

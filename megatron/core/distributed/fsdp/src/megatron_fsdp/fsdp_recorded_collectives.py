@@ -35,7 +35,7 @@ class RecordedWork:
 
     def __init__(self, capture: Capture, stream: torch.cuda.Stream, run: Callable[[], Any]):
         self._stream, self._device = stream, stream.device_index
-        self._graph = torch.cuda.CUDAGraph()
+        self._graph = capture.new_graph()
         self._ready, self._done = torch.cuda.Event(), torch.cuda.Event()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream), capture.recording(self._graph):

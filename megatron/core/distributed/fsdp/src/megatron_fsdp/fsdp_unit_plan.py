@@ -133,7 +133,7 @@ class UnitPlans:
         Args:
             units: For each module its unit, and the parameters whose gradients its backward graph writes.
         """
-        capture = Capture(None)
+        capture = Capture(None, draws=False)
         for unit, _ in units.values():
             self._record(capture, unit)
         for module, (unit, written) in units.items():
