@@ -211,27 +211,27 @@ class FsdpHooks:
     @shown_in_profiles
     def unshard_for_backward(self, module: torch.nn.Module, grad: torch.Tensor | None = None) -> None:
         """Gather the parameters of ``module`` for its backward pass."""
-        plan = self.graphed.plan(module)
-        if plan is not None:
-            plan.unit.set_training_state(TrainingState.PRE_BACKWARD)
-            plan.gather("backward")
-            self.graphed.parameters_gathered(module, "backward")
-            plan.claim()
-            return
         if module in self._fsdp_units:
             self._fsdp_units[module].set_training_state(TrainingState.PRE_BACKWARD)
         else:  # fine-grained hooks are on every module
             for submodule in module.modules():
                 submodule._training_state = TrainingState.PRE_BACKWARD
-        self.fsdp.all_gather_and_wait_parameters_ready(
-            self._parameters_to_gather(module, "backward"),
-            prefetch_order=PrefetchOrder.BACKWARD_PASS_ORDER,
-            bwd=True,
-        )
+        plan = self.graphed.plan(module)
+        if plan is not None:
+            plan.gather("backward")
+        else:
+            self.fsdp.all_gather_and_wait_parameters_ready(
+                self._parameters_to_gather(module, "backward"),
+                prefetch_order=PrefetchOrder.BACKWARD_PASS_ORDER,
+                bwd=True,
+            )
         self.graphed.parameters_gathered(module, "backward")
-        self.graphed.backward_begins(module)
-        if self.graphed.capturing and module in self._sinks:
-            self._sinks[module].claim_buckets()
+        if plan is not None:
+            plan.claim()
+        if self.graphed.capturing:
+            self.graphed.backward_begins(module)
+            if module in self._sinks:
+                self._sinks[module].claim_buckets()
         for param in self.graphed.fused_gradients(module):
             param.main_grad = param.get_main_grad()
         self.graphed.gradients_claimed(module)
