@@ -17,6 +17,7 @@ REPLACED = {
     "megatron.core.optimizer.clip_grads": {"to_local_if_dtensor"},
     "megatron.core.optimizer.distrib_optimizer": {"DistributedOptimizer"},
     "megatron.core.optimizer.optimizer_cuda_graph": {"OptimizerCudaGraphWrapper"},
+    "megatron.core.rerun_state_machine": {"RerunStateMachine"},
     "megatron.core.transformer.module": {"GraphableMegatronModule"},
     "megatron.training.arguments": {"validate_args"},
     "megatron.training.utils.common_utils": {

@@ -22,8 +22,11 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
     def __init__(self, optimizer_step_func: Any, *args: Any, **kwargs: Any):
         super().__init__(optimizer_step_func, *args, **kwargs)
         optimizer = getattr(optimizer_step_func, "__self__", None)
-        chunks = getattr(optimizer, "model_chunks", ())
-        self._sharded = [chunk for chunk in chunks if chunk.ddp_config.use_megatron_fsdp]
+        self._sharded = [
+            chunk
+            for chunk in getattr(optimizer, "model_chunks", ())
+            if chunk.ddp_config.use_megatron_fsdp and chunk.ddp_config.fsdp_all_gather_in_start_param_sync
+        ]
         for group in getattr(optimizer, "param_groups", ()):
             if group.get("capturable") and not isinstance(group["lr"], torch.Tensor):
                 group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device="cuda")

@@ -21,9 +21,9 @@ def _cpu_backend():
 class Optimizer:
     """A weight that its step increases by the learning rate, and two model chunks."""
 
-    def __init__(self, sharded=True, capturable=True):
-        config = SimpleNamespace(use_megatron_fsdp=sharded)
-        self.model_chunks = [mock.Mock(ddp_config=config) for _ in range(2)]
+    def __init__(self, capturable=True, **config):
+        defaults = {"use_megatron_fsdp": True, "fsdp_all_gather_in_start_param_sync": True}
+        self.model_chunks = [mock.Mock(ddp_config=SimpleNamespace(**defaults | config)) for _ in range(2)]
         self.param_groups = [{"lr": 0.5, "capturable": capturable}, {"lr": 0.25}]
         self.weight = torch.zeros(1, device="cuda")
 
@@ -55,8 +55,9 @@ def test_parameters_are_gathered_after_each_replay_and_by_the_step_itself_before
     assert seen == [[0, 0], [0, 0], [1, 1], [2, 2], [3, 3]]
 
 
-def test_models_that_are_not_under_megatron_fsdp_are_left_alone(wrap):
-    optimizer = Optimizer(sharded=False)
+@pytest.mark.parametrize("left_alone", ["use_megatron_fsdp", "fsdp_all_gather_in_start_param_sync"])
+def test_models_of_another_kind_or_that_gather_in_a_graph_of_the_whole_pass_are_left_alone(wrap, left_alone):
+    optimizer = Optimizer(**{left_alone: False})
     step = wrap(optimizer)
     for _ in range(WARMUP + 3):
         step()

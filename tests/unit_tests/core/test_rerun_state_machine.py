@@ -1,0 +1,59 @@
+"""Ranks agree on whether a step runs again, and do not wait for the work of the step meanwhile."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.on_cpu_backend import on_cpu_backend
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank():
+    with on_cpu_backend():
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+
+@pytest.fixture
+def machine():
+    from megatron.core import rerun_state_machine
+
+    rerun_state_machine.initialize_rerun_state_machine(mode=rerun_state_machine.RerunMode.VALIDATE_RESULTS)
+    yield rerun_state_machine.get_rerun_state_machine()
+    rerun_state_machine.destroy_rerun_state_machine()
+
+
+@pytest.mark.parametrize("value", [True, False, [True, False], [False, False, True]])
+def test_the_result_is_megatron_cores(machine, value):
+    expected = super(type(machine), machine)._reduce_any(value)
+    assert machine._reduce_any(value) == expected
+
+
+def test_the_reduction_is_on_another_stream_than_the_step(machine):
+    seen = []
+    reduce = dist.all_reduce
+
+    def all_reduce(*args, **kwargs):
+        seen.append(torch.cuda.current_stream())
+        return reduce(*args, **kwargs)
+
+    with torch.cuda.stream(torch.cuda.Stream()), mock.patch.object(dist, "all_reduce", all_reduce):
+        step = torch.cuda.current_stream()
+        assert machine.should_run_forward_backward(None)
+        assert not machine.should_run_forward_backward(None)
+        assert torch.cuda.current_stream() == step
+    (stream,) = seen
+    assert stream not in (step, torch.cuda.default_stream())
+
+
+def test_all_reductions_share_a_stream(machine):
+    assert machine._stream is machine._stream
+
+
+def test_a_step_that_is_to_run_again_runs_again(machine):
+    assert machine.should_run_forward_backward(None)
+    machine.rerun_requested = True
+    assert machine.should_run_forward_backward(None)
