@@ -16,17 +16,16 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
     """megatron-core's wrapper, which also does what a graph of the step leaves out.
 
     Parameters under Megatron-FSDP are not gathered within the graph (see ``MegatronFSDP.start_param_sync``) but after
-    each replay. torch's capturable optimizers get learning rates that are tensors: numbers would stay as at capture.
+    each replay, and their gradients stay where the graph reads them, whether layers run as graphs or not. torch's capturable optimizers get learning rates that are tensors: numbers would stay as at capture.
     """
 
     def __init__(self, optimizer_step_func: Any, *args: Any, **kwargs: Any):
         super().__init__(optimizer_step_func, *args, **kwargs)
         optimizer = getattr(optimizer_step_func, "__self__", None)
-        self._sharded = [
-            chunk
-            for chunk in getattr(optimizer, "model_chunks", ())
-            if chunk.ddp_config.use_megatron_fsdp and chunk.ddp_config.fsdp_all_gather_in_start_param_sync
-        ]
+        sharded = [chunk for chunk in getattr(optimizer, "model_chunks", ()) if chunk.ddp_config.use_megatron_fsdp]
+        for chunk in sharded:
+            chunk.ddp_config.megatron_fsdp_cuda_graph_mode = True
+        self._sharded = [chunk for chunk in sharded if chunk.ddp_config.fsdp_all_gather_in_start_param_sync]
         for group in getattr(optimizer, "param_groups", ()):
             if group.get("capturable") and not isinstance(group["lr"], torch.Tensor):
                 group["lr"] = torch.tensor(group["lr"], dtype=torch.float32, device="cuda")

@@ -64,6 +64,13 @@ def test_models_of_another_kind_or_that_gather_in_a_graph_of_the_whole_pass_are_
     assert optimizer.gathers() == [0, 0]
 
 
+@pytest.mark.parametrize("sharded", [True, False])
+def test_gradients_stay_where_the_graph_reads_them_also_where_layers_run_eagerly(wrap, sharded):
+    optimizer = Optimizer(use_megatron_fsdp=sharded, megatron_fsdp_cuda_graph_mode=False)
+    wrap(optimizer)
+    assert [chunk.ddp_config.megatron_fsdp_cuda_graph_mode for chunk in optimizer.model_chunks] == [sharded] * 2
+
+
 def test_a_graph_reads_the_learning_rate_of_each_step(wrap):
     optimizer = Optimizer()
     step = wrap(optimizer)
