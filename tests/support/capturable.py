@@ -33,7 +33,7 @@ def capturable_on_this_device() -> AbstractContextManager[object]:
     from megatron.core.optimizer import clip_grads
 
     stack = ExitStack()
-    if not torch.cuda.is_available() or getattr(clip_grads, "multi_tensor_scale_tensor_impl", None) is None:
+    if not torch.cuda.is_available() or clip_grads.multi_tensor_scale_tensor_impl is None:
         for name, stand_in in {
             "multi_tensor_applier": apply,
             "l2_norm_impl": norm,
