@@ -17,7 +17,6 @@ if TYPE_CHECKING:  # megatron-core's names
     def __getattr__(name: str) -> Any: ...
 
 
-
 def to_local_if_dtensor(tensor: torch.Tensor) -> torch.Tensor:
     """Return the local tensor of a ``DTensor``, without a record for autograd; any other tensor itself."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
