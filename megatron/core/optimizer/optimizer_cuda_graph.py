@@ -16,7 +16,8 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
     """megatron-core's wrapper, which also does what a graph of the step leaves out.
 
     Parameters under Megatron-FSDP are not gathered within the graph (see ``MegatronFSDP.start_param_sync``) but after
-    each replay, and their gradients stay where the graph reads them, whether layers run as graphs or not. torch's capturable optimizers get learning rates that are tensors: numbers would stay as at capture.
+    each replay, and their gradients stay where the graph reads them, whether layers run as graphs or not. torch's
+    capturable optimizers get learning rates that are tensors: numbers would stay as at capture.
     """
 
     def __init__(self, optimizer_step_func: Any, *args: Any, **kwargs: Any):

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer._cuda_graphs.hooks import number_of_hooks
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron_fsdp_cuda_graphs.overlay import extend
 
@@ -41,7 +42,14 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
             replays = decide(*args, **kwargs)
         if not replays:
             return super().__call__(*args, **kwargs)
-        if getattr(self.cuda_graphs[0], "chained", False):
+        recorded = getattr(self.cuda_graphs[0], "recorded_hooks", None)
+        if recorded is not None:
+            if number_of_hooks(self) != recorded:
+                raise RuntimeError(
+                    f"{type(self).__name__} has got or lost hooks since it was captured with its neighbours, where "
+                    "hooks do not run at replays. Register them before capture, or set "
+                    "MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH=1"
+                )
             return self._te_cuda_graph_replay(*args, **kwargs)
         # torch runs the hooks around the current `forward`. Not through __call__, which would run the eager layer that
         # `Module.compile` has compiled.

@@ -49,6 +49,23 @@ def must_run_outside(hook: Callable) -> bool:
     return True
 
 
+def has_other_hooks(module: torch.nn.Module) -> bool:
+    """Whether ``module`` has hooks that need not run outside graphs, or torch has hooks for all modules."""
+    own = any(not must_run_outside(hook) for name in _HOOK_DICTS for hook in getattr(module, name).values())
+    return own or torch.nn.modules.module._has_any_global_hook()
+
+
+def number_of_hooks(module: torch.nn.Module) -> int:
+    """How many hooks ``module`` has."""
+    attributes = module.__dict__
+    return (
+        len(attributes["_forward_pre_hooks"])
+        + len(attributes["_forward_hooks"])
+        + len(attributes["_backward_pre_hooks"])
+        + len(attributes["_backward_hooks"])
+    )
+
+
 @dataclass(frozen=True)
 class ModuleHooks:
     """The hooks of one module before capture.

@@ -40,10 +40,11 @@ class LayerGraph:
         given: The ``id`` of each tensor of ``sample_kwargs`` for which some replay was given a value; one set for all
             layers that share these tensors.
         guard: Checked at the first micro-batch of each step; None for no check.
-        chained: Whether the graphs hold further layers, with all that their hooks do; hooks do not run at replays.
+        recorded_hooks: How many hooks the layer has, if the graphs hold what they do, and further layers: they do not
+            run at replays. None if they do.
 
     Attributes:
-        chained: The same.
+        recorded_hooks: The same.
     """
 
     def __init__(
@@ -58,9 +59,9 @@ class LayerGraph:
         absent: dict[str, torch.Tensor] | None = None,
         given: set[int] | None = None,
         guard: AddressGuard | None = None,
-        chained: bool = False,
+        recorded_hooks: int | None = None,
     ):
-        self.chained = chained
+        self.recorded_hooks = recorded_hooks
         self._name = name
         self._graphed = graphed
         self._num_args = len(sample_args)

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_unflatten
 from .gradient_sink import GradientSink
 from .slot import GraphedSlot
 
+APART = "Set MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH=1, a graph for each layer,"
 Phase = Literal["forward", "backward"]
 
 
@@ -65,11 +66,10 @@ class ChainFollower:
         if self._leader is None:
             raise RuntimeError(f"the graphs of {self.name} were reset; capture them again to replay them")
         given = args[0]
-        if not isinstance(given, torch.Tensor) or given.data_ptr() != self._leader.output_address:
+        if not isinstance(given, torch.Tensor) or (given.data_ptr(), given._version) != self._leader.returned:
             raise RuntimeError(
-                f"{self.name} runs in one graph with the layers before it, and is given another tensor than they "
-                "return. Set MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH=1 for a model that changes hidden states between "
-                "layers"
+                f"{self.name} runs in one graph with the layers before it, and is not given what they returned. "
+                f"{APART} for a model that changes hidden states between layers"
             )
         return given if self._returns_one_tensor else tree_unflatten((given,), self._spec)
 

@@ -87,6 +87,7 @@ class GraphedSlot:
         forward_graph: Runs the forward pass; None before capture and after ``reset``.
         backward_graph: Runs the backward pass; None where nothing requires grad.
         weight_gradient_graph: Computes the weight gradients that backward delays; None where it delays none.
+        returned: The address and the version of the first output of a chain's last replay.
     """
 
     def __init__(
@@ -121,6 +122,7 @@ class GraphedSlot:
         self._keep_param_grads = keep_param_grads if gradient_sink is None else gradient_sink.take
         self._gradient_sink = gradient_sink
         self._owner: Any = None  # of the chain that starts here
+        self.returned = (0, 0)
         self.replaced: dict[str, Any] = {}
         self._options = options
         self._autocast = autocast
@@ -379,12 +381,6 @@ class GraphedSlot:
         """How the outputs are nested."""
         return self._output_spec
 
-    @property
-    def output_address(self) -> int:
-        """Where the first output of a replay is."""
-        output = self._outputs[0]
-        return 0 if output is None else output.data_ptr()
-
     def follow(self, previous: "GraphedSlot") -> None:
         """Take the first output of ``previous`` as first input, and its keyword inputs, in place of static inputs.
 
@@ -396,7 +392,7 @@ class GraphedSlot:
             raise RuntimeError(
                 f"{self.name} cannot be in one graph with {previous.name}, which must return one tensor that requires "
                 f"grad and take the same keywords: it returned {len(previous._outputs)} and takes "
-                f"{sorted(previous.kwargs)}, not {sorted(self.kwargs)}"
+                f"{sorted(previous.kwargs)}, not {sorted(self.kwargs)}. Set MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH=1"
             )
         self.args = (output.detach().requires_grad_(), *self.args[1:])
         self.kwargs = {name: previous.kwargs[name] for name in self.kwargs}
@@ -495,6 +491,9 @@ class GraphedSlot:
         if self._owner is not None:
             self._owner.before_forward()
         outputs = replay(self._replay, options, *inputs, *self.params)
+        if self._owner is not None:
+            first: Any = outputs[0]
+            self.returned = first.data_ptr(), first._version
         if self._returns_tuple:
             return outputs
         return outputs[0] if self._returns_one_tensor else tree_unflatten(outputs, self._output_spec)

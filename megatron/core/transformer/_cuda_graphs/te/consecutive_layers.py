@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 import torch
 
-from ..hooks import HOOK_KINDS, must_run_outside
+from ..hooks import has_other_hooks
 
 LAYERS_VARIABLE = "MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH"
 
@@ -50,7 +50,7 @@ def consecutive(
         follows = (
             index < len(layers)
             and index - start < most
-            and all(layer in place and not _has_other_hooks(layer) for layer in layers[index - 1 : index + 1])
+            and all(layer in place and not has_other_hooks(layer) for layer in layers[index - 1 : index + 1])
             and place[layers[index]] == place[layers[index - 1]] + 1
             and _shapes(sample_kwargs[index]) == _shapes(sample_kwargs[index - 1])
         )
@@ -59,10 +59,6 @@ def consecutive(
                 pieces.append(range(start, index))
             start = index
     return pieces
-
-
-def _has_other_hooks(layer: torch.nn.Module) -> bool:
-    return any(not must_run_outside(hook) for kind in HOOK_KINDS for hook in getattr(layer, f"_{kind}").values())
 
 
 def _shapes(kwargs: dict[str, torch.Tensor]) -> dict[str, tuple]:

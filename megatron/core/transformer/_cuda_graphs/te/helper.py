@@ -27,7 +27,7 @@ from ..engine.rng import preserve_rng
 from ..engine.te_engine import recover_te_engine
 from ..errors import ArgumentError, CallOrderError, OptionsError
 from ..fsdp_checks import check_fsdp_options
-from ..hooks import extracted_hooks
+from ..hooks import extracted_hooks, number_of_hooks
 from ..layer_graph import LayerGraph, LayerGraphs
 from .address_guard import guard_parameters
 from .backends import choose_backend
@@ -431,7 +431,7 @@ class TECudaGraphHelper:
                     absent=absent[slot],
                     given=given,
                     guard=guards[index],
-                    chained=index in chained,
+                    recorded_hooks=number_of_hooks(layer) if index in chained else None,
                 )
                 for slot in slots
             )
