@@ -73,6 +73,19 @@ def test_a_class_that_sets_its_parameters_itself_goes_on_doing_so(ranks):
     assert fsdp.module.extra.registered == ["weight"]
 
 
+def test_a_class_of_transformer_engine_is_not_asked_again(ranks):
+    fsdp = Variant(change=add_own_setter).build().module
+    with mock.patch.object(OwnSetter.register_parameter, "__module__", "transformer_engine.pytorch.module.base"):
+        distributed, raw = by_megatron_core(fsdp)
+        assert not exchange(fsdp, True)
+    fsdp.module.extra.registered.clear()
+    assert not exchange(fsdp, False)
+    assert held(fsdp) == raw
+    assert not exchange(fsdp, True)
+    assert held(fsdp) == distributed
+    assert fsdp.module.extra.registered == []
+
+
 def test_a_replaced_module_is_found(ranks):
     fsdp = VARIANTS["tied"].build().module
     distributed, _ = by_megatron_core(fsdp)

@@ -108,4 +108,7 @@ def _distinct(params: Iterable[torch.nn.Parameter | None]) -> list[torch.nn.Para
 
 def _sets_directly(module: torch.nn.Module) -> bool:
     kind, base = type(module), torch.nn.Module
-    return kind.__setattr__ is base.__setattr__ and kind.register_parameter is base.register_parameter
+    registers: Any = kind.register_parameter
+    # TransformerEngine's notes how a parameter is initialized, which is the same each time it is set.
+    usual = registers is base.register_parameter or registers.__module__.startswith("transformer_engine.")
+    return kind.__setattr__ is base.__setattr__ and usual
