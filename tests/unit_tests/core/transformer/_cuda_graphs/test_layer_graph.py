@@ -1,6 +1,7 @@
 """layer_graph: which arguments a layer's graphs take."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -149,10 +150,14 @@ def test_a_wrapped_graph_checks_its_arguments_as_before():
 
 
 def test_reset_frees_the_graphs_and_the_static_inputs():
-    graph = layer_graph()
+    static = [torch.zeros(1), torch.zeros(1)]
+    graph = LayerGraph("layer", Graphed(), (static[0],), {"mask": static[1]}, has_attention=True)
+    alive = [weakref.ref(tensor) for tensor in static]
+    static.clear()
+    assert alive[1]() is not None
     graph.reset()
     assert graph._graphed.was_reset
-    assert (graph._static_args, graph._static_kwargs) == ((), {})
+    assert [tensor() for tensor in alive] == [None, None]
 
 
 def test_delayed_weight_gradients_of_the_engine_are_offered_where_it_has_them():
