@@ -4,6 +4,7 @@ Without a plan every pass collects the unit's buckets from its parameters, looks
 counts gradients one by one.
 """
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -118,8 +119,13 @@ class UnitPlans:
         return self._plans.get(module)
 
     def fits(self, unit: Unit) -> bool:
-        """Whether ``unit`` can have a plan: its buffers must be sharded, at fixed addresses, and of one level."""
+        """Whether ``unit`` can have a plan: its buffers must be sharded, at fixed addresses, and of one level.
+
+        NCCL must allow collectives in graphs beside others, as it does by default.
+        """
         fsdp = self._fsdp
+        if os.environ.get("NCCL_GRAPH_MIXING_SUPPORT") == "0":
+            return False
         if fsdp.data_parallel_sharding_strategy != "optim_grads_params" or fsdp.dist_index.use_hybrid_fsdp:
             return False
         if not fsdp.ddp_config.fsdp_double_buffer or fsdp.report_nan_in_param_grad or unit.float8_params:
