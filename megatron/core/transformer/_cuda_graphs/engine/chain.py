@@ -13,15 +13,15 @@ from typing import Any, Literal, Protocol
 import torch
 from torch.utils._pytree import tree_unflatten
 
-from .gradient_sink import GradientSink
+from .gradient_sink import AroundBackward
 from .slot import GraphedSlot
 
 APART = "Set MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH=1, a graph for each layer,"
 Phase = Literal["forward", "backward"]
 
 
-class ChainOwner(GradientSink, Protocol):
-    """Who sees to what the graphs of a chain use but do not hold. It takes no gradient of the chain itself."""
+class ChainOwner(AroundBackward, Protocol):
+    """Who sees to what the graphs of a chain use but do not hold."""
 
     def recording(self, phase: Phase) -> AbstractContextManager[None]:
         """Return the context in which this phase is recorded. At its end all work has joined the current stream."""

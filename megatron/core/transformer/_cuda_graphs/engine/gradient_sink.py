@@ -6,7 +6,17 @@ from typing import Protocol
 import torch
 
 
-class GradientSink(Protocol):
+class AroundBackward(Protocol):
+    """What runs around the replays of a backward graph."""
+
+    def before_backward(self) -> None:
+        """Called right before each replay of the backward graph, on the stream of the backward pass."""
+
+    def after_backward(self) -> None:
+        """Called right after each replay of the backward graph, on the stream of the backward pass."""
+
+
+class GradientSink(AroundBackward, Protocol):
     """Takes the gradients of one callable's parameters inside its backward graph.
 
     Autograd hands each gradient to a node and the hooks of its parameter, in every backward pass. What is taken here
@@ -25,9 +35,3 @@ class GradientSink(Protocol):
         Returns:
             ``grads`` with None in place of each gradient that was taken; the others go to autograd.
         """
-
-    def before_backward(self) -> None:
-        """Called right before each replay of the backward graph, on the stream of the backward pass."""
-
-    def after_backward(self) -> None:
-        """Called right after each replay of the backward graph, on the stream of the backward pass."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from .gradient_sink import GradientSink
+from .gradient_sink import AroundBackward
 from .quantization import QuantizedReplay
 
 Tensors = tuple[torch.Tensor | None, ...]
@@ -41,7 +41,7 @@ class Replay:
         grad_params: Static gradients of parameters; None for what backward returns no gradient of.
         clone_param_grads: For each of these whether it is returned as a copy.
         quantized: What is done for quantization.
-        gradient_sink: Takes the gradients of parameters that backward returns none of.
+        around_backward: What runs around the replays of the backward graph.
 
     Attributes:
         generation: How often the forward graph was replayed: what backward reads is that of the last replay.
@@ -62,7 +62,7 @@ class Replay:
         grad_params: Tensors,
         clone_param_grads: Sequence[bool],
         quantized: QuantizedReplay | None,
-        gradient_sink: GradientSink | None = None,
+        around_backward: AroundBackward | None = None,
     ):
         self.name = name
         self._forward_graph, self._backward_graph = forward_graph, backward_graph
@@ -81,7 +81,7 @@ class Replay:
         self._with_grad = [index for index, grad in enumerate(grad_inputs) if grad is not None]
         self._grad_params = list(zip(grad_params, clone_param_grads, strict=True))
         self._quantized = quantized
-        self._gradient_sink = gradient_sink
+        self._around_backward = around_backward
         self.generation = 0
         self.leaves: list[int] = []
 
@@ -131,12 +131,12 @@ class Replay:
                 static.copy_(given)
             elif given.stride() != stride or _differ_in_bits(given, static):
                 static.copy_(given.clone())
-        sink = self._gradient_sink
-        if sink is not None:
-            sink.before_backward()
+        around = self._around_backward
+        if around is not None:
+            around.before_backward()
         self.run(self._backward_graph, "backward", options)
-        if sink is not None:
-            sink.after_backward()
+        if around is not None:
+            around.after_backward()
         if options is not None and options.ends_quantization and self._quantized is not None:
             self._quantized.after_backward()
         # Autograd may keep or accumulate into what it is given: new tensors. `data` makes them at half of the cost of
@@ -160,7 +160,7 @@ class Replay:
 
     def reset(self) -> None:
         """Let go of the graphs and of all tensors."""
-        self._forward_graph = self._backward_graph = self._quantized = self._gradient_sink = None
+        self._forward_graph = self._backward_graph = self._quantized = self._around_backward = None
         self._inputs, self._grad_outputs, self._grad_params = [], [], []
         self._outputs = self._grad_inputs = ()
 

@@ -414,7 +414,7 @@ class GraphedSlot:
             last: The last of the chain.
             owner: The chain's ``ChainOwner``.
         """
-        self._owner = self._gradient_sink = owner
+        self._owner = owner
         self._outputs, self._grad_outputs = last._outputs, last._grad_outputs
         self.differentiable = last.differentiable
         self._output_spec, self._returns_one_tensor = last._output_spec, last._returns_one_tensor
@@ -441,7 +441,7 @@ class GraphedSlot:
                 self._options.clone_param_grads and not _read_later(param) for param, _ in self._params_and_grads()
             ],
             quantized=self._quantized,
-            gradient_sink=self._gradient_sink,
+            around_backward=self._gradient_sink if self._owner is None else self._owner,
         )
         self._replay = made
         return made

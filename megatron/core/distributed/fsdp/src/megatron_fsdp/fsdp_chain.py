@@ -1,6 +1,6 @@
 """Consecutive FSDP units that run as one graph, with their collectives inside it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -44,12 +44,6 @@ class UnitChain:
         self._buckets = [bucket for unit in units.values() for bucket in unit.buckets]
         self._weights: dict[int, Any] = {}  # by address: a buffer that is gathered to it
         self._grads: dict[int, Any] = {}  # by address: what fetches a bucket that is there, and what frees it
-
-    def take(
-        self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
-    ) -> Sequence[torch.Tensor | None]:
-        """Not called: the units' own sinks take their gradients."""
-        return grads
 
     @contextmanager
     def recording(self, phase: Literal["forward", "backward"]) -> Iterator[None]:
