@@ -96,7 +96,14 @@ class Worker:
         torch.cuda.synchronize()
         names = ("max_memory_reserved", "memory_reserved", "max_memory_allocated", "memory_allocated")
         found = {f"{name.replace('memory_', '')}_mib": getattr(torch.cuda, name)() // 2**20 for name in names}
-        return found | {"graphs": count_graphs()}
+        pools = 0 if self._on_cpu else graph_memory()
+        return found | {"graph_pools_mib": pools // 2**20, "graphs": count_graphs()}
+
+
+def graph_memory() -> int:
+    """Bytes that the pools of CUDA graphs hold."""
+    segments = torch.cuda.memory_snapshot(include_traces=False)
+    return sum(segment["total_size"] for segment in segments if tuple(segment["segment_pool_id"]) != (0, 0))
 
 
 def main(plan: Path, results: Path, logs: Path) -> None:
