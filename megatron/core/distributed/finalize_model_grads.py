@@ -1,0 +1,43 @@
+"""What follows the backward passes of a step, without a walk through modules that have nothing to reset.
+
+Everything else in this module is megatron-core's.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from megatron_fsdp_cuda_graphs.overlay import extend
+
+_upstream: Any = extend(__name__)
+
+# What megatron-core resets; a router has them from the start, or never.
+_RESET = ("expert_bias", "reset_global_aux_loss_tracker", "qb_beta_accum")
+_holders: WeakKeyDictionary[torch.nn.Module, "_Holders"] = WeakKeyDictionary()
+
+
+class _Holders:
+    """Stands for a model of which only some modules are looked at."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module]):
+        self._modules = modules
+
+    def __bool__(self) -> bool:
+        return bool(self._modules)
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """Yield these modules."""
+        return iter(self._modules)
+
+
+def reset_model_temporary_tensors(config: Any, model: Sequence[torch.nn.Module]) -> None:
+    """Reset what MoE routers collect in a step; see megatron-core. A model's routers are looked up once."""
+    for chunk in model:
+        if chunk not in _holders:
+            found = [module for module in chunk.modules() if any(hasattr(module, name) for name in _RESET)]
+            _holders[chunk] = _Holders(found)
+    reset = [_holders[chunk] for chunk in model if _holders[chunk]]
+    if reset:
+        _upstream.reset_model_temporary_tensors(config, reset)

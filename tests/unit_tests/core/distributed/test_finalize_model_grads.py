@@ -1,0 +1,54 @@
+"""Temporary tensors of routers are reset after each step, and other modules are not looked at."""
+
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+CONFIG = SimpleNamespace(moe_router_enable_expert_bias=True, moe_router_load_balancing_type="global_aux_loss")
+
+
+class Router(torch.nn.Module):
+    """What a router collects in a step."""
+
+    def __init__(self):
+        super().__init__()
+        self.expert_bias = torch.zeros(2)
+        self.local_tokens_per_expert = torch.ones(2)
+        self.qb_beta_accum, self.qb_beta_count = torch.ones(2), torch.ones(1)
+        self.reset_global_aux_loss_tracker = mock.Mock()
+
+
+@pytest.fixture
+def reset():
+    """The function."""
+    from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
+
+    return reset_model_temporary_tensors
+
+
+def test_every_router_is_reset_in_every_step(reset):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), Router(), torch.nn.Sequential(Router()))
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    for step in range(1, 3):
+        for router in routers:
+            router.local_tokens_per_expert.fill_(1)
+        reset(CONFIG, [model, torch.nn.Linear(2, 2)])
+        assert [router.local_tokens_per_expert.tolist() for router in routers] == [[0, 0]] * 2
+        assert [router.reset_global_aux_loss_tracker.call_count for router in routers] == [step] * 2
+
+
+def test_a_model_without_routers_is_walked_once(reset):
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    with mock.patch.object(torch.nn.Sequential, "modules", autospec=True, side_effect=torch.nn.Module.modules) as walk:
+        for _ in range(3):
+            reset(CONFIG, [model])
+    assert walk.call_count == 1
+
+
+def test_a_wrapped_model_is_reset_too(reset):
+    model = torch.nn.Module()
+    model.module = torch.nn.Sequential(Router())
+    reset(CONFIG, [model])
+    assert model.module[0].local_tokens_per_expert.tolist() == [0, 0]
