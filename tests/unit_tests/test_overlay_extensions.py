@@ -12,6 +12,7 @@ from megatron_fsdp_cuda_graphs import overlay
 FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 REPLACED = {
     "megatron.core.datasets.utils": {"compile_helpers"},
+    "megatron.core.distributed.finalize_model_grads": {"reset_model_temporary_tensors"},
     f"{FSDP}.megatron_fsdp": {"MegatronFSDP"},
     f"{FSDP}.param_and_grad_buffer": {"GradReducePipeline", "ParamAndGradBuffer"},
     "megatron.core.optimizer.clip_grads": {"to_local_if_dtensor"},
