@@ -45,8 +45,9 @@ from .sample_inputs import (
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
-# Warm-up iterations that a layer should have had before it is captured, training steps included.
-_WARMUP_ITERATIONS = 10
+# Iterations that a layer should have had before it is captured, training steps included: as many as torch's own
+# make_graphed_callables runs. (The ten or eleven that are asked for elsewhere are for torch's DistributedDataParallel.)
+_WARMUP_ITERATIONS = 3
 
 
 class TECudaGraphHelper:

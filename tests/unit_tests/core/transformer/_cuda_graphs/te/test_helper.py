@@ -70,7 +70,7 @@ def test_a_layers_slots_are_those_of_the_plan_by_microbatch(case):
 
 @pytest.mark.parametrize(
     ("steps", "microbatches", "in_flight", "expected"),
-    [(3, 1, 1, 7), (3, 2, 1, 4), (3, 2, 2, 2), (0, 1, 1, 10), (5, 2, 1, 1), (20, 4, 4, 1), (0, 4, 4, 3)],
+    [(3, 1, 1, 1), (1, 1, 1, 2), (1, 2, 1, 1), (0, 1, 1, 3), (5, 2, 1, 1), (20, 4, 4, 1), (0, 2, 2, 2)],
 )
 def test_warm_up_makes_up_for_training_steps_that_were_not_run(monkeypatch, steps, microbatches, in_flight, expected):
     monkeypatch.setattr(te_helper, "get_num_microbatches", lambda: microbatches)
