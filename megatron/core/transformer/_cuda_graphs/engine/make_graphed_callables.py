@@ -231,7 +231,9 @@ def _followers(plan: Plan, slots: Sequence[GraphedSlot], chains: Mapping[int, Ch
     followers: dict[int, ChainFollower] = {}
     for run in plan.runs:
         leader: GraphedSlot | None = None
-        for step in run if run[0].kind is Pass.FORWARD else ():
+        for step in run:
+            if step.kind is not Pass.FORWARD:
+                break
             index = plan.callable_of_slot[step.slot]
             chain = chains.get(index)
             if chain is not None and index == chain.members[0]:

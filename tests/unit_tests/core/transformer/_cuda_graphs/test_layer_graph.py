@@ -1,6 +1,7 @@
 """layer_graph: which arguments a layer's graphs take."""
 
 import copy
+import weakref
 
 import pytest
 import torch
@@ -149,10 +150,13 @@ def test_a_wrapped_graph_checks_its_arguments_as_before():
 
 
 def test_reset_frees_the_graphs_and_the_static_inputs():
-    graph = layer_graph()
+    hidden, mask = torch.zeros(2), torch.zeros(2)
+    graph = LayerGraph("layer", Graphed(), (hidden,), {"attention_mask": mask}, has_attention=True)
+    static = [weakref.ref(hidden), weakref.ref(mask)]
+    del hidden, mask
     graph.reset()
     assert graph._graphed.was_reset
-    assert (graph._static_args, graph._static_kwargs) == ((), {})
+    assert [tensor() for tensor in static] == [None, None]
 
 
 def test_delayed_weight_gradients_of_the_engine_are_offered_where_it_has_them():
