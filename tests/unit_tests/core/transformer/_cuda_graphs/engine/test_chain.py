@@ -183,7 +183,7 @@ def test_later_captures_may_use_the_memory_of_gradients_that_a_chain_has_read():
 
 
 def uses(tensor):
-    """How many storages share the memory. The pool of the CPU backend holds all memory; who holds it too is one more."""
+    """How many storages share the memory: the CPU backend's pool holds all of it, and whoever keeps it is one more."""
     return torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
 
 
