@@ -56,9 +56,11 @@ def hybrid_ranks(_cpu_backend):
 def one_rank(_cpu_backend):
     """This process alone, with collectives that communicate."""
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1234)
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
