@@ -5,6 +5,7 @@ capture after 3. The controls break one thing each, and must be noticed.
 """
 
 from itertools import product
+from math import ceil
 from typing import Any
 
 import pytest
@@ -14,21 +15,33 @@ from tests.support.launch import name_of
 SIZES: dict[str, Any] = {"layers": 3, "steps": 10}
 DENSE: list[dict[str, Any]] = [
     {"dtype": dtype, "dropout": dropout, "microbatches": microbatches, "modules": modules}
-    for dtype, dropout, microbatches, modules in product(("fp32", "bf16"), (0.0, 0.1), (1, 2), ([], ["attn"]))
+    for modules, dropouts in (([], (0.0, 0.1)), (["attn"], (0.1,)))
+    for dtype, dropout, microbatches in product(("fp32", "bf16"), dropouts, (1, 2))
+]
+# Whole layers, all of them in one graph in the cases above.
+LAYERS_PER_GRAPH: list[dict[str, Any]] = [
+    {"layers": 5, "layers_per_graph": most, **case}
+    for most, case in (
+        (0, {"dtype": "bf16", "dropout": 0.1, "microbatches": 2}),
+        (1, {"dtype": "bf16", "dropout": 0.1, "microbatches": 2}),
+        (2, {"dtype": "bf16", "dropout": 0.1, "microbatches": 2}),
+        (1, {"dropout": 0.1, "evaluates": True}),
+        (2, {"dropout": 0.1, "evaluates": True}),
+        (2, {"dropout": 0.1, "mtp": 1}),
+    )
 ]
 MOE: list[dict[str, Any]] = [
     {
         "dtype": dtype,
-        "dropout": dropout,
+        "dropout": 0.1,
         "microbatches": microbatches,
         "experts": 4,
         "modules": ["attn", "moe_router", "moe_preprocess"],
     }
-    for dtype, dropout, microbatches in product(("fp32", "bf16"), (0.0, 0.1), (1, 2))
+    for dtype, microbatches in product(("fp32", "bf16"), (1, 2))
 ]
 OTHERS: list[dict[str, Any]] = [
     {"experts": 4, "shared_experts": 64, "modules": ["moe_router"]},
-    {"layers": 4, "dropout": 0.1},
     {"warmup": 0, "dropout": 0.1},
     {"strategy": "optim_grads"},
     {"strategy": "optim"},
@@ -49,26 +62,30 @@ VISION: list[dict[str, Any]] = [
     {"vision": True, "evaluates": True},
     {"vision": True, "control": "captured_again"},
 ]
-EQUAL = DENSE + MOE + OTHERS + VISION
+EQUAL = DENSE + LAYERS_PER_GRAPH + MOE + OTHERS + VISION
 
 SURVIVED = [
     {"control": "failed_forward_capture", "dropout": 0.1},
     {"control": "failed_backward_capture", "dropout": 0.1},
+    {"control": "failed_backward_capture", "layers_per_graph": 1},
 ]
 NOTICED = {
-    "dead_replay": "",
     "hooks_left": "has hooks, which would become part of the graph",
     "no_post_backward_sentinel": "forward_pre_hooks hook",
     "no_pre_backward_sentinel": "forward_hooks hook",
     "taken_addresses": "",
 }
-DEAD_VISION = {"vision": True, "control": "dead_replay"}
+DEAD = [
+    {"control": "dead_replay"},
+    {"control": "dead_replay", "layers_per_graph": 1},
+    {"control": "dead_replay", "vision": True},
+]
 
 
 @pytest.fixture(scope="session")
 def results(compare_runs):
     """The result of each case, by its name."""
-    cases = [*EQUAL, *SURVIVED, *({"control": name} for name in NOTICED), DEAD_VISION]
+    cases = [*EQUAL, *SURVIVED, *({"control": name} for name in NOTICED), *DEAD]
     return {
         name_of(case): result
         for case, result in zip(cases, compare_runs([SIZES | case for case in cases]), strict=True)
@@ -81,7 +98,17 @@ def test_graphs_train_bit_for_bit_as_eager(results, case):
     assert not result["error"]
     assert result["differences"] == []
     assert result["graphs"] == case.get("layers", SIZES["layers"]) + case.get("mtp", 0)
+    assert result["replays"] == replays_of_a_step(case)
     assert len(result["losses"]) >= 10
+
+
+def replays_of_a_step(case):
+    """How often graphs of layers are replayed: one in forward and one in backward, for each piece of layers."""
+    pieces = layers = case.get("layers", SIZES["layers"])
+    sharded = case.get("strategy", "optim_grads_params") == "optim_grads_params"
+    if not case.get("modules") and sharded:
+        pieces = ceil(layers / (case.get("layers_per_graph") or layers))
+    return 2 * (pieces + case.get("mtp", 0)) * case.get("microbatches", 1)
 
 
 @pytest.mark.parametrize("case", SURVIVED, ids=name_of)
@@ -92,7 +119,7 @@ def test_training_goes_on_eagerly_after_a_failed_capture(results, case):
     assert result["graphs"] == 0
 
 
-@pytest.mark.parametrize("case", [{"control": "dead_replay"}, DEAD_VISION], ids=name_of)
+@pytest.mark.parametrize("case", DEAD, ids=name_of)
 def test_a_replay_that_does_nothing_changes_the_loss(results, case):
     differences = results[name_of(case)]["differences"]
     assert any("losses[3]" in line for line in differences)

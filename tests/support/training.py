@@ -5,6 +5,7 @@ pipeline stages. The code is written for ``torch.cuda``; on CPU ranks it runs on
 """
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 VOCABULARY = 128
+LAYERS_VARIABLE = "MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH"
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,7 @@ class Case:
         microbatches: Micro-batches in a step.
         microbatches_later: Micro-batches from the second step after capture on; 0 for no change.
         modules: ``cuda_graph_modules``; empty for whole layers.
+        layers_per_graph: At most so many whole layers in a graph; 0 for all of them.
         experts: MoE experts; 0 for a dense model.
         shared_experts: Hidden size of the shared experts; 0 for none.
         capacity: Tokens of an expert relative to an even share; tokens beyond it are dropped, missing ones padded. None
@@ -56,6 +59,7 @@ class Case:
     microbatches: int = 1
     microbatches_later: int = 0
     modules: tuple[str, ...] = ()
+    layers_per_graph: int = 0
     experts: int = 0
     shared_experts: int = 0
     capacity: float | None = None
@@ -109,12 +113,14 @@ class Trace:
         grad_norms: Per step.
         shards: What the optimizer owns at the end, in its order: local shards of the parameters.
         graphs: How many layer graphs there were.
+        replays: How often CUDA graphs of layers were replayed in the last step.
     """
 
     losses: list[float]
     grad_norms: list[float]
     shards: list[torch.Tensor]
     graphs: int = 0
+    replays: int = 0
 
     def differences(self, other: "Trace") -> list[str]:
         """Say where ``other`` differs, bit for bit; empty if nowhere."""
@@ -163,6 +169,7 @@ class Training:
         self.taken: list[torch.Tensor] = []  # memory that a control keeps from everyone else
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
+        self.replayed: list[Any] = []  # CUDA graphs, in the last step
 
     def _set_microbatches(self, count: int) -> None:
         from megatron.core import num_microbatches_calculator as calculator
@@ -269,7 +276,8 @@ class Training:
         first_step_done = bool(self.losses)
         if first_step_done:
             self._gather_in_hooks(False)
-        with torch.cuda.stream(self.stream):
+        limit = {LAYERS_VARIABLE: str(self.case.layers_per_graph)} if self.case.layers_per_graph else {}
+        with torch.cuda.stream(self.stream), mock.patch.dict(os.environ, limit):
             capture(self)
         if first_step_done:
             self._gather_in_hooks(True)
@@ -284,7 +292,9 @@ class Training:
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
-            reduced = self._run_passes(number)
+            self.replayed = []
+            with mock.patch.object(torch.cuda.CUDAGraph, "replay", _noting_replays(self.replayed)):
+                reduced = self._run_passes(number)
             _, grad_norm, _ = self.optimizer.step()
             # only the last pipeline stage has losses
             loss = torch.stack([item["loss"] for item in reduced]).mean() if reduced else torch.zeros((), device="cuda")
@@ -328,7 +338,9 @@ class Training:
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         shards = [getattr(param, "_local_tensor", param).detach().clone().cpu() for param in params]
         graphs = _local_graphs(self.layers) if self.case.local else _layer_graphs(self.layers)
-        return Trace(self.losses, self.grad_norms, shards, graphs)
+        ours = set(map(id, _cuda_graphs(self.layers)))
+        replays = sum(id(graph) in ours for graph in self.replayed)
+        return Trace(self.losses, self.grad_norms, shards, graphs, replays)
 
 
 def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | None = None) -> Trace:
@@ -365,6 +377,28 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
             from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
             delete_cuda_graphs()
+
+
+def _noting_replays(replayed: list[Any]) -> Callable[[Any], None]:
+    replay = torch.cuda.CUDAGraph.replay
+
+    def note(graph: Any) -> None:
+        replayed.append(graph)
+        replay(graph)
+
+    return note
+
+
+def _cuda_graphs(layers: list[torch.nn.Module]) -> list[Any]:
+    """The CUDA graphs that the layers' replays run, with this project's engine."""
+    slots = [engine_callable(graph) for layer in layers for graph in getattr(layer, "cuda_graphs", ())]
+    graphs = [getattr(slot, name, None) for slot in slots for name in ("forward_graph", "backward_graph")]
+    return [graph for graph in graphs if graph is not None]
+
+
+def engine_callable(graph: Any) -> Any:
+    """The engine's callable of one of ``layer.cuda_graphs``."""
+    return getattr(graph._graphed, "graphed", graph._graphed)  # those of vision encoders are in a wrapper
 
 
 def _layer_graphs(layers: list[torch.nn.Module]) -> int:

@@ -1,7 +1,7 @@
 """Tests here run on the CPU backend, as rank 0 of four ranks whose collectives move nothing.
 
 What Megatron-FSDP registers, allocates and releases does not depend on what is communicated. Where values count, a test
-starts ranks of its own.
+runs as one rank, or starts ranks of its own.
 """
 
 import gc
@@ -50,6 +50,20 @@ def hybrid_ranks(_cpu_backend):
     """Four ranks, two groups of two that shard."""
     with _four_ranks(2) as instances:
         yield instances
+
+
+@pytest.fixture(scope="module")
+def one_rank(_cpu_backend):
+    """This process alone, with collectives that communicate."""
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1234)
+    yield
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)

@@ -69,12 +69,13 @@ def capture(fsdp, layers, *, fused=()):
 
 
 @contextmanager
-def replaying(fsdp, layers):
-    """The step after capture: layers have graphs, modules hold raw parameters."""
+def replaying(fsdp, layers, direction="backward"):
+    """The step after capture, in its forward or its backward pass: layers have graphs, modules hold raw parameters."""
     for layer in layers:
         layer.cuda_graphs = ["graph"]
     fsdp.start_param_sync()
-    fsdp.pre_backward()
+    if direction == "backward":
+        fsdp.pre_backward()
     try:
         yield fsdp.fsdp_hooks
     finally:
@@ -245,7 +246,7 @@ def test_reductions_in_flight_end_before_capture(fsdp, layers):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_units_are_gathered_where_their_graphs_read(fsdp, layers, direction):
     capture(fsdp, layers)
-    with replaying(fsdp, layers) as hooks:
+    with replaying(fsdp, layers, direction) as hooks:
         for layer in layers if direction == "forward" else reversed(layers):
             getattr(hooks, f"unshard_for_{direction}")(layer)
             getattr(hooks, f"release_after_{direction}")(layer)
@@ -253,7 +254,7 @@ def test_units_are_gathered_where_their_graphs_read(fsdp, layers, direction):
 
 def test_units_take_turns_with_the_two_buffers(fsdp, layers):
     capture(fsdp, layers)
-    with replaying(fsdp, layers) as hooks:
+    with replaying(fsdp, layers, "forward") as hooks:
         places = []
         for layer in layers:
             hooks.unshard_for_forward(layer)
@@ -266,15 +267,16 @@ def test_units_take_turns_with_the_two_buffers(fsdp, layers):
 @pytest.mark.parametrize("direction", ["forward", "backward"])
 def test_a_moved_parameter_is_an_error_that_names_it_and_the_flags(fsdp, layers, direction):
     capture(fsdp, layers)
-    with replaying(fsdp, layers) as hooks:
-        gather, moved = fsdp.all_gather_and_wait_parameters_ready, layers[1].mlp.linear_fc1.weight
+    with replaying(fsdp, layers, direction) as hooks:
+        gathers, moved = fsdp.all_gather_pipeline, layers[1].mlp.linear_fc1.weight
+        wait = gathers.wait_bucket_ready
 
-        def gather_elsewhere(*args, **kwargs):
-            gather(*args, **kwargs)
+        def gathered_elsewhere(*args, **kwargs):
+            wait(*args, **kwargs)
             moved.data = moved.data.clone()
 
         name = rf"decoder\.layers\.1\.mlp\.linear_fc1\.weight \(in {direction}\)"
-        elsewhere = mock.patch.object(fsdp, "all_gather_and_wait_parameters_ready", gather_elsewhere)
+        elsewhere = mock.patch.object(gathers, "wait_bucket_ready", gathered_elsewhere)
         with elsewhere, pytest.raises(MovedBufferError, match=name) as error:
             getattr(hooks, f"unshard_for_{direction}")(layers[1])
     assert all(flag in str(error.value) for flag in FLAGS)
@@ -282,7 +284,7 @@ def test_a_moved_parameter_is_an_error_that_names_it_and_the_flags(fsdp, layers,
 
 def test_a_unit_that_runs_out_of_turn_is_noticed(fsdp, layers):
     capture(fsdp, layers)
-    with replaying(fsdp, layers) as hooks:
+    with replaying(fsdp, layers, "forward") as hooks:
         # The second unit holds the buffer that the fourth had at capture.
         fsdp.all_gather_and_wait_parameters_ready(list(layers[1].parameters()), prefetch=False)
         with pytest.raises(MovedBufferError, match=r"use decoder\.layers\.3\..* \(in forward\) .* out of turn"):
@@ -299,7 +301,7 @@ def test_an_eager_run_in_between_does_not_move_parameters(fsdp, layers):
             fsdp.fsdp_hooks.release_after_forward(layer)
     fsdp.finish_grad_sync()
     fsdp.train()
-    with replaying(fsdp, layers) as hooks:
+    with replaying(fsdp, layers, "forward") as hooks:
         for layer in layers:
             forward_of(hooks, layer)
 
@@ -441,11 +443,9 @@ def test_a_graphed_layer_gathers_for_its_children_which_do_not_run(ranks, strate
         pass
     layer.cuda_graphs = ["graph"]
     fsdp.start_param_sync()
-    gathered = []
-
-    def gather(params, **unused):
-        gathered.extend(params)
-
-    with mock.patch.object(fsdp, "all_gather_and_wait_parameters_ready", gather):
+    gathers, buffer = fsdp.all_gather_pipeline, fsdp.param_and_grad_buffer
+    with mock.patch.object(gathers, "wait_bucket_ready", wraps=gathers.wait_bucket_ready) as wait:
         getattr(fsdp.fsdp_hooks, f"unshard_for_{direction}")(layer)
-    assert list(map(id, gathered)) == list(map(id, layer.parameters()))
+    assert {call.args[0] for call in wait.call_args_list} == {
+        buffer.param_to_param_group[param] for param in layer.parameters()
+    }

@@ -7,7 +7,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.support import training as support
 
@@ -16,18 +15,6 @@ from .fsdp_variants import STRATEGIES, Variant, run_backward, small
 
 class Interruption(Exception):
     """Raised in a backward pass."""
-
-
-@pytest.fixture(scope="module")
-def one_rank(_cpu_backend):
-    """This process alone, with collectives that communicate."""
-    from megatron.core import parallel_state
-
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 def built(strategy):

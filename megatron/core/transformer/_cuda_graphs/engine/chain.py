@@ -63,7 +63,7 @@ class ChainFollower:
         Raises:
             RuntimeError: after ``reset``, or if it is not what the first callable of the chain returned.
         """
-        if self._leader is None:
+        if self._leader is None or self._leader.forward_graph is None:
             raise RuntimeError(f"the graphs of {self.name} were reset; capture them again to replay them")
         given = args[0]
         if not isinstance(given, torch.Tensor) or (given.data_ptr(), given._version) != self._leader.returned:

@@ -88,11 +88,14 @@ class RecordedGather:
             (gathers.get_bucket_key(bucket, False), buffer, buffer.fetch_bucket().data.data_ptr())
             for bucket, buffer in zip(buckets, weights, strict=True)
         ]
+        # An eager gather lets parameters view the bucket, wherever that is then; a replay leaves them as they are.
+        viewing = [groups[bucket].params[0] for bucket in buckets]
+        self._views = [(param, param.data_ptr()) for param in viewing]
         for bucket in buckets:
             gathers.release_bucket(bucket, False)
 
     def launch(self) -> bool:
-        """Start the all-gather, unless a bucket has been gathered or cannot go where it was at capture.
+        """Start the all-gather, unless a bucket has been gathered or it and its parameters are not where they were.
 
         Returns False if it did not start.
         """
@@ -104,6 +107,9 @@ class RecordedGather:
         gathers.recycle_unused_buckets()
         for _, buffer, address in self._buckets:
             if buffer.fetch_bucket().data.data_ptr() != address:
+                return False
+        for param, address in self._views:
+            if param.data_ptr() != address:
                 return False
         self._work.launch()
         for key, _, _ in self._buckets:

@@ -191,16 +191,17 @@ class UnitPlans:
         if plan is None:
             return
         for group in self._groups(plan.unit):
-            for recorded in self._gathers, self._reductions:
-                work: Any = recorded.pop(group, None)
-                if work is not None:
-                    work.reset()
-            self._fsdp.grad_reduce_pipeline.recorded.pop(group[0], None)
+            gather, reduction = self._gathers.pop(group, None), self._reductions.pop(group, None)
+            if gather is not None:
+                gather.reset()
+            if reduction is not None:
+                reduction.reset()
+                self._fsdp.grad_reduce_pipeline.recorded.pop(reduction.buckets[0], None)
         for other in self._plans.values():
             for gathers in other.gathers.values():
-                for gather in gathers:
-                    if gather.recorded is not None and gather.recorded not in self._gathers.values():
-                        gather.recorded = None
+                for ahead in gathers:
+                    if ahead.recorded is not None and ahead.recorded not in self._gathers.values():
+                        ahead.recorded = None
 
     def _groups(self, unit: Unit) -> list[Group]:
         """The groups of buckets that are gathered or reduced together."""

@@ -1,0 +1,177 @@
+"""Recorded all-gathers and reductions run where nothing has moved; else megatron-core's, or an error that says what."""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.core.distributed.fsdp.src.megatron_fsdp.fsdp_graphed_units import MovedBufferError
+
+from .fsdp_variants import Variant, small
+
+RANKS = 4  # each scales its gradients; nothing is communicated
+FLAGS = ("--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail")
+
+
+@pytest.fixture
+def fsdp(ranks):
+    """Three layers with plans; modules hold raw parameters."""
+    fsdp = Variant(small(layers=3)).build(graphs=True).module
+    layers = list(fsdp.module.decoder.layers)
+    hooks = fsdp.fsdp_hooks
+    with fsdp.capture_graphs(layers):
+        for layer in layers:
+            hooks.unshard_for_forward(layer)
+            hooks.release_after_forward(layer)
+        for layer in reversed(layers):
+            hooks.unshard_for_backward(layer)
+            hooks.graphed.writes(layer, layer.parameters())
+            for param in layer.parameters():
+                param.get_main_grad()
+            hooks.release_after_backward(layer)
+    for layer in layers:
+        layer.cuda_graphs = ["graph"]
+    fsdp.start_param_sync()
+    yield fsdp
+    for layer in layers:
+        layer.cuda_graphs = []
+
+
+@pytest.fixture
+def layers(fsdp):
+    return list(fsdp.module.decoder.layers)
+
+
+@contextmanager
+def eager(owner, name):
+    """The calls of a function of megatron-core or torch in the context; a recorded collective makes none."""
+    with mock.patch.object(owner, name, wraps=getattr(owner, name)) as function:
+        yield function
+
+
+@contextmanager
+def without_buffer(buffer):
+    """Someone else holds the first buffer of the double buffer that ``buffer`` is put in."""
+    idle = buffer.temporary_bucket_allocator.idle_buffer
+    idle.remove((0, 0))
+    yield
+    idle.append((0, 0))
+
+
+def unit_of(fsdp, layer):
+    return fsdp.fsdp_hooks._fsdp_units[layer]
+
+
+def group_of(fsdp, layer):
+    return fsdp.param_and_grad_buffer.parameter_groups[unit_of(fsdp, layer).buckets[0]]
+
+
+def gather(fsdp, layer):
+    """Gather before forward, with a comparison of addresses, and release."""
+    fsdp.fsdp_hooks.unshard_for_forward(layer)
+    fsdp.fsdp_hooks.release_after_forward(layer)
+
+
+# ------------------------------------------------------------------------------------------------------- all-gathers
+
+
+def test_all_units_are_gathered_without_megatron_core(fsdp, layers):
+    with eager(fsdp.all_gather_pipeline, "async_bucket_gather") as gathered:
+        for layer in layers:
+            gather(fsdp, layer)
+    assert not gathered.called
+
+
+def test_where_the_buffer_is_taken_megatron_core_gathers_and_the_moved_parameter_is_named(fsdp, layers):
+    unit, pipeline = group_of(fsdp, layers[2]), fsdp.all_gather_pipeline
+    with without_buffer(unit.model_weight_buffer):
+        with (
+            eager(pipeline, "async_bucket_gather") as gathered,
+            pytest.raises(MovedBufferError, match=r"use decoder\.layers\.2\..* \(in forward\)") as error,
+        ):
+            fsdp.fsdp_hooks.unshard_for_forward(layers[2])
+        assert [call.args[0] for call in gathered.call_args_list] == unit_of(fsdp, layers[2]).buckets
+        fsdp.fsdp_hooks.graphed.release_all()
+    assert all(flag in str(error.value) for flag in FLAGS)
+
+
+def test_after_an_eager_gather_elsewhere_parameters_are_where_graphs_read_them_again(fsdp, layers):
+    with without_buffer(group_of(fsdp, layers[2]).model_weight_buffer):
+        fsdp.all_gather_and_wait_parameters_ready(list(layers[2].parameters()), prefetch=False)
+        fsdp.fsdp_hooks.graphed.release_all()
+    for expected in (unit_of(fsdp, layers[2]).buckets, []):  # then it is recorded again
+        with eager(fsdp.all_gather_pipeline, "async_bucket_gather") as gathered:
+            gather(fsdp, layers[2])
+        assert [call.args[0] for call in gathered.call_args_list] == expected
+
+
+def test_a_unit_that_is_gathered_already_is_not_gathered_again(fsdp, layers):
+    plan = fsdp.fsdp_hooks.graphed.plan(layers[0])
+    (own, *_) = plan.gathers["forward"]
+    fsdp.fsdp_hooks.unshard_for_forward(layers[0])
+    with eager(fsdp.all_gather_pipeline, "async_bucket_gather") as gathered:
+        assert own.recorded is not None
+        assert not own.recorded.launch()
+        own.launch()
+    assert not gathered.called
+
+
+# -------------------------------------------------------------------------------------------------------- reductions
+
+
+def main_gradients(fsdp, layer):
+    return group_of(fsdp, layer).main_grad_buffer.data
+
+
+def reduce(fsdp, layer, value):
+    """Write ``value`` to all gradients of ``layer`` as its backward graph does, and reduce them."""
+    plan = fsdp.fsdp_hooks.graphed.plan(layer)
+    plan.claim()
+    for param in layer.parameters():
+        param.get_main_grad().fill_(value)
+    plan.reduce()
+    fsdp.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
+
+
+def test_a_recorded_reduction_adds_to_the_shard(fsdp, layers):
+    main_gradients(fsdp, layers[0]).zero_()
+    with eager(torch.distributed, "reduce_scatter_tensor") as reduced:
+        reduce(fsdp, layers[0], 3.0)
+        reduce(fsdp, layers[0], 4.0)
+    assert not reduced.called
+    assert main_gradients(fsdp, layers[0]).unique().tolist() == [(3.0 + 4.0) / RANKS]
+
+
+def test_a_bucket_of_gradients_that_has_moved_is_an_error(fsdp, layers):
+    plan = fsdp.fsdp_hooks.graphed.plan(layers[0])
+    (bucket,) = unit_of(fsdp, layers[0]).buckets
+    with (
+        without_buffer(group_of(fsdp, layers[0]).main_grad_buffer),
+        pytest.raises(MovedBufferError, match=f"write the gradients of bucket {bucket} to 0x") as error,
+    ):
+        plan.claim()
+    assert all(flag in str(error.value) for flag in FLAGS)
+    fsdp.fsdp_hooks.graphed._free_gradients(layers[0])
+
+
+def test_where_the_bucket_has_moved_megatron_core_reduces(fsdp, layers):
+    main_gradients(fsdp, layers[0]).zero_()
+    params = list(layers[0].parameters())
+    with without_buffer(group_of(fsdp, layers[0]).main_grad_buffer):
+        for param in params:
+            param.main_grad = param.get_main_grad()
+            param.main_grad.fill_(2.0)
+        with eager(torch.distributed, "reduce_scatter_tensor") as reduced:
+            fsdp.grad_reduce_pipeline.reduce_gradients(params)
+        fsdp.grad_reduce_pipeline.reset()
+    assert reduced.call_count == 1
+    assert main_gradients(fsdp, layers[0]).unique().tolist() == [2.0 / RANKS]
+
+
+def test_a_graphed_unit_claims_its_buckets_where_the_graph_writes(fsdp, layers):
+    plan = fsdp.fsdp_hooks.graphed.plan(layers[2])
+    with eager(fsdp.grad_reduce_pipeline, "_enforce_double_buffer_limit") as limit:
+        plan.claim()
+    limit.assert_called_once_with(unit_of(fsdp, layers[2]).buckets)
+    fsdp.fsdp_hooks.graphed._free_gradients(layers[2])

@@ -1,0 +1,101 @@
+"""consecutive_layers: which layers are recorded in one graph."""
+
+from functools import partial
+
+import pytest
+import torch
+
+from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_HANDLER, runs_outside_graphs
+from megatron.core.transformer._cuda_graphs.te.consecutive_layers import LAYERS_VARIABLE, consecutive, layers_per_graph
+
+
+@pytest.fixture(autouse=True)
+def _not_limited(monkeypatch):
+    monkeypatch.delenv(LAYERS_VARIABLE, raising=False)
+
+
+def decoder(count=6):
+    return [torch.nn.Identity() for _ in range(count)]
+
+
+def pieces(layers, captured=None, kwargs=None):
+    captured = layers if captured is None else captured
+    return [list(piece) for piece in consecutive(layers, captured, kwargs or [{}] * len(captured))]
+
+
+def test_all_layers_follow_each_other():
+    assert pieces(decoder()) == [[0, 1, 2, 3, 4, 5]]
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_layer_alone_is_no_piece(count):
+    assert pieces(decoder(count)) == []
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"),
+    [
+        (1, []),
+        (2, [[0, 1], [2, 3], [4, 5]]),
+        (4, [[0, 1, 2, 3], [4, 5]]),
+        (5, [[0, 1, 2, 3, 4]]),
+        (100, [[0, 1, 2, 3, 4, 5]]),
+    ],
+)
+def test_a_graph_holds_at_most_as_many_layers_as_the_variable_says(monkeypatch, most, expected):
+    monkeypatch.setenv(LAYERS_VARIABLE, str(most))
+    assert pieces(decoder()) == expected
+
+
+def test_a_layer_that_is_not_captured_divides_those_around_it():
+    layers = decoder()
+    assert pieces(layers, [*layers[:2], *layers[3:]]) == [[0, 1], [2, 3, 4]]
+    assert pieces(layers, layers[::2]) == []
+
+
+def test_layers_outside_of_the_decoder_stay_alone():
+    layers = decoder(3)
+    assert pieces(layers, [*layers, torch.nn.Identity()]) == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize("kind", ["forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook"])
+def test_a_layer_with_a_hook_of_the_users_stays_alone(kind):
+    layers = decoder()
+    getattr(layers[2], f"register_{kind}")(lambda *_: None)
+    assert pieces(layers) == [[0, 1], [3, 4, 5]]
+
+
+def test_hooks_of_megatron_fsdp_are_recorded_with_the_layers():
+    layers = decoder(2)
+
+    @runs_outside_graphs
+    def unshard(*_):
+        pass
+
+    wrapper = partial(unshard)
+    setattr(wrapper, BACKWARD_HANDLER, unshard)
+    for layer in layers:
+        layer.register_forward_pre_hook(unshard)
+        layer.register_forward_hook(partial(unshard))
+        layer.register_forward_pre_hook(wrapper)
+    assert pieces(layers) == [[0, 1]]
+
+
+@pytest.mark.parametrize(
+    "other", [{}, {"mask": torch.zeros(3)}, {"mask": torch.zeros(2, dtype=torch.int)}, {"other": torch.zeros(2)}]
+)
+def test_layers_that_take_other_keyword_inputs_do_not_follow_each_other(other):
+    kwargs = [{"mask": torch.zeros(2)}, {"mask": torch.ones(2)}, other, other]
+    assert pieces(decoder(4), kwargs=kwargs) == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", " "])
+def test_a_limit_that_is_no_number_of_layers_is_refused(monkeypatch, value):
+    monkeypatch.setenv(LAYERS_VARIABLE, value)
+    with pytest.raises(ValueError, match=f"{LAYERS_VARIABLE} must be a positive number of layers, got '{value}'"):
+        consecutive(decoder(), decoder(), [{}] * 6)
+
+
+def test_an_empty_limit_is_none(monkeypatch):
+    monkeypatch.setenv(LAYERS_VARIABLE, "")
+    assert layers_per_graph() is None
