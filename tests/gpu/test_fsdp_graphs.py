@@ -27,6 +27,8 @@ MORE: list[dict] = [
     {"dtype": "bf16"},
     {"dtype": "bf16", "dropout": 0.1, "microbatches": 2},
     {"dtype": "bf16", "dropout": 0.1, "warmup": 0},
+    {"dtype": "bf16", "dropout": 0.1, "microbatches": 2, "layers_per_graph": 1},
+    {"dtype": "bf16", "layers_per_graph": 2, "layers": 5, "evaluates": True},
     {"dtype": "bf16", "fused_wgrad": True},
     {"dtype": "bf16", "fused_wgrad": True, "warmup": 0, "layers": 5},
     {"dtype": "bf16", "recompute": ["core_attn"]},
