@@ -1,13 +1,15 @@
 """Trainings in this process, eager or with graphs, whose every number can be compared."""
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from unittest import mock
 
 import torch
 
-from tests.support.training import Case, Trace, Training
+from tests.support.training import LAYERS_VARIABLE, Case, Trace, Training
 
-from .fsdp_variants import Variant, small
+from .fsdp_variants import Variant, run_backward, small
 
 WARMUP = 1  # steps before capture
 
@@ -40,14 +42,39 @@ class CapturedTraining(Training):
             self.helper.delete_cuda_graphs()
 
 
+class CapturedModel:
+    """A model without an optimizer whose layers have graphs; for ranks that communicate nothing."""
+
+    def __init__(self, case: Case):
+        from megatron.core import num_microbatches_calculator as calculator
+        from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+        from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+
+        model_parallel_cuda_manual_seed(1234, use_cudagraphable_rng=True, force_reset_rng=True)
+        calculator.unset_num_microbatches_calculator()
+        calculator.init_num_microbatches_calculator(0, None, 4, 1, 4)
+        self.case = case
+        self.model = Variant(case).build(graphs=True)
+        self.fsdp: torch.nn.Module = self.model.module
+        self.layers = list(self.fsdp.module.decoder.layers)
+        self.step()
+        self.helper = TECudaGraphHelper([self.model], self.model.config, case.sequence, case.micro_batch)
+        with mock.patch.dict(os.environ, {LAYERS_VARIABLE: str(case.layers_per_graph or case.layers)}):
+            self.helper.create_cudagraphs()
+
+    def step(self) -> None:
+        """Run the passes of a step."""
+        self.fsdp.zero_grad_buffer()
+        run_backward(self.fsdp, self.case)
+        self.fsdp.finish_grad_sync()
+
+
 @contextmanager
-def captured(case: Case, variant: Variant | None = None):
-    """A training with graphs, which are freed at the end."""
-    training = CapturedTraining(case, variant=variant)
-    try:
-        yield training
-    finally:
-        training.delete()
+def captured(case: Case) -> Iterator[CapturedModel]:
+    """A model with graphs, which are freed at the end."""
+    model = CapturedModel(case)
+    yield model
+    model.helper.delete_cuda_graphs()
 
 
 def trained(
@@ -66,3 +93,10 @@ def trained(
         return training.trace()
     finally:
         training.delete()
+
+
+def in_use(fsdp: torch.nn.Module) -> list[dict]:
+    """The buffers that are taken, of the pools for parameters and for gradients."""
+    group = next(group for group in fsdp.param_and_grad_buffer.parameter_groups if group.fsdp_unit_id is not None)
+    buffers = group.model_weight_buffer, group.main_grad_buffer
+    return [dict(buffer.temporary_bucket_allocator.using_buffer) for buffer in buffers]

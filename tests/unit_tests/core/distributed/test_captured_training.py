@@ -1,0 +1,131 @@
+"""Trainings with graphs under Megatron-FSDP equal eager ones, whatever happens between steps or at capture.
+
+They run in this process, as one rank. The integration tests train on two.
+"""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from .captured_training import graphed, in_use, trained
+from .fsdp_variants import Variant
+
+ALL, TWO, ONE = 0, 2, 1  # layers in a graph
+REPLAYS = {ALL: 2, TWO: 4, ONE: 6}  # in a step of three layers
+
+
+class Unused(torch.nn.Module):
+    """A module with a parameter that nothing reads, in front of another."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module, self.unused = module, torch.nn.Parameter(torch.ones(5))
+
+    def forward(self, *args, **kwargs):
+        return self.module(*args, **kwargs)
+
+
+def add_unused(model):
+    for layer in model.decoder.layers:
+        layer.mlp = Unused(layer.mlp)
+
+
+@pytest.mark.parametrize("layers_per_graph", [ALL, TWO, ONE])
+def test_layers_with_unused_parameters_train_bit_for_bit_as_eager(one_rank, layers_per_graph):
+    case = graphed(layers_per_graph)
+    variant = Variant(case, change=add_unused)
+    eager, graphs = (trained(case, on, variant=variant) for on in (False, True))
+    assert graphs.replays == REPLAYS[layers_per_graph]
+    assert eager.differences(graphs) == []
+
+
+def prefetch(training):
+    """Gather layers that a unit outside of the chain might have prefetched."""
+    training.fsdp.start_param_sync()
+    for layer in training.layers[1:]:
+        training.fsdp.all_gather_and_wait_parameters_ready(list(layer.parameters()), prefetch=False)
+
+
+@pytest.mark.parametrize("layers_per_graph", [ALL, TWO])
+def test_layers_that_were_gathered_before_a_replay_are_released(one_rank, layers_per_graph):
+    case = graphed(layers_per_graph)
+    eager, graphs = trained(case, False), trained(case, True, between=prefetch)
+    assert eager.differences(graphs) == []
+    assert graphs.replays == REPLAYS[layers_per_graph]
+
+
+def evaluate(training):
+    training.evaluate()
+
+
+@pytest.mark.parametrize("layers_per_graph", [ALL, TWO, ONE])
+def test_evaluation_between_steps_changes_nothing(one_rank, layers_per_graph):
+    case = graphed(layers_per_graph, dropout=0.1)
+    expected = trained(case, False, between=evaluate)
+    got = trained(case, True, between=evaluate)
+    assert expected.differences(got) == []
+    assert got.replays == REPLAYS[layers_per_graph]
+
+
+@contextmanager
+def failing(layer, in_backward):
+    """A capture of ``layer`` fails in one of its passes: it reads a value on the host."""
+
+    def read(tensor):
+        tensor.sum().item()
+
+    def hook(module, args, output):
+        tensor = output[0] if isinstance(output, tuple) else output
+        if in_backward:
+            tensor.register_hook(lambda grad: (read(grad), None)[1])
+        else:
+            read(tensor)
+
+    handle = layer.mlp.register_forward_hook(hook)
+    yield
+    handle.remove()
+
+
+@pytest.mark.parametrize("layers_per_graph", [ALL, TWO, ONE])
+@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+def test_after_a_failed_capture_the_model_trains_on_and_can_be_captured(one_rank, in_backward, layers_per_graph):
+    case = graphed(layers_per_graph, dropout=0.1)
+
+    def fail_and_capture(training):
+        if training.helper is None or len(training.losses) != 2:
+            return
+        training.helper.delete_cuda_graphs()
+        with (
+            failing(training.layers[0], in_backward),
+            pytest.raises(RuntimeError, match="when stream is capturing"),
+        ):
+            training.capture(lambda training: training.helper.create_cudagraphs())
+        graphs = training.fsdp.fsdp_hooks.graphed
+        assert (graphs.chained, graphs.recorded_chain, graphs.capturing) == (set(), None, False)
+        assert in_use(training.fsdp) == [{}, {}]
+        training.step()
+        assert training.replayed == []
+        training.capture(lambda training: training.helper.create_cudagraphs())
+
+    eager = trained(case, False, steps=4)
+    graphs = trained(case, True, between=fail_and_capture, steps=3)
+    assert eager.differences(graphs) == []
+    assert graphs.replays == REPLAYS[layers_per_graph]
+
+
+@pytest.mark.parametrize(("first", "second"), [(ALL, ONE), (ONE, ALL), (ALL, TWO), (TWO, ALL)])
+def test_layers_can_be_captured_again_otherwise(one_rank, first, second):
+    case = graphed(first)
+
+    def capture_again(training):
+        if training.helper is None or len(training.losses) != 2:
+            return
+        training.helper.delete_cuda_graphs()
+        assert training.fsdp.fsdp_hooks.graphed.chained == set()
+        training.case = graphed(second)
+        training.capture(lambda training: training.helper.create_cudagraphs())
+
+    eager, graphs = trained(case, False), trained(case, True, between=capture_again)
+    assert eager.differences(graphs) == []
+    assert graphs.replays == REPLAYS[second]

@@ -1,0 +1,82 @@
+"""Chains of FSDP units: what they find before a replay, and what they leave."""
+
+from contextlib import contextmanager
+from unittest import mock
+
+import pytest
+
+from megatron.core.distributed.fsdp.src.megatron_fsdp.fsdp_graphed_units import MovedBufferError
+
+from .captured_training import captured, graphed, in_use
+from .fsdp_variants import small
+
+FLAGS = ("--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail")
+
+
+@contextmanager
+def taken(fsdp, kind):
+    """Someone else holds one of the two buffers for parameters or for gradients."""
+    group = next(group for group in fsdp.param_and_grad_buffer.parameter_groups if group.fsdp_unit_id is not None)
+    idle = getattr(group, kind).temporary_bucket_allocator.idle_buffer
+    idle.remove((0, 0))
+    yield
+    idle.append((0, 0))
+
+
+def test_after_a_step_nothing_is_held(ranks):
+    with captured(graphed()) as training:
+        training.step()
+        assert in_use(training.fsdp) == [{}, {}]
+        assert training.fsdp.fsdp_hooks.awaiting_gradient == set()
+        assert training.fsdp.grad_reduce_pipeline.grad_reduce_queue == []
+
+
+def test_the_hooks_of_chained_layers_do_not_run_in_a_replay(ranks):
+    with captured(graphed()) as training:
+        training.step()
+        graphed_units = training.fsdp.fsdp_hooks.graphed
+        with mock.patch.object(
+            graphed_units, "parameters_gathered", wraps=graphed_units.parameters_gathered
+        ) as gathered:
+            training.step()
+        modules = {call.args[0] for call in gathered.call_args_list}
+        assert modules  # the embedding, say
+        assert modules.isdisjoint(training.layers)
+
+
+def test_a_chain_whose_parameters_would_go_elsewhere_is_an_error(ranks):
+    with captured(graphed()) as training:
+        with (
+            taken(training.fsdp, "model_weight_buffer"),
+            pytest.raises(MovedBufferError, match="graphs gather parameters to 0x") as error,
+        ):
+            training.step()
+        assert all(flag in str(error.value) for flag in FLAGS)
+
+
+def test_a_chain_whose_gradients_would_go_elsewhere_is_an_error(ranks):
+    with captured(graphed()) as training:
+        with (
+            taken(training.fsdp, "main_grad_buffer"),
+            pytest.raises(MovedBufferError, match="graphs write gradients to 0x") as error,
+        ):
+            training.step()
+        assert all(flag in str(error.value) for flag in FLAGS)
+
+
+def test_only_layers_of_the_chain_are_prefetched_in_it(ranks):
+    with captured(small(layers=5, layers_per_graph=2, warmup=1)) as training:
+        fsdp = training.fsdp
+        for layers in (training.layers[:2], training.layers[2:4]):
+            fsdp.gradient_sinks(layers, whole=True)
+            buckets = {b for layer in layers for b in fsdp.fsdp_hooks._fsdp_units[layer].buckets}
+            owner = fsdp.chain(layers)
+            gathered = [
+                bucket
+                for plan in owner.plans.values()
+                for gathers in plan.gathers.values()
+                for group in gathers
+                for bucket, _ in group.keys
+            ]
+            assert set(gathered) == buckets
+            assert len(gathered) == 6  # each layer in both directions, and the next one once in each
