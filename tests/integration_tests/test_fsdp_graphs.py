@@ -64,7 +64,7 @@ VISION: list[dict[str, Any]] = [
 ]
 EQUAL = DENSE + LAYERS_PER_GRAPH + MOE + OTHERS + VISION
 
-SURVIVED = [
+SURVIVED: list[dict[str, Any]] = [
     {"control": "failed_forward_capture", "dropout": 0.1},
     {"control": "failed_backward_capture", "dropout": 0.1},
     {"control": "failed_backward_capture", "layers_per_graph": 1},
@@ -75,7 +75,7 @@ NOTICED = {
     "no_pre_backward_sentinel": "forward_hooks hook",
     "taken_addresses": "",
 }
-DEAD = [
+DEAD: list[dict[str, Any]] = [
     {"control": "dead_replay"},
     {"control": "dead_replay", "layers_per_graph": 1},
     {"control": "dead_replay", "vision": True},

@@ -11,12 +11,12 @@ from tests.support.training import LAYERS_VARIABLE, Case, Trace, Training
 
 from .fsdp_variants import Variant, run_backward, small
 
-WARMUP = 1  # steps before capture
+WARMED_UP = 10  # steps that layers are said to have had: capture then warms up once
 
 
 def graphed(layers_per_graph: int = 0, **changes) -> Case:
     """A case of three layers; 0 layers in a graph stand for all of them."""
-    return small(layers=3, layers_per_graph=layers_per_graph, warmup=WARMUP, **changes)
+    return small(layers=3, layers_per_graph=layers_per_graph, warmup=WARMED_UP, **changes)
 
 
 class CapturedTraining(Training):
@@ -49,7 +49,9 @@ class CapturedModel:
         from megatron.core import num_microbatches_calculator as calculator
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+        from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
 
+        destroy_moe_metrics_tracker()  # its tensors have an element for each layer of the model before
         model_parallel_cuda_manual_seed(1234, use_cudagraphable_rng=True, force_reset_rng=True)
         calculator.unset_num_microbatches_calculator()
         calculator.init_num_microbatches_calculator(0, None, 4, 1, 4)

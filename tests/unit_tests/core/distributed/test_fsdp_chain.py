@@ -7,7 +7,7 @@ import pytest
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp.fsdp_graphed_units import MovedBufferError
 
-from .captured_training import captured, graphed, in_use
+from .captured_training import WARMED_UP, captured, graphed, in_use
 from .fsdp_variants import small
 
 FLAGS = ("--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail")
@@ -65,7 +65,7 @@ def test_a_chain_whose_gradients_would_go_elsewhere_is_an_error(ranks):
 
 
 def test_only_layers_of_the_chain_are_prefetched_in_it(ranks):
-    with captured(small(layers=5, layers_per_graph=2, warmup=1)) as training:
+    with captured(small(layers=5, layers_per_graph=2, warmup=WARMED_UP)) as training:
         fsdp = training.fsdp
         for layers in (training.layers[:2], training.layers[2:4]):
             fsdp.gradient_sinks(layers, whole=True)

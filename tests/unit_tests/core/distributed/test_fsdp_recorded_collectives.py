@@ -100,7 +100,8 @@ def test_after_an_eager_gather_elsewhere_parameters_are_where_graphs_read_them_a
     with without_buffer(group_of(fsdp, layers[2]).model_weight_buffer):
         fsdp.all_gather_and_wait_parameters_ready(list(layers[2].parameters()), prefetch=False)
         fsdp.fsdp_hooks.graphed.release_all()
-    for expected in (unit_of(fsdp, layers[2]).buckets, []):  # then it is recorded again
+    gathered_eagerly: list[list[int]] = [unit_of(fsdp, layers[2]).buckets, []]  # the second time it is recorded
+    for expected in gathered_eagerly:
         with eager(fsdp.all_gather_pipeline, "async_bucket_gather") as gathered:
             gather(fsdp, layers[2])
         assert [call.args[0] for call in gathered.call_args_list] == expected

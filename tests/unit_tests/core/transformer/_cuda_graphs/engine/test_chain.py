@@ -49,7 +49,7 @@ def captured(layers, members=(), order=(1, -1), owner=None, **options: Any):
     sinks = [Buckets(layer) for layer in layers]
     samples = [(device_tensor(4, 6, seed=slot),) for slot in range(len(layers) * order.count(1))]
     chains = [Chain(of_chain, owner or Owner()) for of_chain in members]
-    arguments = {
+    arguments: dict[str, Any] = {
         "_order": list(order),
         "_num_layers_per_chunk": [len(layers)],
         "_reuse_graph_input_output_buffers": True,

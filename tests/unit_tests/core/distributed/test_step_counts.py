@@ -1,0 +1,108 @@
+"""What a training step with graphs costs the host, in counts: Python calls of Megatron-FSDP, and launches.
+
+A step is counted from the first zeroed gradient to the last reduction: its passes, without the optimizer. The bounds
+are a little above what was counted when they were written.
+"""
+
+import sys
+from collections import Counter
+from contextlib import contextmanager
+from dataclasses import dataclass
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .captured_training import WARMED_UP, captured
+from .fsdp_variants import small
+
+MOE = {"experts": 4, "modules": ("attn", "moe_router", "moe_preprocess")}
+FSDP = "/core/distributed/fsdp/src/megatron_fsdp/"
+NOT_LAUNCHED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "resize_"}
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators that start work on the device; a replay of a graph is one launch."""
+
+    def __init__(self):
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+        self._replaying = False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func._schema.name.split("::")[-1]
+        if not self._replaying and not func.is_view and name not in NOT_LAUNCHED:
+            self.counts[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+    @contextmanager
+    def with_replays(self):
+        replay = torch.cuda.CUDAGraph.replay
+
+        def replayed(graph):
+            self.counts["replay"] += 1
+            self._replaying = True
+            try:
+                replay(graph)
+            finally:
+                self._replaying = False
+
+        with mock.patch.object(torch.cuda.CUDAGraph, "replay", replayed), self:
+            yield
+
+
+@contextmanager
+def hook_calls(counts):
+    """Count the calls of Python functions of Megatron-FSDP, megatron-core's and ours, by name."""
+
+    def note(frame, event, arg):
+        if event == "call" and FSDP in frame.f_code.co_filename:
+            counts[frame.f_code.co_name] += 1
+
+    sys.setprofile(note)
+    yield
+    sys.setprofile(None)
+
+
+@dataclass
+class Counts:
+    """What a step costs, in Python calls of Megatron-FSDP and in launches; of these how many are replays."""
+
+    calls: float
+    launches: float
+    replays: float
+
+
+def counts(layers, **case):
+    """The counts of the third and fourth step after capture."""
+    with captured(small(layers=layers, warmup=WARMED_UP, **case)) as model:
+        for _ in range(2):
+            model.step()
+        calls: Counter[str] = Counter()
+        with hook_calls(calls):
+            model.step()
+        launches = Launches()
+        with launches.with_replays():
+            model.step()
+    return Counts(calls.total(), launches.counts.total(), launches.counts["replay"])
+
+
+@pytest.mark.parametrize(
+    ("case", "of_two_layers", "of_a_layer"),
+    [
+        ({}, Counts(480, 76, 2), Counts(40, 1, 0)),
+        ({"layers_per_graph": 1}, Counts(690, 88, 10), Counts(180, 10, 5)),
+        (MOE, Counts(1100, 230, 16), Counts(390, 85, 8)),
+    ],
+    ids=["dense, all layers in one graph", "dense, a graph for each layer", "MoE"],
+)
+def test_a_step_costs_no_more_calls_and_launches_than_when_this_was_written(ranks, case, of_two_layers, of_a_layer):
+    two, four = counts(2, **case), counts(4, **case)
+    assert two.calls <= of_two_layers.calls
+    assert two.launches <= of_two_layers.launches
+    assert two.replays == of_two_layers.replays
+    assert (four.calls - two.calls) / 2 <= of_a_layer.calls
+    assert (four.launches - two.launches) / 2 <= of_a_layer.launches
+    assert (four.replays - two.replays) / 2 == of_a_layer.replays
+    assert two.replays < two.launches < two.calls  # everything is counted
