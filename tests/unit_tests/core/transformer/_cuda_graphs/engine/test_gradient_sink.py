@@ -36,7 +36,8 @@ def test_a_sink_takes_the_gradients_of_every_replay():
 
 
 def test_autograd_gets_no_gradient_that_is_taken():
-    module, called = mlp(), []
+    called: list[torch.Tensor] = []
+    module = mlp()
     for param in module.parameters():
         param.register_post_accumulate_grad_hook(called.append)
     graphed = make_graphed_callables(module, (device_tensor(4, 6),), gradient_sinks=[Buckets(module)])
