@@ -80,3 +80,24 @@ def test_only_layers_of_the_chain_are_prefetched_in_it(ranks):
             ]
             assert set(gathered) == buckets
             assert len(gathered) == 6  # each layer in both directions, and the next one once in each
+
+
+def test_a_layer_that_was_gathered_before_a_replay_counts_as_released(ranks):
+    with captured(graphed()) as training:
+        fsdp, layer = training.fsdp, training.layers[1]
+        (bucket,) = fsdp.fsdp_hooks._fsdp_units[layer].buckets
+        status = []
+
+        def gather(*_):
+            fsdp.all_gather_and_wait_parameters_ready(list(layer.parameters()), prefetch=False)
+            status.append(fsdp.all_gather_pipeline.bucket_status[bucket, False].name)
+
+        def look(*_):
+            status.append(fsdp.all_gather_pipeline.bucket_status[bucket, False].name)
+
+        decoder = fsdp.module.decoder
+        handles = decoder.register_forward_pre_hook(gather), decoder.register_forward_hook(look)
+        training.step()
+        for handle in handles:
+            handle.remove()
+        assert status == ["READY_TO_USE", "EMPTY"]
