@@ -109,10 +109,12 @@ class GraphedUnits:
             self.forget(modules)
             raise
         finally:
-            self._release_captured()
             self.capturing = False
-            if distributed:
-                fsdp._replace_param_with_distributed_if_needed()
+            try:
+                self._release_captured()
+            finally:
+                if distributed:
+                    fsdp._replace_param_with_distributed_if_needed()
 
     def _release_captured(self) -> None:
         """Give back what capture holds: gradients, buckets, states."""
