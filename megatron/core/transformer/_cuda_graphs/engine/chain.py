@@ -61,7 +61,8 @@ class ChainFollower:
         """Return the first argument, as the callable would return its output.
 
         Raises:
-            RuntimeError: after ``reset``, or if it is not what the first callable of the chain returned.
+            RuntimeError: after ``reset``; or it is not what the first callable of the chain returned, or a keyword
+                input is not the one that callable was given.
         """
         if self._leader is None or self._leader.forward_graph is None:
             raise RuntimeError(f"the graphs of {self.name} were reset; capture them again to replay them")
@@ -71,6 +72,12 @@ class ChainFollower:
                 f"{self.name} runs in one graph with the layers before it, and is not given what they returned. "
                 f"{APART} for a model that changes hidden states between layers"
             )
+        for name, address in self._leader.given.items():
+            if kwargs[name].data_ptr() != address:
+                raise RuntimeError(
+                    f"{self.name} runs in one graph with the layers before it, which got another {name}. {APART} for a "
+                    f"model whose layers differ in {name}"
+                )
         return given if self._returns_one_tensor else tree_unflatten((given,), self._spec)
 
     def reset(self) -> None:

@@ -88,6 +88,7 @@ class GraphedSlot:
         backward_graph: Runs the backward pass; None where nothing requires grad.
         weight_gradient_graph: Computes the weight gradients that backward delays; None where it delays none.
         returned: The address and the version of the first output of a chain's last replay.
+        given: The addresses of the keyword inputs of a chain's last replay.
     """
 
     def __init__(
@@ -123,6 +124,7 @@ class GraphedSlot:
         self._gradient_sink = gradient_sink
         self._owner: Any = None  # of the chain that starts here
         self.returned = (0, 0)
+        self.given: dict[str, int] = {}
         self.replaced: dict[str, Any] = {}
         self._options = options
         self._autocast = autocast
@@ -494,6 +496,7 @@ class GraphedSlot:
         if self._owner is not None:
             first: Any = outputs[0]
             self.returned = first.data_ptr(), first._version
+            self.given = {name: kwargs[name].data_ptr() for name in self.kwargs}
         if self._returns_tuple:
             return outputs
         return outputs[0] if self._returns_one_tensor else tree_unflatten(outputs, self._output_spec)

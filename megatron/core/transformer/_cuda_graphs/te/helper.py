@@ -419,22 +419,24 @@ class TECudaGraphHelper:
         guards = self._parameter_guards()
         absent = default_kwargs(layers, arguments["sample_kwargs"])
         given: set[int] = set()
-        chained = {index for chain in arguments.get("chains", ()) for index in chain.members}
-        for index, (layer, slots) in enumerate(zip(layers, self._slots(), strict=True)):
+        slots_of = self._slots()
+        first_of = {index: chain.members[0] for chain in arguments.get("chains", ()) for index in chain.members}
+        for index, (layer, slots) in enumerate(zip(layers, slots_of, strict=True)):
+            keywords = slots_of[first_of.get(index, index)]  # in a chain the first layer's serve all
             layer.cuda_graphs = LayerGraphs(
                 LayerGraph(
                     _layer_name(layer, index),
                     graphs[slot],
                     sample_args[slot],
-                    arguments["sample_kwargs"][slot],
+                    arguments["sample_kwargs"][keyword_slot],
                     has_attention=captures_attention(layer),
                     num_microbatches=None if self._one_graph_serves_all() else self.num_microbatches,
-                    absent=absent[slot],
+                    absent=absent[keyword_slot],
                     given=given,
                     guard=guards[index],
-                    recorded_hooks=number_of_hooks(layer) if index in chained else None,
+                    recorded_hooks=number_of_hooks(layer) if index in first_of else None,
                 )
-                for slot in slots
+                for slot, keyword_slot in zip(slots, keywords, strict=True)
             )
 
     def _parameter_guards(self) -> list[AddressGuard | None]:

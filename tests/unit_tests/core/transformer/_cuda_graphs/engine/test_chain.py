@@ -23,9 +23,6 @@ class Owner:
     def __init__(self):
         self.events: list[str] = []
 
-    def take(self, params, grads):
-        raise AssertionError("the callables' own sinks take their gradients")
-
     @contextmanager
     def recording(self, phase):
         assert torch.cuda.is_current_stream_capturing()
@@ -139,6 +136,24 @@ def test_keyword_inputs_are_those_of_the_first():
             hidden = call(hidden, scale=scale, shift=shift)
         outputs += copies([hidden])
     assert_same_bits(outputs[:1], outputs[1:])
+
+
+def test_another_keyword_input_than_the_first_callables_is_refused():
+    scale, shift = device_tensor(4, 6, seed=1, grad=False), device_tensor(6, seed=2, grad=False)
+    static = [{"scale": torch.zeros_like(scale), "shift": torch.zeros_like(shift)} for _ in range(2)]
+    slots, _ = captured([Forward(keywords) for _ in range(2)], [range(2)], sample_kwargs=static)
+    hidden = slots[0](device_tensor(4, 6), scale=scale, shift=shift)
+    with pytest.raises(RuntimeError, match=r"callable 1 .*which got another shift\. Set MEGATRON_CUDA_GRAPH_LAYERS_PER"):
+        slots[1](hidden, scale=scale, shift=shift.clone())
+    assert slots[1](hidden, scale=scale, shift=shift) is hidden
+
+
+def test_an_output_that_was_changed_in_place_is_refused():
+    slots, _ = captured([mlp(), mlp()], [range(2)])
+    with torch.no_grad():
+        hidden = slots[0](device_tensor(4, 6)).add_(1)
+        with pytest.raises(RuntimeError, match="is not given what they returned"):
+            slots[1](hidden)
 
 
 def test_a_callable_that_returns_a_tuple_goes_on_doing_so():
