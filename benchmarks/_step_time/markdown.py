@@ -8,11 +8,11 @@ from .configurations import DESCRIPTIONS
 
 NAMES = {
     "eager": "Megatron-FSDP, eager",
-    "native": "a graph per layer, this engine",
-    "te": "a graph per layer, TransformerEngine's engine",
+    "native": "graphs of layers, this engine",
+    "te": "graphs of layers, TransformerEngine's engine",
     "full_iteration": "one graph for all passes",
     "ddp": "`DistributedDataParallel`, eager",
-    "ddp_graphs": "`DistributedDataParallel`, a graph per layer",
+    "ddp_graphs": "`DistributedDataParallel`, graphs of layers",
 }
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 WITH_OPTIMIZER = "+optimizer"
@@ -21,7 +21,6 @@ HEADER = (
     "to eager",
     "to one graph for all passes",
     "to compute",
-    "reserved GiB",
     "capture: s",
     "launches and replays",
     "equal steps",
@@ -70,7 +69,7 @@ def _cells(row: dict[str, Any]) -> list[str]:
         equal += " (two runs differ)"
     captured = f"{row['capture_seconds']:.2f}" if row["graphs"] else ""
     ratios = [_number(row[f"ratio_to_{other}"]) for other in ("eager", "full_iteration", "compute")]
-    return [f"{row['ms']:.1f}", *ratios, f"{row['max_reserved_mib'] / 1024:.2f}", captured, launches, equal]
+    return [f"{row['ms']:.1f}", *ratios, captured, launches, equal]
 
 
 def _number(value: float | None) -> str:

@@ -143,7 +143,7 @@ def test_another_keyword_input_than_the_first_callables_is_refused():
     static = [{"scale": torch.zeros_like(scale), "shift": torch.zeros_like(shift)} for _ in range(2)]
     slots, _ = captured([Forward(keywords) for _ in range(2)], [range(2)], sample_kwargs=static)
     hidden = slots[0](device_tensor(4, 6), scale=scale, shift=shift)
-    with pytest.raises(RuntimeError, match=r"callable 1 .*which got another shift\. Set MEGATRON_CUDA_GRAPH_LAYERS_PER"):
+    with pytest.raises(RuntimeError, match=r"callable 1 .*which got another shift\. Set MEGATRON_CUDA_GRAPH"):
         slots[1](hidden, scale=scale, shift=shift.clone())
     assert slots[1](hidden, scale=scale, shift=shift) is hidden
 
