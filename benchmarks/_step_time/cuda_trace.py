@@ -3,8 +3,9 @@
 import gzip
 import json
 import re
+import statistics
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ GPU = {"kernel", "gpu_memcpy", "gpu_memset"}
 WAITING = {"cudaStreamSynchronize", "cudaEventSynchronize", "cudaDeviceSynchronize", "cuCtxSynchronize"}
 COPY = "cudaMemcpyAsync"
 WAITING_COPY_MICROSECONDS = 200.0
+VERSION = r"_v\d+$"  # at the end of an API function's name
+COLLECTIVE = r"ncclDevKernel_(AllGather|ReduceScatter|AllReduce|SendRecv)"
 # What the table shows, each with the API functions that count for it.
 CALLS = {
     "launches": r"cu(da)?LaunchKernel(Ex|ExC|Cooperative)?",
@@ -47,23 +50,27 @@ def figures(events: Iterable[dict[str, Any]], *, steps: int, wall_ms: float) -> 
     Returns:
         ``profiled_ms`` of a step; ``host_ms``, those in which the host did not wait for the GPU, and ``waiting_ms``;
         ``gpu_busy_ms``, of which ``compute_ms`` are with and ``nccl_alone_ms`` without work other than NCCL's kernels;
-        ``calls``, by the names of ``CALLS``; ``api_calls``, by the name of the function.
+        ``calls``, by the names of ``CALLS``; ``api_calls``, by the name of the function; ``collectives``, NCCL's kernels
+        by their name: ``calls``, and ``median_us``, of which those that wait for another rank are part.
     """
     api: Counter[str] = Counter()
-    waits: list[Interval] = []
+    waiting_calls: list[Interval] = []
     compute: list[Interval] = []
     nccl: list[Interval] = []
+    collectives: dict[str, list[float]] = {}
     for event in events:
         category, name = event.get("cat"), event["name"]
         interval = (event["ts"], event["ts"] + event["dur"])
         if category in API:
-            name = re.sub(r"_v\d+$", "", name)
-            api[name] += 1
-            if name in WAITING or (name == COPY and event["dur"] >= WAITING_COPY_MICROSECONDS):
-                waits.append(interval)
+            api[re.sub(VERSION, "", name)] += 1
+            if waits(event):
+                waiting_calls.append(interval)
         elif category in GPU:
-            (nccl if category == "kernel" and "nccl" in name.lower() else compute).append(interval)
-    busy, computing, waiting = (covered(each) / 1000 / steps for each in (compute + nccl, compute, waits))
+            is_nccl = category == "kernel" and "nccl" in name.lower()
+            (nccl if is_nccl else compute).append(interval)
+            if is_nccl and (found := re.search(COLLECTIVE, name)):
+                collectives.setdefault(found[1], []).append(event["dur"])
+    busy, computing, waiting = (covered(each) / 1000 / steps for each in (compute + nccl, compute, waiting_calls))
     profiled = wall_ms / steps
     return {
         "profiled_ms": round(profiled, 3),
@@ -74,7 +81,17 @@ def figures(events: Iterable[dict[str, Any]], *, steps: int, wall_ms: float) -> 
         "nccl_alone_ms": round(busy - computing, 3),
         "calls": {what: _per_step(api, pattern, steps) for what, pattern in CALLS.items()},
         "api_calls": {name: round(count / steps, 2) for name, count in api.most_common()},
+        "collectives": {
+            name: {"calls": round(len(each) / steps, 2), "median_us": round(statistics.median(each), 1)}
+            for name, each in collectives.items()
+        },
     }
+
+
+def waits(event: Mapping[str, Any]) -> bool:
+    """Whether the host waits for the GPU in this API call of a trace."""
+    name = re.sub(VERSION, "", event["name"])
+    return name in WAITING or (name == COPY and event["dur"] >= WAITING_COPY_MICROSECONDS)
 
 
 def covered(intervals: Iterable[Interval]) -> float:
