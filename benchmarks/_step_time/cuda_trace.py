@@ -50,8 +50,8 @@ def figures(events: Iterable[dict[str, Any]], *, steps: int, wall_ms: float) -> 
     Returns:
         ``profiled_ms`` of a step; ``host_ms``, those in which the host did not wait for the GPU, and ``waiting_ms``;
         ``gpu_busy_ms``, of which ``compute_ms`` are with and ``nccl_alone_ms`` without work other than NCCL's kernels;
-        ``calls``, by the names of ``CALLS``; ``api_calls``, by the name of the function; ``collectives``, NCCL's kernels
-        by their name: ``calls``, and ``median_us``, of which those that wait for another rank are part.
+        ``calls``, by the names of ``CALLS``; ``api_calls``, by the name of the function; ``collectives``, NCCL's
+        kernels by name: ``calls``, and ``median_us``, of which those that wait for another rank are part.
     """
     api: Counter[str] = Counter()
     waiting_calls: list[Interval] = []
