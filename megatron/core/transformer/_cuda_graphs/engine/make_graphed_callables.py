@@ -99,7 +99,8 @@ def make_graphed_callables(
             for what each is called with; each must return None.
         gradient_sinks: For each callable None, or who takes the gradients of its parameters; see ``GradientSink``.
         chains: Callables that are recorded together; see ``Chain``. Needs ``_order``, ``gradient_sinks`` that take
-            every gradient, and that nothing is quantized or delayed. Only the first callable of a chain replays.
+            every gradient, and that nothing is quantized or delayed. Only the first callable of a chain replays. In
+            evaluation mode modules are recorded one by one.
 
     Returns:
         With ``_order`` a ``GraphedSlot`` for each entry of ``sample_args``. Without it, for each callable: a module
@@ -193,7 +194,8 @@ def make_graphed_callables(
         )
         for index, (args, kwargs) in zip(plan.callable_of_slot, inputs, strict=True)
     ]
-    chain_of = {member: chain for chain in chains for member in chain.members if len(chain.members) > 1}
+    chained = [chain for chain in chains if training and len(chain.members) > 1]
+    chain_of = {member: chain for chain in chained for member in chain.members}
     passes = CapturePasses(plan, slots, training, _reuse_graph_input_output_buffers, chain_of)
     statistics = quantization.preserve_statistics(callables) if quantization else nullcontext()
     with_buffers = [module for module in map(module_of, callables) if module is not None]

@@ -49,29 +49,29 @@ class CapturePasses:
 
     def _run(self, capture: Capture | None) -> None:
         grads = _StaticGradients()
-        for steps in self._recorded_together() if capture is not None and self._chains else zip(self._plan.steps):
-            if len(steps) > 1 and capture is not None:
+        for steps in self._together(capture):
+            if capture is not None and len(steps) > 1:
                 self._capture_chain(steps, grads, capture)
+            elif self._runs(steps[0]):
+                slot = self._slots[steps[0].slot]
+                phase = "warm-up" if capture is None else "capture"
+                with torch.profiler.record_function(f"{slot.name} {steps[0].kind.value} {phase}"):
+                    self._run_step(steps[0], slot, grads, capture)
             for step in steps:
-                if len(steps) == 1 and self._runs(step):
-                    slot = self._slots[step.slot]
-                    phase = "warm-up" if capture is None else "capture"
-                    with torch.profiler.record_function(f"{slot.name} {step.kind.value} {phase}"):
-                        self._run_step(step, slot, grads, capture)
                 # Gradients that backward returns unchanged would be overwritten before they are read.
-                slot = self._slots[step.slot]
-                if self._shares_memory and step in self._last_steps and not slot.returns_static_gradients:
+                static = self._slots[step.slot].returns_static_gradients
+                if self._shares_memory and step in self._last_steps and not static:
                     grads.take_back(step.slot)
 
     def _chain_of(self, slot: int) -> Chain | None:
         return self._chains.get(self._plan.callable_of_slot[slot])
 
-    def _recorded_together(self) -> Iterator[tuple[Step, ...]]:
-        """The steps, those of a chain in one entry."""
+    def _together(self, capture: Capture | None) -> Iterator[tuple[Step, ...]]:
+        """The steps; at capture those of a chain in one entry."""
         for run in self._plan.runs:
             rest = run
             while rest:
-                chain = self._chain_of(rest[0].slot)
+                chain = None if capture is None else self._chain_of(rest[0].slot)
                 count = 1 if chain is None or rest[0].kind is Pass.WEIGHT_GRADIENTS else len(chain.members)
                 yield rest[:count]
                 rest = rest[count:]

@@ -156,6 +156,15 @@ def test_an_output_that_was_changed_in_place_is_refused():
             slots[1](hidden)
 
 
+def test_modules_in_evaluation_mode_are_recorded_one_by_one():
+    layers = [mlp().eval() for _ in range(2)]
+    slots, _ = captured(layers, [range(2)])
+    hidden = device_tensor(4, 6, grad=False)
+    expected = layers[1](layers[0](hidden))
+    assert slots[0].forward_graph is not slots[1].forward_graph
+    assert_same_bits([expected], [slots[1](slots[0](hidden))])
+
+
 def test_a_callable_that_returns_a_tuple_goes_on_doing_so():
     layers = [Forward(lambda linear, x: (linear(x),)), Forward(lambda linear, x: (linear(x),))]
     slots, _ = captured(layers, [range(2)])
