@@ -71,3 +71,14 @@ def test_nccl_counts_only_where_nothing_else_runs():
     ]
     found = figures(events, steps=1, wall_ms=10.0)
     assert (found["gpu_busy_ms"], found["compute_ms"], found["nccl_alone_ms"]) == (6.0, 4.0, 2.0)
+
+
+def test_a_collective_is_known_by_its_kernel():
+    names = ["ncclDevKernel_AllGather_RING_LL(args)"] * 3 + ["ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(args)"]
+    durations = [70.0, 900.0, 80.0, 90.0]
+    events = [event("kernel", name, 0.0, took) for name, took in zip(names, durations, strict=True)]
+    found = figures([*events, event("kernel", "gemm", 0.0, 1.0)], steps=1, wall_ms=1.0)
+    assert found["collectives"] == {
+        "AllGather": {"calls": 3.0, "median_us": 80.0},
+        "ReduceScatter": {"calls": 1.0, "median_us": 90.0},
+    }
