@@ -21,6 +21,7 @@ def _one_rank():
 def machine():
     from megatron.core import rerun_state_machine
 
+    rerun_state_machine.destroy_rerun_state_machine()  # whoever asks for it makes one, in other tests too
     rerun_state_machine.initialize_rerun_state_machine(mode=rerun_state_machine.RerunMode.VALIDATE_RESULTS)
     yield rerun_state_machine.get_rerun_state_machine()
     rerun_state_machine.destroy_rerun_state_machine()
