@@ -61,6 +61,12 @@ def test_units_with_fp8_parameters_have_none(ranks):
         assert not graphed.can_have_plan(unit)
 
 
+@pytest.mark.parametrize(("mixing", "has"), [("0", False), ("1", True)])
+def test_no_collective_is_recorded_where_nccl_may_not_mix_it_with_others(ranks, monkeypatch, mixing, has):
+    monkeypatch.setenv("NCCL_GRAPH_MIXING_SUPPORT", mixing)
+    assert has_sinks(Variant()) is has
+
+
 # ----------------------------------------------------------------------------------------------------- what it gathers
 
 
