@@ -127,6 +127,16 @@ def test_capture_mode_ends(fsdp, error):
     assert not fsdp.fsdp_hooks.graphed.capturing
 
 
+def test_capture_mode_ends_even_if_buckets_cannot_be_given_back(fsdp):
+    graphed, distributed = fsdp.fsdp_hooks.graphed, fsdp.is_param_fsdp_distributed
+    stuck = RuntimeError("a collective does not end")
+    give_back = mock.patch.object(graphed, "release_all", side_effect=[None, stuck, stuck])
+    with give_back, pytest.raises(RuntimeError, match="does not end"), fsdp.capture_graphs([]):
+        pass
+    assert not graphed.capturing
+    assert fsdp.is_param_fsdp_distributed == distributed
+
+
 @ERRORS
 def test_every_bucket_is_given_back(fsdp, error):
     outcome(fsdp, error)
