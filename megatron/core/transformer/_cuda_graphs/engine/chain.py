@@ -55,7 +55,6 @@ class ChainFollower:
         self.name = slot.name
         self._leader: GraphedSlot | None = leader
         self._returns_one_tensor, self._spec = slot.returns_one_tensor, slot.output_spec
-        self.follows = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the first argument, as the callable would return its output.

@@ -126,78 +126,19 @@ class RecordedGather:
         self._work.reset()
 
 
-class RecordedReduction:
-    """The reduction of one group of gradient buckets: scaling, reduce-scatter, addition to the rank's shard.
-
-    Args:
-        capture: Records the graph.
-        reductions: The pipeline of reductions, whose queue is empty.
-        buckets: The indices of the buckets, all of one unit and of one process group.
-
-    Attributes:
-        buckets: The same.
-    """
-
-    def __init__(self, capture: Capture, reductions: Any, buckets: list[int]):
-        self._reductions, self.buckets = reductions, list(buckets)
-        dtype = reductions.buffer.mp_policy.grad_comm_dtype
-        self._places = []
-        for bucket in buckets:
-            grads = reductions.get_fsdp_buffer(bucket)
-            fetch = partial(grads.fetch_bucket, dtype=dtype if grads.is_data_distributed else None)
-            self._places.append((bucket, fetch, fetch().data.data_ptr()))
-        reduce = partial(reductions._bucket_group_gradient_reduce, buckets, async_op=True)
-        self._work = RecordedWork(capture, reductions.rs_stream, reduce)
-        self._queued = [(self._work, free, bucket) for _, free, bucket in reductions.grad_reduce_queue]
-        reductions.grad_reduce_queue.clear()
-        for _, free, _ in self._queued:
-            free()
-
-    def claim(self) -> None:
-        """Get hold of the buckets, once earlier reductions have read what is in their place.
-
-        Raises:
-            MovedBufferError: a bucket cannot go where it was at capture.
-        """
-        self._reductions._enforce_double_buffer_limit(self.buckets)
-        for bucket, fetch, address in self._places:
-            now = fetch().data.data_ptr()
-            if now != address:
-                raise MovedBufferError(
-                    f"CUDA graphs write the gradients of bucket {bucket} to {address:#x}; now they belong at {now:#x}. "
-                    f"{ADVICE}"
-                )
-
-    def launch(self) -> bool:
-        """Start the reduction, and queue it, unless a bucket is not where it was at capture.
-
-        Returns False if it did not start.
-        """
-        reductions = self._reductions
-        for _, fetch, address in self._places:
-            if fetch().data.data_ptr() != address:
-                return False
-        self._work.launch()
-        for bucket in self.buckets:
-            reductions.bucket_status[bucket] = BucketStatus.COMMUNICATING
-        reductions.grad_reduce_queue.extend(self._queued)
-        return True
-
-    def reset(self) -> None:
-        """Free the graph."""
-        self._work.reset()
-
-
 class PlainReduction:
     """The reduction of one group of gradient buckets as megatron-core runs it.
 
     Args:
         reductions: The pipeline of reductions.
         buckets: The indices of the buckets, all of one unit and of one process group.
+
+    Attributes:
+        buckets: The same.
     """
 
     def __init__(self, reductions: Any, buckets: list[int]):
-        self._reductions, self.buckets = reductions, buckets
+        self._reductions, self.buckets = reductions, list(buckets)
         dtype = reductions.buffer.mp_policy.grad_comm_dtype
         self._fetch = [partial(reductions.get_fsdp_buffer(bucket).fetch_bucket, dtype=dtype) for bucket in buckets]
 
@@ -211,3 +152,55 @@ class PlainReduction:
         """Start the reduction, and queue it."""
         reduced: bool = self._reductions._bucket_group_gradient_reduce(self.buckets, async_op=True)
         return reduced
+
+
+class RecordedReduction(PlainReduction):
+    """The same, recorded: scaling, reduce-scatter, addition to the rank's shard.
+
+    Args:
+        capture: Records the graph.
+        reductions: The pipeline of reductions, whose queue is empty.
+        buckets: As of ``PlainReduction``.
+    """
+
+    def __init__(self, capture: Capture, reductions: Any, buckets: list[int]):
+        super().__init__(reductions, buckets)
+        self._addresses = [fetch().data.data_ptr() for fetch in self._fetch]
+        self._work = RecordedWork(capture, reductions.rs_stream, super().launch)
+        self._queued = [(self._work, free, bucket) for _, free, bucket in reductions.grad_reduce_queue]
+        reductions.grad_reduce_queue.clear()
+        for _, free, _ in self._queued:
+            free()
+
+    def claim(self) -> None:
+        """Get hold of the buckets, once earlier reductions have read what is in their place.
+
+        Raises:
+            MovedBufferError: a bucket cannot go where it was at capture.
+        """
+        self._reductions._enforce_double_buffer_limit(self.buckets)
+        for bucket, fetch, address in zip(self.buckets, self._fetch, self._addresses, strict=True):
+            now = fetch().data.data_ptr()
+            if now != address:
+                raise MovedBufferError(
+                    f"CUDA graphs write the gradients of bucket {bucket} to {address:#x}; now they belong at {now:#x}. "
+                    f"{ADVICE}"
+                )
+
+    def launch(self) -> bool:
+        """Start the reduction, and queue it, unless a bucket is not where it was at capture.
+
+        Returns False if it did not start.
+        """
+        if [fetch().data.data_ptr() for fetch in self._fetch] != self._addresses:
+            return False
+        reductions = self._reductions
+        self._work.launch()
+        for bucket in self.buckets:
+            reductions.bucket_status[bucket] = BucketStatus.COMMUNICATING
+        reductions.grad_reduce_queue.extend(self._queued)
+        return True
+
+    def reset(self) -> None:
+        """Free the graph."""
+        self._work.reset()

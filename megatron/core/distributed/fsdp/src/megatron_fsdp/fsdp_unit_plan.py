@@ -19,7 +19,6 @@ from .fsdp_unit import Unit
 
 Direction = Literal["forward", "backward"]
 Group = tuple[int, ...]
-Reduction = RecordedReduction | PlainReduction
 
 
 @dataclass
@@ -27,22 +26,30 @@ class GroupGather:
     """The all-gather of one group of buckets in one direction.
 
     Attributes:
-        keys: The buckets' keys in the pipeline of all-gathers.
+        group: The indices of the buckets.
+        keys: Their keys in the pipeline of all-gathers.
         status: The pipeline's status of all buckets.
         eagerly: Has megatron-core gather those of the buckets that are not gathered yet.
-        recorded: The recorded all-gather; None for buckets without fixed addresses.
+        recordings: The recorded all-gathers there are, by group.
     """
 
+    group: Group
     keys: list[Any]
     status: Mapping[Any, Any]
     eagerly: Callable[[], None]
-    recorded: RecordedGather | None
+    recordings: Mapping[Group, RecordedGather]
+
+    @property
+    def recorded(self) -> RecordedGather | None:
+        """The recorded all-gather; None for buckets without fixed addresses."""
+        return self.recordings.get(self.group)
 
     def launch(self) -> None:
         """Start the all-gather of those buckets that are not gathered yet."""
         if all(self.status[key] not in TO_GATHER for key in self.keys):
             return
-        if self.recorded is None or not self.recorded.launch():
+        recorded = self.recordings.get(self.group)
+        if recorded is None or not recorded.launch():
             self.eagerly()
 
 
@@ -64,8 +71,8 @@ class UnitPlan:
     unit: Unit
     gathers: dict[Direction, list[GroupGather]]
     written: frozenset[torch.nn.Parameter]
-    claimed: Sequence[Reduction] = ()
-    reduced: Sequence[Reduction] = ()
+    claimed: Sequence[PlainReduction] = ()
+    reduced: Sequence[PlainReduction] = ()
     left: list[torch.nn.Parameter] = field(default_factory=list)
 
     def gather(self, direction: Direction) -> None:
@@ -197,11 +204,6 @@ class UnitPlans:
             if reduction is not None:
                 reduction.reset()
                 self._fsdp.grad_reduce_pipeline.recorded.pop(reduction.buckets[0], None)
-        for other in self._plans.values():
-            for gathers in other.gathers.values():
-                for ahead in gathers:
-                    if ahead.recorded is not None and ahead.recorded not in self._gathers.values():
-                        ahead.recorded = None
 
     def _groups(self, unit: Unit) -> list[Group]:
         """The groups of buckets that are gathered or reduced together."""
@@ -217,8 +219,7 @@ class UnitPlans:
             with_grads = self._with_grads(group)
             if with_grads:
                 self._reductions[group] = RecordedReduction(capture, reductions, with_grads)
-        for reduction in self._reductions.values():
-            reductions.recorded[reduction.buckets[0]] = reduction
+                reductions.recorded[with_grads[0]] = self._reductions[group]
 
     def _plan(self, unit: Unit, written: frozenset[torch.nn.Parameter]) -> UnitPlan:
         own = self._groups(unit)
@@ -227,8 +228,8 @@ class UnitPlans:
             "backward": [self._gather(group, True) for group in own + self._prefetched(unit, -1)],
         }
         parameter_groups = self._fsdp.param_and_grad_buffer.parameter_groups
-        claimed: list[Reduction] = []
-        reduced: list[Reduction] = []
+        claimed: list[PlainReduction] = []
+        reduced: list[PlainReduction] = []
         left: list[torch.nn.Parameter] = []
         for reduction in (self._reductions[group] for group in own if group in self._reductions):
             params = [param for bucket in reduction.buckets for param in parameter_groups[bucket].params]
@@ -246,10 +247,11 @@ class UnitPlans:
         parameter_groups = self._fsdp.param_and_grad_buffer.parameter_groups
         params = [param for bucket in group for param in parameter_groups[bucket].params]
         return GroupGather(
+            group,
             [gathers.get_bucket_key(bucket, backward) for bucket in group],
             gathers.bucket_status,
             partial(gathers.all_gather_params, params, bwd=backward),
-            self._gathers.get(group),
+            self._gathers,
         )
 
     def _prefetched(self, unit: Unit, step: int) -> list[Group]:
