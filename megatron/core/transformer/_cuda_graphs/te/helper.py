@@ -71,6 +71,8 @@ class TECudaGraphHelper:
         RuntimeError: the selected engine cannot be imported, or cannot run Megatron-FSDP's hooks.
     """
 
+    _gradients_are_zeroed = True  # by capture
+
     def __init__(
         self,
         model: Sequence[torch.nn.Module],
@@ -455,6 +457,8 @@ class TECudaGraphHelper:
             for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
                 fsdp = _fsdp_of(chunk)
                 if fsdp is not None:
+                    if self._gradients_are_zeroed:
+                        fsdp.zero_grad_buffer()  # before capture too: then the optimizer's gradients take no memory
                     stack.enter_context(fsdp.capture_graphs(layers))
             yield
 

@@ -56,6 +56,8 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
         OptionsError, ValueError, RuntimeError: as ``TECudaGraphHelper``.
     """
 
+    _gradients_are_zeroed = False
+
     def __init__(
         self,
         model: Sequence[torch.nn.Module],

@@ -42,6 +42,9 @@ class UnitChain:
         self._hooks, self._fsdp = hooks, hooks.fsdp
         self._params = frozenset(param for plan in plans.values() for param in plan.written)
         self._buckets = [bucket for unit in units.values() for bucket in unit.buckets]
+        groups = enumerate(self._fsdp.param_and_grad_buffer.parameter_groups)
+        in_units = {bucket for bucket, group in groups if group.fsdp_unit_id is not None}
+        self._holds_all_units = in_units == set(self._buckets)
         self._weights: dict[int, Any] = {}  # by address: a buffer that is gathered to it
         self._grads: dict[int, Any] = {}  # by address: what fetches a bucket that is there, and what frees it
 
@@ -54,16 +57,23 @@ class UnitChain:
         graphed.recorded_chain = self
         current = torch.cuda.current_stream()
         others = self._fsdp.all_gather_pipeline.ag_stream, reductions.rs_stream
+        storages = self._fsdp.param_and_grad_buffer.gradient_storages() if self._holds_all_units else None
         try:
             for stream in others:
                 stream.wait_stream(current)
+            if phase == "forward" and storages is not None:
+                storages.leave_room()
             yield
             if phase == "backward":
                 reductions.wait_for_previous_grad_reduce(0)
                 self._note_addresses()
             for stream in others:
                 current.wait_stream(stream)
+            if phase == "backward" and storages is not None:
+                storages.settle()
         except BaseException:
+            if storages is not None:
+                storages.leave()
             self._abandon()
             raise
         finally:

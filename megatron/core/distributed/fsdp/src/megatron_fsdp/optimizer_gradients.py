@@ -1,11 +1,10 @@
 """The gradients that the optimizer reads, planned once."""
 
-from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
+from .gradient_storages import GradientStorages
 from .planned_copies import Placement, PlannedCopies
 
 
@@ -13,10 +12,11 @@ class OptimizerGradients:
     """The gradient of each parameter of an optimizer: a shard of the main gradients, or that shard in another dtype.
 
     megatron-core makes these views anew in every step, and casts each shard into new memory. Here the views are kept,
-    and the casts share storages, which are there from ``update`` to ``release``.
+    and the casts have memory from ``update`` to ``release``.
 
     Attributes:
         in_place: Whether a graph may read the gradients, so that they stay attached and at their addresses.
+        storages: The memory of the casts.
     """
 
     def __init__(self, buffer: Any, *, in_place: bool):
@@ -31,7 +31,7 @@ class OptimizerGradients:
         self._params = buffer.optimizer_named_parameters
         self._attached: list[tuple[torch.nn.Parameter, Any]] = []
         grads, buffers = [], []
-        cast: list[tuple[Any, torch.Tensor]] = []
+        cast: list[tuple[Any, Any, torch.Tensor]] = []
         sharded = buffer.bucketing_policy.data_parallel_sharding_strategy != "no_shard"
         for name, param in self._params:
             main_grads = buffer.parameter_groups[buffer.param_to_param_group[param.orig_param]].main_grad_buffer
@@ -43,10 +43,10 @@ class OptimizerGradients:
             self._attached.append((param, grad if grad._local_tensor.numel() else None))
             if grad._local_tensor.dtype != main_grads.data.dtype:
                 shard = main_grads.get_item(main_grads.param_idx[param.orig_param], only_shard=sharded)
-                cast.append((grad, shard))
-        self._storages = [] if in_place else _share_storages([grad for grad, _ in cast])
+                cast.append((main_grads, grad, shard))
+        self.storages = GradientStorages([] if in_place else [(bucket, grad) for bucket, grad, _ in cast])
         self._locals = [(grad, grad._local_tensor) for grad in grads]
-        self._casts = PlannedCopies((grad._local_tensor.view(-1), shard) for grad, shard in cast)
+        self._casts = PlannedCopies((grad._local_tensor.view(-1), shard) for _, grad, shard in cast)
         self._placement = Placement(dict.fromkeys(buffers))
 
     def unmoved(self, buffer: Any) -> bool:
@@ -60,9 +60,7 @@ class OptimizerGradients:
     def update(self) -> None:
         """Let every parameter have its gradient, with the value that the main gradients have now."""
         self.in_place |= torch.cuda.is_current_stream_capturing()
-        for storage, size in self._storages:
-            if storage.nbytes() != size:
-                storage.resize_(size)
+        self.storages.allocate()
         self._casts.run()
         for param, grad in self._attached:
             if getattr(param, self._name, None) is not grad:
@@ -74,26 +72,4 @@ class OptimizerGradients:
             return
         for param, _ in self._attached:
             setattr(param, self._name, None)
-        for storage, _ in self._storages:
-            storage.resize_(0)
-
-
-# In elements: torch's allocator starts each tensor at a multiple of 512 bytes, and kernels that load several elements
-# at once take another path for tensors that start elsewhere.
-_ALIGNMENT = 128
-
-
-def _share_storages(grads: Sequence[Any]) -> list[tuple[torch.UntypedStorage, int]]:
-    """Move the local tensors of ``grads`` to one storage for each dtype; return these with their sizes in bytes."""
-    of_dtype: dict[torch.dtype, list[Any]] = defaultdict(list)
-    for grad in grads:
-        of_dtype[grad._local_tensor.dtype].append(grad)
-    storages = []
-    for dtype, alike in of_dtype.items():
-        sizes = [-(-grad._local_tensor.numel() // _ALIGNMENT) * _ALIGNMENT for grad in alike]
-        flat = torch.empty(sum(sizes), dtype=dtype, device=alike[0]._local_tensor.device)
-        for grad, part in zip(alike, flat.split(sizes), strict=True):
-            old = grad._local_tensor
-            grad._local_tensor = part[: old.numel()].view(old.shape).copy_(old)
-        storages.append((flat.untyped_storage(), flat.untyped_storage().nbytes()))
-    return storages
+        self.storages.free()

@@ -13,6 +13,7 @@ import torch
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
+from .gradient_storages import GradientStorages
 from .optimizer_gradients import OptimizerGradients
 from .weight_copies import WeightCopies
 
@@ -44,6 +45,14 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
     def keep_gradients_in_place(self) -> None:
         """Leave the gradients of the optimizer's parameters attached and in place: a graph of its step reads them."""
         self._gradients_in_place, self._gradients = True, None
+
+    def gradient_storages(self) -> GradientStorages | None:
+        """The memory for the optimizer's gradients that comes and goes; None if there is none of that kind now.
+
+        It is not in use from ``zero_grad`` to ``update_main_grads``.
+        """
+        gradients = self._gradients
+        return None if gradients is None or gradients.in_place else gradients.storages
 
     def zero_grad(self) -> None:
         """Zero the main gradients; see megatron-core.

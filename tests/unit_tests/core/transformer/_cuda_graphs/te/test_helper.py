@@ -623,6 +623,9 @@ def test_megatron_fsdp_is_in_capture_mode_with_the_layers_of_its_chunk():
             yield
             self.capturing = None
 
+        def zero_grad_buffer(self):
+            assert self.capturing is None
+
     chunks = [Capturing(), torch.nn.Linear(1, 1), Capturing()]
     with helper(model=chunks, callables_per_chunk=[["first"], ["second"], ["third"]])._fsdp_capture():
         assert (chunks[0].capturing, chunks[2].capturing) == (["first"], ["third"])
