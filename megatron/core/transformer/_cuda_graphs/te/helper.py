@@ -457,8 +457,9 @@ class TECudaGraphHelper:
             for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
                 fsdp = _fsdp_of(chunk)
                 if fsdp is not None:
-                    if self._gradients_are_zeroed:
-                        fsdp.zero_grad_buffer()  # before capture too: then the optimizer's gradients take no memory
+                    if self._gradients_are_zeroed:  # before capture too: then the optimizer's take no memory
+                        fsdp.zero_grad_buffer()
+                        release_cached_memory()
                     stack.enter_context(fsdp.capture_graphs(layers))
             yield
 
