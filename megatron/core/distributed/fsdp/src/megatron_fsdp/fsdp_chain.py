@@ -84,10 +84,10 @@ class UnitChain:
         dtype = reductions.buffer.mp_policy.grad_comm_dtype
         for bucket in self._buckets:
             weights = gathers.get_fsdp_buffer(bucket)
-            self._weights.setdefault(_address(weights, None), weights)
+            self._weights.setdefault(address_in(weights, None), weights)
             if bucket in reductions.bucket_status:
                 grads = reductions.get_fsdp_buffer(bucket)
-                self._grads.setdefault(_address(grads, dtype), grads)
+                self._grads.setdefault(address_in(grads, dtype), grads)
 
     def before_forward(self) -> None:
         """Make sure that the double buffer is free, and where it was at capture.
@@ -97,7 +97,7 @@ class UnitChain:
         """
         self._release()
         for address, buffer in self._weights.items():
-            _check(address, _address(buffer, None), "gather parameters to")
+            _check(address, address_in(buffer, None), "gather parameters to")
 
     def before_backward(self) -> None:
         """The same for the backward pass, and for the gradients' double buffer.
@@ -112,7 +112,7 @@ class UnitChain:
         self.before_forward()
         dtype = reductions.buffer.mp_policy.grad_comm_dtype
         for address, buffer in self._grads.items():
-            _check(address, _address(buffer, dtype), "write gradients to")
+            _check(address, address_in(buffer, dtype), "write gradients to")
 
     def after_backward(self) -> None:
         """Note that the gradients of all units have been reduced."""
@@ -125,7 +125,7 @@ class UnitChain:
                 gathers.release_bucket(bucket, False)
 
 
-def _address(buffer: Any, dtype: torch.dtype | None) -> int:
+def address_in(buffer: Any, dtype: torch.dtype | None) -> int:
     """Where ``buffer`` would put a bucket now."""
     address: int = buffer.fetch_bucket(dtype=dtype).data.data_ptr()
     buffer.free_bucket_storage()
