@@ -95,6 +95,12 @@ class Case:
         """How many micro-batches ``step`` has."""
         return self.microbatches_later or self.microbatches if step > self.warmup else self.microbatches
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables that say how many layers a graph holds."""
+        most = self.layers_per_graph
+        return {LAYERS_VARIABLE: "model" if most < 0 else str(most)} if most else {}
+
     def __str__(self) -> str:
         changed = [
             f"{field.name}={getattr(self, field.name)}"
@@ -276,9 +282,7 @@ class Training:
         first_step_done = bool(self.losses)
         if first_step_done:
             self._gather_in_hooks(False)
-        most = self.case.layers_per_graph
-        limit = {LAYERS_VARIABLE: "model" if most < 0 else str(most)} if most else {}
-        with torch.cuda.stream(self.stream), mock.patch.dict(os.environ, limit):
+        with torch.cuda.stream(self.stream), mock.patch.dict(os.environ, self.case.environment):
             capture(self)
         if first_step_done:
             self._gather_in_hooks(True)

@@ -4,13 +4,13 @@ Unlike those of ``make_graphed_callables``, the graphs hold all that hooks enque
 streams: collectives, and what becomes of the gradients of parameters.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, Protocol
 
 import torch
 
-from .capture import Capture, not_recording
+from .capture import Capture
 from .gradient_sink import AroundBackward
 from .memory import release_cached_memory
 from .preserve import pause_gc, preserve_buffers
@@ -81,20 +81,19 @@ class WholePasses:
             self.reset()
             raise
 
+    @contextmanager
+    def _running(self, phase: Phase, capture: Capture | None, graph: torch.cuda.CUDAGraph | None) -> Iterator[None]:
+        assert self._owner is not None
+        recording = nullcontext() if capture is None or graph is None else capture.recording(graph)
+        with torch.profiler.record_function(f"{self._name} {phase}"), recording, self._owner.running(phase):
+            yield
+
     def _run(self, func: Callable[..., torch.Tensor], capture: Capture | None) -> None:
-        owner = self._owner
-        assert owner is not None
-        recording = not_recording if capture is None else capture.recording
-        forward_graph = None if capture is None else capture.new_graph()
-        with torch.profiler.record_function(f"{self._name} forward"), recording(forward_graph), owner.running("forward"):
+        forward_graph, backward_graph = (None, None) if capture is None else (capture.new_graph(), capture.new_graph())
+        with self._running("forward", capture, forward_graph):
             output = func(**self._inputs)
         grad = torch.zeros_like(output)
-        backward_graph = None if capture is None else capture.new_graph()
-        with (
-            torch.profiler.record_function(f"{self._name} backward"),
-            recording(backward_graph),
-            owner.running("backward"),
-        ):
+        with self._running("backward", capture, backward_graph):
             torch.autograd.backward(output, grad)
         if capture is None:
             return
@@ -111,7 +110,7 @@ class WholePasses:
             grad_params=(None,),
             clone_param_grads=(False,),
             quantized=None,
-            around_backward=owner,
+            around_backward=self._owner,
         )
 
     def __call__(self, inputs: Iterable[torch.Tensor]) -> torch.Tensor:
@@ -146,5 +145,5 @@ class WholePasses:
 class _FreshOutputs(Replay):
     """A replay whose outputs are copies: their readers are no layers, and may keep them beyond the next replay."""
 
-    def forward(self, inputs: Iterable[torch.Tensor], options: ReplayOptions | None) -> Tensors:  # type: ignore[override]
+    def forward(self, inputs: Iterable[torch.Tensor], options: ReplayOptions | None) -> Tensors:
         return tuple(output if output is None else output.clone() for output in super().forward(tuple(inputs), options))

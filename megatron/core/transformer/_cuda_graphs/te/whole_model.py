@@ -32,7 +32,7 @@ def against_whole_model(model: Any | None, config: Any) -> str:
         model: The language model inside the wrappers of a model chunk.
         config: Its ``TransformerConfig``.
     """
-    from megatron.core.models.gpt import GPTModel  # imports cuda_graphs, which imports this module
+    from megatron.core.models.gpt.gpt_model import GPTModel  # imports cuda_graphs, which imports this module
 
     if not isinstance(model, GPTModel) or type(model).forward is not GPTModel.forward or "forward" in vars(model):
         return f"{type(model).__name__} is no GPTModel with its own forward"

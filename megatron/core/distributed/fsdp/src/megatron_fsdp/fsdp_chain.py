@@ -118,6 +118,14 @@ class UnitChain:
         """Note that the gradients of all units have been reduced."""
         self._hooks.awaiting_gradient -= self._params
 
+    def collect(self, param: torch.nn.Parameter) -> bool:
+        """Whether ``param``, whose gradient is complete, is kept until ``collected``."""
+        return False
+
+    def collected(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """Return and forget the parameters of ``module`` that were kept."""
+        return []
+
     def _release(self) -> None:
         gathers = self._fsdp.all_gather_pipeline
         for bucket in self._buckets:

@@ -288,6 +288,8 @@ class GraphedUnits:
 
         Handling all gradients of a unit at once saves host time. Returns False if the caller must handle it now.
         """
+        if self.recorded_chain is not None:
+            return self.recorded_chain.collect(param)
         module = self._module_of.get(param)
         if module is None or not _replays(module):
             return False
@@ -296,6 +298,8 @@ class GraphedUnits:
 
     def collected_gradients(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
         """Return and forget the parameters of ``module`` that ``collect_gradient`` kept."""
+        if self.recorded_chain is not None:
+            return self.recorded_chain.collected(module)
         unit = self._graphed_units.get(module)
         if unit is None:
             return []

@@ -68,6 +68,7 @@ class FsdpHooks:
         awaiting_gradient: Parameters whose gradient this backward pass has not handled yet.
         in_backward: Whether a backward pass of the model is in progress.
         module_names: The name of each module in the model, for profiles.
+        model_passes: The owner of graphs of the whole model's passes; None without such graphs.
     """
 
     def __init__(self, fsdp: torch.nn.Module):
@@ -77,6 +78,7 @@ class FsdpHooks:
         self.awaiting_gradient: set[torch.nn.Parameter] = set()
         self.in_backward = False
         self.module_names: dict[torch.nn.Module, str] = {}
+        self.model_passes: WholeModel | None = None
         self._trainable: list[torch.nn.Parameter] = []
         self._sinks: dict[torch.nn.Module, UnitSink] = {}
         self._caller_ends_backward = False

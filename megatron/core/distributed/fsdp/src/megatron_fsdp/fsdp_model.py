@@ -39,6 +39,8 @@ class WholeModel(UnitChain):
         self._params_outside = [param for bucket in self._outside for param in groups[bucket].params]
         self._gathers: Sequence[GroupGather] = ()
         self._guard: AddressGuard | None = None
+        self._module_of = {param: module for module, unit in units.items() for param in unit.params}
+        self._collected: dict[torch.nn.Module, list[torch.nn.Parameter]] = {module: [] for module in units}
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -55,6 +57,7 @@ class WholeModel(UnitChain):
                 yield
                 hooks.graphed.release_all()
                 self._gathers = hooks.graphed.gathers_of(self._outside, recorded=True)
+                hooks.model_passes = self
             except BaseException:
                 hooks.forget_backward()
                 raise
@@ -64,11 +67,18 @@ class WholeModel(UnitChain):
     @contextmanager
     def running(self, phase: Literal["forward", "backward"]) -> Iterator[None]:
         """The context in which a phase is warmed up or recorded."""
+        backward = phase == "backward"
+        for collected in self._collected.values():
+            collected.clear()
         with self.recording(phase):
-            if phase == "backward":
+            if backward:
                 self._hooks.start_backward(None, skip_backward_hook=True)
+            # Ahead of the unit's own hook: beside what runs before the unit.
+            self._fsdp.all_gather_and_wait_parameters_ready(
+                self._units[-1 if backward else 0].params, prefetch=False, wait_bucket_ready=False, bwd=backward
+            )
             yield
-            if phase == "backward":
+            if backward:
                 self._hooks.finish_backward()
             self._hooks.graphed.settle()
 
@@ -83,11 +93,27 @@ class WholeModel(UnitChain):
         params = self._params_outside
         self._guard = AddressGuard(lambda: params, lambda i: name[params[i]], ADVICE)
 
-    def gather(self) -> None:
-        """Gather the parameters outside of units, unless they are gathered, and wait for them."""
-        gathers = self._fsdp.all_gather_pipeline
+    def collect(self, param: torch.nn.Parameter) -> bool:
+        """Keep the parameter of a unit, whose gradient is complete, until ``collected``: all are copied at once."""
+        module = self._module_of.get(param)
+        if module is not None:
+            self._collected[module].append(param)
+        return module is not None
+
+    def collected(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """Return and forget the parameters of ``module`` that ``collect`` kept."""
+        collected, self._collected[module] = self._collected[module], []
+        return collected
+
+    def start_gather(self) -> None:
+        """Start to gather the parameters outside of units, unless they are gathered."""
         for group in self._gathers:
             group.launch()
+
+    def gather(self) -> None:
+        """Gather the parameters outside of units, unless they are gathered, and wait for them."""
+        self.start_gather()
+        gathers = self._fsdp.all_gather_pipeline
         for bucket in self._outside:
             gathers.wait_bucket_ready(bucket, False)
 
@@ -109,6 +135,8 @@ class WholeModel(UnitChain):
             unit.set_training_state(TrainingState.IDLE)
 
     def forget(self) -> None:
-        """Free the graphs of all-gathers."""
+        """Free the graphs of all-gathers: the model runs eagerly from now on."""
+        if self._hooks.model_passes is self:
+            self._hooks.model_passes = None
         self._hooks.graphed.forget_gathers(self._outside)
         self._gathers = ()

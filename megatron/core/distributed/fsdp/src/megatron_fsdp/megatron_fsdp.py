@@ -78,7 +78,9 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             super().start_param_sync(*unused, force_sync=force_sync, force_dispatch=force_dispatch)
             return
         self._replace_param_with_raw_if_needed()
-        if self.data_parallel_sharding_strategy != "no_shard":
+        if self.fsdp_hooks.model_passes is not None:
+            self.fsdp_hooks.model_passes.start_gather()
+        elif self.data_parallel_sharding_strategy != "no_shard":
             first = next(self.module.parameters())
             self.all_gather_and_wait_parameters_ready(params=[first], prefetch=True, wait_bucket_ready=False)
 
