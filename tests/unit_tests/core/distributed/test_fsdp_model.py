@@ -133,6 +133,7 @@ def test_a_gradient_bucket_outside_of_units_that_would_go_elsewhere_is_an_error(
 def test_deleted_graphs_leave_nothing_behind(ranks):
     with captured(graphed(MODEL)) as training:
         hooks, graphs = training.fsdp.fsdp_hooks, training.helper.model_graphs
+        assert graphs is not None
         training.step()
         gone = [weakref.ref(graph) for graph in (graphs.passes.forward_graph, graphs.passes.backward_graph, graphs)]
         assert hooks.model_passes is not None

@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from typing import Any, cast
 
 import pytest
 import torch
@@ -28,9 +29,10 @@ class Passes:
     """Notes what is replayed."""
 
     def __init__(self):
-        self.replayed = []
+        self.replayed: list | None = []
 
     def __call__(self, inputs):
+        assert self.replayed is not None
         self.replayed.append(inputs)
         return "replayed"
 
@@ -48,11 +50,11 @@ def mask(size=SHAPE[1]):
 
 def graphed(with_mask=True):
     """A model with graphs, and their static inputs."""
-    model = Model()
+    model, passes = Model(), cast(Any, Passes())
     static = {"input_ids": ids(), "position_ids": ids(), "attention_mask": mask(), "labels": ids()}
     if not with_mask:
         del static["attention_mask"]
-    return model, ModelGraphs(model, Passes(), static, ()), static
+    return model, ModelGraphs(model, passes, static, ()), static
 
 
 def replays(model, *args, **kwargs):
