@@ -15,7 +15,7 @@ WARMED_UP = 10  # steps that layers are said to have had: capture then warms up 
 
 
 def graphed(layers_per_graph: int = 0, **changes) -> Case:
-    """A case of three layers; 0 layers in a graph stand for all of them."""
+    """A case of three layers; 0 layers in a graph stand for all of them, -1 for the whole model."""
     return small(layers=3, layers_per_graph=layers_per_graph, warmup=WARMED_UP, **changes)
 
 
@@ -61,7 +61,7 @@ class CapturedModel:
         self.layers = list(self.fsdp.module.decoder.layers)
         self.step()
         self.helper = TECudaGraphHelper([self.model], self.model.config, case.sequence, case.micro_batch)
-        with mock.patch.dict(os.environ, {LAYERS_VARIABLE: str(case.layers_per_graph or case.layers)}):
+        with mock.patch.dict(os.environ, {LAYERS_VARIABLE: str(case.layers)} | case.environment):
             self.helper.create_cudagraphs()
 
     def step(self) -> None:

@@ -11,6 +11,7 @@ from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferE
 from .fsdp_recorded_collectives import TO_GATHER
 from .fsdp_unit import ADVICE, Unit
 from .fsdp_unit_plan import UnitPlan
+from .gradient_storages import GradientStorages
 
 if TYPE_CHECKING:
     from .fsdp_hooks import FsdpHooks
@@ -57,7 +58,7 @@ class UnitChain:
         graphed.recorded_chain = self
         current = torch.cuda.current_stream()
         others = self._fsdp.all_gather_pipeline.ag_stream, reductions.rs_stream
-        storages = self._fsdp.param_and_grad_buffer.gradient_storages() if self._holds_all_units else None
+        storages = self._gradient_storages()
         try:
             for stream in others:
                 stream.wait_stream(current)
@@ -79,6 +80,13 @@ class UnitChain:
         finally:
             graphed.recorded_chain = None
 
+    def _gradient_storages(self) -> GradientStorages | None:
+        """The memory of the optimizer's gradients, if it can stay in that of the graph that is being recorded."""
+        if not self._holds_all_units or not torch.cuda.is_current_stream_capturing():
+            return None
+        storages: GradientStorages | None = self._fsdp.param_and_grad_buffer.gradient_storages()
+        return storages
+
     def _abandon(self) -> None:
         """Forget the collectives of a failed capture: they never run, and nothing outside it can wait for them."""
         gathers, reductions = self._fsdp.all_gather_pipeline, self._fsdp.grad_reduce_pipeline
@@ -94,10 +102,10 @@ class UnitChain:
         dtype = reductions.buffer.mp_policy.grad_comm_dtype
         for bucket in self._buckets:
             weights = gathers.get_fsdp_buffer(bucket)
-            self._weights.setdefault(_address(weights, None), weights)
+            self._weights.setdefault(address_in(weights, None), weights)
             if bucket in reductions.bucket_status:
                 grads = reductions.get_fsdp_buffer(bucket)
-                self._grads.setdefault(_address(grads, dtype), grads)
+                self._grads.setdefault(address_in(grads, dtype), grads)
 
     def before_forward(self) -> None:
         """Make sure that the double buffer is free, and where it was at capture.
@@ -107,7 +115,7 @@ class UnitChain:
         """
         self._release()
         for address, buffer in self._weights.items():
-            _check(address, _address(buffer, None), "gather parameters to")
+            _check(address, address_in(buffer, None), "gather parameters to")
 
     def before_backward(self) -> None:
         """The same for the backward pass, and for the gradients' double buffer.
@@ -122,11 +130,19 @@ class UnitChain:
         self.before_forward()
         dtype = reductions.buffer.mp_policy.grad_comm_dtype
         for address, buffer in self._grads.items():
-            _check(address, _address(buffer, dtype), "write gradients to")
+            _check(address, address_in(buffer, dtype), "write gradients to")
 
     def after_backward(self) -> None:
         """Note that the gradients of all units have been reduced."""
         self._hooks.awaiting_gradient -= self._params
+
+    def collect(self, param: torch.nn.Parameter) -> bool:
+        """Whether ``param``, whose gradient is complete, is kept until ``collected``."""
+        return False
+
+    def collected(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """Return and forget the parameters of ``module`` that were kept."""
+        return []
 
     def _release(self) -> None:
         gathers = self._fsdp.all_gather_pipeline
@@ -135,7 +151,7 @@ class UnitChain:
                 gathers.release_bucket(bucket, False)
 
 
-def _address(buffer: Any, dtype: torch.dtype | None) -> int:
+def address_in(buffer: Any, dtype: torch.dtype | None) -> int:
     """Where ``buffer`` would put a bucket now."""
     address: int = buffer.fetch_bucket(dtype=dtype).data.data_ptr()
     buffer.free_bucket_storage()
