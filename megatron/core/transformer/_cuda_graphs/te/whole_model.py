@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.transformer.enums import AttnMaskType
 
 from ..engine.whole_passes import WholePasses
@@ -176,6 +175,9 @@ def capture_whole_model(
         micro_batch_size: Sequences in a micro-batch.
         num_warmup_iters: How often both passes run before.
     """
+    # Imports TransformerEngine's wrappers, which import cuda_graphs, which imports this module.
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
     inputs = sample_inputs(model, seq_length, micro_batch_size)
     passes = WholePasses(type(model).__name__, inputs, owner)
     kept: list[Any] = []  # rotary embeddings are cached where they are computed, and may leave the cache
