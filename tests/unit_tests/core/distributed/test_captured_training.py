@@ -222,3 +222,13 @@ def test_a_learned_position_embedding_trains_bit_for_bit_as_eager(one_rank):
     eager, graphs = (trained(case, on, variant=variant) for on in (False, True))
     assert eager.differences(graphs) == []
     assert graphs.replays == REPLAYS[MODEL]
+
+
+def test_rotary_embeddings_that_left_their_cache_are_still_read(one_rank):
+    def forget(training):
+        type(training.fsdp.module.rotary_pos_emb).forward.cache_clear()
+
+    case = graphed(MODEL)
+    eager, graphs = trained(case, False), trained(case, True, between=forget)
+    assert eager.differences(graphs) == []
+    assert graphs.replays == REPLAYS[MODEL]

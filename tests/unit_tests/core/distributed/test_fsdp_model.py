@@ -1,16 +1,24 @@
 """Graphs of a whole model under Megatron-FSDP: what they find before a replay and leave, and what prevents them."""
 
 import logging
+import os
+import warnings
 import weakref
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp.fsdp_graphed_units import MovedBufferError
+from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import (
+    AllGatherPipeline,
+    GradReducePipeline,
+)
 
 from .captured_training import WARMED_UP, CapturedModel, captured, graphed, in_use
-from .fsdp_variants import small
+from .fsdp_variants import Variant, small
+from .test_captured_training import Unused, failing
 from .test_fsdp_chain import FLAGS, taken
 
 MODEL = -1
@@ -22,6 +30,11 @@ def outside(fsdp):
     buckets = [bucket for bucket, group in enumerate(groups) if group.fsdp_unit_id is None]
     assert buckets
     return buckets, [param for bucket in buckets for param in groups[bucket].params]
+
+
+def capture_again(training):
+    with mock.patch.dict(os.environ, training.case.environment):
+        training.helper.create_cudagraphs()
 
 
 def status(fsdp):
@@ -89,6 +102,68 @@ def test_gradients_of_a_unit_are_copied_at_once(ranks):
         assert sum(copied) == sum(of_layers) + len(outside(training.fsdp)[1])
 
 
+def test_every_bucket_is_reduced_in_the_graph(ranks):
+    """Also that of a layer with a parameter that nothing reads: only the end of the backward pass completes it."""
+    reduced = []
+    reduce = GradReducePipeline._bucket_group_gradient_reduce
+
+    def note(pipeline, buckets, **options):
+        if torch.cuda.is_current_stream_capturing():
+            reduced.extend(buckets)
+        return reduce(pipeline, buckets, **options)
+
+    def add_unused(model):
+        model.decoder.layers[0].mlp = Unused(model.decoder.layers[0].mlp)
+
+    case = graphed(MODEL)
+    with (
+        mock.patch.object(GradReducePipeline, "_bucket_group_gradient_reduce", note),
+        captured(case, Variant(case, change=add_unused)) as training,
+    ):
+        assert sorted(reduced) == list(range(len(training.fsdp.param_and_grad_buffer.parameter_groups)))
+        training.step()
+        assert training.fsdp.fsdp_hooks.awaiting_gradient == set()
+
+
+def test_the_first_unit_is_gathered_beside_what_runs_before_it(ranks):
+    """In forward beside the embedding, in backward beside the loss and the output layer."""
+    events: list[Any] = []
+    gather = AllGatherPipeline.async_bucket_gather
+
+    def note(event):
+        if torch.cuda.is_current_stream_capturing():
+            events.append(event)
+
+    def gathered(pipeline, bucket_id, bwd):
+        note(bucket_id)
+        return gather(pipeline, bucket_id, bwd)
+
+    def watch(model):
+        embed, loss = model.embedding.forward, model.compute_language_model_loss
+
+        def embedded(*args, **kwargs):
+            note("embedding")
+            return embed(*args, **kwargs)
+
+        def losses(labels, logits):
+            logits.register_hook(lambda grad: note("gradient of logits"))
+            return loss(labels, logits)
+
+        model.embedding.forward, model.compute_language_model_loss = embedded, losses
+
+    case = graphed(MODEL)
+    with (
+        mock.patch.object(AllGatherPipeline, "async_bucket_gather", gathered),
+        captured(case, Variant(case, change=watch)) as training,
+    ):
+        units = [training.fsdp.fsdp_hooks._fsdp_units[layer].buckets[0] for layer in training.layers]
+    first, *_, last = units
+    assert events[:2] == [first, "embedding"]
+    logits = events.index("gradient of logits")
+    assert events[logits - 1] == last
+    assert events[2 : logits - 1] == units[1:]
+
+
 def test_a_parameter_outside_of_units_that_has_moved_is_named(ranks):
     with captured(graphed(MODEL)) as training:
         training.step()
@@ -144,7 +219,38 @@ def test_deleted_graphs_leave_nothing_behind(ranks):
         assert hooks.graphed._plans._gathers == {}
         assert "forward" not in vars(training.fsdp.module)
         training.step()
-        training.helper.create_cudagraphs()
+        capture_again(training)
+
+
+def test_a_capture_counts_as_no_micro_batch(ranks):
+    with captured(graphed(MODEL)) as training:
+        assert training.fsdp.microbatch_count == 0
+
+
+def test_after_a_failed_capture_no_backward_pass_is_open(ranks):
+    with captured(graphed(MODEL)) as training, warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Megatron-FSDP: an exception ended the last backward pass")
+        training.helper.delete_cuda_graphs()
+        with failing(training.layers[0], in_backward=True), pytest.raises(RuntimeError, match="is capturing"):
+            capture_again(training)
+        hooks = training.fsdp.fsdp_hooks
+        assert (hooks.in_backward, hooks.awaiting_gradient, hooks.model_passes) == (False, set(), None)
+        training.step()
+        capture_again(training)
+
+
+def test_a_model_that_is_synchronized_in_every_micro_batch_is_not_captured_whole(ranks):
+    with captured(graphed(MODEL)) as training:
+        assert training.fsdp.against_whole_model() == ""
+        with mock.patch.object(training.fsdp, "model_auto_sync", True):
+            assert "in every micro-batch" in training.fsdp.against_whole_model()
+
+
+def test_a_model_with_delayed_weight_gradients_is_not_captured_whole(ranks):
+    with captured(graphed(MODEL)) as training:
+        _, params = outside(training.fsdp)
+        with mock.patch.object(params[0], "skip_backward_post_hook", True, create=True):
+            assert "is delayed" in training.fsdp.against_whole_model()
 
 
 def with_hook(model):

@@ -68,8 +68,6 @@ class WholeModel(UnitChain):
     def running(self, phase: Literal["forward", "backward"]) -> Iterator[None]:
         """The context in which a phase is warmed up or recorded."""
         backward = phase == "backward"
-        for collected in self._collected.values():
-            collected.clear()
         with self.recording(phase):
             if backward:
                 self._hooks.start_backward(None, skip_backward_hook=True)
