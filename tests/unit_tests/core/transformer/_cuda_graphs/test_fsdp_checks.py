@@ -19,6 +19,11 @@ def options(**changes):
     return SimpleNamespace(**{**fitting, **changes})
 
 
+def config(impl="transformer_engine", fusion=False):
+    """A model's configuration, as far as the check reads it."""
+    return SimpleNamespace(cuda_graph_impl=impl, cuda_graph_modules=[], gradient_accumulation_fusion=fusion)
+
+
 DOUBLE_BUFFER = "- --fsdp-double-buffer is required: "
 PERSISTENT_FALLBACK = "- --fsdp-db-use-persist-buf-on-alloc-fail is required: "
 
@@ -26,12 +31,12 @@ PERSISTENT_FALLBACK = "- --fsdp-db-use-persist-buf-on-alloc-fail is required: "
 def refusal(impl="transformer_engine", *, fusion=False, **changes):
     """The lines of the error."""
     with pytest.raises(ValueError) as error:
-        check_fsdp_options(impl, options(**changes), gradient_accumulation_fusion=fusion)
+        check_fsdp_options(config(impl, fusion), options(**changes))
     return str(error.value).split("\n")
 
 
 def test_options_that_fit_pass():
-    check_fsdp_options("transformer_engine", options(), gradient_accumulation_fusion=True)
+    check_fsdp_options(config(fusion=True), options())
 
 
 @pytest.mark.parametrize("impl", ["none", "full_iteration"])
@@ -41,7 +46,7 @@ def test_graphs_that_are_not_per_layer_need_nothing(impl):
         fsdp_db_use_persist_buf_on_alloc_fail=False,
         data_parallel_sharding_strategy="optim",
     )
-    check_fsdp_options(impl, unfit, gradient_accumulation_fusion=True)
+    check_fsdp_options(config(impl, fusion=True), unfit)
 
 
 def test_the_error_says_what_combination_it_is_about():
@@ -89,7 +94,7 @@ def test_fused_weight_gradients_are_refused_unless_parameters_are_sharded(strate
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 def test_every_strategy_passes_without_fused_weight_gradients(strategy):
-    check_fsdp_options("transformer_engine", options(data_parallel_sharding_strategy=strategy))
+    check_fsdp_options(config(), options(data_parallel_sharding_strategy=strategy))
 
 
 # ------------------------------------------------------------------------------------------- hooks, for local graphs
