@@ -12,7 +12,7 @@ MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 
 _CHECK = "tests/unit_tests/training/test_flag_rows.py"
 _CPU = "tests/integration_tests/test_fsdp_graphs.py"
-_FLAGS = "tests/integration_tests/test_fsdp_graph_flags.py"
+_STAGES = "tests/integration_tests/test_fsdp_pipeline.py"
 _GPU = "tests/gpu/test_fsdp_graphs.py"
 
 
@@ -246,7 +246,7 @@ _NOT_TRIED = [
         "--pipeline-model-parallel-size",
         lambda options: options.stages > 1,
         "bit-equal on the CPU backend with one data-parallel rank a stage; more need GPUs",
-        _FLAGS,
+        _STAGES,
     ),
     _not_tried(
         "latent attention",
