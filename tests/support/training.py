@@ -59,6 +59,8 @@ class Case:
         strategy: Megatron-FSDP's sharding strategy.
         double_buffer: Whether parameters are gathered to, and gradients reduced from, fixed buffers.
         unchecked: Whether graphs are attempted without what Megatron-FSDP needs for them.
+        fp8_params: Whether parameters are kept, and gathered, in FP8; with ``fp8``.
+        nccl_ub: Whether Megatron-FSDP's buffers are registered with NCCL.
         layers, hidden, sequence, micro_batch: Sizes.
         evaluates: Whether an evaluation, which runs layers eagerly, follows the step after capture.
         optimizer_graph: Whether the optimizer's step is captured too; eager runs get the same optimizer.
@@ -95,6 +97,8 @@ class Case:
     recompute: tuple[str, ...] = ()
     fused_wgrad: bool = False
     fp8: str | None = None
+    fp8_params: bool = False
+    nccl_ub: bool = False
     layers: int = 4
     hidden: int = 64
     heads: int = 4
@@ -459,7 +463,7 @@ def _config(case: Case, graphs: bool):
         if case.transformer_engine:
             moe["moe_grouped_gemm"] = True
     if case.fp8:
-        moe |= {"fp8": "hybrid", "fp8_recipe": case.fp8}
+        moe |= {"fp8": "hybrid", "fp8_recipe": case.fp8, "fp8_param": case.fp8_params}
     if case.recompute:
         moe |= {"recompute_granularity": "selective", "recompute_modules": list(case.recompute)}
         # A recomputed MLP would return its bias, a parameter, which becomes an output of its own recomputation.
@@ -566,6 +570,8 @@ def _under_fsdp(case: Case, config, model):
         grad_reduce_in_fp32=True,
         check_for_nan_in_grad=False,
         gradient_reduce_div_fusion=False,
+        fp8_param_gather=case.fp8_params,
+        nccl_ub=case.nccl_ub,
         fsdp_double_buffer=case.double_buffer,
         fsdp_db_use_persist_buf_on_alloc_fail=case.double_buffer,
         megatron_fsdp_cuda_graph_mode=config.cuda_graph_impl != "none",

@@ -14,6 +14,7 @@ _CHECK = "tests/unit_tests/training/test_flag_rows.py"
 _CPU = "tests/integration_tests/test_fsdp_graphs.py"
 _STAGES = "tests/integration_tests/test_fsdp_pipeline.py"
 _GPU = "tests/gpu/test_fsdp_graphs.py"
+_GPU_FLAGS = "tests/gpu/test_fsdp_flags.py"
 
 
 def _refused(name: str, flags: str, when: Condition, words: str, **other: Any) -> Row:
@@ -253,14 +254,14 @@ _NOT_TRIED = [
         "--multi-latent-attention",
         lambda options: bool(options.get("multi_latent_attention")),
         "it needs TransformerEngine",
-        _GPU,
+        _GPU_FLAGS,
     ),
     _not_tried(
         "context parallel",
         "--context-parallel-size",
         lambda options: int(options.get("context_parallel_size", 1)) > 1,
         "it needs TransformerEngine",
-        _GPU,
+        _GPU_FLAGS,
     ),
     _not_tried(
         "packed sequences",
@@ -268,7 +269,9 @@ _NOT_TRIED = [
         lambda options: bool(options.get("sft")),
         "a graph takes no lengths of packed sequences",
     ),
-    _not_tried("user buffers", "--use-nccl-ub", lambda options: bool(options.get("nccl_ub")), "it needs GPUs"),
+    _not_tried(
+        "user buffers", "--use-nccl-ub", lambda options: bool(options.get("nccl_ub")), "it needs GPUs", _GPU_FLAGS
+    ),
     _not_tried(
         "heterogeneous layers",
         "--heterogeneous-layers-config-path",
@@ -284,6 +287,7 @@ _NOT_TRIED = [
         "--fp8-param-gather, --fp4-param-gather",
         _quantized_parameters,
         "it needs TransformerEngine",
+        _GPU_FLAGS,
     ),
     _not_tried(
         "sharded weights",
