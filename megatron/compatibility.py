@@ -13,7 +13,7 @@ HEAD = """\
 
 Made by `make docs` from `megatron/core/transformer/_cuda_graphs/flag_table.py`; the checks of arguments read the same
 table. It is about `--cuda-graph-impl transformer_engine` with `--use-megatron-fsdp`, unless a row says otherwise. All
-flags of a job that are refused are listed at once, and no job starts with one. Flags in no row were not tried.
+flags of a job that are refused are listed at once, and no job starts with one. What is in no row is not checked.
 """
 SECTIONS = {
     Verdict.WORKS: "Works, bit for bit as without graphs",
