@@ -84,6 +84,7 @@ EXAMPLES = {
     "latent attention": Example("--multi-latent-attention"),
     "context parallel": Example("--context-parallel-size 2"),
     "packed sequences": Example("--sft"),
+    "packed sequences beside graphs": Example("--sft --cuda-graph-modules mlp"),
     "user buffers": Example("--use-nccl-ub"),
     "heterogeneous layers": Example("--heterogeneous-layers-config-path layers.json"),
     "quantized parameters": Example("--fp8-format hybrid --fp8-param-gather"),

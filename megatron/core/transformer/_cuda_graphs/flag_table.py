@@ -13,6 +13,7 @@ MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 _CHECK = "tests/unit_tests/training/test_flag_rows.py"
 _CPU = "tests/integration_tests/test_fsdp_graphs.py"
 _STAGES = "tests/integration_tests/test_fsdp_pipeline.py"
+_PRETRAIN = "tests/integration_tests/test_pretrain_flags.py"
 _GPU = "tests/gpu/test_fsdp_graphs.py"
 _GPU_FLAGS = "tests/gpu/test_fsdp_flags.py"
 
@@ -26,7 +27,7 @@ def _works(name: str, flags: str, when: Condition, shown: str, words: str = "") 
 
 
 def _not_tried(name: str, flags: str, when: Condition, words: str, shown: str = "") -> Row:
-    return Row(name, flags, Verdict.NOT_TRIED, when, f"{flags} was not tried with graphs: {words}", shown)
+    return Row(name, flags, Verdict.NOT_TRIED, when, f"{flags}: not tried with graphs{words}", shown)
 
 
 def _no_effect(name: str, flags: str, when: Condition, words: str) -> Row:
@@ -67,6 +68,11 @@ def _shares_embedding(options: Options) -> bool:
         "untie_embeddings_and_output_weights"
     )
     return options.stages > 1 and bool(tied or options.get("mtp_num_layers"))
+
+
+def _heterogeneous(options: Options) -> bool:
+    names = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
+    return any(options.get(name) for name in (*names, "heterogeneous_block_specs"))
 
 
 def _quantized_parameters(options: Options) -> bool:
@@ -209,6 +215,13 @@ _REFUSED = [
         "none or full_iteration",
     ),
     _refused(
+        "packed sequences",
+        "--sft, attention in graphs",
+        lambda options: bool(options.get("sft")) and options.graphs("attn"),
+        "--sft packs sequences, and graphs of attention take no lengths of packed sequences: set --cuda-graph-modules "
+        "to parts other than attn, or --cuda-graph-impl none",
+    ),
+    _refused(
         "negative warm-up",
         "--cuda-graph-warmup-steps below 0",
         lambda options: _warmup(options) < 0,
@@ -246,60 +259,50 @@ _NOT_TRIED = [
         "pipeline",
         "--pipeline-model-parallel-size",
         lambda options: options.stages > 1,
-        "bit-equal on the CPU backend with one data-parallel rank a stage; more need GPUs",
+        " and more than one data-parallel rank a stage; with one it is bit-equal on the CPU backend",
         _STAGES,
     ),
     _not_tried(
         "latent attention",
         "--multi-latent-attention",
         lambda options: bool(options.get("multi_latent_attention")),
-        "it needs TransformerEngine",
+        "; it needs TransformerEngine",
         _GPU_FLAGS,
     ),
     _not_tried(
         "context parallel",
         "--context-parallel-size",
         lambda options: int(options.get("context_parallel_size", 1)) > 1,
-        "it needs TransformerEngine",
+        "; it needs TransformerEngine",
         _GPU_FLAGS,
     ),
     _not_tried(
-        "packed sequences",
-        "--sft",
-        lambda options: bool(options.get("sft")),
-        "a graph takes no lengths of packed sequences",
+        "packed sequences beside graphs",
+        "--sft, attention not in graphs",
+        lambda options: bool(options.get("sft")) and not options.graphs("attn"),
+        "; it needs Megatron-LM's own pretrain_gpt.py",
     ),
     _not_tried(
-        "user buffers", "--use-nccl-ub", lambda options: bool(options.get("nccl_ub")), "it needs GPUs", _GPU_FLAGS
-    ),
-    _not_tried(
-        "heterogeneous layers",
-        "--heterogeneous-layers-config-path",
-        lambda options: bool(
-            options.get("heterogeneous_layers_config_path")
-            or options.get("heterogeneous_layers_config_encoded_json")
-            or options.get("heterogeneous_block_specs")
-        ),
-        "layers of several kinds",
+        "user buffers", "--use-nccl-ub", lambda options: bool(options.get("nccl_ub")), "; it needs GPUs", _GPU_FLAGS
     ),
     _not_tried(
         "quantized parameters",
         "--fp8-param-gather, --fp4-param-gather",
         _quantized_parameters,
-        "it needs TransformerEngine",
+        "; it needs TransformerEngine",
         _GPU_FLAGS,
     ),
     _not_tried(
         "sharded weights",
         "--tensor-parallel-num-weight-shards",
         lambda options: int(options.get("tensor_parallel_num_weight_shards", 1)) > 1,
-        "generalized tensor parallelism beside Megatron-FSDP",
+        "; it is generalized tensor parallelism beside Megatron-FSDP",
     ),
     _not_tried(
         "hybrid models",
         "--hybrid-layer-pattern",
         lambda options: bool(options.get("hybrid_layer_pattern") or options.get("hybrid_override_pattern")),
-        "Mamba layers need mamba-ssm; attention and MLP layers ran on the CPU backend",
+        "; megatron-core's layers of them need TransformerEngine, and Mamba layers mamba-ssm",
     ),
 ]
 
@@ -342,6 +345,7 @@ _WORKS = [
         lambda o: o.get("position_embedding_type") in ("learned_absolute", "rope", "yarn", "mrope", "none"),
         _CPU,
     ),
+    _works("heterogeneous layers", "--heterogeneous-layers-config-path", _heterogeneous, _PRETRAIN),
     _works(
         "fp16",
         "--fp16, with a dynamic or a constant loss scale",

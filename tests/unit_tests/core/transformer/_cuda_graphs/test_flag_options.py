@@ -76,6 +76,11 @@ def test_experts_have_two_names(name):
     assert not options(**{name: None}).has_experts
 
 
+@pytest.mark.parametrize(("number", "experts"), [(None, False), (1, False), (2, True)])
+def test_one_expert_is_none(number, experts):
+    assert options(num_moe_experts=number).has_experts is experts
+
+
 @pytest.mark.parametrize(("frequency", "dense"), [(1, False), (2, True), ([1, 1], False), ([0, 1], True)])
 def test_the_frequency_of_experts_says_whether_layers_are_without(frequency, dense):
     assert options(num_moe_experts=4, moe_layer_freq=frequency).has_dense_layers is dense

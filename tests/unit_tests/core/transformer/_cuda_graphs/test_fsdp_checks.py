@@ -99,7 +99,7 @@ def test_every_strategy_passes_without_fused_weight_gradients(strategy):
     check_fsdp_options(config(), options(data_parallel_sharding_strategy=strategy))
 
 
-# -------------------------------------------------------------------------------------- rows, for megatron-core's configs
+# ------------------------------------------------------------------------------------ rows, for megatron-core's configs
 
 
 def configs(**changes):
