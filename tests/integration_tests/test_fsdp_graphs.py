@@ -43,6 +43,8 @@ WHOLE_MODEL: list[dict[str, Any]] = [
         {"dtype": "bf16", "optimizer_graph": True, "microbatches": 2},
         {"control": "captured_again", "dropout": 0.1},
         {"control": "taken_addresses"},
+        {"dtype": "fp16", "dropout": 0.1},
+        {"positions": "yarn", "microbatches": 2},
     )
 ]
 MOE: list[dict[str, Any]] = [
