@@ -73,6 +73,7 @@ EXAMPLES = {
     "recomputed dropout": Example(f"--attention-dropout 0.1 {SELECTIVE} core_attn"),
     "recomputed mlp with bias": Example(f"{SELECTIVE} mlp"),
     "expert parallel overlap": Example(f"{MOE} attn --overlap-moe-expert-parallel-comm --bf16"),
+    "optimizer graph with a loss scale": Example("--optimizer-cuda-graph --fp16"),
     "negative warm-up": Example("--cuda-graph-warmup-steps -1"),
     "embedding in two stages": Example("--pipeline-model-parallel-size 2"),
     "interleaved stages": Example(

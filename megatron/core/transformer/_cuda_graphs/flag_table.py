@@ -57,6 +57,10 @@ def _random_recompute(options: Options) -> bool:
     return bool(attention or (options.get("hidden_dropout", 0.0) and (mlp or moe)))
 
 
+def _scales_loss(options: Options) -> bool:
+    return bool(options.get("fp16") or options.get("loss_scale"))
+
+
 def _not_hybrid(options: Options) -> bool:
     """Whether the model surely has no Mamba layers; configurations alone do not say."""
     patterns = ("hybrid_layer_pattern", "hybrid_override_pattern", "spec")
@@ -222,6 +226,13 @@ _REFUSED = [
         "to parts other than attn, or --cuda-graph-impl none",
     ),
     _refused(
+        "optimizer graph with a loss scale",
+        "--optimizer-cuda-graph with --fp16 or --loss-scale",
+        lambda options: bool(options.get("optimizer_cuda_graph")) and _scales_loss(options),
+        "--optimizer-cuda-graph puts the optimizer's step in a graph, in which with a loss scale the host would read "
+        "whether gradients are finite: leave it out, or use --bf16 without --loss-scale",
+    ),
+    _refused(
         "negative warm-up",
         "--cuda-graph-warmup-steps below 0",
         lambda options: _warmup(options) < 0,
@@ -377,7 +388,12 @@ _WORKS = [
         _GPU,
     ),
     _works("multi-token prediction", "--mtp-num-layers", lambda o: bool(o.get("mtp_num_layers")), _CPU),
-    _works("optimizer graph", "--optimizer-cuda-graph", lambda o: bool(o.get("optimizer_cuda_graph")), _GPU),
+    _works(
+        "optimizer graph",
+        "--optimizer-cuda-graph",
+        lambda o: bool(o.get("optimizer_cuda_graph")) and not _scales_loss(o),
+        _GPU,
+    ),
     _works(
         "tensor parallel",
         "--tensor-model-parallel-size, --sequence-parallel",
