@@ -25,7 +25,7 @@ REPLACED = {
     "megatron.core.optimizer.optimizer_cuda_graph": {"OptimizerCudaGraphWrapper"},
     "megatron.core.rerun_state_machine": {"RerunStateMachine"},
     "megatron.core.transformer.module": {"GraphableMegatronModule"},
-    "megatron.core.transformer.moe.shared_experts": {"SharedExpertMLP"},
+    "megatron.core.transformer.moe.shared_experts": {"FusedSharedExpertMLP", "SharedExpertMLP"},
     "megatron.training.arguments": {"_parse_cuda_graph_modules_arg", "validate_args"},
     "megatron.training.utils.common_utils": {
         "logical_and_across_model_parallel_group",

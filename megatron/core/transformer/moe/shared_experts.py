@@ -54,3 +54,7 @@ class SharedExpertMLP(_upstream.SharedExpertMLP):
         config = self.config
         modules = config.cuda_graph_modules
         return config.cuda_graph_impl == "transformer_engine" and CudaGraphModule.moe_preprocess in modules
+
+
+class FusedSharedExpertMLP(SharedExpertMLP, _upstream.FusedSharedExpertMLP):
+    """megatron-core's ``FusedSharedExpertMLP``, likewise."""

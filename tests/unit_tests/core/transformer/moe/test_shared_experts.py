@@ -10,7 +10,8 @@ import torch
 
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.moe import shared_experts
-from megatron.core.transformer.moe.shared_experts import SharedExpertMLP, SharedExpertState
+from megatron.core.transformer.moe.shared_experts import FusedSharedExpertMLP, SharedExpertMLP, SharedExpertState
+from megatron_fsdp_cuda_graphs.overlay import upstream
 from tests.support.on_cpu_backend import on_cpu_backend
 
 
@@ -20,11 +21,11 @@ def _cpu_backend():
         yield
 
 
-@pytest.fixture
-def experts(monkeypatch):
+@pytest.fixture(params=[SharedExpertMLP, FusedSharedExpertMLP], ids=lambda kind: kind.__name__)
+def experts(request, monkeypatch):
     """Shared experts as megatron-core makes them, without layers."""
     monkeypatch.setattr(shared_experts, "copy_to_tensor_model_parallel_region", lambda input, group: input * 1)
-    made = SharedExpertMLP.__new__(SharedExpertMLP)
+    made = request.param.__new__(request.param)
     torch.nn.Module.__init__(made)
     made.config = SimpleNamespace(
         moe_shared_expert_overlap=True,
@@ -94,3 +95,9 @@ def test_the_stream_of_the_experts_is_joined_before_the_capture_ends(experts, ca
     monkeypatch.setattr(type(current), "wait_stream", lambda stream, other: joined.append((stream, other)))
     begin(experts)
     assert joined[-1] == (current, experts.stream)
+
+
+def test_the_fused_experts_compute_as_megatron_cores_do():
+    theirs = upstream(shared_experts.__name__).FusedSharedExpertMLP
+    for step in ("forward", "linear_fc1_forward_and_act", "linear_fc2_forward", "backward_dw"):
+        assert getattr(FusedSharedExpertMLP, step) is getattr(theirs, step)
