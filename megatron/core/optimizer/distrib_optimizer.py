@@ -11,6 +11,7 @@ import torch
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 from .counted_gradients import CountedGradients
+from .empty_shards import state_of_every_parameter
 from .local_shards import LocalShards
 
 _upstream: Any = extend(__name__)
@@ -21,7 +22,10 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 class DistributedOptimizer(_upstream.DistributedOptimizer):
-    """megatron-core's ``DistributedOptimizer``, which steps on the local shards of parameters under Megatron-FSDP."""
+    """megatron-core's ``DistributedOptimizer``, which under Megatron-FSDP steps on the local shards of parameters.
+
+    Its checkpoints hold the states of every parameter on every rank, those without an element on a rank too.
+    """
 
     _local_shards: LocalShards | None = None
     _counted: dict[str | None, CountedGradients] | None = None
@@ -57,6 +61,16 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         """Move the optimizer's states to the host; see megatron-core."""
         self._local_shards = None  # it keeps states on the device
         super().offload_to_cpu()
+
+    def sharded_param_state_fsdp_dtensor(self, is_loading: bool = False) -> dict[str, Any]:
+        """Return the states and the groups of the parameters, both by parameter name; see megatron-core.
+
+        Saving and loading run collectives for each state, so every rank has to have the same ones.
+        """
+        saved: dict[str, Any] = super().sharded_param_state_fsdp_dtensor(is_loading)
+        if not self.is_stub_optimizer:
+            saved["state"] = state_of_every_parameter(self.optimizer, saved["state"], self._param_name)
+        return saved
 
     def step_with_ready_grads(self) -> bool:
         """Step with gradients that are ready, and start to gather parameters; see megatron-core."""

@@ -1,0 +1,40 @@
+"""A training that is saved and resumed in new processes goes on bit for bit, eagerly and with graphs."""
+
+import pytest
+
+from tests.support.pretrain import numbers, pretrain
+
+# An evaluation ends step 4, right before the checkpoint that the second run loads.
+FLAGS = "--train-iters 9 --eval-interval 4 --eval-iters 1"
+SAVED, CAPTURED_AFTER = 4, 3
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("checkpoints")
+
+
+@pytest.fixture(scope="module")
+def eager(folder):
+    """An eager run that nothing interrupts."""
+    return pretrain(folder / "eager", FLAGS, graphs=False)
+
+
+@pytest.fixture(scope="module")
+def saving(folder):
+    """A run with graphs that saves checkpoints, and goes on after each."""
+    return pretrain(folder / "saving", f"{FLAGS} --save {folder / 'graphed'} --save-interval {SAVED}", graphs=True)
+
+
+def test_a_run_that_saves_checkpoints_is_equal_to_an_eager_one(eager, saving):
+    assert len(eager) == 9
+    assert numbers(saving) == numbers(eager)
+    assert [step["graphs"] > 0 for step in saving] == [step["step"] > CAPTURED_AFTER for step in saving]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_resumed_run_is_equal_to_one_without_an_interruption(folder, eager, saving, graphs):
+    flags = f"{FLAGS} --load {folder / 'graphed'} --ckpt-step {SAVED}"
+    resumed = pretrain(folder / f"resumed_{graphs}", flags, graphs=graphs)
+    assert numbers(resumed) == numbers(eager)[SAVED:]
+    assert bool(resumed[-1]["graphs"]) == graphs

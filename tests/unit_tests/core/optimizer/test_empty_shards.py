@@ -1,0 +1,67 @@
+"""Optimizer states of empty shards: the same names as those of other parameters, and their number of steps."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from megatron_fsdp_cuda_graphs.core.optimizer.empty_shards import state_of_every_parameter
+
+EMPTY = 1
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def optimizer(mesh):
+    """Adam with two groups of parameters; all of the second one's are empty on this rank."""
+    full, empty = (
+        torch.nn.Parameter(DTensor.from_local(torch.ones(shape), mesh, [Shard(0)])) for shape in ((2, 3), (0, 3))
+    )
+    return torch.optim.Adam([{"params": [full]}, {"params": [empty], "weight_decay": 0.1}])
+
+
+def parameters(optimizer):
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def step(optimizer):
+    full, _ = parameters(optimizer)
+    full.grad = torch.ones_like(full)
+    optimizer.step()
+
+
+def completed(optimizer):
+    """The states of both parameters, by their numbers."""
+    numbers = {id(param): number for number, param in enumerate(parameters(optimizer))}
+    own = {numbers[id(param)]: state for param, state in optimizer.state.items()}
+    return state_of_every_parameter(optimizer, own, lambda param: numbers[id(param)])
+
+
+def test_an_empty_shard_has_the_states_of_the_others_without_elements(optimizer):
+    step(optimizer)
+    states = completed(optimizer)
+    assert states[EMPTY].keys() == states[0].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    for name in "exp_avg", "exp_avg_sq":
+        assert isinstance(states[EMPTY][name], DTensor)
+        assert states[EMPTY][name].to_local().shape == (0, 3)
+    assert states[0] == optimizer.state[parameters(optimizer)[0]]
+
+
+def test_a_step_number_that_was_loaded_does_not_stay_behind(optimizer):
+    step(optimizer)
+    optimizer.state[parameters(optimizer)[EMPTY]] = loaded = completed(optimizer)[EMPTY]
+    step(optimizer)
+    states = completed(optimizer)
+    assert (loaded["step"], states[EMPTY]["step"]) == (1, 2)
+    assert states[EMPTY]["exp_avg"] is loaded["exp_avg"]
+
+
+def test_before_the_first_step_there_are_no_states(optimizer):
+    assert completed(optimizer) == {}
