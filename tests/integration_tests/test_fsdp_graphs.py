@@ -71,6 +71,10 @@ OTHERS: list[dict[str, Any]] = [
     {"experts": 4, "capacity": 1.0, "modules": ["attn", "moe"]},
     {"control": "captured_again", "dropout": 0.1},
     {"control": "captured_by_two_helpers", "dropout": 0.1},
+    {"control": "beside_an_equal_model"},
+    {"control": "beside_an_equal_model", "layers_per_graph": 1, "dtype": "bf16", "microbatches": 2},
+    {"control": "beside_an_equal_model", "modules": ["attn"]},
+    {"control": "beside_a_larger_model"},
 ]
 # Flags that megatron-core's own per-layer graphs do not take, or that failed without graphs too.
 FP16: list[dict[str, Any]] = [

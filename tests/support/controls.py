@@ -1,11 +1,13 @@
 """Captures with something wrong or unusual, each of which a comparison must notice or survive."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 from unittest import mock
 
 import torch
 
-from .training import Training, engine_callable
+from .training import Case, Training, engine_callable
 
 
 def dead_replay(training: Training) -> None:
@@ -85,6 +87,34 @@ def captured_by_two_helpers(training: Training) -> None:
         with mock.patch.object(helper, "_layer_is_graphable", lambda layer, _, some=layers: layer in some):
             training.make_helper()
         training.helper.create_cudagraphs()
+
+
+def beside_an_equal_model(training: Training) -> None:
+    """Another model of the same sizes trains between this one's forward and backward passes."""
+    _train_beside(training, training.case)
+
+
+def beside_a_larger_model(training: Training) -> None:
+    """The same with a model whose layers are larger."""
+    _train_beside(training, replace(training.case, hidden=2 * training.case.hidden))
+
+
+def _train_beside(training: Training, case: Case) -> None:
+    """Capture, then build another model and train it too, a step for each forward pass, graphed after its warm-up."""
+    training.helper.create_cudagraphs()
+    other = Training(case, graphs=True)
+    other.make_helper()
+    training.patches.callback(lambda: other.helper.graphs_created() and other.helper.delete_cuda_graphs())
+
+    def losses(*args: Any) -> torch.Tensor:
+        computed = Training._losses(training, *args)
+        if len(other.losses) == case.warmup:
+            other.capture(lambda other: other.helper.create_cudagraphs())
+        other.step()
+        assert bool(other.replayed) == (len(other.losses) > case.warmup)
+        return computed
+
+    training.patches.enter_context(mock.patch.object(training, "_losses", losses))
 
 
 def taken_addresses(training: Training) -> None:
@@ -238,6 +268,8 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         failed_backward_capture,
         captured_again,
         captured_by_two_helpers,
+        beside_an_equal_model,
+        beside_a_larger_model,
         taken_addresses,
         dead_local_replay,
         failed_local_capture,

@@ -19,7 +19,12 @@ REPLACED = {
         "_get_hsdp_tp_mesh",
     },
     f"{FSDP}.megatron_fsdp": {"MegatronFSDP"},
-    f"{FSDP}.param_and_grad_buffer": {"GradReducePipeline", "ParamAndGradBuffer"},
+    f"{FSDP}.param_and_grad_buffer": {
+        "FixedPoolAllocator",
+        "GradReducePipeline",
+        "MaxPoolAllocator",
+        "ParamAndGradBuffer",
+    },
     "megatron.core.optimizer.clip_grads": {"to_local_if_dtensor"},
     "megatron.core.optimizer.distrib_optimizer": {"DistributedOptimizer"},
     "megatron.core.optimizer.optimizer_cuda_graph": {"OptimizerCudaGraphWrapper"},

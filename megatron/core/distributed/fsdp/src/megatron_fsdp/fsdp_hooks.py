@@ -18,6 +18,7 @@ around the module. They carry the sentinels by which ``megatron.core.transformer
 """
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
 from typing import Any, Literal
@@ -161,11 +162,19 @@ class FsdpHooks:
         self._register_gradients(module.parameters(recurse=False))
 
     def _register_gradients(self, params):
+        # Parameters hold these hooks where Python's garbage collector does not look: a model would never be freed.
+        own = weakref.WeakMethod(self.handle_gradient)
+
+        def handle_gradient(param: torch.nn.Parameter) -> None:
+            handle = own()
+            if handle is not None:
+                handle(param)
+
         for param in params:
             if param.requires_grad:
                 name = self.fsdp.param_to_name[param]
                 self.fsdp.grad_acc_hooks[f"grad_acc and reduce for {name}"] = param.register_post_accumulate_grad_hook(
-                    self.handle_gradient
+                    handle_gradient
                 )
 
     def _register_root(self, root, last):

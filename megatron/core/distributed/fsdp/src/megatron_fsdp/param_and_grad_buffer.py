@@ -1,7 +1,7 @@
 """Megatron-FSDP's buffers and pipelines.
 
-A data race of double buffering is fixed, recorded reductions are replayed, and the copies around the optimizer's step
-are planned once.
+Each model has its own double buffer, a data race of double buffering is fixed, recorded reductions are replayed, and
+the copies around the optimizer's step are planned once.
 
 Everything else in this module is megatron-core's.
 """
@@ -15,6 +15,7 @@ from megatron_fsdp_cuda_graphs.overlay import extend
 
 from .gradient_storages import GradientStorages
 from .optimizer_gradients import OptimizerGradients
+from .own_buffers import OwnBuffers
 from .weight_copies import WeightCopies
 
 _upstream: Any = extend(__name__)
@@ -23,6 +24,14 @@ _upstream: Any = extend(__name__)
 if TYPE_CHECKING:  # megatron-core's names
 
     def __getattr__(name: str) -> Any: ...
+
+
+class FixedPoolAllocator(OwnBuffers, _upstream.FixedPoolAllocator):
+    """megatron-core's ``FixedPoolAllocator`` (buffers for units of one size) with buffers of its own."""
+
+
+class MaxPoolAllocator(OwnBuffers, _upstream.MaxPoolAllocator):
+    """megatron-core's ``MaxPoolAllocator`` (buffers for units of any size) with buffers of its own."""
 
 
 class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
