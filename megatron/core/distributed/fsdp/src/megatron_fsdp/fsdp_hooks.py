@@ -21,6 +21,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, wraps
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -163,13 +164,7 @@ class FsdpHooks:
 
     def _register_gradients(self, params):
         # Parameters hold these hooks where Python's garbage collector does not look: a model would never be freed.
-        own = weakref.WeakMethod(self.handle_gradient)
-
-        def handle_gradient(param: torch.nn.Parameter) -> None:
-            handle = own()
-            if handle is not None:
-                handle(param)
-
+        handle_gradient = MethodType(FsdpHooks.handle_gradient, weakref.proxy(self))
         for param in params:
             if param.requires_grad:
                 name = self.fsdp.param_to_name[param]
