@@ -70,7 +70,14 @@ OTHERS: list[dict[str, Any]] = [
     {"mtp": 1, "dropout": 0.1, "microbatches": 2},
     {"experts": 4, "capacity": 1.0, "modules": ["attn", "moe"]},
     {"control": "captured_again", "dropout": 0.1},
+    {"control": "captured_again_later", "dropout": 0.1},
+    {"control": "captured_again_later", "dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
+    {"control": "evaluated_in_between", "dropout": 0.1},
+    {"control": "evaluated_in_between", "warmup": 0},
+    {"control": "evaluated_in_between", "dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
     {"control": "captured_by_two_helpers", "dropout": 0.1},
+    {"microbatches": 1, "microbatches_later": 3, "dropout": 0.1},
+    {"microbatches": 3, "microbatches_later": 2, "dropout": 0.1, "layers_per_graph": 1},
     {"control": "beside_an_equal_model"},
     {"control": "beside_an_equal_model", "layers_per_graph": 1, "dtype": "bf16", "microbatches": 2},
     {"control": "beside_an_equal_model", "modules": ["attn"]},
@@ -175,7 +182,8 @@ def replays_of_a_step(case):
         pieces = ceil(layers / (case.get("layers_per_graph") or layers))
     if case.get("control") == "captured_by_two_helpers":
         pieces = 2  # one helper's layers are not captured with the other's
-    return 2 * (pieces + case.get("mtp", 0)) * case.get("microbatches", 1)
+    microbatches = case.get("microbatches_later") or case.get("microbatches", 1)
+    return 2 * (pieces + case.get("mtp", 0)) * microbatches
 
 
 @pytest.mark.parametrize("case", SURVIVED, ids=name_of)

@@ -78,6 +78,36 @@ def captured_again(training: Training) -> None:
     training.helper.create_cudagraphs()
 
 
+def captured_again_later(training: Training) -> None:
+    """Capture, train two steps, delete the graphs, train a step without, and capture again."""
+    training.helper.create_cudagraphs()
+    captured_after = len(training.losses)
+
+    def step() -> None:
+        since = len(training.losses) - captured_after
+        if since == 2:
+            training.helper.delete_cuda_graphs()
+        if since == 3:
+            training.capture(lambda training: training.helper.create_cudagraphs())
+        Training.step(training)
+        assert bool(training.replayed) == (since != 2)
+
+    training.patches.enter_context(mock.patch.object(training, "step", step))
+
+
+def evaluated_in_between(training: Training) -> None:
+    """Evaluate before the capture, right after it, and after each step; none of it may change the training."""
+    training.evaluate()
+    training.helper.create_cudagraphs()
+    training.evaluate()
+
+    def step() -> None:
+        Training.step(training)
+        training.evaluate()
+
+    training.patches.enter_context(mock.patch.object(training, "step", step))
+
+
 def captured_by_two_helpers(training: Training) -> None:
     """Capture the last layers and the first one with a helper each, as for the language and the vision model of one."""
     from megatron.core.transformer._cuda_graphs.te import helper
@@ -267,6 +297,8 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         failed_forward_capture,
         failed_backward_capture,
         captured_again,
+        captured_again_later,
+        evaluated_in_between,
         captured_by_two_helpers,
         beside_an_equal_model,
         beside_a_larger_model,

@@ -1,0 +1,38 @@
+"""What interrupts a training, and how it goes on: with graphs as eagerly."""
+
+import pytest
+
+from tests.support.pretrain import Pretraining, numbers, pretrain
+
+STEPS = 9
+CAPTURED_AFTER = 3
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--iterations-to-skip 2 6",  # before and after the capture
+        "--rampup-batch-size 4 4 24",  # two micro-batches a step instead of one from step 7 on
+        "--rerun-mode validate_results",
+    ],
+)
+def test_a_run_with_these_flags_is_equal_to_an_eager_one(tmp_path, flags):
+    flags = f"--train-iters {STEPS} {flags}"
+    eager, graphed = (pretrain(tmp_path / str(graphs), flags, graphs=graphs) for graphs in (False, True))
+    assert eager[-1]["step"] == STEPS
+    assert numbers(graphed) == numbers(eager)
+    assert [step["graphs"] > 0 for step in graphed] == [step["step"] > CAPTURED_AFTER for step in graphed]
+
+
+def test_a_run_that_a_signal_ends_is_resumed_where_it_stopped(tmp_path):
+    eager = pretrain(tmp_path / "eager", "--train-iters 60", graphs=False)
+    saving = f"--train-iters 60 --save {tmp_path / 'saved'} --save-interval 1000 --exit-signal-handler"
+    (tmp_path / "ended").mkdir()
+    ended = Pretraining(tmp_path / "ended", saving, graphs=True)
+    ended.terminate_after(CAPTURED_AFTER + 2)
+    ended.ended()
+    done = ended.steps()
+    assert CAPTURED_AFTER + 2 <= len(done) < 60, ended.log_tail()
+    assert "successfully saved checkpoint" in ended.log.read_text()
+    resumed = pretrain(tmp_path / "resumed", f"--train-iters 60 --load {tmp_path / 'saved'}", graphs=True)
+    assert numbers(done) + numbers(resumed) == numbers(eager)
