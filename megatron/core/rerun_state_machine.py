@@ -1,4 +1,4 @@
-"""Reruns of steps, agreed on by all ranks without each waiting for its device to finish the step.
+"""Reruns of steps, which draw the same random numbers, agreed on by ranks without waiting for their devices.
 
 Everything else in this module is megatron-core's.
 """
@@ -18,11 +18,15 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 class RerunStateMachine(_upstream.RerunStateMachine):
-    """megatron-core's ``RerunStateMachine`` whose ranks agree on a stream of their own.
+    """megatron-core's ``RerunStateMachine`` with two differences.
 
-    What they agree on is known to the hosts. On the current stream it would be reduced after all work of the step, and
-    the optimizer's be given to a device that has run idle by then.
+    - Ranks agree on a stream of their own. What they agree on is known to the hosts; on the current stream it would be
+      reduced after all work of the step, and the optimizer's be given to a device that has run idle by then.
+    - A rerun starts from the same states of the generators that CUDA graphs draw from. megatron-core keeps the
+      generators, which go on, and not their states.
     """
+
+    _generator_states: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
@@ -32,3 +36,20 @@ class RerunStateMachine(_upstream.RerunStateMachine):
         with torch.cuda.stream(self._stream):
             result: bool | tuple[bool, ...] = super()._reduce_any(value)
         return result
+
+    def _save_state(self) -> None:
+        super()._save_state()
+        self._generator_states = tuple((generator, generator.get_state()) for generator in _generators())
+
+    def _restore_state(self) -> None:
+        super()._restore_state()
+        for generator, state in self._generator_states:
+            generator.set_state(state)
+
+
+def _generators() -> list[torch.Generator]:
+    """The generators of Megatron's RNG tracker; without those that CUDA graphs can use it has tensors."""
+    from megatron.core.tensor_parallel import random
+
+    states = random.get_all_rng_states() if random._CUDA_RNG_STATE_TRACKER_INITIALIZED else None
+    return [state for state in (states or {}).values() if isinstance(state, torch.Generator)]

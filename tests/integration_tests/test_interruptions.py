@@ -1,5 +1,7 @@
 """What interrupts a training, and how it goes on: with graphs as eagerly."""
 
+import re
+
 import pytest
 
 from tests.support.pretrain import Pretraining, numbers, pretrain
@@ -22,6 +24,23 @@ def test_a_run_with_these_flags_is_equal_to_an_eager_one(tmp_path, flags):
     assert eager[-1]["step"] == STEPS
     assert numbers(graphed) == numbers(eager)
     assert [step["graphs"] > 0 for step in graphed] == [step["step"] > CAPTURED_AFTER for step in graphed]
+
+
+def test_a_step_that_is_run_again_computes_the_same_from_its_graphs(tmp_path):
+    # The second step is said to have a wrong result. If it can be reproduced, megatron-core ends the run with status 16.
+    run = Pretraining(
+        tmp_path,
+        f"--train-iters {STEPS} --cuda-graph-warmup-steps 1 --rerun-mode validate_results --error-injection-rate 12 "
+        f"--error-injection-type correct_result --save {tmp_path / 'saved'} --save-interval 1000",
+        graphs=True,
+    )
+    run.ended()
+    log = run.log.read_text()
+    assert re.search(r"exitcode *: 16", log), run.log_tail()
+    assert re.search("Captured 3 layer graphs.*Unexpected result", log, re.DOTALL), run.log_tail()
+    (unexpected,) = re.findall(r"Unexpected result ([0-9.]+) on rank", log)
+    (again,) = re.findall(r"First rerun: .*\(([0-9.]+) = ", log)
+    assert again == unexpected
 
 
 def test_a_run_that_a_signal_ends_is_resumed_where_it_stopped(tmp_path):

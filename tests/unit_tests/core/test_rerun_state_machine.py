@@ -58,3 +58,21 @@ def test_a_step_that_is_to_run_again_runs_again(machine):
     assert machine.should_run_forward_backward(None)
     machine.rerun_requested = True
     assert machine.should_run_forward_backward(None)
+
+
+def test_a_step_that_runs_again_draws_the_same_numbers_from_the_tracker(machine):
+    from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+
+    def draw():
+        with get_cuda_rng_tracker().fork():
+            return torch.rand(4, device="cuda")
+
+    model_parallel_cuda_manual_seed(
+        1, use_cudagraphable_rng=True, force_reset_rng=True, tp_rank=0, ep_rank=0, etp_rank=0
+    )
+    assert machine.should_run_forward_backward(None)
+    first = draw()
+    machine.rerun_requested = True
+    assert machine.should_run_forward_backward(None)
+    assert draw().equal(first)
+    assert not draw().equal(first)
