@@ -76,6 +76,11 @@ OTHERS: list[dict[str, Any]] = [
     {"control": "evaluated_in_between", "warmup": 0},
     {"control": "evaluated_in_between", "dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
     {"control": "captured_by_two_helpers", "dropout": 0.1},
+    {"sequences_later": [16, 32], "dropout": 0.1},
+    {"sequences_later": [16, 32], "dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
+    {"sequences_later": [24, 16, 32], "layers_per_graph": 2, "dtype": "bf16"},
+    {"sequences_later": [16, 32], "dropout": 0.1, "modules": ["attn"]},
+    {"sequences_later": [16, 32], "experts": 4, "capacity": 1.0, "modules": ["attn", "moe"]},
     {"microbatches": 1, "microbatches_later": 3, "dropout": 0.1},
     {"microbatches": 3, "microbatches_later": 2, "dropout": 0.1, "layers_per_graph": 1},
     {"control": "beside_an_equal_model"},
@@ -210,6 +215,13 @@ def test_without_fixed_buffers_the_helper_names_the_missing_flags(compare_runs):
     (result,) = compare_runs([{"double_buffer": False}])
     assert "--fsdp-double-buffer is required" in result["error"]
     assert "--fsdp-db-use-persist-buf-on-alloc-fail is required" in result["error"]
+
+
+def test_another_sequence_length_is_refused_where_eager_passes_would_leave_other_shapes_to_replays(compare_runs):
+    case = {"sequences_later": [16, 32], "experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"]}
+    (result,) = compare_runs([case])
+    assert "was captured with hidden_states of (32, 2, 64)" in result["error"]
+    assert "--seq-length, --micro-batch-size" in result["error"]
 
 
 def test_with_fixed_buffers_no_parameter_moves_when_memory_is_taken(results):

@@ -27,7 +27,7 @@ def test_a_run_with_these_flags_is_equal_to_an_eager_one(tmp_path, flags):
 
 
 def test_a_step_that_is_run_again_computes_the_same_from_its_graphs(tmp_path):
-    # The second step is said to have a wrong result. If it can be reproduced, megatron-core ends the run with status 16.
+    # The second step is said to have a wrong result. If it can be reproduced, the run ends with status 16.
     run = Pretraining(
         tmp_path,
         f"--train-iters {STEPS} --cuda-graph-warmup-steps 1 --rerun-mode validate_results --error-injection-rate 12 "

@@ -62,6 +62,7 @@ class Case:
         fp8_params: Whether parameters are kept, and gathered, in FP8; with ``fp8``.
         nccl_ub: Whether Megatron-FSDP's buffers are registered with NCCL.
         layers, hidden, sequence, micro_batch: Sizes.
+        sequences_later: Sequence lengths that take turns from the second step after capture on; empty for no change.
         evaluates: Whether an evaluation, which runs layers eagerly, follows the step after capture.
         optimizer_graph: Whether the optimizer's step is captured too; eager runs get the same optimizer.
         local: Whether graphs are those of ``cuda_graph_impl="local"``: the first step is recorded.
@@ -104,6 +105,7 @@ class Case:
     heads: int = 4
     sequence: int = 32
     micro_batch: int = 2
+    sequences_later: tuple[int, ...] = ()
     evaluates: bool = False
     optimizer_graph: bool = False
     local: bool = False
@@ -123,6 +125,11 @@ class Case:
         """The environment variables that say how many layers a graph holds."""
         most = self.layers_per_graph
         return {LAYERS_VARIABLE: "model" if most < 0 else str(most)} if most else {}
+
+    def sequence_of(self, step: int) -> int:
+        """How many tokens the sequences of ``step`` have."""
+        later = self.sequences_later
+        return later[step % len(later)] if later and step > self.warmup else self.sequence
 
     def __str__(self) -> str:
         changed = [
@@ -344,7 +351,7 @@ class Training:
             data_iterator=batches if len(batches) > 1 else batches[0],
             model=self.chunks,
             num_microbatches=self.case.microbatches_of(step),
-            seq_length=self.case.sequence,
+            seq_length=self.case.sequence_of(step),
             micro_batch_size=self.case.micro_batch,
             forward_only=forward_only,
         )
@@ -627,14 +634,15 @@ def _batches(case: Case, step: int):
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     microbatches = case.microbatches_of(step)
     count = case.micro_batch * microbatches * ranks
+    sequence = case.sequence_of(step)
     generator = torch.Generator().manual_seed(step)
-    tokens = torch.randint(0, VOCABULARY, (count, case.sequence + 1), generator=generator)
-    tokens = tokens.view(ranks, microbatches, case.micro_batch, case.sequence + 1)[rank]
-    mask = torch.triu(torch.ones(case.sequence, case.sequence, dtype=torch.bool), 1)
-    positions = torch.arange(case.sequence).expand(case.micro_batch, -1)
+    tokens = torch.randint(0, VOCABULARY, (count, sequence + 1), generator=generator)
+    tokens = tokens.view(ranks, microbatches, case.micro_batch, sequence + 1)[rank]
+    mask = torch.triu(torch.ones(sequence, sequence, dtype=torch.bool), 1)
+    positions = torch.arange(sequence).expand(case.micro_batch, -1)
     for microbatch in tokens:
         if case.positions == "mrope":  # other positions in every micro-batch, as images in a text give
-            steps = torch.randint(1, 4, (3, case.micro_batch, case.sequence), generator=generator)
+            steps = torch.randint(1, 4, (3, case.micro_batch, sequence), generator=generator)
             positions = steps.cumsum(-1)
         batch = {
             "tokens": microbatch[:, :-1].contiguous().cuda(),

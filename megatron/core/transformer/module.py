@@ -23,14 +23,20 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 class GraphableMegatronModule(_upstream.GraphableMegatronModule):
-    """megatron-core's ``GraphableMegatronModule`` (a layer that can run as CUDA graphs), with four differences.
+    """megatron-core's ``GraphableMegatronModule`` (a layer that can run as CUDA graphs), with five differences.
 
     - A replay goes through ``torch.nn.Module``'s own call: the layer's hooks, Megatron-FSDP's among them, run around it
       as they do around ``forward``.
     - Static inputs have the dtype of the model's hidden states, not always bf16.
     - Arguments of a replay are checked by the graph itself, and TransformerEngine is not needed for it.
     - Under pipeline parallelism another number of micro-batches than at capture is refused.
+    - A pass whose hidden states have another shape than at capture runs eagerly, where graphs allow it.
+
+    Attributes:
+        runs_eagerly: Whether the last call had graphs and did not replay them for its shape; until the next call.
     """
+
+    runs_eagerly: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.__dict__.get("cuda_graphs"):
@@ -42,6 +48,12 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
             replays = decide(*args, **kwargs)
         if not replays:
             return super().__call__(*args, **kwargs)
+        fits = getattr(self.cuda_graphs[0], "fits", None)
+        eagerly = fits is not None and not fits(args[0] if args else kwargs.get("hidden_states"))
+        if self.runs_eagerly is not eagerly:
+            self.__dict__["runs_eagerly"] = eagerly
+        if eagerly:  # megatron-core's own call would decide again
+            return super(_upstream.GraphableMegatronModule, self).__call__(*args, **kwargs)
         recorded = getattr(self.cuda_graphs[0], "recorded_hooks", None)
         if recorded is not None:
             if number_of_hooks(self) != recorded:

@@ -1,10 +1,13 @@
 """A layer's graphed callable with the arguments it was captured with: what ``layer.cuda_graphs`` holds."""
 
+import logging
 from collections.abc import Callable
 from copy import copy
 from typing import Any
 
 import torch
+
+from megatron.core.utils import log_single_rank
 
 from .engine.addresses import AddressGuard
 from .errors import ArgumentError
@@ -22,6 +25,8 @@ _ATTENTION_INPUTS = frozenset(
     )
 )
 _ADVICE = ". CUDA graphs need the same --seq-length, --micro-batch-size and precision in every step."
+logger = logging.getLogger(__name__)
+
 # Not inputs of the layer: they tell the engine how to replay.
 _REPLAY_OPTIONS = ("is_first_microbatch", "cuda_graph_stream", "cuda_graph_event")
 
@@ -42,6 +47,8 @@ class LayerGraph:
         guard: Checked at the first micro-batch of each step; None for no check.
         recorded_hooks: How many hooks the layer has, if the graphs hold what they do, and further layers: they do not
             run at replays. None if they do.
+        eager_shapes: Shapes of the hidden states in passes that ran eagerly, one set for all layers; None if a pass of
+            another shape than at capture may not run eagerly.
 
     Attributes:
         recorded_hooks: The same.
@@ -60,8 +67,10 @@ class LayerGraph:
         given: set[int] | None = None,
         guard: AddressGuard | None = None,
         recorded_hooks: int | None = None,
+        eager_shapes: set[torch.Size] | None = None,
     ):
         self.recorded_hooks = recorded_hooks
+        self._shape, self._eager_shapes = sample_args[0].shape if sample_args else None, eager_shapes
         self._name = name
         self._graphed = graphed
         self._num_args = len(sample_args)
@@ -84,6 +93,26 @@ class LayerGraph:
     def __call__(self, *args: torch.Tensor, **kwargs: Any) -> Any:
         """Replay on ``args`` and ``kwargs``: see ``replay``."""
         return self.replay(args, kwargs)
+
+    def fits(self, hidden_states: Any) -> bool:
+        """Whether a call with ``hidden_states`` is to be replayed; if not, warn about a shape that is new.
+
+        Every layer of the model answers the same, as hidden states keep their shape from one layer to the next.
+        """
+        if self._eager_shapes is None or not isinstance(hidden_states, torch.Tensor):
+            return True
+        shape = hidden_states.shape
+        if shape == self._shape:
+            return True
+        if shape not in self._eager_shapes:
+            self._eager_shapes.add(shape)
+            log_single_rank(
+                logger,
+                logging.WARNING,
+                f"{self._name} was captured with hidden_states of {tuple(self._shape or ())}. Passes with "
+                f"{tuple(shape)} run eagerly, in all layers{_ADVICE}",
+            )
+        return False
 
     def replay(self, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> Any:
         """Replay on ``args`` and ``kwargs``, which is emptied of what the graphs take.

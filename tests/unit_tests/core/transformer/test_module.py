@@ -98,6 +98,17 @@ def test_a_layer_in_evaluation_mode_runs_eagerly(layer):
     assert layer.events == ["eager"]
 
 
+def test_a_call_that_does_not_fit_the_graphs_runs_eagerly_with_hooks_and_says_so_until_the_next(layer):
+    layer.cuda_graphs[0].fits = lambda hidden_states: hidden_states is X
+    layer.register_forward_hook(lambda module, args, output: layer.events.append("after"))
+    other = torch.zeros(3)
+    assert layer(other) is other
+    assert layer.events == ["eager", "after"]
+    assert layer.runs_eagerly
+    assert layer(X) == "first"
+    assert not layer.runs_eagerly
+
+
 class DecidesItself(Layer):
     """A layer that replays for some arguments only."""
 

@@ -280,6 +280,14 @@ class TECudaGraphHelper:
         """Whether only one micro-batch is in flight at a time, as without pipeline stages."""
         return self.pp_group.size() == 1 and not self.config.overlap_moe_expert_parallel_comm
 
+    def _may_run_eagerly(self) -> bool:
+        """Whether passes between replays may run eagerly: not where these hand on state that replays then lack."""
+        config = self.config
+        stateful = (config.fp8, config.fp4, config.delay_wgrad_compute, config.fine_grained_activation_offloading)
+        # The token dispatcher keeps the shapes of its last pass, which the part after the graph reads.
+        dispatches = {CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess} & {*config.cuda_graph_modules}
+        return self._one_graph_serves_all() and not any(stateful) and not dispatches
+
     def _captures_weight_gradients(self) -> bool:
         modules, config = self.config.cuda_graph_modules, self.config
         shared_experts = config.moe_shared_expert_intermediate_size is not None and not config.moe_shared_expert_overlap
@@ -459,6 +467,7 @@ class TECudaGraphHelper:
         guards = self._parameter_guards()
         absent = default_kwargs(layers, arguments["sample_kwargs"])
         given: set[int] = set()
+        eager_shapes: set[torch.Size] | None = set() if self._may_run_eagerly() else None
         slots_of = self._slots()
         first_of = {index: chain.members[0] for chain in arguments.get("chains", ()) for index in chain.members}
         for index, (layer, slots) in enumerate(zip(layers, slots_of, strict=True)):
@@ -475,6 +484,7 @@ class TECudaGraphHelper:
                     given=given,
                     guard=guards[index],
                     recorded_hooks=number_of_hooks(layer) if index in first_of else None,
+                    eager_shapes=eager_shapes,
                 )
                 for slot, keyword_slot in zip(slots, keywords, strict=True)
             )

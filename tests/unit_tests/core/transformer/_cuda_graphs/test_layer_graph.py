@@ -198,3 +198,27 @@ def test_an_engine_that_checks_its_inputs_is_told_their_names():
 def test_an_input_that_requires_grad_and_did_not_at_capture_is_refused():
     with pytest.raises(ValueError, match="captured with hidden_states that requires no grad"):
         layer_graph()(HIDDEN.clone().requires_grad_())
+
+
+# ------------------------------------------------------------------------------------------------------- other shapes
+
+
+def graph_with(eager_shapes):
+    return LayerGraph("layer 3", Graphed(), (HIDDEN,), {}, has_attention=True, eager_shapes=eager_shapes)
+
+
+def test_hidden_states_of_another_shape_do_not_fit_and_a_new_shape_is_logged(caplog):
+    shapes: set[torch.Size] = set()
+    layers = [graph_with(shapes), graph_with(shapes)]
+    for _ in range(2):
+        assert not any(graph.fits(HIDDEN[:4]) for graph in layers)
+        assert all(graph.fits(HIDDEN) for graph in layers)
+    assert not layers[0].fits(HIDDEN[:2])
+    first, second = caplog.messages
+    assert "captured with hidden_states of (8, 2, 4). Passes with (4, 2, 4) run eagerly" in first
+    assert "--seq-length, --micro-batch-size" in first
+    assert "(2, 2, 4)" in second
+
+
+def test_where_passes_may_not_run_eagerly_every_shape_is_given_to_the_graph():
+    assert graph_with(None).fits(HIDDEN[:4])

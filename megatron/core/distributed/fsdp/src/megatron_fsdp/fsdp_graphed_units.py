@@ -346,4 +346,4 @@ class GraphedUnits:
 
 
 def _replays(module: torch.nn.Module) -> bool:
-    return module.training and bool(getattr(module, "cuda_graphs", None))
+    return module.training and bool(getattr(module, "cuda_graphs", None)) and not getattr(module, "runs_eagerly", False)

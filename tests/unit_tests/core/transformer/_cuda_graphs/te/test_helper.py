@@ -19,7 +19,7 @@ from megatron.core.transformer._cuda_graphs.te import helper as te_helper
 from megatron.core.transformer._cuda_graphs.te.backends import choose_backend
 from megatron.core.transformer._cuda_graphs.te.order import PassOrder, get_overlap_moe_expert_parallel_comm_order
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper, is_graph_capturing
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
 from megatron_fsdp_cuda_graphs.overlay import upstream
 
 from ..pipeline_orders import orders
@@ -171,6 +171,8 @@ def helper_of_layers(layers, order, fusion=False):
             fp8=None,
             fp4=None,
             fine_grained_activation_offloading=False,
+            delay_wgrad_compute=False,
+            cuda_graph_modules=[],
             overlap_moe_expert_parallel_comm=False,
             gradient_accumulation_fusion=fusion,
         ),
@@ -672,3 +674,21 @@ def test_megatron_fsdp_is_found_below_other_wrappers(levels):
 
 def test_a_model_without_megatron_fsdp_has_none():
     assert te_helper._fsdp_of(wrapped(torch.nn.Linear(1, 1), 2)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "stages", "allowed"),
+    [
+        ({}, 1, True),
+        ({"cuda_graph_modules": [CudaGraphModule.attn]}, 1, True),
+        ({"cuda_graph_modules": [CudaGraphModule.attn, CudaGraphModule.moe_router]}, 1, False),
+        ({"fp8": "hybrid"}, 1, False),
+        ({"delay_wgrad_compute": True}, 1, False),
+        ({}, 2, False),
+    ],
+    ids=str,
+)
+def test_passes_of_another_shape_run_eagerly_unless_replays_need_what_they_would_have_left(changes, stages, allowed):
+    plain = {"fp8": None, "fp4": None, "delay_wgrad_compute": False, "fine_grained_activation_offloading": False}
+    options = config(**{**plain, "overlap_moe_expert_parallel_comm": False, "cuda_graph_modules": [], **changes})
+    assert helper(config=options, pp_group=SimpleNamespace(size=lambda: stages))._may_run_eagerly() is allowed
