@@ -142,8 +142,10 @@ def compare(steps: int, middle: int, done: dict[str, Steps]) -> dict[str, Any]:
         "sha256_graphed": _hash(graphed),
         "differing_steps": [n for n in range(1, steps + 1) if n not in eager or eager[n] != graphed.get(n)],
         "without_graphs": [
-            each["step"] for run, first in early.items() for each in done[run] if each["step"] > first
-            and not each["graphs"]
+            each["step"]
+            for run, first in early.items()
+            for each in done[run]
+            if each["step"] > first and not each["graphs"]
         ],
         "flat": all(max(mib) == max(mib[: len(mib) // 2]) for mib in memory.values()),
         "grown_since_step_10_mib": {run: mib[-1] - mib[min(9, len(mib) - 1)] for run, mib in memory.items()},

@@ -15,9 +15,10 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 @pytest.mark.parametrize("name", ["dense", "moe"])
 def test_a_short_soak_is_bit_equal_over_an_interruption(tmp_path, name):
     output = tmp_path / "soak.json"
+    command = [sys.executable, str(BENCHMARKS / "soak.py"), "--output", str(output), "--configurations", name]
     sizes = "--steps 10 --moe-steps 10 --evaluate-every 4 --save-every 5 --layers 2 --hidden 32 --sequence 16"
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "soak.py"), "--output", str(output), "--configurations", name, *sizes.split()],
+        [*command, *sizes.split()],
         capture_output=True,
         text=True,
         check=False,
