@@ -54,7 +54,7 @@ def test_steps_that_differ_are_missing_or_had_no_graphs_are_named(soak):
 
 
 def test_memory_that_is_reserved_in_the_second_half_is_not_flat(soak):
-    growing = lines(11, 18) + lines(19, 20, reserved=66.0)
-    found = soak.compare(20, 10, {"eager": lines(1, 20), "graphed": lines(1, 10), "resumed": growing})
+    growing = lines(11, 28) + lines(29, 30, reserved=66.0)
+    found = soak.compare(30, 10, {"eager": lines(1, 30), "graphed": lines(1, 10), "resumed": growing})
     assert not found["flat"]
     assert found["grown_since_step_10_mib"] == {"eager": 0.0, "graphed": 0.0, "resumed": 2.0}
