@@ -180,19 +180,19 @@ def _fail_capture(training: Training, touch: Callable[[torch.Tensor], object]) -
         touch(output[0] if isinstance(output, tuple) else output)
 
     handle = training.layers[-1].mlp.register_forward_hook(hook)
-    before = _state(training)
+    before = training_state(training)
     try:
         training.helper.create_cudagraphs()
     except RuntimeError as error:
         print(f"capture failed as it should: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
     else:
         raise AssertionError("the capture should have failed")
-    after = _state(training)
+    after = training_state(training)
     handle.remove()
     assert before == after, f"a failed capture changed {[key for key in before if before[key] != after[key]]}"
 
 
-def _state(training: Training) -> dict[str, object]:
+def training_state(training: Training) -> dict[str, object]:
     """The state of the process and the model that a failed capture must not change, in a form that can be compared."""
     import gc
 

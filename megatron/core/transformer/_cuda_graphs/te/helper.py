@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from ..fsdp_checks import check_fsdp_options
 from ..hooks import extracted_hooks, number_of_hooks
 from ..layer_graph import LayerGraph, LayerGraphs
 from .address_guard import guard_parameters
+from .agreement import CaptureAgreement
 from .backends import choose_backend
 from .consecutive_layers import consecutive
 from .layers import _layer_is_graphable, decoder_layers, language_model_of
@@ -70,6 +72,8 @@ class TECudaGraphHelper:
         ValueError: an option that Megatron-FSDP needs for graphs is missing.
         RuntimeError: the selected engine cannot be imported, or cannot run Megatron-FSDP's hooks.
     """
+
+    _every_stage_captures = True  # each pipeline stage has a helper of this class
 
     def __init__(
         self,
@@ -378,31 +382,49 @@ class TECudaGraphHelper:
         )
 
     def create_cudagraphs(self) -> None:
-        """Capture every layer, once for each micro-batch that can be in flight.
+        """Capture every layer, once for each micro-batch that can be in flight. All ranks must call it together.
 
-        Gradients are zero afterwards. If capture fails, hooks, parameters, RNG and capture flags are restored, no layer
-        has graphs, and the model trains on eagerly.
+        Gradients are zero afterwards. If capture fails on any rank, then on all: hooks, parameters, RNG and capture
+        flags are restored, no layer has graphs, and the model trains on eagerly.
+
+        Raises:
+            CallOrderError: the graphs have been captured already.
+            CaptureFailedError: capture failed; names the rank and the layer. On the rank that failed the error's
+                ``__cause__`` is the exception.
         """
         start_time = self._start_capturing()
+        self._agreement = self._new_agreement()
         try:
             if self.flattened_callables:
                 self._capture_layers()
                 self._graphs_created = True
             else:
                 logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
-        except BaseException:
+            self._agreement.finish()
+        except BaseException as error:
             if self.config.fine_grained_activation_offloading:
                 _offload_interface().enable_offload()  # warm-up disables it
-            raise
+            if self._graphs_created:  # and another rank has failed
+                self.delete_cuda_graphs()
+            failed = self._agreement.failed(error)
+            if not isinstance(error, Exception):  # Ctrl-C
+                raise
+            raise failed from error
         finally:
             self._leave_capture_mode()
         self._finish_capturing(start_time)
+
+    def _new_agreement(self) -> CaptureAgreement:
+        groups = self.pg_collection
+        stage = getattr(groups, "tp_dp_cp", None) or groups.dp_cp
+        return CaptureAgreement(stage, groups.pp if self._every_stage_captures else None)
 
     def _capture_layers(self) -> None:
         layers = tuple(self.flattened_callables)
         sample_args, arguments = self._get_cuda_graph_input_data()
         # As the decoder does under sequence parallelism.
         rng = get_cuda_rng_tracker().fork() if self.config.sequence_parallel else nullcontext()
+        self._agreement.begin("before the first layer")
         # TransformerEngine's engine leaves warm-up's draws and buffer updates behind.
         with (
             preserve_rng(),
@@ -412,7 +434,7 @@ class TECudaGraphHelper:
             rng,
         ):
             if self._engine.takes_hooks:
-                arguments["capture_time_hooks"] = hooks
+                arguments["capture_time_hooks"] = self._agreeing(hooks)
             arguments["pool"] = pool = torch.cuda.graph_pool_handle()
             with recover_te_engine(pool, layers, arguments.get("recipe")):
                 graphs = self._engine.capture(layers, sample_args, **arguments)
@@ -438,6 +460,17 @@ class TECudaGraphHelper:
                 )
                 for slot, keyword_slot in zip(slots, keywords, strict=True)
             )
+
+    def _agreeing(self, hooks: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
+        """Return ``hooks`` of the layers with one in front that waits until all ranks begin this pass of the layer."""
+        with_votes = []
+        for index, (layer, own) in enumerate(zip(self.flattened_callables, hooks, strict=True)):
+            name, kinds = _layer_name(layer, index), dict(own or {})
+            for kind, phase in (("forward_pre_hooks", "forward"), ("backward_pre_hooks", "backward")):
+                vote = partial(self._agreement.begin, f"{name}, {phase}")
+                kinds[kind] = {"agreement": vote, **kinds.get(kind, {})}
+            with_votes.append(kinds)
+        return with_votes
 
     def _parameter_guards(self) -> list[AddressGuard | None]:
         """Return a guard of each layer's parameters; None for layers under Megatron-FSDP, which has its own guards."""

@@ -56,6 +56,8 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
         OptionsError, ValueError, RuntimeError: as ``TECudaGraphHelper``.
     """
 
+    _every_stage_captures = False
+
     def __init__(
         self,
         model: Sequence[torch.nn.Module],
