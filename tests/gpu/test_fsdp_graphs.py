@@ -51,6 +51,8 @@ MORE: list[dict] = [
     {"dtype": "bf16", "control": "captured_again", "dropout": 0.1},
     {"dtype": "bf16", "control": "failed_forward_capture", "dropout": 0.1},
     {"dtype": "bf16", "control": "failed_backward_capture", "dropout": 0.1},
+    {"dtype": "bf16", "control": "fallback_after_a_failure_on_one_rank", "dropout": 0.1},
+    {"dtype": "bf16", "control": "fallback_after_a_failure_on_one_rank", "layers_per_graph": 1},
 ]
 
 
@@ -88,7 +90,7 @@ def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
     assert not result["error"]
     assert result["differences"] == []
     assert result["graphs"] == (
-        0 if "failed" in case.get("control", "") else case.get("layers", 4) + case.get("mtp", 0)
+        0 if "fail" in case.get("control", "") else case.get("layers", 4) + case.get("mtp", 0)
     )
 
 

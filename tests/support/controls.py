@@ -1,9 +1,11 @@
 """Captures with something wrong or unusual, each of which a comparison must notice or survive."""
 
+import os
 from collections.abc import Callable
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from .training import Training, engine_callable
 
@@ -64,6 +66,24 @@ def failed_forward_capture(training: Training) -> None:
 def failed_backward_capture(training: Training) -> None:
     """A layer whose gradient is read on the host: its backward cannot be captured, and training goes on eagerly."""
     _fail_capture(training, lambda tensor: tensor.register_hook(lambda grad: (grad.sum().item(), None)[1]) and None)
+
+
+def fallback_after_a_failure_on_one_rank(training: Training) -> None:
+    """The last rank runs out of memory in a layer: all ranks go on without graphs, as ``cuda_graph_fallback`` says."""
+
+    def hook(module, args, output):
+        raise torch.OutOfMemoryError("out of memory, as it were")
+
+    training.config.cuda_graph_fallback = "eager"
+    last = dist.get_rank() == dist.get_world_size() - 1
+    handles = [training.layers[-1].mlp.register_forward_hook(hook)] if last else []
+    before = training_state(training)
+    training.helper.create_cudagraphs()
+    after = training_state(training)
+    for handle in handles:
+        handle.remove()
+    assert training.helper.capture_finished() and not training.helper.graphs_created()
+    assert before == after, f"a failed capture changed {[key for key in before if before[key] != after[key]]}"
 
 
 def captured_again(training: Training) -> None:
@@ -221,6 +241,7 @@ def training_state(training: Training) -> dict[str, object]:
         + [state.get_state().tolist() for state in get_all_rng_states().values()],
         "cpu_rng": torch.get_rng_state().tolist(),
         "gc": gc.isenabled(),
+        "environment": dict(os.environ),
     }
 
 
@@ -234,6 +255,7 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         no_pre_backward_sentinel,
         failed_forward_capture,
         failed_backward_capture,
+        fallback_after_a_failure_on_one_rank,
         captured_again,
         captured_by_two_helpers,
         taken_addresses,

@@ -20,7 +20,8 @@ REPLACED = {
     "megatron.core.optimizer.optimizer_cuda_graph": {"OptimizerCudaGraphWrapper"},
     "megatron.core.rerun_state_machine": {"RerunStateMachine"},
     "megatron.core.transformer.module": {"GraphableMegatronModule"},
-    "megatron.training.arguments": {"validate_args"},
+    "megatron.training.argument_utils": {"core_transformer_config_from_args"},
+    "megatron.training.arguments": {"add_megatron_arguments", "validate_args"},
     "megatron.training.utils.common_utils": {
         "logical_and_across_model_parallel_group",
         "reduce_max_stat_across_model_parallel_group",

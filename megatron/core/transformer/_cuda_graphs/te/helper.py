@@ -26,7 +26,8 @@ from ..engine.plan import ordered_plan
 from ..engine.preserve import preserve_buffers
 from ..engine.rng import preserve_rng
 from ..engine.te_engine import recover_te_engine
-from ..errors import ArgumentError, CallOrderError, OptionsError
+from ..errors import ArgumentError, CallOrderError, CaptureFailedError, OptionsError
+from ..fallback import FALLBACKS
 from ..fsdp_checks import check_fsdp_options
 from ..hooks import extracted_hooks, number_of_hooks
 from ..layer_graph import LayerGraph, LayerGraphs
@@ -60,14 +61,17 @@ class TECudaGraphHelper:
 
     Args:
         model: The model's chunks, wrapped as for training; one chunk without virtual pipeline stages.
-        config: The model's ``TransformerConfig``, with ``cuda_graph_impl="transformer_engine"``.
+        config: The model's ``TransformerConfig``, with ``cuda_graph_impl="transformer_engine"``. An attribute
+            ``cuda_graph_fallback`` of it, ``error`` if there is none, says what a failed capture does: ``error`` raises
+            CaptureFailedError, ``eager`` warns, and training goes on without graphs.
         seq_length: Tokens in a sequence.
         micro_batch_size: Sequences in a micro-batch.
         optimizers: Their gradients are zeroed after capture.
         pg_collection: The process groups; by default those of ``parallel_state``.
 
     Raises:
-        OptionsError: ``config.cuda_graph_impl`` is not ``transformer_engine``, or the allocator uses expandable
+        OptionsError: ``config.cuda_graph_impl`` is not ``transformer_engine``, ``config.cuda_graph_fallback`` is
+            unknown, or the allocator uses expandable
             segments while NCCL registers memory of graphs.
         ValueError: an option that Megatron-FSDP needs for graphs is missing.
         RuntimeError: the selected engine cannot be imported, or cannot run Megatron-FSDP's hooks.
@@ -88,6 +92,8 @@ class TECudaGraphHelper:
             raise OptionsError(
                 f"TECudaGraphHelper needs --cuda-graph-impl transformer_engine, got {config.cuda_graph_impl!r}"
             )
+        if getattr(config, "cuda_graph_fallback", "error") not in FALLBACKS:
+            raise OptionsError(f"--cuda-graph-fallback must be one of {FALLBACKS}, got {config.cuda_graph_fallback!r}")
         if problem := allocator_problem():
             raise OptionsError(problem)
         self.model, self.optimizers = model, optimizers
@@ -389,8 +395,8 @@ class TECudaGraphHelper:
 
         Raises:
             CallOrderError: the graphs have been captured already.
-            CaptureFailedError: capture failed; names the rank and the layer. On the rank that failed the error's
-                ``__cause__`` is the exception.
+            CaptureFailedError: capture failed, and ``config.cuda_graph_fallback`` is not ``eager``; names the rank and
+                the layer. On the rank that failed the error's ``__cause__`` is the exception.
         """
         start_time = self._start_capturing()
         self._agreement = self._new_agreement()
@@ -409,10 +415,21 @@ class TECudaGraphHelper:
             failed = self._agreement.failed(error)
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
-            raise failed from error
+            if not self._falls_back:
+                raise failed from error
+            warning = f"{failed}. Training goes on without CUDA graphs (--cuda-graph-fallback eager)."
+            if isinstance(error, CaptureFailedError):
+                log_single_rank(logger, logging.WARNING, warning)
+            else:
+                logger.warning(warning, exc_info=error)
         finally:
             self._leave_capture_mode()
         self._finish_capturing(start_time)
+
+    @property
+    def _falls_back(self) -> bool:
+        """Whether training goes on without graphs after a failed capture."""
+        return getattr(self.config, "cuda_graph_fallback", "error") == "eager"
 
     def _new_agreement(self) -> CaptureAgreement:
         groups = self.pg_collection

@@ -14,8 +14,10 @@ from hypothesis import given
 from megatron.core.transformer._cuda_graphs import state as capture_state
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 from megatron.core.transformer._cuda_graphs.engine.plan import ordered_plan
+from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.te import helper as te_helper
+from megatron.core.transformer._cuda_graphs.te.agreement import CaptureAgreement
 from megatron.core.transformer._cuda_graphs.te.backends import choose_backend
 from megatron.core.transformer._cuda_graphs.te.order import PassOrder, get_overlap_moe_expert_parallel_comm_order
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper, is_graph_capturing
@@ -23,6 +25,22 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron_fsdp_cuda_graphs.overlay import upstream
 
 from ..pipeline_orders import orders
+
+
+class Alone(CaptureAgreement):
+    """The agreement of one rank that is in no process group."""
+
+    def __init__(self, stage, pipeline):
+        pass
+
+    def begin(self, where, module=None):
+        pass
+
+    def finish(self):
+        pass
+
+    def failed(self, error):
+        return CaptureFailedError(f"{type(error).__name__}")
 
 
 def helper(**attributes):
@@ -40,6 +58,12 @@ def config(**changes):
 
 
 # megatron-core asserts where these errors are raised: its callers may expect an AssertionError.
+@pytest.mark.parametrize("error", [ValueError, AssertionError])
+def test_an_unknown_fallback_is_refused_with_the_flag(error):
+    with pytest.raises(error, match="--cuda-graph-fallback must be one of .*'eager'.*, got 'Eager'"):
+        TECudaGraphHelper([], config(cuda_graph_fallback="Eager"), 1, 1)
+
+
 @pytest.mark.parametrize("error", [ValueError, AssertionError])
 @pytest.mark.parametrize("impl", ["none", "local", "full_iteration"])
 def test_another_kind_of_graphs_is_refused_with_the_flag(impl, error):
@@ -186,6 +210,7 @@ def helper_of_layers(layers, order, fusion=False):
         _order=lambda: PassOrder(order, [1] * len(layers), 1),
         _num_warmup_iterations=lambda: 1,
         _engine=choose_backend(),
+        _agreement=Alone(None, None),
     )
 
 
@@ -357,6 +382,7 @@ class CapturingHelper(TECudaGraphHelper):
         self._engine = SimpleNamespace(name="native")  # type: ignore[assignment]
         self._capture_finished = self._graphs_created = False
         self._capture_layers = capture  # type: ignore[method-assign]
+        self._new_agreement = lambda: Alone(None, None)  # type: ignore[method-assign]
         self.resets = 0
 
     def _reset_after_capture(self):
@@ -386,7 +412,7 @@ class TestCaptureMode:
             raise Failure
 
         capturing = CapturingHelper(fail)
-        with pytest.raises(Failure):
+        with pytest.raises(CaptureFailedError, match="Failure"):
             capturing.create_cudagraphs()
         assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
 
@@ -400,7 +426,7 @@ class TestCaptureMode:
 
         capturing = CapturingHelper(fail)
         capturing.config.fine_grained_activation_offloading = True
-        with pytest.raises(Failure):
+        with pytest.raises(CaptureFailedError, match="Failure"):
             capturing.create_cudagraphs()
         assert calls == ["enable", "reset"]
 
@@ -413,10 +439,47 @@ class TestCaptureMode:
                 raise Failure
 
         capturing = CapturingHelper(fail_once)
-        with pytest.raises(Failure):
+        with pytest.raises(CaptureFailedError, match="Failure"):
             capturing.create_cudagraphs()
         capturing.create_cudagraphs()
         assert capturing.graphs_created()
+
+    def test_training_goes_on_without_graphs_after_a_failure_where_that_is_asked_for(self, caplog):
+        def fail():
+            raise Failure
+
+        capturing = CapturingHelper(fail)
+        capturing.config.cuda_graph_fallback = "eager"
+        capturing.create_cudagraphs()
+        assert state(capturing) == {"capturing": False, "graphs": False, "finished": True, "resets": 1}
+        (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+        assert "without CUDA graphs (--cuda-graph-fallback eager)" in record.getMessage()
+        assert record.exc_info[0] is Failure
+
+    @pytest.mark.parametrize("fallback", ["error", "eager"])
+    def test_ctrl_c_ends_the_program(self, fallback):
+        def interrupt():
+            raise KeyboardInterrupt
+
+        capturing = CapturingHelper(interrupt)
+        capturing.config.cuda_graph_fallback = fallback
+        with pytest.raises(KeyboardInterrupt):
+            capturing.create_cudagraphs()
+        assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
+
+    def test_graphs_of_a_rank_that_succeeded_are_freed_if_another_has_failed(self):
+        deleted = []
+
+        class OtherRankFailed(Alone):
+            def finish(self):
+                raise CaptureFailedError("on rank 1")
+
+        capturing = CapturingHelper(lambda: None)
+        capturing._new_agreement = lambda: OtherRankFailed(None, None)
+        capturing.delete_cuda_graphs = lambda: deleted.append(capturing.graphs_created())
+        with pytest.raises(CaptureFailedError):
+            capturing.create_cudagraphs()
+        assert deleted == [True]
 
     @pytest.mark.parametrize("frozen", [True, False])
     @pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
@@ -431,7 +494,7 @@ class TestCaptureMode:
             if fails:
                 raise Failure
 
-        with pytest.raises(Failure) if fails else nullcontext():
+        with pytest.raises(CaptureFailedError) if fails else nullcontext():
             CapturingHelper(capture).create_cudagraphs()
         assert calls == (["freeze", "capture", "unfreeze"] if frozen else ["capture"])
 
@@ -579,7 +642,9 @@ def test_hooks_are_given_to_an_engine_that_takes_them(takes_hooks):
     capturing._engine = engine = RecordingEngine(takes_hooks)
     capturing._capture_layers()
     hooks = engine.arguments.get("capture_time_hooks", [])
-    assert [len(each["forward_pre_hooks"]) for each in hooks] == [1] * takes_hooks
+    # the first waits for other ranks
+    assert [[*each["forward_pre_hooks"]][:1] for each in hooks] == [["agreement"]] * takes_hooks
+    assert [len(each["forward_pre_hooks"]) for each in hooks] == [2] * takes_hooks
 
 
 @pytest.mark.usefixtures("cpu_backend")
