@@ -89,9 +89,7 @@ def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
     result = results[layout, engine][name_of(case)]
     assert not result["error"]
     assert result["differences"] == []
-    assert result["graphs"] == (
-        0 if "fail" in case.get("control", "") else case.get("layers", 4) + case.get("mtp", 0)
-    )
+    assert result["graphs"] == (0 if "fail" in case.get("control", "") else case.get("layers", 4) + case.get("mtp", 0))
 
 
 def test_a_replay_that_does_nothing_changes_the_loss(compare_runs):

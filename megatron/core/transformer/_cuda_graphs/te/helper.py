@@ -30,8 +30,8 @@ from ..errors import ArgumentError, CallOrderError, CaptureFailedError, OptionsE
 from ..fallback import FALLBACKS
 from ..fsdp_checks import check_fsdp_options
 from ..hooks import extracted_hooks, number_of_hooks
-from ..layer_graph import LayerGraph, LayerGraphs
-from .address_guard import guard_parameters
+from ..layer_graph import LayerGraph, LayerGraphs, static_inputs
+from .address_guard import GuardedLayer, guard_layers
 from .agreement import CaptureAgreement
 from .backends import choose_backend
 from .consecutive_layers import consecutive
@@ -455,7 +455,8 @@ class TECudaGraphHelper:
             arguments["pool"] = pool = torch.cuda.graph_pool_handle()
             with recover_te_engine(pool, layers, arguments.get("recipe")):
                 graphs = self._engine.capture(layers, sample_args, **arguments)
-        guards = self._parameter_guards()
+        samples = list(zip(sample_args, arguments["sample_kwargs"], strict=True))
+        guards = self._guards(graphs, samples, arguments.get("chains", ()))
         absent = default_kwargs(layers, arguments["sample_kwargs"])
         given: set[int] = set()
         slots_of = self._slots()
@@ -489,14 +490,31 @@ class TECudaGraphHelper:
             with_votes.append(kinds)
         return with_votes
 
-    def _parameter_guards(self) -> list[AddressGuard | None]:
-        """Return a guard of each layer's parameters; None for layers under Megatron-FSDP, which has its own guards."""
+    def _guards(
+        self, graphs: Sequence[Any], samples: Sequence[SampleArguments], chains: Sequence[Chain]
+    ) -> list[AddressGuard | None]:
+        """Return a guard for each layer, None for layers with nothing to guard.
+
+        That of a chain's first layer guards all of the chain. Megatron-FSDP guards parameters itself.
+        """
+        fused, layers = self.config.gradient_accumulation_fusion, []
+        for chunk, own in zip(self.model, self.callables_per_chunk, strict=True):
+            alone = _fsdp_of(chunk) is None
+            for layer in own:
+                layers.append(GuardedLayer(_layer_name(layer, len(layers)), layer, alone, alone and fused))
+        members = {chain.members[0]: chain.members for chain in chains}
+        followers = {index for chain in chains for index in chain.members[1:]}
         guards: list[AddressGuard | None] = []
-        for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
-            under_fsdp = _fsdp_of(chunk) is not None
-            for layer in layers:
-                name, fused = _layer_name(layer, len(guards)), self.config.gradient_accumulation_fusion
-                guards.append(None if under_fsdp else guard_parameters(name, layer, writes_main_grads=fused))
+        guarded: set[int] = set()  # layers share static inputs
+        for index, slots in enumerate(self._slots()):
+            inputs = []
+            for slot in slots if index not in followers else ():
+                for name, tensor in static_inputs(graphs[slot], *samples[slot]):
+                    if id(tensor) not in guarded:
+                        guarded.add(id(tensor))
+                        inputs.append((f"{name} of {layers[index].name}", tensor))
+            together = [] if index in followers else [layers[i] for i in members.get(index, [index])]
+            guards.append(guard_layers(together, inputs))
         return guards
 
     @contextmanager

@@ -13,6 +13,7 @@ from hypothesis import given
 
 from megatron.core.transformer._cuda_graphs import state as capture_state
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
+from megatron.core.transformer._cuda_graphs.engine.chain import Chain
 from megatron.core.transformer._cuda_graphs.engine.plan import ordered_plan
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
@@ -60,7 +61,7 @@ def config(**changes):
 # megatron-core asserts where these errors are raised: its callers may expect an AssertionError.
 @pytest.mark.parametrize("error", [ValueError, AssertionError])
 def test_an_unknown_fallback_is_refused_with_the_flag(error):
-    with pytest.raises(error, match="--cuda-graph-fallback must be one of .*'eager'.*, got 'Eager'"):
+    with pytest.raises(error, match=r"--cuda-graph-fallback must be one of .*'eager'.*, got 'Eager'"):
         TECudaGraphHelper([], config(cuda_graph_fallback="Eager"), 1, 1)
 
 
@@ -351,11 +352,60 @@ class TestMovedParameters:
         layer.inner.weight.main_grad = torch.zeros(4, device="cuda")
         self.replay(layer, is_first_microbatch=True)
 
-    def test_megatron_fsdp_guards_parameters_itself(self):
-        bare = helper(
-            model=[Fsdp()], callables_per_chunk=[[WeightedLayer()]], config=config(gradient_accumulation_fusion=1)
-        )
-        assert bare._parameter_guards() == [None]
+    @pytest.mark.parametrize("under_fsdp", [False, True])
+    @pytest.mark.parametrize("what", ["parameter", "main gradient", "buffer", "new buffer", "static input"])
+    def test_megatron_fsdp_guards_parameters_itself_and_nothing_else(self, what, under_fsdp):
+        layer, static = WeightedLayer(), torch.zeros(2, device="cuda")
+        layer.inner.register_buffer("count", torch.zeros(2, device="cuda"))
+        layer.inner.register_buffer("cache", None)
+        bare = helper_of_layers([layer], [1, -1], fusion=True)
+        bare.model = [Fsdp() if under_fsdp else torch.nn.Module()]
+        (guard,) = bare._guards([lambda: None], [((static,), {})], [])
+        guard.check()
+        names = {
+            "parameter": "inner.weight",
+            "main gradient": "the main gradient of inner.weight",
+            "buffer": "the buffer inner.count",
+            "new buffer": None,
+            "static input": "the static input hidden_states",
+        }
+        if what == "parameter":
+            layer.inner.weight.data = layer.inner.weight.data.clone()
+        elif what == "main gradient":
+            layer.inner.weight.main_grad = torch.zeros(4, device="cuda")
+        elif what == "buffer":
+            layer.inner.count = layer.inner.count.clone()
+        elif what == "new buffer":
+            layer.inner.cache = torch.zeros(2, device="cuda")
+        else:
+            static.data = static.data.clone()
+        allowed = names[what] is None or (under_fsdp and what in ("parameter", "main gradient"))
+        with nullcontext() if allowed else pytest.raises(MovedBufferError, match=f"use {names[what]} of layer 1 "):
+            guard.check()
+
+    @pytest.mark.parametrize("moved", ["buffer", "static input"])
+    def test_what_replays_use_is_checked_in_a_step(self, moved):
+        layer = WeightedLayer()
+        layer.inner.register_buffer("count", torch.zeros(2, device="cuda"))
+        helper_of_layers([layer], [1, -1])._capture_layers()
+        self.replay(layer, is_first_microbatch=True)
+        if moved == "buffer":
+            layer.inner.count = layer.inner.count.clone()
+        else:
+            static = layer.cuda_graphs[0]._graphed.inputs[0]
+            static.data = static.data.clone()
+        with pytest.raises(MovedBufferError, match=f"use the {moved} .* of layer 1"):
+            self.replay(layer, is_first_microbatch=True)
+
+    def test_the_first_layer_of_a_chain_guards_all_of_it(self):
+        layers = [WeightedLayer() for _ in range(2)]
+        layers[1].inner.register_buffer("count", torch.zeros(2, device="cuda"))
+        samples = [((torch.zeros(1),), {}) for _ in layers]
+        guards = helper_of_layers(layers, [1, 2, -2, -1])._guards(samples, samples, [Chain([0, 1], mock.Mock())])
+        assert guards[1] is None
+        layers[1].inner.count = layers[1].inner.count.clone()
+        with pytest.raises(MovedBufferError, match=r"the buffer inner\.count of layer 2"):
+            guards[0].check()
 
 
 def test_addresses_are_compared_once_a_step():
