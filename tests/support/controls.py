@@ -230,11 +230,11 @@ def training_state(training: Training) -> dict[str, object]:
         "graphs": [list(layer.cuda_graphs) for layer in layers],
         "parameters": [(name, id(param)) for name, param in training.chunks[0].named_parameters()],
         "gradients": [param.grad is None for param in training.chunks[0].parameters()],
-        "distributed": fsdp.is_param_fsdp_distributed,
+        "distributed": getattr(fsdp, "is_param_fsdp_distributed", None),
         "capturing": (
             is_graph_capturing(),
             torch.cuda.is_current_stream_capturing(),
-            fsdp.fsdp_hooks.graphed.capturing,
+            hasattr(fsdp, "fsdp_hooks") and fsdp.fsdp_hooks.graphed.capturing,
         ),
         "stream": torch.cuda.current_stream().cuda_stream,
         "rng": [torch.cuda.get_rng_state().tolist()]

@@ -13,6 +13,7 @@ backend.
 
 import argparse
 import functools
+import gc
 import json
 import os
 import re
@@ -254,6 +255,8 @@ def run(case: Case, kinds: list[str], stride: int, matching: str) -> dict[str, A
     attempts = Attempts(training)
     attempts.step("at the beginning")
     attempts.places(False)  # allocates what later captures find
+    gc.collect()
+    gc.freeze()  # every capture collects garbage, and need not walk through all modules each time
     start = time.perf_counter()
     places: dict[str, int] = {}
     for kind in kinds:
