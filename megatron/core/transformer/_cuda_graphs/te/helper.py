@@ -497,7 +497,8 @@ class TECudaGraphHelper:
 
         That of a chain's first layer guards all of the chain. Megatron-FSDP guards parameters itself.
         """
-        fused, layers = self.config.gradient_accumulation_fusion, []
+        fused = self.config.gradient_accumulation_fusion
+        layers: list[GuardedLayer] = []
         for chunk, own in zip(self.model, self.callables_per_chunk, strict=True):
             alone = _fsdp_of(chunk) is None
             for layer in own:

@@ -400,7 +400,7 @@ class TestMovedParameters:
     def test_the_first_layer_of_a_chain_guards_all_of_it(self):
         layers = [WeightedLayer() for _ in range(2)]
         layers[1].inner.register_buffer("count", torch.zeros(2, device="cuda"))
-        samples = [((torch.zeros(1),), {}) for _ in layers]
+        samples: list = [((torch.zeros(1),), {}) for _ in layers]
         guards = helper_of_layers(layers, [1, 2, -2, -1])._guards(samples, samples, [Chain([0, 1], mock.Mock())])
         assert guards[1] is None
         layers[1].inner.count = layers[1].inner.count.clone()
@@ -525,8 +525,8 @@ class TestCaptureMode:
                 raise CaptureFailedError("on rank 1")
 
         capturing = CapturingHelper(lambda: None)
-        capturing._new_agreement = lambda: OtherRankFailed(None, None)
-        capturing.delete_cuda_graphs = lambda: deleted.append(capturing.graphs_created())
+        capturing._new_agreement = lambda: OtherRankFailed(None, None)  # type: ignore[method-assign]
+        capturing.delete_cuda_graphs = lambda: deleted.append(capturing.graphs_created())  # type: ignore[method-assign]
         with pytest.raises(CaptureFailedError):
             capturing.create_cudagraphs()
         assert deleted == [True]
