@@ -2,7 +2,7 @@
 
     torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json
     torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --stride 40
-    torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --matching c10d
+    torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --matching ProcessGroup
 
 One model trains on; between two steps its capture is attempted with one fault after another, on one rank or on all.
 After each attempt every rank must have raised the same error, which names the rank that failed, within ``LIMIT``
@@ -123,8 +123,12 @@ class Faults(TorchDispatchMode):
             for name in ("capture_begin", "capture_end"):
                 self._patch(stack, torch.cuda.CUDAGraph, name, counted=name == "capture_begin", internal=on_cpu)
             if on_cpu:
+                from megatron_fsdp_cuda_graphs.cpu_backend import held_results
                 from megatron_fsdp_cuda_graphs.cpu_backend.tape import Recorder
 
+                for name in held_results._COLLECTIVES:
+                    self._patch(stack, dist.ProcessGroup, name, counted=True, internal=True)
+                self._patch(stack, held_results.HeldWork, "wait", counted=True, internal=True)
                 self._patch(stack, Recorder, "_record", counted=True, captured=True, internal=True)
             with self:
                 yield
@@ -266,6 +270,8 @@ def run(case: Case, kinds: list[str], stride: int, matching: str) -> dict[str, A
         places[kind] = len(wanted)
         for number, at in enumerate(wanted[stride // 2 :: stride]):
             ranks = list(range(dist.get_world_size()))
+            if dist.get_rank() == 0:
+                print(f"{kind} at {at} of {len(names)}: {names[at]}", flush=True)  # who hangs leaves it last in the log
             attempts.fail(kind, at, ranks)
             if len(ranks) > 1:
                 attempts.fail(kind, at, [ranks[number % len(ranks)]])

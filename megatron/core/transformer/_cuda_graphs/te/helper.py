@@ -441,7 +441,6 @@ class TECudaGraphHelper:
         sample_args, arguments = self._get_cuda_graph_input_data()
         # As the decoder does under sequence parallelism.
         rng = get_cuda_rng_tracker().fork() if self.config.sequence_parallel else nullcontext()
-        self._agreement.begin("before the first layer")
         # TransformerEngine's engine leaves warm-up's draws and buffer updates behind.
         with (
             preserve_rng(),
@@ -524,7 +523,8 @@ class TECudaGraphHelper:
             for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
                 fsdp = _fsdp_of(chunk)
                 if fsdp is not None:
-                    stack.enter_context(fsdp.capture_graphs(layers))
+                    ready = partial(self._agreement.begin, "before the first layer")
+                    stack.enter_context(fsdp.capture_graphs(layers, ready))
             yield
 
     def _slots(self) -> list[range]:

@@ -40,17 +40,21 @@ def drop_collectives(fsdp: Any, *, finished: bool = True) -> None:
 def take_back_unlaunched(fsdp: Any) -> None:
     """Release the buckets of gathers that failed before they were launched, so that these can be launched again."""
     gathers = fsdp.all_gather_pipeline
-    for bucket in range(gathers.num_buckets):  # torch leaves a coalescing context that failed open
-        distributed_c10d._world.pg_coalesce_state.pop(gathers.get_fsdp_buffer(bucket).data_parallel_group, None)
+    group_of = [gathers.get_fsdp_buffer(bucket).data_parallel_group for bucket in range(gathers.num_buckets)]
+    # torch leaves a coalescing context that failed open: nothing in it was launched.
+    unlaunched = {group for group in group_of if distributed_c10d._world.pg_coalesce_state.pop(group, None) is not None}
     for key, status in gathers.bucket_status.items():
         if status is not BucketStatus.COMMUNICATING:
             continue
         event, _ = gathers.param_gather_event_map.get(key, (None, None))
-        if event is None or isinstance(event, distributed_c10d._IllegalWork):  # what coalesced calls return
+        # What calls in the context return; it is replaced once they are launched together.
+        if isinstance(event, distributed_c10d._IllegalWork) or (event is None and group_of[key[0]] in unlaunched):
             gathers.param_gather_event_map.pop(key, None)
             gathers.get_fsdp_buffer(*key).free_bucket_storage()
             gathers.bucket_status[key] = BucketStatus.EMPTY
             gathers.bucket_can_be_released[key] = False
+        elif event is None:  # to wait for it failed
+            gathers.bucket_status[key] = BucketStatus.READY_TO_USE
 
 
 def launches_of(group: torch.distributed.ProcessGroup) -> Callable[[], bool]:

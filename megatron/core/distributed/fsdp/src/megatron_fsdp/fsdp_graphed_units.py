@@ -79,11 +79,12 @@ class GraphedUnits:
     # ------------------------------------------------------------------------------------------------------- capture
 
     @contextmanager
-    def capture(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    def capture(self, modules: Iterable[torch.nn.Module], ready: Callable[[], object] = lambda: None) -> Iterator[None]:
         """Keep the model in capture mode: raw parameters, gradients withheld, no collective in flight at either end.
 
         Args:
             modules: The modules that are captured, each an FSDP unit or one whose parameters are never released.
+            ready: Called right before the first collective, which all ranks join unless it raises.
 
         When the context ends, also after an exception, every bucket that capture used is released and the module's
         parameters are restored (raw, or the optimizer's ``DTensor``). After an exception none of ``modules`` counts as
@@ -101,6 +102,7 @@ class GraphedUnits:
             self._uncaptured = self._other_units(modules)
             planned = [self._units[module] for module in modules if module in self._units]
             fitting = [unit for unit in planned if self._plans.fits(unit)]
+            ready()
             self.joined_by_all_ranks(partial(self._plans.set_up_communicators, fitting))
             yield
             self._release_captured()
