@@ -14,7 +14,6 @@ backend.
 import argparse
 import functools
 import gc
-import json
 import os
 import re
 import sys
@@ -41,6 +40,7 @@ if on_cpu:
     torch.set_num_threads(1)
     cpu_backend.install()
 
+from benchmarks.results_file import command_line, write_results  # noqa: E402
 from tests.support.controls import training_state  # noqa: E402
 from tests.support.training import Case, Trace, Training, train  # noqa: E402
 
@@ -318,7 +318,10 @@ def main() -> None:
         for count in args.layers_per_graph
     ]
     if dist.get_rank() == 0:
-        args.output.write_text(json.dumps(results, indent=1) + "\n")
+        command = command_line("tests/support/inject_faults.py", sys.argv[1:]).replace(
+            "python", "torchrun --nproc-per-node 2", 1
+        )
+        write_results(args.output, command=command, gpus=dist.get_world_size(), results=results)
         for result in results:
             attempts, passed = sum(result["attempts"].values()), sum(result["passed"].values())
             print(f"{result['case']}: {passed} of {attempts}, slowest {result['slowest_seconds']} s", flush=True)

@@ -71,7 +71,7 @@ def inject_faults(
         check=False,
     )
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-6000:]
-    results: list[dict[str, Any]] = json.loads(output.read_text())
+    results: list[dict[str, Any]] = json.loads(output.read_text())["results"]
     return results
 
 
