@@ -31,12 +31,14 @@ def clean_up() -> float:
 
 def _forget_globals() -> None:
     from megatron.core import parallel_state
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_logging
     from megatron.training.global_vars import destroy_global_vars
 
+    RotaryEmbedding.forward.cache_clear()  # it holds the modules, and by their hooks the model
     destroy_global_vars()
     unset_num_microbatches_calculator()
     destroy_rerun_state_machine()

@@ -111,6 +111,7 @@ COLUMNS: Columns = (
     ("/full it.", ("ratio_to_full_iteration",)),
     ("/eager", ("ratio_to_eager",)),
     ("/compute", ("ratio_to_compute",)),
+    ("MiB", ("reserved_mib",)),
     ("peak MiB", ("max_reserved_mib",)),
     ("graphs", ("graphs",)),
     ("capture s", ("capture_seconds",)),

@@ -48,10 +48,13 @@ class Worker:
     def train(self, run: Run) -> dict[str, Any]:
         """Train ``run`` and return what was measured; the process is clean after it."""
         result: dict[str, Any] = {}
+        left = self._memory()
 
         def after_step(step: int) -> None:
             if step == run.steps and not run.profiled:
-                result.update(self._memory())
+                now = self._memory()
+                result.update({name: now[name] - left[name.removeprefix("max_")] for name in now})
+                result["graphs"] = count_graphs()
 
         profiled = self._profile(run) if run.profiled else None
         self._clock.seconds = 0.0
@@ -92,12 +95,12 @@ class Worker:
                 del os.environ[name]
             os.environ.update(before)
 
-    def _memory(self) -> dict[str, Any]:
+    def _memory(self) -> dict[str, int]:
+        """MiB that the allocator has reserved and allocated, now and at most, and what pools of graphs have of it."""
         torch.cuda.synchronize()
         names = ("max_memory_reserved", "memory_reserved", "max_memory_allocated", "memory_allocated")
         found = {f"{name.replace('memory_', '')}_mib": getattr(torch.cuda, name)() // 2**20 for name in names}
-        pools = 0 if self._on_cpu else graph_memory()
-        return found | {"graph_pools_mib": pools // 2**20, "graphs": count_graphs()}
+        return found | {"graph_pools_mib": 0 if self._on_cpu else graph_memory() // 2**20}
 
 
 def graph_memory() -> int:

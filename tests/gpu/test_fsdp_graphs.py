@@ -29,6 +29,15 @@ MORE: list[dict] = [
     {"dtype": "bf16", "dropout": 0.1, "warmup": 0},
     {"dtype": "bf16", "dropout": 0.1, "microbatches": 2, "layers_per_graph": 1},
     {"dtype": "bf16", "layers_per_graph": 2, "layers": 5, "evaluates": True},
+    {"dtype": "bf16", "layers_per_graph": -1, "layers": 5},
+    {"dtype": "bf16", "layers_per_graph": -1, "dropout": 0.1, "microbatches": 2, "evaluates": True},
+    {"dtype": "fp32", "layers_per_graph": -1, "microbatches": 1, "microbatches_later": 2, "warmup": 0},
+    {"dtype": "bf16", "layers_per_graph": -1, "fused_wgrad": True, "microbatches": 2},
+    {"dtype": "bf16", "layers_per_graph": -1, "recompute": ["core_attn", "mlp"]},
+    {"dtype": "bf16", "layers_per_graph": -1, "recompute": ["layernorm"]},
+    {"dtype": "bf16", "layers_per_graph": -1, "optimizer_graph": True, "microbatches": 2},
+    {"dtype": "bf16", "layers_per_graph": -1, "control": "captured_again", "dropout": 0.1},
+    {"dtype": "bf16", "layers_per_graph": -1, "control": "failed_backward_capture", "dropout": 0.1},
     {"dtype": "bf16", "fused_wgrad": True},
     {"dtype": "bf16", "fused_wgrad": True, "warmup": 0, "layers": 5},
     {"dtype": "bf16", "recompute": ["core_attn"]},
@@ -89,10 +98,17 @@ def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
     result = results[layout, engine][name_of(case)]
     assert not result["error"]
     assert result["differences"] == []
-    assert result["graphs"] == (0 if "fail" in case.get("control", "") else case.get("layers", 4) + case.get("mtp", 0))
+    failed = "fail" in case.get("control", "")
+    whole = case.get("layers_per_graph", 0) < 0 and engine == "native"
+    assert result["graphs"] == (0 if failed or whole else case.get("layers", 4) + case.get("mtp", 0))
+    if whole:
+        assert result["replays"] == (
+            0 if failed else 2 * (case.get("microbatches_later") or case.get("microbatches", 1))
+        )
 
 
-def test_a_replay_that_does_nothing_changes_the_loss(compare_runs):
-    case = SIZES | {"dtype": "bf16", "control": "dead_replay"}
+@pytest.mark.parametrize("layers_per_graph", [0, -1])
+def test_a_replay_that_does_nothing_changes_the_loss(compare_runs, layers_per_graph):
+    case = SIZES | {"dtype": "bf16", "control": "dead_replay", "layers_per_graph": layers_per_graph}
     (result,) = compare_runs([case], ranks=GPUS, environment=DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": "native"})
     assert any("losses[3]" in line for line in result["differences"])

@@ -30,6 +30,21 @@ LAYERS_PER_GRAPH: list[dict[str, Any]] = [
         (2, {"dropout": 0.1, "mtp": 1}),
     )
 ]
+WHOLE_MODEL: list[dict[str, Any]] = [
+    {"layers_per_graph": -1, **case}
+    for case in (
+        {},
+        {"dtype": "bf16", "dropout": 0.1},
+        {"dtype": "bf16", "microbatches": 2, "layers": 5},
+        {"dropout": 0.1, "microbatches": 1, "microbatches_later": 2, "steps": 12},
+        {"dtype": "bf16", "dropout": 0.1, "microbatches": 4, "microbatches_later": 1, "evaluates": True},
+        {"warmup": 0, "dropout": 0.1, "evaluates": True},
+        {"recompute": ["core_attn", "mlp"]},
+        {"dtype": "bf16", "optimizer_graph": True, "microbatches": 2},
+        {"control": "captured_again", "dropout": 0.1},
+        {"control": "taken_addresses"},
+    )
+]
 MOE: list[dict[str, Any]] = [
     {
         "dtype": dtype,
@@ -62,7 +77,7 @@ VISION: list[dict[str, Any]] = [
     {"vision": True, "evaluates": True},
     {"vision": True, "control": "captured_again"},
 ]
-EQUAL = DENSE + LAYERS_PER_GRAPH + MOE + OTHERS + VISION
+EQUAL = DENSE + LAYERS_PER_GRAPH + WHOLE_MODEL + MOE + OTHERS + VISION
 
 SURVIVED: list[dict[str, Any]] = [
     {"control": "failed_forward_capture", "dropout": 0.1},
@@ -70,6 +85,8 @@ SURVIVED: list[dict[str, Any]] = [
     {"control": "failed_backward_capture", "layers_per_graph": 1},
     {"control": "fallback_after_a_failure_on_one_rank", "dropout": 0.1},
     {"control": "fallback_after_a_failure_on_one_rank", "layers_per_graph": 1},
+    {"control": "failed_forward_capture", "dropout": 0.1, "layers_per_graph": -1},
+    {"control": "failed_backward_capture", "dropout": 0.1, "layers_per_graph": -1, "microbatches": 2},
 ]
 NOTICED = {
     "hooks_left": "has hooks, which would become part of the graph",
@@ -80,6 +97,7 @@ NOTICED = {
 DEAD: list[dict[str, Any]] = [
     {"control": "dead_replay"},
     {"control": "dead_replay", "layers_per_graph": 1},
+    {"control": "dead_replay", "layers_per_graph": -1},
     {"control": "dead_replay", "vision": True},
 ]
 
@@ -99,13 +117,16 @@ def test_graphs_train_bit_for_bit_as_eager(results, case):
     result = results[name_of(case)]
     assert not result["error"]
     assert result["differences"] == []
-    assert result["graphs"] == case.get("layers", SIZES["layers"]) + case.get("mtp", 0)
+    of_layers = case.get("layers", SIZES["layers"]) + case.get("mtp", 0)
+    assert result["graphs"] == (0 if case in WHOLE_MODEL else of_layers)
     assert result["replays"] == replays_of_a_step(case)
     assert len(result["losses"]) >= 10
 
 
 def replays_of_a_step(case):
     """How often graphs of layers are replayed: one in forward and one in backward, for each piece of layers."""
+    if case in WHOLE_MODEL:
+        return 2 * (case.get("microbatches_later") or case.get("microbatches", 1))
     pieces = layers = case.get("layers", SIZES["layers"])
     sharded = case.get("strategy", "optim_grads_params") == "optim_grads_params"
     if not case.get("modules") and sharded:

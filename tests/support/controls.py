@@ -20,6 +20,8 @@ def dead_replay(training: Training) -> None:
             graphed = engine_callable(graph)
             if not isinstance(graphed, ChainFollower):  # the first of a chain replays for all
                 graphed._replay.run = mock.Mock()
+    if training.helper.model_graphs is not None:
+        training.helper.model_graphs.passes._replay.run = mock.Mock()
 
 
 def no_manual_hooks(training: Training) -> None:

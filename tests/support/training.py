@@ -31,7 +31,7 @@ class Case:
         microbatches: Micro-batches in a step.
         microbatches_later: Micro-batches from the second step after capture on; 0 for no change.
         modules: ``cuda_graph_modules``; empty for whole layers.
-        layers_per_graph: At most so many whole layers in a graph; 0 for all of them.
+        layers_per_graph: At most so many whole layers in a graph; 0 for all of them, -1 for the whole model.
         experts: MoE experts; 0 for a dense model.
         shared_experts: Hidden size of the shared experts; 0 for none.
         capacity: Tokens of an expert relative to an even share; tokens beyond it are dropped, missing ones padded. None
@@ -94,6 +94,12 @@ class Case:
     def microbatches_of(self, step: int) -> int:
         """How many micro-batches ``step`` has."""
         return self.microbatches_later or self.microbatches if step > self.warmup else self.microbatches
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment variables that say how many layers a graph holds."""
+        most = self.layers_per_graph
+        return {LAYERS_VARIABLE: "model" if most < 0 else str(most)} if most else {}
 
     def __str__(self) -> str:
         changed = [
@@ -276,8 +282,7 @@ class Training:
         first_step_done = bool(self.losses)
         if first_step_done:
             self._gather_in_hooks(False)
-        limit = {LAYERS_VARIABLE: str(self.case.layers_per_graph)} if self.case.layers_per_graph else {}
-        with torch.cuda.stream(self.stream), mock.patch.dict(os.environ, limit):
+        with torch.cuda.stream(self.stream), mock.patch.dict(os.environ, self.case.environment):
             capture(self)
         if first_step_done:
             self._gather_in_hooks(True)
@@ -338,7 +343,7 @@ class Training:
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         shards = [getattr(param, "_local_tensor", param).detach().clone().cpu() for param in params]
         graphs = _local_graphs(self.layers) if self.case.local else _layer_graphs(self.layers)
-        ours = set(map(id, _cuda_graphs(self.layers)))
+        ours = set(map(id, _cuda_graphs(self.layers, self.helper)))
         replays = sum(id(graph) in ours for graph in self.replayed)
         return Trace(self.losses, self.grad_norms, shards, graphs, replays)
 
@@ -389,9 +394,11 @@ def _noting_replays(replayed: list[Any]) -> Callable[[Any], None]:
     return note
 
 
-def _cuda_graphs(layers: list[torch.nn.Module]) -> list[Any]:
-    """The CUDA graphs that the layers' replays run, with this project's engine."""
+def _cuda_graphs(layers: list[torch.nn.Module], helper: Any) -> list[Any]:
+    """The CUDA graphs that replays of the layers or of the whole model run, with this project's engine."""
     slots = [engine_callable(graph) for layer in layers for graph in getattr(layer, "cuda_graphs", ())]
+    if getattr(helper, "model_graphs", None) is not None:
+        slots.append(helper.model_graphs.passes)
     graphs = [getattr(slot, name, None) for slot in slots for name in ("forward_graph", "backward_graph")]
     return [graph for graph in graphs if graph is not None]
 

@@ -26,6 +26,7 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
         sharded = [chunk for chunk in getattr(optimizer, "model_chunks", ()) if chunk.ddp_config.use_megatron_fsdp]
         for chunk in sharded:
             chunk.ddp_config.megatron_fsdp_cuda_graph_mode = True
+            chunk.param_and_grad_buffer.keep_gradients_in_place()
         self._sharded = [chunk for chunk in sharded if chunk.ddp_config.fsdp_all_gather_in_start_param_sync]
         for group in getattr(optimizer, "param_groups", ()):
             if group.get("capturable") and not isinstance(group["lr"], torch.Tensor):

@@ -15,7 +15,7 @@ WARMED_UP = 10  # steps that layers are said to have had: capture then warms up 
 
 
 def graphed(layers_per_graph: int = 0, **changes) -> Case:
-    """A case of three layers; 0 layers in a graph stand for all of them."""
+    """A case of three layers; 0 layers in a graph stand for all of them, -1 for the whole model."""
     return small(layers=3, layers_per_graph=layers_per_graph, warmup=WARMED_UP, **changes)
 
 
@@ -30,6 +30,7 @@ class CapturedTraining(Training):
         self.step()
         if graphs:
             self.capture(lambda training: training.helper.create_cudagraphs())
+            assert (self.helper.model_graphs is not None) == (case.layers_per_graph < 0)
 
     @property
     def fsdp(self) -> torch.nn.Module:
@@ -45,7 +46,7 @@ class CapturedTraining(Training):
 class CapturedModel:
     """A model without an optimizer whose layers have graphs; for ranks that communicate nothing."""
 
-    def __init__(self, case: Case):
+    def __init__(self, case: Case, variant: Variant | None = None):
         from megatron.core import num_microbatches_calculator as calculator
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
@@ -56,12 +57,12 @@ class CapturedModel:
         calculator.unset_num_microbatches_calculator()
         calculator.init_num_microbatches_calculator(0, None, 4, 1, 4)
         self.case = case
-        self.model = Variant(case).build(graphs=True)
+        self.model = (variant or Variant(case)).build(graphs=True)
         self.fsdp: torch.nn.Module = self.model.module
         self.layers = list(self.fsdp.module.decoder.layers)
         self.step()
         self.helper = TECudaGraphHelper([self.model], self.model.config, case.sequence, case.micro_batch)
-        with mock.patch.dict(os.environ, {LAYERS_VARIABLE: str(case.layers_per_graph or case.layers)}):
+        with mock.patch.dict(os.environ, {LAYERS_VARIABLE: str(case.layers)} | case.environment):
             self.helper.create_cudagraphs()
 
     def step(self) -> None:
@@ -72,9 +73,9 @@ class CapturedModel:
 
 
 @contextmanager
-def captured(case: Case) -> Iterator[CapturedModel]:
+def captured(case: Case, variant: Variant | None = None) -> Iterator[CapturedModel]:
     """A model with graphs, which are freed at the end."""
-    model = CapturedModel(case)
+    model = CapturedModel(case, variant)
     yield model
     model.helper.delete_cuda_graphs()
 

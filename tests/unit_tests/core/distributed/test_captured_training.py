@@ -10,11 +10,12 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.engine import sanitizer
 
-from .captured_training import graphed, in_use, trained
+from .captured_training import CapturedTraining, graphed, in_use, trained
 from .fsdp_variants import Variant
 
 ALL, TWO, ONE = 0, 2, 1  # layers in a graph
-REPLAYS = {ALL: 2, TWO: 4, ONE: 6}  # in a step of three layers
+MODEL = -1  # all of the model
+REPLAYS = {MODEL: 2, ALL: 2, TWO: 4, ONE: 6}  # in a step of three layers
 
 
 class Unused(torch.nn.Module):
@@ -33,7 +34,7 @@ def add_unused(model):
         layer.mlp = Unused(layer.mlp)
 
 
-@pytest.mark.parametrize("layers_per_graph", [ALL, TWO, ONE])
+@pytest.mark.parametrize("layers_per_graph", [MODEL, ALL, TWO, ONE])
 def test_layers_with_unused_parameters_train_bit_for_bit_as_eager(one_rank, layers_per_graph):
     case = graphed(layers_per_graph)
     variant = Variant(case, change=add_unused)
@@ -49,7 +50,7 @@ def prefetch(training):
         training.fsdp.all_gather_and_wait_parameters_ready(list(layer.parameters()), prefetch=False)
 
 
-@pytest.mark.parametrize("layers_per_graph", [ALL, TWO])
+@pytest.mark.parametrize("layers_per_graph", [MODEL, ALL, TWO])
 def test_layers_that_were_gathered_before_a_replay_are_released(one_rank, layers_per_graph):
     case = graphed(layers_per_graph)
     eager, graphs = trained(case, False), trained(case, True, between=prefetch)
@@ -61,7 +62,7 @@ def evaluate(training):
     training.evaluate()
 
 
-@pytest.mark.parametrize("layers_per_graph", [ALL, TWO, ONE])
+@pytest.mark.parametrize("layers_per_graph", [MODEL, ALL, TWO, ONE])
 def test_evaluation_between_steps_changes_nothing(one_rank, layers_per_graph):
     case = graphed(layers_per_graph, dropout=0.1)
     expected = trained(case, False, between=evaluate)
@@ -111,7 +112,7 @@ def failing(layer, in_backward):
     handle.remove()
 
 
-@pytest.mark.parametrize("layers_per_graph", [ALL, TWO, ONE])
+@pytest.mark.parametrize("layers_per_graph", [MODEL, ALL, TWO, ONE])
 @pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
 def test_after_a_failed_capture_the_model_trains_on_and_can_be_captured(one_rank, in_backward, layers_per_graph):
     case = graphed(layers_per_graph, dropout=0.1)
@@ -138,7 +139,9 @@ def test_after_a_failed_capture_the_model_trains_on_and_can_be_captured(one_rank
     assert graphs.replays == REPLAYS[layers_per_graph]
 
 
-@pytest.mark.parametrize(("first", "second"), [(ALL, ONE), (ONE, ALL), (ALL, TWO), (TWO, ALL)])
+@pytest.mark.parametrize(
+    ("first", "second"), [(ALL, ONE), (ONE, ALL), (ALL, TWO), (TWO, ALL), (MODEL, ONE), (ALL, MODEL)]
+)
 def test_layers_can_be_captured_again_otherwise(one_rank, first, second):
     case = graphed(first)
 
@@ -153,3 +156,103 @@ def test_layers_can_be_captured_again_otherwise(one_rank, first, second):
     eager, graphs = trained(case, False), trained(case, True, between=capture_again)
     assert eager.differences(graphs) == []
     assert graphs.replays == REPLAYS[second]
+
+
+def short_batch(training):
+    """A batch of half the sequence length: no graph fits it."""
+    batch = next(training._batches(7))
+    half = training.case.sequence // 2
+    mask = batch.mask[..., :half, :half].contiguous()
+    return *(tensor[:, :half].contiguous() for tensor in (batch.tokens, batch.positions)), mask, batch.labels[:, :half]
+
+
+def other_calls(training):
+    """Calls of the model between steps that no graph of the whole model fits; noted are their losses and logits."""
+    (chunk,) = training.chunks
+    with torch.cuda.stream(training.stream):
+        tokens, positions, mask, labels = short_batch(training)
+        training.losses_between.append(chunk(tokens, positions, mask, labels=labels))
+        training.losses_between[-1].sum().backward()  # the next step zeroes these gradients
+        batch = next(training._batches(8))
+        training.losses_between.append(chunk(batch.tokens, batch.positions, batch.mask))
+        with torch.no_grad():
+            training.losses_between.append(chunk(batch.tokens, batch.positions, batch.mask, labels=batch.labels))
+        chunk.eval()
+        training.losses_between.append(chunk(batch.tokens, batch.positions, batch.mask, labels=batch.labels))
+        chunk.train()
+
+
+def test_calls_that_no_graph_fits_run_eagerly_between_steps(one_rank):
+    case = graphed(MODEL, dropout=0.1)
+    between: dict[bool, list[torch.Tensor]] = {}
+
+    def note(training):
+        training.losses_between = between.setdefault(training.helper is not None, [])
+        training.replayed = []
+        other_calls(training)
+        assert training.replayed == []
+
+    eager, graphs = (trained(case, on, between=note, steps=3) for on in (False, True))
+    assert eager.differences(graphs) == []
+    assert graphs.replays == REPLAYS[MODEL]
+    assert len(between[False]) == len(between[True]) == 12
+    assert all(map(torch.equal, between[False], between[True]))
+
+
+def test_micro_batches_of_a_step_replay_or_not(one_rank):
+    """One micro-batch fits the graphs, the other does not, and both count."""
+    case = graphed(MODEL)
+
+    def losses(training, batch):
+        first = len(training.losses_between) % 2 == 0
+        training.losses_between.append(first)
+        given = (batch.tokens, batch.positions, batch.mask, batch.labels) if first else short_batch(training)
+        return training.chunks[0](*given[:3], labels=given[3])
+
+    def mix(training):
+        training.losses_between = []
+        training.case = graphed(MODEL, microbatches=2)
+        training._losses = lambda model, batch: losses(training, batch)
+
+    eager, graphs = (trained(case, on, between=mix) for on in (False, True))
+    assert eager.differences(graphs) == []
+    assert graphs.replays == 2  # of four passes
+
+
+def test_losses_outlive_the_next_replay(one_rank):
+    training = CapturedTraining(graphed(MODEL))
+    kept = []
+    training.chunks[0].register_forward_hook(lambda module, args, output: kept.append(output))
+    training.step()
+    (before,) = [tensor.detach().clone() for tensor in kept]
+    training.step()
+    training.delete()
+    assert torch.equal(kept[0], before)
+    assert not torch.equal(kept[1], before)
+
+
+def test_tied_and_untied_embeddings_train_bit_for_bit_as_eager(one_rank):
+    case = graphed(MODEL, dropout=0.1, microbatches=2)
+    variant = Variant(case, model={"share_embeddings_and_output_weights": False})
+    for kind in (None, variant):
+        eager, graphs = (trained(case, on, variant=kind) for on in (False, True))
+        assert eager.differences(graphs) == []
+        assert graphs.replays == 4
+
+
+def test_a_learned_position_embedding_trains_bit_for_bit_as_eager(one_rank):
+    case = graphed(MODEL, dropout=0.1)
+    variant = Variant(case, model={"position_embedding_type": "learned_absolute"})
+    eager, graphs = (trained(case, on, variant=variant) for on in (False, True))
+    assert eager.differences(graphs) == []
+    assert graphs.replays == REPLAYS[MODEL]
+
+
+def test_rotary_embeddings_that_left_their_cache_are_still_read(one_rank):
+    def forget(training):
+        type(training.fsdp.module.rotary_pos_emb).forward.cache_clear()
+
+    case = graphed(MODEL)
+    eager, graphs = trained(case, False), trained(case, True, between=forget)
+    assert eager.differences(graphs) == []
+    assert graphs.replays == REPLAYS[MODEL]

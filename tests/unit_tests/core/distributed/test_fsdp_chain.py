@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp.fsdp_graphed_units import MovedBufferError
+from megatron.core.distributed.fsdp.src.megatron_fsdp.gradient_storages import GradientStorages
 
 from .captured_training import WARMED_UP, captured, graphed, in_use
 from .fsdp_variants import small
@@ -101,3 +102,14 @@ def test_a_layer_that_was_gathered_before_a_replay_counts_as_released(ranks):
         for handle in handles:
             handle.remove()
         assert status == ["READY_TO_USE", "EMPTY"]
+
+
+@pytest.mark.parametrize("per_graph", [0, 2])
+def test_the_optimizers_gradients_stay_among_the_activations_of_one_graph_of_all_layers(ranks, per_graph):
+    case = small(layers=4, layers_per_graph=per_graph, warmup=WARMED_UP)
+    methods = [mock.patch.object(GradientStorages, name) for name in ("leave_room", "settle", "leave")]
+    with methods[0] as leave_room, methods[1] as settle, methods[2] as leave, captured(case) as training:
+        assert (leave_room.call_count, settle.call_count) == ((0, 0) if per_graph else (1, 1))
+        assert not leave.called
+        training.fsdp.forget_graphs(training.layers)
+        assert leave.called

@@ -92,10 +92,11 @@ def counts(layers, **case):
     ("case", "of_two_layers", "of_a_layer"),
     [
         ({}, Counts(480, 76, 2), Counts(40, 1, 0)),
+        ({"layers_per_graph": -1}, Counts(300, 27, 3), Counts(42, 1, 0)),
         ({"layers_per_graph": 1}, Counts(690, 88, 10), Counts(180, 10, 5)),
         (MOE, Counts(1100, 230, 16), Counts(390, 85, 8)),
     ],
-    ids=["dense, all layers in one graph", "dense, a graph for each layer", "MoE"],
+    ids=["dense, all layers in one graph", "dense, the whole model", "dense, a graph for each layer", "MoE"],
 )
 def test_a_step_costs_no_more_calls_and_launches_than_when_this_was_written(ranks, case, of_two_layers, of_a_layer):
     two, four = counts(2, **case), counts(4, **case)

@@ -69,6 +69,8 @@ def test_gradients_stay_where_the_graph_reads_them_also_where_layers_run_eagerly
     optimizer = Optimizer(use_megatron_fsdp=sharded, megatron_fsdp_cuda_graph_mode=False)
     wrap(optimizer)
     assert [chunk.ddp_config.megatron_fsdp_cuda_graph_mode for chunk in optimizer.model_chunks] == [sharded] * 2
+    told = [chunk.param_and_grad_buffer.keep_gradients_in_place.called for chunk in optimizer.model_chunks]
+    assert told == [sharded] * 2
 
 
 def test_a_graph_reads_the_learning_rate_of_each_step(wrap):

@@ -53,6 +53,10 @@ def _nodes(tree: ast.AST, inside_functions: bool) -> Iterator[ast.AST]:
 
 def _imports(name: str, *, inside_functions: bool = True) -> set[str]:
     """The files of ``FILES`` that the file of this module imports."""
+    return _all_imports(name, inside_functions=inside_functions) & set(FILES)
+
+
+def _all_imports(name: str, *, inside_functions: bool) -> set[str]:
     found: set[str] = set()
     for node in _nodes(ast.parse(_path_of(name).read_text()), inside_functions):
         if isinstance(node, ast.Import):
@@ -61,7 +65,7 @@ def _imports(name: str, *, inside_functions: bool = True) -> set[str]:
             base = name.split(".")[: -node.level] if node.level else []
             origin = ".".join([*base, *([node.module] if node.module else [])])
             found |= {origin, *(f"{origin}.{alias.name}" for alias in node.names)}
-    return found & set(FILES)
+    return found
 
 
 def _group(name: str) -> str:
@@ -102,6 +106,14 @@ def test_there_is_no_import_cycle() -> None:
     imports = {name: _imports(name, inside_functions=False) for name in FILES}
     assert sum(map(len, imports.values())) > len(FILES)
     graphlib.TopologicalSorter(imports).prepare()  # raises CycleError with the files of a cycle
+
+
+@pytest.mark.parametrize("name", [*FILES, *FSDP_FILES])
+def test_file_can_be_imported_while_wrappers_of_transformer_engine_are(name: str) -> None:
+    """They import cuda_graphs. Models that are imported then find no TransformerEngine, and go on without, silently."""
+    prefixes = ("megatron.core.models", "megatron.core.extensions")
+    imported = {origin for origin in _all_imports(name, inside_functions=False) if origin.startswith(prefixes)}
+    assert not imported
 
 
 @pytest.mark.parametrize("folder", ["", "engine", "te", "local"])

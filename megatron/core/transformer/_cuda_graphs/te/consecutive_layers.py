@@ -8,20 +8,29 @@ import torch
 from ..hooks import has_other_hooks
 
 LAYERS_VARIABLE = "MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH"
+WHOLE_MODEL = "model"
 
 
 def layers_per_graph() -> int | None:
     """The greatest number of layers in one graph, from the environment variable; None, its default, for all.
 
     Raises:
-        ValueError: it is not a positive integer.
+        ValueError: it is neither a positive integer nor ``model``.
     """
     given = os.environ.get(LAYERS_VARIABLE, "")
-    if not given:
+    if not given or given == WHOLE_MODEL:
         return None
     if not given.isdecimal() or int(given) < 1:
-        raise ValueError(f"{LAYERS_VARIABLE} must be a positive number of layers, got {given!r}")
+        raise ValueError(
+            f"{LAYERS_VARIABLE} must be a positive number of layers, or {WHOLE_MODEL!r} for the whole model, got "
+            f"{given!r}"
+        )
     return int(given)
+
+
+def whole_model_asked_for() -> bool:
+    """Whether the environment variable asks for graphs of the whole model, not only of its layers."""
+    return os.environ.get(LAYERS_VARIABLE) == WHOLE_MODEL
 
 
 def consecutive(

@@ -34,7 +34,7 @@ from ..layer_graph import LayerGraph, LayerGraphs, static_inputs
 from .address_guard import GuardedLayer, guard_layers
 from .agreement import CaptureAgreement
 from .backends import choose_backend
-from .consecutive_layers import consecutive
+from .consecutive_layers import LAYERS_VARIABLE, WHOLE_MODEL, consecutive, whole_model_asked_for
 from .layers import _layer_is_graphable, decoder_layers, language_model_of
 from .order import PassOrder, convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
 from .sample_inputs import (
@@ -45,6 +45,7 @@ from .sample_inputs import (
     default_kwargs,
     sample_arguments,
 )
+from .whole_model import ModelGraphs, against_whole_model, capture_whole_model
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
@@ -75,8 +76,13 @@ class TECudaGraphHelper:
             segments while NCCL registers memory of graphs.
         ValueError: an option that Megatron-FSDP needs for graphs is missing.
         RuntimeError: the selected engine cannot be imported, or cannot run Megatron-FSDP's hooks.
+
+    Attributes:
+        model_graphs: The graphs of the whole model, in which case its layers have none; None otherwise.
     """
 
+    model_graphs: ModelGraphs | None = None
+    _gradients_are_zeroed = True  # by capture
     _every_stage_captures = True  # each pipeline stage has a helper of this class
 
     def __init__(
@@ -380,15 +386,19 @@ class TECudaGraphHelper:
         """Release cached memory and log how long capture took."""
         release_cached_memory()
         self._capture_finished = True
+        captured = f"{sum(len(layer.cuda_graphs) for layer in self.flattened_callables)} layer graphs"
+        if self.model_graphs is not None:
+            captured = "the whole model"
         log_single_rank(
             logger,
             logging.INFO,
-            f"Captured {sum(len(layer.cuda_graphs) for layer in self.flattened_callables)} layer graphs with the "
-            f"{self._engine.name} engine in {time.time() - start_time:.2f} s",
+            f"Captured {captured} with the {self._engine.name} engine in {time.time() - start_time:.2f} s",
         )
 
     def create_cudagraphs(self) -> None:
-        """Capture every layer, once for each micro-batch that can be in flight. All ranks must call it together.
+        """Capture every layer, once for each micro-batch that can be in flight; or the whole model, if asked for.
+
+        All ranks must call it together.
 
         Gradients are zero afterwards. If capture fails on any rank, then on all: hooks, parameters, RNG and capture
         flags are restored, no layer has graphs, and the model trains on eagerly.
@@ -402,7 +412,10 @@ class TECudaGraphHelper:
         self._agreement = self._new_agreement()
         try:
             if self.flattened_callables:
-                self._capture_layers()
+                if self._captures_whole_model():
+                    self._capture_model()
+                else:
+                    self._capture_layers()
                 self._graphs_created = True
             else:
                 logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
@@ -435,6 +448,39 @@ class TECudaGraphHelper:
         groups = self.pg_collection
         stage = getattr(groups, "tp_dp_cp", None) or groups.dp_cp
         return CaptureAgreement(stage, groups.pp if self._every_stage_captures else None)
+
+    def _captures_whole_model(self) -> bool:
+        """Whether the whole model is captured. If that was asked for and cannot be, log the reason."""
+        if not whole_model_asked_for():
+            return False
+        reason = self._against_whole_model()
+        if reason:
+            self._log(logging.WARNING, f"{LAYERS_VARIABLE}={WHOLE_MODEL}: only layers are captured, because {reason}")
+        return not reason
+
+    def _against_whole_model(self) -> str:
+        if "gradient_sinks" not in self._engine.parameters:
+            return f"the {self._engine.name} engine captures layers only"
+        if not self._one_graph_serves_all() or len(self.model) != 1:
+            return "several micro-batches are in flight at a time"
+        fsdp = _fsdp_of(self.model[0])
+        if fsdp is None:
+            return "the model is not under Megatron-FSDP"
+        against: str = against_whole_model(self.chunks_with_decoder[0], self.config) or fsdp.against_whole_model()
+        return against
+
+    def _capture_model(self) -> None:
+        state._set_capture_end()  # in that mode layers return what the graphs of layers do, and hooks do nothing
+        fsdp: Any = _fsdp_of(self.model[0])
+        _free_gradients(fsdp)
+        self._agreement.begin("the whole model")
+        self.model_graphs = capture_whole_model(
+            self.chunks_with_decoder[0],
+            fsdp.whole_model(),
+            self.seq_length,
+            self.micro_batch_size,
+            self._num_warmup_iterations(),
+        )
 
     def _capture_layers(self) -> None:
         layers = tuple(self.flattened_callables)
@@ -523,6 +569,8 @@ class TECudaGraphHelper:
             for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
                 fsdp = _fsdp_of(chunk)
                 if fsdp is not None:
+                    if self._gradients_are_zeroed:
+                        _free_gradients(fsdp)
                     ready = partial(self._agreement.begin, "before the first layer")
                     stack.enter_context(fsdp.capture_graphs(layers, ready))
             yield
@@ -553,6 +601,9 @@ class TECudaGraphHelper:
         """
         if not self._graphs_created:
             raise CallOrderError("there are no CUDA graphs to delete: call create_cudagraphs first")
+        if self.model_graphs is not None:
+            self.model_graphs.reset()
+            self.model_graphs = None
         for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
             for layer in layers:
                 for graph in layer.cuda_graphs:
@@ -584,6 +635,12 @@ def _fsdp_of(chunk: torch.nn.Module) -> Any | None:
             return module
         module = getattr(module, "module", None)
     return None
+
+
+def _free_gradients(fsdp: Any) -> None:
+    """Zero gradients before capture, as after it: those that the optimizer reads then take no memory."""
+    fsdp.zero_grad_buffer()
+    release_cached_memory()
 
 
 def _layer_name(layer: torch.nn.Module, index: int) -> str:

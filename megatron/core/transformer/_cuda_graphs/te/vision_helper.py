@@ -57,6 +57,7 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
     """
 
     _every_stage_captures = False
+    _gradients_are_zeroed = False
 
     def __init__(
         self,

@@ -12,6 +12,7 @@ from .fsdp_dropped_collectives import drop_collectives
 from .fsdp_recorded_collectives import TO_GATHER
 from .fsdp_unit import ADVICE, Unit
 from .fsdp_unit_plan import UnitPlan
+from .gradient_storages import GradientStorages
 
 if TYPE_CHECKING:
     from .fsdp_hooks import FsdpHooks
@@ -43,6 +44,9 @@ class UnitChain:
         self._hooks, self._fsdp = hooks, hooks.fsdp
         self._params = frozenset(param for plan in plans.values() for param in plan.written)
         self._buckets = [bucket for unit in units.values() for bucket in unit.buckets]
+        groups = enumerate(self._fsdp.param_and_grad_buffer.parameter_groups)
+        in_units = {bucket for bucket, group in groups if group.fsdp_unit_id is not None}
+        self._holds_all_units = in_units == set(self._buckets)
         self._weights: dict[int, Any] = {}  # by address: a buffer that is gathered to it
         self._grads: dict[int, Any] = {}  # by address: what fetches a bucket that is there, and what frees it
 
@@ -55,30 +59,44 @@ class UnitChain:
         graphed.recorded_chain = self
         current = torch.cuda.current_stream()
         others = self._fsdp.all_gather_pipeline.ag_stream, reductions.rs_stream
+        storages = self._gradient_storages()
         try:
             for stream in others:
                 stream.wait_stream(current)
+            if phase == "forward" and storages is not None:
+                storages.leave_room()
             yield
             if phase == "backward":
                 reductions.wait_for_previous_grad_reduce(0)
                 self._note_addresses()
             for stream in others:
                 current.wait_stream(stream)
+            if phase == "backward" and storages is not None:
+                storages.settle()
         except BaseException:
+            if storages is not None:
+                storages.leave()
             drop_collectives(self._fsdp, finished=False)  # they never run
             raise
         finally:
             graphed.recorded_chain = None
+
+    def _gradient_storages(self) -> GradientStorages | None:
+        """The memory of the optimizer's gradients, if it can stay in that of the graph that is being recorded."""
+        if not self._holds_all_units or not torch.cuda.is_current_stream_capturing():
+            return None
+        storages: GradientStorages | None = self._fsdp.param_and_grad_buffer.gradient_storages()
+        return storages
 
     def _note_addresses(self) -> None:
         gathers, reductions = self._fsdp.all_gather_pipeline, self._fsdp.grad_reduce_pipeline
         dtype = reductions.buffer.mp_policy.grad_comm_dtype
         for bucket in self._buckets:
             weights = gathers.get_fsdp_buffer(bucket)
-            self._weights.setdefault(_address(weights, None), weights)
+            self._weights.setdefault(address_in(weights, None), weights)
             if bucket in reductions.bucket_status:
                 grads = reductions.get_fsdp_buffer(bucket)
-                self._grads.setdefault(_address(grads, dtype), grads)
+                self._grads.setdefault(address_in(grads, dtype), grads)
 
     def before_forward(self) -> None:
         """Make sure that the double buffer is free, and where it was at capture.
@@ -88,7 +106,7 @@ class UnitChain:
         """
         self._release()
         for address, buffer in self._weights.items():
-            _check(address, _address(buffer, None), "gather parameters to")
+            _check(address, address_in(buffer, None), "gather parameters to")
 
     def before_backward(self) -> None:
         """The same for the backward pass, and for the gradients' double buffer.
@@ -103,11 +121,19 @@ class UnitChain:
         self.before_forward()
         dtype = reductions.buffer.mp_policy.grad_comm_dtype
         for address, buffer in self._grads.items():
-            _check(address, _address(buffer, dtype), "write gradients to")
+            _check(address, address_in(buffer, dtype), "write gradients to")
 
     def after_backward(self) -> None:
         """Note that the gradients of all units have been reduced."""
         self._hooks.awaiting_gradient -= self._params
+
+    def collect(self, param: torch.nn.Parameter) -> bool:
+        """Whether ``param``, whose gradient is complete, is kept until ``collected``."""
+        return False
+
+    def collected(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """Return and forget the parameters of ``module`` that were kept."""
+        return []
 
     def _release(self) -> None:
         gathers = self._fsdp.all_gather_pipeline
@@ -116,7 +142,7 @@ class UnitChain:
                 gathers.release_bucket(bucket, False)
 
 
-def _address(buffer: Any, dtype: torch.dtype | None) -> int:
+def address_in(buffer: Any, dtype: torch.dtype | None) -> int:
     """Where ``buffer`` would put a bucket now."""
     address: int = buffer.fetch_bucket(dtype=dtype).data.data_ptr()
     buffer.free_bucket_storage()

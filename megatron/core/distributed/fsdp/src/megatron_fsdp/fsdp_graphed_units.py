@@ -17,7 +17,7 @@ from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
 
 from .fsdp_dropped_collectives import drop_collectives, take_back_unlaunched
 from .fsdp_unit import ADVICE, Unit
-from .fsdp_unit_plan import Direction, UnitPlan, UnitPlans
+from .fsdp_unit_plan import Direction, GroupGather, UnitPlan, UnitPlans
 
 if TYPE_CHECKING:
     from .fsdp_chain import UnitChain
@@ -91,31 +91,45 @@ class GraphedUnits:
         graphed.
         """
         modules = list(modules)
+        with self.prepared():
+            try:
+                self.capturing = True
+                for module in modules:
+                    self._graphed_units[module] = GraphedUnit(tuple(module.parameters()))
+                self._uncaptured = self._other_units(modules)
+                planned = [self._units[module] for module in modules if module in self._units]
+                fitting = [unit for unit in planned if self._plans.fits(unit)]
+                ready()
+                self.joined_by_all_ranks(partial(self._plans.set_up_communicators, fitting))
+                yield
+                self._release_captured()
+                self._make_plans(modules)
+                for module in modules:
+                    if isinstance(module, self._released_after_backward):
+                        self._module_of |= dict.fromkeys(self._graphed_units[module].params, module)
+            except BaseException:
+                self.forget(modules)
+                raise
+            finally:
+                self.capturing = False
+
+    @contextmanager
+    def prepared(self) -> Iterator[None]:
+        """Let the model hold raw parameters, none of them gathered, and no collective be in flight at either end.
+
+        At the end, also after an exception, what was used in between is released, and the model holds the parameters
+        that it held (raw, or the optimizer's ``DTensor``).
+        """
         fsdp = self._fsdp
         distributed = fsdp.is_param_fsdp_distributed
         try:
             fsdp._replace_param_with_raw_if_needed()
             self.release_all()
-            self.capturing = True
-            for module in modules:
-                self._graphed_units[module] = GraphedUnit(tuple(module.parameters()))
-            self._uncaptured = self._other_units(modules)
-            planned = [self._units[module] for module in modules if module in self._units]
-            fitting = [unit for unit in planned if self._plans.fits(unit)]
-            ready()
-            self.joined_by_all_ranks(partial(self._plans.set_up_communicators, fitting))
             yield
-            self._release_captured()
-            self._make_plans(modules)
-            for module in modules:
-                if isinstance(module, self._released_after_backward):
-                    self._module_of |= dict.fromkeys(self._graphed_units[module].params, module)
         except BaseException:
-            self.forget(modules)
             drop_collectives(fsdp)
             raise
         finally:
-            self.capturing = False
             try:
                 self._release_captured()
             finally:
@@ -172,12 +186,13 @@ class GraphedUnits:
 
     def release_all(self) -> None:
         """Wait for collectives in flight, and release every unit's parameters."""
-        self._settle()
+        self.settle()
         self._fsdp.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
         if self._fsdp.data_parallel_sharding_strategy != "no_shard":
             self._fsdp.all_gather_pipeline.reset()
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
+        """Wait for all-gathers in flight."""
         gathers = self._fsdp.all_gather_pipeline
         for bucket, bwd in list(gathers.param_gather_event_map):
             gathers.wait_bucket_ready(bucket, bwd)
@@ -229,6 +244,14 @@ class GraphedUnits:
         self.chained.update(units)
         return self._plans.plain(units)
 
+    def gathers_of(self, buckets: Iterable[int], recorded: bool) -> list[GroupGather]:
+        """Return the all-gathers of ``buckets`` that belong to no unit, recorded if so asked; see ``UnitPlans``."""
+        return self._plans.gathers_of(buckets, recorded)
+
+    def forget_gathers(self, buckets: Iterable[int]) -> None:
+        """Free the graphs of ``gathers_of``."""
+        self._plans.forget_gathers(buckets)
+
     def can_have_plan(self, unit: Unit) -> bool:
         """Whether ``unit`` will have a plan once it is captured."""
         return self._plans.fits(unit)
@@ -250,7 +273,7 @@ class GraphedUnits:
         if self.recorded_chain is not None or not self.covers(module):
             return
         if self.capturing:
-            self._settle()  # prefetches too: no collective may be in flight while a graph records
+            self.settle()  # prefetches too: no collective may be in flight while a graph records
             self._release_uncaptured()
         unit = self._graphed_units[module]
         guard = unit.guards.get(direction)
@@ -288,6 +311,8 @@ class GraphedUnits:
 
         Handling all gradients of a unit at once saves host time. Returns False if the caller must handle it now.
         """
+        if self.recorded_chain is not None:
+            return self.recorded_chain.collect(param)
         module = self._module_of.get(param)
         if module is None or not _replays(module):
             return False
@@ -296,6 +321,8 @@ class GraphedUnits:
 
     def collected_gradients(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
         """Return and forget the parameters of ``module`` that ``collect_gradient`` kept."""
+        if self.recorded_chain is not None:
+            return self.recorded_chain.collected(module)
         unit = self._graphed_units.get(module)
         if unit is None:
             return []

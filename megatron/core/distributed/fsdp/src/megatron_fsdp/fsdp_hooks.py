@@ -32,6 +32,7 @@ from megatron_fsdp_cuda_graphs.overlay import upstream
 from .fsdp_chain import UnitChain
 from .fsdp_gradient_sink import UnitSink, sink_takes_all
 from .fsdp_graphed_units import GraphedUnits
+from .fsdp_model import WholeModel
 from .fsdp_unit import Unit
 from .mixed_precision import fp8_discard_transpose_cache, is_float8tensor
 from .param_and_grad_buffer import PrefetchOrder, _check_nan_in_grad, to_local_if_dtensor
@@ -67,6 +68,7 @@ class FsdpHooks:
         awaiting_gradient: Parameters whose gradient this backward pass has not handled yet.
         in_backward: Whether a backward pass of the model is in progress.
         module_names: The name of each module in the model, for profiles.
+        model_passes: The owner of graphs of the whole model's passes; None without such graphs.
     """
 
     def __init__(self, fsdp: torch.nn.Module):
@@ -76,6 +78,7 @@ class FsdpHooks:
         self.awaiting_gradient: set[torch.nn.Parameter] = set()
         self.in_backward = False
         self.module_names: dict[torch.nn.Module, str] = {}
+        self.model_passes: WholeModel | None = None
         self._trainable: list[torch.nn.Parameter] = []
         self._sinks: dict[torch.nn.Module, UnitSink] = {}
         self._caller_ends_backward = False
@@ -424,6 +427,27 @@ class FsdpHooks:
             return None
         return UnitChain(self, units, self.graphed.plain_plans(units))
 
+    def against_whole_model(self) -> str:
+        """Say why the whole model's passes cannot be graphs; empty if they can."""
+        fsdp = self.fsdp
+        if not self._fsdp_units or not all(map(self.graphed.can_have_plan, self._fsdp_units.values())):
+            return (
+                "its collectives cannot be in graphs (that needs --data-parallel-sharding-strategy optim_grads_params, "
+                "--fsdp-double-buffer, one level of sharding, no FP8 parameters, and no NCCL_GRAPH_MIXING_SUPPORT=0)"
+            )
+        if fsdp.model_auto_sync:
+            return "Megatron-FSDP synchronizes the model in every micro-batch"
+        for param in self._trainable:
+            if param._backward_hooks or len(param._post_accumulate_grad_hooks or ()) > 1:
+                return f"parameter {fsdp.param_to_name[param]} has hooks"
+            if getattr(param, "skip_backward_post_hook", False):
+                return f"the weight gradient of {fsdp.param_to_name[param]} is delayed"
+        return ""
+
+    def whole_model(self) -> WholeModel:
+        """Return the owner of the graphs of the whole model's passes."""
+        return WholeModel(self, self._fsdp_units)
+
     def gradients_written(self, module: torch.nn.Module) -> None:
         """Called when the backward graph of ``module`` has written gradients to their buckets."""
         plan = self.graphed.plan(module)
@@ -506,6 +530,10 @@ class FsdpHooks:
             "the next step.",
             stacklevel=4,
         )
+        self.forget_backward()
+
+    def forget_backward(self) -> None:
+        """Forget a backward pass that did not come to its end, and drop its gradients."""
         fsdp = self.fsdp
         self.in_backward = False
         self.awaiting_gradient.clear()

@@ -184,6 +184,25 @@ class UnitPlans:
         groups = self._fsdp.param_and_grad_buffer.parameter_groups
         return [bucket for bucket in group if groups[bucket].main_grad_buffer]
 
+    def gathers_of(self, buckets: Iterable[int], recorded: bool) -> list[GroupGather]:
+        """Return the all-gathers of ``buckets`` that belong to no unit, recorded if so asked.
+
+        No bucket is in use, before and after.
+        """
+        groups = [(bucket,) for bucket in buckets]  # outside of units each bucket is a group
+        if recorded:
+            capture = Capture(None, draws=False)
+            for group in groups:
+                self._gathers[group] = RecordedGather(capture, self._fsdp.all_gather_pipeline, group)
+        return [self._gather(group, False) for group in groups]
+
+    def forget_gathers(self, buckets: Iterable[int]) -> None:
+        """Free the recorded all-gathers of ``gathers_of``."""
+        for bucket in buckets:
+            gather = self._gathers.pop((bucket,), None)
+            if gather is not None:
+                gather.reset()
+
     def set_up_communicators(self, units: Iterable[Unit]) -> None:
         """Reduce once in each process group that reduces gradients of ``units``: captures cannot set up communicators.
 

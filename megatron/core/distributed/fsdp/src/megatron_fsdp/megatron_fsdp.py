@@ -14,6 +14,7 @@ from megatron_fsdp_cuda_graphs.overlay import extend
 
 from .fsdp_chain import UnitChain
 from .fsdp_hooks import FsdpHooks
+from .fsdp_model import WholeModel
 from .parameter_swap import ParameterSwap
 from .zeroed_gradients import ZeroedGradients
 
@@ -77,7 +78,9 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             super().start_param_sync(*unused, force_sync=force_sync, force_dispatch=force_dispatch)
             return
         self._replace_param_with_raw_if_needed()
-        if self.data_parallel_sharding_strategy != "no_shard":
+        if self.fsdp_hooks.model_passes is not None:
+            self.fsdp_hooks.model_passes.start_gather()
+        elif self.data_parallel_sharding_strategy != "no_shard":
             first = next(self.module.parameters())
             self.all_gather_and_wait_parameters_ready(params=[first], prefetch=True, wait_bucket_ready=False)
 
@@ -140,6 +143,18 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         """
         return self.fsdp_hooks.chain(modules)
 
+    def against_whole_model(self) -> str:
+        """Say why the whole model's passes cannot be graphs; empty if they can."""
+        return self.fsdp_hooks.against_whole_model()
+
+    def whole_model(self) -> WholeModel:
+        """Return the owner of graphs of the whole model's passes."""
+        self._zeroed_gradients.written()
+        return self.fsdp_hooks.whole_model()
+
     def forget_graphs(self, modules: Iterable[torch.nn.Module]) -> None:
         """Note that ``modules`` no longer run as CUDA graphs."""
         self.fsdp_hooks.graphed.forget(modules)
+        storages = self.param_and_grad_buffer.gradient_storages()
+        if storages is not None:
+            storages.leave()

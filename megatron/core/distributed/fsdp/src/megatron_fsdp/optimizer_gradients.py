@@ -1,26 +1,37 @@
-"""The gradients that the optimizer reads, at addresses that do not change between steps."""
+"""The gradients that the optimizer reads, planned once."""
 
 from typing import Any
 
 import torch
 
+from .gradient_storages import GradientStorages
 from .planned_copies import Placement, PlannedCopies
 
 
 class OptimizerGradients:
     """The gradient of each parameter of an optimizer: a shard of the main gradients, or that shard in another dtype.
 
-    megatron-core makes these views anew in every step, and casts each shard into new memory. With CUDA graphs it leaves
-    them attached to the parameters between steps, so they need not be made more than once.
+    megatron-core makes these views anew in every step, and casts each shard into new memory. Here the views are kept,
+    and the casts have memory from ``update`` to ``release``.
+
+    Attributes:
+        in_place: Whether a graph may read the gradients, so that they stay attached and at their addresses.
+        storages: The memory of the casts.
     """
 
-    def __init__(self, buffer: Any):
-        """Keep the gradients that ``buffer``, a ``ParamAndGradBuffer``, has attached to its parameters."""
+    def __init__(self, buffer: Any, *, in_place: bool):
+        """Keep the gradients that ``buffer``, a ``ParamAndGradBuffer``, has attached to its parameters.
+
+        Args:
+            buffer: The buffer.
+            in_place: As the attribute.
+        """
+        self.in_place = in_place
         self._name = "decoupled_grad" if buffer.use_decoupled_grad else "grad"
         self._params = buffer.optimizer_named_parameters
         self._attached: list[tuple[torch.nn.Parameter, Any]] = []
-        self._locals: list[tuple[Any, torch.Tensor]] = []
-        casts, buffers = [], []
+        grads, buffers = [], []
+        cast: list[tuple[Any, Any, torch.Tensor]] = []
         sharded = buffer.bucketing_policy.data_parallel_sharding_strategy != "no_shard"
         for name, param in self._params:
             main_grads = buffer.parameter_groups[buffer.param_to_param_group[param.orig_param]].main_grad_buffer
@@ -28,13 +39,14 @@ class OptimizerGradients:
                 continue
             buffers.append(main_grads)
             grad = buffer.dist_main_grad[name]
-            local = grad._local_tensor
-            self._attached.append((param, grad if local.numel() else None))
-            self._locals.append((grad, local))
-            if local.dtype != main_grads.data.dtype:
+            grads.append(grad)
+            self._attached.append((param, grad if grad._local_tensor.numel() else None))
+            if grad._local_tensor.dtype != main_grads.data.dtype:
                 shard = main_grads.get_item(main_grads.param_idx[param.orig_param], only_shard=sharded)
-                casts.append((local.view(-1), shard))
-        self._casts = PlannedCopies(casts)
+                cast.append((main_grads, grad, shard))
+        self.storages = GradientStorages([] if in_place else [(bucket, grad) for bucket, grad, _ in cast])
+        self._locals = [(grad, grad._local_tensor) for grad in grads]
+        self._casts = PlannedCopies((grad._local_tensor.view(-1), shard) for _, grad, shard in cast)
         self._placement = Placement(dict.fromkeys(buffers))
 
     def unmoved(self, buffer: Any) -> bool:
@@ -47,7 +59,17 @@ class OptimizerGradients:
 
     def update(self) -> None:
         """Let every parameter have its gradient, with the value that the main gradients have now."""
+        self.in_place |= torch.cuda.is_current_stream_capturing()
+        self.storages.allocate()
         self._casts.run()
         for param, grad in self._attached:
             if getattr(param, self._name, None) is not grad:
                 setattr(param, self._name, grad)
+
+    def release(self) -> None:
+        """Take the gradients away until ``update``, and give their memory back, unless a graph may read them."""
+        if self.in_place:
+            return
+        for param, _ in self._attached:
+            setattr(param, self._name, None)
+        self.storages.free()

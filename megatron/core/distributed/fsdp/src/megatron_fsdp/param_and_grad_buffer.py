@@ -9,8 +9,11 @@ Everything else in this module is megatron-core's.
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from megatron_fsdp_cuda_graphs.overlay import extend
 
+from .gradient_storages import GradientStorages
 from .optimizer_gradients import OptimizerGradients
 from .weight_copies import WeightCopies
 
@@ -25,6 +28,7 @@ if TYPE_CHECKING:  # megatron-core's names
 class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
     """megatron-core's ``ParamAndGradBuffer`` that plans once what it does in every step."""
 
+    _gradients_in_place = False
     _gradients: OptimizerGradients | None = None
     _weight_copies: WeightCopies | None = None
 
@@ -34,9 +38,30 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
             self._gradients.update()
             return
         super().update_main_grads()
-        # Otherwise ``zero_grad`` frees them.
-        stay_attached = self.ddp_config.megatron_fsdp_cuda_graph_mode
-        self._gradients = OptimizerGradients(self) if stay_attached else None
+        if self.ddp_config.megatron_fsdp_cuda_graph_mode:  # otherwise ``zero_grad`` frees them
+            in_place = self._gradients_in_place or torch.cuda.is_current_stream_capturing()
+            self._gradients = OptimizerGradients(self, in_place=in_place)
+
+    def keep_gradients_in_place(self) -> None:
+        """Leave the gradients of the optimizer's parameters attached and in place: a graph of its step reads them."""
+        self._gradients_in_place, self._gradients = True, None
+
+    def gradient_storages(self) -> GradientStorages | None:
+        """The memory for the optimizer's gradients that comes and goes; None if there is none of that kind now.
+
+        It is not in use from ``zero_grad`` to ``update_main_grads``.
+        """
+        gradients = self._gradients
+        return None if gradients is None or gradients.in_place else gradients.storages
+
+    def zero_grad(self) -> None:
+        """Zero the main gradients; see megatron-core.
+
+        The optimizer's parameters have no gradients until ``update_main_grads``, unless a graph reads them.
+        """
+        super().zero_grad()
+        if self._gradients is not None:
+            self._gradients.release()
 
     def copy_main_weights_to_model_weights(self) -> None:
         """Copy the optimizer's weights to the model's, quantized where these are; see megatron-core."""

@@ -714,7 +714,7 @@ def test_graphs_are_for_any_number_of_micro_batches_unless_there_are_pipeline_st
 class Fsdp(torch.nn.Module):
     """What the helper looks for."""
 
-    def capture_graphs(self, layers):
+    def capture_graphs(self, layers, ready):
         raise NotImplementedError
 
     def forget_graphs(self, layers):
@@ -733,13 +733,20 @@ def test_megatron_fsdp_is_in_capture_mode_with_the_layers_of_its_chunk():
         capturing = None
 
         @contextmanager
-        def capture_graphs(self, layers):
+        def capture_graphs(self, layers, ready):
+            ready()
             self.capturing = layers
             yield
             self.capturing = None
 
+        def zero_grad_buffer(self):
+            assert self.capturing is None
+
     chunks = [Capturing(), torch.nn.Linear(1, 1), Capturing()]
-    with helper(model=chunks, callables_per_chunk=[["first"], ["second"], ["third"]])._fsdp_capture():
+    capturing = helper(
+        model=chunks, callables_per_chunk=[["first"], ["second"], ["third"]], _agreement=Alone(None, None)
+    )
+    with capturing._fsdp_capture():
         assert (chunks[0].capturing, chunks[2].capturing) == (["first"], ["third"])
     assert (chunks[0].capturing, chunks[2].capturing) == (None, None)
 

@@ -1,0 +1,140 @@
+"""A model whose forward and backward passes run as one graph each, with their collectives inside."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
+from megatron_fsdp_cuda_graphs.overlay import upstream
+
+from .fsdp_chain import UnitChain, address_in
+from .fsdp_unit import ADVICE, Unit
+from .fsdp_unit_plan import GroupGather
+
+if TYPE_CHECKING:
+    from .fsdp_hooks import FsdpHooks
+
+TrainingState = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp").TrainingState
+
+
+class WholeModel(UnitChain):
+    """The ``PassOwner`` of a model.
+
+    The hooks of all modules and parameters run in warm-up and capture as in training, from the beginning of the
+    backward pass to the last reduction, and the graphs hold what they enqueue. Parameters outside of units (of
+    embedding, final norm and output layer) stay gathered for a whole step, so they are gathered before a replay.
+
+    Args:
+        hooks: Megatron-FSDP's hooks.
+        units: All units, by module.
+    """
+
+    def __init__(self, hooks: "FsdpHooks", units: dict[torch.nn.Module, Unit]):
+        super().__init__(hooks, units, {})
+        self._units = list(units.values())
+        groups = self._fsdp.param_and_grad_buffer.parameter_groups
+        self._outside = [bucket for bucket, group in enumerate(groups) if group.fsdp_unit_id is None]
+        self._params_outside = [param for bucket in self._outside for param in groups[bucket].params]
+        self._gathers: Sequence[GroupGather] = ()
+        self._guard: AddressGuard | None = None
+        self._module_of = {param: module for module, unit in units.items() for param in unit.params}
+        self._collected: dict[torch.nn.Module, list[torch.nn.Parameter]] = {module: [] for module in units}
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Keep the model ready for warm-up and capture, and as it was afterwards, also after an exception.
+
+        Nothing is gathered, reduced or in flight at either end.
+        """
+        hooks, fsdp = self._hooks, self._fsdp
+        microbatches = fsdp.microbatch_count
+        with hooks.graphed.prepared():
+            self._gathers = hooks.graphed.gathers_of(self._outside, recorded=False)
+            try:
+                self.gather()
+                yield
+                hooks.graphed.release_all()
+                self._gathers = hooks.graphed.gathers_of(self._outside, recorded=True)
+                hooks.model_passes = self
+            except BaseException:
+                hooks.forget_backward()
+                raise
+            finally:
+                fsdp.microbatch_count = microbatches
+
+    @contextmanager
+    def running(self, phase: Literal["forward", "backward"]) -> Iterator[None]:
+        """The context in which a phase is warmed up or recorded."""
+        backward = phase == "backward"
+        with self.recording(phase):
+            if backward:
+                self._hooks.start_backward(None, skip_backward_hook=True)
+            # Ahead of the unit's own hook: beside what runs before the unit.
+            self._fsdp.all_gather_and_wait_parameters_ready(
+                self._units[-1 if backward else 0].params, prefetch=False, wait_bucket_ready=False, bwd=backward
+            )
+            yield
+            if backward:
+                self._hooks.finish_backward()
+            self._hooks.graphed.settle()
+
+    def _note_addresses(self) -> None:
+        super()._note_addresses()
+        reductions, name = self._fsdp.grad_reduce_pipeline, self._fsdp.param_to_name
+        dtype = reductions.buffer.mp_policy.grad_comm_dtype
+        for bucket in self._outside:
+            if bucket in reductions.bucket_status:
+                grads = reductions.get_fsdp_buffer(bucket)
+                self._grads.setdefault(address_in(grads, dtype), grads)
+        params = self._params_outside
+        self._guard = AddressGuard(lambda: params, lambda i: name[params[i]], ADVICE)
+
+    def collect(self, param: torch.nn.Parameter) -> bool:
+        """Keep the parameter of a unit, whose gradient is complete, until ``collected``: all are copied at once."""
+        module = self._module_of.get(param)
+        if module is not None:
+            self._collected[module].append(param)
+        return module is not None
+
+    def collected(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """Return and forget the parameters of ``module`` that ``collect`` kept."""
+        collected, self._collected[module] = self._collected[module], []
+        return collected
+
+    def start_gather(self) -> None:
+        """Start to gather the parameters outside of units, unless they are gathered."""
+        for group in self._gathers:
+            group.launch()
+
+    def gather(self) -> None:
+        """Gather the parameters outside of units, unless they are gathered, and wait for them."""
+        self.start_gather()
+        gathers = self._fsdp.all_gather_pipeline
+        for bucket in self._outside:
+            gathers.wait_bucket_ready(bucket, False)
+
+    def before_forward(self) -> None:
+        """Gather parameters outside of units, and make sure that all buffers are where they were at capture.
+
+        Raises:
+            MovedBufferError: one is not.
+        """
+        self.gather()
+        super().before_forward()
+        if self._guard is not None:
+            self._guard.check()
+
+    def after_backward(self) -> None:
+        """Note that all gradients have been reduced."""
+        self._hooks.awaiting_gradient.clear()
+        for unit in self._units:
+            unit.set_training_state(TrainingState.IDLE)
+
+    def forget(self) -> None:
+        """Free the graphs of all-gathers: the model runs eagerly from now on."""
+        if self._hooks.model_passes is self:
+            self._hooks.model_passes = None
+        self._hooks.graphed.forget_gathers(self._outside)
+        self._gathers = ()

@@ -1,0 +1,149 @@
+"""A function whose whole forward pass is one CUDA graph and whose whole backward pass is another.
+
+Unlike those of ``make_graphed_callables``, the graphs hold all that hooks enqueue, in modules, in autograd and on other
+streams: collectives, and what becomes of the gradients of parameters.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Literal, Protocol
+
+import torch
+
+from .capture import Capture
+from .gradient_sink import AroundBackward
+from .memory import release_cached_memory
+from .preserve import pause_gc, preserve_buffers
+from .replay import Replay, ReplayOptions, Tensors, replay
+from .rng import preserve_rng
+from .streams import capture_stream, refuse_legacy_stream
+
+Phase = Literal["forward", "backward"]
+
+
+class PassOwner(AroundBackward, Protocol):
+    """Who sees to what the graphs use but do not hold."""
+
+    def running(self, phase: Phase) -> AbstractContextManager[None]:
+        """Return the context in which a phase is warmed up or recorded. At its end all work has joined its stream."""
+
+    def before_forward(self) -> None:
+        """Called right before each replay of the forward graph, on the stream of the forward pass."""
+
+    def forget(self) -> None:
+        """Called once there are no graphs any more."""
+
+
+class WholePasses:
+    """The two graphs of a function that returns one tensor, of which no input requires grad.
+
+    Args:
+        name: What errors and profiles call it.
+        inputs: Static inputs, by keyword.
+        owner: Who sees to the rest.
+
+    Attributes:
+        forward_graph: Runs the forward pass; None before capture and after ``reset``.
+        backward_graph: Runs the backward pass.
+    """
+
+    def __init__(self, name: str, inputs: Mapping[str, torch.Tensor], owner: PassOwner):
+        self._name = name
+        self._inputs = dict(inputs)
+        self._owner: PassOwner | None = owner
+        self.forward_graph: torch.cuda.CUDAGraph | None = None
+        self.backward_graph: torch.cuda.CUDAGraph | None = None
+        self._replay: Replay | None = None
+        self._leaf = torch.empty(0, device="cuda", requires_grad=True)  # for its sake autograd runs the backward pass
+
+    def capture(self, func: Callable[..., torch.Tensor], module: torch.nn.Module, num_warmup_iters: int) -> None:
+        """Run the passes of ``func`` some times, then record them.
+
+        RNG, buffers and garbage collection are restored. After an exception there are no graphs.
+
+        Args:
+            func: Takes the inputs by keyword and returns a tensor that requires grad.
+            module: The module whose parameters and buffers it uses.
+            num_warmup_iters: How often it runs before.
+
+        Raises:
+            RuntimeError: a gradient is accumulated on the legacy default stream, or something cannot be captured.
+        """
+        params = [param for param in module.parameters() if param.requires_grad]
+        try:
+            with pause_gc(), preserve_rng(), preserve_buffers([module]), capture_stream():
+                for _ in range(num_warmup_iters):
+                    with refuse_legacy_stream(self._name, params):
+                        self._run(func, None)
+                release_cached_memory()
+                self._run(func, Capture(None))
+        except BaseException:
+            self.reset()
+            raise
+
+    @contextmanager
+    def _running(self, phase: Phase, capture: Capture | None, graph: torch.cuda.CUDAGraph | None) -> Iterator[None]:
+        assert self._owner is not None
+        recording = nullcontext() if capture is None or graph is None else capture.recording(graph)
+        with torch.profiler.record_function(f"{self._name} {phase}"), recording, self._owner.running(phase):
+            yield
+
+    def _run(self, func: Callable[..., torch.Tensor], capture: Capture | None) -> None:
+        forward_graph, backward_graph = (None, None) if capture is None else (capture.new_graph(), capture.new_graph())
+        with self._running("forward", capture, forward_graph):
+            output = func(**self._inputs)
+        grad = torch.zeros_like(output)
+        with self._running("backward", capture, backward_graph):
+            torch.autograd.backward(output, grad)
+        if capture is None:
+            return
+        self.forward_graph, self.backward_graph = forward_graph, backward_graph
+        self._replay = _FreshOutputs(
+            name=self._name,
+            forward_graph=forward_graph,
+            backward_graph=backward_graph,
+            inputs=tuple(self._inputs.values()),
+            outputs=(output.detach(),),
+            differentiable=(True,),
+            grad_outputs=(grad,),
+            grad_inputs=(None,) * len(self._inputs),
+            grad_params=(None,),
+            clone_param_grads=(False,),
+            quantized=None,
+            around_backward=self._owner,
+        )
+
+    def __call__(self, inputs: Iterable[torch.Tensor]) -> torch.Tensor:
+        """Replay on ``inputs``, in the order of the static ones, with the same shapes and dtypes.
+
+        Returns a tensor of its own that takes part in autograd.
+
+        Raises:
+            RuntimeError: after ``reset``.
+        """
+        if self._replay is None or self._owner is None:
+            raise RuntimeError(f"the graphs of {self._name} were reset; capture them again to replay them")
+        self._owner.before_forward()
+        (output,) = replay(self._replay, None, *inputs, self._leaf)
+        assert output is not None
+        return output
+
+    def reset(self) -> None:
+        """Free the graphs and every tensor they own."""
+        for graph in (self.forward_graph, self.backward_graph):
+            if graph is not None:
+                graph.reset()
+        self.forward_graph = self.backward_graph = None
+        if self._replay is not None:
+            self._replay.reset()
+        if self._owner is not None:
+            self._owner.forget()
+        self._replay = self._owner = None
+        self._inputs = {}
+
+
+class _FreshOutputs(Replay):
+    """A replay whose outputs are copies: their readers are no layers, and may keep them beyond the next replay."""
+
+    def forward(self, inputs: Iterable[torch.Tensor], options: ReplayOptions | None) -> Tensors:
+        return tuple(output if output is None else output.clone() for output in super().forward(tuple(inputs), options))

@@ -1,0 +1,193 @@
+"""A model chunk whose whole forward pass is one graph, from tokens to losses, and whose backward pass is another."""
+
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from types import MethodType
+from typing import Any
+
+import torch
+
+from megatron.core.transformer.enums import AttnMaskType
+
+from ..engine.whole_passes import WholePasses
+from ..expected_inputs import ExpectedInputs
+from ..hooks import has_other_hooks
+from .layers import _layer_is_graphable, decoder_layers
+from .sample_inputs import attention_mask_type
+
+logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
+
+# Arguments of the model that its losses do not depend on.
+_UNUSED = ("loss_mask",)
+_INPUTS = ("input_ids", "position_ids", "attention_mask", "labels")
+
+
+def against_whole_model(model: Any | None, config: Any) -> str:
+    """Say why the passes of ``model`` cannot be one graph each; empty if they can.
+
+    Args:
+        model: The language model inside the wrappers of a model chunk.
+        config: Its ``TransformerConfig``.
+    """
+    from megatron.core.models.gpt.gpt_model import GPTModel  # imports cuda_graphs, which imports this module
+
+    if not isinstance(model, GPTModel) or type(model).forward is not GPTModel.forward or "forward" in vars(model):
+        return f"{type(model).__name__} is no GPTModel with its own forward"
+    if not (model.pre_process and model.post_process):
+        return "the model is divided into pipeline stages"
+    layers = decoder_layers(model)
+    if not layers or not all(_layer_is_graphable(layer, config) for layer in layers):
+        return "not all of its layers can be captured"
+    if len(set(map(attention_mask_type, layers))) > 1:
+        return "its layers have different attention masks"
+    for reason, applies in (
+        ("only modules of layers are captured (--cuda-graph-modules)", config.cuda_graph_modules),
+        ("mixture-of-experts layers keep statistics outside of graphs", config.num_moe_experts),
+        ("there is multi-token prediction", config.mtp_num_layers),
+        ("FP8 and FP4 keep statistics outside of graphs", config.fp8 or config.fp4),
+        ("weight gradients are delayed (--delay-wgrad-compute)", config.delay_wgrad_compute),
+        ("activations are offloaded", config.fine_grained_activation_offloading),
+        ("whole layers are recomputed (--recompute-granularity full)", config.recompute_granularity == "full"),
+        ("the sequence is divided among context-parallel ranks", config.context_parallel_size > 1),
+        ("the position embedding is multimodal", model.position_embedding_type == "mrope"),
+        (
+            "TransformerEngine's cross entropy reads values on the host (--cross-entropy-fusion-impl native does not)",
+            config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te",
+        ),
+        ("backward keeps autograd's graph", config.cuda_graph_retain_backward_graph),
+    ):
+        if applies:
+            return reason
+    # Those inside a layer are recorded with it, as in a graph of its own.
+    inside = {child for layer in layers for child in layer.modules() if child is not layer}
+    for name, module in model.named_modules():
+        if module is not model and module not in inside and has_other_hooks(module):
+            return f"{name} has hooks, which do not run in replays"
+    return ""
+
+
+def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[str, torch.Tensor]:
+    """Make static inputs of ``model``, by the keywords of its ``forward``.
+
+    Token ids, position ids and labels are ``[micro-batch, sequence]`` (int64). The attention mask is the one that
+    layers apply where none is given.
+
+    Args:
+        model: The language model.
+        seq_length: Tokens in a sequence.
+        micro_batch_size: Sequences in a micro-batch.
+    """
+    layer = decoder_layers(model)[0]
+    inputs = {name: torch.zeros(micro_batch_size, seq_length, dtype=torch.int64, device="cuda") for name in _INPUTS}
+    mask = layer.get_layer_static_inputs(seq_length, micro_batch_size).get("attention_mask")
+    if mask is None:
+        del inputs["attention_mask"]
+    else:
+        inputs["attention_mask"] = mask if attention_mask_type(layer) is AttnMaskType.causal else mask.zero_()
+    return inputs
+
+
+class ModelGraphs:
+    """Stands for the ``forward`` of a language model, and replays its graphs where they fit the call.
+
+    They fit calls for training that give labels, tensors as at capture, and nothing else that losses depend on. The
+    model runs eagerly in any other call, an evaluation for example.
+
+    Args:
+        model: The language model.
+        passes: Its graphs, captured.
+        inputs: Their static inputs.
+        kept: Tensors that the graphs read and others may let go of.
+
+    Attributes:
+        passes: The graphs.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, passes: WholePasses, inputs: Mapping[str, torch.Tensor], kept: Sequence[Any]
+    ):
+        self.passes = passes
+        self._model, self._kept = model, kept
+        self._eager: Callable[..., Any] = model.forward
+        self._order = list(inspect.signature(self._eager).parameters)
+        self._names = list(inputs)
+        self._mask = inputs.get("attention_mask")
+        self._mask_given = False
+        self._expected = ExpectedInputs(type(model).__name__, list(inputs.values()), self._names.__getitem__)
+        self._warned = False
+        model.__dict__["forward"] = self
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, by a replay if possible."""
+        training = torch.is_grad_enabled() and self._model.training
+        inputs = self._inputs(args, kwargs) if training else None
+        return self._eager(*args, **kwargs) if inputs is None else self.passes(inputs)
+
+    def _inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+        """The inputs of a replay, in the order of the static ones; None if the graphs do not fit this call."""
+        given = dict(zip(self._order, args, strict=False)) | kwargs
+        if given.get("labels") is None:
+            return None
+        inputs = [given.pop(name, None) for name in self._names]
+        for name in _UNUSED:
+            given.pop(name, None)
+        if self._mask is not None:
+            place = self._names.index("attention_mask")
+            if inputs[place] is not None:
+                self._mask_given = True
+            elif not self._mask_given:
+                inputs[place] = self._mask
+        others = [name for name, value in given.items() if value is not None]
+        if not others and self._expected.accepts(inputs):
+            return inputs
+        if not self._warned:
+            self._warned = True
+            logger.warning(
+                f"{type(self._model).__name__} runs eagerly where its CUDA graphs do not fit the call: "
+                + (f"it was captured without {', '.join(others)}" if others else "other tensors than at capture")
+            )
+        return None
+
+    def reset(self) -> None:
+        """Free the graphs, and give the model its ``forward`` back."""
+        if self._model.__dict__.get("forward") is self:
+            del self._model.__dict__["forward"]
+        self.passes.reset()
+        self._kept, self._mask = (), None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
+        """A copied model runs eagerly."""
+        copied = memo[id(self._model)]
+        return MethodType(type(copied).forward, copied)
+
+
+def capture_whole_model(
+    model: Any, owner: Any, seq_length: int, micro_batch_size: int, num_warmup_iters: int
+) -> ModelGraphs:
+    """Capture the passes of ``model``, whose calls replay them from then on.
+
+    Args:
+        model: The language model.
+        owner: Megatron-FSDP's ``WholeModel`` of it.
+        seq_length: Tokens in a sequence.
+        micro_batch_size: Sequences in a micro-batch.
+        num_warmup_iters: How often both passes run before.
+    """
+    # Imports TransformerEngine's wrappers, which import cuda_graphs, which imports this module.
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+
+    inputs = sample_inputs(model, seq_length, micro_batch_size)
+    passes = WholePasses(type(model).__name__, inputs, owner)
+    kept: list[Any] = []  # rotary embeddings are cached where they are computed, and may leave the cache
+    try:
+        with owner.capture(), ExitStack() as stack:
+            for module in model.modules():
+                if isinstance(module, RotaryEmbedding):
+                    stack.callback(module.register_forward_hook(lambda *call: kept.append(call[-1])).remove)
+            passes.capture(model.forward, model, num_warmup_iters)
+    except BaseException:
+        passes.reset()
+        raise
+    return ModelGraphs(model, passes, inputs, kept)

@@ -1,0 +1,310 @@
+"""Graphs of a whole model under Megatron-FSDP: what they find before a replay and leave, and what prevents them."""
+
+import logging
+import os
+import warnings
+import weakref
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron.core.distributed.fsdp.src.megatron_fsdp.fsdp_graphed_units import MovedBufferError
+from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import (
+    AllGatherPipeline,
+    GradReducePipeline,
+)
+
+from .captured_training import WARMED_UP, CapturedModel, captured, graphed, in_use
+from .fsdp_variants import Variant, small
+from .test_captured_training import Unused, failing
+from .test_fsdp_chain import FLAGS, taken
+
+MODEL = -1
+
+
+def outside(fsdp):
+    """The indices of the buckets that belong to no unit, and their parameters."""
+    groups = fsdp.param_and_grad_buffer.parameter_groups
+    buckets = [bucket for bucket, group in enumerate(groups) if group.fsdp_unit_id is None]
+    assert buckets
+    return buckets, [param for bucket in buckets for param in groups[bucket].params]
+
+
+def capture_again(training):
+    with mock.patch.dict(os.environ, training.case.environment):
+        training.helper.create_cudagraphs()
+
+
+def status(fsdp):
+    return {fsdp.all_gather_pipeline.bucket_status[bucket, False].name for bucket in outside(fsdp)[0]}
+
+
+def test_after_a_step_nothing_is_held(ranks):
+    with captured(graphed(MODEL)) as training:
+        training.step()
+        hooks = training.fsdp.fsdp_hooks
+        assert in_use(training.fsdp) == [{}, {}]
+        assert (hooks.awaiting_gradient, hooks.in_backward, hooks.graphed.recorded_chain) == (set(), False, None)
+        assert training.fsdp.grad_reduce_pipeline.grad_reduce_queue == []
+        assert status(training.fsdp) == {"PRESERVED"}
+        states = {module._training_state.name for layer in training.layers for module in layer.modules()}
+        assert states == {"IDLE"}
+
+
+def test_no_hook_inside_the_model_runs_in_a_replay(ranks):
+    with captured(graphed(MODEL)) as training:
+        training.step()
+        graphed_units = training.fsdp.fsdp_hooks.graphed
+        wrapped = mock.patch.object(graphed_units, "parameters_gathered", wraps=graphed_units.parameters_gathered)
+        with wrapped as gathered:
+            training.step()
+        modules = {call.args[0] for call in gathered.call_args_list}
+        assert modules == {training.fsdp.module}
+
+
+def test_parameters_outside_of_units_are_gathered_once_in_a_step(ranks):
+    with captured(graphed(MODEL, microbatches=3)) as training:
+        training.step()
+        owner = training.fsdp.fsdp_hooks.model_passes
+        recorded = [group.recorded for group in owner._gathers]
+        with mock.patch.object(type(recorded[0]._work), "launch", autospec=True) as launched:
+            training.step()
+        works = [call.args[0] for call in launched.call_args_list]
+        assert works == [gather._work for gather in recorded]
+
+
+def test_start_param_sync_starts_the_recorded_gathers(ranks):
+    with captured(graphed(MODEL)) as training:
+        training.step()
+        assert status(training.fsdp) == {"PRESERVED"}
+        with mock.patch.object(training.fsdp, "all_gather_and_wait_parameters_ready") as eagerly:
+            training.fsdp.start_param_sync()
+        assert status(training.fsdp) == {"COMMUNICATING"}
+        assert not eagerly.called
+        training.step()
+        assert status(training.fsdp) == {"PRESERVED"}
+
+
+def test_gradients_of_a_unit_are_copied_at_once(ranks):
+    copied = []
+    foreach_copy = torch._foreach_copy_
+
+    def note(targets, sources):
+        if torch.cuda.is_current_stream_capturing():
+            copied.append(len(targets))
+        return foreach_copy(targets, sources)
+
+    with mock.patch.object(torch, "_foreach_copy_", note), captured(graphed(MODEL)) as training:
+        of_layers = [len(list(layer.parameters())) for layer in training.layers]
+        assert sorted(copied)[-len(of_layers) :] == of_layers
+        assert sum(copied) == sum(of_layers) + len(outside(training.fsdp)[1])
+
+
+def test_every_bucket_is_reduced_in_the_graph(ranks):
+    """Also that of a layer with a parameter that nothing reads: only the end of the backward pass completes it."""
+    reduced = []
+    reduce = GradReducePipeline._bucket_group_gradient_reduce
+
+    def note(pipeline, buckets, **options):
+        if torch.cuda.is_current_stream_capturing():
+            reduced.extend(buckets)
+        return reduce(pipeline, buckets, **options)
+
+    def add_unused(model):
+        model.decoder.layers[0].mlp = Unused(model.decoder.layers[0].mlp)
+
+    case = graphed(MODEL)
+    with (
+        mock.patch.object(GradReducePipeline, "_bucket_group_gradient_reduce", note),
+        captured(case, Variant(case, change=add_unused)) as training,
+    ):
+        assert sorted(reduced) == list(range(len(training.fsdp.param_and_grad_buffer.parameter_groups)))
+        training.step()
+        assert training.fsdp.fsdp_hooks.awaiting_gradient == set()
+
+
+def test_the_first_unit_is_gathered_beside_what_runs_before_it(ranks):
+    """In forward beside the embedding, in backward beside the loss and the output layer."""
+    events: list[Any] = []
+    gather = AllGatherPipeline.async_bucket_gather
+
+    def note(event):
+        if torch.cuda.is_current_stream_capturing():
+            events.append(event)
+
+    def gathered(pipeline, bucket_id, bwd):
+        note(bucket_id)
+        return gather(pipeline, bucket_id, bwd)
+
+    def watch(model):
+        embed, loss = model.embedding.forward, model.compute_language_model_loss
+
+        def embedded(*args, **kwargs):
+            note("embedding")
+            return embed(*args, **kwargs)
+
+        def losses(labels, logits):
+            logits.register_hook(lambda grad: note("gradient of logits"))
+            return loss(labels, logits)
+
+        model.embedding.forward, model.compute_language_model_loss = embedded, losses
+
+    case = graphed(MODEL)
+    with (
+        mock.patch.object(AllGatherPipeline, "async_bucket_gather", gathered),
+        captured(case, Variant(case, change=watch)) as training,
+    ):
+        units = [training.fsdp.fsdp_hooks._fsdp_units[layer].buckets[0] for layer in training.layers]
+    first, *_, last = units
+    assert events[:2] == [first, "embedding"]
+    logits = events.index("gradient of logits")
+    assert events[logits - 1] == last
+    assert events[2 : logits - 1] == units[1:]
+
+
+def test_a_parameter_outside_of_units_that_has_moved_is_named(ranks):
+    with captured(graphed(MODEL)) as training:
+        training.step()
+        _, params = outside(training.fsdp)
+        name = training.fsdp.param_to_name[params[0]]
+        before = params[0].data
+        training.fsdp._replace_param_with_raw_if_needed()
+        owner = training.fsdp.fsdp_hooks.model_passes
+        with mock.patch.object(owner, "gather"):
+            params[0].data = before.clone()
+            with pytest.raises(MovedBufferError, match=f"CUDA graphs use {name} at") as error:
+                owner.before_forward()
+        params[0].data = before
+        assert all(flag in str(error.value) for flag in FLAGS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "what"), [("model_weight_buffer", "gather parameters to"), ("main_grad_buffer", "write gradients to")]
+)
+def test_a_buffer_of_units_that_would_go_elsewhere_is_an_error(ranks, kind, what):
+    with captured(graphed(MODEL)) as training:
+        with taken(training.fsdp, kind), pytest.raises(MovedBufferError, match=f"graphs {what} 0x") as error:
+            training.step()
+        assert all(flag in str(error.value) for flag in FLAGS)
+
+
+def test_a_gradient_bucket_outside_of_units_that_would_go_elsewhere_is_an_error(ranks):
+    with captured(graphed(MODEL)) as training:
+        bucket = outside(training.fsdp)[0][0]
+        buffer = training.fsdp.param_and_grad_buffer.parameter_groups[bucket].main_grad_buffer
+        fetch = buffer.fetch_bucket
+
+        def elsewhere(**options):
+            found = fetch(**options)
+            found.data = found.data.clone()
+            return found
+
+        with mock.patch.object(buffer, "fetch_bucket", elsewhere), pytest.raises(MovedBufferError, match="gradients"):
+            training.step()
+
+
+def test_deleted_graphs_leave_nothing_behind(ranks):
+    with captured(graphed(MODEL)) as training:
+        hooks, graphs = training.fsdp.fsdp_hooks, training.helper.model_graphs
+        assert graphs is not None
+        training.step()
+        gone = [weakref.ref(graph) for graph in (graphs.passes.forward_graph, graphs.passes.backward_graph, graphs)]
+        assert hooks.model_passes is not None
+        del graphs
+        training.helper.delete_cuda_graphs()
+        assert [reference() for reference in gone] == [None] * 3
+        assert hooks.model_passes is None
+        assert hooks.graphed._plans._gathers == {}
+        assert "forward" not in vars(training.fsdp.module)
+        training.step()
+        capture_again(training)
+
+
+def test_a_capture_counts_as_no_micro_batch(ranks):
+    with captured(graphed(MODEL)) as training:
+        assert training.fsdp.microbatch_count == 0
+
+
+def test_after_a_failed_capture_no_backward_pass_is_open(ranks):
+    with captured(graphed(MODEL)) as training, warnings.catch_warnings():
+        warnings.filterwarnings("error", message="Megatron-FSDP: an exception ended the last backward pass")
+        training.helper.delete_cuda_graphs()
+        with failing(training.layers[0], in_backward=True), pytest.raises(RuntimeError, match="is capturing"):
+            capture_again(training)
+        hooks = training.fsdp.fsdp_hooks
+        assert (hooks.in_backward, hooks.awaiting_gradient, hooks.model_passes) == (False, set(), None)
+        training.step()
+        capture_again(training)
+
+
+def test_a_model_that_is_synchronized_in_every_micro_batch_is_not_captured_whole(ranks):
+    with captured(graphed(MODEL)) as training:
+        assert training.fsdp.against_whole_model() == ""
+        with mock.patch.object(training.fsdp, "model_auto_sync", True):
+            assert "in every micro-batch" in training.fsdp.against_whole_model()
+
+
+def test_a_model_with_delayed_weight_gradients_is_not_captured_whole(ranks):
+    with captured(graphed(MODEL)) as training:
+        _, params = outside(training.fsdp)
+        with mock.patch.object(params[0], "skip_backward_post_hook", True, create=True):
+            assert "is delayed" in training.fsdp.against_whole_model()
+
+
+def with_hook(model):
+    model.decoder.final_layernorm.register_forward_hook(lambda *_: None)
+
+
+def with_parameter_hook(model):
+    next(model.embedding.parameters()).register_post_accumulate_grad_hook(lambda _: None)
+
+
+def with_gradient_hook(model):
+    next(model.embedding.parameters()).register_hook(lambda grad: None)
+
+
+def with_own_forward(model):
+    model.forward = model.forward
+
+
+def with_full_recompute(model):
+    model.config.recompute_granularity = "full"
+
+
+@pytest.mark.parametrize(
+    ("case", "change", "reason"),
+    [
+        ({"mtp": 1}, None, "there is multi-token prediction"),
+        ({"modules": ("attn",)}, None, "only modules of layers are captured"),
+        ({"strategy": "optim_grads", "double_buffer": True}, None, "its collectives cannot be in graphs"),
+        ({}, with_hook, "decoder.final_layernorm has hooks"),
+        ({}, with_parameter_hook, "parameter embedding.word_embeddings.weight has hooks"),
+        ({}, with_gradient_hook, "parameter embedding.word_embeddings.weight has hooks"),
+        ({}, with_own_forward, "GPTModel is no GPTModel with its own forward"),
+        ({}, with_full_recompute, "whole layers are recomputed"),
+    ],
+    ids=lambda value: getattr(value, "__name__", str(value)),
+)
+def test_where_the_whole_model_cannot_be_captured_its_layers_are_and_the_reason_is_logged(
+    ranks, caplog, case, change, reason
+):
+    capture = CapturedModel.step
+
+    def changed(model):
+        capture(model)
+        if change is not None and not hasattr(model, "helper"):
+            model.fsdp._replace_param_with_raw_if_needed()
+            change(model.fsdp.module)
+
+    with (
+        caplog.at_level(logging.WARNING),
+        mock.patch.object(CapturedModel, "step", changed),
+        captured(small(layers=3, layers_per_graph=MODEL, warmup=WARMED_UP, **case)) as training,
+    ):
+        assert training.helper.model_graphs is None
+        assert all(layer.cuda_graphs for layer in training.layers)
+        assert training.fsdp.fsdp_hooks.model_passes is None
+    (message,) = [record.message for record in caplog.records if "only layers are captured" in record.message]
+    assert f"MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH=model: only layers are captured, because {reason}" in message

@@ -1,0 +1,115 @@
+"""The gradients that the optimizer reads are the main gradients, and take memory only while it needs them."""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from .fsdp_variants import Variant, run_backward, small
+
+
+@pytest.fixture(params=["bfloat16", "float32"])
+def training(ranks, request):
+    """A model whose main gradients have the dtype of the parameter; the optimizer's are float32."""
+    dtype = getattr(torch, request.param)
+    variant = Variant(
+        small(dtype="bf16"),
+        sharding={"megatron_fsdp_cuda_graph_mode": True, "megatron_fsdp_main_grads_dtype": dtype},
+    )
+    return variant.build().module, variant.case
+
+
+def attached(fsdp):
+    """The gradients of the optimizer's parameters: local tensors, None where there is none."""
+    grads = [param.grad for _, param in fsdp.param_and_grad_buffer.optimizer_named_parameters]
+    return [None if grad is None else grad._local_tensor for grad in grads]
+
+
+def main_gradients(fsdp):
+    """The shard of the main gradients of each of the optimizer's parameters."""
+    buffer = fsdp.param_and_grad_buffer
+    shards = []
+    for _, param in buffer.optimizer_named_parameters:
+        grads = buffer.parameter_groups[buffer.param_to_param_group[param.orig_param]].main_grad_buffer
+        shards.append(grads.get_item(grads.param_idx[param.orig_param], only_shard=True))
+    return shards
+
+
+def step(fsdp, case):
+    """Zero gradients, compute them and give them to the optimizer; return copies of them."""
+    fsdp.zero_grad_buffer()
+    run_backward(fsdp, case)
+    fsdp.finish_grad_sync()
+    fsdp.start_param_sync()
+    grads = attached(fsdp)
+    for grad, shard in zip(grads, main_gradients(fsdp), strict=True):
+        assert (shard.numel() == 0) == (grad is None)
+        if grad is not None:
+            assert torch.equal(grad.view(-1), shard.float())
+    assert any(grad is not None and grad.any() for grad in grads)
+    return grads
+
+
+def test_they_are_the_main_gradients_of_each_step_and_the_same_tensors(training):
+    fsdp, case = training
+    step(fsdp, case)  # the first is megatron-core's
+    second = step(fsdp, case)
+    values = [None if grad is None else grad.clone() for grad in second]
+    with torch.no_grad():
+        for group in fsdp.param_and_grad_buffer.parameter_groups:
+            group.model_weight_buffer.data.mul_(0.5)
+    third = step(fsdp, case)
+    assert all(one is other for one, other in zip(second, third, strict=True))
+    changed = [not torch.equal(old, new) for old, new in zip(values, third, strict=True) if new is not None]
+    assert any(changed)
+
+
+def test_between_steps_there_are_none_and_they_take_no_memory(training):
+    fsdp, case = training
+    for _ in range(3):
+        grads = [grad for grad in step(fsdp, case) if grad is not None]
+        dtype = main_gradients(fsdp)[0].dtype
+        fsdp.zero_grad_buffer()
+        assert attached(fsdp) == [None] * len(attached(fsdp))
+        if dtype != torch.float32:
+            assert {grad.untyped_storage().nbytes() for grad in grads} == {0}
+
+
+def test_they_start_where_the_allocator_would_let_tensors_start(training):
+    fsdp, case = training
+    step(fsdp, case)
+    grads = [grad for grad in step(fsdp, case) if grad is not None]
+    if main_gradients(fsdp)[0].dtype != torch.float32:
+        buffer = fsdp.param_and_grad_buffer
+        with_grads = [group for group in buffer.parameter_groups if group.main_grad_buffer is not None]
+        assert len({grad.untyped_storage().data_ptr() for grad in grads}) <= len(with_grads)
+        assert {grad.storage_offset() * grad.element_size() % 512 for grad in grads} == {0}
+
+
+def test_they_stay_for_a_graph_of_the_optimizers_step(training):
+    fsdp, case = training
+    step(fsdp, case)
+    fsdp.param_and_grad_buffer.keep_gradients_in_place()
+    step(fsdp, case)
+    before = step(fsdp, case)
+    fsdp.zero_grad_buffer()
+    assert all(one is other for one, other in zip(before, attached(fsdp), strict=True))
+    addresses = [None if grad is None else grad.data_ptr() for grad in before]
+    after = step(fsdp, case)
+    assert [None if grad is None else grad.data_ptr() for grad in after] == addresses
+
+
+@pytest.mark.parametrize("captured", [0, 1])
+def test_they_stay_once_a_graph_has_written_them(training, captured):
+    fsdp, case = training
+    for number in range(2):
+        fsdp.zero_grad_buffer()
+        run_backward(fsdp, case)
+        capturing = number == captured
+        with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=capturing):
+            fsdp.finish_grad_sync()
+        fsdp.start_param_sync()
+    before = attached(fsdp)
+    fsdp.zero_grad_buffer()
+    assert any(grad is not None for grad in before)
+    assert all(one is other for one, other in zip(before, attached(fsdp), strict=True))

@@ -1,0 +1,187 @@
+"""WholePasses: a function's passes as one graph each, with what its hooks enqueue."""
+
+import gc
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses
+
+from .captured_cases import assert_same_bits, copies, device_tensor, mlp
+
+pytestmark = pytest.mark.usefixtures("cpu_backend")
+
+
+class Owner:
+    """Notes when it is called, and whether a capture is under way."""
+
+    def __init__(self):
+        self.events: list[str] = []
+
+    @contextmanager
+    def running(self, phase):
+        captured = " captured" if torch.cuda.is_current_stream_capturing() else ""
+        self.events.append(f"{phase}{captured}")
+        yield
+        self.events.append(f"{phase} ends")
+
+    def before_forward(self):
+        self.events.append("before forward")
+
+    def before_backward(self):
+        self.events.append("before backward")
+
+    def after_backward(self):
+        self.events.append("after backward")
+
+    def forget(self):
+        self.events.append("forgotten")
+
+
+class Sums:
+    """A module whose parameters' hooks add each gradient to a buffer, as Megatron-FSDP's do."""
+
+    def __init__(self):
+        torch.manual_seed(3)
+        self.module = mlp()
+        self.sums = {param: torch.zeros_like(param) for param in self.module.parameters()}
+        for param in self.module.parameters():
+            param.register_post_accumulate_grad_hook(self._add)
+
+    def _add(self, param):
+        with torch.no_grad():
+            self.sums[param] += param.grad
+        param.grad = None
+
+    def losses(self, x, weights):
+        return (self.module(x) * weights).sum(-1)
+
+    def zero(self):
+        for total in self.sums.values():
+            total.zero_()
+
+
+def inputs(seed):
+    return [device_tensor(4, 6, seed=seed).detach(), device_tensor(4, 6, seed=seed + 100).detach()]
+
+
+def captured(model, owner=None, warmup=2):
+    x, weights = inputs(0)
+    passes = WholePasses("model", {"x": x, "weights": weights}, owner or Owner())
+    passes.capture(model.losses, model.module, warmup)
+    model.zero()
+    return passes
+
+
+def trained(graphs):
+    """Losses and sums of gradients of some steps."""
+    model = Sums()
+    passes = captured(model) if graphs else None
+    numbers = []
+    for step in range(3):
+        given = inputs(step)
+        losses = passes(given) if passes is not None else model.losses(*given)
+        losses.mean().backward()
+        numbers += copies([losses, *model.sums.values()])
+    return numbers
+
+
+def test_replays_are_bit_equal_to_the_function_and_hold_what_hooks_do():
+    """Dropout included: warm-up and capture draw nothing from the process's generators."""
+    assert_same_bits(trained(True), trained(False))
+
+
+def test_the_owner_surrounds_warm_up_capture_and_replays():
+    model, owner = Sums(), Owner()
+    passes = captured(model, owner, warmup=1)
+    assert owner.events == [
+        "forward",
+        "forward ends",
+        "backward",
+        "backward ends",
+        "forward captured",
+        "forward ends",
+        "backward captured",
+        "backward ends",
+    ]
+    owner.events.clear()
+    passes(inputs(1)).sum().backward()
+    assert owner.events == ["before forward", "before backward", "after backward"]
+    passes.reset()
+    assert owner.events[-1] == "forgotten"
+
+
+def test_replays_run_no_python_of_the_function():
+    model = Sums()
+    passes = captured(model)
+    model.module.register_forward_hook(lambda *_: pytest.fail("the module ran"))
+    passes(inputs(1)).sum().backward()
+
+
+def test_outputs_outlive_the_next_replay():
+    passes = captured(Sums())
+    losses = passes(inputs(1))
+    before = losses.detach().clone()
+    assert not torch.equal(passes(inputs(2)), before)
+    assert torch.equal(losses, before)
+
+
+def test_a_backward_pass_after_another_forward_replay_is_refused():
+    passes = captured(Sums())
+    losses = passes(inputs(1))
+    passes(inputs(2))
+    with pytest.raises(RuntimeError, match="whose activations a later replay has overwritten"):
+        losses.sum().backward()
+
+
+def test_after_reset_a_call_says_so():
+    passes = captured(Sums())
+    passes.reset()
+    assert (passes.forward_graph, passes.backward_graph) == (None, None)
+    with pytest.raises(RuntimeError, match="the graphs of model were reset"):
+        passes(inputs(1))
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_a_failed_capture_leaves_no_graphs_and_the_process_as_it_was(phase):
+    model = Sums()
+
+    def losses(x, weights):
+        result = model.losses(x, weights)
+        if torch.cuda.is_current_stream_capturing():
+            if phase == "forward":
+                result.sum().item()
+            else:
+                result.register_hook(lambda grad: grad.sum().item() and None)
+        return result
+
+    x, weights = inputs(0)
+    owner = Owner()
+    passes = WholePasses("model", {"x": x, "weights": weights}, owner)
+    rng, stream = torch.cuda.get_rng_state(), torch.cuda.current_stream()
+    with pytest.raises(RuntimeError, match="when stream is capturing"):
+        passes.capture(losses, model.module, 1)
+    assert (passes.forward_graph, passes.backward_graph) == (None, None)
+    assert owner.events[-1] == "forgotten"
+    assert torch.equal(torch.cuda.get_rng_state(), rng)
+    assert torch.cuda.current_stream() == stream
+    assert gc.isenabled()
+    assert not torch.cuda.is_current_stream_capturing()
+
+
+def test_buffers_are_as_before_the_capture():
+    class Counts(Sums):
+        def __init__(self):
+            super().__init__()
+            self.module.register_buffer("calls", torch.zeros((), device="cuda"))
+
+        def losses(self, x, weights):
+            self.module.calls.add_(1)
+            return super().losses(x, weights)
+
+    model = Counts()
+    passes = captured(model)
+    assert model.module.calls.item() == 0
+    passes(inputs(1))
+    assert model.module.calls.item() == 1

@@ -1,0 +1,170 @@
+"""ModelGraphs: which calls of a model replay its graphs, and what it is without them."""
+
+import copy
+import logging
+from typing import Any, cast
+
+import pytest
+import torch
+
+from megatron.core.transformer._cuda_graphs.te.whole_model import ModelGraphs
+
+SHAPE = 2, 8
+
+
+class Model(torch.nn.Module):
+    """Takes the arguments of a language model, and notes its calls."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(()))
+        self.calls = 0
+
+    def forward(self, input_ids, position_ids, attention_mask, decoder_input=None, labels=None, *, loss_mask=None):
+        self.calls += 1
+        return self.weight * input_ids
+
+
+class Passes:
+    """Notes what is replayed."""
+
+    def __init__(self):
+        self.replayed: list | None = []
+
+    def __call__(self, inputs):
+        assert self.replayed is not None
+        self.replayed.append(inputs)
+        return "replayed"
+
+    def reset(self):
+        self.replayed = None
+
+
+def ids(*shape, dtype=torch.int64):
+    return torch.zeros(*(shape or SHAPE), dtype=dtype)
+
+
+def mask(size=SHAPE[1]):
+    return torch.zeros(SHAPE[0], 1, size, size, dtype=torch.bool)
+
+
+def graphed(with_mask=True):
+    """A model with graphs, and their static inputs."""
+    model, passes = Model(), cast(Any, Passes())
+    static = {"input_ids": ids(), "position_ids": ids(), "attention_mask": mask(), "labels": ids()}
+    if not with_mask:
+        del static["attention_mask"]
+    return model, ModelGraphs(model, passes, static, ()), static
+
+
+def replays(model, *args, **kwargs):
+    before = model.calls
+    replayed = isinstance(model(*args, **kwargs), str)
+    assert model.calls == before + (not replayed)
+    return replayed
+
+
+def test_a_call_for_training_replays():
+    model, graphs, _ = graphed()
+    tokens, positions, given, labels = ids() + 1, ids() + 2, ~mask(), ids() + 3
+    assert replays(model, tokens, positions, given, labels=labels)
+    assert replays(model, tokens, attention_mask=given, labels=labels, position_ids=positions)
+    assert replays(model, tokens, positions, given, None, labels)
+    for inputs in graphs.passes.replayed:
+        assert [id(tensor) for tensor in inputs] == list(map(id, (tokens, positions, given, labels)))
+
+
+def test_a_loss_mask_changes_nothing_that_the_model_computes():
+    model, _, _ = graphed()
+    assert replays(model, ids(), ids(), mask(), labels=ids(), loss_mask=torch.ones(SHAPE))
+
+
+def test_without_a_mask_the_graphs_read_the_one_of_the_capture():
+    model, graphs, static = graphed()
+    assert replays(model, ids(), ids(), None, labels=ids())
+    assert graphs.passes.replayed[0][2] is static["attention_mask"]
+
+
+def test_a_call_without_a_mask_after_one_with_a_mask_runs_eagerly():
+    model, _, _ = graphed()
+    assert replays(model, ids(), ids(), ~mask(), labels=ids())
+    assert not replays(model, ids(), ids(), None, labels=ids())
+
+
+def test_graphs_that_read_no_mask_do_not_fit_a_call_with_one():
+    model, _, _ = graphed(with_mask=False)
+    assert replays(model, ids(), ids(), None, labels=ids())
+    assert not replays(model, ids(), ids(), mask(), labels=ids())
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"labels": None},
+        {"input_ids": ids(2, 4)},
+        {"input_ids": ids(1, 8)},
+        {"labels": ids(dtype=torch.int32)},
+        {"position_ids": None},
+        {"attention_mask": mask(4)},
+        {"decoder_input": torch.zeros(8, 2, 4)},
+    ],
+    ids=lambda changed: next(iter(changed)),
+)
+def test_another_call_runs_eagerly(changed):
+    model, _, _ = graphed()
+    arguments = {"input_ids": ids(), "position_ids": ids(), "attention_mask": mask(), "labels": ids()}
+    assert replays(model, **arguments)
+    assert not replays(model, **arguments | changed)
+    assert replays(model, **arguments)
+
+
+def test_evaluation_runs_eagerly():
+    model, _, _ = graphed()
+    with torch.no_grad():
+        assert not replays(model, ids(), ids(), mask(), labels=ids())
+    model.eval()
+    assert not replays(model, ids(), ids(), mask(), labels=ids())
+    model.train()
+    assert replays(model, ids(), ids(), mask(), labels=ids())
+
+
+def test_training_calls_that_do_not_fit_are_logged_once(caplog):
+    model, _, _ = graphed()
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            model(ids(), ids(), mask(), torch.zeros(8, 2, 4), ids())
+    (record,) = caplog.records
+    assert "Model runs eagerly where its CUDA graphs do not fit the call" in record.message
+    assert "captured without decoder_input" in record.message
+
+
+def test_hooks_of_the_model_run_around_replays():
+    model, _, _ = graphed()
+    called = []
+    model.register_forward_pre_hook(lambda *_: called.append("before"))
+    model.register_forward_hook(lambda module, args, output: called.append(output))
+    assert model(ids(), ids(), mask(), labels=ids()) == "replayed"
+    assert called == ["before", "replayed"]
+
+
+def test_after_reset_the_model_is_as_it_was():
+    model, graphs, _ = graphed()
+    graphs.reset()
+    assert "forward" not in vars(model)
+    assert not replays(model, ids(), ids(), mask(), labels=ids())
+    assert graphs.passes.replayed is None
+
+
+def test_reset_leaves_a_forward_that_another_has_put_there():
+    model, graphs, _ = graphed()
+    model.forward = other = lambda *args, **kwargs: None
+    graphs.reset()
+    assert vars(model)["forward"] is other
+
+
+def test_a_copied_model_runs_eagerly():
+    model, _, _ = graphed()
+    copied = copy.deepcopy(model)
+    assert not replays(copied, ids(), ids(), mask(), labels=ids())
+    assert replays(model, ids(), ids(), mask(), labels=ids())
+    assert copied.forward.__self__ is copied
