@@ -181,6 +181,7 @@ class Attempts:
     passed: Counter = field(default_factory=Counter)
     counted: Counter = field(default_factory=Counter)
     slowest: float = 0.0
+    unreached: int = 0  # places that a capture did not come to
 
     def places(self, captured_only: bool) -> list[str]:
         """The operators and calls of a capture on this rank."""
@@ -206,6 +207,9 @@ class Attempts:
         everywhere: list[Any] = [None] * dist.get_world_size()
         name = faults.names[at] if faults.fired else ""
         dist.all_gather_object(everywhere, (problems, name, str(error)))
+        if not any(name or text != "None" for _, name, text in everywhere):
+            self.unreached += 1  # this capture was shorter
+            return
         which = f"{kind}, {'all ranks' if len(on) > 1 else 'one rank'}"
         self.counted[which] += 1
         if any(found for found, _, _ in everywhere):
@@ -289,6 +293,7 @@ def run(case: Case, kinds: list[str], stride: int, matching: str) -> dict[str, A
         "stride": stride,
         "attempts": dict(attempts.counted),
         "passed": dict(attempts.passed),
+        "unreached": attempts.unreached,
         "steps_compared": len(training.losses),
         "replays_at_the_end": replays,
         "slowest_seconds": round(attempts.slowest, 3),

@@ -411,19 +411,10 @@ class TECudaGraphHelper:
         start_time = self._start_capturing()
         self._agreement = self._new_agreement()
         try:
-            if self.flattened_callables:
-                if self._captures_whole_model():
-                    self._capture_model()
-                else:
-                    self._capture_layers()
-                self._graphs_created = True
-            else:
-                logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
+            self._capture()
             self._agreement.finish()
         except BaseException as error:
-            if self.config.fine_grained_activation_offloading:
-                _offload_interface().enable_offload()  # warm-up disables it
-            if self._graphs_created:  # and another rank has failed
+            if self._graphs_created:  # another rank has failed, or what comes after capture
                 self.delete_cuda_graphs()
             failed = self._agreement.failed(error)
             if not isinstance(error, Exception):  # Ctrl-C
@@ -435,9 +426,25 @@ class TECudaGraphHelper:
                 log_single_rank(logger, logging.WARNING, warning)
             else:
                 logger.warning(warning, exc_info=error)
+        self._finish_capturing(start_time)
+
+    def _capture(self) -> None:
+        """Capture, and leave capture mode."""
+        try:
+            if self.flattened_callables:
+                if self._captures_whole_model():
+                    self._capture_model()
+                else:
+                    self._capture_layers()
+                self._graphs_created = True
+            else:
+                logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
+        except BaseException:
+            if self.config.fine_grained_activation_offloading:
+                _offload_interface().enable_offload()  # warm-up disables it
+            raise
         finally:
             self._leave_capture_mode()
-        self._finish_capturing(start_time)
 
     @property
     def _falls_back(self) -> bool:
