@@ -1,7 +1,6 @@
 """Captures that fail, on one rank or on both, leave nothing behind: no rank waits, and training goes on bit for bit.
 
-A sample of the places where they can fail. For all of them run ``tests/support/inject_faults.py`` with no ``--stride``;
-its results are in ``benchmarks/results/faults_in_capture.json``.
+A sample of the places where they can fail. For all of them run ``tests/support/inject_faults.py`` with no ``--stride``.
 """
 
 import pytest
