@@ -21,7 +21,7 @@ CORE_TESTS := $(addprefix tests/unit_tests/,test_overlay_extensions.py training 
 	$(addprefix local/test_,inference.py manager.py record.py runner.py) \
 	$(addprefix te/test_,backends.py current_microbatch.py helper.py layers.py order.py sample_inputs.py)))
 
-.PHONY: help .venv demo test test-unit test-integration test-versions $(OTHER_CORES:%=test-core-%) test-gpu bench lint format clean
+.PHONY: help .venv demo test test-unit test-integration test-versions $(OTHER_CORES:%=test-core-%) test-gpu bench docs lint format clean
 
 help:
 	@echo "make demo      train a small GPT under Megatron-FSDP, eager and graphed, and compare"
@@ -29,6 +29,7 @@ help:
 	@echo "make test-versions  unit tests on the other versions of megatron-core that the patch admits"
 	@echo "make test-gpu  tests on the GPUs of this machine"
 	@echo "make bench     time of a step of each kind, on the GPUs of this machine"
+	@echo "make docs      docs/compatibility.md, from the table of flags"
 	@echo "make lint      ruff and mypy"
 	@echo "make format    let ruff rewrite the files"
 	@echo "make .venv     the environment that all of them use"
@@ -70,6 +71,10 @@ test-gpu: $(ENVIRONMENT)
 # Results, plot and profiles of each kind of step; BENCH has further options. Without a GPU the times mean nothing.
 bench: $(ENVIRONMENT)
 	$(PY) benchmarks/step_time.py --output build/bench/step_time.json --logs build/bench/logs $(BENCH)
+
+# The table of flags; a unit test says when it is out of date.
+docs: $(ENVIRONMENT)
+	$(PY) -m megatron_fsdp_cuda_graphs.compatibility > docs/compatibility.md
 
 lint: $(ENVIRONMENT)
 	$(PY) -m ruff check $(CHECKED)

@@ -1,4 +1,4 @@
-"""Megatron's arguments, with the checks that per-layer CUDA graphs under Megatron-FSDP need.
+"""Megatron's arguments, with the checks that per-layer CUDA graphs of a sharded model need.
 
 Everything else of megatron-core's module of this path is megatron-core's own.
 """
@@ -7,7 +7,8 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer._cuda_graphs.fallback import add_fallback_argument, check_fallback
-from megatron.core.transformer._cuda_graphs.fsdp_checks import check_fsdp_options
+from megatron.core.transformer._cuda_graphs.flag_table import MODULES
+from megatron.core.transformer._cuda_graphs.fsdp_checks import check_flags, warn_of_flags
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
@@ -23,13 +24,29 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
 
 
 def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:
-    """Validate ``args`` as megatron-core does, and the options of CUDA graphs under Megatron-FSDP.
+    """Validate ``args`` as megatron-core does, and what per-layer CUDA graphs of a sharded model need.
+
+    Flags are checked first, as megatron-core's own refusals name neither flag nor remedy, and again with the defaults
+    and what flags imply.
 
     Raises:
-        ValueError: names each flag that CUDA graphs under Megatron-FSDP miss, and says why.
+        ValueError: flags do not fit; names each, and says why and what to do.
     """
+    check_flags(args)
     args = _upstream.validate_args(args, defaults or {})
     check_fallback(args)
-    if args.use_megatron_fsdp:
-        check_fsdp_options(args.cuda_graph_impl, args, gradient_accumulation_fusion=args.gradient_accumulation_fusion)
+    check_flags(args)
+    warn_of_flags(args)
     return args
+
+
+def _parse_cuda_graph_modules_arg(scope: str) -> Any:
+    """Return the value of ``--cuda-graph-modules`` that ``scope`` names; see megatron-core.
+
+    Raises:
+        argparse.ArgumentTypeError: it names none.
+    """
+    try:
+        return _upstream._parse_cuda_graph_modules_arg(scope)
+    except KeyError:
+        raise argparse.ArgumentTypeError(f"{scope!r} is none of {', '.join(MODULES)}") from None

@@ -62,6 +62,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--output", type=Path, help="where the results go, as JSON")
     parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
     parser.add_argument("--pp", type=int, default=1, help="pipeline parallel ranks")
+    parser.add_argument("--cp", type=int, default=1, help="context parallel ranks")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel ranks")
     parser.add_argument("--etp", type=int, default=None, help="tensor parallel ranks of experts")
     parser.add_argument("--stop-at-error", action="store_true", help="write the first error of any rank, and exit")
@@ -86,6 +87,7 @@ def run(args: argparse.Namespace) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=args.tp,
         pipeline_model_parallel_size=args.pp,
+        context_parallel_size=args.cp,
         expert_model_parallel_size=args.ep,
         expert_tensor_parallel_size=args.etp,
     )

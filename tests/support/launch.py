@@ -20,7 +20,8 @@ OWN = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONFAULTHANDLER":
 
 def name_of(case: dict[str, Any]) -> str:
     """Name a case by what it sets."""
-    return " ".join(f"{key}={'+'.join(value) if isinstance(value, list) else value}" for key, value in case.items())
+    values = {key: "+".join(map(str, value)) if isinstance(value, list) else value for key, value in case.items()}
+    return " ".join(f"{key}={value}" for key, value in values.items())
 
 
 def launch(

@@ -17,6 +17,15 @@ import torch
 import torch.distributed as dist
 
 VOCABULARY = 128
+YARN = {
+    "yarn_rotary_scaling_factor": 2.0,
+    "yarn_original_max_position_embeddings": 16,
+    "yarn_beta_fast": 32.0,
+    "yarn_beta_slow": 1.0,
+    "yarn_mscale": 1.0,
+    "yarn_mscale_all_dim": 0.0,
+    "yarn_correction_range_round_to_int": True,
+}
 LAYERS_VARIABLE = "MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH"
 
 
@@ -26,14 +35,16 @@ class Case:
 
     Attributes:
         vision: Whether the model is a vision encoder (``vision_training``) rather than a GPT.
-        dtype: ``fp32`` or ``bf16``.
+        dtype: ``fp32``, ``bf16`` or ``fp16``; the last with a dynamic loss scale that is too great at first.
         dropout: Probability of hidden and attention dropout.
         microbatches: Micro-batches in a step.
         microbatches_later: Micro-batches from the second step after capture on; 0 for no change.
         modules: ``cuda_graph_modules``; empty for whole layers.
         layers_per_graph: At most so many whole layers in a graph; 0 for all of them, -1 for the whole model.
         experts: MoE experts; 0 for a dense model.
+        moe_layer_freq: 1 for experts in every layer, or 1 and 0 for layers with and without.
         shared_experts: Hidden size of the shared experts; 0 for none.
+        shared_overlap: Whether shared experts run beside the dispatch of tokens.
         capacity: Tokens of an expert relative to an even share; tokens beyond it are dropped, missing ones padded. None
             for as many as the router sends.
         transformer_engine: Whether layers are TransformerEngine's rather than Megatron's own.
@@ -42,9 +53,14 @@ class Case:
         mtp: Layers of multi-token prediction.
         virtual: Model chunks of each pipeline stage; None where the pipeline does not interleave chunks.
         bucket: Parameters in a gradient bucket of DistributedDataParallel; few, so that a model has several.
+        positions: ``position_embedding_type``.
+        latent_attention: Whether attention is multi-latent, which needs TransformerEngine.
+        tied: Whether the output layer has the embedding's weights.
         strategy: Megatron-FSDP's sharding strategy.
         double_buffer: Whether parameters are gathered to, and gradients reduced from, fixed buffers.
         unchecked: Whether graphs are attempted without what Megatron-FSDP needs for them.
+        fp8_params: Whether parameters are kept, and gathered, in FP8; with ``fp8``.
+        nccl_ub: Whether Megatron-FSDP's buffers are registered with NCCL.
         layers, hidden, sequence, micro_batch: Sizes.
         evaluates: Whether an evaluation, which runs layers eagerly, follows the step after capture.
         optimizer_graph: Whether the optimizer's step is captured too; eager runs get the same optimizer.
@@ -61,7 +77,9 @@ class Case:
     modules: tuple[str, ...] = ()
     layers_per_graph: int = 0
     experts: int = 0
+    moe_layer_freq: int | tuple[int, ...] = 1
     shared_experts: int = 0
+    shared_overlap: bool = False
     capacity: float | None = None
     transformer_engine: bool = False
     fsdp: bool = True
@@ -69,6 +87,9 @@ class Case:
     mtp: int = 0
     virtual: int | None = None
     bucket: int = 10_000
+    positions: str = "rope"
+    latent_attention: bool = False
+    tied: bool = True
     strategy: str = "optim_grads_params"
     double_buffer: bool = True
     unchecked: bool = False
@@ -76,6 +97,8 @@ class Case:
     recompute: tuple[str, ...] = ()
     fused_wgrad: bool = False
     fp8: str | None = None
+    fp8_params: bool = False
+    nccl_ub: bool = False
     layers: int = 4
     hidden: int = 64
     heads: int = 4
@@ -89,7 +112,7 @@ class Case:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        return {"fp32": torch.float32, "bf16": torch.bfloat16}[self.dtype]
+        return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[self.dtype]
 
     def microbatches_of(self, step: int) -> int:
         """How many micro-batches ``step`` has."""
@@ -116,7 +139,7 @@ class Trace:
 
     Attributes:
         losses: Per step, the mean loss over micro-batches and data-parallel ranks, on every rank.
-        grad_norms: Per step.
+        grad_norms: Per step; -1 where the optimizer skipped it.
         shards: What the optimizer owns at the end, in its order: local shards of the parameters.
         graphs: How many layer graphs there were.
         replays: How often CUDA graphs of layers were replayed in the last step.
@@ -306,7 +329,7 @@ class Training:
             dist.all_reduce(loss)
             stages = parallel_state.get_pipeline_model_parallel_world_size()
             self.losses.append(loss.item() / (dist.get_world_size() // stages))
-            self.grad_norms.append(float(grad_norm))
+            self.grad_norms.append(-1.0 if grad_norm is None else float(grad_norm))
             for group in self.optimizer.param_groups if self.case.optimizer_graph else ():
                 group["lr"].mul_(0.75)  # a graph must read the learning rate of each step
         if number == 0:
@@ -419,7 +442,7 @@ def _local_graphs(layers: list[torch.nn.Module]) -> int:
 
 
 def _config(case: Case, graphs: bool):
-    from megatron.core.transformer import TransformerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
 
     moe: dict[str, Any] = {}
     if case.experts:
@@ -430,7 +453,9 @@ def _config(case: Case, graphs: bool):
             "moe_ffn_hidden_size": case.hidden * 2,
             "moe_aux_loss_coeff": 1e-2,
             "moe_router_load_balancing_type": "aux_loss",
+            "moe_layer_freq": list(case.moe_layer_freq) if isinstance(case.moe_layer_freq, tuple) else 1,
             "moe_shared_expert_intermediate_size": case.shared_experts or None,
+            "moe_shared_expert_overlap": case.shared_overlap,
             "moe_expert_capacity_factor": case.capacity,
             "moe_pad_expert_input_to_capacity": case.capacity is not None,
             "add_bias_linear": False,
@@ -438,14 +463,22 @@ def _config(case: Case, graphs: bool):
         if case.transformer_engine:
             moe["moe_grouped_gemm"] = True
     if case.fp8:
-        moe |= {"fp8": "hybrid", "fp8_recipe": case.fp8}
+        moe |= {"fp8": "hybrid", "fp8_recipe": case.fp8, "fp8_param": case.fp8_params}
     if case.recompute:
         moe |= {"recompute_granularity": "selective", "recompute_modules": list(case.recompute)}
         # A recomputed MLP would return its bias, a parameter, which becomes an output of its own recomputation.
         moe["add_bias_linear"] = "mlp" not in case.recompute and not case.experts
     from megatron.core import parallel_state
 
-    return TransformerConfig(
+    kind: Any = TransformerConfig
+    if case.latent_attention:
+        kind = MLATransformerConfig
+        ranks = {"q_lora_rank": case.hidden // 4, "kv_lora_rank": case.hidden // 4}
+        moe |= ranks | {"qk_head_dim": 128, "qk_pos_emb_head_dim": 64, "v_head_dim": 128, "rope_type": "rope"}
+    if case.positions == "mrope":
+        half = case.hidden // case.heads // 2
+        moe["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
+    config = kind(
         num_layers=case.layers,
         hidden_size=case.hidden,
         num_attention_heads=case.heads,
@@ -453,12 +486,14 @@ def _config(case: Case, graphs: bool):
         hidden_dropout=case.dropout,
         attention_dropout=case.dropout,
         bf16=case.dtype == "bf16",
+        fp16=case.dtype == "fp16",
         params_dtype=case.torch_dtype,
         pipeline_dtype=case.torch_dtype,
         cuda_graph_impl=("local" if case.local else "transformer_engine") if graphs else "none",
         cuda_graph_modules=list(case.modules) if graphs else [],
         cuda_graph_warmup_steps=case.warmup,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        context_parallel_size=parallel_state.get_context_parallel_world_size(),
         pipeline_model_parallel_size=parallel_state.get_pipeline_model_parallel_world_size(),
         virtual_pipeline_model_parallel_size=case.virtual,
         overlap_p2p_comm=case.virtual is not None,
@@ -476,6 +511,9 @@ def _config(case: Case, graphs: bool):
         deterministic_mode=False,
         **moe,
     )
+    if case.positions == "yarn":
+        vars(config).update(YARN)  # megatron.training sets them as attributes too
+    return config
 
 
 def _model(case: Case, config):
@@ -486,9 +524,13 @@ def _gpt(case: Case, config, virtual_stage: int | None = None):
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
-    if case.transformer_engine:
+    if isinstance(case.moe_layer_freq, tuple):
+        spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=case.transformer_engine)
+    elif case.transformer_engine:
         spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            num_experts=case.experts or None, moe_grouped_gemm=bool(case.experts)
+            num_experts=case.experts or None,
+            moe_grouped_gemm=bool(case.experts),
+            multi_latent_attention=case.latent_attention,
         )
     else:
         spec = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=case.experts or None, moe_grouped_gemm=False)
@@ -508,8 +550,8 @@ def _gpt(case: Case, config, virtual_stage: int | None = None):
         case.sequence,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage),
         post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage),
-        position_embedding_type="rope",
-        share_embeddings_and_output_weights=True,
+        position_embedding_type=case.positions,
+        share_embeddings_and_output_weights=case.tied,
         vp_stage=virtual_stage,
         mtp_block_spec=mtp,
     )
@@ -528,6 +570,8 @@ def _under_fsdp(case: Case, config, model):
         grad_reduce_in_fp32=True,
         check_for_nan_in_grad=False,
         gradient_reduce_div_fusion=False,
+        fp8_param_gather=case.fp8_params,
+        nccl_ub=case.nccl_ub,
         fsdp_double_buffer=case.double_buffer,
         fsdp_db_use_persist_buf_on_alloc_fail=case.double_buffer,
         megatron_fsdp_cuda_graph_mode=config.cuda_graph_impl != "none",
@@ -553,7 +597,7 @@ def _on_device(case: Case, config, model):
     from megatron.core.transformer.module import Float16Module
 
     model = model.cuda()
-    return Float16Module(config, model) if case.dtype == "bf16" else model
+    return model if case.dtype == "fp32" else Float16Module(config, model)
 
 
 def _optimizer(case: Case, chunks: list[torch.nn.Module]):
@@ -565,6 +609,10 @@ def _optimizer(case: Case, chunks: list[torch.nn.Module]):
         weight_decay=0.01,
         clip_grad=1.0,
         bf16=case.dtype == "bf16",
+        fp16=case.dtype == "fp16",
+        initial_loss_scale=2.0**18,
+        loss_scale_window=3,
+        hysteresis=1,
         params_dtype=case.torch_dtype,
         use_distributed_optimizer=True,
         optimizer_cuda_graph=case.optimizer_graph,
@@ -574,6 +622,7 @@ def _optimizer(case: Case, chunks: list[torch.nn.Module]):
 
 def _batches(case: Case, step: int):
     from megatron.core import parallel_state
+    from megatron.core.utils import get_batch_on_this_cp_rank
 
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
     microbatches = case.microbatches_of(step)
@@ -582,10 +631,23 @@ def _batches(case: Case, step: int):
     tokens = torch.randint(0, VOCABULARY, (count, case.sequence + 1), generator=generator)
     tokens = tokens.view(ranks, microbatches, case.micro_batch, case.sequence + 1)[rank]
     mask = torch.triu(torch.ones(case.sequence, case.sequence, dtype=torch.bool), 1)
+    positions = torch.arange(case.sequence).expand(case.micro_batch, -1)
     for microbatch in tokens:
+        if case.positions == "mrope":  # other positions in every micro-batch, as images in a text give
+            steps = torch.randint(1, 4, (3, case.micro_batch, case.sequence), generator=generator)
+            positions = steps.cumsum(-1)
+        batch = {
+            "tokens": microbatch[:, :-1].contiguous().cuda(),
+            "labels": microbatch[:, 1:].contiguous().cuda(),
+            "position_ids": positions.contiguous().cuda(),
+            "attention_mask": mask.expand(case.micro_batch, 1, -1, -1).contiguous().cuda(),
+        }
+        group = parallel_state.get_context_parallel_group()
+        if group.size() > 1:
+            batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
         yield SimpleNamespace(
-            tokens=microbatch[:, :-1].contiguous().cuda(),
-            labels=microbatch[:, 1:].contiguous().cuda(),
-            positions=torch.arange(case.sequence).expand(case.micro_batch, -1).contiguous().cuda(),
-            mask=mask.expand(case.micro_batch, 1, -1, -1).contiguous().cuda(),
+            tokens=batch["tokens"],
+            labels=batch["labels"],
+            positions=batch["position_ids"],
+            mask=batch["attention_mask"],
         )

@@ -13,6 +13,11 @@ FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 REPLACED = {
     "megatron.core.datasets.utils": {"compile_helpers"},
     "megatron.core.distributed.finalize_model_grads": {"reset_model_temporary_tensors"},
+    "megatron.core.distributed.fsdp.mcore_fsdp_adapter": {
+        "FullyShardedDataParallel",
+        "_get_dp_tp_mesh",
+        "_get_hsdp_tp_mesh",
+    },
     f"{FSDP}.megatron_fsdp": {"MegatronFSDP"},
     f"{FSDP}.param_and_grad_buffer": {"GradReducePipeline", "ParamAndGradBuffer"},
     "megatron.core.optimizer.clip_grads": {"to_local_if_dtensor"},
@@ -21,7 +26,8 @@ REPLACED = {
     "megatron.core.rerun_state_machine": {"RerunStateMachine"},
     "megatron.core.transformer.module": {"GraphableMegatronModule"},
     "megatron.training.argument_utils": {"core_transformer_config_from_args"},
-    "megatron.training.arguments": {"add_megatron_arguments", "validate_args"},
+    "megatron.core.transformer.moe.shared_experts": {"FusedSharedExpertMLP", "SharedExpertMLP"},
+    "megatron.training.arguments": {"add_megatron_arguments", "_parse_cuda_graph_modules_arg", "validate_args"},
     "megatron.training.utils.common_utils": {
         "logical_and_across_model_parallel_group",
         "reduce_max_stat_across_model_parallel_group",

@@ -41,6 +41,18 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         self._counted[grad_norm_group] = CountedGradients(params, name, grads)
         return grads
 
+    def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
+        """Return the gradients that the loss scale is divided out of, as local tensors; see megatron-core.
+
+        Under Megatron-FSDP a parameter of which this rank has no shard has no gradient here.
+        """
+        if not self.ddp_config.use_megatron_fsdp:
+            grads: list[torch.Tensor] = super()._collect_main_grad_data_for_unscaling()
+            return grads
+        name = "decoupled_grad" if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
+        found = (getattr(param, name, None) for param in self.get_parameters())
+        return [getattr(grad, "_local_tensor", grad) for grad in found if grad is not None]
+
     def offload_to_cpu(self) -> None:
         """Move the optimizer's states to the host; see megatron-core."""
         self._local_shards = None  # it keeps states on the device

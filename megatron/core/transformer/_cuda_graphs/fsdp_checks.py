@@ -1,57 +1,71 @@
-"""The options that Megatron-FSDP needs for per-layer CUDA graphs; one check for flags and for configurations."""
+"""The options that per-layer graphs of a sharded model need; one check for flags and for configurations."""
 
+import logging
 from typing import Any
 
 import torch
 
+from megatron.core.utils import log_single_rank
+
+from .flag_options import Options
+from .flag_row import MEGATRON_FSDP, TORCH_FSDP, Row, Verdict
+from .flag_table import TABLE
 from .hooks import must_run_outside
 
-# With these a graph holds a whole iteration, FSDP's buffers included, or there are no graphs.
-_NOT_PER_LAYER = ("none", "full_iteration")
+logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
-_REQUIRED = {
-    "fsdp_double_buffer": (
-        "--fsdp-double-buffer",
-        "without it parameters are gathered to another address in every iteration, and a graph reads the old one",
-    ),
-    "fsdp_db_use_persist_buf_on_alloc_fail": (
-        "--fsdp-db-use-persist-buf-on-alloc-fail",
-        "without it a bucket that does not fit the double buffer is allocated anew in every iteration, and replaying a "
-        "graph then is an illegal memory access",
-    ),
-}
+_NO_LOCAL_GRAPHS = next(row.words for row in TABLE if row.graphs == ("local",))
 
 
-_NO_LOCAL_GRAPHS = (
-    "--cuda-graph-impl local runs no FSDP hooks around its graphs: use --cuda-graph-impl transformer_engine"
-)
-
-
-def check_fsdp_options(cuda_graph_impl: str, options: Any, *, gradient_accumulation_fusion: bool = False) -> None:
-    """Check the options of a model that Megatron-FSDP wraps for per-layer graphs.
+def check_flags(flags: Any) -> None:
+    """Check parsed flags, before or after megatron-core's validation.
 
     Args:
-        cuda_graph_impl: As in ``--cuda-graph-impl``.
-        options: An object with the attributes of ``DistributedDataParallelConfig`` (or of the parsed arguments).
-        gradient_accumulation_fusion: Whether weight gradients are added to the main gradients by the layers.
+        flags: Any object with attributes as of Megatron's parsed flags.
+
+    Raises:
+        ValueError: the model is to be sharded and flags do not fit its per-layer graphs; all are listed.
+    """
+    sharding = _sharding(Options(flags))
+    if sharding is not None:
+        check_fsdp_options(flags, sharding=sharding)
+
+
+def warn_of_flags(flags: Any) -> None:
+    """Log a line for each flag that has no effect, or was not tried, with per-layer graphs of a sharded model."""
+    sharding = _sharding(Options(flags))
+    for row in _rows(Options(flags), sharding) if sharding is not None else ():
+        if row.verdict in (Verdict.NO_EFFECT, Verdict.NOT_TRIED):
+            log_single_rank(logger, logging.WARNING, row.words)
+
+
+def check_fsdp_options(*sources: Any, sharding: str = MEGATRON_FSDP) -> None:
+    """Check the options of a sharded model for per-layer graphs.
+
+    Args:
+        sources: Where the options are; see ``Options``.
+        sharding: The flag that shards the model.
 
     Raises:
         ValueError: a flag is missing or does not fit; all such flags are listed, with the reasons.
     """
-    if cuda_graph_impl in _NOT_PER_LAYER:
-        return
-    problems = [f"{flag} is required: {why}" for name, (flag, why) in _REQUIRED.items() if not getattr(options, name)]
-    if cuda_graph_impl == "local":
-        problems.append(_NO_LOCAL_GRAPHS)
-    if gradient_accumulation_fusion and options.data_parallel_sharding_strategy != "optim_grads_params":
-        problems.append(
-            "--no-gradient-accumulation-fusion is required unless --data-parallel-sharding-strategy is "
-            "optim_grads_params: only then do the main gradients that a graph would write stay in place"
-        )
+    options = Options(*sources)
+    problems = [row.words for row in _rows(options, sharding) if row.verdict is Verdict.REFUSED]
     if problems:
         raise ValueError(
-            f"--use-megatron-fsdp with --cuda-graph-impl {cuda_graph_impl}:\n" + "\n".join(f"- {p}" for p in problems)
+            f"{sharding} with --cuda-graph-impl {options.implementation}:\n" + "\n".join(f"- {p}" for p in problems)
         )
+
+
+def _rows(options: Options, sharding: str) -> list[Row]:
+    return [row for row in TABLE if row.applies(options, sharding)]
+
+
+def _sharding(options: Options) -> str | None:
+    """The flag that shards the model; None if there is none."""
+    if options.get("use_megatron_fsdp"):
+        return MEGATRON_FSDP
+    return TORCH_FSDP if options.get("use_torch_fsdp2") else None
 
 
 def refuse_fsdp_hooks(module: torch.nn.Module) -> None:

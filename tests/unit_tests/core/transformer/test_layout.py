@@ -18,7 +18,13 @@ MEGATRON_FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 
 # Lowest first. A file may import files of its own layer and of lower ones. A folder stands for all of its files.
 LAYERS = (
-    {f"{PACKAGE}.{name}" for name in ("state", "errors", "fallback", "expected_inputs", "hooks", "fsdp_checks")},
+    {
+        f"{PACKAGE}.{name}"
+        for name in (
+            *("state", "errors", "fallback", "expected_inputs", "hooks"),
+            *("flag_options", "flag_row", "flag_table", "fsdp_checks"),
+        )
+    },
     {f"{PACKAGE}.engine"},
     {f"{PACKAGE}.layer_graph"},
     {f"{TRANSFORMER}.module"},

@@ -74,7 +74,7 @@ class TECudaGraphHelper:
         OptionsError: ``config.cuda_graph_impl`` is not ``transformer_engine``, ``config.cuda_graph_fallback`` is
             unknown, or the allocator uses expandable
             segments while NCCL registers memory of graphs.
-        ValueError: an option that Megatron-FSDP needs for graphs is missing.
+        ValueError: an option that Megatron-FSDP needs for graphs is missing, or one does not fit.
         RuntimeError: the selected engine cannot be imported, or cannot run Megatron-FSDP's hooks.
 
     Attributes:
@@ -119,11 +119,7 @@ class TECudaGraphHelper:
         for chunk in model:
             fsdp = _fsdp_of(chunk)
             if fsdp is not None:
-                check_fsdp_options(
-                    config.cuda_graph_impl,
-                    fsdp.ddp_config,
-                    gradient_accumulation_fusion=config.gradient_accumulation_fusion,
-                )
+                check_fsdp_options(config, fsdp.ddp_config)
         self._engine = choose_backend(needs_hooks=any(_fsdp_of(chunk) is not None for chunk in model))
         self._discover_layers()
 

@@ -94,7 +94,7 @@ class LayerInputs:
         self._config = config
         self._seq_length = seq_length
         self._micro_batch_size = micro_batch_size
-        self._rotary: dict[tuple[int, int], torch.Tensor] = {}
+        self._rotary: dict[int, torch.Tensor] = {}
 
     def make(self, layer: torch.nn.Module, model: torch.nn.Module | None) -> SampleArguments:
         """Return new inputs for ``layer``: hidden states, and the inputs of attention.
@@ -113,14 +113,26 @@ class LayerInputs:
                 inputs["rotary_pos_emb"] = rotary
         return (hidden_states,), inputs
 
-    def _rotary_embedding(self, model: torch.nn.Module | None, hidden_states: torch.Tensor) -> torch.Tensor | None:
-        """The constant table ``[sequence, 1, 1, head]`` that every layer of ``model`` is given, or None."""
-        if model is None or getattr(model, "position_embedding_type", None) != "rope":
+    def _rotary_embedding(self, model: Any | None, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        """The table ``[sequence, 1 or micro-batch, 1, head]`` that every layer of ``model`` is given, or None."""
+        kind = getattr(model, "position_embedding_type", None)
+        if kind not in ("rope", "yarn", "mrope") or self._config.multi_latent_attention:
             return None
-        if self._config.multi_latent_attention:
-            return None
+        assert model is not None
+        if kind == "mrope":
+            return self._table_of_positions(model, hidden_states.device)
+        if id(model) not in self._rotary:
+            self._rotary[id(model)] = self._constant_table(model, hidden_states)
+        return self._rotary[id(model)]
+
+    def _constant_table(self, model: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         rotary = model.rotary_pos_emb
         length = rotary.get_rotary_seq_len(None, model.decoder, hidden_states, self._config, None)
-        if (id(model), length) not in self._rotary:
-            self._rotary[id(model), length] = rotary(length)
-        return self._rotary[id(model), length]
+        table = rotary(length)
+        return table[0] if isinstance(table, tuple) else table  # yarn adds a scale, which is not a layer's input
+
+    def _table_of_positions(self, model: Any, device: torch.device) -> torch.Tensor:
+        """A table of its own for each slot: micro-batches differ in their positions."""
+        positions = torch.zeros((3, self._micro_batch_size, self._seq_length), dtype=torch.int64, device=device)
+        table: torch.Tensor = model.rotary_pos_emb(positions, model.mrope_section)
+        return table

@@ -1,12 +1,15 @@
 """fsdp_checks: what Megatron-FSDP must be told for per-layer graphs."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from megatron.core.transformer._cuda_graphs.flag_table import TABLE
 from megatron.core.transformer._cuda_graphs.fsdp_checks import check_fsdp_options, refuse_fsdp_hooks
 from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_HANDLER, BACKWARD_PRE_HANDLER, runs_outside_graphs
+from megatron.core.transformer.enums import CudaGraphModule
 
 
 def options(**changes):
@@ -19,6 +22,11 @@ def options(**changes):
     return SimpleNamespace(**{**fitting, **changes})
 
 
+def config(impl="transformer_engine", fusion=False):
+    """A model's configuration, as far as the check reads it."""
+    return SimpleNamespace(cuda_graph_impl=impl, cuda_graph_modules=[], gradient_accumulation_fusion=fusion)
+
+
 DOUBLE_BUFFER = "- --fsdp-double-buffer is required: "
 PERSISTENT_FALLBACK = "- --fsdp-db-use-persist-buf-on-alloc-fail is required: "
 
@@ -26,12 +34,12 @@ PERSISTENT_FALLBACK = "- --fsdp-db-use-persist-buf-on-alloc-fail is required: "
 def refusal(impl="transformer_engine", *, fusion=False, **changes):
     """The lines of the error."""
     with pytest.raises(ValueError) as error:
-        check_fsdp_options(impl, options(**changes), gradient_accumulation_fusion=fusion)
+        check_fsdp_options(config(impl, fusion), options(**changes))
     return str(error.value).split("\n")
 
 
 def test_options_that_fit_pass():
-    check_fsdp_options("transformer_engine", options(), gradient_accumulation_fusion=True)
+    check_fsdp_options(config(fusion=True), options())
 
 
 @pytest.mark.parametrize("impl", ["none", "full_iteration"])
@@ -41,7 +49,7 @@ def test_graphs_that_are_not_per_layer_need_nothing(impl):
         fsdp_db_use_persist_buf_on_alloc_fail=False,
         data_parallel_sharding_strategy="optim",
     )
-    check_fsdp_options(impl, unfit, gradient_accumulation_fusion=True)
+    check_fsdp_options(config(impl, fusion=True), unfit)
 
 
 def test_the_error_says_what_combination_it_is_about():
@@ -89,7 +97,71 @@ def test_fused_weight_gradients_are_refused_unless_parameters_are_sharded(strate
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
 def test_every_strategy_passes_without_fused_weight_gradients(strategy):
-    check_fsdp_options("transformer_engine", options(data_parallel_sharding_strategy=strategy))
+    check_fsdp_options(config(), options(data_parallel_sharding_strategy=strategy))
+
+
+# ------------------------------------------------------------------------------------ rows, for megatron-core's configs
+
+
+def configs(**changes):
+    """Configurations of a model and of its sharding that fit, but for ``changes``."""
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.transformer import TransformerConfig
+
+    model = TransformerConfig(
+        num_layers=2,
+        hidden_size=32,
+        num_attention_heads=4,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        cuda_graph_impl="transformer_engine",
+        cuda_graph_modules=[],
+    )
+    for name, value in changes.items():
+        assert hasattr(model, name)
+        setattr(model, name, value)
+    sharding = DistributedDataParallelConfig(
+        use_megatron_fsdp=True,
+        data_parallel_sharding_strategy="optim_grads_params",
+        fsdp_double_buffer=True,
+        fsdp_db_use_persist_buf_on_alloc_fail=True,
+    )
+    return model, sharding
+
+
+EXPERTS: dict[str, Any] = {"num_moe_experts": 4, "add_bias_linear": False}
+MISFITS: dict[str, dict[str, Any]] = {
+    "unpadded experts": EXPERTS,
+    "expert parallel overlap": EXPERTS
+    | {"cuda_graph_modules": [CudaGraphModule.attn], "overlap_moe_expert_parallel_comm": True},
+    "mlp of an moe model": EXPERTS | {"cuda_graph_modules": [CudaGraphModule.mlp]},
+    "preprocess alone": EXPERTS | {"cuda_graph_modules": [CudaGraphModule.moe_preprocess]},
+    "moe modules of a dense model": {"cuda_graph_modules": [CudaGraphModule.moe_router]},
+    "full recomputation": {"recompute_granularity": "full"},
+    "recomputed mlp with bias": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    "recomputed dropout": {"recompute_granularity": "selective", "attention_dropout": 0.1},
+    "negative warm-up": {"cuda_graph_warmup_steps": -1},
+    "interleaved stages": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+}
+
+
+def test_configs_that_fit_pass():
+    check_fsdp_options(*configs())
+
+
+@pytest.mark.parametrize("name", MISFITS)
+def test_configs_are_refused_in_the_words_of_the_row(name):
+    with pytest.raises(ValueError) as error:
+        check_fsdp_options(*configs(**MISFITS[name]))
+    (row,) = (row for row in TABLE if row.name == name)
+    assert str(error.value).split("\n")[1:] == [f"- {row.words}"]
+
+
+@pytest.mark.parametrize("changes", [{"train_iters": 1}, {"cuda_graph_modules": [CudaGraphModule.mamba]}])
+def test_what_configs_do_not_say_is_not_refused(changes):
+    model, sharding = configs()
+    vars(model).update(changes)
+    check_fsdp_options(model, sharding)
 
 
 # ------------------------------------------------------------------------------------------- hooks, for local graphs

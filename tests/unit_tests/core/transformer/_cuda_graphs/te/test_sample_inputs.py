@@ -215,6 +215,27 @@ def test_a_model_has_one_rotary_table_for_all_layers():
     assert len(chunk.rotary_pos_emb.tables) == 1
 
 
+def test_yarns_scale_is_no_input():
+    chunk = model("yarn")
+    table = torch.zeros(8, 1, 1, 2)
+    chunk.rotary_pos_emb = type("Yarn", (Rotary,), {"__call__": lambda self, length: (table, 0.5)})()
+    assert layer_inputs().make(Layer(), chunk)[1]["rotary_pos_emb"] is table
+
+
+def test_tables_of_positions_are_the_slots_own():
+    asked = []
+
+    def rotary(positions, section):
+        asked.append((tuple(positions.shape), positions.dtype, section))
+        return torch.zeros(8, 2, 1, 2)
+
+    chunk = SimpleNamespace(position_embedding_type="mrope", rotary_pos_emb=rotary, mrope_section=[1, 1, 0])
+    inputs = layer_inputs()
+    tables = [inputs.make(Layer(), chunk)[1]["rotary_pos_emb"] for _ in range(2)]
+    assert tables[0] is not tables[1]
+    assert asked == [((3, 2, 8), torch.int64, [1, 1, 0])] * 2
+
+
 @pytest.mark.parametrize(
     ("config", "layer", "chunk"),
     [

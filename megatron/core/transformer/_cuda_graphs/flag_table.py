@@ -1,0 +1,417 @@
+"""The flags that were tried together with a sharded model and per-layer CUDA graphs: one table for checks and docs."""
+
+from collections.abc import Callable
+from typing import Any
+
+from .flag_options import Options
+from .flag_row import TORCH_FSDP, Row, Verdict
+
+Condition = Callable[[Options], bool]
+
+MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
+
+_CHECK = "tests/unit_tests/training/test_flag_rows.py"
+_CPU = "tests/integration_tests/test_fsdp_graphs.py"
+_STAGES = "tests/integration_tests/test_fsdp_pipeline.py"
+_PRETRAIN = "tests/integration_tests/test_pretrain_flags.py"
+_GPU = "tests/gpu/test_fsdp_graphs.py"
+_GPU_FLAGS = "tests/gpu/test_fsdp_flags.py"
+
+
+def _refused(name: str, flags: str, when: Condition, words: str, **other: Any) -> Row:
+    return Row(name, flags, Verdict.REFUSED, when, words, _CHECK, **other)
+
+
+def _works(name: str, flags: str, when: Condition, shown: str, words: str = "") -> Row:
+    return Row(name, flags, Verdict.WORKS, when, words, shown)
+
+
+def _not_tried(name: str, flags: str, when: Condition, words: str, shown: str = "") -> Row:
+    return Row(name, flags, Verdict.NOT_TRIED, when, f"{flags}: not tried with graphs{words}", shown)
+
+
+def _no_effect(name: str, flags: str, when: Condition, words: str) -> Row:
+    return Row(name, flags, Verdict.NO_EFFECT, when, words, _CHECK)
+
+
+def _warmup(options: Options) -> int:
+    return int(options.get("cuda_graph_warmup_steps", 3))
+
+
+def _unpadded_experts(options: Options) -> bool:
+    return options.has_experts and options.graphs("moe") and not options.pads_experts
+
+
+def _preprocess_waits(options: Options) -> bool:
+    """Whether the host waits for the router's result before the dispatch."""
+    sizes_vary = options.get("moe_expert_capacity_factor") is not None or options.get("moe_router_padding_for_fp8")
+    dispatcher = options.get("moe_token_dispatcher_type", "allgather")
+    in_graph = "moe_preprocess" in options.modules and options.has_experts
+    return in_graph and dispatcher == "alltoall" and bool(sizes_vary) and not options.pads_experts
+
+
+def _random_recompute(options: Options) -> bool:
+    attention = options.get("attention_dropout", 0.0) and options.recomputes("core_attn") and options.graphs("attn")
+    mlp = options.recomputes("mlp") and options.graphs("mlp")
+    moe = options.recomputes("moe") and options.graphs("moe")
+    return bool(attention or (options.get("hidden_dropout", 0.0) and (mlp or moe)))
+
+
+def _scales_loss(options: Options) -> bool:
+    return bool(options.get("fp16") or options.get("loss_scale"))
+
+
+def _not_hybrid(options: Options) -> bool:
+    """Whether the model surely has no Mamba layers; configurations alone do not say."""
+    patterns = ("hybrid_layer_pattern", "hybrid_override_pattern", "spec")
+    return options.knows("hybrid_layer_pattern") and not any(options.get(name) for name in patterns)
+
+
+def _shares_embedding(options: Options) -> bool:
+    tied = options.knows("untie_embeddings_and_output_weights") and not options.get(
+        "untie_embeddings_and_output_weights"
+    )
+    return options.stages > 1 and bool(tied or options.get("mtp_num_layers"))
+
+
+def _heterogeneous(options: Options) -> bool:
+    names = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
+    return any(options.get(name) for name in (*names, "heterogeneous_block_specs"))
+
+
+def _quantized_parameters(options: Options) -> bool:
+    return any(options.get(name) for name in ("fp8_param_gather", "fp4_param_gather", "fp8_param", "fp4_param"))
+
+
+_REFUSED = [
+    _refused(
+        "double buffer",
+        "no --fsdp-double-buffer",
+        lambda options: not options.double_buffer,
+        "--fsdp-double-buffer is required: without it parameters are gathered to another address in every iteration, "
+        "and a graph reads the old one",
+        graphs=("transformer_engine", "local"),
+    ),
+    _refused(
+        "persistent fallback",
+        "no --fsdp-db-use-persist-buf-on-alloc-fail",
+        lambda options: not options.get("fsdp_db_use_persist_buf_on_alloc_fail"),
+        "--fsdp-db-use-persist-buf-on-alloc-fail is required: without it a bucket that does not fit the double buffer "
+        "is allocated anew in every iteration, and replaying a graph then is an illegal memory access",
+        graphs=("transformer_engine", "local"),
+    ),
+    _refused(
+        "local graphs",
+        "--cuda-graph-impl local",
+        lambda options: True,
+        "--cuda-graph-impl local runs no FSDP hooks around its graphs: use --cuda-graph-impl transformer_engine",
+        graphs=("local",),
+    ),
+    _refused(
+        "fused weight gradients",
+        "--data-parallel-sharding-strategy other than optim_grads_params, no --no-gradient-accumulation-fusion",
+        lambda options: (
+            bool(options.get("gradient_accumulation_fusion"))
+            and options.get("data_parallel_sharding_strategy", "no_shard") != "optim_grads_params"
+        ),
+        "--no-gradient-accumulation-fusion is required unless --data-parallel-sharding-strategy is "
+        "optim_grads_params: only then do the main gradients that a graph would write stay in place",
+        graphs=("transformer_engine", "local"),
+    ),
+    _refused(
+        "torch fsdp2",
+        "--use-torch-fsdp2",
+        lambda options: True,
+        "--use-torch-fsdp2 cannot be used: torch's FSDP2 gives each layer other parameters in a hook that returns new "
+        "arguments, which no graph can hold; use --use-megatron-fsdp, or --cuda-graph-impl none",
+        sharding=TORCH_FSDP,
+    ),
+    _refused(
+        "unknown module",
+        "--cuda-graph-modules with another name",
+        lambda options: not options.modules <= {*MODULES},
+        f"--cuda-graph-modules takes {', '.join(MODULES)}, or is left out for whole layers",
+    ),
+    _refused(
+        "moe and router",
+        "--cuda-graph-modules moe moe_router",
+        lambda options: {"moe", "moe_router"} <= options.modules,
+        "--cuda-graph-modules has both moe and moe_router: moe is a whole MoE layer, its router too; leave one out",
+    ),
+    _refused(
+        "preprocess alone",
+        "--cuda-graph-modules moe_preprocess",
+        lambda options: "moe_preprocess" in options.modules and "moe_router" not in options.modules,
+        "--cuda-graph-modules has moe_preprocess, which continues the router's graph: add moe_router",
+    ),
+    _refused(
+        "moe modules of a dense model",
+        "--cuda-graph-modules moe, moe_router or moe_preprocess, no --num-experts",
+        lambda options: (
+            not options.has_experts and not options.modules.isdisjoint(("moe", "moe_router", "moe_preprocess"))
+        ),
+        "--cuda-graph-modules names a part of MoE layers, and the model has none: leave moe, moe_router and "
+        "moe_preprocess out, or set --num-experts",
+    ),
+    _refused(
+        "mlp of an moe model",
+        "--cuda-graph-modules mlp, every layer with experts",
+        lambda options: "mlp" in options.modules and not options.has_dense_layers,
+        "--cuda-graph-modules has mlp, the MLP of dense layers, and --moe-layer-freq gives every layer experts: leave "
+        "mlp out, and see moe and moe_router",
+    ),
+    _refused(
+        "mamba of a gpt",
+        "--cuda-graph-modules mamba, no --hybrid-layer-pattern",
+        lambda options: "mamba" in options.modules and _not_hybrid(options),
+        "--cuda-graph-modules has mamba, and the model has no Mamba layers: leave mamba out, or set "
+        "--hybrid-layer-pattern",
+    ),
+    _refused(
+        "unpadded experts",
+        "--num-experts, with whole layers or --cuda-graph-modules moe, not padded",
+        _unpadded_experts,
+        "--num-experts with whole layers or moe in graphs: how many tokens an expert gets differs from step to step, "
+        "and the host waits for the number; set --cuda-graph-modules attn moe_router moe_preprocess, or give every "
+        "expert as many with --moe-pad-expert-input-to-capacity and --moe-expert-capacity-factor",
+    ),
+    _refused(
+        "preprocess that waits",
+        "--cuda-graph-modules moe_preprocess, --moe-expert-capacity-factor or --moe-router-padding-for-fp8, not padded",
+        _preprocess_waits,
+        "--cuda-graph-modules has moe_preprocess, in which the host waits for the GPU because of "
+        "--moe-expert-capacity-factor or --moe-router-padding-for-fp8: leave moe_preprocess or these out, or add "
+        "--moe-pad-expert-input-to-capacity",
+    ),
+    _refused(
+        "full recomputation",
+        "--recompute-granularity full",
+        lambda options: options.get("recompute_granularity") == "full",
+        "--recompute-granularity full computes layers again outside their graphs: use --recompute-granularity "
+        "selective, or leave it out",
+    ),
+    _refused(
+        "recomputed router",
+        "--recompute-modules moe with --cuda-graph-modules moe_router",
+        lambda options: options.recomputes("moe") and "moe_router" in options.modules,
+        "--recompute-modules has moe, and --cuda-graph-modules moe_router, a part of it: leave one out",
+    ),
+    _refused(
+        "recomputed dropout",
+        "--recompute-modules core_attn, mlp or moe in a graph, with dropout",
+        _random_recompute,
+        "--recompute-modules names a part of layers that is in graphs and draws random numbers: set "
+        "--attention-dropout 0 (core_attn) or --hidden-dropout 0 (mlp, moe), or leave it out of --recompute-modules",
+    ),
+    _refused(
+        "recomputed mlp with bias",
+        "--recompute-modules mlp, no --disable-bias-linear",
+        lambda options: options.recomputes("mlp") and bool(options.get("add_bias_linear", True)),
+        "--recompute-modules has mlp, whose bias is a parameter that the recomputation returns; its backward pass then "
+        "never ends, with or without graphs: add --disable-bias-linear, or leave mlp out",
+    ),
+    _refused(
+        "expert parallel overlap",
+        "--overlap-moe-expert-parallel-comm",
+        lambda options: bool(options.get("overlap_moe_expert_parallel_comm")),
+        "--overlap-moe-expert-parallel-comm cannot be used: megatron-core runs the parts of such layers one by one "
+        "under Megatron-FSDP and forbids the double buffer, which graphs need; leave it out, or use --cuda-graph-impl "
+        "none or full_iteration",
+    ),
+    _refused(
+        "packed sequences",
+        "--sft, attention in graphs",
+        lambda options: bool(options.get("sft")) and options.graphs("attn"),
+        "--sft packs sequences, and graphs of attention take no lengths of packed sequences: set --cuda-graph-modules "
+        "to parts other than attn, or --cuda-graph-impl none",
+    ),
+    _refused(
+        "optimizer graph with a loss scale",
+        "--optimizer-cuda-graph with --fp16 or --loss-scale",
+        lambda options: bool(options.get("optimizer_cuda_graph")) and _scales_loss(options),
+        "--optimizer-cuda-graph puts the optimizer's step in a graph, in which with a loss scale the host would read "
+        "whether gradients are finite: leave it out, or use --bf16 without --loss-scale",
+    ),
+    _refused(
+        "negative warm-up",
+        "--cuda-graph-warmup-steps below 0",
+        lambda options: _warmup(options) < 0,
+        "--cuda-graph-warmup-steps must be 0 or more: no step has a negative number, and nothing would be captured",
+    ),
+    _refused(
+        "embedding in two stages",
+        "--pipeline-model-parallel-size above 1, no --untie-embeddings-and-output-weights, or --mtp-num-layers",
+        _shares_embedding,
+        "--pipeline-model-parallel-size: the first and the last stage share the embedding, and Megatron-FSDP shards "
+        "it differently in each; add --untie-embeddings-and-output-weights, and leave --mtp-num-layers out",
+    ),
+    _refused(
+        "interleaved stages",
+        "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank",
+        lambda options: options.interleaves,
+        "--num-layers-per-virtual-pipeline-stage (or --num-virtual-stages-per-pipeline-rank) gives a stage several "
+        "chunks of the model, which share the buffers of --fsdp-double-buffer and may overwrite each other's "
+        "parameters: leave it out",
+    ),
+]
+
+_NO_EFFECT = [
+    _no_effect(
+        "warm-up to the end",
+        "--cuda-graph-warmup-steps of --train-iters or more",
+        lambda options: _warmup(options) >= int(options.get("train_iters", _warmup(options) + 1)),
+        "--cuda-graph-warmup-steps is not less than --train-iters: training ends before anything is captured; set "
+        "fewer, or --cuda-graph-impl none",
+    ),
+]
+
+_NOT_TRIED = [
+    _not_tried(
+        "pipeline",
+        "--pipeline-model-parallel-size",
+        lambda options: options.stages > 1,
+        " and more than one data-parallel rank a stage; with one it is bit-equal on the CPU backend",
+        _STAGES,
+    ),
+    _not_tried(
+        "latent attention",
+        "--multi-latent-attention",
+        lambda options: bool(options.get("multi_latent_attention")),
+        "; it needs TransformerEngine",
+        _GPU_FLAGS,
+    ),
+    _not_tried(
+        "context parallel",
+        "--context-parallel-size",
+        lambda options: int(options.get("context_parallel_size", 1)) > 1,
+        "; it needs TransformerEngine",
+        _GPU_FLAGS,
+    ),
+    _not_tried(
+        "packed sequences beside graphs",
+        "--sft, attention not in graphs",
+        lambda options: bool(options.get("sft")) and not options.graphs("attn"),
+        "; it needs Megatron-LM's own pretrain_gpt.py",
+    ),
+    _not_tried(
+        "user buffers", "--use-nccl-ub", lambda options: bool(options.get("nccl_ub")), "; it needs GPUs", _GPU_FLAGS
+    ),
+    _not_tried(
+        "quantized parameters",
+        "--fp8-param-gather, --fp4-param-gather",
+        _quantized_parameters,
+        "; it needs TransformerEngine",
+        _GPU_FLAGS,
+    ),
+    _not_tried(
+        "sharded weights",
+        "--tensor-parallel-num-weight-shards",
+        lambda options: int(options.get("tensor_parallel_num_weight_shards", 1)) > 1,
+        "; it is generalized tensor parallelism beside Megatron-FSDP",
+    ),
+    _not_tried(
+        "hybrid models",
+        "--hybrid-layer-pattern",
+        lambda options: bool(options.get("hybrid_layer_pattern") or options.get("hybrid_override_pattern")),
+        "; megatron-core's layers of them need TransformerEngine, and Mamba layers mamba-ssm",
+    ),
+]
+
+_WORKS = [
+    _works("whole layers", "no --cuda-graph-modules, dense", lambda o: not o.modules and not o.has_experts, _CPU),
+    _works("attention", "--cuda-graph-modules attn", lambda o: o.modules == {"attn"}, _CPU),
+    _works("mlp", "--cuda-graph-modules mlp, dense layers", lambda o: "mlp" in o.modules and o.has_dense_layers, _CPU),
+    _works("router", "--cuda-graph-modules moe_router", lambda o: o.modules == {"moe_router"} and o.has_experts, _CPU),
+    _works(
+        "up to the dispatch",
+        "--cuda-graph-modules attn moe_router moe_preprocess",
+        lambda o: {"moe_router", "moe_preprocess"} <= o.modules and o.has_experts and not _preprocess_waits(o),
+        _CPU,
+    ),
+    _works(
+        "padded experts",
+        "--moe-pad-expert-input-to-capacity, whole layers or --cuda-graph-modules moe",
+        lambda o: o.has_experts and o.graphs("moe") and o.pads_experts,
+        _CPU,
+    ),
+    _works(
+        "overlapped shared experts",
+        "--moe-shared-expert-overlap",
+        lambda o: bool(o.get("moe_shared_expert_overlap")),
+        _CPU,
+    ),
+    _works(
+        "tied embeddings",
+        "no --untie-embeddings-and-output-weights",
+        lambda o: (
+            o.knows("untie_embeddings_and_output_weights")
+            and not o.get("untie_embeddings_and_output_weights")
+            and o.stages == 1
+        ),
+        _CPU,
+    ),
+    _works(
+        "positions",
+        "--position-embedding-type learned_absolute, rope, yarn, mrope or none",
+        lambda o: o.get("position_embedding_type") in ("learned_absolute", "rope", "yarn", "mrope", "none"),
+        _CPU,
+    ),
+    _works("heterogeneous layers", "--heterogeneous-layers-config-path", _heterogeneous, _PRETRAIN),
+    _works(
+        "fp16",
+        "--fp16, with a dynamic or a constant loss scale",
+        lambda o: bool(o.get("fp16")),
+        _CPU,
+        "with a dynamic scale --cuda-graph-warmup-steps count from the first step that is not skipped",
+    ),
+    _works("bf16", "--bf16", lambda o: bool(o.get("bf16")), _CPU),
+    _works("dropout", "--hidden-dropout, --attention-dropout", lambda o: bool(o.get("hidden_dropout")), _CPU),
+    _works(
+        "recomputation",
+        "--recompute-modules core_attn, mlp, layernorm",
+        lambda o: o.recomputes("core_attn", "mlp", "layernorm"),
+        _GPU,
+    ),
+    _works(
+        "strategies",
+        "--data-parallel-sharding-strategy",
+        lambda o: bool(o.get("data_parallel_sharding_strategy")),
+        _CPU,
+    ),
+    _works(
+        "fused weight gradients of sharded parameters",
+        "no --no-gradient-accumulation-fusion",
+        lambda o: (
+            bool(o.get("gradient_accumulation_fusion"))
+            and o.get("data_parallel_sharding_strategy") == "optim_grads_params"
+        ),
+        _GPU,
+    ),
+    _works("multi-token prediction", "--mtp-num-layers", lambda o: bool(o.get("mtp_num_layers")), _CPU),
+    _works(
+        "optimizer graph",
+        "--optimizer-cuda-graph",
+        lambda o: bool(o.get("optimizer_cuda_graph")) and not _scales_loss(o),
+        _GPU,
+    ),
+    _works(
+        "tensor parallel",
+        "--tensor-model-parallel-size, --sequence-parallel",
+        lambda o: int(o.get("tensor_model_parallel_size", 1)) > 1,
+        _GPU,
+    ),
+    _works(
+        "expert parallel",
+        "--expert-model-parallel-size, --expert-tensor-parallel-size",
+        lambda o: int(o.get("expert_model_parallel_size", 1)) > 1,
+        _GPU,
+    ),
+    _works(
+        "fp8",
+        "--fp8-format, --fp8-recipe delayed or tensorwise",
+        lambda o: bool(o.get("fp8")) and not _quantized_parameters(o),
+        _GPU,
+    ),
+]
+
+TABLE = (*_REFUSED, *_NO_EFFECT, *_NOT_TRIED, *_WORKS)

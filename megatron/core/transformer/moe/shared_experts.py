@@ -1,0 +1,60 @@
+"""Shared experts that overlap the dispatch of tokens, also if a CUDA graph holds the layer up to the dispatch.
+
+Everything else in this module is megatron-core's.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
+from megatron.core.transformer.enums import CudaGraphModule
+from megatron_fsdp_cuda_graphs.overlay import extend
+
+_upstream: Any = extend(__name__)
+
+if TYPE_CHECKING:  # megatron-core's names
+
+    def __getattr__(name: str) -> Any: ...
+
+
+class SharedExpertMLP(_upstream.SharedExpertMLP):
+    """megatron-core's ``SharedExpertMLP``, whose steps may begin with the input that a replay returns.
+
+    With ``--moe-shared-expert-overlap`` the forward pass is a series of steps around the dispatcher's collectives, each
+    of which megatron-core allows only after the one before it. The first one, ``pre_forward_comm``, is in the graph of
+    ``moe_preprocess``: at capture no other follows it, and a replay sets its result instead of calling it.
+    """
+
+    @property
+    def cached_fc1_input(self) -> torch.Tensor | None:
+        """The result of ``pre_forward_comm`` ``[sequence, micro-batch, hidden]``, until the next step takes it."""
+        found: torch.Tensor | None = self.__dict__.get("_cached_fc1_input")
+        return found
+
+    @cached_fc1_input.setter
+    def cached_fc1_input(self, value: torch.Tensor | None) -> None:
+        self.__dict__["_cached_fc1_input"] = value
+        if value is not None:
+            self._overlap_state = _upstream.SharedExpertState.PRE_FORWARD_COMM_DONE
+
+    def pre_forward_comm(self, input: torch.Tensor, wait_current_stream: bool = True) -> None:
+        """Gather the input ``[sequence, micro-batch, hidden]`` on the stream of the shared experts.
+
+        Args:
+            input: The layer's hidden states after the norm, any float dtype.
+            wait_current_stream: Whether that stream waits for the current one first.
+        """
+        super().pre_forward_comm(input, wait_current_stream)
+        if is_graph_capturing() and self._graph_ends_here():
+            torch.cuda.current_stream().wait_stream(self.stream)  # a capture must end with all its streams joined
+            self._overlap_state = _upstream.SharedExpertState.IDLE
+
+    def _graph_ends_here(self) -> bool:
+        config = self.config
+        modules = config.cuda_graph_modules
+        return config.cuda_graph_impl == "transformer_engine" and CudaGraphModule.moe_preprocess in modules
+
+
+class FusedSharedExpertMLP(SharedExpertMLP, _upstream.FusedSharedExpertMLP):
+    """megatron-core's ``FusedSharedExpertMLP``, likewise."""

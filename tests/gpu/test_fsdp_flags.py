@@ -1,0 +1,87 @@
+"""Flags that the table of flags has as not tried, or as tried on the CPU backend only, on GPUs.
+
+Under Megatron-FSDP with graphs a model trains bit for bit as eagerly. Layouts: data parallel over all GPUs; context
+parallel 2; pipeline stages 2, each with one chunk of the model or with two. With four GPUs or more there are several
+data-parallel ranks in each of them.
+"""
+
+import pytest
+
+from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES, write_results
+from tests.support.launch import name_of
+
+OVERLAPPED = {"experts": 4, "shared_experts": 256, "shared_overlap": True}
+STAGES = {"tied": False, "microbatches": 4}
+CASES: dict[str, list[dict]] = {
+    "data parallel": [
+        {"dtype": "fp16", "dropout": 0.1, "microbatches": 2},
+        {"dtype": "fp16", "modules": ["attn"]},
+        {"dtype": "bf16", "positions": "yarn", "microbatches": 2},
+        {"dtype": "bf16", "positions": "mrope", "microbatches": 2},
+        {"dtype": "bf16", "positions": "mrope", "microbatches": 2, "modules": ["attn"]},
+        {"dtype": "bf16", "latent_attention": True, "microbatches": 2},
+        {"dtype": "bf16", "latent_attention": True, "modules": ["attn"]},
+        {"dtype": "bf16", "modules": ["mlp"], "dropout": 0.1},
+        {"dtype": "bf16", "modules": ["attn", "mlp"]},
+        {"dtype": "bf16", **OVERLAPPED, "modules": ["attn", "moe_router", "moe_preprocess"], "microbatches": 2},
+        {"dtype": "bf16", **OVERLAPPED, "modules": ["moe_router"]},
+        {"dtype": "bf16", **OVERLAPPED, "capacity": 1.0, "microbatches": 2},
+        {"dtype": "bf16", "experts": 4, "capacity": 1.0, "dropout": 0.1},
+        {"dtype": "bf16", "fp8": "delayed", "fp8_params": True, "microbatches": 2},
+        {"dtype": "bf16", "fp8": "tensorwise", "fp8_params": True, "microbatches": 2},
+        {"dtype": "bf16", "nccl_ub": True},
+    ],
+    "CP2": [
+        {"dtype": "bf16", "microbatches": 2},
+        {"dtype": "bf16", "modules": ["attn"]},
+        {"dtype": "bf16", "positions": "yarn"},
+    ],
+    "PP2": [
+        {"dtype": "bf16", **STAGES},
+        {"dtype": "bf16", **STAGES, "dropout": 0.1, "modules": ["attn"]},
+        {"dtype": "bf16", **STAGES, "evaluates": True, "positions": "mrope"},
+        {"dtype": "bf16", **STAGES, "experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"]},
+    ],
+    "PP2 with VPP2": [
+        {"dtype": "bf16", **STAGES, "virtual": 2, "unchecked": True},
+        {"dtype": "bf16", **STAGES, "virtual": 2, "unchecked": True, "modules": ["attn"], "dropout": 0.1},
+    ],
+}
+LAYOUTS = {
+    "data parallel": [],
+    "CP2": ["--cp", "2"],
+    "PP2": ["--pp", "2"],
+    "PP2 with VPP2": ["--pp", "2"],
+}
+RUNS = [("data parallel", engine) for engine in ENGINES]
+RUNS += [(layout, "native") for layout in [*LAYOUTS][1:] if GPUS != 1]
+
+
+@pytest.fixture(scope="session")
+def results(compare_runs):
+    """The results of each layout and engine, by case; each case in processes of its own, as some may not end well."""
+    found: dict[tuple[str, str], dict] = {}
+    for layout, engine in RUNS:
+        of_run = found.setdefault((layout, engine), {})
+        for case in CASES[layout]:
+            (of_run[name_of(case)],) = compare_runs(
+                [SIZES | case],
+                *LAYOUTS[layout],
+                "--stop-at-error",
+                ranks=GPUS,
+                environment=DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": engine},
+            )
+            write_results("test_fsdp_flags", found)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("layout", "engine", "case"),
+    [pytest.param(*run, case, id=f"{run[0]}, {run[1]}: {name_of(case)}") for run in RUNS for case in CASES[run[0]]],
+)
+def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
+    result = results[layout, engine][name_of(case)]
+    assert not result["error"]
+    assert result["differences"] == []
+    slots = 2 * case["microbatches"] if "PP2" in layout else 4  # of two layers of a stage, or of all four
+    assert result["graphs"] == slots

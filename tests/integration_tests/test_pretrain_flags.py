@@ -1,0 +1,58 @@
+"""Flags that build another model: ``examples/pretrain_gpt.py`` under Megatron-FSDP, on two CPU ranks.
+
+With a graph per layer, losses and gradient norms are those of eager training, bit for bit.
+"""
+
+import json
+
+import pytest
+
+from tests.support.pretrain import numbers, pretrain
+
+STEPS = 6
+
+
+@pytest.fixture(scope="module")
+def heterogeneous(tmp_path_factory):
+    """Flags of a model of four layers: the second has no attention, the third no MLP."""
+
+    def layer(attention: bool, multiple: float | None) -> dict:
+        return {
+            "attention": {"n_heads_in_group": 2 if attention else None, "no_op": not attention},
+            "ffn": {"ffn_mult": multiple, "no_op": multiple is None},
+        }
+
+    path = tmp_path_factory.mktemp("heterogeneous") / "layers.json"
+    path.write_text(
+        json.dumps(
+            {
+                "hidden_act": "silu",
+                "hidden_size": 64,
+                "num_hidden_layers": 4,
+                "num_attention_heads": 4,
+                "tie_word_embeddings": False,
+                "rope_theta": 10000,
+                "rope_scaling": {"factor": 8.0},
+                "block_configs": [layer(True, 1.0), layer(False, 2.0), layer(True, None), layer(True, 1.0)],
+            }
+        )
+    )
+    return f"""
+        --train-iters {STEPS} --no-bias-swiglu-fusion
+        --heterogeneous-layers-config-path {path} --num-layers 4 --swiglu --normalization RMSNorm
+        --group-query-attention --num-query-groups 2 --position-embedding-type rope --use-rotary-position-embeddings
+        --use-rope-scaling --rope-scaling-factor 8.0 --untie-embeddings-and-output-weights --disable-bias-linear
+    """
+
+
+@pytest.fixture(scope="module")
+def eager(heterogeneous, tmp_path_factory):
+    return pretrain(tmp_path_factory.mktemp("eager") / "run", heterogeneous, graphs=False)
+
+
+@pytest.mark.parametrize(("modules", "graphs"), [("", 4), ("--cuda-graph-modules attn", 3)], ids=["whole", "attn"])
+def test_layers_of_several_kinds_train_bit_for_bit_as_eager(heterogeneous, eager, tmp_path, modules, graphs):
+    found = pretrain(tmp_path / "run", f"{heterogeneous} --cuda-graph-warmup-steps 2 {modules}", graphs=True)
+    assert len(eager) == STEPS
+    assert numbers(found) == numbers(eager)
+    assert [step["graphs"] for step in found] == [0] * 2 + [graphs] * (STEPS - 2)

@@ -1,0 +1,77 @@
+"""Megatron-FSDP's device meshes have the ranks of one pipeline stage."""
+
+from itertools import product
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch
+import torch.distributed as dist
+
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+from megatron_fsdp_cuda_graphs.overlay import upstream
+
+
+class Group(list):
+    """A process group, as the list of its ranks."""
+
+    def size(self):
+        return len(self)
+
+
+def groups(rank, **sizes):
+    """The groups of a rank, by the name of a side of the box of ranks; the first side is the outermost."""
+    places = torch.arange(torch.tensor([*sizes.values()]).prod()).view(*sizes.values())
+    ((*place,),) = (places == rank).nonzero().tolist()
+    return {
+        name: Group(places[(*place[:side], slice(None), *place[side + 1 :])].tolist())
+        for side, name in enumerate(sizes)
+    }
+
+
+@pytest.fixture
+def world(monkeypatch):
+    """Makes this process a rank of a world of that size."""
+
+    def enter(rank, size):
+        monkeypatch.setattr(dist, "get_rank", lambda *group: rank)
+        monkeypatch.setattr(dist, "get_world_size", lambda group=None: size if group is None else len(group))
+        monkeypatch.setattr(dist, "get_process_group_ranks", lambda group: list(group))
+
+    return enter
+
+
+@pytest.mark.parametrize(("dp", "ep", "tp"), product((1, 2, 3), (1, 2), (1, 2)))
+def test_without_stages_the_mesh_is_megatron_cores(world, dp, ep, tp):
+    for rank in range(dp * ep * tp):
+        world(rank, dp * ep * tp)
+        of = groups(rank, dp=dp, ep=ep, tp=tp)
+        expected = upstream(mcore_fsdp_adapter.__name__)._get_dp_tp_mesh(of["dp"], of["tp"], ep_size=ep)
+        mesh = mcore_fsdp_adapter._get_dp_tp_mesh(of["dp"], of["tp"], ep_size=ep)
+        assert torch.equal(mesh, expected)
+        assert mesh.dtype == expected.dtype
+
+
+@pytest.mark.parametrize(("outer", "dp", "tp"), product((2, 3), (1, 2), (1, 2)))
+def test_without_stages_the_mesh_of_hybrid_sharding_is_megatron_cores(world, outer, dp, tp):
+    for rank in range(outer * dp * tp):
+        world(rank, outer * dp * tp)
+        of = groups(rank, outer=outer, dp=dp, tp=tp)
+        expected = upstream(mcore_fsdp_adapter.__name__)._get_hsdp_tp_mesh(of["outer"], of["dp"], of["tp"])
+        assert torch.equal(mcore_fsdp_adapter._get_hsdp_tp_mesh(of["outer"], of["dp"], of["tp"]), expected)
+
+
+@pytest.mark.parametrize("order", [("pp", "dp", "tp"), ("dp", "pp", "tp")])
+def test_the_mesh_of_a_stage_has_its_ranks_only(world, order):
+    sizes = {"pp": 2, "dp": 3, "tp": 2}
+    for rank in range(12):
+        world(rank, 12)
+        of = groups(rank, **{name: sizes[name] for name in order})
+        mesh = mcore_fsdp_adapter._get_dp_tp_mesh(of["dp"], of["tp"])
+        assert mesh.shape == (3, 2)
+        assert (mesh == rank).sum() == 1
+        for row in mesh.tolist():  # a tensor-parallel group of another data-parallel rank
+            assert groups(row[0], **{name: sizes[name] for name in order})["tp"] == row
+        for column in mesh.t().tolist():
+            assert groups(column[0], **{name: sizes[name] for name in order})["dp"] == column

@@ -1,0 +1,103 @@
+"""The steps of overlapped shared experts where a graph ends after the first of them."""
+
+from types import SimpleNamespace
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+import torch
+
+from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.moe import shared_experts
+from megatron.core.transformer.moe.shared_experts import FusedSharedExpertMLP, SharedExpertMLP, SharedExpertState
+from megatron_fsdp_cuda_graphs.overlay import upstream
+from tests.support.on_cpu_backend import on_cpu_backend
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cpu_backend():
+    with on_cpu_backend():
+        yield
+
+
+@pytest.fixture(params=[SharedExpertMLP, FusedSharedExpertMLP], ids=lambda kind: kind.__name__)
+def experts(request, monkeypatch):
+    """Shared experts as megatron-core makes them, without layers."""
+    monkeypatch.setattr(shared_experts, "copy_to_tensor_model_parallel_region", lambda input, group: input * 1)
+    made = request.param.__new__(request.param)
+    torch.nn.Module.__init__(made)
+    made.config = SimpleNamespace(
+        moe_shared_expert_overlap=True,
+        sequence_parallel=False,
+        cuda_graph_impl="transformer_engine",
+        cuda_graph_modules=[CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess],
+    )
+    made.use_shared_expert_gate = False
+    made.tp_group = None
+    made.stream = torch.cuda.Stream()
+    made.cached_fc1_input = None
+    made._overlap_state = SharedExpertState.IDLE
+    return made
+
+
+@pytest.fixture
+def capturing(monkeypatch):
+    monkeypatch.setattr(shared_experts, "is_graph_capturing", lambda: True)
+
+
+def begin(experts):
+    experts.pre_forward_comm(torch.ones(2, requires_grad=True))
+
+
+def test_eagerly_the_next_step_is_awaited(experts):
+    begin(experts)
+    assert experts._overlap_state is SharedExpertState.PRE_FORWARD_COMM_DONE
+    with pytest.raises(AssertionError, match="must be called from IDLE"):
+        begin(experts)
+
+
+def test_a_capture_that_ends_here_can_be_followed_by_another(experts, capturing):
+    for _ in range(2):
+        begin(experts)
+        assert experts._overlap_state is SharedExpertState.IDLE
+        assert experts.cached_fc1_input is not None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"cuda_graph_modules": [CudaGraphModule.moe]}, {"cuda_graph_modules": []}, {"cuda_graph_impl": "local"}],
+    ids=["moe", "whole layer", "local"],
+)
+def test_a_capture_that_goes_on_awaits_the_next_step(experts, capturing, config):
+    vars(experts.config).update(config)
+    begin(experts)
+    assert experts._overlap_state is SharedExpertState.PRE_FORWARD_COMM_DONE
+
+
+def test_what_a_replay_returns_stands_for_the_first_step(experts, capturing):
+    begin(experts)
+    experts.cached_fc1_input = torch.ones(2)
+    assert experts._overlap_state is SharedExpertState.PRE_FORWARD_COMM_DONE
+
+
+def test_taking_the_input_changes_no_state(experts):
+    begin(experts)
+    experts._overlap_state = SharedExpertState.FC1_FORWARD_DONE
+    experts.cached_fc1_input = None
+    assert experts._overlap_state is SharedExpertState.FC1_FORWARD_DONE
+
+
+def test_the_stream_of_the_experts_is_joined_before_the_capture_ends(experts, capturing, monkeypatch):
+    joined = []
+    current = torch.cuda.current_stream()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: current)
+    monkeypatch.setattr(type(current), "wait_stream", lambda stream, other: joined.append((stream, other)))
+    begin(experts)
+    assert joined[-1] == (current, experts.stream)
+
+
+def test_the_fused_experts_compute_as_megatron_cores_do():
+    theirs = upstream(shared_experts.__name__).FusedSharedExpertMLP
+    for step in ("forward", "linear_fc1_forward_and_act", "linear_fc2_forward", "backward_dw"):
+        assert getattr(FusedSharedExpertMLP, step) is getattr(theirs, step)

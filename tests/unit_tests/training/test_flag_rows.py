@@ -1,0 +1,299 @@
+"""Every row of the table of flags, and every pair of rows, as typed on a command line."""
+
+import logging
+import sys
+from argparse import Namespace
+from dataclasses import dataclass
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.transformer._cuda_graphs.flag_options import Options
+from megatron.core.transformer._cuda_graphs.flag_row import MEGATRON_FSDP, TORCH_FSDP, Verdict
+from megatron.core.transformer._cuda_graphs.flag_table import MODULES, TABLE
+from megatron.core.transformer._cuda_graphs.fsdp_checks import check_flags, warn_of_flags
+from tests.support.on_cpu_backend import on_cpu_backend
+
+REPOSITORY = Path(__file__).parents[3]
+MODEL = """
+    --num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16
+    --micro-batch-size 1 --train-iters 5 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size 64
+    --transformer-impl local --no-persist-layer-norm --no-gradient-accumulation-fusion
+    --attention-dropout 0 --hidden-dropout 0
+"""
+SHARDED = "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --ckpt-format fsdp_dtensor"
+GRAPHS = "--cuda-graph-impl transformer_engine"
+DOUBLE_BUFFER = "--fsdp-double-buffer"
+FALLBACK = "--fsdp-db-use-persist-buf-on-alloc-fail"
+FITTING = f"{MODEL} {SHARDED} {GRAPHS} {DOUBLE_BUFFER} {FALLBACK}"
+MOE = "--num-experts 4 --moe-token-dispatcher-type alltoall --disable-bias-linear --cuda-graph-modules"
+PADDED = "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0"
+SELECTIVE = "--recompute-granularity selective --recompute-modules"
+FUSED = "--no-gradient-accumulation-fusion"
+
+
+@dataclass
+class Example:
+    """Flags of a row.
+
+    Attributes:
+        flags: What is added to ``FITTING``.
+        left_out: What is taken from it.
+    """
+
+    flags: str = ""
+    left_out: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        line = f"{FITTING} {self.flags}"
+        for text in self.left_out:
+            line = line.replace(text, "")
+        return line
+
+
+EXAMPLES = {
+    "double buffer": Example(left_out=(DOUBLE_BUFFER,)),
+    "persistent fallback": Example(left_out=(FALLBACK,)),
+    "local graphs": Example("--cuda-graph-impl local"),
+    "fused weight gradients": Example("--data-parallel-sharding-strategy optim", left_out=(FUSED,)),
+    "torch fsdp2": Example("--use-torch-fsdp2", left_out=(SHARDED,)),
+    "unknown module": Example(),  # the parser takes none: set below
+    "moe and router": Example(f"{MOE} moe moe_router {PADDED}"),
+    "preprocess alone": Example(f"{MOE} moe_preprocess"),
+    "moe modules of a dense model": Example("--cuda-graph-modules attn moe_router"),
+    "mlp of an moe model": Example(f"{MOE} mlp"),
+    "mamba of a gpt": Example("--cuda-graph-modules attn mamba"),
+    "unpadded experts": Example(MOE.replace("--cuda-graph-modules", "")),
+    "preprocess that waits": Example(f"{MOE} moe_router moe_preprocess --moe-expert-capacity-factor 1.0"),
+    "full recomputation": Example("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "recomputed router": Example(f"{MOE} moe_router {SELECTIVE} moe"),
+    "recomputed dropout": Example(f"--attention-dropout 0.1 {SELECTIVE} core_attn"),
+    "recomputed mlp with bias": Example(f"{SELECTIVE} mlp"),
+    "expert parallel overlap": Example(f"{MOE} attn --overlap-moe-expert-parallel-comm --bf16"),
+    "optimizer graph with a loss scale": Example("--optimizer-cuda-graph --fp16"),
+    "negative warm-up": Example("--cuda-graph-warmup-steps -1"),
+    "embedding in two stages": Example("--pipeline-model-parallel-size 2"),
+    "interleaved stages": Example(
+        "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --num-layers 4"
+        " --num-layers-per-virtual-pipeline-stage 1"
+    ),
+    "warm-up to the end": Example("--cuda-graph-warmup-steps 5"),
+    "pipeline": Example("--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"),
+    "latent attention": Example("--multi-latent-attention"),
+    "context parallel": Example("--context-parallel-size 2"),
+    "packed sequences": Example("--sft"),
+    "packed sequences beside graphs": Example("--sft --cuda-graph-modules mlp"),
+    "user buffers": Example("--use-nccl-ub"),
+    "heterogeneous layers": Example("--heterogeneous-layers-config-path layers.json"),
+    "quantized parameters": Example("--fp8-format hybrid --fp8-param-gather"),
+    "sharded weights": Example("--tensor-parallel-num-weight-shards 2"),
+    "hybrid models": Example("--hybrid-layer-pattern *-*-"),
+    "whole layers": Example(),
+    "attention": Example("--cuda-graph-modules attn"),
+    "mlp": Example("--cuda-graph-modules mlp"),
+    "router": Example(f"{MOE} moe_router"),
+    "up to the dispatch": Example(f"{MOE} attn moe_router moe_preprocess"),
+    "padded experts": Example(f"{MOE} attn moe {PADDED}"),
+    "overlapped shared experts": Example(
+        f"{MOE} attn moe_router moe_preprocess --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap"
+    ),
+    "tied embeddings": Example(),
+    "positions": Example("--position-embedding-type yarn"),
+    "fp16": Example("--fp16"),
+    "bf16": Example("--bf16"),
+    "dropout": Example("--hidden-dropout 0.1"),
+    "recomputation": Example(f"{SELECTIVE} core_attn"),
+    "strategies": Example("--data-parallel-sharding-strategy optim_grads"),
+    "fused weight gradients of sharded parameters": Example(left_out=(FUSED,)),
+    "multi-token prediction": Example("--mtp-num-layers 1 --position-embedding-type rope"),
+    "optimizer graph": Example("--optimizer-cuda-graph"),
+    "tensor parallel": Example("--tensor-model-parallel-size 2"),
+    "expert parallel": Example(f"{MOE} attn --expert-model-parallel-size 2"),
+    "fp8": Example("--fp8-format hybrid"),
+}
+ROWS = {row.name: row for row in TABLE}
+REFUSED = [row for row in TABLE if row.verdict is Verdict.REFUSED]
+INDEPENDENT = (
+    *("double buffer", "persistent fallback", "fused weight gradients", "moe modules of a dense model"),
+    *("full recomputation", "negative warm-up", "embedding in two stages"),
+)
+WARNED = [row for row in TABLE if row.verdict in (Verdict.NO_EFFECT, Verdict.NOT_TRIED)]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cpu_backend():
+    with on_cpu_backend(), pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RANK", "0")
+        environment.setenv("WORLD_SIZE", "2")
+        environment.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+        yield
+
+
+def parsed(line: str) -> Namespace:
+    """The flags of a command line, not yet validated."""
+    from megatron.training.arguments import parse_args
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(sys, "argv", ["train.py", *line.split()])
+        return parse_args()
+
+
+@pytest.fixture(scope="module")
+def base():
+    """The parsed flags that examples start from."""
+    return parsed(FITTING)
+
+
+@pytest.fixture(scope="module")
+def flags():
+    """The parsed flags of each example, by the name of its row."""
+    found = {name: parsed(str(example)) for name, example in EXAMPLES.items()}
+    found["unknown module"].cuda_graph_modules = ["atn"]
+    return found
+
+
+def sharding_of(args) -> str:
+    return MEGATRON_FSDP if args.use_megatron_fsdp else TORCH_FSDP
+
+
+def rows_of(args):
+    """The rows that parsed flags are of."""
+    return [row for row in TABLE if row.applies(Options(args), sharding_of(args))]
+
+
+def refusal(args) -> str:
+    """The error of a check; empty if the flags pass."""
+    try:
+        check_flags(args)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_the_flags_that_examples_start_from_pass(base):
+    assert not refusal(base)
+    assert {row.verdict for row in rows_of(base)} == {Verdict.WORKS}
+
+
+def test_every_row_has_a_name_of_its_own_and_an_example():
+    assert len(ROWS) == len(TABLE)
+    assert ROWS.keys() == EXAMPLES.keys()
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_is_of_its_row(flags, name):
+    assert name in {row.name for row in rows_of(flags[name])}
+
+
+@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.name)
+def test_an_example_is_refused_for_its_row_alone(flags, row):
+    first, *lines = refusal(flags[row.name]).split("\n")
+    assert first.startswith(f"{row.sharding} with --cuda-graph-impl ")
+    assert lines == [f"- {row.words}"]
+    assert "--" in row.words
+
+
+@pytest.mark.parametrize("row", [row for row in TABLE if row not in REFUSED], ids=lambda row: row.name)
+def test_an_example_of_what_is_not_refused_passes(flags, row):
+    assert not refusal(flags[row.name])
+
+
+@pytest.mark.parametrize("row", [row for row in REFUSED if row.name != "unknown module"], ids=lambda row: row.name)
+def test_megatrons_validation_refuses_in_the_words_of_the_row(row):
+    from megatron.training.arguments import validate_args
+
+    with pytest.raises(ValueError) as error:
+        validate_args(parsed(str(EXAMPLES[row.name])))
+    assert row.words in str(error.value)
+
+
+@pytest.mark.parametrize("row", WARNED, ids=lambda row: row.name)
+def test_what_has_no_effect_or_was_not_tried_is_warned_of(flags, row, caplog):
+    with caplog.at_level(logging.WARNING):
+        warn_of_flags(flags[row.name])
+    assert row.words in caplog.messages
+    assert not any("\n" in message for message in caplog.messages)
+
+
+def test_nothing_is_said_of_flags_that_work(flags, caplog):
+    for row in TABLE:
+        if row.verdict is Verdict.WORKS:
+            warn_of_flags(flags[row.name])
+    assert not caplog.messages
+
+
+def test_megatrons_validation_warns(caplog):
+    from megatron.training.arguments import validate_args
+
+    with caplog.at_level(logging.WARNING):
+        validate_args(parsed(str(EXAMPLES["warm-up to the end"])))
+    assert ROWS["warm-up to the end"].words in caplog.messages
+
+
+def both(one: Namespace, other: Namespace, base: Namespace) -> Namespace:
+    """``one`` with what ``other`` has changed of ``base``; lists are joined."""
+    joined = dict(vars(one))
+    for name, value in vars(other).items():
+        if value != getattr(base, name, None):
+            mine = joined.get(name)
+            if isinstance(value, list) and isinstance(mine, list) and mine != getattr(base, name):
+                value = [*mine, *value]
+            joined[name] = value
+    return Namespace(**joined)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_a_pair_is_refused_for_every_row_that_it_is_of(flags, base, name):
+    for other in EXAMPLES:
+        args = both(flags[name], flags[other], base)
+        expected = {row.words for row in rows_of(args) if row.verdict is Verdict.REFUSED}
+        assert {line.removeprefix("- ") for line in refusal(args).split("\n")[1:]} == expected, other
+
+
+@pytest.mark.parametrize(("one", "other"), combinations(INDEPENDENT, 2))
+def test_two_rows_that_have_nothing_to_do_with_each_other_are_both_named(flags, base, one, other):
+    said = refusal(both(flags[one], flags[other], base))
+    assert ROWS[one].words in said
+    assert ROWS[other].words in said
+
+
+@pytest.mark.parametrize("impl", ["none", "full_iteration"])
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_graphs_that_are_not_per_layer_are_none_of_the_tables_business(flags, name, impl):
+    args = Namespace(**vars(flags[name]) | {"cuda_graph_impl": impl})
+    assert not rows_of(args)
+    assert not refusal(args)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_models_that_are_not_sharded_are_none_of_the_tables_business(flags, name, caplog):
+    args = Namespace(**vars(flags[name]) | {"use_megatron_fsdp": False, "use_torch_fsdp2": False})
+    assert not refusal(args)
+    warn_of_flags(args)
+    assert not caplog.messages
+
+
+def test_flags_of_another_program_pass():
+    check_flags(Namespace())
+    warn_of_flags(Namespace())
+
+
+def test_an_unknown_module_is_refused_by_the_parser(capsys):
+    with pytest.raises(SystemExit):
+        parsed(f"{FITTING} --cuda-graph-modules atn")
+    said = capsys.readouterr().err
+    assert "argument --cuda-graph-modules: 'atn' is none of attn, mlp, moe" in said
+
+
+@pytest.mark.parametrize("name", [*MODULES, "full", "full_iteration", "full_iteration_inference"])
+def test_the_parser_takes_what_megatron_core_takes(name):
+    assert len(parsed(f"{FITTING} --cuda-graph-modules {name}").cuda_graph_modules) == 1
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
+def test_what_a_row_says_shows_it_is_in_this_repository(row):
+    assert row.shown or row.verdict is Verdict.NOT_TRIED
+    assert (REPOSITORY / row.shown).exists()
