@@ -11,7 +11,7 @@ from tests.support.launch import inject_faults
 @pytest.mark.parametrize(
     "options",
     [
-        ("--stride", "601"),
+        ("--stride", "401"),
         ("--matching", "ProcessGroup", "--kinds", "exception", "--layers-per-graph", "1"),
     ],
     ids=["anywhere", "collectives"],
