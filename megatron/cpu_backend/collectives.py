@@ -1,6 +1,7 @@
-"""Collectives in a capture: run on every rank at capture, and again, in the order of the tape, at each replay.
+"""Collectives in a capture: they move nothing at capture, and run in the order of the tape at each replay.
 
-They wait for their peers where they stand, so ranks must replay the same graphs in the same order, as with NCCL.
+A replay waits for its peers where it stands, so ranks must replay the same graphs in the same order, as with NCCL. A
+capture waits for no one: a rank whose capture fails leaves none behind in it.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C._distributed_c10d import Work
+from torch._C._distributed_c10d import FakeWork, Work
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
@@ -23,6 +24,19 @@ _WAITING = {"barrier", "monitored_barrier_"}
 def is_collective(func: torch._ops.OpOverload) -> bool:
     """Whether ``func`` is an operator of torch.distributed that can be run again from its arguments."""
     return func.namespace == "c10d" and func._schema.name.split("::")[-1] not in _WAITING
+
+
+def without_communication(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Return what the collective would return, its work done.
+
+    What it would have written stays as it is; integers become zero, so that they may serve as indices and sizes.
+    """
+    output = args[0] if args else next(iter(kwargs.values()))
+    for tensor in tree_flatten(output)[0]:
+        if not (tensor.is_floating_point() or tensor.is_complex()):
+            tensor.zero_()
+    results = [FakeWork().boxed() if "Work" in str(kind.type) else output for kind in func._schema.returns]
+    return tuple(results) if len(results) > 1 else next(iter(results), None)
 
 
 def wait(result: Any) -> None:

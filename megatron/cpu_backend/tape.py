@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from . import streams
 from .addresses import AddressBook
 from .capture_state import CaptureState
-from .collectives import is_collective, make_collective_step, wait
+from .collectives import is_collective, make_collective_step, without_communication
 from .errors import NOT_PERMITTED, UNJOINED, CaptureError, cuda_error
 from .generators import GeneratorState
 from .host_memory import is_host, is_pinned, making_host_tensor, mark_host
@@ -112,8 +112,7 @@ class Recorder(TorchDispatchMode):
     def _record_collective(self, func, op: Op, inputs: list[torch.Tensor], args: tuple, kwargs: dict) -> Any:
         for tensor in inputs:  # the schemas do not tell which ones are written
             self._keep_bytes(tensor, op)
-        out = func(*args, **kwargs)
-        wait(out)
+        out = without_communication(func, args, kwargs)
         self._note_stream()
         self.tape.steps.append(make_collective_step(func, self._bind(args, op), self._bind(kwargs, op)))
         self.tape.names.append(op.name)

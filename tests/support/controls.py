@@ -1,11 +1,13 @@
 """Captures with something wrong or unusual, each of which a comparison must notice or survive."""
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 from .training import Case, Training, engine_callable
 
@@ -68,6 +70,24 @@ def failed_forward_capture(training: Training) -> None:
 def failed_backward_capture(training: Training) -> None:
     """A layer whose gradient is read on the host: its backward cannot be captured, and training goes on eagerly."""
     _fail_capture(training, lambda tensor: tensor.register_hook(lambda grad: (grad.sum().item(), None)[1]) and None)
+
+
+def fallback_after_a_failure_on_one_rank(training: Training) -> None:
+    """The last rank runs out of memory in a layer: all ranks go on without graphs, as ``cuda_graph_fallback`` says."""
+
+    def hook(module, args, output):
+        raise torch.OutOfMemoryError("out of memory, as it were")
+
+    training.config.cuda_graph_fallback = "eager"
+    last = dist.get_rank() == dist.get_world_size() - 1
+    handles = [training.layers[-1].mlp.register_forward_hook(hook)] if last else []
+    before = training_state(training)
+    training.helper.create_cudagraphs()
+    after = training_state(training)
+    for handle in handles:
+        handle.remove()
+    assert training.helper.capture_finished() and not training.helper.graphs_created()
+    assert before == after, f"a failed capture changed {[key for key in before if before[key] != after[key]]}"
 
 
 def captured_again(training: Training) -> None:
@@ -242,19 +262,19 @@ def _fail_capture(training: Training, touch: Callable[[torch.Tensor], object]) -
         touch(output[0] if isinstance(output, tuple) else output)
 
     handle = training.layers[-1].mlp.register_forward_hook(hook)
-    before = _state(training)
+    before = training_state(training)
     try:
         training.helper.create_cudagraphs()
     except RuntimeError as error:
         print(f"capture failed as it should: {type(error).__name__}: {str(error).splitlines()[0]}", flush=True)
     else:
         raise AssertionError("the capture should have failed")
-    after = _state(training)
+    after = training_state(training)
     handle.remove()
     assert before == after, f"a failed capture changed {[key for key in before if before[key] != after[key]]}"
 
 
-def _state(training: Training) -> dict[str, object]:
+def training_state(training: Training) -> dict[str, object]:
     """The state of the process and the model that a failed capture must not change, in a form that can be compared."""
     import gc
 
@@ -272,17 +292,18 @@ def _state(training: Training) -> dict[str, object]:
         "graphs": [list(layer.cuda_graphs) for layer in layers],
         "parameters": [(name, id(param)) for name, param in training.chunks[0].named_parameters()],
         "gradients": [param.grad is None for param in training.chunks[0].parameters()],
-        "distributed": fsdp.is_param_fsdp_distributed,
+        "distributed": getattr(fsdp, "is_param_fsdp_distributed", None),
         "capturing": (
             is_graph_capturing(),
             torch.cuda.is_current_stream_capturing(),
-            fsdp.fsdp_hooks.graphed.capturing,
+            hasattr(fsdp, "fsdp_hooks") and fsdp.fsdp_hooks.graphed.capturing,
         ),
         "stream": torch.cuda.current_stream().cuda_stream,
         "rng": [torch.cuda.get_rng_state().tolist()]
         + [state.get_state().tolist() for state in get_all_rng_states().values()],
         "cpu_rng": torch.get_rng_state().tolist(),
         "gc": gc.isenabled(),
+        "environment": dict(os.environ),
     }
 
 
@@ -296,6 +317,7 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         no_pre_backward_sentinel,
         failed_forward_capture,
         failed_backward_capture,
+        fallback_after_a_failure_on_one_rank,
         captured_again,
         captured_again_later,
         evaluated_in_between,

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 COMPARE = Path(__file__).with_name("compare_runs.py")
+FAULTS = Path(__file__).with_name("inject_faults.py")
 TIMEOUT = 900  # seconds
 OWN = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONFAULTHANDLER": "1"}
 
@@ -53,9 +54,31 @@ def launch(
     return done, _read(folder)
 
 
-def _torchrun(ranks: int) -> list[str]:
+def inject_faults(
+    *options: str, ranks: int, folder: Path, environment: dict[str, str] | None = None
+) -> list[dict[str, Any]]:
+    """Run ``inject_faults.py`` on ``ranks`` new processes and return its results.
+
+    Raises:
+        AssertionError: a rank died; with the end of what it wrote.
+    """
+    output = folder / "results.json"
+    done = subprocess.run(
+        [*_torchrun(ranks, FAULTS), "--output", str(output), *options],
+        env=os.environ | OWN | (environment or {}),
+        timeout=TIMEOUT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-6000:]
+    results: list[dict[str, Any]] = json.loads(output.read_text())["results"]
+    return results
+
+
+def _torchrun(ranks: int, script: Path = COMPARE) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*launcher, str(COMPARE)]
+    return [*launcher, str(script)]
 
 
 def _write(cases: Sequence[dict[str, Any]], folder: Path) -> list[str]:

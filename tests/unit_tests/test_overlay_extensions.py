@@ -30,8 +30,9 @@ REPLACED = {
     "megatron.core.optimizer.optimizer_cuda_graph": {"OptimizerCudaGraphWrapper"},
     "megatron.core.rerun_state_machine": {"RerunStateMachine"},
     "megatron.core.transformer.module": {"GraphableMegatronModule"},
+    "megatron.training.argument_utils": {"core_transformer_config_from_args"},
     "megatron.core.transformer.moe.shared_experts": {"FusedSharedExpertMLP", "SharedExpertMLP"},
-    "megatron.training.arguments": {"_parse_cuda_graph_modules_arg", "validate_args"},
+    "megatron.training.arguments": {"add_megatron_arguments", "_parse_cuda_graph_modules_arg", "validate_args"},
     "megatron.training.utils.common_utils": {
         "logical_and_across_model_parallel_group",
         "reduce_max_stat_across_model_parallel_group",

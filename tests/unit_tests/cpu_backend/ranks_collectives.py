@@ -191,6 +191,22 @@ def a_forgotten_wait_in_a_capture() -> None:
         assert torch.isnan(wrong).all()
 
 
+def a_capture_waits_for_no_other_rank() -> None:
+    graph, counts = torch.cuda.CUDAGraph(), torch.full((1,), 7, device="cuda")
+    if dist.get_rank() == 0:
+        with torch.cuda.graph(graph):
+            dist.all_reduce(counts)
+            picked = torch.arange(3, device="cuda")[counts]  # what is gathered may be an index
+    dist.barrier()
+    assert counts.tolist() == [7]
+    if dist.get_rank() == 1:
+        dist.all_reduce(counts.fill_(-5))
+    else:
+        graph.replay()
+        assert picked.tolist() == [2]
+    assert counts.tolist() == [2]
+
+
 def barrier_in_a_capture() -> None:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.stream(torch.cuda.Stream()):
@@ -216,6 +232,7 @@ CASES = [
     meshes,
     captured,
     a_forgotten_wait_in_a_capture,
+    a_capture_waits_for_no_other_rank,
     barrier_in_a_capture,
 ]
 

@@ -21,6 +21,7 @@ CASES = [
     "meshes",
     "captured",
     "a_forgotten_wait_in_a_capture",
+    "a_capture_waits_for_no_other_rank",
     "barrier_in_a_capture",
 ]
 

@@ -106,6 +106,22 @@ def test_fused_weight_gradients_need_sharded_parameters(validate, monkeypatch):
         validate(flags, GRAPHS, DOUBLE_BUFFER, FALLBACK)
 
 
+@pytest.mark.parametrize(("flags", "expected"), [("", "error"), ("--cuda-graph-fallback eager", "eager")])
+def test_the_configuration_says_what_a_failed_capture_does(validate, flags, expected):
+    from megatron.training import argument_utils, arguments
+
+    args = validate(GRAPHS, flags)
+    assert args.cuda_graph_fallback == expected
+    for module in (argument_utils, arguments):
+        assert module.core_transformer_config_from_args(args).cuda_graph_fallback == expected
+
+
+@pytest.mark.parametrize("impl", ["none", "local"])
+def test_a_fallback_for_no_graphs_is_refused(validate, impl):
+    with pytest.raises(ValueError, match=f"--cuda-graph-fallback eager needs .* got {impl}: leave it out"):
+        validate(f"--cuda-graph-impl {impl} --cuda-graph-fallback eager")
+
+
 class TestMonkeypatching:
     def test_a_function_that_megatron_core_calls(self, validate, monkeypatch):
         from megatron.training import arguments

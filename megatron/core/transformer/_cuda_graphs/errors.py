@@ -23,3 +23,7 @@ class NoGraphError(RuntimeError, AssertionError):
 
 class UnsupportedError(RuntimeError, AssertionError):
     """Something that CUDA graphs do not work with, such as a hook or an RNG tracker."""
+
+
+class CaptureFailedError(RuntimeError):
+    """A capture of CUDA graphs failed, on this rank or on another; every rank that took part raises it."""

@@ -82,7 +82,7 @@ class LayerGraph:
         self._keywords = [(key, id(static), absent[key]) for key, static in sample_kwargs.items()]
         self._guard = guard
         self._expected: ExpectedInputs | None = None
-        names = (*("hidden_states" if i == 0 else f"argument {i}" for i in range(len(sample_args))), *sample_kwargs)
+        names = _input_names(sample_args, sample_kwargs)
         if hasattr(graphed, "name_inputs"):  # this project's engine, which checks its inputs itself
             graphed.name_inputs(name, names, _ADVICE)
         else:
@@ -125,7 +125,8 @@ class LayerGraph:
             ArgumentTypeError: an input is not a tensor.
             ValueError: the graph was captured without an input, or an input has another shape or dtype, or requires
                 grad and did not at capture.
-            MovedBufferError: a parameter, or a main gradient that the graphs write, has moved since capture.
+            MovedBufferError: a parameter, a main gradient that the graphs write, a buffer or a static input has moved
+                since capture.
         """
         if len(args) != self._num_args:
             raise ArgumentError(
@@ -167,6 +168,22 @@ class LayerGraph:
         self._graphed.reset()
         self._guard = None
         self._keywords = []
+
+
+def static_inputs(
+    graphed: Any, sample_args: tuple[torch.Tensor, ...], sample_kwargs: dict[str, torch.Tensor]
+) -> list[tuple[str, torch.Tensor]]:
+    """Return the tensors that the graphs of ``graphed``, an engine's callable, read their inputs from, with names.
+
+    This project's engine has its own in the place of some samples.
+    """
+    inputs = getattr(graphed, "inputs", (*sample_args, *sample_kwargs.values()))
+    names = _input_names(sample_args, sample_kwargs)
+    return list(zip(names if len(names) == len(inputs) else map(str, range(len(inputs))), inputs, strict=True))
+
+
+def _input_names(sample_args: tuple[torch.Tensor, ...], sample_kwargs: dict[str, torch.Tensor]) -> tuple[str, ...]:
+    return (*("hidden_states" if i == 0 else f"argument {i}" for i in range(len(sample_args))), *sample_kwargs)
 
 
 class LayerGraphs(list[LayerGraph]):

@@ -8,6 +8,8 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from megatron.core.transformer._cuda_graphs.engine import sanitizer
+
 from .captured_training import CapturedTraining, graphed, in_use, trained
 from .fsdp_variants import Variant
 
@@ -67,6 +69,28 @@ def test_evaluation_between_steps_changes_nothing(one_rank, layers_per_graph):
     got = trained(case, True, between=evaluate)
     assert expected.differences(got) == []
     assert got.replays == REPLAYS[layers_per_graph]
+
+
+@pytest.mark.parametrize("layers_per_graph", [ALL, ONE])
+def test_the_sanitizer_knows_parameters_and_gradient_buckets_and_finds_nothing_amiss(
+    one_rank, monkeypatch, layers_per_graph
+):
+    monkeypatch.setenv(sanitizer.VARIABLE, "1")
+    checked: set[str] = set()
+    check = sanitizer.Sanitizer.check
+
+    def noting(self, phase):
+        checked.update(tensor.name for tensor in self._tensors)
+        check(self, phase)
+
+    monkeypatch.setattr(sanitizer.Sanitizer, "check", noting)
+    case = graphed(layers_per_graph)
+    eager, graphs = (trained(case, on) for on in (False, True))
+    assert eager.differences(graphs) == []
+    weights = [f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in range(3)]
+    assert {f"the gradient bucket of {weight}" for weight in weights} <= checked
+    assert sum("mlp.linear_fc1.weight of " in name for name in checked) == (2 if layers_per_graph == ALL else 0)
+    assert {"input 0", "output 0", "gradient of output 0", "gradient of input 0"} <= checked
 
 
 @contextmanager

@@ -21,7 +21,7 @@ LAYERS = (
     {
         f"{PACKAGE}.{name}"
         for name in (
-            *("state", "errors", "expected_inputs", "hooks"),
+            *("state", "errors", "fallback", "expected_inputs", "hooks"),
             *("flag_options", "flag_row", "flag_table", "fsdp_checks"),
         )
     },

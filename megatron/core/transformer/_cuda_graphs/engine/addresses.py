@@ -1,7 +1,7 @@
 """Refuses replays after a tensor that CUDA graphs use has moved since capture."""
 
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import Literal, NamedTuple, NoReturn
 
 import torch
 
@@ -57,6 +57,34 @@ class AddressGuard:
         raise MovedBufferError(
             f"CUDA graphs use {name} at {before:#x}, where it was at capture; {moved}. {self._advice}"
         )
+
+
+class Place(NamedTuple):
+    """Where a module keeps a parameter or buffer.
+
+    Attributes:
+        name: Its name, with those of the modules around it.
+        owner: The dict of parameters or buffers that has it; it stays the same object, whatever is put into it.
+        key: Its key there.
+    """
+
+    name: str
+    owner: dict[str, torch.Tensor | None]
+    key: str
+
+    @property
+    def tensor(self) -> torch.Tensor | None:
+        """What is there now."""
+        return self.owner.get(self.key)
+
+
+def places_of(module: torch.nn.Module, kind: Literal["_parameters", "_buffers"]) -> list[Place]:
+    """Return the places of all parameters or buffers of ``module``: walking all submodules is slow."""
+    return [
+        Place(f"{prefix}.{key}" if prefix else key, getattr(owner, kind), key)
+        for prefix, owner in module.named_modules()
+        for key in getattr(owner, kind)
+    ]
 
 
 def address_of(tensor: torch.Tensor | None) -> int:

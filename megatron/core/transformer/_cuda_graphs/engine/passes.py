@@ -98,8 +98,8 @@ class CapturePasses:
                     slot.backward(not_recording, _given(following.grad_inputs[:1]), graph)
                     following.forget_inputs()
                     slot.forget_outputs()
-        first, last = slots[-1], slots[0]
-        first.lead(last, chain.owner)
+        first = slots[-1]
+        first.lead(slots[::-1], chain.owner)
         if self._shares_memory:
             first.release_outputs()
             for step in steps:

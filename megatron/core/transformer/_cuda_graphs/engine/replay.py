@@ -8,6 +8,7 @@ import torch
 
 from .gradient_sink import AroundBackward
 from .quantization import QuantizedReplay
+from .sanitizer import Sanitizer
 
 Tensors = tuple[torch.Tensor | None, ...]
 
@@ -46,6 +47,7 @@ class Replay:
     Attributes:
         generation: How often the forward graph was replayed: what backward reads is that of the last replay.
         leaves: The indices of the inputs of the last replay whose gradient becomes their ``grad``.
+        sanitizer: Checks memory before each replay; usually None.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Replay:
         self._around_backward = around_backward
         self.generation = 0
         self.leaves: list[int] = []
+        self.sanitizer: Sanitizer | None = None
 
     def forward(self, inputs: Sequence[torch.Tensor], options: ReplayOptions | None) -> Tensors:
         """Copy ``inputs`` to their static places and run the forward graph. Further ``inputs`` are parameters."""
@@ -149,6 +152,8 @@ class Replay:
 
     def run(self, graph: Any, phase: str, options: ReplayOptions | None) -> None:
         """Replay ``graph``, which shows in a profile as this phase of the callable."""
+        if self.sanitizer is not None:
+            self.sanitizer.check(phase)
         if not torch.autograd._profiler_enabled():
             if options is None:
                 graph.replay()
@@ -160,7 +165,7 @@ class Replay:
 
     def reset(self) -> None:
         """Let go of the graphs and of all tensors."""
-        self._forward_graph = self._backward_graph = self._quantized = self._around_backward = None
+        self._forward_graph = self._backward_graph = self._quantized = self._around_backward = self.sanitizer = None
         self._inputs, self._grad_outputs, self._grad_params = [], [], []
         self._outputs = self._grad_inputs = ()
 

@@ -110,13 +110,22 @@ def make_generators_safe() -> None:
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Restore the state of every generator, so that draws of warm-up and capture have no effect."""
+    """Restore the state of every generator, so that draws of warm-up and capture have no effect.
+
+    The default generator draws from the state that it drew from, also if an exception has ended a fork of Megatron's
+    RNG tracker before it was undone (Ctrl-C can come there too).
+    """
+    tracker = tensor_parallel_random._CUDA_RNG_STATE_TRACKER
+    forked_to = getattr(tracker, "_current_state_name", None)
     generators = generator_states()
     states = [generator.get_state() for generator in generators]
     cuda, cpu = torch.cuda.get_rng_state(), torch.get_rng_state()
     try:
-        yield
+        with use_rng_state(current_rng_state()):
+            yield
     finally:
+        if forked_to is not None:
+            tracker._current_state_name = forked_to
         torch.cuda.set_rng_state(cuda)
         torch.set_rng_state(cpu)
         for generator, state in zip(generators, states, strict=True):

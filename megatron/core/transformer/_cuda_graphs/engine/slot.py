@@ -12,6 +12,7 @@ import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from ..expected_inputs import ExpectedInputs
+from . import sanitizer
 from .capture_time_hooks import CaptureTimeHooks
 from .connected_leaves import connected_leaves
 from .delayed_wgrad import DelayedWeightGradients, delays_weight_gradients
@@ -20,6 +21,7 @@ from .memory import PoolMemory, storage_address, weak_reference
 from .preserve import allow_nested_backward, hide_grads_and_hooks
 from .quantization import QuantizedReplay
 from .replay import Replay, ReplayOptions, Tensors, replay
+from .sanitizer import CapturedTensor, Sanitizer, captured
 from .streams import refuse_legacy_stream
 
 Recording = Callable[[torch.cuda.CUDAGraph | None], AbstractContextManager]
@@ -123,6 +125,7 @@ class GraphedSlot:
         self._keep_param_grads = keep_param_grads if gradient_sink is None else gradient_sink.take
         self._gradient_sink = gradient_sink
         self._owner: Any = None  # of the chain that starts here
+        self._together: Sequence[GraphedSlot] = ()  # all of that chain
         self.returned = (0, 0)
         self.given: dict[str, int] = {}
         self.replaced: dict[str, Any] = {}
@@ -409,14 +412,15 @@ class GraphedSlot:
         """Let go of outputs and their gradients, which only graphs read that are captured."""
         self._outputs = self._grad_outputs = ()
 
-    def lead(self, last: "GraphedSlot", owner: Any) -> None:
-        """Become the first of a chain that ends with ``last``: its outputs are what a replay returns.
+    def lead(self, chain: "Sequence[GraphedSlot]", owner: Any) -> None:
+        """Become the first of ``chain``: a replay returns what its last one does.
 
         Args:
-            last: The last of the chain.
+            chain: The callables that are recorded together, the first one included.
             owner: The chain's ``ChainOwner``.
         """
-        self._owner = owner
+        last = chain[-1]
+        self._owner, self._together = owner, chain
         self._outputs, self._grad_outputs = last._outputs, last._grad_outputs
         self.differentiable = last.differentiable
         self._output_spec, self._returns_one_tensor = last._output_spec, last._returns_one_tensor
@@ -445,8 +449,30 @@ class GraphedSlot:
             quantized=self._quantized,
             around_backward=self._gradient_sink if self._owner is None else self._owner,
         )
+        if sanitizer.requested() and self.forward_graph is not None:
+            made.sanitizer = Sanitizer(self.name, self._captured_tensors(), self.forward_graph.pool())
+        self._together = ()
         self._replay = made
         return made
+
+    def _captured_tensors(self) -> list[CapturedTensor]:
+        """What the graphs use, as far as it is known."""
+        found: list[CapturedTensor] = []
+        for slot in self._together or [self]:
+            of = "" if slot is self else f" of {slot.name}"
+            named = [] if slot._module is None else [*slot._module.named_parameters(), *slot._module.named_buffers()]
+            found += captured((f"{name}{of}", tensor) for name, tensor in named)
+            found += captured((f"the main gradient of {n}{of}", getattr(t, "main_grad", None)) for n, t in named)
+            for what, tensors in (
+                ("input", slot.inputs),
+                ("output", slot._outputs),
+                ("gradient of output", slot._grad_outputs),
+                ("gradient of input", slot._grad_inputs),
+                ("gradient of parameter", slot._grad_params),
+            ):
+                found += captured((f"{what} {i}{of}", tensor) for i, tensor in enumerate(tensors))
+            found += getattr(slot._gradient_sink, "captured", ())
+        return found
 
     def _leave_taken_gradients_out(self) -> None:
         """Give autograd only the parameters whose gradients it gets, and a leaf that gets none.
@@ -600,6 +626,7 @@ class GraphedSlot:
         self._frozen, self._watched = (), []
         self._warmup = WarmupRecord()
         self._gradient_sink = self._keep_param_grads = self._owner = None
+        self._together = ()
         self._outputs = self._grad_outputs = self._grad_inputs = self._grad_params = ()
         if self._replay is not None:
             self._replay.reset()

@@ -1,19 +1,22 @@
-"""Detects that a module's parameters changed since its graphs were captured."""
+"""Detects that a module's parameters or buffers changed since its graphs were captured.
+
+Static inputs belong to the graphs' pool and cannot move.
+"""
 
 from typing import NoReturn
 
 import torch
 
-from ..engine.addresses import AddressGuard
+from ..engine.addresses import AddressGuard, places_of
 
 _ADVICE = (
-    "Call delete_cuda_graphs() after moving, replacing, freezing or unfreezing parameters, or moving gradient buffers: "
-    "the next step is recorded anew."
+    "Call delete_cuda_graphs() after moving, replacing, freezing or unfreezing parameters, or moving buffers or "
+    "gradient buffers: the next step is recorded anew."
 )
 
 
 class ParameterGuard:
-    """Compares the parameters of a module, and their main gradients, with those at construction.
+    """Compares the parameters of a module, their main gradients, and buffers with those at construction.
 
     Args:
         name: The module's name in errors.
@@ -22,12 +25,9 @@ class ParameterGuard:
 
     def __init__(self, name: str, module: torch.nn.Module):
         self._name = name
-        # Walking all submodules is slow; their parameter dicts stay the same objects.
-        self._places = [
-            (f"{prefix}.{key}" if prefix else key, owner._parameters, key)
-            for prefix, owner in module.named_modules()
-            for key in owner._parameters
-        ]
+        self._places = places_of(module, "_parameters")
+        # Some modules make a buffer only when they first need it.
+        self._buffers = [place for place in places_of(module, "_buffers") if place.tensor is not None]
         self._params = self._current()
         self._requires_grad = [param is not None and param.requires_grad for param in self._params]
         self._addresses = AddressGuard(self._tensors, self._describe, f"(--cuda-graph-impl local) {_ADVICE}")
@@ -39,7 +39,7 @@ class ParameterGuard:
             grad_enabled: Whether gradients are computed; ``requires_grad`` is compared only then.
 
         Raises:
-            MovedBufferError: a parameter or its ``main_grad`` has another address.
+            MovedBufferError: a parameter, its ``main_grad`` or a buffer has another address.
             RuntimeError: a parameter was replaced, frozen or unfrozen.
         """
         self._addresses.check()
@@ -59,13 +59,14 @@ class ParameterGuard:
         )
 
     def _current(self) -> list[torch.Tensor | None]:
-        return [params.get(key) for _, params, key in self._places]
+        return [owner.get(key) for _, owner, key in self._places]
 
     def _tensors(self) -> list[torch.Tensor | None]:
         current = self._current()
-        return [*current, *(None if param is None else getattr(param, "main_grad", None) for param in current)]
+        main_grads = [None if param is None else getattr(param, "main_grad", None) for param in current]
+        return [*current, *main_grads, *(owner.get(key) for _, owner, key in self._buffers)]
 
     def _describe(self, index: int) -> str:
-        name = self._places[index % len(self._places)][0]
-        kind = "parameter" if index < len(self._places) else "main_grad of parameter"
-        return f"{kind} {name} of {self._name}"
+        kinds = [("parameter", self._places), ("main_grad of parameter", self._places), ("buffer", self._buffers)]
+        names = [f"{kind} {place.name}" for kind, places in kinds for place in places]
+        return f"{names[index]} of {self._name}"

@@ -1,34 +1,67 @@
-"""Guards the parameters of graphed layers without Megatron-FSDP, which has guards of its own."""
+"""Guards what the graphs of layers use at fixed addresses; parameters under Megatron-FSDP have guards of their own."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
-from ..engine.addresses import AddressGuard
+from ..engine.addresses import AddressGuard, places_of
 
 _ADVICE = (
-    "Parameters and main gradients must not be replaced, moved or offloaded while there are graphs: call "
-    "delete_cuda_graphs first, and create_cudagraphs afterwards."
+    "Parameters, main gradients, buffers and static inputs must not be replaced, moved or offloaded while there are "
+    "graphs: call delete_cuda_graphs first, and create_cudagraphs afterwards."
 )
 
 
-def guard_parameters(name: str, layer: torch.nn.Module, *, writes_main_grads: bool) -> AddressGuard:
-    """Return a guard of the tensors that the graphs of ``layer`` use at fixed addresses.
+@dataclass(frozen=True)
+class GuardedLayer:
+    """A layer that was just captured.
+
+    Attributes:
+        name: Its name in errors.
+        layer: The layer.
+        parameters: Whether its parameters are to be guarded.
+        main_grads: Whether its graphs add to ``param.main_grad`` (``--gradient-accumulation-fusion``).
+    """
+
+    name: str
+    layer: torch.nn.Module
+    parameters: bool
+    main_grads: bool
+
+
+def guard_layers(layers: Sequence[GuardedLayer], inputs: Iterable[tuple[str, torch.Tensor]]) -> AddressGuard | None:
+    """Return a guard of the tensors that the graphs of ``layers`` use at fixed addresses; None if there are none.
 
     Args:
-        name: The layer's name in errors.
-        layer: The layer, just captured.
-        writes_main_grads: Whether its graphs add to ``param.main_grad`` (``--gradient-accumulation-fusion``).
+        layers: The layers; several if one graph holds them.
+        inputs: Their static inputs, each after its name.
     """
-    places: list[tuple[torch.nn.Module, str]] = []
     names: list[str] = []
-    for prefix, module in layer.named_modules():
-        for own in module._parameters:
-            places.append((module, own))
-            names.append(f"{prefix}.{own}" if prefix else own)
-    if writes_main_grads:
-        names += [f"the main gradient of {parameter}" for parameter in names]
+    params, buffers, writing = [], [], []
+    for each in layers:
+        places = places_of(each.layer, "_parameters") if each.parameters else []
+        params += places
+        names += [f"{place.name} of {each.name}" for place in places]
+        writing += [place for place in places if each.main_grads]
+    names += [f"the main gradient of {name}" for name in names[: len(writing)]]
+    for each in layers:
+        # Some modules make a buffer only when they first need it.
+        places = [place for place in places_of(each.layer, "_buffers") if place.tensor is not None]
+        buffers += places
+        names += [f"the buffer {place.name} of {each.name}" for place in places]
+    given = list(inputs)
+    names += [f"the static input {name}" for name, _ in given]
+    static = [tensor for _, tensor in given]
+    if not names:
+        return None
 
     def tensors() -> list[torch.Tensor | None]:
-        params = [module._parameters[own] for module, own in places]
-        return [*params, *(getattr(param, "main_grad", None) for param in params)] if writes_main_grads else [*params]
+        return [
+            *[owner.get(key) for _, owner, key in params],
+            *[getattr(owner.get(key), "main_grad", None) for _, owner, key in writing],
+            *[owner.get(key) for _, owner, key in buffers],
+            *static,
+        ]
 
-    return AddressGuard(tensors, lambda i: f"{names[i]} of {name}", _ADVICE)
+    return AddressGuard(tensors, names.__getitem__, _ADVICE)

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,11 +26,13 @@ from ..engine.plan import ordered_plan
 from ..engine.preserve import preserve_buffers
 from ..engine.rng import preserve_rng
 from ..engine.te_engine import recover_te_engine
-from ..errors import ArgumentError, CallOrderError, OptionsError
+from ..errors import ArgumentError, CallOrderError, CaptureFailedError, OptionsError
+from ..fallback import FALLBACKS
 from ..fsdp_checks import check_fsdp_options
 from ..hooks import extracted_hooks, number_of_hooks
-from ..layer_graph import LayerGraph, LayerGraphs
-from .address_guard import guard_parameters
+from ..layer_graph import LayerGraph, LayerGraphs, static_inputs
+from .address_guard import GuardedLayer, guard_layers
+from .agreement import CaptureAgreement
 from .backends import choose_backend
 from .consecutive_layers import LAYERS_VARIABLE, WHOLE_MODEL, consecutive, whole_model_asked_for
 from .layers import _layer_is_graphable, decoder_layers, language_model_of
@@ -59,14 +62,17 @@ class TECudaGraphHelper:
 
     Args:
         model: The model's chunks, wrapped as for training; one chunk without virtual pipeline stages.
-        config: The model's ``TransformerConfig``, with ``cuda_graph_impl="transformer_engine"``.
+        config: The model's ``TransformerConfig``, with ``cuda_graph_impl="transformer_engine"``. An attribute
+            ``cuda_graph_fallback`` of it, ``error`` if there is none, says what a failed capture does: ``error`` raises
+            CaptureFailedError, ``eager`` warns, and training goes on without graphs.
         seq_length: Tokens in a sequence.
         micro_batch_size: Sequences in a micro-batch.
         optimizers: Their gradients are zeroed after capture.
         pg_collection: The process groups; by default those of ``parallel_state``.
 
     Raises:
-        OptionsError: ``config.cuda_graph_impl`` is not ``transformer_engine``, or the allocator uses expandable
+        OptionsError: ``config.cuda_graph_impl`` is not ``transformer_engine``, ``config.cuda_graph_fallback`` is
+            unknown, or the allocator uses expandable
             segments while NCCL registers memory of graphs.
         ValueError: an option that Megatron-FSDP needs for graphs is missing, or one does not fit.
         RuntimeError: the selected engine cannot be imported, or cannot run Megatron-FSDP's hooks.
@@ -77,6 +83,7 @@ class TECudaGraphHelper:
 
     model_graphs: ModelGraphs | None = None
     _gradients_are_zeroed = True  # by capture
+    _every_stage_captures = True  # each pipeline stage has a helper of this class
 
     def __init__(
         self,
@@ -91,6 +98,8 @@ class TECudaGraphHelper:
             raise OptionsError(
                 f"TECudaGraphHelper needs --cuda-graph-impl transformer_engine, got {config.cuda_graph_impl!r}"
             )
+        if getattr(config, "cuda_graph_fallback", "error") not in FALLBACKS:
+            raise OptionsError(f"--cuda-graph-fallback must be one of {FALLBACKS}, got {config.cuda_graph_fallback!r}")
         if problem := allocator_problem():
             raise OptionsError(problem)
         self.model, self.optimizers = model, optimizers
@@ -393,10 +402,38 @@ class TECudaGraphHelper:
     def create_cudagraphs(self) -> None:
         """Capture every layer, once for each micro-batch that can be in flight; or the whole model, if asked for.
 
-        Gradients are zero afterwards. If capture fails, hooks, parameters, RNG and capture flags are restored, no layer
-        has graphs, and the model trains on eagerly.
+        All ranks must call it together.
+
+        Gradients are zero afterwards. If capture fails on any rank, then on all: hooks, parameters, RNG and capture
+        flags are restored, no layer has graphs, and the model trains on eagerly.
+
+        Raises:
+            CallOrderError: the graphs have been captured already.
+            CaptureFailedError: capture failed, and ``config.cuda_graph_fallback`` is not ``eager``; names the rank and
+                the layer. On the rank that failed the error's ``__cause__`` is the exception.
         """
         start_time = self._start_capturing()
+        self._agreement = self._new_agreement()
+        try:
+            self._capture()
+            self._agreement.finish()
+        except BaseException as error:
+            if self._graphs_created:  # another rank has failed, or what comes after capture
+                self.delete_cuda_graphs()
+            failed = self._agreement.failed(error)
+            if not isinstance(error, Exception):  # Ctrl-C
+                raise
+            if not self._falls_back:
+                raise failed from error
+            warning = f"{failed}. Training goes on without CUDA graphs (--cuda-graph-fallback eager)."
+            if isinstance(error, CaptureFailedError):
+                log_single_rank(logger, logging.WARNING, warning)
+            else:
+                logger.warning(warning, exc_info=error)
+        self._finish_capturing(start_time)
+
+    def _capture(self) -> None:
+        """Capture, and leave capture mode."""
         try:
             if self.flattened_callables:
                 if self._captures_whole_model():
@@ -412,7 +449,16 @@ class TECudaGraphHelper:
             raise
         finally:
             self._leave_capture_mode()
-        self._finish_capturing(start_time)
+
+    @property
+    def _falls_back(self) -> bool:
+        """Whether training goes on without graphs after a failed capture."""
+        return getattr(self.config, "cuda_graph_fallback", "error") == "eager"
+
+    def _new_agreement(self) -> CaptureAgreement:
+        groups = self.pg_collection
+        stage = getattr(groups, "tp_dp_cp", None) or groups.dp_cp
+        return CaptureAgreement(stage, groups.pp if self._every_stage_captures else None)
 
     def _captures_whole_model(self) -> bool:
         """Whether the whole model is captured. If that was asked for and cannot be, log the reason."""
@@ -438,6 +484,7 @@ class TECudaGraphHelper:
         state._set_capture_end()  # in that mode layers return what the graphs of layers do, and hooks do nothing
         fsdp: Any = _fsdp_of(self.model[0])
         _free_gradients(fsdp)
+        self._agreement.begin("the whole model")
         self.model_graphs = capture_whole_model(
             self.chunks_with_decoder[0],
             fsdp.whole_model(),
@@ -460,11 +507,12 @@ class TECudaGraphHelper:
             rng,
         ):
             if self._engine.takes_hooks:
-                arguments["capture_time_hooks"] = hooks
+                arguments["capture_time_hooks"] = self._agreeing(hooks)
             arguments["pool"] = pool = torch.cuda.graph_pool_handle()
             with recover_te_engine(pool, layers, arguments.get("recipe")):
                 graphs = self._engine.capture(layers, sample_args, **arguments)
-        guards = self._parameter_guards()
+        samples = list(zip(sample_args, arguments["sample_kwargs"], strict=True))
+        guards = self._guards(graphs, samples, arguments.get("chains", ()))
         absent = default_kwargs(layers, arguments["sample_kwargs"])
         given: set[int] = set()
         eager_shapes: set[torch.Size] | None = set() if self._may_run_eagerly() else None
@@ -489,14 +537,43 @@ class TECudaGraphHelper:
                 for slot, keyword_slot in zip(slots, keywords, strict=True)
             )
 
-    def _parameter_guards(self) -> list[AddressGuard | None]:
-        """Return a guard of each layer's parameters; None for layers under Megatron-FSDP, which has its own guards."""
+    def _agreeing(self, hooks: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
+        """Return ``hooks`` of the layers with one in front that waits until all ranks begin this pass of the layer."""
+        with_votes = []
+        for index, (layer, own) in enumerate(zip(self.flattened_callables, hooks, strict=True)):
+            name, kinds = _layer_name(layer, index), dict(own or {})
+            for kind, phase in (("forward_pre_hooks", "forward"), ("backward_pre_hooks", "backward")):
+                vote = partial(self._agreement.begin, f"{name}, {phase}")
+                kinds[kind] = {"agreement": vote, **kinds.get(kind, {})}
+            with_votes.append(kinds)
+        return with_votes
+
+    def _guards(
+        self, graphs: Sequence[Any], samples: Sequence[SampleArguments], chains: Sequence[Chain]
+    ) -> list[AddressGuard | None]:
+        """Return a guard for each layer, None for layers with nothing to guard.
+
+        That of a chain's first layer guards all of the chain. Megatron-FSDP guards parameters itself.
+        """
+        fused = self.config.gradient_accumulation_fusion
+        layers: list[GuardedLayer] = []
+        for chunk, own in zip(self.model, self.callables_per_chunk, strict=True):
+            alone = _fsdp_of(chunk) is None
+            for layer in own:
+                layers.append(GuardedLayer(_layer_name(layer, len(layers)), layer, alone, alone and fused))
+        members = {chain.members[0]: chain.members for chain in chains}
+        followers = {index for chain in chains for index in chain.members[1:]}
         guards: list[AddressGuard | None] = []
-        for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
-            under_fsdp = _fsdp_of(chunk) is not None
-            for layer in layers:
-                name, fused = _layer_name(layer, len(guards)), self.config.gradient_accumulation_fusion
-                guards.append(None if under_fsdp else guard_parameters(name, layer, writes_main_grads=fused))
+        guarded: set[int] = set()  # layers share static inputs
+        for index, slots in enumerate(self._slots()):
+            inputs = []
+            for slot in slots if index not in followers else ():
+                for name, tensor in static_inputs(graphs[slot], *samples[slot]):
+                    if id(tensor) not in guarded:
+                        guarded.add(id(tensor))
+                        inputs.append((f"{name} of {layers[index].name}", tensor))
+            together = [] if index in followers else [layers[i] for i in members.get(index, [index])]
+            guards.append(guard_layers(together, inputs))
         return guards
 
     @contextmanager
@@ -507,7 +584,8 @@ class TECudaGraphHelper:
                 if fsdp is not None:
                     if self._gradients_are_zeroed:
                         _free_gradients(fsdp)
-                    stack.enter_context(fsdp.capture_graphs(layers))
+                    ready = partial(self._agreement.begin, "before the first layer")
+                    stack.enter_context(fsdp.capture_graphs(layers, ready))
             yield
 
     def _slots(self) -> list[range]:

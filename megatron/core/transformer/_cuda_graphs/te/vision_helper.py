@@ -56,6 +56,7 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
         OptionsError, ValueError, RuntimeError: as ``TECudaGraphHelper``.
     """
 
+    _every_stage_captures = False
     _gradients_are_zeroed = False
 
     def __init__(

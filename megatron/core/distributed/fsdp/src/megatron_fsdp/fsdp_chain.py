@@ -8,6 +8,7 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 
+from .fsdp_dropped_collectives import drop_collectives
 from .fsdp_recorded_collectives import TO_GATHER
 from .fsdp_unit import ADVICE, Unit
 from .fsdp_unit_plan import UnitPlan
@@ -75,7 +76,7 @@ class UnitChain:
         except BaseException:
             if storages is not None:
                 storages.leave()
-            self._abandon()
+            drop_collectives(self._fsdp, finished=False)  # they never run
             raise
         finally:
             graphed.recorded_chain = None
@@ -86,16 +87,6 @@ class UnitChain:
             return None
         storages: GradientStorages | None = self._fsdp.param_and_grad_buffer.gradient_storages()
         return storages
-
-    def _abandon(self) -> None:
-        """Forget the collectives of a failed capture: they never run, and nothing outside it can wait for them."""
-        gathers, reductions = self._fsdp.all_gather_pipeline, self._fsdp.grad_reduce_pipeline
-        for _, count_as_gathered in gathers.param_gather_event_map.values():
-            count_as_gathered()
-        gathers.param_gather_event_map.clear()
-        for _, free, _ in reductions.grad_reduce_queue:
-            free()
-        reductions.grad_reduce_queue.clear()
 
     def _note_addresses(self) -> None:
         gathers, reductions = self._fsdp.all_gather_pipeline, self._fsdp.grad_reduce_pipeline

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from megatron.core.transformer._cuda_graphs.engine import sanitizer
+
 from .fsdp_unit import Unit
 
 if TYPE_CHECKING:
@@ -20,11 +22,15 @@ class UnitSink:
         unit: Its parts.
         whole: Whether the graphs hold all that the module computes. Then the hooks before and after its backward pass
             run around the replay, without nodes of their own in autograd's graph.
+
+    Attributes:
+        captured: The gradients in their buckets that the backward graph writes, if ``sanitizer.requested()``.
     """
 
     def __init__(self, hooks: "FsdpHooks", module: torch.nn.Module, unit: Unit, whole: bool):
         self._hooks, self._module, self._unit = hooks, module, unit
         self.whole = whole
+        self.captured: list[sanitizer.CapturedTensor] = []
 
     def take(
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
@@ -42,6 +48,10 @@ class UnitSink:
         with torch.no_grad():
             self._hooks.accumulate(taken)
         self._hooks.graphed.writes(self._module, taken)
+        if sanitizer.requested():
+            name_of = self._hooks.fsdp.param_to_name
+            named = ((f"the gradient bucket of {name_of[param]}", param.main_grad) for param in taken)
+            self.captured = sanitizer.captured(named)
         return left
 
     def claim_buckets(self) -> None:

@@ -5,15 +5,17 @@ A graph reads parameters, and with fused weight gradients writes gradients, at t
 parameter, instead of an illegal memory access.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard, MovedBufferError
 
+from .fsdp_dropped_collectives import drop_collectives, take_back_unlaunched
 from .fsdp_unit import ADVICE, Unit
 from .fsdp_unit_plan import Direction, GroupGather, UnitPlan, UnitPlans
 
@@ -77,11 +79,12 @@ class GraphedUnits:
     # ------------------------------------------------------------------------------------------------------- capture
 
     @contextmanager
-    def capture(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    def capture(self, modules: Iterable[torch.nn.Module], ready: Callable[[], object] = lambda: None) -> Iterator[None]:
         """Keep the model in capture mode: raw parameters, gradients withheld, no collective in flight at either end.
 
         Args:
             modules: The modules that are captured, each an FSDP unit or one whose parameters are never released.
+            ready: Called right before the first collective, which all ranks join unless it raises.
 
         When the context ends, also after an exception, every bucket that capture used is released and the module's
         parameters are restored (raw, or the optimizer's ``DTensor``). After an exception none of ``modules`` counts as
@@ -95,7 +98,9 @@ class GraphedUnits:
                     self._graphed_units[module] = GraphedUnit(tuple(module.parameters()))
                 self._uncaptured = self._other_units(modules)
                 planned = [self._units[module] for module in modules if module in self._units]
-                self._plans.set_up_communicators(unit for unit in planned if self._plans.fits(unit))
+                fitting = [unit for unit in planned if self._plans.fits(unit)]
+                ready()
+                self.joined_by_all_ranks(partial(self._plans.set_up_communicators, fitting))
                 yield
                 self._release_captured()
                 self._make_plans(modules)
@@ -121,12 +126,30 @@ class GraphedUnits:
             fsdp._replace_param_with_raw_if_needed()
             self.release_all()
             yield
+        except BaseException:
+            drop_collectives(fsdp)
+            raise
         finally:
             try:
                 self._release_captured()
             finally:
                 if distributed:
                     fsdp._replace_param_with_distributed_if_needed()
+
+    def joined_by_all_ranks(self, communicate: Callable[[], None]) -> None:
+        """Call ``communicate``; if it fails during a capture, once more before the exception goes on.
+
+        A rank that fails before its collective would leave the others waiting in theirs. ``communicate`` launches only
+        what it has not launched before.
+        """
+        try:
+            communicate()
+        except BaseException:
+            if self.capturing and self.recorded_chain is None:
+                take_back_unlaunched(self._fsdp)
+                with suppress(Exception):
+                    communicate()
+            raise
 
     def _release_captured(self) -> None:
         """Give back what capture holds: gradients, buckets, states."""

@@ -206,10 +206,12 @@ class FsdpHooks:
                 plan.gather("forward")
                 self.graphed.parameters_gathered(module, "forward")
                 return
-        self.fsdp.all_gather_and_wait_parameters_ready(
-            params=self._parameters_to_gather(module, "forward"),
-            prefetch=not recomputing,
-            prefetch_order=PrefetchOrder.FORWARD_PASS_ORDER,
+        self.graphed.joined_by_all_ranks(
+            lambda: self.fsdp.all_gather_and_wait_parameters_ready(
+                params=self._parameters_to_gather(module, "forward"),
+                prefetch=not recomputing,
+                prefetch_order=PrefetchOrder.FORWARD_PASS_ORDER,
+            )
         )
         self.graphed.parameters_gathered(module, "forward")
 
@@ -227,10 +229,12 @@ class FsdpHooks:
         if plan is not None:
             plan.gather("backward")
         else:
-            self.fsdp.all_gather_and_wait_parameters_ready(
-                self._parameters_to_gather(module, "backward"),
-                prefetch_order=PrefetchOrder.BACKWARD_PASS_ORDER,
-                bwd=True,
+            self.graphed.joined_by_all_ranks(
+                lambda: self.fsdp.all_gather_and_wait_parameters_ready(
+                    self._parameters_to_gather(module, "backward"),
+                    prefetch_order=PrefetchOrder.BACKWARD_PASS_ORDER,
+                    bwd=True,
+                )
             )
         self.graphed.parameters_gathered(module, "backward")
         if plan is not None:

@@ -14,6 +14,7 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.engine.capture import Capture
 
+from .fsdp_dropped_collectives import launches_of
 from .fsdp_recorded_collectives import TO_GATHER, PlainReduction, RecordedGather, RecordedReduction
 from .fsdp_unit import Unit
 
@@ -147,8 +148,13 @@ class UnitPlans:
             units: For each module its unit, and the parameters whose gradients its backward graph writes.
         """
         capture = Capture(None, draws=False)
-        for unit, _ in units.values():
-            self._record(capture, unit)
+        try:
+            for unit, _ in units.values():
+                self._record(capture, unit)
+        except BaseException:
+            for unit, _ in units.values():
+                self._forget_recorded(unit)
+            raise
         for module, (unit, written) in units.items():
             self._plans[module] = self._plan(unit, written)
 
@@ -208,15 +214,21 @@ class UnitPlans:
             if with_grads:
                 process_group = reductions.get_fsdp_buffer(with_grads[0]).data_parallel_group
                 if process_group not in self._reduced_once:
-                    self._reduced_once.add(process_group)
-                    reductions._bucket_group_gradient_reduce(with_grads)
+                    launched = launches_of(process_group)
+                    try:
+                        reductions._bucket_group_gradient_reduce(with_grads)
+                    finally:
+                        if launched():
+                            self._reduced_once.add(process_group)
 
     def forget(self, module: torch.nn.Module) -> None:
         """Drop the plan of ``module``, and the collectives recorded for it."""
         plan = self._plans.pop(module, None)
-        if plan is None:
-            return
-        for group in self._groups(plan.unit):
+        if plan is not None:
+            self._forget_recorded(plan.unit)
+
+    def _forget_recorded(self, unit: Unit) -> None:
+        for group in self._groups(unit):
             gather, reduction = self._gathers.pop(group, None), self._reductions.pop(group, None)
             if gather is not None:
                 gather.reset()

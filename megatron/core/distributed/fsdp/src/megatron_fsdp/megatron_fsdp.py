@@ -119,10 +119,12 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         swap, distributed = self._parameter_swap, self.is_param_fsdp_distributed
         return swap.params(distributed) if swap is not None and swap.holds(distributed) else self.module.parameters()
 
-    def capture_graphs(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
+    def capture_graphs(
+        self, modules: Iterable[torch.nn.Module], ready: Callable[[], object] = lambda: None
+    ) -> AbstractContextManager[None]:
         """Return the context in which CUDA graphs of ``modules`` are captured; see ``GraphedUnits.capture``."""
         self._zeroed_gradients.written()
-        return self.fsdp_hooks.graphed.capture(modules)
+        return self.fsdp_hooks.graphed.capture(modules, ready)
 
     def gradient_sinks(self, modules: Iterable[torch.nn.Module], whole: bool) -> list[Any]:
         """Return for each of ``modules`` what takes its gradients in its backward graph; None for autograd.

@@ -116,3 +116,24 @@ def test_generators_of_transformer_engines_own_trackers_are_known(monkeypatch):
     states = generator_states()
     assert len(states) == 2
     assert generator in states
+
+
+@pytest.mark.usefixtures("cpu_backend")
+def test_a_fork_that_an_exception_left_undone_is_undone():
+    initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
+    tracker = get_cuda_rng_tracker()
+    tracker.add("model-parallel-rng", 5)
+    before = torch.cuda.get_rng_state()
+
+    def interrupted():
+        with preserve_rng():
+            tracker.fork().__enter__()
+            torch.rand(3, device="cuda")
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    assert tracker._current_state_name == "default-rng"
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    with tracker.fork():
+        pass

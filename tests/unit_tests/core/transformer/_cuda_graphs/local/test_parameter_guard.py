@@ -40,6 +40,21 @@ def test_a_main_gradient_that_moved_or_went_is_named(guard, module, there):
         guard.check(grad_enabled=False)
 
 
+def test_a_buffer_that_moved_is_named(module):
+    module[1].register_buffer("count", torch.zeros(2))
+    guard = ParameterGuard("layer 1", module)
+    module[1].count = module[1].count.clone()
+    with pytest.raises(MovedBufferError, match=r"buffer 1\.count of layer 1"):
+        guard.check(grad_enabled=False)
+
+
+def test_a_buffer_that_is_made_later_is_none_of_the_graphs(module):
+    module[1].register_buffer("cache", None)
+    guard = ParameterGuard("layer 1", module)
+    module[1].cache = torch.zeros(2)
+    guard.check(grad_enabled=False)
+
+
 def test_another_parameter_on_the_same_memory_is_named(guard, module):
     module[1].weight = torch.nn.Parameter(module[1].weight.data)
     with pytest.raises(RuntimeError, match=r"parameter 1\.weight was replaced"):

@@ -13,9 +13,12 @@ from hypothesis import given
 
 from megatron.core.transformer._cuda_graphs import state as capture_state
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
+from megatron.core.transformer._cuda_graphs.engine.chain import Chain
 from megatron.core.transformer._cuda_graphs.engine.plan import ordered_plan
+from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.te import helper as te_helper
+from megatron.core.transformer._cuda_graphs.te.agreement import CaptureAgreement
 from megatron.core.transformer._cuda_graphs.te.backends import choose_backend
 from megatron.core.transformer._cuda_graphs.te.order import PassOrder, get_overlap_moe_expert_parallel_comm_order
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper, is_graph_capturing
@@ -23,6 +26,22 @@ from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
 from megatron_fsdp_cuda_graphs.overlay import upstream
 
 from ..pipeline_orders import orders
+
+
+class Alone(CaptureAgreement):
+    """The agreement of one rank that is in no process group."""
+
+    def __init__(self, stage, pipeline):
+        pass
+
+    def begin(self, where, module=None):
+        pass
+
+    def finish(self):
+        pass
+
+    def failed(self, error):
+        return CaptureFailedError(f"{type(error).__name__}")
 
 
 def helper(**attributes):
@@ -40,6 +59,12 @@ def config(**changes):
 
 
 # megatron-core asserts where these errors are raised: its callers may expect an AssertionError.
+@pytest.mark.parametrize("error", [ValueError, AssertionError])
+def test_an_unknown_fallback_is_refused_with_the_flag(error):
+    with pytest.raises(error, match=r"--cuda-graph-fallback must be one of .*'eager'.*, got 'Eager'"):
+        TECudaGraphHelper([], config(cuda_graph_fallback="Eager"), 1, 1)
+
+
 @pytest.mark.parametrize("error", [ValueError, AssertionError])
 @pytest.mark.parametrize("impl", ["none", "local", "full_iteration"])
 def test_another_kind_of_graphs_is_refused_with_the_flag(impl, error):
@@ -188,6 +213,7 @@ def helper_of_layers(layers, order, fusion=False):
         _order=lambda: PassOrder(order, [1] * len(layers), 1),
         _num_warmup_iterations=lambda: 1,
         _engine=choose_backend(),
+        _agreement=Alone(None, None),
     )
 
 
@@ -328,11 +354,60 @@ class TestMovedParameters:
         layer.inner.weight.main_grad = torch.zeros(4, device="cuda")
         self.replay(layer, is_first_microbatch=True)
 
-    def test_megatron_fsdp_guards_parameters_itself(self):
-        bare = helper(
-            model=[Fsdp()], callables_per_chunk=[[WeightedLayer()]], config=config(gradient_accumulation_fusion=1)
-        )
-        assert bare._parameter_guards() == [None]
+    @pytest.mark.parametrize("under_fsdp", [False, True])
+    @pytest.mark.parametrize("what", ["parameter", "main gradient", "buffer", "new buffer", "static input"])
+    def test_megatron_fsdp_guards_parameters_itself_and_nothing_else(self, what, under_fsdp):
+        layer, static = WeightedLayer(), torch.zeros(2, device="cuda")
+        layer.inner.register_buffer("count", torch.zeros(2, device="cuda"))
+        layer.inner.register_buffer("cache", None)
+        bare = helper_of_layers([layer], [1, -1], fusion=True)
+        bare.model = [Fsdp() if under_fsdp else torch.nn.Module()]
+        (guard,) = bare._guards([lambda: None], [((static,), {})], [])
+        guard.check()
+        names = {
+            "parameter": "inner.weight",
+            "main gradient": "the main gradient of inner.weight",
+            "buffer": "the buffer inner.count",
+            "new buffer": None,
+            "static input": "the static input hidden_states",
+        }
+        if what == "parameter":
+            layer.inner.weight.data = layer.inner.weight.data.clone()
+        elif what == "main gradient":
+            layer.inner.weight.main_grad = torch.zeros(4, device="cuda")
+        elif what == "buffer":
+            layer.inner.count = layer.inner.count.clone()
+        elif what == "new buffer":
+            layer.inner.cache = torch.zeros(2, device="cuda")
+        else:
+            static.data = static.data.clone()
+        allowed = names[what] is None or (under_fsdp and what in ("parameter", "main gradient"))
+        with nullcontext() if allowed else pytest.raises(MovedBufferError, match=f"use {names[what]} of layer 1 "):
+            guard.check()
+
+    @pytest.mark.parametrize("moved", ["buffer", "static input"])
+    def test_what_replays_use_is_checked_in_a_step(self, moved):
+        layer = WeightedLayer()
+        layer.inner.register_buffer("count", torch.zeros(2, device="cuda"))
+        helper_of_layers([layer], [1, -1])._capture_layers()
+        self.replay(layer, is_first_microbatch=True)
+        if moved == "buffer":
+            layer.inner.count = layer.inner.count.clone()
+        else:
+            static = layer.cuda_graphs[0]._graphed.inputs[0]
+            static.data = static.data.clone()
+        with pytest.raises(MovedBufferError, match=f"use the {moved} .* of layer 1"):
+            self.replay(layer, is_first_microbatch=True)
+
+    def test_the_first_layer_of_a_chain_guards_all_of_it(self):
+        layers = [WeightedLayer() for _ in range(2)]
+        layers[1].inner.register_buffer("count", torch.zeros(2, device="cuda"))
+        samples: list = [((torch.zeros(1),), {}) for _ in layers]
+        guards = helper_of_layers(layers, [1, 2, -2, -1])._guards(samples, samples, [Chain([0, 1], mock.Mock())])
+        assert guards[1] is None
+        layers[1].inner.count = layers[1].inner.count.clone()
+        with pytest.raises(MovedBufferError, match=r"the buffer inner\.count of layer 2"):
+            guards[0].check()
 
 
 def test_addresses_are_compared_once_a_step():
@@ -359,6 +434,7 @@ class CapturingHelper(TECudaGraphHelper):
         self._engine = SimpleNamespace(name="native")  # type: ignore[assignment]
         self._capture_finished = self._graphs_created = False
         self._capture_layers = capture  # type: ignore[method-assign]
+        self._new_agreement = lambda: Alone(None, None)  # type: ignore[method-assign]
         self.resets = 0
 
     def _reset_after_capture(self):
@@ -388,7 +464,7 @@ class TestCaptureMode:
             raise Failure
 
         capturing = CapturingHelper(fail)
-        with pytest.raises(Failure):
+        with pytest.raises(CaptureFailedError, match="Failure"):
             capturing.create_cudagraphs()
         assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
 
@@ -402,7 +478,7 @@ class TestCaptureMode:
 
         capturing = CapturingHelper(fail)
         capturing.config.fine_grained_activation_offloading = True
-        with pytest.raises(Failure):
+        with pytest.raises(CaptureFailedError, match="Failure"):
             capturing.create_cudagraphs()
         assert calls == ["enable", "reset"]
 
@@ -415,10 +491,47 @@ class TestCaptureMode:
                 raise Failure
 
         capturing = CapturingHelper(fail_once)
-        with pytest.raises(Failure):
+        with pytest.raises(CaptureFailedError, match="Failure"):
             capturing.create_cudagraphs()
         capturing.create_cudagraphs()
         assert capturing.graphs_created()
+
+    def test_training_goes_on_without_graphs_after_a_failure_where_that_is_asked_for(self, caplog):
+        def fail():
+            raise Failure
+
+        capturing = CapturingHelper(fail)
+        capturing.config.cuda_graph_fallback = "eager"
+        capturing.create_cudagraphs()
+        assert state(capturing) == {"capturing": False, "graphs": False, "finished": True, "resets": 1}
+        (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+        assert "without CUDA graphs (--cuda-graph-fallback eager)" in record.getMessage()
+        assert record.exc_info[0] is Failure
+
+    @pytest.mark.parametrize("fallback", ["error", "eager"])
+    def test_ctrl_c_ends_the_program(self, fallback):
+        def interrupt():
+            raise KeyboardInterrupt
+
+        capturing = CapturingHelper(interrupt)
+        capturing.config.cuda_graph_fallback = fallback
+        with pytest.raises(KeyboardInterrupt):
+            capturing.create_cudagraphs()
+        assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
+
+    def test_graphs_of_a_rank_that_succeeded_are_freed_if_another_has_failed(self):
+        deleted = []
+
+        class OtherRankFailed(Alone):
+            def finish(self):
+                raise CaptureFailedError("on rank 1")
+
+        capturing = CapturingHelper(lambda: None)
+        capturing._new_agreement = lambda: OtherRankFailed(None, None)  # type: ignore[method-assign]
+        capturing.delete_cuda_graphs = lambda: deleted.append(capturing.graphs_created())  # type: ignore[method-assign]
+        with pytest.raises(CaptureFailedError):
+            capturing.create_cudagraphs()
+        assert deleted == [True]
 
     @pytest.mark.parametrize("frozen", [True, False])
     @pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
@@ -433,7 +546,7 @@ class TestCaptureMode:
             if fails:
                 raise Failure
 
-        with pytest.raises(Failure) if fails else nullcontext():
+        with pytest.raises(CaptureFailedError) if fails else nullcontext():
             CapturingHelper(capture).create_cudagraphs()
         assert calls == (["freeze", "capture", "unfreeze"] if frozen else ["capture"])
 
@@ -581,7 +694,9 @@ def test_hooks_are_given_to_an_engine_that_takes_them(takes_hooks):
     capturing._engine = engine = RecordingEngine(takes_hooks)
     capturing._capture_layers()
     hooks = engine.arguments.get("capture_time_hooks", [])
-    assert [len(each["forward_pre_hooks"]) for each in hooks] == [1] * takes_hooks
+    # the first waits for other ranks
+    assert [[*each["forward_pre_hooks"]][:1] for each in hooks] == [["agreement"]] * takes_hooks
+    assert [len(each["forward_pre_hooks"]) for each in hooks] == [2] * takes_hooks
 
 
 @pytest.mark.usefixtures("cpu_backend")
@@ -601,7 +716,7 @@ def test_graphs_are_for_any_number_of_micro_batches_unless_there_are_pipeline_st
 class Fsdp(torch.nn.Module):
     """What the helper looks for."""
 
-    def capture_graphs(self, layers):
+    def capture_graphs(self, layers, ready):
         raise NotImplementedError
 
     def forget_graphs(self, layers):
@@ -620,7 +735,8 @@ def test_megatron_fsdp_is_in_capture_mode_with_the_layers_of_its_chunk():
         capturing = None
 
         @contextmanager
-        def capture_graphs(self, layers):
+        def capture_graphs(self, layers, ready):
+            ready()
             self.capturing = layers
             yield
             self.capturing = None
@@ -629,7 +745,10 @@ def test_megatron_fsdp_is_in_capture_mode_with_the_layers_of_its_chunk():
             assert self.capturing is None
 
     chunks = [Capturing(), torch.nn.Linear(1, 1), Capturing()]
-    with helper(model=chunks, callables_per_chunk=[["first"], ["second"], ["third"]])._fsdp_capture():
+    capturing = helper(
+        model=chunks, callables_per_chunk=[["first"], ["second"], ["third"]], _agreement=Alone(None, None)
+    )
+    with capturing._fsdp_capture():
         assert (chunks[0].capturing, chunks[2].capturing) == (["first"], ["third"])
     assert (chunks[0].capturing, chunks[2].capturing) == (None, None)
 

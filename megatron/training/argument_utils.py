@@ -1,0 +1,23 @@
+"""The configuration of a model from Megatron's arguments, with ``cuda_graph_fallback``.
+
+Everything else in this module is megatron-core's.
+"""
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.transformer._cuda_graphs.fallback import FALLBACKS
+from megatron_fsdp_cuda_graphs.overlay import extend
+
+_upstream: Any = extend(__name__)
+
+if TYPE_CHECKING:  # megatron-core's names
+
+    def __getattr__(name: str) -> Any: ...
+
+
+def core_transformer_config_from_args(args: argparse.Namespace, config_class: type | None = None) -> Any:
+    """Return megatron-core's configuration of a model, with ``cuda_graph_fallback`` for ``TECudaGraphHelper``."""
+    config = _upstream.core_transformer_config_from_args(args, config_class)
+    config.cuda_graph_fallback = getattr(args, "cuda_graph_fallback", FALLBACKS[0])
+    return config

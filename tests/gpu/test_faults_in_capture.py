@@ -1,0 +1,30 @@
+"""A sample of faults in captures on GPUs, and a rank that is killed; see the integration tests of the same names."""
+
+import pytest
+
+from tests.support.gpus import GPUS
+from tests.support.kill_a_rank import LAUNCHED, killed_in_mid_replay
+from tests.support.launch import inject_faults
+
+if GPUS < 2:
+    pytest.skip("needs two GPUs", allow_module_level=True)
+
+TIMEOUT = 30  # seconds, of the process groups
+
+
+@pytest.mark.parametrize("layers_per_graph", ["0", "1"])
+def test_a_fault_is_an_error_on_every_rank_and_leaves_nothing_behind(tmp_path, layers_per_graph):
+    (result,) = inject_faults("--stride", "151", "--layers-per-graph", layers_per_graph, ranks=2, folder=tmp_path)
+    assert result["problems"] == []
+    assert sum(result["attempts"].values()) >= 40
+    assert result["passed"] == result["attempts"]
+    assert result["replays_at_the_end"] > 0
+
+
+@pytest.mark.parametrize("layers_per_graph", [0, 1])
+def test_the_watchdog_ends_the_rank_that_outlives_a_killed_one(layers_per_graph):
+    status, seconds, output = killed_in_mid_replay(TIMEOUT, layers_per_graph)
+    assert LAUNCHED in output
+    assert status not in (0, -9)
+    assert seconds < 4 * TIMEOUT
+    assert "NCCL" in output, output[-3000:]

@@ -1,0 +1,339 @@
+"""Lets captures fail at every operator and call in them, one at a time, and checks what is left behind each time.
+
+    torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json
+    torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --stride 40
+    torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --matching ProcessGroup
+
+One model trains on; between two steps its capture is attempted with one fault after another, on one rank or on all.
+After each attempt every rank must have raised the same error, which names the rank that failed, within ``LIMIT``
+seconds, and hooks, parameters, generators, flags, environment and buffers must be what they were. Every few attempts,
+and at the end with graphs, a step must equal that of a model that never captured. Without a GPU it runs on the CPU
+backend.
+"""
+
+import argparse
+import functools
+import gc
+import os
+import re
+import sys
+import time
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+on_cpu = not torch.cuda.is_available()
+if on_cpu:
+    from megatron_fsdp_cuda_graphs import cpu_backend
+
+    torch.set_num_threads(1)
+    cpu_backend.install()
+
+from benchmarks.results_file import command_line, write_results  # noqa: E402
+from tests.support.controls import training_state  # noqa: E402
+from tests.support.training import Case, Trace, Training, train  # noqa: E402
+
+LIMIT = 60.0  # seconds
+STEPS_BETWEEN = 25  # attempts between two steps
+SMALL = Case(hidden=16, heads=2, sequence=8, micro_batch=1, dropout=0.1, warmup=10)
+
+
+class InjectedError(RuntimeError):
+    """An exception in the place of an operator or call."""
+
+
+def _raise(error: type[BaseException]) -> None:
+    raise error("injected fault")
+
+
+def _wait_on_host() -> None:
+    """Wait for the device, which a capture forbids."""
+    if not on_cpu:
+        torch.cuda.current_stream().synchronize()
+        return
+    from megatron_fsdp_cuda_graphs.cpu_backend import capture_state
+
+    capture_state.refuse_while_capturing("injected fault")
+
+
+KINDS: dict[str, Callable[[], None]] = {
+    "exception": lambda: _raise(InjectedError),
+    "memory": lambda: _raise(torch.OutOfMemoryError),
+    "interrupt": lambda: _raise(KeyboardInterrupt),
+    "host sync": _wait_on_host,
+}
+
+
+@dataclass(eq=False)
+class Faults(TorchDispatchMode):
+    """Counts the operators and calls of a capture; at the one of number ``at`` something happens instead.
+
+    Attributes:
+        at: The number, from 0 on; None for never.
+        happens: What happens.
+        captured_only: Whether only those in a stream capture count.
+        names: Of those counted so far.
+        fired: Whether it has happened.
+    """
+
+    at: int | None = None
+    happens: Callable[[], None] = lambda: None
+    captured_only: bool = False
+    names: list[str] = field(default_factory=list)
+    fired: bool = False
+    internal: int = 0  # the CPU backend is at work, which has no counterpart on a GPU
+
+    def __post_init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not self.internal and (not func.namespace.startswith("prof")):
+            self.count(str(func), torch.cuda.is_current_stream_capturing())
+        return func(*args, **(kwargs or {}))
+
+    def count(self, name: str, captured: bool) -> None:
+        """Count one; let it fail if its turn has come."""
+        if self.captured_only and not captured:
+            return
+        self.names.append(name)
+        if len(self.names) - 1 == self.at:
+            self.fired = True
+            self.happens()
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count in this context."""
+        from megatron.core.transformer._cuda_graphs.engine.capture import Capture
+        from megatron.core.transformer._cuda_graphs.engine.capture_time_hooks import CaptureTimeHooks
+
+        with ExitStack() as stack:
+            for owner, name in ((CaptureTimeHooks, "run"), (Capture, "new_graph"), (Capture, "recording")):
+                self._patch(stack, owner, name, counted=True)
+            for name in ("capture_begin", "capture_end"):
+                self._patch(stack, torch.cuda.CUDAGraph, name, counted=name == "capture_begin", internal=on_cpu)
+            if on_cpu:
+                from megatron_fsdp_cuda_graphs.cpu_backend import held_results
+                from megatron_fsdp_cuda_graphs.cpu_backend.tape import Recorder
+
+                for name in held_results._COLLECTIVES:
+                    self._patch(stack, dist.ProcessGroup, name, counted=True, internal=True)
+                self._patch(stack, held_results.HeldWork, "wait", counted=True, internal=True)
+                self._patch(stack, Recorder, "_record", counted=True, captured=True, internal=True)
+            with self:
+                yield
+
+    def _patch(
+        self, stack: ExitStack, owner: Any, name: str, *, counted: bool, captured: bool = False, internal: bool = False
+    ) -> None:
+        call = getattr(owner, name)
+
+        @functools.wraps(call)
+        def patched(*args: Any, **kwargs: Any) -> Any:
+            if counted:
+                shown = str(args[1]) if captured else f"{owner.__name__}.{name}"
+                self.count(shown, captured or torch.cuda.is_current_stream_capturing())
+            self.internal += internal
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.internal -= internal
+
+        stack.enter_context(mock.patch.object(owner, name, patched))
+
+
+def attempt(training: Training, faults: Faults) -> tuple[BaseException | None, float]:
+    """Capture with ``faults``, as if for the first time; return the error and the seconds it took."""
+    training.chunks[0].module.fsdp_hooks.graphed._plans._reduced_once.clear()
+    start = time.perf_counter()
+    try:
+        with faults.counting():
+            training.capture(lambda training: training.helper.create_cudagraphs())
+    except BaseException as error:
+        return error, time.perf_counter() - start
+    return None, time.perf_counter() - start
+
+
+@dataclass
+class Attempts:
+    """All attempts on one model.
+
+    Attributes:
+        steps: For each step of the model what came before.
+        problems: What was not as it should be.
+        passed: Attempts of each kind that left nothing behind.
+        slowest: The longest time between the begin of an attempt and its error, in seconds.
+    """
+
+    training: Training
+    steps: list[str] = field(default_factory=list)
+    problems: list[dict[str, Any]] = field(default_factory=list)
+    passed: Counter = field(default_factory=Counter)
+    counted: Counter = field(default_factory=Counter)
+    slowest: float = 0.0
+    unreached: int = 0  # places that a capture did not come to
+
+    def places(self, captured_only: bool) -> list[str]:
+        """The operators and calls of a capture on this rank."""
+        faults = Faults(captured_only=captured_only)
+        error, _ = attempt(self.training, faults)
+        if error is not None:
+            raise error
+        self.training.helper.delete_cuda_graphs()
+        return faults.names
+
+    def fail(self, kind: str, at: int, on: list[int]) -> None:
+        """Let a capture fail at one place on the ranks ``on``; note what it leaves behind."""
+        before = training_state(self.training)
+        mine = dist.get_rank() in on
+        faults = Faults(at if mine else None, KINDS[kind], captured_only=kind == "host sync")
+        error, seconds = attempt(self.training, faults)
+        problems = self._problems(error, seconds, kind, mine, faults)
+        if error is None:
+            self.training.helper.delete_cuda_graphs()
+        after = training_state(self.training)
+        problems += [f"changed: {key}" for key in before if before[key] != after[key]]
+        self.slowest = max(self.slowest, seconds)
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        name = faults.names[at] if faults.fired else ""
+        dist.all_gather_object(everywhere, (problems, name, str(error)))
+        if not any(name or text != "None" for _, name, text in everywhere):
+            self.unreached += 1  # this capture was shorter
+            return
+        which = f"{kind}, {'all ranks' if len(on) > 1 else 'one rank'}"
+        self.counted[which] += 1
+        if any(found for found, _, _ in everywhere):
+            self.problems.append({"kind": kind, "at": at, "ranks": on, "found": everywhere})
+        else:
+            self.passed[which] += 1
+        if sum(self.counted.values()) % STEPS_BETWEEN == 0:
+            self.step(f"after {which} at {at}: {name}")
+
+    def _problems(
+        self, error: BaseException | None, seconds: float, kind: str, mine: bool, faults: Faults
+    ) -> list[str]:
+        from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
+
+        problems = [] if seconds < LIMIT else [f"the error took {seconds:.0f} s"]
+        if mine and not faults.fired and error is None:  # the other rank may have failed earlier
+            problems.append(f"it has only {len(faults.names)} operators and calls")
+        expected = KeyboardInterrupt if mine and kind == "interrupt" else CaptureFailedError
+        if type(error) is not expected:
+            shown = "" if error is None else "".join(traceback.format_exception(error))[-1500:]
+            problems.append(f"raised {type(error).__name__}: {shown}")
+        elif expected is CaptureFailedError and not all(word in str(error) for word in ("rank", "layer")):
+            problems.append(f"names no rank or layer: {error}")
+        return problems
+
+    def step(self, where: str) -> None:
+        """Train a step."""
+        self.training.step()
+        self.steps.append(where)
+
+    def compare(self, eager: Trace) -> None:
+        """Note where the steps differ, bit for bit, from those of a model that never captured."""
+        found = eager.differences(self.training.trace())
+        everywhere: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, found)
+        if any(everywhere):
+            self.problems.append({"steps": self.steps, "found": everywhere})
+
+
+def run(case: Case, kinds: list[str], stride: int, matching: str) -> dict[str, Any]:
+    """Attempt captures with faults; return what to write down.
+
+    Args:
+        case: What to train.
+        kinds: What happens, each a key of ``KINDS``.
+        stride: A fault is at every so many of the places.
+        matching: The regular expression that the name of a place must match.
+    """
+    training = Training(case, graphs=True)
+    training.make_helper()
+    attempts = Attempts(training)
+    attempts.step("at the beginning")
+    attempts.places(False)  # allocates what later captures find
+    gc.collect()
+    gc.freeze()  # every capture collects garbage, and need not walk through all modules each time
+    start = time.perf_counter()
+    places: dict[str, int] = {}
+    for kind in kinds:
+        captured_only = kind == "host sync"
+        names = attempts.places(captured_only)
+        wanted = [at for at, name in enumerate(names) if re.search(matching, name)]
+        places[kind] = len(wanted)
+        for number, at in enumerate(wanted[stride // 2 :: stride]):
+            ranks = list(range(dist.get_world_size()))
+            if dist.get_rank() == 0:
+                print(f"{kind} at {at} of {len(names)}: {names[at]}", flush=True)  # who hangs leaves it last in the log
+            attempts.fail(kind, at, ranks)
+            if len(ranks) > 1:
+                attempts.fail(kind, at, [ranks[number % len(ranks)]])
+    attempts.step("after all attempts")
+    training.capture(lambda training: training.helper.create_cudagraphs())
+    attempts.step("with graphs")
+    replays = training.trace().replays
+    training.helper.delete_cuda_graphs()
+    attempts.compare(train(replace(case, steps=len(training.losses)), graphs=False))
+    return {
+        "case": str(case),
+        "ranks": dist.get_world_size(),
+        "places": places,
+        "matching": matching,
+        "stride": stride,
+        "attempts": dict(attempts.counted),
+        "passed": dict(attempts.passed),
+        "unreached": attempts.unreached,
+        "steps_compared": len(training.losses),
+        "replays_at_the_end": replays,
+        "slowest_seconds": round(attempts.slowest, 3),
+        "seconds": round(time.perf_counter() - start, 1),
+        "problems": attempts.problems,
+    }
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, required=True, help="where the results go, as JSON")
+    parser.add_argument("--stride", type=int, default=1, help="a fault at every so many places")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="what happens there")
+    parser.add_argument("--matching", default="", help="only at places whose names match this regular expression")
+    parser.add_argument("--layers", type=int, default=2, help="layers of the model")
+    parser.add_argument("--layers-per-graph", type=int, nargs="+", default=[0, 1], help="0 for all")
+    args = parser.parse_args()
+    if not on_cpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("gloo" if on_cpu else "nccl")
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel()
+    results = [
+        run(replace(SMALL, layers=args.layers, layers_per_graph=count), args.kinds, args.stride, args.matching)
+        for count in args.layers_per_graph
+    ]
+    if dist.get_rank() == 0:
+        command = command_line("tests/support/inject_faults.py", sys.argv[1:]).replace(
+            "python", "torchrun --nproc-per-node 2", 1
+        )
+        write_results(args.output, command=command, gpus=dist.get_world_size(), results=results)
+        for result in results:
+            attempts, passed = sum(result["attempts"].values()), sum(result["passed"].values())
+            print(f"{result['case']}: {passed} of {attempts}, slowest {result['slowest_seconds']} s", flush=True)
+    dist.destroy_process_group()
+    if on_cpu:
+        cpu_backend.leave()
+
+
+if __name__ == "__main__":
+    main()

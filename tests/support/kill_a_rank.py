@@ -1,0 +1,111 @@
+"""Kills one of two ranks in the middle of a step of replays, and tells how the other one ends.
+
+    python tests/support/kill_a_rank.py --timeout 30
+
+The ranks are started without torchrun, which would end the survivor too. On GPUs it is NCCL's watchdog that ends it,
+``--timeout`` seconds later; on the CPU backend, where this runs without two GPUs, gloo notices the closed connection.
+"""
+
+import argparse
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+import torch
+import torch.distributed as dist
+
+LAUNCHED = "replays begin"
+
+
+def killed_in_mid_replay(timeout: int, layers_per_graph: int) -> tuple[int, float, str]:
+    """Return the survivor's exit status, how long it outlived the other in seconds, and what it wrote.
+
+    Args:
+        timeout: That of the process groups, in seconds.
+        layers_per_graph: Layers in a graph; 0 for all.
+    """
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    environment = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
+    command = [sys.executable, __file__, "--timeout", str(timeout), "--layers-per-graph", str(layers_per_graph)]
+    survivor, victim = (
+        subprocess.Popen(
+            command,
+            env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    )
+    try:
+        victim.communicate(timeout=300)
+        died = time.monotonic()
+        output, _ = survivor.communicate(timeout=timeout + 120)
+        return survivor.returncode, time.monotonic() - died, output
+    finally:
+        survivor.kill()
+        victim.kill()
+
+
+def train(timeout: int, layers_per_graph: int) -> None:
+    """Train with graphs; the last rank kills itself before its second replay of the second step with graphs."""
+    on_cpu = torch.cuda.device_count() < 2
+    if on_cpu:
+        from megatron_fsdp_cuda_graphs import cpu_backend
+
+        torch.set_num_threads(1)
+        cpu_backend.install()
+    else:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    from megatron.core import parallel_state
+    from tests.support.training import Case, Training
+
+    # The store is the first rank's, which survives.
+    dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timedelta(seconds=timeout))
+    parallel_state.initialize_model_parallel(distributed_timeout_minutes=timeout / 60)
+    training = Training(Case(layers=2, warmup=2, layers_per_graph=layers_per_graph), graphs=True)
+    training.make_helper()
+    training.step()
+    training.step()
+    training.capture(lambda training: training.helper.create_cudagraphs())
+    training.step()
+    print(LAUNCHED, flush=True)
+    if dist.get_rank() == dist.get_world_size() - 1:
+        replay, replays = torch.cuda.CUDAGraph.replay, []
+
+        def die(graph: torch.cuda.CUDAGraph) -> None:
+            replays.append(graph)
+            if len(replays) == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+            replay(graph)
+
+        torch.cuda.CUDAGraph.replay = die
+    for _ in range(10):
+        training.step()
+
+
+def main() -> None:
+    """Run the command line: a rank where there is one, the parent of both otherwise."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--timeout", type=int, default=30, help="timeout of the process groups in seconds")
+    parser.add_argument("--layers-per-graph", type=int, default=0, help="0 for all layers")
+    args = parser.parse_args()
+    if "RANK" in os.environ:
+        train(args.timeout, args.layers_per_graph)
+        return
+    status, seconds, output = killed_in_mid_replay(args.timeout, args.layers_per_graph)
+    print(output[-3000:])
+    print(f"the other rank ended {seconds:.1f} s after the one that was killed, with status {status}")
+
+
+if __name__ == "__main__":
+    main()

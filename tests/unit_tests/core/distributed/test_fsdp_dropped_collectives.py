@@ -1,0 +1,134 @@
+"""fsdp_dropped_collectives: after a failure both pipelines are as before, and nothing was communicated for it."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core.distributed.fsdp.src.megatron_fsdp import fsdp_unit_plan
+from megatron.core.distributed.fsdp.src.megatron_fsdp.fsdp_dropped_collectives import (
+    drop_collectives,
+    take_back_unlaunched,
+)
+from megatron_fsdp_cuda_graphs.cpu_backend.held_results import HeldWork
+
+from .fsdp_variants import Variant, small
+
+
+class Fault(Exception):
+    """Raised in a collective."""
+
+
+@pytest.fixture
+def fsdp(ranks):
+    wrapped = Variant(small(layers=3)).build().module
+    wrapped._replace_param_with_raw_if_needed()
+    return wrapped
+
+
+@pytest.fixture
+def layers(fsdp):
+    return list(fsdp.module.decoder.layers)
+
+
+def fail(*args, **kwargs):
+    raise Fault
+
+
+def gather(fsdp, layer):
+    fsdp.all_gather_and_wait_parameters_ready(list(layer.parameters()), prefetch=False)
+
+
+def status_of(fsdp, layer):
+    buckets = {fsdp.param_and_grad_buffer.param_to_param_group[param] for param in layer.parameters()}
+    return {fsdp.all_gather_pipeline.bucket_status[bucket, False].name for bucket in buckets}
+
+
+def taken(fsdp):
+    group = next(group for group in fsdp.param_and_grad_buffer.parameter_groups if group.fsdp_unit_id is not None)
+    buffers = group.model_weight_buffer, group.main_grad_buffer
+    return [dict(buffer.temporary_bucket_allocator.using_buffer) for buffer in buffers]
+
+
+# Before torch knows of the gather, as it allocates its bucket; as it is launched; as it is waited for.
+@pytest.mark.parametrize(
+    ("owner", "name", "launched"),
+    [
+        (dist, "all_gather_into_tensor", False),
+        (dist.ProcessGroup, "allgather_into_tensor_coalesced", False),
+        (HeldWork, "wait", True),
+    ],
+)
+def test_a_gather_that_failed_can_be_launched_again_unless_it_was(fsdp, layers, owner, name, launched):
+    with mock.patch.object(owner, name, fail), pytest.raises(Fault):
+        gather(fsdp, layers[0])
+    take_back_unlaunched(fsdp)
+    assert status_of(fsdp, layers[0]) == {"READY_TO_USE" if launched else "EMPTY"}
+    assert bool(taken(fsdp)[0]) == launched
+    with mock.patch.object(dist, "all_gather_into_tensor", wraps=dist.all_gather_into_tensor) as launches:
+        gather(fsdp, layers[0])
+    assert bool(launches.call_count) != launched
+    assert status_of(fsdp, layers[0]) == {"READY_TO_USE"}
+    fsdp.fsdp_hooks.graphed.release_all()
+    assert taken(fsdp) == [{}, {}]
+
+
+def test_what_is_in_flight_ends_and_gradient_buckets_are_freed(fsdp, layers):
+    fsdp.all_gather_pipeline.all_gather_params(list(layers[0].parameters()))
+    for param in layers[1].parameters():
+        param.main_grad = param.get_main_grad()
+    assert all(taken(fsdp))
+    with mock.patch.object(dist.ProcessGroup, "allgather_into_tensor_coalesced", fail):
+        drop_collectives(fsdp)
+    assert fsdp.all_gather_pipeline.param_gather_event_map == {}
+    assert status_of(fsdp, layers[0]) == {"READY_TO_USE"}
+    assert taken(fsdp)[1] == {}
+    assert all(param.main_grad is None for param in layers[1].parameters())
+
+
+class TestCollectivesThatAllRanksJoin:
+    @pytest.fixture
+    def graphed(self, fsdp):
+        return fsdp.fsdp_hooks.graphed
+
+    @pytest.mark.parametrize("capturing", [False, True])
+    def test_are_launched_again_during_a_capture_and_the_failure_goes_on(self, graphed, capturing):
+        graphed.capturing = capturing
+        calls = []
+
+        def communicate():
+            calls.append(1)
+            raise Fault(len(calls))
+
+        with pytest.raises(Fault, match="1"):
+            graphed.joined_by_all_ranks(communicate)
+        assert len(calls) == 1 + capturing
+
+    def test_are_not_while_a_chain_is_recorded(self, graphed):
+        graphed.capturing, graphed.recorded_chain = True, mock.Mock()
+        communicate = mock.Mock(side_effect=Fault)
+        with pytest.raises(Fault):
+            graphed.joined_by_all_ranks(communicate)
+        assert communicate.call_count == 1
+
+    def test_are_launched_once_if_nothing_fails(self, graphed):
+        graphed.capturing = True
+        communicate = mock.Mock()
+        graphed.joined_by_all_ranks(communicate)
+        assert communicate.call_count == 1
+
+    @pytest.mark.parametrize("launched", [False, True])
+    def test_a_reduction_is_not_launched_twice(self, fsdp, graphed, launched):
+        units = list(fsdp.fsdp_hooks._fsdp_units.values())
+        reduce = mock.Mock(side_effect=[Fault, True])
+        pipeline = fsdp.grad_reduce_pipeline
+        graphed.capturing = True
+        with (
+            mock.patch.object(pipeline, "_bucket_group_gradient_reduce", reduce),
+            mock.patch.object(fsdp_unit_plan, "launches_of", return_value=lambda: launched or reduce.call_count > 1),
+            pytest.raises(Fault),
+        ):
+            graphed.joined_by_all_ranks(lambda: graphed._plans.set_up_communicators(units))
+        assert reduce.call_count == (1 if launched else 2)
+        torch.cuda.synchronize()

@@ -1,0 +1,161 @@
+"""agreement: threads stand for ranks, which share a store."""
+
+import threading
+from datetime import timedelta
+
+import pytest
+import torch
+from torch.distributed import HashStore, distributed_c10d
+
+from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
+from megatron.core.transformer._cuda_graphs.te import agreement
+from megatron.core.transformer._cuda_graphs.te.agreement import Ballot, CaptureAgreement, Failure
+
+LIMIT = 20  # seconds
+OUT_OF_MEMORY = Failure(1, "layer 2 (Layer), forward", "OutOfMemoryError: none left")
+
+
+A_FAULT = RuntimeError("a fault")
+
+
+class Group:
+    """What of a process group the store needs to know."""
+
+    def __init__(self, size, name="0"):
+        self._size, self.group_name = size, name
+
+    def size(self):
+        return self._size
+
+
+@pytest.fixture(autouse=True)
+def _store(monkeypatch):
+    store = HashStore()
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: int(threading.current_thread().name))
+
+
+def on_ranks(count, run):
+    """What ``run(rank)`` returns or raises in a thread for each rank."""
+    results: list = [None] * count
+
+    def call(rank):
+        try:
+            results[rank] = run(rank)
+        except Exception as error:
+            results[rank] = error
+
+    threads = [threading.Thread(target=call, args=(rank,), name=str(rank), daemon=True) for rank in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+    return results
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_a_vote_of_all_passes_as_often_as_they_vote(size):
+    def run(rank):
+        ballot = Ballot(Group(size))
+        return [ballot.vote() for _ in range(5)]
+
+    assert on_ranks(size, run) == [[None] * 5] * size
+
+
+def test_no_rank_gets_ahead_of_another():
+    order = []
+
+    def run(rank):
+        ballot = Ballot(Group(2))
+        for number in range(20):
+            order.append((number, rank))
+            ballot.vote()
+
+    on_ranks(2, run)
+    assert [number for number, _ in order] == sorted(number for number, _ in order)
+
+
+def test_a_failure_reaches_the_others_before_they_have_all_voted():
+    def run(rank):
+        if rank == 2:
+            return None  # never votes
+        return Ballot(Group(3)).vote(OUT_OF_MEMORY if rank == 1 else None)
+
+    assert on_ranks(3, run) == [OUT_OF_MEMORY, OUT_OF_MEMORY, None]
+
+
+def test_all_get_the_same_of_several_failures():
+    def run(rank):
+        return Ballot(Group(3)).vote(Failure(rank, "somewhere", "something"))
+
+    first, *others = on_ranks(3, run)
+    assert first.rank in range(3)
+    assert others == [first, first]
+
+
+def test_a_later_capture_has_votes_of_its_own():
+    def run(rank):
+        failed = Ballot(Group(2)).vote(OUT_OF_MEMORY if rank == 1 else None)
+        return failed, Ballot(Group(2)).vote()
+
+    assert on_ranks(2, run) == [(OUT_OF_MEMORY, None)] * 2
+
+
+def test_groups_vote_apart():
+    def run(rank):
+        return Ballot(Group(2, name=str(rank // 2))).vote(OUT_OF_MEMORY if rank == 1 else None)
+
+    assert on_ranks(4, run) == [OUT_OF_MEMORY, OUT_OF_MEMORY, None, None]
+
+
+def test_a_rank_that_never_votes_is_an_error(monkeypatch):
+    monkeypatch.setattr(agreement, "_PATIENCE", timedelta(milliseconds=100))
+    (error, _) = on_ranks(2, lambda rank: Ballot(Group(2)).vote() if rank == 0 else None)
+    assert isinstance(error, RuntimeError)
+    assert "gave no sign of life for 0:00:00.1" in str(error)
+
+
+def test_ranks_that_cannot_communicate_vote_alone(monkeypatch):
+    monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "fake")
+    assert Ballot(Group(4)).vote() is None
+    assert Ballot(Group(4)).vote(OUT_OF_MEMORY) == OUT_OF_MEMORY
+
+
+class TestCaptures:
+    """Four ranks in two pipeline stages, of one and two layers."""
+
+    def capture(self, fails_on=None, error=A_FAULT):
+        def run(rank):
+            stage = rank // 2
+            agreed = CaptureAgreement(Group(2, f"stage {stage}"), Group(2, f"pipeline {rank % 2}"))
+            try:
+                agreed.begin("before the first layer")
+                for layer in range(stage + 1):
+                    agreed.begin(f"layer {layer}, forward")
+                    if (rank, layer) == fails_on:
+                        raise error
+                agreed.finish()
+            except Exception as raised:
+                raise agreed.failed(raised) from raised
+
+        return on_ranks(4, run)
+
+    def test_succeed_together(self):
+        assert self.capture() == [None] * 4
+
+    @pytest.mark.parametrize("fails_on", [(0, 0), (1, 0), (2, 0), (3, 1)])
+    def test_fail_together_and_say_on_which_rank_and_in_which_layer(self, fails_on):
+        errors = self.capture(fails_on)
+        assert {type(error) for error in errors} == {CaptureFailedError}
+        rank, layer = fails_on
+        expected = f"CUDA graph capture failed on rank {rank}, layer {layer}, forward: RuntimeError: a fault"
+        assert {str(error) for error in errors} == {expected}
+        assert str(errors[rank].__cause__) == "a fault"
+
+    def test_a_capture_inside_another_that_failed_is_a_cause_like_any_other(self):
+        errors = self.capture((0, 0), CaptureFailedError("of another helper"))
+        assert {str(error) for error in errors} == {
+            "CUDA graph capture failed on rank 0, layer 0, forward: CaptureFailedError: of another helper"
+        }
