@@ -269,10 +269,6 @@ def with_own_forward(model):
     model.forward = model.forward
 
 
-def with_full_recompute(model):
-    model.config.recompute_granularity = "full"
-
-
 @pytest.mark.parametrize(
     ("case", "change", "reason"),
     [
@@ -283,7 +279,6 @@ def with_full_recompute(model):
         ({}, with_parameter_hook, "parameter embedding.word_embeddings.weight has hooks"),
         ({}, with_gradient_hook, "parameter embedding.word_embeddings.weight has hooks"),
         ({}, with_own_forward, "GPTModel is no GPTModel with its own forward"),
-        ({}, with_full_recompute, "whole layers are recomputed"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

@@ -49,7 +49,6 @@ def against_whole_model(model: Any | None, config: Any) -> str:
         ("FP8 and FP4 keep statistics outside of graphs", config.fp8 or config.fp4),
         ("weight gradients are delayed (--delay-wgrad-compute)", config.delay_wgrad_compute),
         ("activations are offloaded", config.fine_grained_activation_offloading),
-        ("whole layers are recomputed (--recompute-granularity full)", config.recompute_granularity == "full"),
         ("the sequence is divided among context-parallel ranks", config.context_parallel_size > 1),
         ("the position embedding is multimodal", model.position_embedding_type == "mrope"),
         (

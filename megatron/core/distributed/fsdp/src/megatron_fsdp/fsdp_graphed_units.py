@@ -137,7 +137,7 @@ class GraphedUnits:
                     fsdp._replace_param_with_distributed_if_needed()
 
     def joined_by_all_ranks(self, communicate: Callable[[], None]) -> None:
-        """Call ``communicate``; if it fails during a capture, once more before the exception goes on.
+        """Call ``communicate``, in a capture; if it fails, once more before the exception goes on.
 
         A rank that fails before its collective would leave the others waiting in theirs. ``communicate`` launches only
         what it has not launched before.
@@ -145,7 +145,7 @@ class GraphedUnits:
         try:
             communicate()
         except BaseException:
-            if self.capturing and self.recorded_chain is None:
+            if self.recorded_chain is None:
                 take_back_unlaunched(self._fsdp)
                 with suppress(Exception):
                     communicate()

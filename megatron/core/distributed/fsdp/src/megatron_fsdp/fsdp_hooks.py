@@ -206,13 +206,7 @@ class FsdpHooks:
                 plan.gather("forward")
                 self.graphed.parameters_gathered(module, "forward")
                 return
-        self.graphed.joined_by_all_ranks(
-            lambda: self.fsdp.all_gather_and_wait_parameters_ready(
-                params=self._parameters_to_gather(module, "forward"),
-                prefetch=not recomputing,
-                prefetch_order=PrefetchOrder.FORWARD_PASS_ORDER,
-            )
-        )
+        self._gather(module, "forward", prefetch=not recomputing)
         self.graphed.parameters_gathered(module, "forward")
 
     @torch.compiler.disable
@@ -229,13 +223,7 @@ class FsdpHooks:
         if plan is not None:
             plan.gather("backward")
         else:
-            self.graphed.joined_by_all_ranks(
-                lambda: self.fsdp.all_gather_and_wait_parameters_ready(
-                    self._parameters_to_gather(module, "backward"),
-                    prefetch_order=PrefetchOrder.BACKWARD_PASS_ORDER,
-                    bwd=True,
-                )
-            )
+            self._gather(module, "backward")
         self.graphed.parameters_gathered(module, "backward")
         if plan is not None:
             plan.claim()
@@ -246,6 +234,22 @@ class FsdpHooks:
         for param in self.graphed.fused_gradients(module):
             param.main_grad = param.get_main_grad()
         self.graphed.gradients_claimed(module)
+
+    def _gather(
+        self, module: torch.nn.Module, direction: Literal["forward", "backward"], *, prefetch: bool = True
+    ) -> None:
+        backward = direction == "backward"
+        gather = partial(
+            self.fsdp.all_gather_and_wait_parameters_ready,
+            self._parameters_to_gather(module, direction),
+            prefetch=prefetch,
+            prefetch_order=PrefetchOrder.BACKWARD_PASS_ORDER if backward else PrefetchOrder.FORWARD_PASS_ORDER,
+            bwd=backward,
+        )
+        if self.graphed.capturing:
+            self.graphed.joined_by_all_ranks(gather)
+        else:
+            gather()
 
     def _parameters_to_gather(
         self, module: torch.nn.Module, direction: Literal["forward", "backward"]
