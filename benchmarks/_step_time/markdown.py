@@ -16,11 +16,13 @@ NAMES = {
 }
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 WITH_OPTIMIZER = "+optimizer"
+WHOLE_MODEL = "native:MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH=model"
 HEADER = (
     "ms per step",
     "to eager",
     "to one graph for all passes",
     "to compute",
+    "memory: MiB",
     "capture: s",
     "launches and replays",
     "equal steps",
@@ -37,6 +39,8 @@ def heading_of(configuration: str, results: Mapping[str, Any]) -> str:
 
 def variant_name(variant: str) -> str:
     """Say what a variant of ``step_time.py`` is."""
+    if variant == WHOLE_MODEL:
+        return "graphs of the whole model, this engine"
     name, colon, more = variant.partition(":")
     base = name.removesuffix(WITH_OPTIMIZER)
     text = NAMES[base] + ", the optimizer's graph" * (base != name)
@@ -54,8 +58,11 @@ def section(results: Mapping[str, Any]) -> str:
 
 
 def _table(title: str, rows: list[dict[str, Any]]) -> str:
-    lines = [f"| {title} | {' | '.join(HEADER)} |", "|---" * (len(HEADER) + 1) + "|"]
-    lines += [f"| {variant_name(row['variant'])} | {' | '.join(_cells(row))} |" for row in rows]
+    table = [list(HEADER), *map(_cells, rows)]
+    filled = [column for column in zip(*table, strict=True) if any(column[1:])]
+    names = [title, *(variant_name(row["variant"]) for row in rows)]
+    lines = [f"| {name} | {' | '.join(cells)} |" for name, cells in zip(names, zip(*filled, strict=True), strict=True)]
+    lines.insert(1, "|---" * (len(filled) + 1) + "|")
     return "\n".join(lines) + "\n"
 
 
@@ -69,7 +76,9 @@ def _cells(row: dict[str, Any]) -> list[str]:
         equal += " (two runs differ)"
     captured = f"{row['capture_seconds']:.2f}" if row["graphs"] else ""
     ratios = [_number(row[f"ratio_to_{other}"]) for other in ("eager", "full_iteration", "compute")]
-    return [f"{row['ms']:.1f}", *ratios, captured, launches, equal]
+    reserved = row.get("reserved_mib")
+    memory = "" if not reserved else str(reserved)
+    return [f"{row['ms']:.1f}", *ratios, memory, captured, launches, equal]
 
 
 def _number(value: float | None) -> str:

@@ -17,7 +17,7 @@ EMPTY = f"# A project\n\n{readme_table.COMMENT.format('')}\n{readme_table.END}\n
 
 
 def row(variant: str, **more: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"variant": variant, "ms": 12.34, "max_reserved_mib": 2048, "graphs": 0}
+    found: dict[str, Any] = {"variant": variant, "ms": 12.34, "reserved_mib": 2048, "graphs": 0}
     found |= {"capture_seconds": 0.0, "steps": 40, "reference": None, "equal_steps": None}
     return found | {f"ratio_to_{other}": None for other in ("eager", "full_iteration", "compute")} | more
 
@@ -50,7 +50,7 @@ def test_a_row_says_ratios_capture_launches_and_equal_steps():
         "12.3",
         "0.50",
         "1.05",
-        "",
+        "2048",
         "0.46",
         "123 + 32",
         "39 of 40",
@@ -58,7 +58,16 @@ def test_a_row_says_ratios_capture_launches_and_equal_steps():
 
 
 def test_eager_has_no_capture_and_no_reference():
-    assert cells(row("eager"))[5:] == ["", "", ""]
+    line = markdown.section(results(row("eager"), NATIVE)).splitlines()[-2]
+    assert [cell.strip() for cell in line.strip("|").split("|")][-4:] == ["2048", "", "", ""]
+
+
+def test_columns_without_a_value_are_left_out():
+    assert cells(row("eager", reserved_mib=0)) == ["Megatron-FSDP, eager", "12.3"]
+
+
+def test_graphs_of_the_whole_model_have_a_name_of_their_own():
+    assert markdown.variant_name(markdown.WHOLE_MODEL) == "graphs of the whole model, this engine"
 
 
 def test_what_failed_is_in_the_table_with_its_error():
@@ -73,7 +82,8 @@ def test_every_row_has_as_many_cells_as_the_header():
     failed = {"variant": "te", "error": "a | b"}
     lines = markdown.section(results(row("eager"), NATIVE, failed)).splitlines()
     table = [line for line in lines if line.startswith("|")]
-    assert [line.count("|") for line in table] == [len(markdown.HEADER) + 2] * 5
+    assert len({line.count("|") for line in table}) == 1
+    assert len(table) == 5
 
 
 def test_tables_stand_behind_hardware_versions_and_command():
