@@ -1,7 +1,7 @@
 """A model of a step under Megatron-FSDP (ZeRO-3), fitted on measured runs, checked on others, asked about larger ones.
 
     python benchmarks/step_model.py --output benchmarks/results/step_model.json \\
-        --fit benchmarks/results/step_time.json benchmarks/results/step_time_log/b_chains.json \\
+        --fit benchmarks/results/step_time_log/a_b_profiled.json benchmarks/results/step_time_log/b_chains.json \\
         --check benchmarks/results/step_time_variants.json benchmarks/results/step_time_log/chains.json
 
 Files are of ``step_time.py`` and ``scaling.py``; dense models, eager and with this project's graphs. Each is taken for

@@ -274,13 +274,6 @@ _NOT_TRIED = [
         _STAGES,
     ),
     _not_tried(
-        "latent attention",
-        "--multi-latent-attention",
-        lambda options: bool(options.get("multi_latent_attention")),
-        "; it needs TransformerEngine",
-        _GPU_FLAGS,
-    ),
-    _not_tried(
         "context parallel",
         "--context-parallel-size",
         lambda options: int(options.get("context_parallel_size", 1)) > 1,
@@ -411,6 +404,12 @@ _WORKS = [
         "--fp8-format, --fp8-recipe delayed or tensorwise",
         lambda o: bool(o.get("fp8")) and not _quantized_parameters(o),
         _GPU,
+    ),
+    _works(
+        "latent attention",
+        "--multi-latent-attention",
+        lambda options: bool(options.get("multi_latent_attention")),
+        _GPU_FLAGS,
     ),
 ]
 
