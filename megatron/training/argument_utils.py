@@ -1,4 +1,4 @@
-"""The configuration of a model from Megatron's arguments, with ``cuda_graph_fallback``.
+"""The configuration of a model from Megatron's arguments, with this project's own options of CUDA graphs.
 
 Everything else in this module is megatron-core's.
 """
@@ -6,7 +6,7 @@ Everything else in this module is megatron-core's.
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.transformer._cuda_graphs.fallback import FALLBACKS
+from megatron.core.transformer._cuda_graphs.own_options import give_to_config
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
@@ -17,7 +17,7 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 def core_transformer_config_from_args(args: argparse.Namespace, config_class: type | None = None) -> Any:
-    """Return megatron-core's configuration of a model, with ``cuda_graph_fallback`` for ``TECudaGraphHelper``."""
+    """Return megatron-core's configuration of a model, with the own options for ``TECudaGraphHelper``."""
     config = _upstream.core_transformer_config_from_args(args, config_class)
-    config.cuda_graph_fallback = getattr(args, "cuda_graph_fallback", FALLBACKS[0])
+    give_to_config(args, config)
     return config

@@ -6,7 +6,7 @@ Everything else of megatron-core's module of this path is megatron-core's own.
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.transformer._cuda_graphs.fallback import add_fallback_argument, check_fallback
+from megatron.core.transformer._cuda_graphs import own_options
 from megatron.core.transformer._cuda_graphs.flag_table import MODULES
 from megatron.core.transformer._cuda_graphs.fsdp_checks import check_flags, warn_of_flags
 from megatron_fsdp_cuda_graphs.overlay import extend
@@ -19,8 +19,8 @@ if TYPE_CHECKING:  # names that are megatron-core's own
 
 
 def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Add megatron-core's arguments to ``parser``, and ``--cuda-graph-fallback``; return it."""
-    return add_fallback_argument(_upstream.add_megatron_arguments(parser))
+    """Add megatron-core's arguments to ``parser``, and this project's own of CUDA graphs; return it."""
+    return own_options.add_arguments(_upstream.add_megatron_arguments(parser))
 
 
 def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:
@@ -34,7 +34,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     """
     check_flags(args)
     args = _upstream.validate_args(args, defaults or {})
-    check_fallback(args)
+    own_options.check_arguments(args)
     check_flags(args)
     warn_of_flags(args)
     return args

@@ -60,7 +60,7 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
                 raise RuntimeError(
                     f"{type(self).__name__} has got or lost hooks since it was captured with its neighbours, where "
                     "hooks do not run at replays. Register them before capture, or set "
-                    "MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH=1"
+                    "--cuda-graph-layers-per-graph 1"
                 )
             return self._te_cuda_graph_replay(*args, **kwargs)
         # torch runs the hooks around the current `forward`. Not through __call__, which would run the eager layer that

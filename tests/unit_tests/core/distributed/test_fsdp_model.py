@@ -301,5 +301,5 @@ def test_where_the_whole_model_cannot_be_captured_its_layers_are_and_the_reason_
         assert training.helper.model_graphs is None
         assert all(layer.cuda_graphs for layer in training.layers)
         assert training.fsdp.fsdp_hooks.model_passes is None
-    (message,) = [record.message for record in caplog.records if "only layers are captured" in record.message]
-    assert f"MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH=model: only layers are captured, because {reason}" in message
+    (message,) = [record.message for record in caplog.records if "its layers are captured" in record.message]
+    assert f"instead of the whole model its layers are captured, because {reason}" in message

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_unflatten
 from .gradient_sink import AroundBackward
 from .slot import GraphedSlot
 
-APART = "Set MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH=1, a graph for each layer,"
+APART = "Set --cuda-graph-layers-per-graph 1, a graph for each layer,"
 Phase = Literal["forward", "backward"]
 
 

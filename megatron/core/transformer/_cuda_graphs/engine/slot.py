@@ -397,7 +397,7 @@ class GraphedSlot:
             raise RuntimeError(
                 f"{self.name} cannot be in one graph with {previous.name}, which must return one tensor that requires "
                 f"grad and take the same keywords: it returned {len(previous._outputs)} and takes "
-                f"{sorted(previous.kwargs)}, not {sorted(self.kwargs)}. Set MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH=1"
+                f"{sorted(previous.kwargs)}, not {sorted(self.kwargs)}. Set --cuda-graph-layers-per-graph 1"
             )
         self.args = (output.detach().requires_grad_(), *self.args[1:])
         self.kwargs = {name: previous.kwargs[name] for name in self.kwargs}

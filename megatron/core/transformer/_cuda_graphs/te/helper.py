@@ -27,14 +27,14 @@ from ..engine.preserve import preserve_buffers
 from ..engine.rng import preserve_rng
 from ..engine.te_engine import recover_te_engine
 from ..errors import ArgumentError, CallOrderError, CaptureFailedError, OptionsError
-from ..fallback import FALLBACKS
 from ..fsdp_checks import check_fsdp_options
 from ..hooks import extracted_hooks, number_of_hooks
 from ..layer_graph import LayerGraph, LayerGraphs, static_inputs
+from ..own_options import FALLBACKS, WHOLE_MODEL, layers_per_graph
 from .address_guard import GuardedLayer, guard_layers
 from .agreement import CaptureAgreement
 from .backends import choose_backend
-from .consecutive_layers import LAYERS_VARIABLE, WHOLE_MODEL, consecutive, whole_model_asked_for
+from .consecutive_layers import consecutive
 from .layers import _layer_is_graphable, decoder_layers, language_model_of
 from .order import PassOrder, convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
 from .sample_inputs import (
@@ -100,6 +100,7 @@ class TECudaGraphHelper:
             )
         if getattr(config, "cuda_graph_fallback", "error") not in FALLBACKS:
             raise OptionsError(f"--cuda-graph-fallback must be one of {FALLBACKS}, got {config.cuda_graph_fallback!r}")
+        layers_per_graph(config)
         if problem := allocator_problem():
             raise OptionsError(problem)
         self.model, self.optimizers = model, optimizers
@@ -245,12 +246,14 @@ class TECudaGraphHelper:
         if any(between) or config.fine_grained_activation_offloading or not self._one_graph_serves_all():
             return []
         chains: list[Chain] = []
+        limit = layers_per_graph(config)
         first = 0
         for chunk, with_decoder, layers in zip(
             self.model, self.chunks_with_decoder, self.callables_per_chunk, strict=True
         ):
             fsdp: Any = _fsdp_of(chunk)
-            pieces = consecutive(decoder_layers(with_decoder), layers, sample_kwargs[first:]) if layers else []
+            most = limit if isinstance(limit, int) else len(layers)
+            pieces = consecutive(decoder_layers(with_decoder), layers, sample_kwargs[first:], most) if layers else []
             for piece in pieces:
                 owner = fsdp.chain([layers[i] for i in piece])
                 if owner is not None:
@@ -462,11 +465,11 @@ class TECudaGraphHelper:
 
     def _captures_whole_model(self) -> bool:
         """Whether the whole model is captured. If that was asked for and cannot be, log the reason."""
-        if not whole_model_asked_for():
+        if layers_per_graph(self.config) != WHOLE_MODEL:
             return False
         reason = self._against_whole_model()
         if reason:
-            self._log(logging.WARNING, f"{LAYERS_VARIABLE}={WHOLE_MODEL}: only layers are captured, because {reason}")
+            self._log(logging.WARNING, f"instead of the whole model its layers are captured, because {reason}")
         return not reason
 
     def _against_whole_model(self) -> str:

@@ -6,26 +6,16 @@ import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_HANDLER, runs_outside_graphs
-from megatron.core.transformer._cuda_graphs.te.consecutive_layers import (
-    LAYERS_VARIABLE,
-    consecutive,
-    layers_per_graph,
-    whole_model_asked_for,
-)
-
-
-@pytest.fixture(autouse=True)
-def _not_limited(monkeypatch):
-    monkeypatch.delenv(LAYERS_VARIABLE, raising=False)
+from megatron.core.transformer._cuda_graphs.te.consecutive_layers import consecutive
 
 
 def decoder(count=6):
     return [torch.nn.Identity() for _ in range(count)]
 
 
-def pieces(layers, captured=None, kwargs=None):
+def pieces(layers, captured=None, kwargs=None, most=100):
     captured = layers if captured is None else captured
-    return [list(piece) for piece in consecutive(layers, captured, kwargs or [{}] * len(captured))]
+    return [list(piece) for piece in consecutive(layers, captured, kwargs or [{}] * len(captured), most)]
 
 
 def test_all_layers_follow_each_other():
@@ -47,9 +37,8 @@ def test_a_layer_alone_is_no_piece(count):
         (100, [[0, 1, 2, 3, 4, 5]]),
     ],
 )
-def test_a_graph_holds_at_most_as_many_layers_as_the_variable_says(monkeypatch, most, expected):
-    monkeypatch.setenv(LAYERS_VARIABLE, str(most))
-    assert pieces(decoder()) == expected
+def test_a_piece_has_a_limit(most, expected):
+    assert pieces(decoder(), most=most) == expected
 
 
 def test_a_layer_that_is_not_captured_divides_those_around_it():
@@ -92,29 +81,3 @@ def test_hooks_of_megatron_fsdp_are_recorded_with_the_layers():
 def test_layers_that_take_other_keyword_inputs_do_not_follow_each_other(other):
     kwargs = [{"mask": torch.zeros(2)}, {"mask": torch.ones(2)}, other, other]
     assert pieces(decoder(4), kwargs=kwargs) == [[0, 1], [2, 3]]
-
-
-@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", " ", "Model"])
-def test_a_limit_that_is_no_number_of_layers_is_refused(monkeypatch, value):
-    monkeypatch.setenv(LAYERS_VARIABLE, value)
-    with pytest.raises(
-        ValueError,
-        match=f"{LAYERS_VARIABLE} must be a positive number of layers, or 'model' for the whole model, got '{value}'",
-    ):
-        consecutive(decoder(), decoder(), [{}] * 6)
-
-
-def test_an_empty_limit_is_none(monkeypatch):
-    monkeypatch.setenv(LAYERS_VARIABLE, "")
-    assert layers_per_graph() is None
-
-
-@pytest.mark.parametrize(("value", "asked_for"), [("", False), ("2", False), ("model", True)])
-def test_the_variable_can_ask_for_the_whole_model(monkeypatch, value, asked_for):
-    monkeypatch.setenv(LAYERS_VARIABLE, value)
-    assert whole_model_asked_for() is asked_for
-
-
-def test_of_a_model_that_cannot_be_captured_whole_all_layers_are_one_piece(monkeypatch):
-    monkeypatch.setenv(LAYERS_VARIABLE, "model")
-    assert pieces(decoder()) == [[0, 1, 2, 3, 4, 5]]

@@ -1,0 +1,89 @@
+"""Flags of per-layer CUDA graphs that megatron-core does not have: ``--cuda-graph-fallback`` and
+``--cuda-graph-layers-per-graph``.
+
+A configuration has them as attributes ``cuda_graph_fallback`` and ``cuda_graph_layers_per_graph``, or lacks them.
+"""
+
+import argparse
+import os
+from typing import Any, Literal
+
+FALLBACKS = ("error", "eager")
+LAYERS_VARIABLE = "MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH"
+WHOLE_MODEL: Literal["model"] = "model"
+_LAYERS_FLAG = "--cuda-graph-layers-per-graph"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add the flags to ``parser`` and return it."""
+    group = parser.add_argument_group(title="CUDA graphs")
+    group.add_argument(
+        "--cuda-graph-fallback",
+        choices=FALLBACKS,
+        default=FALLBACKS[0],
+        help="What happens if the layers cannot be captured (--cuda-graph-impl transformer_engine): error ends the "
+        "training with the layer, the rank and the cause; eager warns of the same and trains on without CUDA graphs.",
+    )
+    group.add_argument(
+        _LAYERS_FLAG,
+        metavar=f"K|{WHOLE_MODEL}",
+        help="With --use-megatron-fsdp and --cuda-graph-impl transformer_engine: how many consecutive layers are "
+        f"recorded in one CUDA graph (default: all), or {WHOLE_MODEL} for all that a dense model computes, from tokens "
+        f"to losses. Also the environment variable {LAYERS_VARIABLE}.",
+    )
+    return parser
+
+
+def check_arguments(args: Any) -> None:
+    """Check that the parsed ``args`` have graphs that the flags are about.
+
+    Raises:
+        ValueError: names the flags.
+    """
+    fallback = getattr(args, "cuda_graph_fallback", FALLBACKS[0])
+    if fallback != FALLBACKS[0] and args.cuda_graph_impl != "transformer_engine":
+        raise ValueError(
+            f"--cuda-graph-fallback {fallback} needs --cuda-graph-impl transformer_engine, got "
+            f"{args.cuda_graph_impl}: leave it out"
+        )
+    given = getattr(args, "cuda_graph_layers_per_graph", None)
+    if given is None:
+        return
+    _parsed(given, _LAYERS_FLAG)
+    if not args.use_megatron_fsdp or args.cuda_graph_impl != "transformer_engine":
+        raise ValueError(
+            f"{_LAYERS_FLAG} needs --use-megatron-fsdp and --cuda-graph-impl transformer_engine: leave it out"
+        )
+
+
+def give_to_config(args: Any, config: Any) -> None:
+    """Let the ``TransformerConfig`` of a model have what ``args`` say."""
+    config.cuda_graph_fallback = getattr(args, "cuda_graph_fallback", FALLBACKS[0])
+    config.cuda_graph_layers_per_graph = getattr(args, "cuda_graph_layers_per_graph", None)
+
+
+def layers_per_graph(config: Any) -> int | Literal["model"] | None:
+    """The greatest number of layers in one graph, ``model`` for the whole model, or None for all layers.
+
+    The environment variable counts if ``config`` says nothing.
+
+    Raises:
+        ValueError: it is neither a positive integer nor ``model``.
+    """
+    given = getattr(config, "cuda_graph_layers_per_graph", None)
+    if given is not None:
+        return _parsed(given, _LAYERS_FLAG)
+    return _parsed(os.environ.get(LAYERS_VARIABLE, ""), LAYERS_VARIABLE)
+
+
+def _parsed(given: int | str, name: str) -> int | Literal["model"] | None:
+    text = str(given)
+    if not text:
+        return None
+    if text == WHOLE_MODEL:
+        return WHOLE_MODEL
+    if not text.isdecimal() or int(text) < 1:
+        raise ValueError(
+            f"{name} must be a positive number of layers, or {WHOLE_MODEL!r} for the whole model, got {text!r}"
+        )
+    return int(text)

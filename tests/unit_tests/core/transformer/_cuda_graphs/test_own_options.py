@@ -1,0 +1,68 @@
+"""own_options: the flags, what a configuration has of them, and the environment variable."""
+
+import argparse
+from types import SimpleNamespace
+
+import pytest
+
+from megatron.core.transformer._cuda_graphs import own_options
+from megatron.core.transformer._cuda_graphs.own_options import LAYERS_VARIABLE, layers_per_graph
+
+
+@pytest.fixture(autouse=True)
+def _no_variable(monkeypatch):
+    monkeypatch.delenv(LAYERS_VARIABLE, raising=False)
+
+
+def parsed(*flags):
+    parser = own_options.add_arguments(argparse.ArgumentParser())
+    parser.set_defaults(cuda_graph_impl="transformer_engine", use_megatron_fsdp=True)
+    return parser.parse_args(flags)
+
+
+def config(*flags):
+    given = SimpleNamespace()
+    own_options.give_to_config(parsed(*flags), given)
+    return given
+
+
+def test_by_default_errors_are_raised_and_all_layers_share_a_graph():
+    assert config().cuda_graph_fallback == "error"
+    assert layers_per_graph(config()) is None
+    assert layers_per_graph(SimpleNamespace()) is None
+
+
+@pytest.mark.parametrize(("value", "expected"), [("1", 1), ("12", 12), ("model", "model")])
+def test_layers_of_a_graph_from_flag_and_variable(monkeypatch, value, expected):
+    assert layers_per_graph(config("--cuda-graph-layers-per-graph", value)) == expected
+    monkeypatch.setenv(LAYERS_VARIABLE, value)
+    assert layers_per_graph(config()) == expected
+    assert layers_per_graph(config("--cuda-graph-layers-per-graph", "3")) == 3
+
+
+def test_an_empty_variable_is_no_limit(monkeypatch):
+    monkeypatch.setenv(LAYERS_VARIABLE, "")
+    assert layers_per_graph(config()) is None
+
+
+def test_whoever_makes_a_configuration_may_give_a_number():
+    assert layers_per_graph(SimpleNamespace(cuda_graph_layers_per_graph=2)) == 2
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", " ", "Model"])
+def test_what_is_no_number_of_layers_is_refused_by_its_name(monkeypatch, value):
+    words = f"must be a positive number of layers, or 'model' for the whole model, got '{value}'"
+    with pytest.raises(ValueError, match=f"--cuda-graph-layers-per-graph {words}"):
+        own_options.check_arguments(parsed(f"--cuda-graph-layers-per-graph={value}"))
+    monkeypatch.setenv(LAYERS_VARIABLE, value)
+    with pytest.raises(ValueError, match=f"{LAYERS_VARIABLE} {words}"):
+        layers_per_graph(config())
+
+
+@pytest.mark.parametrize("other", [{"use_megatron_fsdp": False}, {"cuda_graph_impl": "local"}])
+def test_the_flag_needs_graphs_that_it_is_about(other):
+    args = parsed("--cuda-graph-layers-per-graph", "2")
+    own_options.check_arguments(args)
+    vars(args).update(other)
+    with pytest.raises(ValueError, match="--cuda-graph-layers-per-graph needs --use-megatron-fsdp"):
+        own_options.check_arguments(args)
