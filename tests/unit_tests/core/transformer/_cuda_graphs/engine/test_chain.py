@@ -143,7 +143,7 @@ def test_another_keyword_input_than_the_first_callables_is_refused():
     static = [{"scale": torch.zeros_like(scale), "shift": torch.zeros_like(shift)} for _ in range(2)]
     slots, _ = captured([Forward(keywords) for _ in range(2)], [range(2)], sample_kwargs=static)
     hidden = slots[0](device_tensor(4, 6), scale=scale, shift=shift)
-    with pytest.raises(RuntimeError, match=r"callable 1 .*which got another shift\. Set --cuda-graph-layers-per-graph 1"):
+    with pytest.raises(RuntimeError, match=r"callable 1 .*which got another shift\. Set --cuda-graph"):
         slots[1](hidden, scale=scale, shift=shift.clone())
     assert slots[1](hidden, scale=scale, shift=shift) is hidden
 
@@ -249,7 +249,7 @@ def test_hooks_of_the_callables_run_while_the_chain_is_recorded():
 def test_a_follower_refuses_another_tensor_than_the_chain_returns():
     slots, _ = captured([mlp(), mlp()], [range(2)])
     hidden = slots[0](device_tensor(4, 6))
-    with pytest.raises(RuntimeError, match=r"callable 1 .* is not given what they returned\. Set --cuda-graph-layers-per-graph 1"):
+    with pytest.raises(RuntimeError, match=r"callable 1 .* is not given what they returned\. Set --cuda-graph"):
         slots[1](hidden * 1)
 
 
