@@ -43,8 +43,8 @@ CASES: dict[str, list[dict]] = {
         {"dtype": "bf16", **STAGES, "experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"]},
     ],
     "PP2 with VPP2": [
-        {"dtype": "bf16", **STAGES, "virtual": 2, "unchecked": True},
-        {"dtype": "bf16", **STAGES, "virtual": 2, "unchecked": True, "modules": ["attn"], "dropout": 0.1},
+        {"dtype": "bf16", **STAGES, "virtual": 2},
+        {"dtype": "bf16", **STAGES, "virtual": 2, "modules": ["attn"], "dropout": 0.1},
     ],
 }
 LAYOUTS = {

@@ -1,6 +1,7 @@
 """Pipeline stages under Megatron-FSDP, with a graph per layer and micro-batch, train bit for bit as eagerly.
 
-Two CPU ranks are two stages, each with one data-parallel rank. More data-parallel ranks are in ``tests/gpu``.
+Two stages, each with one chunk of the model (1F1B) or with several that interleave, on two CPU ranks or, with two
+data-parallel ranks a stage, on four.
 """
 
 from typing import Any
@@ -10,26 +11,79 @@ import pytest
 from tests.support.launch import name_of
 
 SIZES: dict[str, Any] = {"layers": 4, "steps": 8, "microbatches": 4, "tied": False}
-CASES: list[dict[str, Any]] = [
+MOE: dict[str, Any] = {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"]}
+FAILURE: dict[str, Any] = {"dropout": 0.1, "control": "fallback_after_a_failure_on_one_rank"}
+ONE_RANK: list[dict[str, Any]] = [
     {},
     {"dtype": "bf16", "dropout": 0.1, "modules": ["attn"]},
     {"evaluates": True, "positions": "mrope"},
-    {"dropout": 0.1, "experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"]},
+    {"dropout": 0.1, **MOE},
+    {"virtual": 2},
+    # Three layers in a chunk: more than the double buffer has places.
+    {"virtual": 2, "layers": 12, "dtype": "bf16", "dropout": 0.1, "microbatches": 6, "evaluates": True},
+    {"virtual": 2, "dtype": "bf16", "modules": ["attn"]},
+    {"virtual": 2, "dropout": 0.1, "modules": ["attn"], "control": "evaluated_in_between"},
+    {"virtual": 2, "dropout": 0.1, **MOE},
+    {"virtual": 4, "layers": 8, "dropout": 0.1, "control": "captured_again_later"},
 ]
+TWO_RANKS: list[dict[str, Any]] = [
+    {"dropout": 0.1},
+    {"dtype": "bf16", "modules": ["attn"], "evaluates": True},
+    {"dropout": 0.1, **MOE},
+    {"virtual": 2, "layers": 12, "dtype": "bf16", "dropout": 0.1},
+    {"virtual": 2, "modules": ["attn"], "evaluates": True},
+]
+FAILURES: list[dict[str, Any]] = [FAILURE, FAILURE | {"virtual": 2}]
+DEAD_REPLAY: dict[str, Any] = {"virtual": 2, "control": "dead_replay"}
+
+
+def by_name(cases, results):
+    return {name_of(case): result for case, result in zip(cases, results, strict=True)}
 
 
 @pytest.fixture(scope="module")
-def results(compare_runs):
-    """The result of each case, by its name."""
-    found = compare_runs([SIZES | case for case in CASES], "--pp", "2")
-    return {name_of(case): result for case, result in zip(CASES, found, strict=True)}
+def one_rank(compare_runs):
+    """The result of each case with one data-parallel rank a stage, by its name."""
+    cases = [*ONE_RANK, *FAILURES, DEAD_REPLAY]
+    return by_name(cases, compare_runs([SIZES | case for case in cases], "--pp", "2"))
 
 
-@pytest.mark.parametrize("case", CASES, ids=name_of)
-def test_graphs_train_bit_for_bit_as_eager(results, case):
-    result = results[name_of(case)]
+@pytest.fixture(scope="module")
+def two_ranks(compare_runs):
+    """The same with two data-parallel ranks a stage."""
+    cases = [*TWO_RANKS, *FAILURES]
+    return by_name(cases, compare_runs([SIZES | case for case in cases], "--pp", "2", ranks=4))
+
+
+def assert_bit_equal(case, result):
     assert not result["error"]
     assert result["differences"] == []
-    slots = SIZES["layers"] // 2 * SIZES["microbatches"]  # of the layers of a stage
+    case = SIZES | case
+    slots = case["layers"] // 2 * case["microbatches"]  # of the layers of a stage
     assert result["graphs"] == slots
     assert result["replays"] == 2 * slots
+
+
+@pytest.mark.parametrize("case", ONE_RANK, ids=name_of)
+def test_graphs_train_bit_for_bit_as_eager(one_rank, case):
+    assert_bit_equal(case, one_rank[name_of(case)])
+
+
+@pytest.mark.parametrize("case", TWO_RANKS, ids=name_of)
+def test_graphs_train_bit_for_bit_as_eager_with_two_data_parallel_ranks(two_ranks, case):
+    assert_bit_equal(case, two_ranks[name_of(case)])
+
+
+@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
+@pytest.mark.parametrize("case", FAILURES, ids=name_of)
+def test_after_a_failure_on_one_rank_all_stages_go_on_without_graphs(case, ranks, request):
+    result = request.getfixturevalue(ranks)[name_of(case)]
+    assert not result["error"]
+    assert result["differences"] == []
+    assert result["graphs"] == result["replays"] == 0
+
+
+def test_a_replay_that_does_nothing_changes_the_loss(one_rank):
+    differences = one_rank[name_of(DEAD_REPLAY)]["differences"]
+    assert any("losses[3]" in line for line in differences)
+    assert not any("losses[2]" in line for line in differences)

@@ -16,6 +16,7 @@ _STAGES = "tests/integration_tests/test_fsdp_pipeline.py"
 _PRETRAIN = "tests/integration_tests/test_pretrain_flags.py"
 _GPU = "tests/gpu/test_fsdp_graphs.py"
 _GPU_FLAGS = "tests/gpu/test_fsdp_flags.py"
+_ON_CPU_RANKS = "verified on the CPU backend only"
 
 
 def _refused(name: str, flags: str, when: Condition, words: str, **other: Any) -> Row:
@@ -245,14 +246,6 @@ _REFUSED = [
         "--pipeline-model-parallel-size: the first and the last stage share the embedding, and Megatron-FSDP shards "
         "it differently in each; add --untie-embeddings-and-output-weights, and leave --mtp-num-layers out",
     ),
-    _refused(
-        "interleaved stages",
-        "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank",
-        lambda options: options.interleaves,
-        "--num-layers-per-virtual-pipeline-stage (or --num-virtual-stages-per-pipeline-rank) gives a stage several "
-        "chunks of the model, which share the buffers of --fsdp-double-buffer and may overwrite each other's "
-        "parameters: leave it out",
-    ),
 ]
 
 _NO_EFFECT = [
@@ -266,13 +259,6 @@ _NO_EFFECT = [
 ]
 
 _NOT_TRIED = [
-    _not_tried(
-        "pipeline",
-        "--pipeline-model-parallel-size",
-        lambda options: options.stages > 1,
-        " and more than one data-parallel rank a stage; with one it is bit-equal on the CPU backend",
-        _STAGES,
-    ),
     _not_tried(
         "context parallel",
         "--context-parallel-size",
@@ -392,6 +378,14 @@ _WORKS = [
         "--tensor-model-parallel-size, --sequence-parallel",
         lambda o: int(o.get("tensor_model_parallel_size", 1)) > 1,
         _GPU,
+    ),
+    _works("pipeline", "--pipeline-model-parallel-size", lambda o: o.stages > 1, _STAGES, _ON_CPU_RANKS),
+    _works(
+        "interleaved stages",
+        "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank",
+        lambda o: o.interleaves,
+        _STAGES,
+        _ON_CPU_RANKS,
     ),
     _works(
         "expert parallel",

@@ -42,8 +42,10 @@ class LayerGraph:
         has_attention: Whether the graphs hold attention; if not, inputs that only attention reads are ignored.
         num_microbatches: The number of micro-batches that every step must have; None for any number.
         absent: The values of keywords that are missing or None at a replay; by default ``sample_kwargs``.
-        given: The ``id`` of each tensor of ``sample_kwargs`` for which some replay was given a value; one set for all
-            layers that share these tensors.
+        given: By the ``id`` of each tensor of ``sample_kwargs`` for which some replay was given a value: its value
+            before, or None if that is not kept; one dictionary for all layers that share these tensors.
+        keeps_values: Whether the values at capture are kept beside ``given``: other layers that share these tensors,
+            those of another chunk of the model, may be given a value where this one never is.
         guard: Checked at the first micro-batch of each step; None for no check.
         recorded_hooks: How many hooks the layer has, if the graphs hold what they do, and further layers: they do not
             run at replays. None if they do.
@@ -64,7 +66,8 @@ class LayerGraph:
         has_attention: bool,
         num_microbatches: int | None = None,
         absent: dict[str, torch.Tensor] | None = None,
-        given: set[int] | None = None,
+        given: dict[int, torch.Tensor | None] | None = None,
+        keeps_values: bool = False,
         guard: AddressGuard | None = None,
         recorded_hooks: int | None = None,
         eager_shapes: set[torch.Size] | None = None,
@@ -77,7 +80,8 @@ class LayerGraph:
         self._ignored = frozenset() if has_attention else _ATTENTION_INPUTS
         self.num_microbatches = num_microbatches
         absent = sample_kwargs if absent is None else absent
-        self._given = set() if given is None else given
+        self._given = {} if given is None else given
+        self._keeps_values = keeps_values
         # For each keyword: its name, the id of its static tensor, its value where none is given.
         self._keywords = [(key, id(static), absent[key]) for key, static in sample_kwargs.items()]
         self._guard = guard
@@ -118,8 +122,8 @@ class LayerGraph:
         """Replay on ``args`` and ``kwargs``, which is emptied of what the graphs take.
 
         A keyword may be None if the layer was captured without it. It may also be None if no replay of this layer, or
-        of one that shares its static inputs, was ever given a value: the graph then reads the value at capture (for a
-        causal attention mask, the causal mask).
+        of one that shares its static inputs, was ever given a value, or if values are kept: the graph then reads the
+        value at capture (for a causal attention mask, the causal mask).
 
         Raises:
             ArgumentTypeError: an input is not a tensor.
@@ -138,11 +142,11 @@ class LayerGraph:
         for name, static, absent in self._keywords:
             given = kwargs.pop(name, None)
             if given is None:
-                if static in self._given:
+                given = self._given.get(static, absent)
+                if given is None:
                     raise ValueError(f"{self._name}: {name} was given to some replays and is None in this one")
-                given = absent
-            else:
-                self._given.add(static)
+            elif static not in self._given:
+                self._given[static] = absent.clone() if self._keeps_values else None
             replay_kwargs[name] = given
         if self._expected is not None:
             self._expected.check((*args, *replay_kwargs.values()))

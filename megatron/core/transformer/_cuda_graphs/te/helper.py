@@ -517,7 +517,7 @@ class TECudaGraphHelper:
         samples = list(zip(sample_args, arguments["sample_kwargs"], strict=True))
         guards = self._guards(graphs, samples, arguments.get("chains", ()))
         absent = default_kwargs(layers, arguments["sample_kwargs"])
-        given: set[int] = set()
+        given: dict[int, torch.Tensor | None] = {}
         eager_shapes: set[torch.Size] | None = set() if self._may_run_eagerly() else None
         slots_of = self._slots()
         first_of = {index: chain.members[0] for chain in arguments.get("chains", ()) for index in chain.members}
@@ -533,6 +533,7 @@ class TECudaGraphHelper:
                     num_microbatches=None if self._one_graph_serves_all() else self.num_microbatches,
                     absent=absent[keyword_slot],
                     given=given,
+                    keeps_values=len(self.model) > 1,  # only the first and the last chunk of a model read batches
                     guard=guards[index],
                     recorded_hooks=number_of_hooks(layer) if index in first_of else None,
                     eager_shapes=eager_shapes,

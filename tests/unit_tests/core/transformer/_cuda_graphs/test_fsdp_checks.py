@@ -141,7 +141,6 @@ MISFITS: dict[str, dict[str, Any]] = {
     "recomputed mlp with bias": {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
     "recomputed dropout": {"recompute_granularity": "selective", "attention_dropout": 0.1},
     "negative warm-up": {"cuda_graph_warmup_steps": -1},
-    "interleaved stages": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
 }
 
 

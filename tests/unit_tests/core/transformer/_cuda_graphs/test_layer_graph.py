@@ -71,6 +71,24 @@ def test_a_keyword_that_was_given_once_must_be_given_again():
         graph(HIDDEN, attention_mask=None)
 
 
+def test_where_values_are_kept_a_keyword_that_another_layer_was_given_is_as_at_capture():
+    static = MASK.clone()
+    given: dict[int, torch.Tensor | None] = {}
+
+    def sharing_layer() -> LayerGraph:
+        shared = {"attention_mask": static}
+        return LayerGraph("a layer", Graphed(), (HIDDEN,), shared, has_attention=True, given=given, keeps_values=True)
+
+    first, middle = sharing_layer(), sharing_layer()
+    _, kwargs = replayed_with(middle, HIDDEN)
+    assert kwargs["attention_mask"] is static  # nothing to copy
+    for _ in range(2):
+        first(HIDDEN, attention_mask=~MASK)
+        static.copy_(~MASK)  # as a replay does
+        _, kwargs = replayed_with(middle, HIDDEN)
+        assert torch.equal(kwargs["attention_mask"], MASK)
+
+
 def test_a_keyword_of_capture_must_be_a_tensor():
     with pytest.raises(TypeError, match=r"layer 3 .*: attention_mask must be a tensor for a CUDA graph, got 'mask'"):
         layer_graph()(HIDDEN, attention_mask="mask")
