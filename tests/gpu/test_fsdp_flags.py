@@ -45,6 +45,7 @@ CASES: dict[str, list[dict]] = {
     "PP2 with VPP2": [
         {"dtype": "bf16", **STAGES, "virtual": 2},
         {"dtype": "bf16", **STAGES, "virtual": 2, "modules": ["attn"], "dropout": 0.1},
+        {"dtype": "bf16", **STAGES, "virtual": 2, "layers": 12, "dropout": 0.1, "evaluates": True},
     ],
 }
 LAYOUTS = {
@@ -83,5 +84,6 @@ def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
     result = results[layout, engine][name_of(case)]
     assert not result["error"]
     assert result["differences"] == []
-    slots = 2 * case["microbatches"] if "PP2" in layout else 4  # of two layers of a stage, or of all four
+    layers = case.get("layers", 4)
+    slots = layers // 2 * case["microbatches"] if "PP2" in layout else layers  # of the layers of a stage, or of all
     assert result["graphs"] == slots
