@@ -51,7 +51,8 @@ class Ballot:
         self._store: Store | None = None
         if self._size > 1:
             store = PrefixStore(f"cuda_graph_capture/{group.group_name}", distributed_c10d._get_default_store())
-            capture = (store.add("ranks", 1) - 1) // self._size  # every rank comes once in each capture
+            # Each rank counts for itself: one that fails early may begin its next capture before others begin this one.
+            capture = store.add(f"captures of rank {group.rank()}", 1)
             self._store = PrefixStore(str(capture), store)
 
     def vote(self, failure: Failure | None = None) -> Failure | None:

@@ -19,7 +19,7 @@ A_FAULT = RuntimeError("a fault")
 
 
 class Group:
-    """What of a process group the store needs to know."""
+    """What of a process group the store needs to know, as the rank has it whose thread this is."""
 
     def __init__(self, size, name="0"):
         self._size, self.group_name = size, name
@@ -27,13 +27,21 @@ class Group:
     def size(self):
         return self._size
 
+    def rank(self):
+        return torch.distributed.get_rank()
+
 
 @pytest.fixture(autouse=True)
 def _store(monkeypatch):
     store = HashStore()
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
-    monkeypatch.setattr(torch.distributed, "get_rank", lambda: int(threading.current_thread().name))
+    monkeypatch.setattr(torch.distributed, "get_rank", rank_of_this_thread)
+
+
+def rank_of_this_thread():
+    name = threading.current_thread().name
+    return int(name) if name.isdigit() else 0
 
 
 def on_ranks(count, run):
@@ -99,6 +107,20 @@ def test_a_later_capture_has_votes_of_its_own():
     def run(rank):
         failed = Ballot(Group(2)).vote(OUT_OF_MEMORY if rank == 1 else None)
         return failed, Ballot(Group(2)).vote()
+
+    assert on_ranks(2, run) == [(OUT_OF_MEMORY, None)] * 2
+
+
+def test_a_rank_may_begin_a_later_capture_before_others_begin_the_first():
+    failed = threading.Event()
+
+    def run(rank):
+        if rank == 1:
+            failed.wait(LIMIT)
+        first = Ballot(Group(2)).vote(OUT_OF_MEMORY if rank == 0 else None)
+        second = Ballot(Group(2))
+        failed.set()
+        return first, second.vote()
 
     assert on_ranks(2, run) == [(OUT_OF_MEMORY, None)] * 2
 
