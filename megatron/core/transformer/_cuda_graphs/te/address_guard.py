@@ -38,13 +38,17 @@ def guard_layers(layers: Sequence[GuardedLayer], inputs: Iterable[tuple[str, tor
         inputs: Their static inputs, each after its name.
     """
     names: list[str] = []
+    names_of_grads: list[str] = []
     params, buffers, writing = [], [], []
     for each in layers:
         places = places_of(each.layer, "_parameters") if each.parameters else []
         params += places
-        names += [f"{place.name} of {each.name}" for place in places]
-        writing += [place for place in places if each.main_grads]
-    names += [f"the main gradient of {name}" for name in names[: len(writing)]]
+        own = [f"{place.name} of {each.name}" for place in places]
+        names += own
+        if each.main_grads:
+            writing += places
+            names_of_grads += [f"the main gradient of {name}" for name in own]
+    names += names_of_grads
     for each in layers:
         # Some modules make a buffer only when they first need it.
         places = [place for place in places_of(each.layer, "_buffers") if place.tensor is not None]
