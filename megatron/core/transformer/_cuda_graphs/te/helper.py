@@ -72,8 +72,7 @@ class TECudaGraphHelper:
 
     Raises:
         OptionsError: ``config.cuda_graph_impl`` is not ``transformer_engine``, ``config.cuda_graph_fallback`` is
-            unknown, or the allocator uses expandable
-            segments while NCCL registers memory of graphs.
+            unknown, or the allocator uses expandable segments while NCCL registers memory of graphs.
         ValueError: an option that Megatron-FSDP needs for graphs is missing, or one does not fit.
         RuntimeError: the selected engine cannot be imported, or cannot run Megatron-FSDP's hooks.
 
@@ -356,11 +355,13 @@ class TECudaGraphHelper:
 
         Raises:
             CallOrderError: the graphs have been captured already.
+            RuntimeError: the ranks have no store to agree over.
         """
         if self._capture_finished:
             raise CallOrderError(
                 "CUDA graphs have been captured already: call delete_cuda_graphs before capturing again"
             )
+        self._agreement = self._new_agreement()
         release_cached_memory(thorough=True)
         if state.FREEZE_GC:
             gc.freeze()
@@ -416,7 +417,6 @@ class TECudaGraphHelper:
                 the layer. On the rank that failed the error's ``__cause__`` is the exception.
         """
         start_time = self._start_capturing()
-        self._agreement = self._new_agreement()
         try:
             self._capture()
             self._agreement.finish()

@@ -472,6 +472,16 @@ class TestCaptureMode:
             capturing.create_cudagraphs()
         assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
 
+    def test_is_off_if_ranks_cannot_agree(self):
+        def no_store():
+            raise Failure
+
+        capturing = CapturingHelper(None)
+        capturing._new_agreement = no_store  # type: ignore[method-assign]
+        with pytest.raises(Failure):
+            capturing.create_cudagraphs()
+        assert not is_graph_capturing()
+
     def test_activations_are_offloaded_again_after_a_failure(self, monkeypatch):
         calls = []
         offload = SimpleNamespace(enable_offload=lambda: calls.append("enable"), reset=lambda: calls.append("reset"))
