@@ -113,3 +113,11 @@ def test_the_optimizers_gradients_stay_among_the_activations_of_one_graph_of_all
         assert not leave.called
         training.fsdp.forget_graphs(training.layers)
         assert leave.called
+
+
+def test_after_a_failed_capture_the_optimizers_gradients_stay_in_no_pool(ranks):
+    with captured(small(layers=4, layers_per_graph=0, warmup=WARMED_UP)) as training:
+        prepared = training.fsdp.fsdp_hooks.graphed.prepared()
+        with mock.patch.object(GradientStorages, "leave") as leave, pytest.raises(ZeroDivisionError), prepared:
+            raise ZeroDivisionError
+        assert leave.called

@@ -128,6 +128,7 @@ class GraphedUnits:
             yield
         except BaseException:
             drop_collectives(fsdp)
+            fsdp.param_and_grad_buffer.leave_graphs()
             raise
         finally:
             try:

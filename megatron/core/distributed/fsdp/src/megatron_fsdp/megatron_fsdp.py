@@ -155,6 +155,4 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     def forget_graphs(self, modules: Iterable[torch.nn.Module]) -> None:
         """Note that ``modules`` no longer run as CUDA graphs."""
         self.fsdp_hooks.graphed.forget(modules)
-        storages = self.param_and_grad_buffer.gradient_storages()
-        if storages is not None:
-            storages.leave()
+        self.param_and_grad_buffer.leave_graphs()

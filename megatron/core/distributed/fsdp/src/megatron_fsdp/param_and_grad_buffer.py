@@ -63,6 +63,12 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
         gradients = self._gradients
         return None if gradients is None or gradients.in_place else gradients.storages
 
+    def leave_graphs(self) -> None:
+        """Keep the memory for the optimizer's gradients out of graphs' pools: these graphs are no more."""
+        storages = self.gradient_storages()
+        if storages is not None:
+            storages.leave()
+
     def zero_grad(self) -> None:
         """Zero the main gradients; see megatron-core.
 
