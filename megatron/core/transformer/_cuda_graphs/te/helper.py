@@ -480,7 +480,10 @@ class TECudaGraphHelper:
         fsdp = _fsdp_of(self.model[0])
         if fsdp is None:
             return "the model is not under Megatron-FSDP"
-        against: str = against_whole_model(self.chunks_with_decoder[0], self.config) or fsdp.against_whole_model()
+        model = self.chunks_with_decoder[0]
+        if model is not None and {*fsdp.parameters()} != {*model.parameters()}:
+            return f"there are parameters outside of {type(model).__name__}"
+        against: str = against_whole_model(model, self.config) or fsdp.against_whole_model()
         return against
 
     def _capture_model(self) -> None:

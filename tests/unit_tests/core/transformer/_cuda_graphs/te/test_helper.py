@@ -809,6 +809,19 @@ def test_a_model_without_megatron_fsdp_has_none():
     assert te_helper._fsdp_of(wrapped(torch.nn.Linear(1, 1), 2)) is None
 
 
+def test_a_language_model_within_a_larger_one_is_not_captured_whole():
+    fsdp = Fsdp()
+    fsdp.module = torch.nn.ModuleDict({"language_model": torch.nn.Linear(1, 1), "head": torch.nn.Linear(1, 1)})
+    part_of_a_model = helper(
+        model=[fsdp],
+        config=config(overlap_moe_expert_parallel_comm=False),
+        pp_group=SimpleNamespace(size=lambda: 1),
+        chunks_with_decoder=[fsdp.module["language_model"]],
+        _engine=SimpleNamespace(name="native", parameters={"gradient_sinks"}),
+    )
+    assert part_of_a_model._against_whole_model() == "there are parameters outside of Linear"
+
+
 @pytest.mark.parametrize(
     ("changes", "stages", "allowed"),
     [
