@@ -92,9 +92,7 @@ class TestCollectivesThatAllRanksJoin:
     def graphed(self, fsdp):
         return fsdp.fsdp_hooks.graphed
 
-    @pytest.mark.parametrize("capturing", [False, True])
-    def test_are_launched_again_during_a_capture_and_the_failure_goes_on(self, graphed, capturing):
-        graphed.capturing = capturing
+    def test_are_launched_again_and_the_failure_goes_on(self, graphed):
         calls = []
 
         def communicate():
@@ -103,7 +101,15 @@ class TestCollectivesThatAllRanksJoin:
 
         with pytest.raises(Fault, match="1"):
             graphed.joined_by_all_ranks(communicate)
-        assert len(calls) == 1 + capturing
+        assert len(calls) == 2
+
+    @pytest.mark.parametrize("capturing", [False, True])
+    def test_gathers_are_launched_again_only_in_a_capture(self, fsdp, graphed, capturing):
+        graphed.capturing = capturing
+        gather = mock.Mock(side_effect=Fault)
+        with mock.patch.object(fsdp, "all_gather_and_wait_parameters_ready", gather), pytest.raises(Fault):
+            fsdp.fsdp_hooks.unshard_for_forward(fsdp.module.decoder.layers[0])
+        assert gather.call_count == 1 + capturing
 
     def test_are_not_while_a_chain_is_recorded(self, graphed):
         graphed.capturing, graphed.recorded_chain = True, mock.Mock()
