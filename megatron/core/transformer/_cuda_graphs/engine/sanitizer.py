@@ -1,7 +1,8 @@
 """For developers: with ``MEGATRON_CUDA_GRAPH_SANITIZER=1`` each replay first looks at the memory that its graph uses.
 
 The guards of a usual replay compare where tensors are with where they were. This asks of the memory at capture whether
-it is still allocated. It costs a walk through the allocator's memory before every replay.
+it is still allocated. It costs a walk through the allocator's memory before every replay. It looks at no graphs of
+``WholePasses`` nor of TransformerEngine's engine.
 """
 
 import os
