@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine import sanitizer
+from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
+from megatron.core.transformer._cuda_graphs.te import helper
 
 from .captured_training import CapturedTraining, graphed, in_use, trained
 from .fsdp_variants import Variant
@@ -256,3 +258,25 @@ def test_rotary_embeddings_that_left_their_cache_are_still_read(one_rank):
     eager, graphs = trained(case, False), trained(case, True, between=forget)
     assert eager.differences(graphs) == []
     assert graphs.replays == REPLAYS[MODEL]
+
+
+def test_a_failure_after_the_last_capture_leaves_no_layer_with_graphs(one_rank, monkeypatch):
+    """Neither those that got theirs before it nor, for Megatron-FSDP, any other."""
+    made = []
+
+    def second_fails(*args, **kwargs):
+        made.append(args)
+        if len(made) == 2:
+            raise RuntimeError("no more graphs")
+        return LayerGraph(*args, **kwargs)
+
+    training = CapturedTraining(graphed(ONE))
+    training.delete()
+    monkeypatch.setattr(helper, "LayerGraph", second_fails)
+    training.helper.config.cuda_graph_fallback = "eager"
+    training.helper.create_cudagraphs()
+    assert len(made) == 2
+    assert not any(layer.cuda_graphs for layer in training.helper.flattened_callables)
+    assert not any(map(training.fsdp.fsdp_hooks.graphed.covers, training.helper.flattened_callables))
+    training.step()
+    assert in_use(training.fsdp) == [{}, {}]

@@ -433,6 +433,9 @@ class TECudaGraphHelper:
                 log_single_rank(logger, logging.WARNING, warning)
             else:
                 logger.warning(warning, exc_info=error)
+            release_cached_memory()
+            self._capture_finished = True
+            return
         self._finish_capturing(start_time)
 
     def _capture(self) -> None:
@@ -517,6 +520,21 @@ class TECudaGraphHelper:
             arguments["pool"] = pool = torch.cuda.graph_pool_handle()
             with recover_te_engine(pool, layers, arguments.get("recipe")):
                 graphs = self._engine.capture(layers, sample_args, **arguments)
+        try:
+            self._attach_graphs(graphs, sample_args, arguments)
+        except BaseException:
+            self._detach_graphs()
+            raise
+
+    def _attach_graphs(self, graphs: Sequence[Any], sample_args: Sequence[tuple], arguments: dict[str, Any]) -> None:
+        """Give layers their graphs.
+
+        Args:
+            graphs: The engine's, in the order of its callables.
+            sample_args: The static positional inputs of each.
+            arguments: The engine's keyword arguments.
+        """
+        layers = self.flattened_callables
         samples = list(zip(sample_args, arguments["sample_kwargs"], strict=True))
         guards = self._guards(graphs, samples, arguments.get("chains", ()))
         absent = default_kwargs(layers, arguments["sample_kwargs"])
@@ -624,8 +642,16 @@ class TECudaGraphHelper:
         if self.model_graphs is not None:
             self.model_graphs.reset()
             self.model_graphs = None
+        self._detach_graphs()
+        self._graphs_created = False
+        self._capture_finished = False
+        self._log(logging.INFO, "deleted all CUDA graphs")
+
+    def _detach_graphs(self) -> None:
+        """Free the graphs that layers have, and let Megatron-FSDP run its units eagerly."""
         for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
-            for layer in layers:
+            attached = [layer for layer in layers if getattr(layer, "cuda_graphs", None)]
+            for layer in attached:
                 for graph in layer.cuda_graphs:
                     graph.reset()
                 layer.cuda_graphs = []
@@ -633,9 +659,6 @@ class TECudaGraphHelper:
             fsdp = _fsdp_of(chunk)
             if fsdp is not None:
                 fsdp.forget_graphs(layers)
-        self._graphs_created = False
-        self._capture_finished = False
-        self._log(logging.INFO, "deleted all CUDA graphs")
 
     def _log(self, level: int, message: str) -> None:
         log_on_each_pipeline_stage(

@@ -33,5 +33,6 @@ class OwnBuffers:
 
 def _free(prefix: str) -> None:
     buffers = get_global_memory_buffer().buffer
-    for key in [key for key in buffers if key[0].startswith(prefix)]:
-        del buffers[key]
+    for key in list(buffers):  # another allocator may end meanwhile
+        if key[0].startswith(prefix):
+            buffers.pop(key, None)
