@@ -19,7 +19,7 @@ CORE_TESTS := $(addprefix tests/unit_tests/,test_overlay_extensions.py training 
 	core/transformer/test_module.py \
 	$(addprefix core/transformer/_cuda_graphs/,test_layer_graph.py \
 	$(addprefix local/test_,inference.py manager.py record.py runner.py) \
-	$(addprefix te/test_,backends.py current_microbatch.py helper.py layers.py order.py sample_inputs.py)))
+	$(addprefix te/test_,backends.py capture_mode.py current_microbatch.py helper.py layers.py order.py sample_inputs.py)))
 
 .PHONY: help .venv demo test test-unit test-integration test-versions $(OTHER_CORES:%=test-core-%) test-gpu bench docs lint format clean
 

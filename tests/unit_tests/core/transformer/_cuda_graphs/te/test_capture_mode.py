@@ -1,0 +1,212 @@
+"""Capture mode: when it is on, what a failed capture leaves, and what is cleared afterwards."""
+
+import gc
+import importlib
+from contextlib import nullcontext
+from functools import partial
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.core.transformer._cuda_graphs import state as capture_state
+from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
+from megatron.core.transformer._cuda_graphs.te import helper as te_helper
+from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
+from .bare_helper import Alone, CapturingHelper, Failure, helper
+
+
+def state(capturing_helper):
+    return {
+        "capturing": is_graph_capturing(),
+        "graphs": capturing_helper.graphs_created(),
+        "finished": capturing_helper.capture_finished(),
+        "resets": capturing_helper.resets,
+    }
+
+
+@pytest.mark.usefixtures("cpu_backend")
+class TestCaptureMode:
+    def test_is_on_while_layers_are_captured_and_off_afterwards(self):
+        during = []
+        capturing = CapturingHelper(lambda: during.append(is_graph_capturing()))
+        capturing.create_cudagraphs()
+        assert during == [True]
+        assert state(capturing) == {"capturing": False, "graphs": True, "finished": True, "resets": 1}
+
+    def test_is_off_after_a_failed_capture_which_leaves_no_graphs(self):
+        def fail():
+            raise Failure
+
+        capturing = CapturingHelper(fail)
+        with pytest.raises(CaptureFailedError, match="Failure"):
+            capturing.create_cudagraphs()
+        assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
+
+    def test_is_off_if_ranks_cannot_agree(self):
+        def no_store():
+            raise Failure
+
+        capturing = CapturingHelper(None)
+        capturing._new_agreement = no_store  # type: ignore[method-assign]
+        with pytest.raises(Failure):
+            capturing.create_cudagraphs()
+        assert not is_graph_capturing()
+
+    def test_activations_are_offloaded_again_after_a_failure(self, monkeypatch):
+        calls = []
+        offload = SimpleNamespace(enable_offload=lambda: calls.append("enable"), reset=lambda: calls.append("reset"))
+        monkeypatch.setattr(te_helper, "_offload_interface", lambda: offload)
+
+        def fail():
+            raise Failure
+
+        capturing = CapturingHelper(fail)
+        capturing.config.fine_grained_activation_offloading = True
+        with pytest.raises(CaptureFailedError, match="Failure"):
+            capturing.create_cudagraphs()
+        assert calls == ["enable", "reset"]
+
+    def test_a_capture_may_be_tried_again_after_a_failure(self):
+        attempts = []
+
+        def fail_once():
+            attempts.append(1)
+            if len(attempts) == 1:
+                raise Failure
+
+        capturing = CapturingHelper(fail_once)
+        with pytest.raises(CaptureFailedError, match="Failure"):
+            capturing.create_cudagraphs()
+        capturing.create_cudagraphs()
+        assert capturing.graphs_created()
+
+    def test_training_goes_on_without_graphs_after_a_failure_where_that_is_asked_for(self, caplog):
+        def fail():
+            raise Failure
+
+        capturing = CapturingHelper(fail)
+        capturing.config.cuda_graph_fallback = "eager"
+        capturing.create_cudagraphs()
+        assert state(capturing) == {"capturing": False, "graphs": False, "finished": True, "resets": 1}
+        (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+        assert "without CUDA graphs (--cuda-graph-fallback eager)" in record.getMessage()
+        assert record.exc_info[0] is Failure
+
+    @pytest.mark.parametrize("fallback", ["error", "eager"])
+    def test_ctrl_c_ends_the_program(self, fallback):
+        def interrupt():
+            raise KeyboardInterrupt
+
+        capturing = CapturingHelper(interrupt)
+        capturing.config.cuda_graph_fallback = fallback
+        with pytest.raises(KeyboardInterrupt):
+            capturing.create_cudagraphs()
+        assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
+
+    def test_graphs_of_a_rank_that_succeeded_are_freed_if_another_has_failed(self):
+        deleted = []
+
+        class OtherRankFailed(Alone):
+            def finish(self):
+                raise CaptureFailedError("on rank 1")
+
+        capturing = CapturingHelper(lambda: None)
+        capturing._new_agreement = lambda: OtherRankFailed(None, None)  # type: ignore[method-assign]
+        capturing.delete_cuda_graphs = lambda: deleted.append(capturing.graphs_created())  # type: ignore[method-assign]
+        with pytest.raises(CaptureFailedError):
+            capturing.create_cudagraphs()
+        assert deleted == [True]
+
+    @pytest.mark.parametrize("frozen", [True, False])
+    @pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
+    def test_garbage_is_frozen_for_the_time_of_the_capture_where_that_is_asked_for(self, monkeypatch, frozen, fails):
+        calls: list[str] = []
+        monkeypatch.setattr(capture_state, "FREEZE_GC", frozen)
+        for name in ("freeze", "unfreeze"):
+            monkeypatch.setattr(gc, name, partial(calls.append, name))
+
+        def capture():
+            calls.append("capture")
+            if fails:
+                raise Failure
+
+        with pytest.raises(CaptureFailedError) if fails else nullcontext():
+            CapturingHelper(capture).create_cudagraphs()
+        assert calls == (["freeze", "capture", "unfreeze"] if frozen else ["capture"])
+
+    def test_cached_memory_is_released_before_and_after(self, monkeypatch):
+        calls = []
+        monkeypatch.setattr(te_helper, "release_cached_memory", lambda **how: calls.append(how))
+        CapturingHelper(lambda: calls.append("capture")).create_cudagraphs()
+        assert calls == [{"thorough": True}, "capture", {}]
+
+    def test_the_device_is_waited_for_before_gradients_are_zeroed(self, monkeypatch):
+        calls = []
+        monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+        capturing = CapturingHelper(lambda: calls.append("capture"))
+        monkeypatch.setattr(capturing, "_reset_after_capture", lambda: calls.append("zero"))
+        capturing.create_cudagraphs()
+        start = calls.index("capture")
+        assert calls[start : start + 3] == ["capture", "wait", "zero"]
+
+    def test_is_reported(self, caplog):
+        with caplog.at_level("INFO"):
+            CapturingHelper(lambda: None).create_cudagraphs()
+        assert caplog.messages[0] == "Start CUDA graph capture"
+        assert "Captured 0 layer graphs with the native engine in" in caplog.text
+
+    def test_nothing_to_capture_is_finished_without_graphs(self, caplog):
+        capturing = CapturingHelper(None, layers=0)
+        capturing.create_cudagraphs()
+        assert state(capturing) == {"capturing": False, "graphs": False, "finished": True, "resets": 1}
+        assert "no graphable layers found" in caplog.text
+
+    @pytest.mark.parametrize("error", [RuntimeError, AssertionError])
+    def test_a_second_capture_is_refused(self, error):
+        capturing = CapturingHelper(lambda: None)
+        capturing.create_cudagraphs()
+        with pytest.raises(error, match="captured already: call delete_cuda_graphs"):
+            capturing.create_cudagraphs()
+        assert not is_graph_capturing()
+
+    @pytest.mark.parametrize("error", [RuntimeError, AssertionError])
+    def test_deleting_graphs_that_are_not_there_is_refused(self, error):
+        with pytest.raises(error, match="there are no CUDA graphs to delete"):
+            CapturingHelper(None).delete_cuda_graphs()
+
+
+def clears(monkeypatch):
+    """What is called after capture, of a helper with two chunks and two optimizers."""
+    from megatron.core.transformer.moe import moe_logging
+
+    calls: list[object] = []
+
+    def noting(what):
+        return lambda *arguments: calls.append((what, *arguments))
+
+    chunks = [SimpleNamespace(zero_grad_buffer=noting(f"gradients of chunk {i}")) for i in range(2)]
+    optimizers = [SimpleNamespace(zero_grad=noting(f"gradients of optimizer {i}")) for i in range(2)]
+    tracker = SimpleNamespace(clear=noting("MoE metrics"))
+    monkeypatch.setattr(moe_logging, "get_moe_metrics_tracker", lambda: tracker)
+    finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # a function hides the module
+    monkeypatch.setattr(finalize, "reset_model_temporary_tensors", noting("temporary tensors"))
+    helper(config="config", model=chunks, optimizers=optimizers)._reset_after_capture()
+    return calls, chunks
+
+
+@pytest.mark.parametrize(
+    "cleared", ["gradients of chunk 0", "gradients of chunk 1", "gradients of optimizer 0", "gradients of optimizer 1"]
+)
+def test_gradients_are_zeroed_after_capture(monkeypatch, cleared):
+    assert (cleared,) in clears(monkeypatch)[0]
+
+
+def test_metrics_of_moe_layers_are_cleared_after_capture(monkeypatch):
+    assert ("MoE metrics",) in clears(monkeypatch)[0]
+
+
+def test_temporary_tensors_of_the_model_are_reset_after_capture(monkeypatch):
+    calls, chunks = clears(monkeypatch)
+    assert ("temporary tensors", "config", chunks) in calls
