@@ -48,13 +48,15 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
             replays = decide(*args, **kwargs)
         if not replays:
             return super().__call__(*args, **kwargs)
-        fits = getattr(self.cuda_graphs[0], "fits", None)
-        eagerly = fits is not None and not fits(args[0] if args else kwargs.get("hidden_states"))
+        graph: Any = self.cuda_graphs[0]
+        only_shape, recorded = getattr(graph, "asked_before_calls", (None, None))  # a graph of someone else has none
+        hidden_states: Any = args[0] if args else kwargs.get("hidden_states")
+        eagerly = only_shape is not None and getattr(hidden_states, "shape", only_shape) != only_shape
         if self.runs_eagerly is not eagerly:
             self.__dict__["runs_eagerly"] = eagerly
         if eagerly:  # megatron-core's own call would decide again
+            graph.warn_of_shape(hidden_states.shape)
             return super(_upstream.GraphableMegatronModule, self).__call__(*args, **kwargs)
-        recorded = getattr(self.cuda_graphs[0], "recorded_hooks", None)
         if recorded is not None:
             if number_of_hooks(self) != recorded:
                 raise RuntimeError(

@@ -53,7 +53,8 @@ class LayerGraph:
             another shape than at capture may not run eagerly.
 
     Attributes:
-        recorded_hooks: The same.
+        asked_before_calls: The shape of the hidden states of passes that are replayed, None if no other may run
+            eagerly; and ``recorded_hooks``.
     """
 
     def __init__(
@@ -72,8 +73,9 @@ class LayerGraph:
         recorded_hooks: int | None = None,
         eager_shapes: set[torch.Size] | None = None,
     ):
-        self.recorded_hooks = recorded_hooks
-        self._shape, self._eager_shapes = sample_args[0].shape if sample_args else None, eager_shapes
+        self._eager_shapes = set() if eager_shapes is None else eager_shapes
+        self._shape = sample_args[0].shape if sample_args else None
+        self.asked_before_calls = None if eager_shapes is None else self._shape, recorded_hooks
         self._name = name
         self._graphed = graphed
         self._num_args = len(sample_args)
@@ -98,16 +100,11 @@ class LayerGraph:
         """Replay on ``args`` and ``kwargs``: see ``replay``."""
         return self.replay(args, kwargs)
 
-    def fits(self, hidden_states: Any) -> bool:
-        """Whether a call with ``hidden_states`` is to be replayed; if not, warn about a shape that is new.
+    def warn_of_shape(self, shape: torch.Size) -> None:
+        """Warn that a pass whose hidden states have another ``shape`` runs eagerly, once for each shape.
 
-        Every layer of the model answers the same, as hidden states keep their shape from one layer to the next.
+        So it does in every layer of the model, as hidden states keep their shape from one layer to the next.
         """
-        if self._eager_shapes is None or not isinstance(hidden_states, torch.Tensor):
-            return True
-        shape = hidden_states.shape
-        if shape == self._shape:
-            return True
         if shape not in self._eager_shapes:
             self._eager_shapes.add(shape)
             log_single_rank(
@@ -116,7 +113,6 @@ class LayerGraph:
                 f"{self._name} was captured with hidden_states of {tuple(self._shape or ())}. Passes with "
                 f"{tuple(shape)} run eagerly, in all layers{_ADVICE}",
             )
-        return False
 
     def replay(self, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> Any:
         """Replay on ``args`` and ``kwargs``, which is emptied of what the graphs take.

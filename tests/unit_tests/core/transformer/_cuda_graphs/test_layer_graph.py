@@ -225,13 +225,13 @@ def graph_with(eager_shapes):
     return LayerGraph("layer 3", Graphed(), (HIDDEN,), {}, has_attention=True, eager_shapes=eager_shapes)
 
 
-def test_hidden_states_of_another_shape_do_not_fit_and_a_new_shape_is_logged(caplog):
+def test_a_shape_that_is_new_is_logged(caplog):
     shapes: set[torch.Size] = set()
     layers = [graph_with(shapes), graph_with(shapes)]
-    for _ in range(2):
-        assert not any(graph.fits(HIDDEN[:4]) for graph in layers)
-        assert all(graph.fits(HIDDEN) for graph in layers)
-    assert not layers[0].fits(HIDDEN[:2])
+    for graph in [*layers, *layers]:
+        assert graph.asked_before_calls == (HIDDEN.shape, None)
+        graph.warn_of_shape(HIDDEN[:4].shape)
+    layers[0].warn_of_shape(HIDDEN[:2].shape)
     first, second = caplog.messages
     assert "captured with hidden_states of (8, 2, 4). Passes with (4, 2, 4) run eagerly" in first
     assert "--seq-length, --micro-batch-size" in first
@@ -239,4 +239,4 @@ def test_hidden_states_of_another_shape_do_not_fit_and_a_new_shape_is_logged(cap
 
 
 def test_where_passes_may_not_run_eagerly_every_shape_is_given_to_the_graph():
-    assert graph_with(None).fits(HIDDEN[:4])
+    assert graph_with(None).asked_before_calls == (None, None)
