@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.launch import name_of
 
-SIZES: dict[str, Any] = {"layers": 4, "steps": 8, "microbatches": 4, "tied": False}
+SIZES: dict[str, Any] = {"layers": 4, "steps": 6, "microbatches": 4, "tied": False}
 MOE: dict[str, Any] = {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"]}
 FAILURE: dict[str, Any] = {"dropout": 0.1, "control": "fallback_after_a_failure_on_one_rank"}
 ONE_RANK: list[dict[str, Any]] = [
@@ -24,14 +24,12 @@ ONE_RANK: list[dict[str, Any]] = [
     {"virtual": 2, "dtype": "bf16", "modules": ["attn"]},
     {"virtual": 2, "dropout": 0.1, "modules": ["attn"], "control": "evaluated_in_between"},
     {"virtual": 2, "dropout": 0.1, **MOE},
-    {"virtual": 4, "layers": 8, "dropout": 0.1, "control": "captured_again_later"},
+    {"virtual": 4, "layers": 8, "steps": 8, "dropout": 0.1, "control": "captured_again_later"},
 ]
 TWO_RANKS: list[dict[str, Any]] = [
-    {"dropout": 0.1},
     {"dtype": "bf16", "modules": ["attn"], "evaluates": True},
     {"dropout": 0.1, **MOE},
-    {"virtual": 2, "layers": 12, "dtype": "bf16", "dropout": 0.1},
-    {"virtual": 2, "modules": ["attn"], "evaluates": True},
+    {"virtual": 2, "layers": 8, "dtype": "bf16", "dropout": 0.1},
 ]
 FAILURES: list[dict[str, Any]] = [FAILURE, FAILURE | {"virtual": 2}]
 DEAD_REPLAY: dict[str, Any] = {"virtual": 2, "control": "dead_replay"}
