@@ -74,8 +74,6 @@ class UnitChain:
             if phase == "backward" and storages is not None:
                 storages.settle()
         except BaseException:
-            if storages is not None:
-                storages.leave()
             drop_collectives(self._fsdp, finished=False)  # they never run
             raise
         finally:
