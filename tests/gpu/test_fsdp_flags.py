@@ -59,29 +59,31 @@ RUNS += [(layout, "native") for layout in [*LAYOUTS][1:] if GPUS != 1]
 
 
 @pytest.fixture(scope="session")
-def results(compare_runs):
-    """The results of each layout and engine, by case; each case in processes of its own, as some may not end well."""
+def train(compare_runs):
+    """Trains a case of a layout with an engine, in processes of its own, as some may not end well."""
     found: dict[tuple[str, str], dict] = {}
-    for layout, engine in RUNS:
-        of_run = found.setdefault((layout, engine), {})
-        for case in CASES[layout]:
-            (of_run[name_of(case)],) = compare_runs(
-                [SIZES | case],
-                *LAYOUTS[layout],
-                "--stop-at-error",
-                ranks=GPUS,
-                environment=DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": engine},
-            )
-            write_results("test_fsdp_flags", found)
-    return found
+
+    def result(layout: str, engine: str, case: dict) -> dict:
+        (compared,) = compare_runs(
+            [SIZES | case],
+            *LAYOUTS[layout],
+            "--stop-at-error",
+            ranks=GPUS,
+            environment=DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": engine},
+        )
+        found.setdefault((layout, engine), {})[name_of(case)] = compared
+        write_results("test_fsdp_flags", found)
+        return compared
+
+    return result
 
 
 @pytest.mark.parametrize(
     ("layout", "engine", "case"),
     [pytest.param(*run, case, id=f"{run[0]}, {run[1]}: {name_of(case)}") for run in RUNS for case in CASES[run[0]]],
 )
-def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
-    result = results[layout, engine][name_of(case)]
+def test_graphs_train_bit_for_bit_as_eager(train, layout, engine, case):
+    result = train(layout, engine, case)
     assert not result["error"]
     assert result["differences"] == []
     layers = case.get("layers", 4)

@@ -175,6 +175,21 @@ def test_nothing_is_in_flight_when_a_graph_records(fsdp, layers):
         assert not fsdp.all_gather_pipeline.param_gather_event_map
 
 
+def test_a_graph_makes_fp8_transposes_itself(fsdp, layers):
+    """Those that Megatron-FSDP makes before the backward pass are freed after it."""
+    hooks, discarded = fsdp.fsdp_hooks, []
+    weight = layers[0].mlp.linear_fc1.weight
+    hooks._fsdp_units[layers[0]].float8_params.append(weight)
+    with mock.patch("megatron.core.distributed.fsdp.src.megatron_fsdp.fsdp_hooks.fp8_discard_transpose_cache") as drop:
+        drop.side_effect = lambda param: discarded.append(param is weight)
+        with fsdp.capture_graphs(layers):
+            forward_of(hooks, layers[0])
+            discarded.clear()
+            hooks.unshard_for_backward(layers[0])
+            assert discarded == [True]
+            hooks.release_after_backward(layers[0])
+
+
 def test_a_unit_that_is_prefetched_but_not_captured_is_released(fsdp, layers):
     with fsdp.capture_graphs(layers[2:]):
         fsdp.fsdp_hooks.unshard_for_backward(layers[2])

@@ -228,6 +228,8 @@ class FsdpHooks:
         if plan is not None:
             plan.claim()
         if self.graphed.capturing:
+            if self._shards_params and module in self._fsdp_units:
+                self._discard_transposes(self._unit(module))  # freed later; the graph makes its own
             self.graphed.backward_begins(module)
             if module in self._sinks:
                 self._sinks[module].claim_buckets()
@@ -303,6 +305,10 @@ class FsdpHooks:
         unit = self._unit(module)
         for bucket in unit.buckets:
             self.fsdp.all_gather_pipeline.release_bucket(bucket, bwd, lazy=lazy)
+        self._discard_transposes(unit)
+
+    def _discard_transposes(self, unit: Unit) -> None:
+        """Drop the FP8 transposes of a unit, unless they are kept, each in one place."""
         if not self.fsdp.ddp_config.keep_fp8_transpose_cache:
             for param in unit.float8_params:
                 fp8_discard_transpose_cache(param)
