@@ -249,13 +249,14 @@ class Attempts:
             self.problems.append({"steps": self.steps, "found": everywhere})
 
 
-def run(case: Case, kinds: list[str], stride: int, matching: str) -> dict[str, Any]:
+def run(case: Case, kinds: list[str], stride: int, first: int, matching: str) -> dict[str, Any]:
     """Attempt captures with faults; return what to write down.
 
     Args:
         case: What to train.
         kinds: What happens, each a key of ``KINDS``.
         stride: A fault is at every so many of the places.
+        first: The first of them.
         matching: The regular expression that the name of a place must match.
     """
     training = Training(case, graphs=True)
@@ -272,7 +273,7 @@ def run(case: Case, kinds: list[str], stride: int, matching: str) -> dict[str, A
         names = attempts.places(captured_only)
         wanted = [at for at, name in enumerate(names) if re.search(matching, name)]
         places[kind] = len(wanted)
-        for number, at in enumerate(wanted[stride // 2 :: stride]):
+        for number, at in enumerate(wanted[first::stride]):
             ranks = list(range(dist.get_world_size()))
             if dist.get_rank() == 0:
                 print(f"{kind} at {at} of {len(names)}: {names[at]}", flush=True)  # who hangs leaves it last in the log
@@ -291,6 +292,7 @@ def run(case: Case, kinds: list[str], stride: int, matching: str) -> dict[str, A
         "places": places,
         "matching": matching,
         "stride": stride,
+        "first": first,
         "attempts": dict(attempts.counted),
         "passed": dict(attempts.passed),
         "unreached": attempts.unreached,
@@ -307,6 +309,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True, help="where the results go, as JSON")
     parser.add_argument("--stride", type=int, default=1, help="a fault at every so many places")
+    parser.add_argument("--first", type=int, help="the first of these places (default: half a stride)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="what happens there")
     parser.add_argument("--matching", default="", help="only at places whose names match this regular expression")
     parser.add_argument("--layers", type=int, default=2, help="layers of the model")
@@ -318,8 +321,9 @@ def main() -> None:
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel()
+    first = args.stride // 2 if args.first is None else args.first
     results = [
-        run(replace(SMALL, layers=args.layers, layers_per_graph=count), args.kinds, args.stride, args.matching)
+        run(replace(SMALL, layers=args.layers, layers_per_graph=count), args.kinds, args.stride, first, args.matching)
         for count in args.layers_per_graph
     ]
     if dist.get_rank() == 0:
