@@ -81,7 +81,7 @@ class FsdpHooks:
         self.in_backward = False
         self.module_names: dict[torch.nn.Module, str] = {}
         self.model_passes: WholeModel | None = None
-        self._trainable: list[torch.nn.Parameter] = []
+        self._trainable: dict[torch.nn.Parameter, None] = {}  # an ordered set, whose hashes are known
         self._sinks: dict[torch.nn.Module, UnitSink] = {}
         self._caller_ends_backward = False
         self._unit_types = tuple(fsdp.fsdp_unit_modules)
@@ -120,7 +120,7 @@ class FsdpHooks:
                 self._register_other(name, module)
         self._register_root(root, last)
         groups = fsdp.param_and_grad_buffer.parameter_groups
-        self._trainable = [param for group in groups if group.requires_grad for param in group.params]
+        self._trainable = dict.fromkeys(param for group in groups if group.requires_grad for param in group.params)
 
     def _register_forward_unshard(self, module):
         if self.fsdp.data_parallel_sharding_strategy == "no_shard":
