@@ -58,6 +58,7 @@ test-versions: $(OTHER_CORES:%=test-core-%)
 
 # That version lies ahead of the installed one on the path.
 $(OTHER_CORES:%=test-core-%): test-core-%: build/cores/%/megatron
+	$(PY) -m megatron_fsdp_cuda_graphs upstream build/cores/$*
 	CORE_VERSION=$* PYTHONPATH=$(CURDIR)/build/cores/$*$(addprefix :,$(PYTHONPATH)) \
 		$(PY) -m pytest -n $(WORKERS) --dist loadfile $(CORE_TESTS)
 

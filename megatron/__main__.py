@@ -1,7 +1,26 @@
-"""``python -m megatron_fsdp_cuda_graphs``: says whether graphs under Megatron-FSDP can work here."""
+"""``python -m megatron_fsdp_cuda_graphs [COMMAND]``: what to know before graphs under Megatron-FSDP are used.
 
+Commands:
+    doctor      whether they can work here: what is patched, which versions there are, what is missing (the default)
+    upstream    what another megatron-core would break
+"""
+
+import importlib
 import sys
 
-from .doctor import main
+COMMANDS = {"doctor": "doctor", "upstream": "upstream_check.cli"}  # the module of each, whose main takes its arguments
 
-sys.exit(main())
+
+def main(arguments: list[str]) -> int:
+    """Run a command; return the exit code."""
+    command, *rest = arguments or ["doctor"]
+    if command not in COMMANDS:
+        asked = command in ("-h", "--help")
+        print(__doc__ if asked else f"no command {command!r}\n\n{__doc__}", file=sys.stdout if asked else sys.stderr)
+        return 0 if asked else 2
+    status: int = importlib.import_module(f".{COMMANDS[command]}", __package__).main(rest)
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

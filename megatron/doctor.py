@@ -5,7 +5,9 @@ import importlib.metadata
 import inspect
 import os
 import platform
+import sys
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from . import overlay
@@ -171,8 +173,11 @@ def _examine_gpus(report: Report) -> None:
         report.missing.append(problem)
 
 
-def main() -> int:
-    """Print the report. Returns the exit code: 0 if graphs under FSDP can work here, else 1."""
+def main(arguments: Sequence[str] = ()) -> int:
+    """Print the report. Returns the exit code: 0 if graphs under FSDP can work here, else 1; 2 for any argument."""
+    if arguments:
+        print(f"doctor takes no arguments: {' '.join(arguments)}", file=sys.stderr)
+        return 2
     report = examine()
     print(report)
     return 0 if report.ready else 1

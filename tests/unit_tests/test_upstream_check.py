@@ -1,0 +1,130 @@
+"""The check of the patch against another megatron-core: here the installed one, with one thing changed."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+from megatron_fsdp_cuda_graphs import __main__ as command
+from megatron_fsdp_cuda_graphs.overlay import find_core
+from megatron_fsdp_cuda_graphs.upstream_check import cli
+from megatron_fsdp_cuda_graphs.upstream_check.reliances import reliances
+
+INSTALLED = Path(find_core().origin).parents[2]
+FSDP = "megatron/core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py"
+LAYER = "megatron/core/transformer/module.py"
+
+
+@pytest.fixture
+def other(tmp_path):
+    """A megatron-core of links to the installed files; ``change`` puts an edited copy in the place of one."""
+    for package in ("core", "training"):
+        shutil.copytree(
+            INSTALLED / "megatron" / package,
+            tmp_path / "megatron" / package,
+            copy_function=os.symlink,
+            ignore=shutil.ignore_patterns("__pycache__", "*.so"),
+        )
+    return tmp_path
+
+
+def change(folder, name, old, new):
+    path = folder / name
+    text = path.read_text()
+    assert old in text
+    path.unlink()
+    path.write_text(text.replace(old, new))
+
+
+@pytest.fixture
+def run(other, capsys):
+    def run():
+        status = cli.main([str(other)])
+        return status, capsys.readouterr().out
+
+    return run
+
+
+def test_the_version_that_the_patch_is_made_for_breaks_nothing(run):
+    assert run() == (0, "0 would break, 0 to be read again\n")
+
+
+def test_a_name_that_is_gone_would_break(other, run):
+    change(other, FSDP, "class TrainingState", "class StateOfTraining")
+    status, text = run()
+    assert status == 1
+    assert f"gone: {FSDP[:-3].replace('/', '.')}.TrainingState (core/distributed/fsdp/src/" in text
+
+
+def test_a_module_that_is_gone_would_break(other, run):
+    (other / "megatron/core/num_microbatches_calculator.py").unlink()
+    status, text = run()
+    assert status == 1
+    assert "gone: megatron.core.num_microbatches_calculator.get_num_microbatches (core/transformer/module.py:" in text
+
+
+def test_a_method_that_the_patch_overrides_and_nobody_calls_would_break(other, run):
+    change(other, FSDP, "_register_fsdp_hooks", "_register_hooks")
+    status, text = run()
+    assert status == 1
+    assert "nobody calls the patch's: " in text
+    assert "MegatronFSDP._register_fsdp_hooks" in text
+
+
+def test_other_parameters_of_an_overridden_method_would_break(other, run):
+    change(other, FSDP, "def forward(self, *inputs, **kwargs)", "def forward(self, *inputs, step, **kwargs)")
+    status, text = run()
+    assert status == 1
+    assert "other parameters (self, *inputs, **kwargs -> self, *inputs, step, **kwargs): " in text
+
+
+def test_other_code_of_an_overridden_method_is_to_be_read_again(other, run):
+    change(other, FSDP, "def forward(self, *inputs, **kwargs):", "def forward(self, *inputs, **kwargs):\n        1 + 1")
+    status, text = run()
+    assert status == 0
+    assert "Changed behind the patch, to be read again:\n  megatron.core" in text
+    assert "MegatronFSDP.forward" in text
+
+
+def test_an_importer_of_a_name_that_the_patch_lacks_would_break(other, run):
+    importing = "from megatron.core.transformer.cuda_graphs import is_graph_capturing, graph_of_next_year"
+    change(other, LAYER, "import torch\n", f"import torch\n{importing}\n")
+    status, text = run()
+    assert status == 1
+    assert "not in the patch: megatron.core.transformer.cuda_graphs.graph_of_next_year" in text
+    assert "cuda_graphs.is_graph_capturing" not in text
+
+
+def test_a_new_definition_of_the_replaced_module_is_to_be_read(other, run):
+    change(
+        other,
+        "megatron/core/transformer/cuda_graphs.py",
+        "def is_graph_capturing",
+        "def is_new(): ...\ndef is_graph_capturing",
+    )
+    status, text = run()
+    assert status == 0
+    assert "new: megatron.core.transformer.cuda_graphs.is_new" in text
+
+
+def test_a_folder_without_megatron_core_is_named(tmp_path, capsys):
+    assert cli.main([str(tmp_path)]) == 2
+    assert f"{tmp_path} has no megatron/core" in capsys.readouterr().out
+
+
+def test_what_the_patch_relies_on_is_found():
+    found = {(each.module.rpartition(".")[2], each.path, each.overridden) for each in reliances()}
+    assert ("megatron_fsdp", "MegatronFSDP.forward", True) in found  # a method of an extended class
+    assert ("megatron_fsdp", "TrainingState", False) in found  # read from `upstream(...)`
+    assert ("arguments", "validate_args", True) in found  # a function
+    assert ("num_microbatches_calculator", "get_num_microbatches", False) in found  # imported
+
+
+def test_commands_are_found_and_others_named(capsys):
+    assert command.main(["upstream", "/nowhere"]) == 2
+    assert "/nowhere has no megatron/core" in capsys.readouterr().out
+    assert command.main(["plot"]) == 2
+    assert "no command 'plot'" in capsys.readouterr().err
+    assert command.main(["--help"]) == 0
+    assert "upstream" in capsys.readouterr().out
