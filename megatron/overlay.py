@@ -86,7 +86,10 @@ def change(name: str) -> Literal["replaced", "extended", "added"]:
     file = tree_file(name)
     if file is None:
         raise ValueError(f"the patch has no file for {name}")
-    if ordinary_spec(name, importlib.import_module(name.rpartition(".")[0]).__path__) is None:
+    parent = name.rpartition(".")[0]
+    if tree_file(parent) is not None and change(parent) == "added":
+        return "added"
+    if ordinary_spec(name, importlib.import_module(parent).__path__) is None:
         return "added"
     return "extended" if _extends(file) else "replaced"
 

@@ -49,6 +49,13 @@ def test_these_modules_are_extended():
     assert {name for name in overlay.patched_modules() if overlay.change(name) == "extended"} == {*REPLACED}
 
 
+def test_one_module_is_replaced_and_the_others_are_added():
+    changes = {name: overlay.change(name) for name in overlay.patched_modules()}
+    assert [name for name, change in changes.items() if change == "replaced"] == [
+        "megatron.core.transformer.cuda_graphs"
+    ]
+
+
 @pytest.mark.parametrize("name", REPLACED)
 def test_these_names_are_defined_anew_and_none_by_accident(name):
     assert vars(overlay.upstream(name)).keys() == REPLACED[name]
