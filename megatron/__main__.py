@@ -1,14 +1,16 @@
 """``python -m megatron_fsdp_cuda_graphs [COMMAND]``: what to know before graphs under Megatron-FSDP are used.
 
 Commands:
-    doctor      whether they can work here: what is patched, which versions there are, what is missing (the default)
-    upstream    what another megatron-core would break
+    doctor          whether they can work here: what is patched, which versions there are, what is missing (the default)
+    upstream        what another megatron-core would break
+    patch-series    the patch as patches for `git am` in a Megatron-LM checkout
 """
 
 import importlib
 import sys
 
-COMMANDS = {"doctor": "doctor", "upstream": "upstream_check.cli"}  # the module of each, whose main takes its arguments
+# The module of each, whose ``main`` takes its arguments.
+COMMANDS = {"doctor": "doctor", "upstream": "upstream_check.cli", "patch-series": "patch_series.cli"}
 
 
 def main(arguments: list[str]) -> int:
