@@ -21,12 +21,16 @@ CORE_TESTS := $(addprefix tests/unit_tests/,test_overlay_extensions.py training 
 	$(addprefix local/test_,inference.py manager.py record.py runner.py) \
 	$(addprefix te/test_,backends.py capture_mode.py current_microbatch.py helper.py layers.py order.py sample_inputs.py)))
 
-.PHONY: help .venv demo test test-unit test-integration test-versions $(OTHER_CORES:%=test-core-%) test-gpu bench docs lint format clean
+PATCH_TESTS := tests/unit_tests/core/transformer tests/unit_tests/training \
+	$(addprefix tests/unit_tests/core/distributed/test_,captured_training.py fsdp_hooks.py step_plans.py)
+
+.PHONY: help .venv demo test test-unit test-integration test-versions test-patch $(OTHER_CORES:%=test-core-%) test-gpu bench docs lint format clean
 
 help:
 	@echo "make demo      train a small GPT under Megatron-FSDP, eager and graphed, and compare"
 	@echo "make test      unit tests and integration tests on the CPU backend"
 	@echo "make test-versions  unit tests on the other versions of megatron-core that the patch admits"
+	@echo "make test-patch     unit tests in a megatron-core checkout to which the patch series was applied"
 	@echo "make test-gpu  tests on the GPUs of this machine"
 	@echo "make bench     time of a step of each kind, on the GPUs of this machine"
 	@echo "make docs      docs/compatibility.md, from the table of flags"
@@ -64,6 +68,17 @@ $(OTHER_CORES:%=test-core-%): test-core-%: build/cores/%/megatron
 
 $(OTHER_CORES:%=build/cores/%/megatron): build/cores/%/megatron: | $(ENVIRONMENT)
 	$(PY) -m pip install --quiet --no-deps --target build/cores/$* megatron-core==$*
+
+# The patch as patches, applied to a checkout: the unit tests pass there without the start-up of this project. Left out
+# are tests of that start-up, and of where definitions lie.
+test-patch: $(ENVIRONMENT)
+	rm -rf build/checkout build/patches
+	$(PY) tests/support/checkout.py build/checkout
+	$(PY) -m megatron_fsdp_cuda_graphs patch-series build/checkout build/patches
+	git -C build/checkout -c user.name=test -c user.email=test@localhost am --quiet $(CURDIR)/build/patches/*/*.patch
+	PATCHED_CHECKOUT=1 MEGATRON_FSDP_CUDA_GRAPHS=0 PYTHONPATH=$(CURDIR)/build/checkout$(addprefix :,$(PYTHONPATH)) \
+		$(PY) -m pytest -n $(WORKERS) --dist loadfile -k "not source_is_found and not in_a_table and not pickles_load" \
+		$(PATCH_TESTS)
 
 # Each layout of ranks is started, with torchrun, in processes of its own.
 test-gpu: $(ENVIRONMENT)

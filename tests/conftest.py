@@ -1,10 +1,17 @@
 """Settings that every test shares."""
 
+import os
 from pathlib import Path
 
 import pytest
 
 GPU_TESTS = Path(__file__).parent / "gpu"
+
+if os.environ.get("PATCHED_CHECKOUT"):  # of megatron-core with the patch in its files: see `make test-patch`
+    from megatron.core import original_definitions
+    from megatron_fsdp_cuda_graphs import overlay
+
+    overlay.upstream = original_definitions.upstream
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

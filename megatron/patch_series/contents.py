@@ -83,10 +83,10 @@ def files(checkout: Path) -> Iterator[File]:
     for target, source in MOVED.values():
         yield _file(checkout, target, source.read_text())
     for name in patched_modules():
-        source = tree_file(name)
-        assert source is not None
-        is_package = source.name == "__init__.py"
-        yield _file(checkout, name, _without_overlay(source.read_text()), is_package, extends=_extends(source))
+        path = tree_file(name)
+        assert path is not None
+        text = path.read_text()
+        yield _file(checkout, name, _without_overlay(text), path.name == "__init__.py", "= extend(__name__)" in text)
 
 
 def series_of(path: str) -> Series:
@@ -99,17 +99,13 @@ def _check_version(checkout: Path) -> None:
     info = checkout / "megatron" / "core" / "package_info.py"
     if not info.is_file():
         raise FileNotFoundError(f"{checkout} has no megatron/core: name a Megatron-LM checkout or a site-packages")
-    parts = {part: re.search(rf"^{part} = (.+)$", info.read_text(), re.MULTILINE) for part in ("MAJOR", "MINOR", "PATCH")}
-    version = ".".join(found[1].strip() if found else "?" for found in parts.values())
+    parts = (re.search(rf"^{part} = (.+)$", info.read_text(), re.MULTILINE) for part in ("MAJOR", "MINOR", "PATCH"))
+    version = ".".join(found[1].strip() if found else "?" for found in parts)
     if version not in TESTED_VERSIONS:
         raise ValueError(
             f"{checkout} has megatron-core {version}, and the patch was tested with {', '.join(TESTED_VERSIONS)} only: "
             "check out one of these"
         )
-
-
-def _extends(source: Path) -> bool:
-    return "_upstream" in source.read_text() and "= extend(__name__)" in source.read_text()
 
 
 def _file(checkout: Path, name: str, text: str, is_package: bool = False, extends: bool = False) -> File:

@@ -20,7 +20,7 @@ def extend(name: str) -> Any:
 
 
 def upstream(name: str) -> Any:
-    """Return the definitions that the module ``name`` had before ``extend``; the module itself if it has no such part."""
+    """Return the definitions that the module ``name`` had before ``extend``; itself if it has no such part."""
     module = importlib.import_module(name)
     return _before.get(name, module)
 

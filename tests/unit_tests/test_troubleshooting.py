@@ -30,7 +30,7 @@ def text_of(node, constants):
 def of_file(path):
     """The texts of errors that a file raises, and all texts in it."""
     tree = ast.parse(path.read_bytes())
-    constants = {}
+    constants: dict[str, str | None] = {}
     for node in tree.body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             constants[node.targets[0].id] = text_of(node.value, constants)

@@ -1,0 +1,90 @@
+"""The patch as patches; `make test-patch` applies them and runs the unit tests there."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron_fsdp_cuda_graphs import overlay
+from megatron_fsdp_cuda_graphs.patch_series import cli, contents
+
+INSTALLED = Path(overlay.find_core().origin).parents[2]
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    """A git repository of the files that the patch changes, and of the version."""
+    folder = tmp_path / "checkout"
+    changed = [file.path for file in contents.files(INSTALLED) if file.before is not None]
+    for path in [*changed, "megatron/core/package_info.py"]:
+        (folder / path).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(INSTALLED / path, folder / path)
+    git(folder, "init", "--quiet")
+    git(folder, "add", "--all")
+    git(folder, "commit", "--quiet", "--message", "megatron-core")
+    return folder
+
+
+def git(folder, *arguments):
+    identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
+    done = subprocess.run(["git", "-C", str(folder), *identity, *arguments], capture_output=True, text=True, check=True)
+    return done.stdout
+
+
+def test_git_am_takes_all_patches(checkout, tmp_path, capsys):
+    assert cli.main([str(checkout), str(tmp_path / "patches")]) == 0
+    patches = sorted((tmp_path / "patches").glob("*/*.patch"))
+    assert {patch.parent.name for patch in patches} == {"1-engine", "2-fsdp", "3-local-graphs"}
+    assert all(str(patch) in capsys.readouterr().out for patch in patches[:1])
+    git(checkout, "am", "--quiet", *map(str, patches))
+    for file in contents.files(INSTALLED):
+        assert (checkout / file.path).read_text() == file.text
+    assert git(checkout, "status", "--porcelain") == ""
+
+
+def test_every_file_of_the_patch_is_in_the_series_and_needs_nothing_else_of_this_project():
+    files = {file.path: file for file in contents.files(INSTALLED)}
+    assert len(files) == len(overlay.patched_modules()) + len(contents.MOVED)
+    assert [file for file in files.values() if "megatron_fsdp_cuda_graphs.overlay" in file.text] == []
+    changed = {path for path, file in files.items() if file.before is not None}
+    assert {path[:-3].replace("/", ".") for path in changed} == {
+        name for name in overlay.patched_modules() if overlay.change(name) != "added"
+    }
+
+
+def test_an_extended_file_keeps_megatron_cores_text_and_ends_with_ours():
+    (file,) = [file for file in contents.files(INSTALLED) if file.path.endswith("megatron_fsdp/megatron_fsdp.py")]
+    assert file.text.startswith(file.before.rstrip())
+    assert file.text.endswith(overlay.tree_file(file.path[:-3].replace("/", ".")).read_text()[-500:])
+
+
+def test_original_definitions_are_those_before_the_first_call(tmp_path):
+    (tmp_path / "tool.py").write_text(
+        "class Tool: size = 1\n"
+        "from megatron_fsdp_cuda_graphs.patch_series.original_definitions import extend, upstream\n"
+        "extend(__name__)\n"
+        "class Tool(extend(__name__).Tool): size = 2\n"
+        "assert upstream(__name__).Tool.size == 1\n"
+    )
+    code = (
+        "import tool, json; from megatron_fsdp_cuda_graphs.patch_series.original_definitions import upstream;"
+        "print(tool.Tool.size, upstream('tool').Tool.size, upstream('json') is json)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["2", "1", "True"]
+
+
+def test_another_version_is_refused(checkout, tmp_path, capsys):
+    info = checkout / "megatron/core/package_info.py"
+    info.write_text(info.read_text().replace("MINOR = ", "MINOR = 1"))
+    assert cli.main([str(checkout), str(tmp_path / "patches")]) == 2
+    assert "the patch was tested with" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_no_checkout_or_not_empty_is_named(checkout, tmp_path, capsys):
+    assert cli.main([str(tmp_path), str(tmp_path / "patches")]) == 2
+    assert f"{tmp_path} has no megatron/core" in capsys.readouterr().err
+    assert cli.main([str(checkout), str(checkout)]) == 2
+    assert f"{checkout} is not empty" in capsys.readouterr().err
