@@ -11,7 +11,8 @@ from typing import Any
 
 from .launch import OWN
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "pretrain_gpt.py"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
 LAUNCH = "-m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_fsdp_cuda_graphs.cpu_backend"
 FLAGS = """
     --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer
@@ -44,6 +45,8 @@ class Pretraining:
         self._metrics, self.log = folder / "metrics.jsonl", folder / "log"
         arguments = f"{LAUNCH} {SCRIPT} {FLAGS} {GRAPHS[graphs]} {flags}"
         environment = os.environ | OWN | {"STEP_METRICS_PATH": str(self._metrics)}
+        paths = [str(ROOT), os.environ.get("PYTHONPATH")]  # for --spec, which names modules
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         with self.log.open("w") as log:
             command = [sys.executable, *arguments.split()]
             self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)

@@ -35,6 +35,8 @@ class Case:
 
     Attributes:
         vision: Whether the model is a vision encoder (``vision_training``) rather than a GPT.
+        pattern: ``--hybrid-layer-pattern`` of a hybrid model (``hybrid_training``) rather than a GPT; says ``layers``
+            and ``mtp`` too.
         dtype: ``fp32``, ``bf16`` or ``fp16``; the last with a dynamic loss scale that is too great at first.
         dropout: Probability of hidden and attention dropout.
         microbatches: Micro-batches in a step.
@@ -71,6 +73,7 @@ class Case:
     """
 
     vision: bool = False
+    pattern: str = ""
     dtype: str = "fp32"
     dropout: float = 0.0
     microbatches: int = 1
@@ -182,9 +185,12 @@ class Training:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
         from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
         self.case = case
-        destroy_moe_metrics_tracker()  # its tensors have an element for each layer of the model before
+        # their tensors have an element for each layer of the model before
+        destroy_moe_metrics_tracker()
+        MTPLossLoggingHelper.tracker.clear()
         parallel_state.set_virtual_pipeline_model_parallel_world_size(case.virtual)
         torch.manual_seed(1234)
         model_parallel_cuda_manual_seed(
@@ -299,12 +305,13 @@ class Training:
     @property
     def layers(self) -> list[torch.nn.Module]:
         """The layers that are captured."""
+        from megatron.core.transformer._cuda_graphs.te.layers import mtp_layers
         from megatron.core.utils import get_attr_wrapped_model
 
         layers = [layer for chunk in self.chunks for layer in get_attr_wrapped_model(chunk, "decoder").layers]
         for chunk in self.chunks if self.case.mtp else ():
             model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
-            layers += [layer.mtp_model_layer for layer in model.mtp.layers] if hasattr(model, "mtp") else []
+            layers += mtp_layers(model)
         return layers
 
     def capture(self, capture: Callable[["Training"], None]) -> None:
@@ -387,9 +394,7 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
         at_capture: Called in place of the capture; with ``case.local``, whose graphs capture themselves, at the
             beginning.
     """
-    from .vision_training import VisionTraining
-
-    training = VisionTraining(case, graphs) if case.vision else Training(case, graphs)
+    training = _training(case)(case, graphs)
     by_helper = graphs and not case.local
     if by_helper:
         training.make_helper()
@@ -412,6 +417,15 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
             from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
             delete_cuda_graphs()
+
+
+def _training(case: Case) -> type[Training]:
+    from .hybrid_training import HybridTraining
+    from .vision_training import VisionTraining
+
+    if case.pattern:
+        return HybridTraining
+    return VisionTraining if case.vision else Training
 
 
 def _noting_replays(replayed: list[Any]) -> Callable[[Any], None]:
@@ -510,6 +524,7 @@ def _config(case: Case, graphs: bool):
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
         mtp_num_layers=case.mtp or None,
+        is_hybrid_model=bool(case.pattern),
         gradient_accumulation_fusion=case.fused_wgrad,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,

@@ -13,6 +13,7 @@ MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 _CHECK = "tests/unit_tests/training/test_flag_rows.py"
 _CPU = "tests/integration_tests/test_fsdp_graphs.py"
 _STAGES = "tests/integration_tests/test_fsdp_pipeline.py"
+_HYBRID = "tests/integration_tests/test_hybrid_models.py"
 _PRETRAIN = "tests/integration_tests/test_pretrain_flags.py"
 _GPU = "tests/gpu/test_fsdp_graphs.py"
 _GPU_FLAGS = "tests/gpu/test_fsdp_flags.py"
@@ -288,12 +289,6 @@ _NOT_TRIED = [
         lambda options: int(options.get("tensor_parallel_num_weight_shards", 1)) > 1,
         "; it is generalized tensor parallelism beside Megatron-FSDP",
     ),
-    _not_tried(
-        "hybrid models",
-        "--hybrid-layer-pattern",
-        lambda options: bool(options.get("hybrid_layer_pattern") or options.get("hybrid_override_pattern")),
-        "; megatron-core's layers of them need TransformerEngine, and Mamba layers mamba-ssm",
-    ),
 ]
 
 _WORKS = [
@@ -334,6 +329,13 @@ _WORKS = [
         "--position-embedding-type learned_absolute, rope, yarn, mrope or none",
         lambda o: o.get("position_embedding_type") in ("learned_absolute", "rope", "yarn", "mrope", "none"),
         _CPU,
+    ),
+    _works(
+        "hybrid models",
+        "--hybrid-layer-pattern",
+        lambda options: bool(options.get("hybrid_layer_pattern") or options.get("hybrid_override_pattern")),
+        _HYBRID,
+        "verified on the CPU backend only, Mamba layers with another mixer than that of mamba-ssm",
     ),
     _works("heterogeneous layers", "--heterogeneous-layers-config-path", _heterogeneous, _PRETRAIN),
     _works(
