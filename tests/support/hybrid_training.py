@@ -19,12 +19,17 @@ class HybridTraining(Training):
         from megatron.core.models.hybrid.hybrid_model import HybridModel
 
         from . import hybrid_spec
+        from .packed_attention import with_packed_attention
 
         case = self.case
+        spec = hybrid_spec.transformer_engine if case.transformer_engine else hybrid_spec.local
+        if case.packed and not case.transformer_engine:
+            layers = replace(spec.submodules, attention_layer=with_packed_attention(spec.submodules.attention_layer))
+            spec = replace(spec, submodules=layers)
         stage = {"ignore_virtual": False, "vp_stage": virtual_stage}
         return HybridModel(
             self.config,
-            hybrid_spec.transformer_engine if case.transformer_engine else hybrid_spec.local,
+            spec,
             VOCABULARY,
             case.sequence,
             hybrid_layer_pattern=case.pattern,

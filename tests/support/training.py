@@ -56,6 +56,7 @@ class Case:
         virtual: Model chunks of each pipeline stage; None where the pipeline does not interleave chunks.
         bucket: Parameters in a gradient bucket of DistributedDataParallel; few, so that a model has several.
         positions: ``position_embedding_type``.
+        packed: Sequences of random lengths that are packed in a micro-batch, at most; 0 for one row for each.
         latent_attention: Whether attention is multi-latent, which needs TransformerEngine.
         tied: Whether the output layer has the embedding's weights.
         strategy: Megatron-FSDP's sharding strategy.
@@ -92,6 +93,7 @@ class Case:
     virtual: int | None = None
     bucket: int = 10_000
     positions: str = "rope"
+    packed: int = 0
     latent_attention: bool = False
     tied: bool = True
     strategy: str = "optim_grads_params"
@@ -282,7 +284,8 @@ class Training:
         return _batches(self.case, step)
 
     def _losses(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        return model(batch.tokens, batch.positions, batch.mask, labels=batch.labels)
+        packed = {"packed_seq_params": batch.packed} if self.case.packed else {}
+        return model(batch.tokens, batch.positions, batch.mask, labels=batch.labels, **packed)
 
     def _forward_step(self, batches: Iterator[Any], model: torch.nn.Module):
         def loss_of(losses):
@@ -530,11 +533,13 @@ def _config(case: Case, graphs: bool):
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         persist_layer_norm=False,
+        apply_rope_fusion=case.packed > 0 and case.transformer_engine,
         deterministic_mode=False,
         **moe,
     )
     if case.positions == "yarn":
         vars(config).update(YARN)  # megatron.training sets them as attributes too
+    config.cuda_graph_packed_sequences = case.packed or None
     return config
 
 
@@ -556,6 +561,10 @@ def _gpt(case: Case, config, virtual_stage: int | None = None):
         )
     else:
         spec = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=case.experts or None, moe_grouped_gemm=False)
+    if case.packed and not case.transformer_engine:
+        from .packed_attention import with_packed_attention
+
+        spec = with_packed_attention(spec)
     if case.local and "moe_router" in case.modules and config.cuda_graph_impl == "local":
         from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
@@ -659,6 +668,12 @@ def _batches(case: Case, step: int):
         if case.positions == "mrope":  # other positions in every micro-batch, as images in a text give
             steps = torch.randint(1, 4, (3, case.micro_batch, sequence), generator=generator)
             positions = steps.cumsum(-1)
+        packed = None
+        if case.packed:
+            from .packed_attention import packed_params, positions_in_sequences
+
+            packed = packed_params(sequence, case.packed, generator)
+            positions = positions_in_sequences(packed.cu_seqlens_q).expand(case.micro_batch, -1)
         batch = {
             "tokens": microbatch[:, :-1].contiguous().cuda(),
             "labels": microbatch[:, 1:].contiguous().cuda(),
@@ -672,5 +687,6 @@ def _batches(case: Case, step: int):
             tokens=batch["tokens"],
             labels=batch["labels"],
             positions=batch["position_ids"],
-            mask=batch["attention_mask"],
+            mask=None if packed else batch["attention_mask"],
+            packed=packed,
         )

@@ -43,6 +43,7 @@ from .sample_inputs import (
     attention_mask_type,
     captures_attention,
     default_kwargs,
+    packed_use,
     sample_arguments,
 )
 from .whole_model import ModelGraphs, against_whole_model, capture_whole_model
@@ -559,6 +560,7 @@ class TECudaGraphHelper:
                     guard=guards[index],
                     recorded_hooks=number_of_hooks(layer) if index in first_of else None,
                     eager_shapes=eager_shapes,
+                    packed=packed_use(layer),
                 )
                 for slot, keyword_slot in zip(slots, keywords, strict=True)
             )
