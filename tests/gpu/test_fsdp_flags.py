@@ -31,6 +31,7 @@ CASES: dict[str, list[dict]] = {
         {"dtype": "bf16", "fp8": "delayed", "fp8_params": True, "microbatches": 2},
         {"dtype": "bf16", "fp8": "tensorwise", "fp8_params": True, "microbatches": 2},
         {"dtype": "bf16", "nccl_ub": True},
+        {"dtype": "bf16", "captions": True, "microbatches": 2},
         {"dtype": "bf16", "packed": 8, "microbatches": 2},
         {"dtype": "bf16", "packed": 8, "modules": ["attn"], "evaluates": True},
         {"dtype": "bf16", "packed": 8, "layers_per_graph": 1, "positions": "none"},
@@ -96,6 +97,6 @@ def test_graphs_train_bit_for_bit_as_eager(train, layout, engine, case):
     assert not result["error"]
     assert result["differences"] == []
     pattern = case.get("pattern", "").replace("/", "")
-    layers = len(pattern) or case.get("layers", 4)
+    layers = len(pattern) or case.get("layers", 4) * (2 if case.get("captions") else 1)
     slots = layers // 2 * case["microbatches"] if "PP2" in layout else layers  # of the layers of a stage, or of all
     assert result["graphs"] == slots

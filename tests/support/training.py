@@ -35,6 +35,7 @@ class Case:
 
     Attributes:
         vision: Whether the model is a vision encoder (``vision_training``) rather than a GPT.
+        captions: Whether the GPT reads the features of a vision encoder too, and both have graphs.
         pattern: ``--hybrid-layer-pattern`` of a hybrid model (``hybrid_training``) rather than a GPT; says ``layers``
             and ``mtp`` too.
         dtype: ``fp32``, ``bf16`` or ``fp16``; the last with a dynamic loss scale that is too great at first.
@@ -74,6 +75,7 @@ class Case:
     """
 
     vision: bool = False
+    captions: bool = False
     pattern: str = ""
     dtype: str = "fp32"
     dropout: float = 0.0
@@ -424,10 +426,12 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
 
 def _training(case: Case) -> type[Training]:
     from .hybrid_training import HybridTraining
-    from .vision_training import VisionTraining
+    from .vision_training import CaptionTraining, VisionTraining
 
     if case.pattern:
         return HybridTraining
+    if case.captions:
+        return CaptionTraining
     return VisionTraining if case.vision else Training
 
 
@@ -547,20 +551,26 @@ def _model(case: Case, config):
     return _under_fsdp(case, config, _gpt(case, config))
 
 
+def gpt_layer_spec(case: Case):
+    """The spec of a GPT's layers, all of one kind."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    if not case.transformer_engine:
+        return gpt_layer_specs.get_gpt_layer_local_spec(num_experts=case.experts or None, moe_grouped_gemm=False)
+    return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+        num_experts=case.experts or None,
+        moe_grouped_gemm=bool(case.experts),
+        multi_latent_attention=case.latent_attention,
+    )
+
+
 def _gpt(case: Case, config, virtual_stage: int | None = None):
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
+    spec = gpt_layer_spec(case)
     if isinstance(case.moe_layer_freq, tuple):
         spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=case.transformer_engine)
-    elif case.transformer_engine:
-        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            num_experts=case.experts or None,
-            moe_grouped_gemm=bool(case.experts),
-            multi_latent_attention=case.latent_attention,
-        )
-    else:
-        spec = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=case.experts or None, moe_grouped_gemm=False)
     if case.packed and not case.transformer_engine:
         from .packed_attention import with_packed_attention
 
