@@ -3,11 +3,14 @@
 Attention stands for TransformerEngine's, which alone takes packed sequences. Capture is after 3 steps.
 """
 
+import random
 from typing import Any
 
+import numpy
 import pytest
 
 from tests.support.launch import name_of
+from tests.support.pretrain import numbers, pretrain
 
 SIZES: dict[str, Any] = {"layers": 3, "steps": 8, "micro_batch": 1, "packed": 5, "positions": "none"}
 # With each case the pieces of layers that are replayed together in a micro-batch.
@@ -45,6 +48,7 @@ def assert_equal(result):
 def test_one_capture_serves_all_lengths(results, case, pieces):
     result = results[name_of(case)]
     assert_equal(result)
+    assert result["graphs"] == (len(case.get("pattern", "")) or SIZES["layers"] + case.get("mtp", 0))
     assert result["replays"] == 2 * pieces * case.get("microbatches", 1)
 
 
@@ -63,3 +67,30 @@ def test_where_the_host_reads_lengths_the_capture_fails_and_names_it(compare_run
     (result,) = compare_runs([SIZES | {"positions": "rope"}])
     assert "CaptureFailedError" in result["error"]
     assert "Tensor.tolist copies device data to the host" in result["error"]
+
+
+def test_pretraining_with_attention_within_documents_is_bit_equal_to_eager(tmp_path):
+    data = f"--data-path {short_documents(tmp_path / 'documents')}"
+    flags = """
+        --train-iters 6 --cuda-graph-warmup-steps 2 --eval-iters 1 --eval-interval 4 --micro-batch-size 1
+        --global-batch-size 4 --dataloader-inter-document-masking --cuda-graph-packed-sequences 32
+        --spec tests.support.packed_attention local_layer --position-embedding-type learned_absolute
+    """
+    eager = pretrain(tmp_path / "eager", flags, graphs=False, data=data)
+    graphed = pretrain(tmp_path / "graphed", flags, graphs=True, data=data)
+    assert len(eager) == 6
+    assert numbers(graphed) == numbers(eager)
+    assert [step["graphs"] for step in graphed] == [0] * 2 + [3] * 4
+
+
+def short_documents(prefix):
+    """Build a dataset of documents of 1 to 20 tokens, so that each sample has several, and return ``prefix``."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
+
+    drawn = random.Random(5)
+    builder = IndexedDatasetBuilder(get_bin_path(str(prefix)), dtype=numpy.uint16)
+    for _ in range(500):
+        document = [drawn.randrange(255) for _ in range(drawn.randint(1, 20))]
+        builder.add_document(numpy.array(document, dtype=numpy.uint16), [len(document)])
+    builder.finalize(get_idx_path(str(prefix)))
+    return prefix

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams, pad_packed_seq_params
 
 
@@ -33,6 +34,11 @@ def with_packed_attention(layer: Any) -> Any:
     layer = deepcopy(layer)
     layer.submodules.self_attention.submodules.core_attention = PackedAttention
     return layer
+
+
+def local_layer(config: Any) -> Any:
+    """Megatron's own layer with this attention; for ``--spec tests.support.packed_attention local_layer``."""
+    return with_packed_attention(get_gpt_layer_local_spec())
 
 
 def packed_params(tokens: int, sequences: int, generator: torch.Generator) -> PackedSeqParams:

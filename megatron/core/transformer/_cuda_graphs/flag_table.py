@@ -19,6 +19,7 @@ _PRETRAIN = "tests/integration_tests/test_pretrain_flags.py"
 _GPU = "tests/gpu/test_fsdp_graphs.py"
 _GPU_FLAGS = "tests/gpu/test_fsdp_flags.py"
 _PACKED = "cuda_graph_packed_sequences"
+_OTHER_ATTENTION = "verified on the CPU backend only, with another attention than TransformerEngine's"
 _ON_CPU_RANKS = "verified on the CPU backend only"
 
 
@@ -313,12 +314,6 @@ _NOT_TRIED = [
         _GPU_FLAGS,
     ),
     _not_tried(
-        "packed sequences beside graphs",
-        "--sft or --dataloader-inter-document-masking, attention not in graphs",
-        lambda options: _packs(options) and not options.graphs("attn"),
-        "; it needs Megatron-LM's own pretrain_gpt.py",
-    ),
-    _not_tried(
         "user buffers", "--use-nccl-ub", lambda options: bool(options.get("nccl_ub")), "; it needs GPUs", _GPU_FLAGS
     ),
     _not_tried(
@@ -388,7 +383,14 @@ _WORKS = [
         _packed_in_graphs,
         _PACKED_TEST,
         "whoever makes the batches calls megatron.core.packed_seq_params.pad_packed_seq_params, in the eager training "
-        "of a comparison too; verified on the CPU backend only, with another attention than TransformerEngine's",
+        f"of a comparison too; {_OTHER_ATTENTION}",
+    ),
+    _works(
+        "packed sequences beside graphs",
+        "--sft or --dataloader-inter-document-masking, attention not in graphs",
+        lambda options: _packs(options) and not options.graphs("attn"),
+        _PACKED_TEST,
+        _OTHER_ATTENTION,
     ),
     _works("heterogeneous layers", "--heterogeneous-layers-config-path", _heterogeneous, _PRETRAIN),
     _works(
