@@ -17,7 +17,7 @@ OTHER_CORES := 0.19.0 0.19.1
 CORE_TESTS := $(addprefix tests/unit_tests/,test_overlay_extensions.py training core/datasets \
 	$(addprefix core/distributed/test_,fsdp_hook_registration.py grad_reduce_pipeline.py) \
 	core/transformer/test_module.py \
-	$(addprefix core/transformer/_cuda_graphs/,test_layer_graph.py \
+	$(addprefix core/transformer/_cuda_graphs/,test_layer_graph.py test_packed_sequences.py \
 	$(addprefix local/test_,inference.py manager.py record.py runner.py) \
 	$(addprefix te/test_,backends.py capture_mode.py current_microbatch.py helper.py layers.py order.py sample_inputs.py)))
 

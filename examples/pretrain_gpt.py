@@ -1,7 +1,8 @@
 """Pretrains a GPT with Megatron-Core; every flag is one of ``megatron.training``'s.
 
 Real data (``--data-path``, ``--train-data-path``, ...) or ``--mock-data``; dense or mixture-of-experts layers; local
-or TransformerEngine layers; multi-token prediction; tensor, pipeline, context and expert parallelism.
+or TransformerEngine layers; hybrid models (``--hybrid-layer-pattern``); multi-token prediction; attention within
+documents; tensor, pipeline, context and expert parallelism.
 
     torchrun --nproc-per-node 2 examples/pretrain_gpt.py FLAGS                                           # GPUs
     torchrun --nproc-per-node 2 -m megatron_fsdp_cuda_graphs.cpu_backend examples/pretrain_gpt.py FLAGS  # no GPU
@@ -19,6 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
+from megatron.core.packed_seq_params import PackedSeqParams, pad_packed_seq_params
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
@@ -39,11 +41,13 @@ from megatron.training.utils.common_utils import (
 LEFT_TO_MEGATRON_LM = (
     "sft",
     "fim_data",
-    "dataloader_inter_document_masking",
     "hybrid_context_parallel",
     "logits_load_dir",
 )
 BATCH = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
+PACKED = ("cu_seqlens", "max_seqlen")
+# Flags that must be 1 if attention stays within documents (--dataloader-inter-document-masking).
+ONE_ROW = ("micro_batch_size", "context_parallel_size", "pipeline_model_parallel_size")
 
 
 def has_mtp(args, vp_stage: int | None) -> bool:
@@ -56,26 +60,30 @@ def has_mtp(args, vp_stage: int | None) -> bool:
     )
 
 
-def get_batch(data_iterator, vp_stage: int | None = None) -> list[torch.Tensor | None]:
-    """Return tokens, labels, loss_mask, position_ids and attention_mask of one micro-batch, on the GPU.
+def get_batch(data_iterator, vp_stage: int | None = None) -> list:
+    """Return tokens, labels, loss_mask, position_ids, attention_mask and packed sequences of a micro-batch, on the GPU.
 
     Tokens, labels and position_ids are int64, loss_mask float32, all [micro-batch, sequence / context parallel];
     attention_mask is bool [micro-batch, 1, sequence, sequence], or None with
-    ``--no-create-attention-mask-in-dataloader``. A pipeline stage gets None for what it does not read.
+    ``--no-create-attention-mask-in-dataloader``. A pipeline stage gets None for what it does not read. Packed sequences
+    are ``PackedSeqParams`` with ``--dataloader-inter-document-masking``, otherwise None.
     """
     args = get_args()
     mtp = has_mtp(args, vp_stage)
     if not is_first_or_last_pipeline_stage(vp_stage) and not mtp:
-        return [None] * len(BATCH)
+        return [None] * (len(BATCH) + 1)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     batch = {}
     if tp_rank == 0:
         data = next(data_iterator)
-        batch = {name: data[name].cuda(non_blocking=True) if name in data else None for name in BATCH}
+        if args.dataloader_inter_document_masking:
+            (offsets,) = data["cu_seqlens"]  # the end is repeated
+            data["cu_seqlens"] = offsets[: int((offsets < args.seq_length).sum()) + 1]
+        batch = {name: data[name].cuda(non_blocking=True) if name in data else None for name in BATCH + PACKED}
     first_or_last = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     batch = get_batch_on_this_tp_rank(
         batch,
-        has_cu_seqlens=False,
+        has_cu_seqlens=args.dataloader_inter_document_masking,
         is_hybrid_cp=False,
         create_attention_mask_in_dataloader=args.create_attention_mask_in_dataloader,
         broadcast_src_rank=parallel_state.get_tensor_model_parallel_src_rank(),
@@ -89,8 +97,26 @@ def get_batch(data_iterator, vp_stage: int | None = None) -> list[torch.Tensor |
         is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(**first_or_last),
         is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(**first_or_last),
     )
-    batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=parallel_state.get_context_parallel_group())
-    return [batch[name] for name in BATCH]
+    packed = packed_sequences(args, batch) if args.dataloader_inter_document_masking else None
+    if packed is None:
+        group = parallel_state.get_context_parallel_group()
+        batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+    return [*(batch[name] for name in BATCH), packed]
+
+
+def packed_sequences(args, batch: dict[str, torch.Tensor]) -> PackedSeqParams:
+    """Return where the documents of a micro-batch begin, padded if ``--cuda-graph-packed-sequences`` says so.
+
+    Args:
+        args: Megatron's arguments.
+        batch: ``cu_seqlens``, int32 [documents + 1], and ``max_seqlen``, the tokens of the longest.
+    """
+    offsets, most = batch["cu_seqlens"], args.cuda_graph_packed_sequences
+    params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
+    if most is not None:
+        return pad_packed_seq_params(params, most, args.seq_length)
+    params.max_seqlen_q = params.max_seqlen_kv = int(batch["max_seqlen"])
+    return params
 
 
 def loss_func(loss_mask: torch.Tensor, output: torch.Tensor):
@@ -118,9 +144,9 @@ def forward_step(data_iterator, model):
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
-    tokens, labels, loss_mask, position_ids, attention_mask = get_batch(data_iterator, vp_stage)
+    tokens, labels, loss_mask, position_ids, attention_mask, packed = get_batch(data_iterator, vp_stage)
     timers("batch-generator").stop()
-    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask)
+    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask, packed_seq_params=packed)
     return output, partial(loss_func, loss_mask)
 
 
@@ -154,6 +180,7 @@ def build_datasets(num_samples, vp_stage: int | None = None):
         fast_cache_load=args.dataloader_fast_cache_load,
         defer_npy_index_mmap=args.dataloader_defer_npy_index_mmap,
         context_parallel_size=args.context_parallel_size,
+        inter_document_masking=args.dataloader_inter_document_masking,
     )
 
     def built_here() -> bool:
@@ -179,6 +206,10 @@ def main() -> None:
         if getattr(args, name, None):
             flag = "--" + name.replace("_", "-")
             raise SystemExit(f"{flag} is not in this example: train with Megatron-LM's own pretrain_gpt.py instead.")
+    for name in ONE_ROW if getattr(args, "dataloader_inter_document_masking", False) else ():
+        if getattr(args, name) != 1:
+            flag = "--" + name.replace("_", "-")
+            raise SystemExit(f"--dataloader-inter-document-masking needs {flag} 1 in this example.")
     model_config = hybrid_config_from_args(args) if is_hybrid_model(args) else gpt_config_from_args(args)
     path = os.environ.get("STEP_METRICS_PATH")
     if path:

@@ -11,6 +11,7 @@ from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES, write_result
 from tests.support.launch import name_of
 
 OVERLAPPED = {"experts": 4, "shared_experts": 256, "shared_overlap": True}
+HYBRID = {"pattern": "M*EM", "experts": 4}
 STAGES = {"tied": False, "microbatches": 4}
 CASES: dict[str, list[dict]] = {
     "data parallel": [
@@ -30,6 +31,15 @@ CASES: dict[str, list[dict]] = {
         {"dtype": "bf16", "fp8": "delayed", "fp8_params": True, "microbatches": 2},
         {"dtype": "bf16", "fp8": "tensorwise", "fp8_params": True, "microbatches": 2},
         {"dtype": "bf16", "nccl_ub": True},
+        {"dtype": "bf16", "captions": True, "microbatches": 2},
+        {"dtype": "bf16", "packed": 8, "microbatches": 2},
+        {"dtype": "bf16", "packed": 8, "modules": ["attn"], "evaluates": True},
+        {"dtype": "bf16", "packed": 8, "layers_per_graph": 1, "positions": "none"},
+        {"dtype": "bf16", "pattern": "M-*-M*", "dropout": 0.1, "microbatches": 2},
+        {"dtype": "bf16", "pattern": "*-*-", "layers_per_graph": 1},
+        {"dtype": "bf16", **HYBRID, "modules": ["attn", "mamba", "moe_router", "moe_preprocess"]},
+        {"dtype": "bf16", **HYBRID, "capacity": 1.0, "evaluates": True},
+        {"dtype": "bf16", "pattern": "M*-M/*M", "microbatches": 2},
     ],
     "CP2": [
         {"dtype": "bf16", "microbatches": 2},
@@ -86,6 +96,7 @@ def test_graphs_train_bit_for_bit_as_eager(train, layout, engine, case):
     result = train(layout, engine, case)
     assert not result["error"]
     assert result["differences"] == []
-    layers = case.get("layers", 4)
+    pattern = case.get("pattern", "").replace("/", "")
+    layers = len(pattern) or case.get("layers", 4) * (2 if case.get("captions") else 1)
     slots = layers // 2 * case["microbatches"] if "PP2" in layout else layers  # of the layers of a stage, or of all
     assert result["graphs"] == slots

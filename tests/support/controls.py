@@ -139,6 +139,13 @@ def captured_by_two_helpers(training: Training) -> None:
         training.helper.create_cudagraphs()
 
 
+def failed_language_capture(training: Training) -> None:
+    """The language model beside a vision encoder cannot be captured: only the encoder has graphs."""
+    training.helper.vision.create_cudagraphs()
+    training.helper = training.helper.language
+    failed_backward_capture(training)
+
+
 def beside_an_equal_model(training: Training) -> None:
     """Another model of the same sizes trains between this one's forward and backward passes."""
     _train_beside(training, training.case)
@@ -322,6 +329,7 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         captured_again_later,
         evaluated_in_between,
         captured_by_two_helpers,
+        failed_language_capture,
         beside_an_equal_model,
         beside_a_larger_model,
         taken_addresses,

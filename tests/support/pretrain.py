@@ -11,7 +11,8 @@ from typing import Any
 
 from .launch import OWN
 
-SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "pretrain_gpt.py"
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
 LAUNCH = "-m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_fsdp_cuda_graphs.cpu_backend"
 FLAGS = """
     --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer
@@ -21,7 +22,7 @@ FLAGS = """
     --transformer-impl local --num-layers 3 --hidden-size 64 --num-attention-heads 4 --position-embedding-type rope
     --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8
     --bf16 --attention-dropout 0.1 --hidden-dropout 0.1 --te-rng-tracker --seed 1234 --lr 1e-3
-    --lr-decay-style constant --clip-grad 1.0 --mock-data --tokenizer-type NullTokenizer --vocab-size 255
+    --lr-decay-style constant --clip-grad 1.0 --tokenizer-type NullTokenizer --vocab-size 255
     --split 90,10,0 --eval-iters 0 --eval-interval 1000 --log-interval 1 --num-workers 0
 """
 GRAPHS = {False: "--cuda-graph-impl none", True: "--cuda-graph-impl transformer_engine"}
@@ -35,15 +36,18 @@ class Pretraining:
         folder: An existing folder for its log and metrics.
         flags: Further flags, as one string.
         graphs: Whether layers are captured, after three steps unless ``flags`` say otherwise.
+        data: The flags that name the data.
 
     Attributes:
         log: The file of all that it writes.
     """
 
-    def __init__(self, folder: Path, flags: str, *, graphs: bool):
+    def __init__(self, folder: Path, flags: str, *, graphs: bool, data: str = "--mock-data"):
         self._metrics, self.log = folder / "metrics.jsonl", folder / "log"
-        arguments = f"{LAUNCH} {SCRIPT} {FLAGS} {GRAPHS[graphs]} {flags}"
+        arguments = f"{LAUNCH} {SCRIPT} {FLAGS} {GRAPHS[graphs]} {data} {flags}"
         environment = os.environ | OWN | {"STEP_METRICS_PATH": str(self._metrics)}
+        paths = [str(ROOT), os.environ.get("PYTHONPATH")]  # for --spec, which names modules
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
         with self.log.open("w") as log:
             command = [sys.executable, *arguments.split()]
             self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
@@ -78,14 +82,14 @@ class Pretraining:
         return self.log.read_text(errors="replace")[-6000:]
 
 
-def pretrain(folder: Path, flags: str, *, graphs: bool) -> list[dict[str, Any]]:
+def pretrain(folder: Path, flags: str, *, graphs: bool, **data: str) -> list[dict[str, Any]]:
     """Run to the end and return the metrics of each step; see ``Pretraining``.
 
     Raises:
         AssertionError: it failed; with the end of its log.
     """
     folder.mkdir()
-    run = Pretraining(folder, flags, graphs=graphs)
+    run = Pretraining(folder, flags, graphs=graphs, **data)
     assert run.ended() == 0, run.log_tail()
     return run.steps()
 

@@ -35,6 +35,9 @@ class Case:
 
     Attributes:
         vision: Whether the model is a vision encoder (``vision_training``) rather than a GPT.
+        captions: Whether the GPT reads the features of a vision encoder too, and both have graphs.
+        pattern: ``--hybrid-layer-pattern`` of a hybrid model (``hybrid_training``) rather than a GPT; says ``layers``
+            and ``mtp`` too.
         dtype: ``fp32``, ``bf16`` or ``fp16``; the last with a dynamic loss scale that is too great at first.
         dropout: Probability of hidden and attention dropout.
         microbatches: Micro-batches in a step.
@@ -54,6 +57,7 @@ class Case:
         virtual: Model chunks of each pipeline stage; None where the pipeline does not interleave chunks.
         bucket: Parameters in a gradient bucket of DistributedDataParallel; few, so that a model has several.
         positions: ``position_embedding_type``.
+        packed: Sequences of random lengths that are packed in a micro-batch, at most; 0 for one row for each.
         latent_attention: Whether attention is multi-latent, which needs TransformerEngine.
         tied: Whether the output layer has the embedding's weights.
         strategy: Megatron-FSDP's sharding strategy.
@@ -71,6 +75,8 @@ class Case:
     """
 
     vision: bool = False
+    captions: bool = False
+    pattern: str = ""
     dtype: str = "fp32"
     dropout: float = 0.0
     microbatches: int = 1
@@ -89,6 +95,7 @@ class Case:
     virtual: int | None = None
     bucket: int = 10_000
     positions: str = "rope"
+    packed: int = 0
     latent_attention: bool = False
     tied: bool = True
     strategy: str = "optim_grads_params"
@@ -182,9 +189,12 @@ class Training:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
         from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
         self.case = case
-        destroy_moe_metrics_tracker()  # its tensors have an element for each layer of the model before
+        # their tensors have an element for each layer of the model before
+        destroy_moe_metrics_tracker()
+        MTPLossLoggingHelper.tracker.clear()
         parallel_state.set_virtual_pipeline_model_parallel_world_size(case.virtual)
         torch.manual_seed(1234)
         model_parallel_cuda_manual_seed(
@@ -276,7 +286,8 @@ class Training:
         return _batches(self.case, step)
 
     def _losses(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
-        return model(batch.tokens, batch.positions, batch.mask, labels=batch.labels)
+        packed = {"packed_seq_params": batch.packed} if self.case.packed else {}
+        return model(batch.tokens, batch.positions, batch.mask, labels=batch.labels, **packed)
 
     def _forward_step(self, batches: Iterator[Any], model: torch.nn.Module):
         def loss_of(losses):
@@ -299,12 +310,13 @@ class Training:
     @property
     def layers(self) -> list[torch.nn.Module]:
         """The layers that are captured."""
+        from megatron.core.transformer._cuda_graphs.te.layers import mtp_layers
         from megatron.core.utils import get_attr_wrapped_model
 
         layers = [layer for chunk in self.chunks for layer in get_attr_wrapped_model(chunk, "decoder").layers]
         for chunk in self.chunks if self.case.mtp else ():
             model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
-            layers += [layer.mtp_model_layer for layer in model.mtp.layers] if hasattr(model, "mtp") else []
+            layers += mtp_layers(model)
         return layers
 
     def capture(self, capture: Callable[["Training"], None]) -> None:
@@ -387,9 +399,7 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
         at_capture: Called in place of the capture; with ``case.local``, whose graphs capture themselves, at the
             beginning.
     """
-    from .vision_training import VisionTraining
-
-    training = VisionTraining(case, graphs) if case.vision else Training(case, graphs)
+    training = _training(case)(case, graphs)
     by_helper = graphs and not case.local
     if by_helper:
         training.make_helper()
@@ -412,6 +422,17 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
             from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
             delete_cuda_graphs()
+
+
+def _training(case: Case) -> type[Training]:
+    from .hybrid_training import HybridTraining
+    from .vision_training import CaptionTraining, VisionTraining
+
+    if case.pattern:
+        return HybridTraining
+    if case.captions:
+        return CaptionTraining
+    return VisionTraining if case.vision else Training
 
 
 def _noting_replays(replayed: list[Any]) -> Callable[[Any], None]:
@@ -510,16 +531,19 @@ def _config(case: Case, graphs: bool):
         expert_model_parallel_size=parallel_state.get_expert_model_parallel_world_size(),
         expert_tensor_parallel_size=parallel_state.get_expert_tensor_parallel_world_size(),
         mtp_num_layers=case.mtp or None,
+        is_hybrid_model=bool(case.pattern),
         gradient_accumulation_fusion=case.fused_wgrad,
         masked_softmax_fusion=False,
         bias_dropout_fusion=False,
         bias_activation_fusion=False,
         persist_layer_norm=False,
+        apply_rope_fusion=case.packed > 0 and case.transformer_engine,
         deterministic_mode=False,
         **moe,
     )
     if case.positions == "yarn":
         vars(config).update(YARN)  # megatron.training sets them as attributes too
+    config.cuda_graph_packed_sequences = case.packed or None
     return config
 
 
@@ -527,20 +551,30 @@ def _model(case: Case, config):
     return _under_fsdp(case, config, _gpt(case, config))
 
 
+def gpt_layer_spec(case: Case):
+    """The spec of a GPT's layers, all of one kind."""
+    from megatron.core.models.gpt import gpt_layer_specs
+
+    if not case.transformer_engine:
+        return gpt_layer_specs.get_gpt_layer_local_spec(num_experts=case.experts or None, moe_grouped_gemm=False)
+    return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
+        num_experts=case.experts or None,
+        moe_grouped_gemm=bool(case.experts),
+        multi_latent_attention=case.latent_attention,
+    )
+
+
 def _gpt(case: Case, config, virtual_stage: int | None = None):
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel, gpt_layer_specs
 
+    spec = gpt_layer_spec(case)
     if isinstance(case.moe_layer_freq, tuple):
         spec = gpt_layer_specs.get_gpt_decoder_block_spec(config, use_transformer_engine=case.transformer_engine)
-    elif case.transformer_engine:
-        spec = gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
-            num_experts=case.experts or None,
-            moe_grouped_gemm=bool(case.experts),
-            multi_latent_attention=case.latent_attention,
-        )
-    else:
-        spec = gpt_layer_specs.get_gpt_layer_local_spec(num_experts=case.experts or None, moe_grouped_gemm=False)
+    if case.packed and not case.transformer_engine:
+        from .packed_attention import with_packed_attention
+
+        spec = with_packed_attention(spec)
     if case.local and "moe_router" in case.modules and config.cuda_graph_impl == "local":
         from megatron.core.transformer.transformer_layer import MoETransformerLayer
 
@@ -644,6 +678,12 @@ def _batches(case: Case, step: int):
         if case.positions == "mrope":  # other positions in every micro-batch, as images in a text give
             steps = torch.randint(1, 4, (3, case.micro_batch, sequence), generator=generator)
             positions = steps.cumsum(-1)
+        packed = None
+        if case.packed:
+            from .packed_attention import packed_params, positions_in_sequences
+
+            packed = packed_params(sequence, case.packed, generator)
+            positions = positions_in_sequences(packed.cu_seqlens_q).expand(case.micro_batch, -1)
         batch = {
             "tokens": microbatch[:, :-1].contiguous().cuda(),
             "labels": microbatch[:, 1:].contiguous().cuda(),
@@ -657,5 +697,6 @@ def _batches(case: Case, step: int):
             tokens=batch["tokens"],
             labels=batch["labels"],
             positions=batch["position_ids"],
-            mask=batch["attention_mask"],
+            mask=None if packed else batch["attention_mask"],
+            packed=packed,
         )

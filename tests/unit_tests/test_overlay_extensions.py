@@ -28,6 +28,7 @@ REPLACED = {
     "megatron.core.optimizer.clip_grads": {"to_local_if_dtensor"},
     "megatron.core.optimizer.distrib_optimizer": {"DistributedOptimizer"},
     "megatron.core.optimizer.optimizer_cuda_graph": {"OptimizerCudaGraphWrapper"},
+    "megatron.core.packed_seq_params": set(),
     "megatron.core.rerun_state_machine": {"RerunStateMachine"},
     "megatron.core.transformer.module": {"GraphableMegatronModule"},
     "megatron.training.argument_utils": {"core_transformer_config_from_args"},

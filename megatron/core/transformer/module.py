@@ -10,6 +10,7 @@ import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer._cuda_graphs.hooks import number_of_hooks
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
+from megatron.core.transformer._cuda_graphs.packed_sequences import from_static_offsets, to_inputs
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
@@ -23,7 +24,7 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 class GraphableMegatronModule(_upstream.GraphableMegatronModule):
-    """megatron-core's ``GraphableMegatronModule`` (a layer that can run as CUDA graphs), with five differences.
+    """megatron-core's ``GraphableMegatronModule`` (a layer that can run as CUDA graphs), with six differences.
 
     - A replay goes through ``torch.nn.Module``'s own call: the layer's hooks, Megatron-FSDP's among them, run around it
       as they do around ``forward``.
@@ -31,6 +32,7 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
     - Arguments of a replay are checked by the graph itself, and TransformerEngine is not needed for it.
     - Under pipeline parallelism another number of micro-batches than at capture is refused.
     - A pass whose hidden states have another shape than at capture runs eagerly, where graphs allow it.
+    - With ``--cuda-graph-packed-sequences`` graphs of attention take the offsets of packed sequences.
 
     Attributes:
         runs_eagerly: Whether the last call had graphs and did not replay them for its shape; until the next call.
@@ -40,6 +42,8 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self.__dict__.get("cuda_graphs"):
+            if "cu_seqlens_q" in kwargs:  # at capture
+                kwargs = from_static_offsets(kwargs, self._tokens(args[0]))
             return super().__call__(*args, **kwargs)
         decide = self._should_call_te_cudagraph
         if getattr(decide, "__func__", None) is _decision:  # what it says where there are graphs
@@ -49,7 +53,8 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
         if not replays:
             return super().__call__(*args, **kwargs)
         graph: Any = self.cuda_graphs[0]
-        only_shape, recorded = getattr(graph, "asked_before_calls", (None, None))  # a graph of someone else has none
+        # a graph of someone else has none
+        only_shape, recorded, packed = getattr(graph, "asked_before_calls", (None, None, None))
         hidden_states: Any = args[0] if args else kwargs.get("hidden_states")
         eagerly = only_shape is not None and getattr(hidden_states, "shape", only_shape) != only_shape
         if self.runs_eagerly is not eagerly:
@@ -57,6 +62,8 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
         if eagerly:  # megatron-core's own call would decide again
             graph.warn_of_shape(hidden_states.shape)
             return super(_upstream.GraphableMegatronModule, self).__call__(*args, **kwargs)
+        if packed is not None:
+            kwargs = to_inputs(graph.name, kwargs, packed, self._tokens(hidden_states))
         if recorded is not None:
             if number_of_hooks(self) != recorded:
                 raise RuntimeError(
@@ -75,6 +82,11 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
             del self.__dict__["forward"]
             if own is not None:
                 self.__dict__["forward"] = own
+
+    def _tokens(self, hidden_states: torch.Tensor) -> int:
+        """The tokens of a micro-batch of one row, whose part on this rank is ``hidden_states``."""
+        parts: int = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
+        return len(hidden_states) * parts
 
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, torch.Tensor]:
         """Return one set of static inputs, by keyword.

@@ -47,10 +47,19 @@ def test_masked_tokens_count_neither_in_the_loss_nor_in_its_tokens(pretrain_gpt,
     assert report["lm loss"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("name", ["sft", "fim_data", "dataloader_inter_document_masking"])
+@pytest.mark.parametrize("name", ["sft", "fim_data"])
 def test_flags_that_need_megatron_lm_are_refused_by_name(pretrain_gpt, monkeypatch, name):
     monkeypatch.setattr(pretrain_gpt, "parse_and_validate_args", lambda: SimpleNamespace(**{name: True}))
     with pytest.raises(SystemExit, match="--" + name.replace("_", "-")):
+        pretrain_gpt.main()
+
+
+@pytest.mark.parametrize("name", ["micro_batch_size", "context_parallel_size", "pipeline_model_parallel_size"])
+def test_attention_within_documents_needs_one_row(pretrain_gpt, monkeypatch, name):
+    sizes = dict.fromkeys(pretrain_gpt.ONE_ROW, 1) | {name: 2}
+    args = SimpleNamespace(dataloader_inter_document_masking=True, **sizes)
+    monkeypatch.setattr(pretrain_gpt, "parse_and_validate_args", lambda: args)
+    with pytest.raises(SystemExit, match=f"masking needs --{name.replace('_', '-')} 1"):
         pretrain_gpt.main()
 
 

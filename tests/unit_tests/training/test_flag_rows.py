@@ -31,6 +31,7 @@ FALLBACK = "--fsdp-db-use-persist-buf-on-alloc-fail"
 FITTING = f"{MODEL} {SHARDED} {GRAPHS} {DOUBLE_BUFFER} {FALLBACK}"
 MOE = "--num-experts 4 --moe-token-dispatcher-type alltoall --disable-bias-linear --cuda-graph-modules"
 PADDED = "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0"
+PACKED = "--cuda-graph-packed-sequences 4"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 FUSED = "--no-gradient-accumulation-fusion"
 
@@ -85,6 +86,13 @@ EXAMPLES = {
     "latent attention": Example("--multi-latent-attention"),
     "context parallel": Example("--context-parallel-size 2"),
     "packed sequences": Example("--sft"),
+    "packed sequences in graphs": Example(f"--sft {PACKED} --position-embedding-type none"),
+    "packed sequences in rows": Example(f"{PACKED} --micro-batch-size 2"),
+    "packed sequences over ranks": Example(f"{PACKED} --context-parallel-size 2"),
+    "packed sequences without fused rotary embeddings": Example(
+        f"{PACKED} --position-embedding-type rope --no-rope-fusion"
+    ),
+    "packed sequences of mamba layers": Example(f"{PACKED} --hybrid-layer-pattern *M"),
     "packed sequences beside graphs": Example("--sft --cuda-graph-modules mlp"),
     "user buffers": Example("--use-nccl-ub"),
     "heterogeneous layers": Example("--heterogeneous-layers-config-path layers.json"),

@@ -13,9 +13,13 @@ MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 _CHECK = "tests/unit_tests/training/test_flag_rows.py"
 _CPU = "tests/integration_tests/test_fsdp_graphs.py"
 _STAGES = "tests/integration_tests/test_fsdp_pipeline.py"
+_PACKED_TEST = "tests/integration_tests/test_packed_sequences.py"
+_HYBRID = "tests/integration_tests/test_hybrid_models.py"
 _PRETRAIN = "tests/integration_tests/test_pretrain_flags.py"
 _GPU = "tests/gpu/test_fsdp_graphs.py"
 _GPU_FLAGS = "tests/gpu/test_fsdp_flags.py"
+_PACKED = "cuda_graph_packed_sequences"
+_OTHER_ATTENTION = "verified on the CPU backend only, with another attention than TransformerEngine's"
 _ON_CPU_RANKS = "verified on the CPU backend only"
 
 
@@ -66,6 +70,18 @@ def _not_hybrid(options: Options) -> bool:
     """Whether the model surely has no Mamba layers; configurations alone do not say."""
     patterns = ("hybrid_layer_pattern", "hybrid_override_pattern", "spec")
     return options.knows("hybrid_layer_pattern") and not any(options.get(name) for name in patterns)
+
+
+def _pattern(options: Options) -> str:
+    return str(options.get("hybrid_layer_pattern") or options.get("hybrid_override_pattern") or "")
+
+
+def _packs(options: Options) -> bool:
+    return any(options.get(name) for name in ("sft", "dataloader_inter_document_masking"))
+
+
+def _packed_in_graphs(options: Options) -> bool:
+    return bool(options.get(_PACKED)) and options.graphs("attn")
 
 
 def _shares_embedding(options: Options) -> bool:
@@ -221,10 +237,41 @@ _REFUSED = [
     ),
     _refused(
         "packed sequences",
-        "--sft, attention in graphs",
-        lambda options: bool(options.get("sft")) and options.graphs("attn"),
-        "--sft packs sequences, and graphs of attention take no lengths of packed sequences: set --cuda-graph-modules "
-        "to parts other than attn, or --cuda-graph-impl none",
+        "--sft or --dataloader-inter-document-masking, attention in graphs, no --cuda-graph-packed-sequences",
+        lambda options: _packs(options) and options.graphs("attn") and not options.get(_PACKED),
+        "--sft and --dataloader-inter-document-masking pack sequences, and graphs of attention read the lengths of a "
+        "fixed number of them: set --cuda-graph-packed-sequences to as many as a micro-batch may have, "
+        "--cuda-graph-modules to parts other than attn, or --cuda-graph-impl none",
+    ),
+    _refused(
+        "packed sequences in rows",
+        "--cuda-graph-packed-sequences, --micro-batch-size above 1",
+        lambda options: _packed_in_graphs(options) and int(options.get("micro_batch_size", 1)) > 1,
+        "--cuda-graph-packed-sequences needs sequences in one row: set --micro-batch-size 1, and a longer --seq-length",
+    ),
+    _refused(
+        "packed sequences over ranks",
+        "--cuda-graph-packed-sequences, --context-parallel-size",
+        lambda options: _packed_in_graphs(options) and int(options.get("context_parallel_size", 1)) > 1,
+        "--cuda-graph-packed-sequences needs whole sequences on each rank: leave --context-parallel-size out",
+    ),
+    _refused(
+        "packed sequences without fused rotary embeddings",
+        "--cuda-graph-packed-sequences, --no-rope-fusion, or yarn or mrope, which are not fused",
+        lambda options: (
+            _packed_in_graphs(options)
+            and options.get("position_embedding_type") in ("rope", "yarn", "mrope")
+            and (options.get("position_embedding_type") != "rope" or not options.get("apply_rope_fusion"))
+        ),
+        "--cuda-graph-packed-sequences needs fused rotary embeddings, as the host reads lengths for the others: leave "
+        "--no-rope-fusion out, or set --position-embedding-type to none or learned_absolute",
+    ),
+    _refused(
+        "packed sequences of mamba layers",
+        "--cuda-graph-packed-sequences, Mamba layers in graphs",
+        lambda options: _packed_in_graphs(options) and "M" in _pattern(options) and options.graphs("mamba"),
+        "--cuda-graph-packed-sequences is for attention, and graphs of Mamba layers take no lengths: set "
+        "--cuda-graph-modules to parts other than mamba",
     ),
     _refused(
         "optimizer graph with a loss scale",
@@ -267,12 +314,6 @@ _NOT_TRIED = [
         _GPU_FLAGS,
     ),
     _not_tried(
-        "packed sequences beside graphs",
-        "--sft, attention not in graphs",
-        lambda options: bool(options.get("sft")) and not options.graphs("attn"),
-        "; it needs Megatron-LM's own pretrain_gpt.py",
-    ),
-    _not_tried(
         "user buffers", "--use-nccl-ub", lambda options: bool(options.get("nccl_ub")), "; it needs GPUs", _GPU_FLAGS
     ),
     _not_tried(
@@ -287,12 +328,6 @@ _NOT_TRIED = [
         "--tensor-parallel-num-weight-shards",
         lambda options: int(options.get("tensor_parallel_num_weight_shards", 1)) > 1,
         "; it is generalized tensor parallelism beside Megatron-FSDP",
-    ),
-    _not_tried(
-        "hybrid models",
-        "--hybrid-layer-pattern",
-        lambda options: bool(options.get("hybrid_layer_pattern") or options.get("hybrid_override_pattern")),
-        "; megatron-core's layers of them need TransformerEngine, and Mamba layers mamba-ssm",
     ),
 ]
 
@@ -334,6 +369,28 @@ _WORKS = [
         "--position-embedding-type learned_absolute, rope, yarn, mrope or none",
         lambda o: o.get("position_embedding_type") in ("learned_absolute", "rope", "yarn", "mrope", "none"),
         _CPU,
+    ),
+    _works(
+        "hybrid models",
+        "--hybrid-layer-pattern",
+        lambda options: bool(_pattern(options)),
+        _HYBRID,
+        "verified on the CPU backend only, Mamba layers with another mixer than that of mamba-ssm",
+    ),
+    _works(
+        "packed sequences in graphs",
+        "--cuda-graph-packed-sequences",
+        _packed_in_graphs,
+        _PACKED_TEST,
+        "whoever makes the batches calls megatron.core.packed_seq_params.pad_packed_seq_params, in the eager training "
+        f"of a comparison too; {_OTHER_ATTENTION}",
+    ),
+    _works(
+        "packed sequences beside graphs",
+        "--sft or --dataloader-inter-document-masking, attention not in graphs",
+        lambda options: _packs(options) and not options.graphs("attn"),
+        _PACKED_TEST,
+        _OTHER_ATTENTION,
     ),
     _works("heterogeneous layers", "--heterogeneous-layers-config-path", _heterogeneous, _PRETRAIN),
     _works(

@@ -12,6 +12,7 @@ from megatron.core.utils import log_single_rank
 from .engine.addresses import AddressGuard
 from .errors import ArgumentError
 from .expected_inputs import ExpectedInputs
+from .packed_sequences import PackedUse
 
 # Inputs that only attention reads; layers without attention receive them too.
 _ATTENTION_INPUTS = frozenset(
@@ -51,10 +52,12 @@ class LayerGraph:
             run at replays. None if they do.
         eager_shapes: Shapes of the hidden states in passes that ran eagerly, one set for all layers; None if a pass of
             another shape than at capture may not run eagerly.
+        packed: What the graphs do with packed sequences; None if there are none, or they are none of their business.
 
     Attributes:
         asked_before_calls: The shape of the hidden states of passes that are replayed, None if no other may run
-            eagerly; and ``recorded_hooks``.
+            eagerly; ``recorded_hooks``; and ``packed``.
+        name: The layer's name in errors.
     """
 
     def __init__(
@@ -72,11 +75,12 @@ class LayerGraph:
         guard: AddressGuard | None = None,
         recorded_hooks: int | None = None,
         eager_shapes: set[torch.Size] | None = None,
+        packed: PackedUse | None = None,
     ):
         self._eager_shapes = set() if eager_shapes is None else eager_shapes
         self._shape = sample_args[0].shape if sample_args else None
-        self.asked_before_calls = None if eager_shapes is None else self._shape, recorded_hooks
-        self._name = name
+        self.asked_before_calls = None if eager_shapes is None else self._shape, recorded_hooks, packed
+        self.name = name
         self._graphed = graphed
         self._num_args = len(sample_args)
         self._ignored = frozenset() if has_attention else _ATTENTION_INPUTS
@@ -110,7 +114,7 @@ class LayerGraph:
             log_single_rank(
                 logger,
                 logging.WARNING,
-                f"{self._name} was captured with hidden_states of {tuple(self._shape or ())}. Passes with "
+                f"{self.name} was captured with hidden_states of {tuple(self._shape or ())}. Passes with "
                 f"{tuple(shape)} run eagerly, in all layers{_ADVICE}",
             )
 
@@ -130,7 +134,7 @@ class LayerGraph:
         """
         if len(args) != self._num_args:
             raise ArgumentError(
-                f"{self._name} was captured with {self._num_args} positional inputs and is called with {len(args)}"
+                f"{self.name} was captured with {self._num_args} positional inputs and is called with {len(args)}"
             )
         if self._guard is not None and kwargs.get("is_first_microbatch"):
             self._guard.check()
@@ -140,7 +144,7 @@ class LayerGraph:
             if given is None:
                 given = self._given.get(static, absent)
                 if given is None:
-                    raise ValueError(f"{self._name}: {name} was given to some replays and is None in this one")
+                    raise ValueError(f"{self.name}: {name} was given to some replays and is None in this one")
             elif static not in self._given:
                 self._given[static] = absent.clone() if self._keeps_values else None
             replay_kwargs[name] = given
@@ -152,7 +156,7 @@ class LayerGraph:
         for name, given in kwargs.items():
             if given is not None and name not in self._ignored:
                 raise ArgumentError(
-                    f"{self._name} was captured without {name}, so its CUDA graph cannot take it. Train with "
+                    f"{self.name} was captured without {name}, so its CUDA graph cannot take it. Train with "
                     f"--cuda-graph-impl none, or leave out what makes {name} necessary."
                 )
         return self._graphed(*args, **replay_kwargs)

@@ -1,7 +1,8 @@
-"""Flags of per-layer CUDA graphs that megatron-core does not have: ``--cuda-graph-fallback`` and
-``--cuda-graph-layers-per-graph``.
+"""Flags of per-layer CUDA graphs that megatron-core does not have: ``--cuda-graph-fallback``,
+``--cuda-graph-layers-per-graph`` and ``--cuda-graph-packed-sequences``.
 
-A configuration has them as attributes ``cuda_graph_fallback`` and ``cuda_graph_layers_per_graph``, or lacks them.
+A configuration has them as attributes ``cuda_graph_fallback``, ``cuda_graph_layers_per_graph`` and
+``cuda_graph_packed_sequences``, or lacks them.
 """
 
 import argparse
@@ -12,6 +13,7 @@ FALLBACKS = ("error", "eager")
 LAYERS_VARIABLE = "MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH"
 WHOLE_MODEL: Literal["model"] = "model"
 _LAYERS_FLAG = "--cuda-graph-layers-per-graph"
+PACKED_FLAG = "--cuda-graph-packed-sequences"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -31,6 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         f"recorded in one CUDA graph (default: all), or {WHOLE_MODEL} for all that a dense model computes, from tokens "
         f"to losses. Also the environment variable {LAYERS_VARIABLE}.",
     )
+    group.add_argument(
+        PACKED_FLAG,
+        type=int,
+        metavar="N",
+        help="With --cuda-graph-impl transformer_engine: graphs of attention read where the sequences begin that are "
+        "packed in a micro-batch, at most N of them. Whoever makes the batches pads PackedSeqParams to N sequences, by "
+        "megatron.core.packed_seq_params.pad_packed_seq_params.",
+    )
     return parser
 
 
@@ -40,6 +50,7 @@ def check_arguments(args: Any) -> None:
     Raises:
         ValueError: names the flags.
     """
+    packed_sequences(args)
     fallback = getattr(args, "cuda_graph_fallback", FALLBACKS[0])
     if fallback != FALLBACKS[0] and args.cuda_graph_impl != "transformer_engine":
         raise ValueError(
@@ -60,6 +71,7 @@ def give_to_config(args: Any, config: Any) -> None:
     """Let the ``TransformerConfig`` of a model have what ``args`` say."""
     config.cuda_graph_fallback = getattr(args, "cuda_graph_fallback", FALLBACKS[0])
     config.cuda_graph_layers_per_graph = getattr(args, "cuda_graph_layers_per_graph", None)
+    config.cuda_graph_packed_sequences = getattr(args, "cuda_graph_packed_sequences", None)
 
 
 def layers_per_graph(config: Any) -> int | Literal["model"] | None:
@@ -74,6 +86,18 @@ def layers_per_graph(config: Any) -> int | Literal["model"] | None:
     if given is not None:
         return _parsed(given, _LAYERS_FLAG)
     return _parsed(os.environ.get(LAYERS_VARIABLE, ""), LAYERS_VARIABLE)
+
+
+def packed_sequences(config: Any) -> int | None:
+    """How many packed sequences of a micro-batch graphs of attention read; None if they read none.
+
+    Raises:
+        ValueError: the number is not positive.
+    """
+    given: int | None = getattr(config, "cuda_graph_packed_sequences", None)
+    if given is not None and given < 1:
+        raise ValueError(f"{PACKED_FLAG} must be a positive number of sequences, got {given}")
+    return given
 
 
 def _parsed(given: int | str, name: str) -> int | Literal["model"] | None:

@@ -100,7 +100,7 @@ def test_a_layer_in_evaluation_mode_runs_eagerly(layer):
 
 def test_a_call_that_does_not_fit_the_graphs_runs_eagerly_with_hooks_and_says_so_until_the_next(layer):
     warned: list[torch.Size] = []
-    layer.cuda_graphs[0].asked_before_calls = X.shape, None
+    layer.cuda_graphs[0].asked_before_calls = X.shape, None, None
     layer.cuda_graphs[0].warn_of_shape = warned.append
     layer.register_forward_hook(lambda module, args, output: layer.events.append("after"))
     other = torch.zeros(3)

@@ -1,8 +1,8 @@
 """Chains: consecutive callables whose passes are recorded in one graph.
 
 The first output of each callable is the first input of the next. What their hooks enqueue, collectives for example, is
-recorded with them. A replay runs the whole chain: the first callable starts it and returns what the last one returns;
-the others hand on what they are given.
+recorded with them. A replay runs the whole chain: the first callable starts it and returns the last one's output, and
+the others hand on what they are given, each in the structure of its own output.
 """
 
 from collections.abc import Sequence
@@ -72,7 +72,7 @@ class ChainFollower:
                 f"{APART} for a model that changes hidden states between layers"
             )
         for name, address in self._leader.given.items():
-            if kwargs[name].data_ptr() != address:
+            if name in kwargs and kwargs[name].data_ptr() != address:
                 raise RuntimeError(
                     f"{self.name} runs in one graph with the layers before it, which got another {name}. {APART} for a "
                     f"model whose layers differ in {name}"

@@ -86,7 +86,7 @@ class CapturePasses:
             with capture.recording(graph), chain.owner.recording("forward"):
                 for previous, slot in zip([None, *slots], slots):  # noqa: B905
                     if previous is not None:
-                        slot.follow(previous)
+                        slot.follow(previous, slots[0])
                     slot.forward(not_recording, graph)
             return
         lent = grads.lend(steps[0].slot, slots[0].differentiable_outputs)

@@ -386,21 +386,27 @@ class GraphedSlot:
         """How the outputs are nested."""
         return self._output_spec
 
-    def follow(self, previous: "GraphedSlot") -> None:
-        """Take the first output of ``previous`` as first input, and its keyword inputs, in place of static inputs.
+    def follow(self, previous: "GraphedSlot", first: "GraphedSlot") -> None:
+        """Take the output of ``previous`` as first input, and keyword inputs of ``first``, in place of static inputs.
+
+        Args:
+            previous: The callable before this one in a chain.
+            first: The first callable of that chain.
 
         Raises:
-            RuntimeError: ``previous`` returned more than one tensor, or takes other keywords.
+            RuntimeError: ``previous`` returned more than one tensor, or this callable takes keywords that ``first``
+                does not.
         """
         (output,) = previous._outputs if len(previous._outputs) == 1 else (None,)
-        if output is None or not output.requires_grad or set(self.kwargs) != set(previous.kwargs):
+        if output is None or not output.requires_grad or not self.kwargs.keys() <= first.kwargs.keys():
             raise RuntimeError(
                 f"{self.name} cannot be in one graph with {previous.name}, which must return one tensor that requires "
-                f"grad and take the same keywords: it returned {len(previous._outputs)} and takes "
-                f"{sorted(previous.kwargs)}, not {sorted(self.kwargs)}. Set --cuda-graph-layers-per-graph 1"
+                f"grad, and returned {len(previous._outputs)}, nor with {first.name} unless that takes its keywords "
+                f"too, and it takes {sorted(first.kwargs)}, not {sorted(self.kwargs)}. Set "
+                "--cuda-graph-layers-per-graph 1"
             )
         self.args = (output.detach().requires_grad_(), *self.args[1:])
-        self.kwargs = {name: previous.kwargs[name] for name in self.kwargs}
+        self.kwargs = {name: first.kwargs[name] for name in self.kwargs}
         self.inputs, self._structure = self._flatten_inputs(self.args, self.kwargs)
 
     def forget_inputs(self) -> None:
@@ -413,7 +419,7 @@ class GraphedSlot:
         self._outputs = self._grad_outputs = ()
 
     def lead(self, chain: "Sequence[GraphedSlot]", owner: Any) -> None:
-        """Become the first of ``chain``: a replay returns what its last one does.
+        """Become the first of ``chain``: a replay returns the last one's output, in the structure of its own.
 
         Args:
             chain: The callables that are recorded together, the first one included.
@@ -423,8 +429,6 @@ class GraphedSlot:
         self._owner, self._together = owner, chain
         self._outputs, self._grad_outputs = last._outputs, last._grad_outputs
         self.differentiable = last.differentiable
-        self._output_spec, self._returns_one_tensor = last._output_spec, last._returns_one_tensor
-        self._returns_tuple = last._returns_tuple
 
     # -------------------------------------------------------------------------------------------------- replay
 

@@ -15,8 +15,8 @@ def consecutive(
 ) -> list[range]:
     """Divide ``layers`` into pieces of up to ``most`` that follow each other; pieces of one are left out.
 
-    Layers follow each other in ``decoder``, take the same keyword inputs, and have no hooks but Megatron-FSDP's, which
-    are recorded with them.
+    Layers follow each other in ``decoder``, take keyword inputs that the first of them takes too, and have no hooks but
+    Megatron-FSDP's, which are recorded with them.
 
     Args:
         decoder: All layers of the decoder, in order.
@@ -36,7 +36,7 @@ def consecutive(
             and index - start < most
             and all(layer in place and not has_other_hooks(layer) for layer in layers[index - 1 : index + 1])
             and place[layers[index]] == place[layers[index - 1]] + 1
-            and _shapes(sample_kwargs[index]) == _shapes(sample_kwargs[index - 1])
+            and _shapes(sample_kwargs[index]).items() <= _shapes(sample_kwargs[start]).items()
         )
         if not follows:
             if index - start > 1:

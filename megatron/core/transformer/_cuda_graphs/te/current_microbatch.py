@@ -2,7 +2,7 @@
 
 import torch
 
-from .layers import decoder_layers, language_model_of, vision_model_of
+from .layers import decoder_layers, language_model_of, mtp_layers, vision_model_of
 
 
 def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
@@ -15,7 +15,5 @@ def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
         microbatch_id: The micro-batch of the step, counted from 0.
     """
     language = language_model_of(model)
-    mtp = getattr(getattr(language, "mtp", None), "layers", ())
-    layers = [*decoder_layers(language), *(layer.mtp_model_layer for layer in mtp)]
-    for layer in layers + decoder_layers(vision_model_of(model)):
+    for layer in decoder_layers(language) + mtp_layers(language) + decoder_layers(vision_model_of(model)):
         layer.__dict__["current_microbatch"] = microbatch_id  # bypasses Module.__setattr__, which is slow

@@ -35,7 +35,7 @@ from .address_guard import GuardedLayer, guard_layers
 from .agreement import CaptureAgreement
 from .backends import choose_backend
 from .consecutive_layers import consecutive
-from .layers import _layer_is_graphable, decoder_layers, language_model_of
+from .layers import _layer_is_graphable, decoder_layers, language_model_of, mtp_layers
 from .order import PassOrder, convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
 from .sample_inputs import (
     LayerInputs,
@@ -43,6 +43,7 @@ from .sample_inputs import (
     attention_mask_type,
     captures_attention,
     default_kwargs,
+    packed_use,
     sample_arguments,
 )
 from .whole_model import ModelGraphs, against_whole_model, capture_whole_model
@@ -149,7 +150,7 @@ class TECudaGraphHelper:
         layers = [(layer, False) for layer in decoder_layers(model)]
         # A layer that runs several times for one micro-batch would overwrite activations that its backward pass needs.
         if hasattr(model, "mtp") and not (model.config.mtp_use_repeated_layer and model.config.mtp_num_layers > 1):
-            layers += [(layer.mtp_model_layer, True) for layer in model.mtp.layers]
+            layers += [(layer, True) for layer in mtp_layers(model)]
         return model, layers
 
     def capture_finished(self) -> bool:
@@ -535,21 +536,22 @@ class TECudaGraphHelper:
             arguments: The engine's keyword arguments.
         """
         layers = self.flattened_callables
-        samples = list(zip(sample_args, arguments["sample_kwargs"], strict=True))
+        sample_kwargs = arguments["sample_kwargs"]
+        samples = list(zip(sample_args, sample_kwargs, strict=True))
         guards = self._guards(graphs, samples, arguments.get("chains", ()))
-        absent = default_kwargs(layers, arguments["sample_kwargs"])
+        absent = default_kwargs(layers, sample_kwargs)
         given: dict[int, torch.Tensor | None] = {}
         eager_shapes: set[torch.Size] | None = set() if self._may_run_eagerly() else None
         slots_of = self._slots()
         first_of = {index: chain.members[0] for chain in arguments.get("chains", ()) for index in chain.members}
         for index, (layer, slots) in enumerate(zip(layers, slots_of, strict=True)):
-            keywords = slots_of[first_of.get(index, index)]  # in a chain the first layer's serve all
+            keywords = slots_of[first_of.get(index, index)]  # those of a chain's first layer serve all of it
             layer.cuda_graphs = LayerGraphs(
                 LayerGraph(
                     _layer_name(layer, index),
                     graphs[slot],
                     sample_args[slot],
-                    arguments["sample_kwargs"][keyword_slot],
+                    {name: sample_kwargs[keyword_slot][name] for name in sample_kwargs[slot]},
                     has_attention=captures_attention(layer),
                     num_microbatches=None if self._one_graph_serves_all() else self.num_microbatches,
                     absent=absent[keyword_slot],
@@ -558,6 +560,7 @@ class TECudaGraphHelper:
                     guard=guards[index],
                     recorded_hooks=number_of_hooks(layer) if index in first_of else None,
                     eager_shapes=eager_shapes,
+                    packed=packed_use(layer),
                 )
                 for slot, keyword_slot in zip(slots, keywords, strict=True)
             )

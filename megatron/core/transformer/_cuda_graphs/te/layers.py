@@ -32,6 +32,17 @@ def decoder_layers(model: Any | None) -> list[torch.nn.Module]:
     return list(getattr(getattr(model, "decoder", None), "layers", ()))
 
 
+def mtp_layers(model: Any | None) -> list[torch.nn.Module]:
+    """Return the layers of multi-token prediction of ``model``; an empty list if it has none.
+
+    Each depth of it has one layer, and in hybrid models a stack of them.
+    """
+    layers: list[torch.nn.Module] = []
+    for depth in getattr(getattr(model, "mtp", None), "layers", ()):
+        layers += getattr(depth.mtp_model_layer, "layers", None) or [depth.mtp_model_layer]
+    return layers
+
+
 def _layer_is_graphable(layer: torch.nn.Module, config: Any) -> bool:
     """Whether ``layer``, or a part of it that ``config.cuda_graph_modules`` selects, can be captured.
 

@@ -10,6 +10,8 @@ from megatron.core.transformer.identity_op import IdentityOp
 
 from ..engine.plan import Plan
 from ..engine.static_inputs import share_inputs, signature
+from ..own_options import PACKED_FLAG, packed_sequences
+from ..packed_sequences import PackedUse, static_offsets
 
 SampleArguments = tuple[tuple[torch.Tensor, ...], dict[str, torch.Tensor]]
 
@@ -60,6 +62,15 @@ def captures_attention(layer: Any) -> bool:
     )
 
 
+def packed_use(layer: Any) -> PackedUse | None:
+    """What the graphs of ``layer`` do with packed sequences; None if there are none, or attention runs eagerly."""
+    if packed_sequences(layer.config) is None or not hasattr(layer, "self_attention"):
+        return None
+    if captures_attention(layer):
+        return "read"
+    return None if layer.config.cuda_graph_modules else "unused"
+
+
 def default_kwargs(
     layers: Sequence[Any], sample_kwargs: Sequence[dict[str, torch.Tensor]]
 ) -> list[dict[str, torch.Tensor]]:
@@ -88,9 +99,18 @@ class LayerInputs:
         config: The model's ``TransformerConfig``.
         seq_length: Tokens in a sequence, before any parallel division.
         micro_batch_size: Sequences in a micro-batch.
+
+    Raises:
+        ValueError: graphs are to read packed sequences, and batches are not packed along one dimension.
     """
 
     def __init__(self, config: Any, seq_length: int, micro_batch_size: int):
+        self._packed = packed_sequences(config)
+        if self._packed is not None and (micro_batch_size != 1 or config.context_parallel_size > 1):
+            raise ValueError(
+                f"{PACKED_FLAG} needs micro-batches of one row on one rank: set --micro-batch-size 1, and leave "
+                "--context-parallel-size out"
+            )
         self._config = config
         self._seq_length = seq_length
         self._micro_batch_size = micro_batch_size
@@ -106,7 +126,10 @@ class LayerInputs:
         inputs = layer.get_layer_static_inputs(self._seq_length, self._micro_batch_size)
         hidden_states = inputs.pop("hidden_states")
         if captures_attention(layer):
-            if attention_mask_type(layer) is not AttnMaskType.causal:
+            if self._packed is not None:
+                del inputs["attention_mask"]
+                inputs |= static_offsets(self._packed, self._seq_length)
+            elif attention_mask_type(layer) is not AttnMaskType.causal:
                 inputs["attention_mask"].zero_()  # such layers mask nothing by default
             rotary = self._rotary_embedding(model, hidden_states)
             if rotary is not None:

@@ -14,6 +14,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from ..engine.whole_passes import WholePasses
 from ..expected_inputs import ExpectedInputs
 from ..hooks import has_other_hooks
+from ..own_options import packed_sequences
 from .layers import _layer_is_graphable, decoder_layers
 from .sample_inputs import attention_mask_type
 
@@ -47,6 +48,7 @@ def against_whole_model(model: Any | None, config: Any) -> str:
         ("mixture-of-experts layers keep statistics outside of graphs", config.num_moe_experts),
         ("there is multi-token prediction", config.mtp_num_layers),
         ("FP8 and FP4 keep statistics outside of graphs", config.fp8 or config.fp4),
+        ("sequences are packed", packed_sequences(config) is not None),
         ("weight gradients are delayed (--delay-wgrad-compute)", config.delay_wgrad_compute),
         ("activations are offloaded", config.fine_grained_activation_offloading),
         ("the sequence is divided among context-parallel ranks", config.context_parallel_size > 1),

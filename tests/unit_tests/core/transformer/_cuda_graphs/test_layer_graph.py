@@ -229,7 +229,7 @@ def test_a_shape_that_is_new_is_logged(caplog):
     shapes: set[torch.Size] = set()
     layers = [graph_with(shapes), graph_with(shapes)]
     for graph in [*layers, *layers]:
-        assert graph.asked_before_calls == (HIDDEN.shape, None)
+        assert graph.asked_before_calls == (HIDDEN.shape, None, None)
         graph.warn_of_shape(HIDDEN[:4].shape)
     layers[0].warn_of_shape(HIDDEN[:2].shape)
     first, second = caplog.messages
@@ -239,4 +239,4 @@ def test_a_shape_that_is_new_is_logged(caplog):
 
 
 def test_where_passes_may_not_run_eagerly_every_shape_is_given_to_the_graph():
-    assert graph_with(None).asked_before_calls == (None, None)
+    assert graph_with(None).asked_before_calls == (None, None, None)

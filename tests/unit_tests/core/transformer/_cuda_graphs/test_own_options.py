@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.core.transformer._cuda_graphs import own_options
-from megatron.core.transformer._cuda_graphs.own_options import LAYERS_VARIABLE, layers_per_graph
+from megatron.core.transformer._cuda_graphs.own_options import LAYERS_VARIABLE, layers_per_graph, packed_sequences
 
 
 @pytest.fixture(autouse=True)
@@ -38,6 +38,14 @@ def test_layers_of_a_graph_from_flag_and_variable(monkeypatch, value, expected):
     monkeypatch.setenv(LAYERS_VARIABLE, value)
     assert layers_per_graph(config()) == expected
     assert layers_per_graph(config("--cuda-graph-layers-per-graph", "3")) == 3
+
+
+def test_packed_sequences_from_the_flag():
+    assert packed_sequences(config("--cuda-graph-packed-sequences", "3")) == 3
+    assert packed_sequences(config()) is None
+    assert packed_sequences(SimpleNamespace()) is None
+    with pytest.raises(ValueError, match="--cuda-graph-packed-sequences must be a positive number of sequences, got 0"):
+        own_options.check_arguments(parsed("--cuda-graph-packed-sequences=0"))
 
 
 def test_an_empty_variable_is_no_limit(monkeypatch):

@@ -173,6 +173,31 @@ def test_a_callable_that_returns_a_tuple_goes_on_doing_so():
     assert second is first
 
 
+def test_each_callable_returns_what_it_returns_alone():
+    def in_a_tuple(linear, x):
+        return (linear(x),)
+
+    layers = [Forward(in_a_tuple), mlp(), Forward(in_a_tuple), mlp()]
+    slots, _ = captured(layers, [range(2), range(2, 4)])
+    (hidden,) = slots[0](device_tensor(4, 6))
+    assert slots[1](hidden) is hidden
+    (hidden,) = slots[2](hidden)
+    assert slots[3](hidden) is hidden
+
+
+def test_a_callable_may_take_fewer_keyword_inputs_than_the_first():
+    torch.manual_seed(5)
+    layers = [Forward(keywords), mlp(0.0), Forward(keywords)]
+    scale, shift = device_tensor(4, 6, seed=1, grad=False), device_tensor(6, seed=2, grad=False)
+    static = {"scale": torch.zeros_like(scale), "shift": torch.zeros_like(shift)}
+    slots, _ = captured(layers, [range(3)], sample_kwargs=[static, {}, static])
+    given = {"scale": scale, "shift": shift}
+    outputs = []
+    for first, second, third in (layers, slots):
+        outputs += copies([third(second(first(device_tensor(4, 6), **given)), **given)])
+    assert_same_bits(outputs[:1], outputs[1:])
+
+
 def test_only_the_first_callable_replays():
     slots, _ = captured([mlp() for _ in range(3)], [range(3)])
     assert [isinstance(slot, ChainFollower) for slot in slots] == [False, True, True]
@@ -181,9 +206,9 @@ def test_only_the_first_callable_replays():
 def test_what_passes_between_the_callables_is_not_kept():
     recorded, follow = [], GraphedSlot.follow
 
-    def noting(slot, previous):
+    def noting(slot, previous, first):
         recorded.append((previous, slot))
-        follow(slot, previous)
+        follow(slot, previous, first)
 
     with mock.patch.object(GraphedSlot, "follow", noting):
         captured([mlp() for _ in range(4)], [range(4)])
@@ -264,7 +289,7 @@ def no_gradient(linear, x):
 @pytest.mark.parametrize(
     ("first", "kwargs", "message"),
     [
-        (lambda: Forward(two_outputs), [{}, {}], "it returned 2 and takes"),
+        (lambda: Forward(two_outputs), [{}, {}], ", and returned 2, nor"),
         (mlp, [{}, {"scale": None, "shift": None}], r"takes \[\], not \['scale', 'shift'\]"),
         (lambda: Forward(no_gradient), [{}, {}], "must return one tensor that requires grad"),
     ],

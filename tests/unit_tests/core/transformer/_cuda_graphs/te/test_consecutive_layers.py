@@ -76,8 +76,14 @@ def test_hooks_of_megatron_fsdp_are_recorded_with_the_layers():
 
 
 @pytest.mark.parametrize(
-    "other", [{}, {"mask": torch.zeros(3)}, {"mask": torch.zeros(2, dtype=torch.int)}, {"other": torch.zeros(2)}]
+    "other", [{"mask": torch.zeros(3)}, {"mask": torch.zeros(2, dtype=torch.int)}, {"other": torch.zeros(2)}]
 )
 def test_layers_that_take_other_keyword_inputs_do_not_follow_each_other(other):
     kwargs = [{"mask": torch.zeros(2)}, {"mask": torch.ones(2)}, other, other]
     assert pieces(decoder(4), kwargs=kwargs) == [[0, 1], [2, 3]]
+
+
+def test_layers_without_the_keyword_inputs_of_the_first_follow_it():
+    mask = {"mask": torch.zeros(2)}
+    assert pieces(decoder(5), kwargs=[mask, {}, mask, {}, {}]) == [[0, 1, 2, 3, 4]]
+    assert pieces(decoder(5), kwargs=[{}, {}, mask, {}, mask]) == [[0, 1], [2, 3, 4]]

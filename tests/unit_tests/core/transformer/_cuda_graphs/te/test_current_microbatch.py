@@ -41,6 +41,13 @@ def test_layers_of_multi_token_prediction_are_told():
     assert told(layer.mtp_model_layer for layer in model.mtp.layers) == [3, 3]
 
 
+def test_layers_of_a_hybrid_models_multi_token_prediction_are_told():
+    model = language_model()
+    model.mtp.layers = [SimpleNamespace(mtp_model_layer=stack(2)) for _ in range(2)]
+    set_current_microbatch(model, 3)
+    assert [told(layer.mtp_model_layer.layers) for layer in model.mtp.layers] == [[3, 3], [3, 3]]
+
+
 def test_vision_layers_are_told_where_the_chunk_has_no_language_model():
     vision = SimpleNamespace(decoder=stack(2))
     set_current_microbatch(SimpleNamespace(module=SimpleNamespace(vision_model=vision)), 3)

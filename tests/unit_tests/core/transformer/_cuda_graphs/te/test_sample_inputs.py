@@ -11,6 +11,7 @@ from megatron.core.transformer._cuda_graphs.te.sample_inputs import (
     LayerInputs,
     attention_mask_type,
     captures_attention,
+    packed_use,
     sample_arguments,
 )
 from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
@@ -169,8 +170,38 @@ def model(position_embedding_type="rope"):
     return SimpleNamespace(position_embedding_type=position_embedding_type, decoder=None, rotary_pos_emb=Rotary())
 
 
-def layer_inputs(**config):
-    return LayerInputs(SimpleNamespace(**{"multi_latent_attention": False, **config}), 8, 2)
+def layer_inputs(micro_batch_size=2, **config):
+    given = {"multi_latent_attention": False, "context_parallel_size": 1, **config}
+    return LayerInputs(SimpleNamespace(**given), 8, micro_batch_size)
+
+
+@pytest.mark.parametrize("changed", [{"micro_batch_size": 2}, {"context_parallel_size": 2}], ids=str)
+def test_packed_sequences_need_one_row_on_one_rank(changed):
+    with pytest.raises(ValueError, match=r"--cuda-graph-packed-sequences needs .* set --micro-batch-size 1, and leave"):
+        layer_inputs(**{"micro_batch_size": 1, "cuda_graph_packed_sequences": 4, **changed})
+
+
+@pytest.mark.parametrize(
+    ("modules", "attention", "expected"),
+    [
+        ([], SimpleNamespace(), "read"),
+        ([CudaGraphModule.attn], SimpleNamespace(), "read"),
+        ([CudaGraphModule.moe_router], SimpleNamespace(), None),
+        ([], IdentityOp(), "unused"),
+        ([CudaGraphModule.attn], IdentityOp(), None),
+    ],
+    ids=["whole layer", "attn", "router", "no attention", "attn of a layer without"],
+)
+def test_what_graphs_do_with_packed_sequences(modules, attention, expected):
+    layer = Layer(modules, attention=attention)
+    assert packed_use(layer) is None
+    layer.config.cuda_graph_packed_sequences = 4
+    assert packed_use(layer) == expected
+
+
+def test_graphs_of_mamba_layers_have_no_use_for_packed_sequences():
+    config = SimpleNamespace(cuda_graph_modules=[], cuda_graph_packed_sequences=4)
+    assert packed_use(SimpleNamespace(config=config)) is None
 
 
 @pytest.mark.parametrize(

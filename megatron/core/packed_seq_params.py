@@ -1,0 +1,58 @@
+"""Lengths of packed sequences in fixed shapes, as CUDA graphs need them.
+
+Everything else in this module is megatron-core's.
+"""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_fsdp_cuda_graphs.overlay import extend
+
+_upstream: Any = extend(__name__)
+
+if TYPE_CHECKING:  # megatron-core's names
+
+    def __getattr__(name: str) -> Any: ...
+
+
+def pad_packed_seq_params(params: Any, sequences: int, seq_length: int) -> Any:
+    """Return ``params`` as they are for ``sequences`` sequences, those that are missing of no tokens.
+
+    Attention computes the same of them. Rotary embeddings must be fused: megatron-core's others read
+    ``max_seqlen_q == seq_length`` as positions that go on from one sequence to the next.
+
+    Args:
+        params: The ``PackedSeqParams`` (``thd``) of one micro-batch, with ``cu_seqlens_q`` and ``cu_seqlens_kv``, int32
+            ``[sequences of the micro-batch + 1]``, that end with ``seq_length``.
+        sequences: The greatest number of sequences in a micro-batch, as in ``--cuda-graph-packed-sequences``.
+        seq_length: Tokens in a micro-batch, and the longest sequence that there may be.
+
+    Returns:
+        New parameters; ``cu_seqlens_q`` and ``cu_seqlens_kv`` are ``[sequences + 1]``, and ``max_seqlen_q`` and
+        ``max_seqlen_kv`` are ``seq_length``.
+
+    Raises:
+        ValueError: there are more sequences, or ``params`` leave room between sequences (``cu_seqlens_q_padded``).
+    """
+    if params.cu_seqlens_q_padded is not None or params.cu_seqlens_kv_padded is not None:
+        raise ValueError(
+            "packed sequences with room between them (cu_seqlens_q_padded, cu_seqlens_kv_padded) cannot be padded for "
+            "CUDA graphs: count the room to the sequences, and leave these out"
+        )
+    padded = {
+        "cu_seqlens_q": _padded(params.cu_seqlens_q, sequences),
+        "cu_seqlens_kv": _padded(params.cu_seqlens_kv, sequences),
+    }
+    return replace(params, **padded, max_seqlen_q=seq_length, max_seqlen_kv=seq_length, pad_between_seqs=False)
+
+
+def _padded(offsets: torch.Tensor, sequences: int) -> torch.Tensor:
+    missing = sequences + 1 - len(offsets)
+    if missing < 0:
+        raise ValueError(
+            f"a micro-batch has {len(offsets) - 1} packed sequences, more than --cuda-graph-packed-sequences "
+            f"{sequences}: set as many as there may be"
+        )
+    return torch.cat((offsets, offsets[-1:].expand(missing)))

@@ -1,0 +1,80 @@
+"""Packed sequences in graphs: attention reads their offsets from static inputs, and all else of them is fixed."""
+
+from typing import Any, Literal
+
+import torch
+
+from .errors import ArgumentError
+from .own_options import PACKED_FLAG
+
+# What the graphs of a layer do with packed sequences: read their offsets, or do without, having no attention.
+PackedUse = Literal["read", "unused"]
+_OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
+_ADVICE = (
+    f"With {PACKED_FLAG} every micro-batch of a training step needs "
+    "megatron.core.packed_seq_params.pad_packed_seq_params(params, sequences, seq_length)"
+)
+
+
+def static_offsets(sequences: int, seq_length: int) -> dict[str, torch.Tensor]:
+    """Make static inputs for the offsets of ``sequences`` sequences, of which the first has all tokens.
+
+    Args:
+        sequences: Sequences in a micro-batch, those of no tokens included.
+        seq_length: Tokens in a micro-batch.
+
+    Returns:
+        By keyword, int32 ``[sequences + 1]`` on the GPU.
+    """
+    offsets = torch.full((sequences + 1,), seq_length, dtype=torch.int32, device="cuda")
+    offsets[0] = 0
+    return {name: offsets.clone() for name in _OFFSETS}
+
+
+def from_static_offsets(kwargs: dict[str, Any], seq_length: int) -> dict[str, Any]:
+    """Return ``kwargs`` of a layer at capture with ``packed_seq_params`` in the place of its offsets, if it has any."""
+    if _OFFSETS[0] not in kwargs:
+        return kwargs
+    from megatron.core.packed_seq_params import PackedSeqParams
+
+    kwargs = dict(kwargs)
+    offsets = {name: kwargs.pop(name) for name in _OFFSETS}
+    kwargs["packed_seq_params"] = PackedSeqParams(
+        qkv_format="thd", **offsets, max_seqlen_q=seq_length, max_seqlen_kv=seq_length, pad_between_seqs=False
+    )
+    return kwargs
+
+
+def to_inputs(name: str, kwargs: dict[str, Any], use: PackedUse, seq_length: int) -> dict[str, Any]:
+    """Return ``kwargs`` of a layer at a replay without ``packed_seq_params``, and with its offsets if graphs read them.
+
+    Args:
+        name: The layer's name in errors.
+        kwargs: The keywords that the layer is called with.
+        use: What its graphs do with packed sequences.
+        seq_length: Tokens in a micro-batch.
+
+    Raises:
+        ArgumentError: there are no packed sequences, or they are others than graphs were captured for.
+    """
+    kwargs = dict(kwargs)
+    params = kwargs.pop("packed_seq_params", None)
+    if params is None:
+        raise ArgumentError(f"{name} was captured for packed sequences, and is given none. {_ADVICE}")
+    expected = {
+        "qkv_format": "thd",
+        "max_seqlen_q": seq_length,
+        "max_seqlen_kv": seq_length,
+        "cu_seqlens_q_padded": None,
+        "cu_seqlens_kv_padded": None,
+        "pad_between_seqs": False,
+    }
+    for field, value in expected.items():
+        given = getattr(params, field)
+        if isinstance(given, torch.Tensor) or given != value:
+            raise ArgumentError(
+                f"{name} was captured for packed sequences with {field} {value}, and is given {given}. {_ADVICE}"
+            )
+    if use == "read":
+        kwargs |= {field: getattr(params, field) for field in _OFFSETS}
+    return kwargs

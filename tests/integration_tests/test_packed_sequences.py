@@ -1,0 +1,96 @@
+"""Packed sequences of other lengths in every micro-batch train with graphs bit for bit as eagerly, on two CPU ranks.
+
+Attention stands for TransformerEngine's, which alone takes packed sequences. Capture is after 3 steps.
+"""
+
+import random
+from typing import Any
+
+import numpy
+import pytest
+
+from tests.support.launch import name_of
+from tests.support.pretrain import numbers, pretrain
+
+SIZES: dict[str, Any] = {"layers": 3, "steps": 8, "micro_batch": 1, "packed": 5, "positions": "none"}
+# With each case the pieces of layers that are replayed together in a micro-batch.
+CASES: list[tuple[dict[str, Any], int]] = [
+    ({}, 1),
+    ({"positions": "learned_absolute", "dtype": "bf16", "dropout": 0.1, "microbatches": 2, "evaluates": True}, 1),
+    ({"layers_per_graph": 1, "mtp": 1}, 4),
+    ({"layers_per_graph": -1}, 1),  # its layers are captured
+    ({"modules": ["attn"], "dropout": 0.1, "microbatches": 2}, 3),
+    ({"modules": ["mlp"], "microbatches": 2}, 3),
+    ({"modules": ["attn", "moe_router", "moe_preprocess"], "experts": 4}, 3),
+    ({"modules": ["moe_router"], "experts": 4}, 3),
+    ({"pattern": "*-*-", "microbatches": 2}, 1),
+    ({"fsdp": False, "dtype": "bf16", "microbatches": 2}, 3),
+]
+OTHER_SHAPES: dict[str, Any] = {"sequences_later": [32, 16], "dropout": 0.1}
+STAGES: list[dict[str, Any]] = [{"layers": 4, "tied": False, "microbatches": 4, "dropout": 0.1}]
+
+
+@pytest.fixture(scope="module")
+def results(compare_runs):
+    """The result of each case on data-parallel ranks, by its name."""
+    cases = [*(case for case, _ in CASES), OTHER_SHAPES]
+    found = compare_runs([SIZES | case for case in cases])
+    return {name_of(case): result for case, result in zip(cases, found, strict=True)}
+
+
+def assert_equal(result):
+    assert not result["error"]
+    assert result["differences"] == []
+    assert len(result["losses"]) == SIZES["steps"]
+
+
+@pytest.mark.parametrize(("case", "pieces"), CASES, ids=[name_of(case) or "whole layers" for case, _ in CASES])
+def test_one_capture_serves_all_lengths(results, case, pieces):
+    result = results[name_of(case)]
+    assert_equal(result)
+    assert result["graphs"] == (len(case.get("pattern", "")) or SIZES["layers"] + case.get("mtp", 0))
+    assert result["replays"] == 2 * pieces * case.get("microbatches", 1)
+
+
+def test_batches_of_another_length_run_eagerly(results):
+    assert_equal(results[name_of(OTHER_SHAPES)])
+    assert results[name_of(OTHER_SHAPES)]["graphs"] == 3
+
+
+def test_pipeline_stages_read_packed_sequences_too(compare_runs):
+    (result,) = compare_runs([SIZES | case for case in STAGES], "--pp", "2")
+    assert_equal(result)
+    assert result["graphs"] == 2 * 4  # layers of a stage, micro-batches
+
+
+def test_where_the_host_reads_lengths_the_capture_fails_and_names_it(compare_runs):
+    (result,) = compare_runs([SIZES | {"positions": "rope"}])
+    assert "CaptureFailedError" in result["error"]
+    assert "Tensor.tolist copies device data to the host" in result["error"]
+
+
+def test_pretraining_with_attention_within_documents_is_bit_equal_to_eager(tmp_path):
+    data = f"--data-path {short_documents(tmp_path / 'documents')}"
+    flags = """
+        --train-iters 6 --cuda-graph-warmup-steps 2 --eval-iters 1 --eval-interval 4 --micro-batch-size 1
+        --global-batch-size 4 --dataloader-inter-document-masking --cuda-graph-packed-sequences 32
+        --spec tests.support.packed_attention local_layer --position-embedding-type learned_absolute
+    """
+    eager = pretrain(tmp_path / "eager", flags, graphs=False, data=data)
+    graphed = pretrain(tmp_path / "graphed", flags, graphs=True, data=data)
+    assert len(eager) == 6
+    assert numbers(graphed) == numbers(eager)
+    assert [step["graphs"] for step in graphed] == [0] * 2 + [3] * 4
+
+
+def short_documents(prefix):
+    """Build a dataset of documents of 1 to 20 tokens, so that each sample has several, and return ``prefix``."""
+    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
+
+    drawn = random.Random(5)
+    builder = IndexedDatasetBuilder(get_bin_path(str(prefix)), dtype=numpy.uint16)
+    for _ in range(500):
+        document = [drawn.randrange(255) for _ in range(drawn.randint(1, 20))]
+        builder.add_document(numpy.array(document, dtype=numpy.uint16), [len(document)])
+    builder.finalize(get_idx_path(str(prefix)))
+    return prefix

@@ -1,0 +1,55 @@
+"""A GPT that reads images under Megatron-FSDP, with graphs of its vision encoder and its own layers, on two CPU ranks.
+
+``VisionTECudaGraphHelper`` captures first, then ``TECudaGraphHelper``. A model with a vision encoder alone is in
+``test_fsdp_graphs.py``.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.support.launch import name_of
+
+SIZES: dict[str, Any] = {"captions": True, "layers": 2, "steps": 8, "micro_batch": 1}
+# With each case the pieces of layers that are replayed together in a micro-batch.
+EQUAL: list[tuple[dict[str, Any], int]] = [
+    ({"dropout": 0.1, "microbatches": 2, "evaluates": True}, 2),
+    ({"dtype": "bf16", "layers_per_graph": 1, "control": "captured_again_later"}, 4),
+    ({"modules": ["attn"], "dropout": 0.1}, 4),
+    ({"layers_per_graph": -1}, 2),  # its layers are captured
+    ({"strategy": "optim_grads", "optimizer_graph": True}, 4),
+]
+FAILED: dict[str, Any] = {"control": "failed_language_capture", "microbatches": 2}
+DEAD: dict[str, Any] = {"control": "dead_replay"}
+
+
+@pytest.fixture(scope="module")
+def results(compare_runs):
+    """The result of each case, by its name."""
+    cases = [*(case for case, _ in EQUAL), FAILED, DEAD]
+    found = compare_runs([SIZES | case for case in cases])
+    return {name_of(case): result for case, result in zip(cases, found, strict=True)}
+
+
+@pytest.mark.parametrize(("case", "pieces"), EQUAL, ids=[name_of(case) for case, _ in EQUAL])
+def test_both_train_bit_for_bit_as_eager(results, case, pieces):
+    result = results[name_of(case)]
+    assert not result["error"]
+    assert result["differences"] == []
+    assert len(result["losses"]) == SIZES["steps"]
+    assert result["graphs"] == 2 * SIZES["layers"]
+    assert result["replays"] == 2 * pieces * case.get("microbatches", 1)
+
+
+def test_where_the_language_model_cannot_be_captured_the_vision_encoder_goes_on_with_graphs(results):
+    result = results[name_of(FAILED)]
+    assert not result["error"]
+    assert result["differences"] == []
+    assert result["graphs"] == SIZES["layers"]
+    assert result["replays"] == 2 * 2  # one piece, in two micro-batches
+
+
+def test_a_replay_that_does_nothing_changes_the_loss(results):
+    differences = results[name_of(DEAD)]["differences"]
+    assert any("losses[3]" in line for line in differences)
+    assert not any("losses[2]" in line for line in differences)
