@@ -133,6 +133,7 @@ SURVIVED: list[dict[str, Any]] = [
     {"control": "failed_backward_capture", "layers_per_graph": 1},
     {"control": "fallback_after_a_failure_on_one_rank", "dropout": 0.1},
     {"control": "fallback_after_a_failure_on_one_rank", "layers_per_graph": 1},
+    {"control": "fallback_after_a_failure_on_one_rank", "dropout": 0.1, "layers_per_graph": -1},
     {"control": "failed_forward_capture", "dropout": 0.1, "layers_per_graph": -1},
     {"control": "failed_backward_capture", "dropout": 0.1, "layers_per_graph": -1, "microbatches": 2},
 ]
