@@ -139,6 +139,18 @@ class WholeModel(UnitChain):
         if self._guard is not None:
             self._guard.check()
 
+    def captured_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return with their names the shards of weights and gradients, and where buckets are while they are in use."""
+        reductions = self._fsdp.grad_reduce_pipeline
+        dtype = reductions.buffer.mp_policy.grad_comm_dtype
+        for bucket, group in enumerate(reductions.buffer.parameter_groups):
+            of = f"of bucket {bucket} ({self._fsdp.param_to_name[group.params[0]]}, ...)"
+            yield f"the weights' shard {of}", group.model_weight_buffer.data
+            if group.main_grad_buffer:
+                yield f"the main gradients' shard {of}", group.main_grad_buffer.data
+                yield f"the gradients {of}", group.main_grad_buffer.fetch_bucket(dtype=dtype).data
+                group.main_grad_buffer.free_bucket_storage()
+
     def after_backward(self) -> None:
         """Note that all gradients have been reduced."""
         self._hooks.awaiting_gradient.clear()
