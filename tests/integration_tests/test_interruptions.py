@@ -43,6 +43,49 @@ def test_a_step_that_is_run_again_computes_the_same_from_its_graphs(tmp_path):
     assert again == unexpected
 
 
+@pytest.fixture(scope="module")
+def diverging(tmp_path_factory):
+    """A function that runs a training whose second step makes weights so great that the third's loss is NaN.
+
+    It returns the steps that were finished, what the search for the error's cause says, and the log.
+    """
+
+    def run(flags: str, graphs: bool):
+        folder = tmp_path_factory.mktemp("diverging")
+        run = Pretraining(
+            folder,
+            f"--train-iters {STEPS} --iterations-to-skip 1 --lr 1e30 --cuda-graph-warmup-steps 1 "
+            f"--save {folder / 'saved'} --save-interval 1000 {flags}",
+            graphs=graphs,
+        )
+        run.ended()
+        log = run.log.read_text()
+        said = re.findall(r"rerun_state_machine:(.* nan .*)", log)
+        assert len(said) >= 2 and re.search(r"exitcode *: 16", log), run.log_tail()
+        return numbers(run.steps()), sorted(said), log
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def diverging_eagerly(diverging):
+    return diverging("", graphs=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "captured"),
+    [("", "Captured 3 layer graphs"), ("--cuda-graph-layers-per-graph model", "Captured the whole model")],
+    ids=["layers", "model"],
+)
+def test_a_loss_that_is_nan_is_the_error_that_it_is_eagerly(diverging, diverging_eagerly, flags, captured):
+    steps, said, _ = diverging_eagerly
+    assert [step[0] for step in steps] == [2]
+    assert any("Unexpected result nan on rank 1" in line and "the loss is NaN" in line for line in said)
+    found_steps, found_said, log = diverging(flags, graphs=True)
+    assert captured in log
+    assert (found_steps, found_said) == (steps, said)
+
+
 def test_a_run_that_a_signal_ends_is_resumed_where_it_stopped(tmp_path):
     eager = pretrain(tmp_path / "eager", "--train-iters 60", graphs=False)
     saving = f"--train-iters 60 --save {tmp_path / 'saved'} --save-interval 1000 --exit-signal-handler"

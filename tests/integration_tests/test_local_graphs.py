@@ -54,9 +54,8 @@ LAYOUTS: dict[str, tuple[list[str], list[dict[str, Any]]]] = {
     "TP2": (["--tp", "2"], [*TENSOR_PARALLEL, ON_ONE_RANK]),
     "PP2": (["--pp", "2"], PIPELINE),
 }
-EQUAL = [
-    (layout, case) for layout, (_, cases) in LAYOUTS.items() for case in cases if case not in (SURVIVED, ON_ONE_RANK, DEAD_REPLAY)
-]
+SPECIAL = SURVIVED, ON_ONE_RANK, DEAD_REPLAY
+EQUAL = [(layout, case) for layout, (_, cases) in LAYOUTS.items() for case in cases if case not in SPECIAL]
 
 
 @pytest.fixture(scope="module")
