@@ -36,6 +36,7 @@ FLAGS = """
 """
 GRAPHS = {False: "--cuda-graph-impl none", True: "--cuda-graph-impl transformer_engine"}
 TIMEOUT = 240  # seconds
+GRACE = 30  # seconds
 
 
 class Pretraining:
@@ -56,8 +57,9 @@ class Pretraining:
         arguments = f"{SCRIPT} {FLAGS} {GRAPHS[graphs]} {flags}".split()
         context = get_context("forkserver")
         context.set_forkserver_preload([PRELOADED])
-        self._process = context.Process(target=_launch, args=(arguments, self._metrics, self.log))
-        with mock.patch.dict(os.environ, OWN):  # the server starts with the first process, and reads them then
+        environment = os.environ | OWN | {"STEP_METRICS_PATH": str(self._metrics)}
+        self._process = context.Process(target=_launch, args=(arguments, environment, self.log))
+        with mock.patch.dict(os.environ, OWN):  # the server starts with the first process, and imports by them
             self._process.start()
 
     def steps(self) -> list[dict[str, Any]]:
@@ -91,8 +93,8 @@ class Pretraining:
         return self.log.read_text(errors="replace")[-6000:]
 
 
-def _launch(arguments: list[str], metrics: Path, log: Path) -> None:
-    """Start the ranks, pass SIGTERM on to them, and wait for their end.
+def _launch(arguments: list[str], environment: dict[str, str], log: Path) -> None:
+    """Start the ranks, pass SIGTERM on to them (and SIGKILL after ``GRACE``), and wait for their end.
 
     Raises:
         ProcessExitedException: a rank failed; names its exit status.
@@ -102,14 +104,17 @@ def _launch(arguments: list[str], metrics: Path, log: Path) -> None:
             os.dup2(file.fileno(), stream.fileno())
     with socket.create_server(("localhost", 0)) as free:
         port = free.getsockname()[1]
-    os.environ |= {"STEP_METRICS_PATH": str(metrics), "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    os.environ.clear()
+    os.environ |= environment | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     ranks = start_processes(_rank, (arguments,), nprocs=RANKS, join=False, start_method="fork")
 
-    def pass_on(number: int, frame: object) -> None:
-        for pid in ranks.pids():
-            os.kill(pid, number)
+    def end(number: int, frame: object) -> None:
+        for process in ranks.processes:
+            process.terminate() if number == signal.SIGTERM else process.kill()
+        signal.alarm(GRACE)
 
-    signal.signal(signal.SIGTERM, pass_on)
+    for number in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, end)
     while not ranks.join():
         pass
 
