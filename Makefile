@@ -11,7 +11,7 @@ ENVIRONMENT := .venv/.installed
 endif
 
 # Versions of megatron-core that the patch admits besides that of constraints.txt. 0.19.1 was withdrawn from the registry
-# ("wrong version") and can still be installed; its code is that of 0.19.0.
+# ("wrong version") and can still be installed; its code is that of 0.19.0, so that no test of it need run twice.
 OTHER_CORES := 0.19.0 0.19.1
 # The quick ones of the tests whose subject is, or depends on, megatron-core's own code.
 CORE_TESTS := $(addprefix tests/unit_tests/,test_overlay_extensions.py training core/datasets \
@@ -60,11 +60,16 @@ test-integration: $(ENVIRONMENT)
 
 test-versions: $(OTHER_CORES:%=test-core-%)
 
-# That version lies ahead of the installed one on the path.
-$(OTHER_CORES:%=test-core-%): test-core-%: build/cores/%/megatron
+$(filter-out test-core-0.19.1,$(OTHER_CORES:%=test-core-%)): test-core-%: build/cores/%/megatron
 	$(PY) -m megatron_fsdp_cuda_graphs upstream build/cores/$*
-	CORE_VERSION=$* PYTHONPATH=$(CURDIR)/build/cores/$*$(addprefix :,$(PYTHONPATH)) \
-		$(PY) -m pytest -n $(WORKERS) --dist loadfile $(CORE_TESTS)
+	$(call with_core,$*) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(CORE_TESTS)
+
+test-core-0.19.1: test-core-%: build/cores/%/megatron | build/cores/0.19.0/megatron
+	diff -r --exclude package_info.py --exclude __pycache__ build/cores/0.19.0/megatron $<
+	$(call with_core,$*) $(PY) -m pytest tests/unit_tests/test_overlay_extensions.py
+
+# That version lies ahead of the installed one on the path.
+with_core = CORE_VERSION=$(1) PYTHONPATH=$(CURDIR)/build/cores/$(1)$(addprefix :,$(PYTHONPATH))
 
 $(OTHER_CORES:%=build/cores/%/megatron): build/cores/%/megatron: | $(ENVIRONMENT)
 	$(PY) -m pip install --quiet --no-deps --target build/cores/$* megatron-core==$*

@@ -12,7 +12,7 @@ if GPUS < 2:
 TIMEOUT = 30  # seconds, of the process groups
 
 
-@pytest.mark.parametrize("layers_per_graph", ["0", "1"])
+@pytest.mark.parametrize("layers_per_graph", ["0", "1", "-1"])
 def test_a_fault_is_an_error_on_every_rank_and_leaves_nothing_behind(tmp_path, layers_per_graph):
     (result,) = inject_faults("--stride", "151", "--layers-per-graph", layers_per_graph, ranks=2, folder=tmp_path)
     assert result["problems"] == []

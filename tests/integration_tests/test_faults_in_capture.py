@@ -11,8 +11,8 @@ from tests.support.launch import inject_faults
 @pytest.mark.parametrize(
     "options",
     [
-        ("--stride", "401"),
-        ("--matching", "ProcessGroup", "--kinds", "exception", "--layers-per-graph", "1"),
+        ("--stride", "401", "--layers-per-graph", "0", "1", "-1"),
+        ("--matching", "ProcessGroup", "--kinds", "exception", "--layers-per-graph", "1", "-1"),
     ],
     ids=["anywhere", "collectives"],
 )

@@ -133,6 +133,7 @@ SURVIVED: list[dict[str, Any]] = [
     {"control": "failed_backward_capture", "layers_per_graph": 1},
     {"control": "fallback_after_a_failure_on_one_rank", "dropout": 0.1},
     {"control": "fallback_after_a_failure_on_one_rank", "layers_per_graph": 1},
+    {"control": "fallback_after_a_failure_on_one_rank", "dropout": 0.1, "layers_per_graph": -1},
     {"control": "failed_forward_capture", "dropout": 0.1, "layers_per_graph": -1},
     {"control": "failed_backward_capture", "dropout": 0.1, "layers_per_graph": -1, "microbatches": 2},
 ]
@@ -171,7 +172,7 @@ def test_graphs_train_bit_for_bit_as_eager(results, case):
     assert len(result["losses"]) >= 10
 
 
-@pytest.mark.parametrize("case", FP16, ids=name_of)
+@pytest.mark.parametrize("case", [case for case in EQUAL if case.get("dtype") == "fp16"], ids=name_of)
 def test_a_loss_scale_that_is_too_great_skips_steps_before_and_after_capture(results, case):
     norms = results[name_of(case)]["grad_norms"]
     assert norms[0] < 0  # a skipped step, see training.Trace

@@ -8,6 +8,7 @@ from tests.support.pretrain import Pretraining, numbers, pretrain
 
 STEPS = 9
 CAPTURED_AFTER = 3
+MANY = 24  # steps: the signal comes before the last
 
 
 @pytest.mark.parametrize(
@@ -15,7 +16,6 @@ CAPTURED_AFTER = 3
     [
         "--iterations-to-skip 2 6",  # before and after the capture
         "--rampup-batch-size 4 4 24",  # two micro-batches a step instead of one from step 7 on
-        "--rerun-mode validate_results",
     ],
 )
 def test_a_run_with_these_flags_is_equal_to_an_eager_one(tmp_path, flags):
@@ -36,22 +36,65 @@ def test_a_step_that_is_run_again_computes_the_same_from_its_graphs(tmp_path):
     )
     run.ended()
     log = run.log.read_text()
-    assert re.search(r"exitcode *: 16", log), run.log_tail()
+    assert "exit code 16" in log, run.log_tail()
     assert re.search("Captured 3 layer graphs.*Unexpected result", log, re.DOTALL), run.log_tail()
     (unexpected,) = re.findall(r"Unexpected result ([0-9.]+) on rank", log)
     (again,) = re.findall(r"First rerun: .*\(([0-9.]+) = ", log)
     assert again == unexpected
 
 
+@pytest.fixture(scope="module")
+def diverging(tmp_path_factory):
+    """A function that runs a training whose second step makes weights so great that the third's loss is NaN.
+
+    It returns the steps that were finished, what the search for the error's cause says, and the log.
+    """
+
+    def run(flags: str, graphs: bool):
+        folder = tmp_path_factory.mktemp("diverging")
+        run = Pretraining(
+            folder,
+            f"--train-iters {STEPS} --iterations-to-skip 1 --lr 1e30 --cuda-graph-warmup-steps 1 "
+            f"--save {folder / 'saved'} --save-interval 1000 {flags}",
+            graphs=graphs,
+        )
+        run.ended()
+        log = run.log.read_text()
+        said = re.findall(r"rerun_state_machine:(.* nan .*)", log)
+        assert len(said) >= 2 and "exit code 16" in log, run.log_tail()
+        return numbers(run.steps()), sorted(said), log
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def diverging_eagerly(diverging):
+    return diverging("", graphs=False)
+
+
+@pytest.mark.parametrize(
+    ("flags", "captured"),
+    [("", "Captured 3 layer graphs"), ("--cuda-graph-layers-per-graph model", "Captured the whole model")],
+    ids=["layers", "model"],
+)
+def test_a_loss_that_is_nan_is_the_error_that_it_is_eagerly(diverging, diverging_eagerly, flags, captured):
+    steps, said, _ = diverging_eagerly
+    assert [step[0] for step in steps] == [2]
+    assert any("Unexpected result nan on rank 1" in line and "the loss is NaN" in line for line in said)
+    found_steps, found_said, log = diverging(flags, graphs=True)
+    assert captured in log
+    assert (found_steps, found_said) == (steps, said)
+
+
 def test_a_run_that_a_signal_ends_is_resumed_where_it_stopped(tmp_path):
-    eager = pretrain(tmp_path / "eager", "--train-iters 60", graphs=False)
-    saving = f"--train-iters 60 --save {tmp_path / 'saved'} --save-interval 1000 --exit-signal-handler"
+    eager = pretrain(tmp_path / "eager", f"--train-iters {MANY}", graphs=False)
+    saving = f"--train-iters {MANY} --save {tmp_path / 'saved'} --save-interval 1000 --exit-signal-handler"
     (tmp_path / "ended").mkdir()
     ended = Pretraining(tmp_path / "ended", saving, graphs=True)
     ended.terminate_after(CAPTURED_AFTER + 2)
     ended.ended()
     done = ended.steps()
-    assert CAPTURED_AFTER + 2 <= len(done) < 60, ended.log_tail()
+    assert CAPTURED_AFTER + 2 <= len(done) < MANY, ended.log_tail()
     assert "successfully saved checkpoint" in ended.log.read_text()
-    resumed = pretrain(tmp_path / "resumed", f"--train-iters 60 --load {tmp_path / 'saved'}", graphs=True)
+    resumed = pretrain(tmp_path / "resumed", f"--train-iters {MANY} --load {tmp_path / 'saved'}", graphs=True)
     assert numbers(done) + numbers(resumed) == numbers(eager)

@@ -47,15 +47,15 @@ PIPELINE: list[dict[str, Any]] = [
     {"layers": 4, "virtual": 2, "dropout": 0.1, "evaluates": True, "microbatches": 4},
 ]
 SURVIVED: dict[str, Any] = {"dropout": 0.1, "control": "failed_local_capture"}
+ON_ONE_RANK: dict[str, Any] = {"dropout": 0.1, "microbatches": 2, "control": "failed_local_capture_on_one_rank"}
 DEAD_REPLAY: dict[str, Any] = {"control": "dead_local_replay"}
 LAYOUTS: dict[str, tuple[list[str], list[dict[str, Any]]]] = {
-    "data parallel": ([], [*DATA_PARALLEL, SURVIVED, DEAD_REPLAY]),
-    "TP2": (["--tp", "2"], TENSOR_PARALLEL),
+    "data parallel": ([], [*DATA_PARALLEL, SURVIVED, ON_ONE_RANK, DEAD_REPLAY]),
+    "TP2": (["--tp", "2"], [*TENSOR_PARALLEL, ON_ONE_RANK]),
     "PP2": (["--pp", "2"], PIPELINE),
 }
-EQUAL = [
-    (layout, case) for layout, (_, cases) in LAYOUTS.items() for case in cases if case not in (SURVIVED, DEAD_REPLAY)
-]
+SPECIAL = SURVIVED, ON_ONE_RANK, DEAD_REPLAY
+EQUAL = [(layout, case) for layout, (_, cases) in LAYOUTS.items() for case in cases if case not in SPECIAL]
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +95,14 @@ def test_training_goes_on_eagerly_after_a_failed_capture(results):
     assert not result["error"]
     assert result["differences"] == []
     assert result["graphs"] == 0
+
+
+@pytest.mark.parametrize("layout", ["data parallel", "TP2"])
+def test_a_rank_whose_capture_failed_trains_on_beside_others_with_graphs(results, layout):
+    result = results[layout][name_of(ON_ONE_RANK)]
+    assert not result["error"]
+    assert result["differences"] == []
+    assert result["graphs"] == pairs_of_graphs(layout, ON_ONE_RANK)  # of the first rank; the last has none
 
 
 def test_a_replay_that_does_nothing_changes_the_loss_of_the_second_step(results):

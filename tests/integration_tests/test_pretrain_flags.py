@@ -58,16 +58,22 @@ def test_layers_of_several_kinds_train_bit_for_bit_as_eager(heterogeneous, eager
     assert [step["graphs"] for step in found] == [0] * 2 + [graphs] * (STEPS - 2)
 
 
+CHUNKS = f"""
+    --train-iters {STEPS} --cuda-graph-warmup-steps 2 --eval-iters 1 --eval-interval 2
+    --pipeline-model-parallel-size 2 --num-layers 8 --num-layers-per-virtual-pipeline-stage 2
+    --untie-embeddings-and-output-weights
+"""
+
+
+@pytest.fixture(scope="module")
+def chunks_eagerly(tmp_path_factory):
+    return pretrain(tmp_path_factory.mktemp("chunks") / "eager", CHUNKS, graphs=False)
+
+
 @pytest.mark.parametrize("modules", ["", "--cuda-graph-modules attn"], ids=["whole", "attn"])
-def test_chunks_of_which_some_get_no_attention_mask_train_bit_for_bit_as_eager(tmp_path, modules):
+def test_chunks_of_which_some_get_no_attention_mask_train_bit_for_bit_as_eager(chunks_eagerly, tmp_path, modules):
     """Only the first and the last chunk of a model read batches; the others are given no mask."""
-    flags = f"""
-        --train-iters {STEPS} --cuda-graph-warmup-steps 2 --eval-iters 1 --eval-interval 2
-        --pipeline-model-parallel-size 2 --num-layers 8 --num-layers-per-virtual-pipeline-stage 2
-        --untie-embeddings-and-output-weights
-    """
-    eager = pretrain(tmp_path / "eager", flags, graphs=False)
-    found = pretrain(tmp_path / "graphed", f"{flags} {modules}", graphs=True)
-    assert len(eager) == STEPS
-    assert numbers(found) == numbers(eager)
+    found = pretrain(tmp_path / "graphed", f"{CHUNKS} {modules}", graphs=True)
+    assert len(chunks_eagerly) == STEPS
+    assert numbers(found) == numbers(chunks_eagerly)
     assert [step["graphs"] for step in found] == [0] * 2 + [16] * (STEPS - 2)  # of four layers and micro-batches

@@ -197,7 +197,16 @@ def dead_local_replay(training: Training) -> None:
 
 def failed_local_capture(training: Training) -> None:
     """A layer that reads a value on the host if it is captured: training goes on eagerly."""
+    _fail_local_capture(training)
 
+
+def failed_local_capture_on_one_rank(training: Training) -> None:
+    """The same on the last rank; the others go on with graphs."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        _fail_local_capture(training)
+
+
+def _fail_local_capture(training: Training) -> None:
     def hook(module, args, output):
         if torch.cuda.is_current_stream_capturing():
             (output[0] if isinstance(output, tuple) else output).sum().item()
@@ -335,6 +344,7 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         taken_addresses,
         dead_local_replay,
         failed_local_capture,
+        failed_local_capture_on_one_rank,
         local_graphs_recorded_again,
     )
 }

@@ -1,19 +1,28 @@
-"""Runs ``examples/pretrain_gpt.py`` on two ranks of the CPU backend, and returns its exact metrics."""
+"""Runs ``examples/pretrain_gpt.py`` on two ranks of the CPU backend, and returns its exact metrics.
+
+The ranks are forked from a process that has imported everything, which takes longer than a short training. ``make
+demo`` starts the script with torchrun.
+"""
 
 import json
 import os
+import runpy
 import signal
-import subprocess
+import socket
 import sys
 import time
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+from torch.multiprocessing import start_processes
 
 from .launch import OWN
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPT = ROOT / "examples" / "pretrain_gpt.py"
-LAUNCH = "-m torch.distributed.run --standalone --nproc-per-node 2 -m megatron_fsdp_cuda_graphs.cpu_backend"
+SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "pretrain_gpt.py"
+PRELOADED = "tests.support.preloaded"
+RANKS = 2
 FLAGS = """
     --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer
     --ckpt-format fsdp_dtensor --fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail
@@ -27,6 +36,7 @@ FLAGS = """
 """
 GRAPHS = {False: "--cuda-graph-impl none", True: "--cuda-graph-impl transformer_engine"}
 TIMEOUT = 240  # seconds
+GRACE = 30  # seconds
 
 
 class Pretraining:
@@ -44,13 +54,14 @@ class Pretraining:
 
     def __init__(self, folder: Path, flags: str, *, graphs: bool, data: str = "--mock-data"):
         self._metrics, self.log = folder / "metrics.jsonl", folder / "log"
-        arguments = f"{LAUNCH} {SCRIPT} {FLAGS} {GRAPHS[graphs]} {data} {flags}"
+        self.log.touch()
+        arguments = f"{SCRIPT} {FLAGS} {GRAPHS[graphs]} {data} {flags}".split()
+        context = get_context("forkserver")
+        context.set_forkserver_preload([PRELOADED])
         environment = os.environ | OWN | {"STEP_METRICS_PATH": str(self._metrics)}
-        paths = [str(ROOT), os.environ.get("PYTHONPATH")]  # for --spec, which names modules
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-        with self.log.open("w") as log:
-            command = [sys.executable, *arguments.split()]
-            self._process = subprocess.Popen(command, env=environment, stdout=log, stderr=log)
+        self._process = context.Process(target=_launch, args=(arguments, environment, self.log))
+        with mock.patch.dict(os.environ, OWN):  # the server starts with the first process, and imports by them
+            self._process.start()
 
     def steps(self) -> list[dict[str, Any]]:
         """Return the lines of ``step_metrics.StepMetrics`` so far."""
@@ -60,9 +71,9 @@ class Pretraining:
     def terminate_after(self, steps: int) -> None:
         """Send SIGTERM to the launcher, which passes it on to the ranks, once ``steps`` are done."""
         end = time.monotonic() + TIMEOUT
-        while len(self.steps()) < steps and self._process.poll() is None and time.monotonic() < end:
+        while len(self.steps()) < steps and self._process.is_alive() and time.monotonic() < end:
             time.sleep(0.01)
-        self._process.send_signal(signal.SIGTERM)
+        self._process.terminate()
 
     def ended(self) -> int:
         """Wait for the end and return the exit status.
@@ -70,16 +81,50 @@ class Pretraining:
         Raises:
             AssertionError: it did not end; with the end of its log.
         """
-        try:
-            return self._process.wait(TIMEOUT)
-        except subprocess.TimeoutExpired:
+        self._process.join(TIMEOUT)
+        if self._process.is_alive():
             self._process.terminate()
-            self._process.wait()
-            raise AssertionError(f"no end after {TIMEOUT} s:\n{self.log_tail()}") from None
+            self._process.join()
+            raise AssertionError(f"no end after {TIMEOUT} s:\n{self.log_tail()}")
+        assert self._process.exitcode is not None
+        return self._process.exitcode
 
     def log_tail(self) -> str:
         """Return the end of the log."""
         return self.log.read_text(errors="replace")[-6000:]
+
+
+def _launch(arguments: list[str], environment: dict[str, str], log: Path) -> None:
+    """Start the ranks, pass SIGTERM on to them (and SIGKILL after ``GRACE``), and wait for their end.
+
+    Raises:
+        ProcessExitedException: a rank failed; names its exit status.
+    """
+    with log.open("wb") as file:
+        for stream in (sys.stdout, sys.stderr):
+            os.dup2(file.fileno(), stream.fileno())
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    os.environ.clear()
+    os.environ |= environment | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    ranks = start_processes(_rank, (arguments,), nprocs=RANKS, join=False, start_method="fork")
+
+    def end(number: int, frame: object) -> None:
+        for process in ranks.processes:
+            process.terminate() if number == signal.SIGTERM else process.kill()
+        signal.alarm(GRACE)
+
+    for number in (signal.SIGTERM, signal.SIGALRM):
+        signal.signal(number, end)
+    while not ranks.join():
+        pass
+
+
+def _rank(rank: int, arguments: list[str]) -> None:
+    """Be one of the ranks."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
+    sys.argv = ["", *arguments]
+    runpy.run_module("megatron_fsdp_cuda_graphs.cpu_backend", run_name="__main__", alter_sys=True)
 
 
 def pretrain(folder: Path, flags: str, *, graphs: bool, **data: str) -> list[dict[str, Any]]:

@@ -111,10 +111,10 @@ class TestCollectivesThatAllRanksJoin:
             fsdp.fsdp_hooks.unshard_for_forward(fsdp.module.decoder.layers[0])
         assert gather.call_count == 1 + capturing
 
-    def test_are_not_while_a_chain_is_recorded(self, graphed):
-        graphed.capturing, graphed.recorded_chain = True, mock.Mock()
+    def test_are_not_while_a_graph_is_recorded(self, graphed):
         communicate = mock.Mock(side_effect=Fault)
-        with pytest.raises(Fault):
+        recorded = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
+        with recorded, pytest.raises(Fault):
             graphed.joined_by_all_ranks(communicate)
         assert communicate.call_count == 1
 

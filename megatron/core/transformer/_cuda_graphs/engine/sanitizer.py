@@ -2,7 +2,7 @@
 
 The guards of a usual replay compare where tensors are with where they were. This asks of the memory at capture whether
 it is still allocated. It costs a walk through the allocator's memory before every replay. It looks at no graphs of
-``WholePasses`` nor of TransformerEngine's engine.
+TransformerEngine's engine.
 """
 
 import os
@@ -54,6 +54,13 @@ class CapturedTensor:
 def captured(named: Iterable[tuple[str, torch.Tensor | None]]) -> list[CapturedTensor]:
     """Return what the graphs use of the tensors in ``named``: those with memory."""
     return [CapturedTensor(name, tensor) for name, tensor in named if address_of(tensor)]
+
+
+def captured_of(module: torch.nn.Module | None, of: str = "") -> list[CapturedTensor]:
+    """Return what graphs use of ``module``: parameters, their main gradients, buffers; ``of`` ends their names."""
+    named = [] if module is None else [*module.named_parameters(), *module.named_buffers()]
+    gradients = [(f"the main gradient of {name}{of}", getattr(tensor, "main_grad", None)) for name, tensor in named]
+    return captured((f"{name}{of}", tensor) for name, tensor in named) + captured(gradients)
 
 
 class Sanitizer:

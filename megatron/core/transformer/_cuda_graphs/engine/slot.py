@@ -21,7 +21,7 @@ from .memory import PoolMemory, storage_address, weak_reference
 from .preserve import allow_nested_backward, hide_grads_and_hooks
 from .quantization import QuantizedReplay
 from .replay import Replay, ReplayOptions, Tensors, replay
-from .sanitizer import CapturedTensor, Sanitizer, captured
+from .sanitizer import CapturedTensor, Sanitizer, captured, captured_of
 from .streams import refuse_legacy_stream
 
 Recording = Callable[[torch.cuda.CUDAGraph | None], AbstractContextManager]
@@ -464,9 +464,7 @@ class GraphedSlot:
         found: list[CapturedTensor] = []
         for slot in self._together or [self]:
             of = "" if slot is self else f" of {slot.name}"
-            named = [] if slot._module is None else [*slot._module.named_parameters(), *slot._module.named_buffers()]
-            found += captured((f"{name}{of}", tensor) for name, tensor in named)
-            found += captured((f"the main gradient of {n}{of}", getattr(t, "main_grad", None)) for n, t in named)
+            found += captured_of(slot._module, of)
             for what, tensors in (
                 ("input", slot.inputs),
                 ("output", slot._outputs),

@@ -10,6 +10,7 @@ from typing import Literal, Protocol
 
 import torch
 
+from . import sanitizer
 from .capture import Capture
 from .gradient_sink import AroundBackward
 from .memory import release_cached_memory
@@ -29,6 +30,9 @@ class PassOwner(AroundBackward, Protocol):
 
     def before_forward(self) -> None:
         """Called right before each replay of the forward graph, on the stream of the forward pass."""
+
+    def captured_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return with their names what tensors the graphs use beside those of the module; called after capture."""
 
     def forget(self) -> None:
         """Called once there are no graphs any more."""
@@ -77,6 +81,8 @@ class WholePasses:
                         self._run(func, None)
                 release_cached_memory()
                 self._run(func, Capture(None))
+            if sanitizer.requested():
+                self._look_at_memory(module)
         except BaseException:
             self.reset()
             raise
@@ -112,6 +118,14 @@ class WholePasses:
             quantized=None,
             around_backward=self._owner,
         )
+
+    def _look_at_memory(self, module: torch.nn.Module) -> None:
+        """Let each replay look first at the memory that its graph uses, as far as it is known."""
+        assert self._replay is not None and self._owner is not None and self.forward_graph is not None
+        tensors = sanitizer.captured_of(module)
+        tensors += sanitizer.captured((f"input {name}", tensor) for name, tensor in self._inputs.items())
+        tensors += sanitizer.captured(self._owner.captured_tensors())
+        self._replay.sanitizer = sanitizer.Sanitizer(self._name, tensors, self.forward_graph.pool())
 
     def __call__(self, inputs: Iterable[torch.Tensor]) -> torch.Tensor:
         """Replay on ``inputs``, in the order of the static ones, with the same shapes and dtypes.

@@ -2,11 +2,14 @@
 
 Collectives of a capture run at the beginning of a phase: Megatron-FSDP's hooks gather parameters before each pass of a
 layer. If ranks enter no phase before all have got through the one before, those that launched a collective are joined
-in it by all others. They agree on the host, over the store that the process groups were set up with: a device may be
-busy with a collective, and nothing may be enqueued on a stream that is captured.
+in it by all others. In a capture of the whole model each of Megatron-FSDP's collectives begins a phase.
+
+They agree on the host, over the store that the process groups were set up with: a device may be busy with a collective,
+and nothing may be enqueued on a stream that is captured.
 """
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 
@@ -63,8 +66,18 @@ class Ballot:
         """
         if self._store is None:
             return failure
-        self._votes += 1
-        verdict = str(self._votes)
+        decided = self._cast(failure)
+        if failure is not None and decided is None:  # Ctrl-C came in the vote before, which had counted
+            decided = self._cast(failure)
+        return decided
+
+    def _cast(self, failure: Failure | None) -> Failure | None:
+        """Vote, and return what all have decided.
+
+        An interrupted vote does not count: what this rank votes next belongs to the same.
+        """
+        assert self._store is not None
+        verdict = str(self._votes + 1)
         if failure is not None:
             self._store.compare_set(verdict, "", json.dumps(asdict(failure)))
         elif self._store.add(f"{verdict} voters", 1) == self._size:
@@ -77,6 +90,7 @@ class Ballot:
                 "waits for another rank"
             ) from error
         text = self._store.get(verdict).decode()
+        self._votes += 1
         return None if text == _AGREED else Failure(**json.loads(text))
 
 
@@ -84,12 +98,15 @@ class CaptureAgreement:
     """What the ranks of one capture agree on: that it succeeds, or who failed where.
 
     Args:
-        stage: The ranks of this pipeline stage, which communicate with one another in the capture.
+        stage: The groups of this pipeline stage's ranks, which communicate with one another in the capture: one
+            group of all, or two that cross. With two, ranks may raise different ones of several failures.
         pipeline: One rank of each pipeline stage; None if other stages need not know.
     """
 
-    def __init__(self, stage: torch.distributed.ProcessGroup, pipeline: torch.distributed.ProcessGroup | None):
-        self._stage = Ballot(stage)
+    def __init__(
+        self, stage: Sequence[torch.distributed.ProcessGroup], pipeline: torch.distributed.ProcessGroup | None
+    ):
+        self._stage = [Ballot(group) for group in stage]
         self._pipeline = None if pipeline is None else Ballot(pipeline)
         self._where = "before the first layer"
         self._failure: Failure | None = None
@@ -104,7 +121,10 @@ class CaptureAgreement:
         Raises:
             CaptureFailedError: a rank failed.
         """
-        self._check(self._stage.vote())
+        failure: Failure | None = None
+        for ballot in self._stage:  # what a rank learns in one group, it says in the next
+            failure = ballot.vote(failure) or failure
+        self._check(failure)
         self._where = where
 
     def finish(self) -> None:
@@ -115,16 +135,18 @@ class CaptureAgreement:
         """
         self.begin("after the last layer")
         if self._pipeline is not None:
-            ballot, self._pipeline = self._pipeline, None
-            self._check(ballot.vote())
+            self._check(self._pipeline.vote())
 
     def failed(self, error: BaseException) -> CaptureFailedError:
-        """Let all ranks know that this one failed with ``error``; return what every rank is to raise."""
-        if isinstance(error, CaptureFailedError) and self._failure is not None:
-            agreed = self._failure
-        else:
-            own = Failure(torch.distributed.get_rank(), self._where, f"{type(error).__name__}: {error}")
-            agreed = self._stage.vote(own) or own
+        """Let all ranks know that this one failed with ``error``; return what every rank is to raise.
+
+        All ballots get its vote, also those in which others may have learnt of it already: none waits for this rank.
+        """
+        agreed = self._failure if isinstance(error, CaptureFailedError) else None
+        if agreed is None:
+            agreed = Failure(torch.distributed.get_rank(), self._where, f"{type(error).__name__}: {error}")
+        for ballot in self._stage:
+            agreed = ballot.vote(agreed) or agreed
         if self._pipeline is not None:
             agreed = self._pipeline.vote(agreed) or agreed
         return agreed.error()

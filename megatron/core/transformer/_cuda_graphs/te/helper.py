@@ -352,17 +352,7 @@ class TECudaGraphHelper:
     # -------------------------------------------------------------------------------------------- capture
 
     def _start_capturing(self) -> float:
-        """Enter capture mode; return ``time.time()``.
-
-        Raises:
-            CallOrderError: the graphs have been captured already.
-            RuntimeError: the ranks have no store to agree over.
-        """
-        if self._capture_finished:
-            raise CallOrderError(
-                "CUDA graphs have been captured already: call delete_cuda_graphs before capturing again"
-            )
-        self._agreement = self._new_agreement()
+        """Enter capture mode; return ``time.time()``."""
         release_cached_memory(thorough=True)
         if state.FREEZE_GC:
             gc.freeze()
@@ -416,10 +406,15 @@ class TECudaGraphHelper:
             CallOrderError: the graphs have been captured already.
             CaptureFailedError: capture failed, and ``config.cuda_graph_fallback`` is not ``eager``; names the rank and
                 the layer. On the rank that failed the error's ``__cause__`` is the exception.
+            RuntimeError: the ranks have no store to agree over.
         """
-        start_time = self._start_capturing()
+        if self._capture_finished:
+            raise CallOrderError(
+                "CUDA graphs have been captured already: call delete_cuda_graphs before capturing again"
+            )
+        self._agreement = self._new_agreement()
         try:
-            self._capture()
+            start_time = self._capture()
             self._agreement.finish()
         except BaseException as error:
             if self._graphs_created:  # another rank has failed, or what comes after capture
@@ -439,9 +434,10 @@ class TECudaGraphHelper:
             return
         self._finish_capturing(start_time)
 
-    def _capture(self) -> None:
-        """Capture, and leave capture mode."""
+    def _capture(self) -> float:
+        """Enter capture mode, capture, and leave it; return when it was entered, as ``time.time()``."""
         try:
+            start_time = self._start_capturing()
             if self.flattened_callables:
                 if self._captures_whole_model():
                     self._capture_model()
@@ -450,6 +446,7 @@ class TECudaGraphHelper:
                 self._graphs_created = True
             else:
                 logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
+            return start_time
         except BaseException:
             if self.config.fine_grained_activation_offloading:
                 _offload_interface().enable_offload()  # warm-up disables it
@@ -464,7 +461,8 @@ class TECudaGraphHelper:
 
     def _new_agreement(self) -> CaptureAgreement:
         groups = self.pg_collection
-        stage = getattr(groups, "tp_dp_cp", None) or groups.dp_cp
+        together = getattr(groups, "tp_dp_cp", None)
+        stage = [groups.tp, groups.dp_cp] if together is None else [together]
         return CaptureAgreement(stage, groups.pp if self._every_stage_captures else None)
 
     def _captures_whole_model(self) -> bool:
@@ -494,10 +492,9 @@ class TECudaGraphHelper:
         state._set_capture_end()  # in that mode layers return what the graphs of layers do, and hooks do nothing
         fsdp: Any = _fsdp_of(self.model[0])
         _free_gradients(fsdp)
-        self._agreement.begin("the whole model")
         self.model_graphs = capture_whole_model(
             self.chunks_with_decoder[0],
-            fsdp.whole_model(),
+            fsdp.whole_model(lambda phase: self._agreement.begin(f"the whole model, {phase}")),
             self.seq_length,
             self.micro_batch_size,
             self._num_warmup_iterations(),

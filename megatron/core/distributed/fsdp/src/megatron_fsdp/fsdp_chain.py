@@ -74,7 +74,8 @@ class UnitChain:
             if phase == "backward" and storages is not None:
                 storages.settle()
         except BaseException:
-            drop_collectives(self._fsdp, finished=False)  # they never run
+            recorded = torch.cuda.is_current_stream_capturing()  # such collectives never run
+            drop_collectives(self._fsdp, finished=not recorded)
             raise
         finally:
             graphed.recorded_chain = None

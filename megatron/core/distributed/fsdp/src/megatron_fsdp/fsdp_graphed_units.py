@@ -146,7 +146,7 @@ class GraphedUnits:
         try:
             communicate()
         except BaseException:
-            if self.recorded_chain is None:
+            if not torch.cuda.is_current_stream_capturing():
                 take_back_unlaunched(self._fsdp)
                 with suppress(Exception):
                     communicate()

@@ -458,9 +458,9 @@ class FsdpHooks:
                 return f"the weight gradient of {fsdp.param_to_name[param]} is delayed"
         return ""
 
-    def whole_model(self) -> WholeModel:
-        """Return the owner of the graphs of the whole model's passes."""
-        return WholeModel(self, self._fsdp_units)
+    def whole_model(self, ready: Callable[[str], object]) -> WholeModel:
+        """Return the owner of the graphs of the whole model's passes; ``ready`` as of ``MegatronFSDP.whole_model``."""
+        return WholeModel(self, self._fsdp_units, ready)
 
     def gradients_written(self, module: torch.nn.Module) -> None:
         """Called when the backward graph of ``module`` has written gradients to their buckets."""

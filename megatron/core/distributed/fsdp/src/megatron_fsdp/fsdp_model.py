@@ -1,6 +1,6 @@
 """A model whose forward and backward passes run as one graph each, with their collectives inside."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Literal
 
@@ -10,6 +10,7 @@ from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
 from megatron_fsdp_cuda_graphs.overlay import upstream
 
 from .fsdp_chain import UnitChain, address_in
+from .fsdp_joined_collectives import joined_collectives
 from .fsdp_unit import ADVICE, Unit
 from .fsdp_unit_plan import GroupGather
 
@@ -29,10 +30,14 @@ class WholeModel(UnitChain):
     Args:
         hooks: Megatron-FSDP's hooks.
         units: All units, by module.
+        ready: Called with what is being captured before each pass and each collective, which all ranks join unless it
+            raises.
     """
 
-    def __init__(self, hooks: "FsdpHooks", units: dict[torch.nn.Module, Unit]):
+    def __init__(self, hooks: "FsdpHooks", units: dict[torch.nn.Module, Unit], ready: Callable[[str], object]):
         super().__init__(hooks, units, {})
+        self._ready: Callable[[str], object] | None = ready  # until the capture is over
+        self._captured = "before forward"
         self._units = list(units.values())
         groups = self._fsdp.param_and_grad_buffer.parameter_groups
         self._outside = [bucket for bucket, group in enumerate(groups) if group.fsdp_unit_id is None]
@@ -53,7 +58,7 @@ class WholeModel(UnitChain):
         with hooks.graphed.prepared():
             self._gathers = hooks.graphed.gathers_of(self._outside, recorded=False)
             try:
-                self.gather()
+                self._join(self.gather)
                 yield
                 hooks.graphed.release_all()
                 self._gathers = hooks.graphed.gathers_of(self._outside, recorded=True)
@@ -63,12 +68,20 @@ class WholeModel(UnitChain):
                 raise
             finally:
                 fsdp.microbatch_count = microbatches
+                self._ready = None
+
+    def _join(self, launch: Callable[[], None]) -> None:
+        """Call ``launch`` once all ranks are ready to."""
+        assert self._ready is not None
+        self._ready(self._captured)
+        self._hooks.graphed.joined_by_all_ranks(launch)
 
     @contextmanager
     def running(self, phase: Literal["forward", "backward"]) -> Iterator[None]:
         """The context in which a phase is warmed up or recorded."""
         backward = phase == "backward"
-        with self.recording(phase):
+        self._captured = phase
+        with self.recording(phase), joined_collectives(self._fsdp, self._join):
             if backward:
                 self._hooks.start_backward(None, skip_backward_hook=True)
             # Ahead of the unit's own hook: beside what runs before the unit.
@@ -125,6 +138,18 @@ class WholeModel(UnitChain):
         super().before_forward()
         if self._guard is not None:
             self._guard.check()
+
+    def captured_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Return with their names the shards of weights and gradients, and where buckets are while they are in use."""
+        reductions = self._fsdp.grad_reduce_pipeline
+        dtype = reductions.buffer.mp_policy.grad_comm_dtype
+        for bucket, group in enumerate(reductions.buffer.parameter_groups):
+            of = f"of bucket {bucket} ({self._fsdp.param_to_name[group.params[0]]}, ...)"
+            yield f"the weights' shard {of}", group.model_weight_buffer.data
+            if group.main_grad_buffer:
+                yield f"the main gradients' shard {of}", group.main_grad_buffer.data
+                yield f"the gradients {of}", group.main_grad_buffer.fetch_bucket(dtype=dtype).data
+                group.main_grad_buffer.free_bucket_storage()
 
     def after_backward(self) -> None:
         """Note that all gradients have been reduced."""

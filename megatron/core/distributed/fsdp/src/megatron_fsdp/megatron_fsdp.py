@@ -147,10 +147,15 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         """Say why the whole model's passes cannot be graphs; empty if they can."""
         return self.fsdp_hooks.against_whole_model()
 
-    def whole_model(self) -> WholeModel:
-        """Return the owner of graphs of the whole model's passes."""
+    def whole_model(self, ready: Callable[[str], object] = lambda phase: None) -> WholeModel:
+        """Return the owner of graphs of the whole model's passes.
+
+        Args:
+            ready: Called with what is being captured before each pass and each collective, which all ranks join unless
+                it raises.
+        """
         self._zeroed_gradients.written()
-        return self.fsdp_hooks.whole_model()
+        return self.fsdp_hooks.whole_model(ready)
 
     def forget_graphs(self, modules: Iterable[torch.nn.Module]) -> None:
         """Note that ``modules`` no longer run as CUDA graphs."""

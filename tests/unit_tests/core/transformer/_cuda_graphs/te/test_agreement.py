@@ -1,7 +1,9 @@
 """agreement: threads stand for ranks, which share a store."""
 
 import threading
+import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +12,8 @@ from torch.distributed import HashStore, distributed_c10d
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
 from megatron.core.transformer._cuda_graphs.te import agreement
 from megatron.core.transformer._cuda_graphs.te.agreement import Ballot, CaptureAgreement, Failure
+
+from .bare_helper import helper
 
 LIMIT = 20  # seconds
 OUT_OF_MEMORY = Failure(1, "layer 2 (Layer), forward", "OutOfMemoryError: none left")
@@ -51,7 +55,7 @@ def on_ranks(count, run):
     def call(rank):
         try:
             results[rank] = run(rank)
-        except Exception as error:
+        except BaseException as error:
             results[rank] = error
 
     threads = [threading.Thread(target=call, args=(rank,), name=str(rank), daemon=True) for rank in range(count)]
@@ -151,7 +155,7 @@ class TestCaptures:
     def capture(self, fails_on=None, error=A_FAULT):
         def run(rank):
             stage = rank // 2
-            agreed = CaptureAgreement(Group(2, f"stage {stage}"), Group(2, f"pipeline {rank % 2}"))
+            agreed = CaptureAgreement([Group(2, f"stage {stage}")], Group(2, f"pipeline {rank % 2}"))
             try:
                 agreed.begin("before the first layer")
                 for layer in range(stage + 1):
@@ -181,3 +185,78 @@ class TestCaptures:
         assert {str(error) for error in errors} == {
             "CUDA graph capture failed on rank 0, layer 0, forward: CaptureFailedError: of another helper"
         }
+
+
+def crossing_groups(rank):
+    """Two groups of two, of the process groups of a caller that has none of all four ranks."""
+    tp, dp_cp, pp = Group(2, f"tp {rank // 2}"), Group(2, f"dp {rank % 2}"), Group(1, f"pp {rank}")
+    return helper(pg_collection=SimpleNamespace(tp=tp, dp_cp=dp_cp, pp=pp))._new_agreement()
+
+
+class TestCrossingGroups:
+    def capture(self, fails_on=None):
+        def run(rank):
+            agreed = crossing_groups(rank)
+            try:
+                for layer in range(3):
+                    agreed.begin(f"layer {layer}")
+                    if (rank, layer) == fails_on:
+                        raise A_FAULT
+                agreed.finish()
+            except Exception as raised:
+                raise agreed.failed(raised) from raised
+
+        return on_ranks(4, run)
+
+    def test_succeed_together(self):
+        assert self.capture() == [None] * 4
+
+    @pytest.mark.parametrize("rank", range(4))
+    def test_fail_together_though_no_group_has_all_ranks(self, rank):
+        errors = self.capture((rank, 1))
+        expected = f"CUDA graph capture failed on rank {rank}, layer 1: RuntimeError: a fault"
+        assert [str(error) for error in errors] == [expected] * 4
+
+
+class Interrupted:
+    """A store that Ctrl-C interrupts once, at one of its calls: before it takes effect, or right after."""
+
+    def __init__(self, store, at, before):
+        self._store, self._left, self._before = store, at, before
+
+    def __getattr__(self, name):
+        def call(*args):
+            self._left -= 1
+            if self._left == -1 and self._before:
+                raise KeyboardInterrupt
+            result = getattr(self._store, name)(*args)
+            if self._left == -1:
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
+@pytest.mark.parametrize("at", range(8))  # a vote makes three or four calls
+@pytest.mark.parametrize(("ranks", "ballot"), [(2, 0), (4, 0), (4, 1)], ids=["one group", "first", "second"])
+def test_ctrl_c_within_a_vote_leaves_no_rank_waiting(monkeypatch, ranks, ballot, at, before):
+    patience = timedelta(seconds=5)
+    monkeypatch.setattr(agreement, "_PATIENCE", patience)
+
+    def run(rank):
+        agreed = CaptureAgreement([Group(2)], None) if ranks == 2 else crossing_groups(rank)
+        interrupted = agreed._stage[ballot]
+        if rank == 1:
+            interrupted._store = Interrupted(interrupted._store, at, before)
+        try:
+            for layer in range(5):
+                agreed.begin(f"layer {layer}")
+        except BaseException as raised:
+            return str(agreed.failed(raised))
+        return ""
+
+    start = time.monotonic()
+    said = on_ranks(ranks, run)
+    assert time.monotonic() - start < patience.total_seconds()
+    assert all("failed on rank 1" in text and text.endswith("KeyboardInterrupt: ") for text in said), said

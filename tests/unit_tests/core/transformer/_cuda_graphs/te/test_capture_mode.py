@@ -105,6 +105,24 @@ class TestCaptureMode:
             capturing.create_cudagraphs()
         assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
 
+    def test_ctrl_c_before_the_capture_is_told_to_other_ranks_and_leaves_capture_mode(self, monkeypatch):
+        told = []
+
+        class Told(Alone):
+            def failed(self, error):
+                told.append(type(error))
+
+        def interrupt(*message):
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(te_helper, "log_single_rank", interrupt)
+        capturing = CapturingHelper(None)
+        capturing._new_agreement = lambda: Told(None, None)  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            capturing.create_cudagraphs()
+        assert told == [KeyboardInterrupt]
+        assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
+
     def test_graphs_of_a_rank_that_succeeded_are_freed_if_another_has_failed(self):
         deleted = []
 
