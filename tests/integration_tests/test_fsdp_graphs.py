@@ -72,9 +72,6 @@ OTHERS: list[dict[str, Any]] = [
     {"control": "captured_again", "dropout": 0.1},
     {"control": "captured_again_later", "dropout": 0.1},
     {"control": "captured_again_later", "dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
-    {"control": "evaluated_in_between", "dropout": 0.1},
-    {"control": "evaluated_in_between", "warmup": 0},
-    {"control": "evaluated_in_between", "dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
     {"control": "captured_by_two_helpers", "dropout": 0.1},
     {"sequences_later": [16, 32], "dropout": 0.1},
     {"sequences_later": [16, 32], "dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
@@ -87,6 +84,22 @@ OTHERS: list[dict[str, Any]] = [
     {"control": "beside_an_equal_model", "layers_per_graph": 1, "dtype": "bf16", "microbatches": 2},
     {"control": "beside_an_equal_model", "modules": ["attn"]},
     {"control": "beside_a_larger_model"},
+]
+PARTS_OF_MOE = ["attn", "moe_router", "moe_preprocess"]
+# Evaluations before capture, right after it, and after each step.
+EVALUATED: list[dict[str, Any]] = [
+    {"evaluates_often": True, **case}
+    for case in (
+        {"dropout": 0.1},
+        {"warmup": 0},
+        {"dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
+        {"dtype": "bf16", "modules": ["attn"]},
+        {"experts": 4, "modules": PARTS_OF_MOE, "dropout": 0.1, "dtype": "bf16", "microbatches": 2},
+        {"experts": 4, "shared_experts": 64, "modules": ["moe_router"], "evaluated_sequence": 16},
+        {"experts": 4, "modules": PARTS_OF_MOE, "evaluated_sequence": 16},
+        {"evaluated_sequence": 16, "layers_per_graph": 2},
+        {"layers_per_graph": -1, "dropout": 0.1},
+    )
 ]
 # Flags that megatron-core's own per-layer graphs do not take, or that failed without graphs too.
 FP16: list[dict[str, Any]] = [
@@ -125,7 +138,8 @@ VISION: list[dict[str, Any]] = [
     {"vision": True, "evaluates": True},
     {"vision": True, "control": "captured_again"},
 ]
-EQUAL = DENSE + LAYERS_PER_GRAPH + WHOLE_MODEL + MOE + OTHERS + FP16 + POSITIONS + DENSE_PARTS + EXPERTS + VISION
+EQUAL = DENSE + LAYERS_PER_GRAPH + WHOLE_MODEL + MOE + OTHERS + EVALUATED
+EQUAL += FP16 + POSITIONS + DENSE_PARTS + EXPERTS + VISION
 
 SURVIVED: list[dict[str, Any]] = [
     {"control": "failed_forward_capture", "dropout": 0.1},
@@ -136,6 +150,7 @@ SURVIVED: list[dict[str, Any]] = [
     {"control": "failed_forward_capture", "dropout": 0.1, "layers_per_graph": -1},
     {"control": "failed_backward_capture", "dropout": 0.1, "layers_per_graph": -1, "microbatches": 2},
 ]
+FAILED_EVALUATION: dict[str, Any] = {"control": "failed_capture_for_evaluation", "evaluates": True, "dropout": 0.1}
 NOTICED = {
     "hooks_left": "has hooks, which would become part of the graph",
     "no_post_backward_sentinel": "forward_pre_hooks hook",
@@ -153,7 +168,10 @@ DEAD: list[dict[str, Any]] = [
 @pytest.fixture(scope="session")
 def results(compare_runs):
     """The result of each case, by its name."""
-    cases = [*EQUAL, *SURVIVED, *({"control": name} for name in NOTICED), *DEAD]
+    without_evaluation = [
+        {key: value for key, value in case.items() if key != "evaluates_often"} for case in EVALUATED[:4]
+    ]
+    cases = [*EQUAL, *without_evaluation, FAILED_EVALUATION, *SURVIVED, *({"control": name} for name in NOTICED), *DEAD]
     return {
         name_of(case): result
         for case, result in zip(cases, compare_runs([SIZES | case for case in cases]), strict=True)
@@ -166,9 +184,39 @@ def test_graphs_train_bit_for_bit_as_eager(results, case):
     assert not result["error"]
     assert result["differences"] == []
     of_layers = case.get("layers", SIZES["layers"]) + case.get("mtp", 0)
-    assert result["graphs"] == (0 if case in WHOLE_MODEL else of_layers)
+    whole = case.get("layers_per_graph") == -1
+    assert result["graphs"] == (0 if whole else of_layers)
     assert result["replays"] == replays_of_a_step(case)
+    assert result["evaluation_replays"] == replays_of_evaluations(case)
     assert len(result["losses"]) >= 10
+
+
+def replays_of_evaluations(case):
+    """How often graphs for evaluation are replayed, in each evaluation: one for each layer once there are graphs."""
+    if not (case.get("evaluates") or case.get("evaluates_often")):
+        return []
+    eager = case.get("layers_per_graph") == -1 or case.get("vision") or case.get("evaluated_sequence")
+    layers = 0 if eager else case.get("layers", SIZES["layers"]) + case.get("mtp", 0)
+    replays = layers * (case.get("microbatches_later") or case.get("microbatches", 1))
+    if case.get("evaluates"):
+        return [replays]
+    warmup = case.get("warmup", 3)
+    return [0] * (warmup + 1) + [replays] * (SIZES["steps"] - warmup + 1)
+
+
+@pytest.mark.parametrize("case", EVALUATED[:4], ids=name_of)
+def test_evaluation_does_not_change_training(results, case):
+    without = {key: value for key, value in case.items() if key != "evaluates_often"}
+    result, trained = results[name_of(case)], results[name_of(without)]
+    assert (result["losses"], result["grad_norms"]) == (trained["losses"], trained["grad_norms"])
+
+
+def test_after_a_failed_capture_on_one_rank_evaluation_runs_eagerly_on_all(results):
+    result = results[name_of(FAILED_EVALUATION)]
+    assert not result["error"]
+    assert result["differences"] == []
+    assert result["replays"] == replays_of_a_step(FAILED_EVALUATION)
+    assert result["evaluation_replays"] == [0]
 
 
 @pytest.mark.parametrize("case", FP16, ids=name_of)
@@ -181,7 +229,7 @@ def test_a_loss_scale_that_is_too_great_skips_steps_before_and_after_capture(res
 
 def replays_of_a_step(case):
     """How often graphs of layers are replayed: one in forward and one in backward, for each piece of layers."""
-    if case in WHOLE_MODEL:
+    if case.get("layers_per_graph") == -1:
         return 2 * (case.get("microbatches_later") or case.get("microbatches", 1))
     pieces = layers = case.get("layers", SIZES["layers"])
     sharded = case.get("strategy", "optim_grads_params") == "optim_grads_params"
