@@ -629,16 +629,14 @@ class TECudaGraphHelper:
 
     def _expect_evaluation(self) -> None:
         """Let the first evaluation under Megatron-FSDP capture graphs of the layers for itself."""
-        inputs = LayerInputs(self.config, self.seq_length, self.micro_batch_size)
-        against = self._against_evaluation()
         self._evaluation = [
             EvaluationGraphs(
                 self.config,
                 fsdp,
                 [(_layer_name(layer, index), layer) for index, layer in enumerate(layers)],
-                partial(inputs.make, model=model),
+                partial(LayerInputs(self.config, self.seq_length, self.micro_batch_size).make, model=model),
                 self._new_agreement,
-                against,
+                self._against_evaluation(),
             )
             for chunk, model, layers in zip(self.model, self.chunks_with_decoder, self.callables_per_chunk, strict=True)
             if (fsdp := _fsdp_of(chunk)) is not None
