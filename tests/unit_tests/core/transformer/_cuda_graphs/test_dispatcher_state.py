@@ -17,9 +17,14 @@ def test_attributes_are_what_they_were_after_a_pass():
 def test_so_they_are_after_an_exception():
     dispatcher = SimpleNamespace(hidden_shape=(8, 2))
     layer = SimpleNamespace(mlp=SimpleNamespace(token_dispatcher=dispatcher))
-    with pytest.raises(KeyError), preserve_dispatcher_state(layer):
-        dispatcher.hidden_shape = None
-        raise KeyError
+
+    def fail():
+        with preserve_dispatcher_state(layer):
+            dispatcher.hidden_shape = None
+            raise KeyError
+
+    with pytest.raises(KeyError):
+        fail()
     assert dispatcher.hidden_shape == (8, 2)
 
 
