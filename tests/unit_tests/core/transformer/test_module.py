@@ -168,9 +168,7 @@ def turn_off(layer):
     layer.config.cuda_graph_impl = "none"
 
 
-@pytest.mark.parametrize(
-    ("change", "result"), [(wrap, "wrapped"), (compile_, "compiled"), (decide, X), (turn_off, X)]
-)
+@pytest.mark.parametrize(("change", "result"), [(wrap, "wrapped"), (compile_, "compiled"), (decide, X), (turn_off, X)])
 def test_evaluation_replays_nothing_where_a_user_has_changed_what_runs(evaluating, change, result):
     change(evaluating)
     assert evaluating(X) is result
