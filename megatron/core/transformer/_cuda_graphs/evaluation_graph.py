@@ -23,7 +23,7 @@ class EvaluationGraph(LayerGraph):
 
     Args:
         layer: The layer, with its hooks in place.
-        name: The layer's name in the log.
+        name: The layer's name in errors and in the log.
         graphed: The engine's callable, captured in evaluation mode.
         sample_args: Its static positional inputs: the hidden states.
         sample_kwargs: Its static keyword inputs, tensors.
@@ -41,7 +41,7 @@ class EvaluationGraph(LayerGraph):
         in_place: AddressGuard,
         **options: Any,
     ):
-        super().__init__(name, graphed, sample_args, sample_kwargs, keeps_values=True, **options)
+        super().__init__(f"{name} in evaluation", graphed, sample_args, sample_kwargs, keeps_values=True, **options)
         self._inputs = ExpectedInputs(name, (*sample_args, *sample_kwargs.values()), str)
         self._in_place = in_place
         inside = [module for module in layer.modules() if module is not layer]
@@ -60,7 +60,12 @@ class EvaluationGraph(LayerGraph):
             value = given.pop(name, None)
             inputs.append(self._given.get(static, absent) if value is None else value)
         others = (name for name, value in given.items() if value is not None)
-        return self._inputs.accepts(inputs) and self._ignored.issuperset(others) and self._nothing_moved()
+        if self._inputs.accepts(inputs) and self._ignored.issuperset(others):
+            return self._nothing_moved()
+        shape = getattr(inputs[0], "shape", self._shape)
+        if shape is not None and shape != self._shape:
+            self.warn_of_shape(shape)
+        return False
 
     def _nothing_moved(self) -> bool:
         try:
@@ -68,7 +73,7 @@ class EvaluationGraph(LayerGraph):
         except MovedBufferError as moved:
             if not self._warned:
                 self._warned = True
-                log_single_rank(logger, logging.WARNING, f"{self._name} runs eagerly in evaluation: {moved}")
+                log_single_rank(logger, logging.WARNING, f"{self._name} runs eagerly: {moved}")
             return False
         return True
 

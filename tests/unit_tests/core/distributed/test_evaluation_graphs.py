@@ -80,6 +80,18 @@ def test_capture_for_evaluation_happens_once_and_draws_no_random_numbers(one_ran
     training.delete()
 
 
+def test_evaluation_after_a_checkpoint_was_saved_sees_the_same_parameters(one_rank):
+    def save_and_evaluate(training):
+        saved = training.chunks[0].state_dict()
+        assert training.fsdp.is_param_fsdp_distributed  # a checkpoint holds the optimizer's parameters
+        assert len(saved) > 0
+        training.evaluate()
+
+    eager, graphs = compared(graphed(dropout=0.1), save_and_evaluate)
+    assert eager.differences(graphs) == []
+    assert graphs.evaluation_replays == [3, 3]
+
+
 def evaluate_before_the_optimizers_step(training):
     step = training.optimizer.step
     training.optimizer.step = lambda: (training.evaluate(), step())[1]

@@ -141,6 +141,7 @@ class EvaluationGraphs:
                 ],
             )
         given: dict[int, torch.Tensor | None] = {}
+        eager_shapes: set[torch.Size] = set()
         return [
             EvaluationGraph(
                 layer,
@@ -151,6 +152,7 @@ class EvaluationGraphs:
                 has_attention=captures_attention(layer),
                 absent=absent[index],
                 given=given,
+                eager_shapes=eager_shapes,
             )
             for index, (name, layer) in enumerate(self._layers)
         ]

@@ -410,7 +410,8 @@ class TECudaGraphHelper:
 
         All ranks must call it together.
 
-        Gradients are zero afterwards. If capture fails on any rank, then on all: hooks, parameters, RNG and capture
+        Gradients are zero afterwards. Under Megatron-FSDP the next evaluation will capture graphs of its own, see
+        ``EvaluationGraphs``. If capture fails on any rank, then on all: hooks, parameters, RNG and capture
         flags are restored, no layer has graphs, and the model trains on eagerly.
 
         Raises:
@@ -656,7 +657,7 @@ class TECudaGraphHelper:
                     layer.setup_manual_hooks(chunk._make_forward_pre_hook)
 
     def delete_cuda_graphs(self) -> None:
-        """Free all graphs; the layers then run eagerly, and can be captured again.
+        """Free all graphs, those for evaluation too; the layers then run eagerly, and can be captured again.
 
         Raises:
             CallOrderError: there are no graphs.

@@ -111,7 +111,17 @@ def test_a_parameter_that_moved_does_not_fit_and_is_named_once(graph, layer, cap
         assert not graph.fits((HIDDEN,), {})
         assert not graph.fits((HIDDEN,), {})
     (record,) = caplog.records
-    assert record.message.startswith("layer 3 runs eagerly in evaluation: CUDA graphs use inner.weight at ")
+    assert record.message.startswith("layer 3 in evaluation runs eagerly: CUDA graphs use inner.weight at ")
+
+
+def test_another_shape_is_named_once(graph, caplog):
+    with caplog.at_level(logging.WARNING):
+        graph.fits((HIDDEN[:4],), {})
+        graph.fits((HIDDEN[:4],), {})
+    (message,) = caplog.messages
+    assert message.startswith(
+        "layer 3 in evaluation was captured with hidden_states of (8, 2, 4). Passes with (4, 2, 4) run eagerly"
+    )
 
 
 def test_a_replay_returns_tensors_that_the_next_one_leaves_alone(graph):

@@ -9,7 +9,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 
 
 def config(**changes):
-    plain = {
+    plain: dict[str, object] = {
         "fp8": None,
         "fp4": None,
         "delay_wgrad_compute": False,
