@@ -26,11 +26,16 @@ def evaluate(training):
     training.evaluate()
 
 
-@pytest.mark.parametrize("layers_per_graph", [0, 2, 1])
 @pytest.mark.parametrize(
-    "changes",
-    [{"dropout": 0.1, "dtype": "bf16", "microbatches": 2}, {"mtp": 1}, {"recompute": ("core_attn", "mlp")}],
-    ids=["dropout", "MTP", "recompute"],
+    ("layers_per_graph", "changes"),
+    [
+        (0, {"dropout": 0.1, "dtype": "bf16", "microbatches": 2}),
+        (2, {"dropout": 0.1, "dtype": "bf16", "microbatches": 2}),
+        (1, {"dropout": 0.1, "dtype": "bf16", "microbatches": 2}),
+        (0, {"mtp": 1}),
+        (0, {"recompute": ("core_attn", "mlp")}),
+    ],
+    ids=["all layers in a graph", "two", "one", "MTP", "recompute"],
 )
 def test_evaluation_replays_a_graph_for_each_layer(one_rank, layers_per_graph, changes):
     eager, graphs = compared(graphed(layers_per_graph, **changes), evaluate)
