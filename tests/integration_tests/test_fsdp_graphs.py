@@ -72,7 +72,7 @@ OTHERS: list[dict[str, Any]] = [
     {"control": "captured_again", "dropout": 0.1},
     {"control": "captured_again_later", "dropout": 0.1},
     {"control": "captured_again_later", "dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
-    {"control": "captured_by_two_helpers", "dropout": 0.1},
+    {"control": "captured_by_two_helpers", "dropout": 0.1, "evaluates": True},
     {"sequences_later": [16, 32], "dropout": 0.1},
     {"sequences_later": [16, 32], "dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
     {"sequences_later": [32, 24, 16], "layers_per_graph": 2, "dtype": "bf16"},

@@ -85,6 +85,41 @@ def test_capture_for_evaluation_happens_once_and_draws_no_random_numbers(one_ran
     training.delete()
 
 
+def test_a_pass_with_grad_in_evaluation_mode_captures_nothing_and_the_next_without_does(one_rank):
+    training = CapturedTraining(graphed())
+    (chunk,) = training.chunks
+    with torch.cuda.stream(training.stream):
+        training._losses(chunk.eval(), next(training._batches(7)))
+    assert [layer.evaluation_graph for layer in training.layers] == [None] * 3
+    training.evaluate()
+    assert training.evaluation_replays == [3]
+    training.delete()
+
+
+def gathered(training):
+    """The numbers of the layers whose parameters are gathered."""
+    status = training.fsdp.all_gather_pipeline.bucket_status
+    bucket_of = training.fsdp.param_and_grad_buffer.param_to_param_group
+    buckets = [{bucket_of[param] for param in layer.parameters()} for layer in training.layers]
+    empty = type(next(iter(status.values()))).EMPTY
+    return [number for number, own in enumerate(buckets) if any(status[bucket, False] is not empty for bucket in own)]
+
+
+def test_while_a_layer_is_captured_for_evaluation_no_other_is_gathered(one_rank):
+    training = CapturedTraining(graphed(1))
+    fsdp = training.fsdp
+    fsdp._replace_param_with_raw_if_needed()
+    for layer in training.layers[1:]:
+        fsdp.all_gather_and_wait_parameters_ready(list(layer.parameters()), prefetch=False)
+    assert gathered(training) == [1, 2]
+    with fsdp.capture_evaluation_graphs(training.layers[:1]):
+        assert gathered(training) == []
+        fsdp.fsdp_hooks.unshard_for_forward(training.layers[0])  # prefetches the next layer
+        assert gathered(training) == [0]
+    assert gathered(training) == []
+    training.delete()
+
+
 def test_evaluation_after_a_checkpoint_was_saved_sees_the_same_parameters(one_rank):
     def save_and_evaluate(training):
         saved = training.chunks[0].state_dict()
