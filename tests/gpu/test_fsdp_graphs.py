@@ -54,6 +54,13 @@ MORE: list[dict] = [
     {"dtype": "bf16", "vision": True, "microbatches": 2, "transformer_engine": False},
     {"dtype": "bf16", "strategy": "optim_grads"},
     {"dtype": "bf16", "evaluates": True, "dropout": 0.1},
+    {"dtype": "bf16", "evaluates_often": True, "dropout": 0.1, "microbatches": 2},
+    {"dtype": "bf16", "evaluates_often": True, "layers_per_graph": 1, "fused_wgrad": True},
+    {"dtype": "bf16", "evaluates_often": True, "warmup": 0, "mtp": 1},
+    {"dtype": "bf16", "evaluates_often": True, "evaluated_sequence": 256},
+    {"dtype": "bf16", "evaluates": True, "control": "failed_capture_for_evaluation"},
+    *({"evaluates_often": True, "dropout": 0.1} | case for case in MOE[:3]),
+    {"dtype": "bf16", "evaluates_often": True, "experts": 4, "capacity": 1.0, "modules": ["attn", "moe"]},
     {"dtype": "bf16", "optimizer_graph": True, "microbatches": 2},
     {"dtype": "bf16", "optimizer_graph": True, "experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"]},
     {"dtype": "bf16", "optimizer_graph": True, "strategy": "optim_grads"},
@@ -98,13 +105,28 @@ def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
     result = results[layout, engine][name_of(case)]
     assert not result["error"]
     assert result["differences"] == []
-    failed = "fail" in case.get("control", "")
+    control = case.get("control", "")
+    failed = "fail" in control and "evaluation" not in control
     whole = case.get("layers_per_graph", 0) < 0 and engine == "native"
     assert result["graphs"] == (0 if failed or whole else case.get("layers", 4) + case.get("mtp", 0))
     if whole:
         assert result["replays"] == (
             0 if failed else 2 * (case.get("microbatches_later") or case.get("microbatches", 1))
         )
+
+    if engine == "native":
+        assert result["evaluation_replays"] == replays_of_evaluations(case)
+
+
+def replays_of_evaluations(case: dict) -> list[int]:
+    """How often graphs for evaluation are replayed, in each evaluation: one for each layer once there are graphs."""
+    eager = case.get("layers_per_graph", 0) < 0 or {"fp8", "evaluated_sequence", "control"} & {*case}
+    layers = 0 if eager else case.get("layers", 4) + case.get("mtp", 0)
+    replays = layers * case.get("microbatches", 1)
+    if case.get("evaluates_often"):
+        warmup = case.get("warmup", 3)
+        return [0] * (warmup + 1) + [replays] * (case.get("steps", 12) - warmup + 1)
+    return [replays] if case.get("evaluates") else []
 
 
 @pytest.mark.parametrize("layers_per_graph", [0, -1])

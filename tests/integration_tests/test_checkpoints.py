@@ -1,11 +1,13 @@
 """A training that is saved and resumed in new processes goes on bit for bit, eagerly and with graphs."""
 
+import re
+
 import pytest
 
 from tests.support.pretrain import numbers, pretrain
 
 # An evaluation ends step 4, right before the checkpoint that the second run loads.
-FLAGS = "--train-iters 9 --eval-interval 4 --eval-iters 1"
+FLAGS = "--train-iters 9 --eval-interval 4 --eval-iters 1 --logging-level 20"
 SAVED, CAPTURED_AFTER = 4, 3
 
 
@@ -30,6 +32,14 @@ def test_a_run_that_saves_checkpoints_is_equal_to_an_eager_one(eager, saving):
     assert len(eager) == 9
     assert numbers(saving) == numbers(eager)
     assert [step["graphs"] > 0 for step in saving] == [step["step"] > CAPTURED_AFTER for step in saving]
+
+
+def test_its_evaluations_are_equal_to_eager_ones_and_have_graphs(folder, eager, saving):
+    logs = [(folder / name / "log").read_text() for name in ("eager", "saving")]
+    eagerly, graphed = (re.findall(r"validation loss at (.*?) \| lm loss value: (\S+)", log) for log in logs)
+    assert len(eagerly) == 4  # after steps 4 and 8, and on two sets after the last
+    assert graphed == eagerly
+    assert ["Captured 3 layer graphs for evaluation" in log for log in logs] == [False, True]
 
 
 @pytest.mark.parametrize("graphs", [False, True])

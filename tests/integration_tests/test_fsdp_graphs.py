@@ -72,10 +72,7 @@ OTHERS: list[dict[str, Any]] = [
     {"control": "captured_again", "dropout": 0.1},
     {"control": "captured_again_later", "dropout": 0.1},
     {"control": "captured_again_later", "dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
-    {"control": "evaluated_in_between", "dropout": 0.1},
-    {"control": "evaluated_in_between", "warmup": 0},
-    {"control": "evaluated_in_between", "dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
-    {"control": "captured_by_two_helpers", "dropout": 0.1},
+    {"control": "captured_by_two_helpers", "dropout": 0.1, "evaluates": True},
     {"sequences_later": [16, 32], "dropout": 0.1},
     {"sequences_later": [16, 32], "dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
     {"sequences_later": [32, 24, 16], "layers_per_graph": 2, "dtype": "bf16"},
@@ -87,6 +84,18 @@ OTHERS: list[dict[str, Any]] = [
     {"control": "beside_an_equal_model", "layers_per_graph": 1, "dtype": "bf16", "microbatches": 2},
     {"control": "beside_an_equal_model", "modules": ["attn"]},
     {"control": "beside_a_larger_model"},
+]
+# Evaluations before capture, right after it, and after each step, of trainings above and of others.
+EVALUATED_AGAIN = [DENSE[2], DENSE[-1], MOE[-1]]
+EVALUATED: list[dict[str, Any]] = [
+    {"evaluates_often": True, **case}
+    for case in (
+        *EVALUATED_AGAIN,
+        {"warmup": 0},
+        {"dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
+        {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"], "evaluated_sequence": 16},
+        {"layers_per_graph": -1, "dropout": 0.1},
+    )
 ]
 # Flags that megatron-core's own per-layer graphs do not take, or that failed without graphs too.
 FP16: list[dict[str, Any]] = [
@@ -125,7 +134,8 @@ VISION: list[dict[str, Any]] = [
     {"vision": True, "evaluates": True},
     {"vision": True, "control": "captured_again"},
 ]
-EQUAL = DENSE + LAYERS_PER_GRAPH + WHOLE_MODEL + MOE + OTHERS + FP16 + POSITIONS + DENSE_PARTS + EXPERTS + VISION
+EQUAL = DENSE + LAYERS_PER_GRAPH + WHOLE_MODEL + MOE + OTHERS + EVALUATED
+EQUAL += FP16 + POSITIONS + DENSE_PARTS + EXPERTS + VISION
 
 SURVIVED: list[dict[str, Any]] = [
     {"control": "failed_forward_capture", "dropout": 0.1},
@@ -137,6 +147,7 @@ SURVIVED: list[dict[str, Any]] = [
     {"control": "failed_forward_capture", "dropout": 0.1, "layers_per_graph": -1},
     {"control": "failed_backward_capture", "dropout": 0.1, "layers_per_graph": -1, "microbatches": 2},
 ]
+FAILED_EVALUATION: dict[str, Any] = {"control": "failed_capture_for_evaluation", "evaluates": True, "dropout": 0.1}
 NOTICED = {
     "hooks_left": "has hooks, which would become part of the graph",
     "no_post_backward_sentinel": "forward_pre_hooks hook",
@@ -154,7 +165,7 @@ DEAD: list[dict[str, Any]] = [
 @pytest.fixture(scope="session")
 def results(compare_runs):
     """The result of each case, by its name."""
-    cases = [*EQUAL, *SURVIVED, *({"control": name} for name in NOTICED), *DEAD]
+    cases = [*EQUAL, FAILED_EVALUATION, *SURVIVED, *({"control": name} for name in NOTICED), *DEAD]
     return {
         name_of(case): result
         for case, result in zip(cases, compare_runs([SIZES | case for case in cases]), strict=True)
@@ -167,12 +178,41 @@ def test_graphs_train_bit_for_bit_as_eager(results, case):
     assert not result["error"]
     assert result["differences"] == []
     of_layers = case.get("layers", SIZES["layers"]) + case.get("mtp", 0)
-    assert result["graphs"] == (0 if case in WHOLE_MODEL else of_layers)
+    whole = case.get("layers_per_graph") == -1
+    assert result["graphs"] == (0 if whole else of_layers)
     assert result["replays"] == replays_of_a_step(case)
+    assert result["evaluation_replays"] == replays_of_evaluations(case)
     assert len(result["losses"]) >= 10
 
 
-@pytest.mark.parametrize("case", [case for case in EQUAL if case.get("dtype") == "fp16"], ids=name_of)
+def replays_of_evaluations(case):
+    """How often graphs for evaluation are replayed, in each evaluation: one for each layer once there are graphs."""
+    if not (case.get("evaluates") or case.get("evaluates_often")):
+        return []
+    eager = case.get("layers_per_graph") == -1 or case.get("vision") or case.get("evaluated_sequence")
+    layers = 0 if eager else case.get("layers", SIZES["layers"]) + case.get("mtp", 0)
+    replays = layers * (case.get("microbatches_later") or case.get("microbatches", 1))
+    if case.get("evaluates"):
+        return [replays]
+    warmup = case.get("warmup", 3)
+    return [0] * (warmup + 1) + [replays] * (SIZES["steps"] - warmup + 1)
+
+
+@pytest.mark.parametrize("case", EVALUATED_AGAIN, ids=name_of)
+def test_evaluation_does_not_change_training(results, case):
+    result, trained = results[name_of({"evaluates_often": True, **case})], results[name_of(case)]
+    assert (result["losses"], result["grad_norms"]) == (trained["losses"], trained["grad_norms"])
+
+
+def test_after_a_failed_capture_on_one_rank_evaluation_runs_eagerly_on_all(results):
+    result = results[name_of(FAILED_EVALUATION)]
+    assert not result["error"]
+    assert result["differences"] == []
+    assert result["replays"] == replays_of_a_step(FAILED_EVALUATION)
+    assert result["evaluation_replays"] == [0]
+
+
+@pytest.mark.parametrize("case", FP16, ids=name_of)
 def test_a_loss_scale_that_is_too_great_skips_steps_before_and_after_capture(results, case):
     norms = results[name_of(case)]["grad_norms"]
     assert norms[0] < 0  # a skipped step, see training.Trace
@@ -182,7 +222,7 @@ def test_a_loss_scale_that_is_too_great_skips_steps_before_and_after_capture(res
 
 def replays_of_a_step(case):
     """How often graphs of layers are replayed: one in forward and one in backward, for each piece of layers."""
-    if case in WHOLE_MODEL:
+    if case.get("layers_per_graph") == -1:
         return 2 * (case.get("microbatches_later") or case.get("microbatches", 1))
     pieces = layers = case.get("layers", SIZES["layers"])
     sharded = case.get("strategy", "optim_grads_params") == "optim_grads_params"

@@ -22,7 +22,7 @@ ONE_RANK: list[dict[str, Any]] = [
     # Three layers in a chunk: more than the double buffer has places.
     {"virtual": 2, "layers": 12, "dtype": "bf16", "dropout": 0.1, "microbatches": 6, "evaluates": True},
     {"virtual": 2, "dtype": "bf16", "modules": ["attn"]},
-    {"virtual": 2, "dropout": 0.1, "modules": ["attn"], "control": "evaluated_in_between"},
+    {"virtual": 2, "dropout": 0.1, "modules": ["attn"], "evaluates_often": True},
     {"virtual": 2, "dropout": 0.1, **MOE},
     {"virtual": 4, "layers": 8, "steps": 8, "dropout": 0.1, "control": "captured_again_later"},
 ]

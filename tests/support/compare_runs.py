@@ -149,6 +149,7 @@ def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to
         "error": error,
         "graphs": graphed.graphs if graphed else 0,
         "replays": graphed.replays if graphed else 0,
+        "evaluation_replays": graphed.evaluation_replays if graphed else [],
         "losses": graphed.losses if graphed else [],
         "grad_norms": graphed.grad_norms if graphed else [],
         "seconds": time.perf_counter() - start,

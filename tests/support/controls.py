@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -115,17 +116,27 @@ def captured_again_later(training: Training) -> None:
     training.patches.enter_context(mock.patch.object(training, "step", step))
 
 
-def evaluated_in_between(training: Training) -> None:
-    """Evaluate before the capture, right after it, and after each step; none of it may change the training."""
-    training.evaluate()
+def failed_capture_for_evaluation(training: Training) -> None:
+    """The last rank runs out of memory when the first evaluation captures: all ranks evaluate eagerly."""
+    mlp = training.layers[-1].mlp
+    forward = mlp.forward
+
+    def fail(*args, **kwargs):
+        if torch.cuda.is_current_stream_capturing():
+            raise torch.OutOfMemoryError("out of memory, as it were")
+        return forward(*args, **kwargs)
+
     training.helper.create_cudagraphs()
-    training.evaluate()
-
-    def step() -> None:
-        Training.step(training)
+    training.chunks[0].synchronize_param_gather()  # as schedules do at the end of an evaluation
+    before = training_state(training)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    with mock.patch.object(mlp, "forward", fail) if last else nullcontext():
         training.evaluate()
-
-    training.patches.enter_context(mock.patch.object(training, "step", step))
+    after = training_state(training)
+    assert not any(layer.evaluation_graph for layer in training.layers)
+    assert before == after, f"a failed capture changed {[key for key in before if before[key] != after[key]]}"
+    training.evaluations.clear()  # the eager run has none here
+    training.evaluation_replays.clear()
 
 
 def captured_by_two_helpers(training: Training) -> None:
@@ -336,7 +347,7 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         fallback_after_a_failure_on_one_rank,
         captured_again,
         captured_again_later,
-        evaluated_in_between,
+        failed_capture_for_evaluation,
         captured_by_two_helpers,
         failed_language_capture,
         beside_an_equal_model,

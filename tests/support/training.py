@@ -8,7 +8,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -26,6 +26,7 @@ YARN = {
     "yarn_mscale_all_dim": 0.0,
     "yarn_correction_range_round_to_int": True,
 }
+EVALUATION = 10_000  # the batches of evaluations are those of this step and the ones after it
 LAYERS_VARIABLE = "MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH"
 
 
@@ -67,7 +68,9 @@ class Case:
         nccl_ub: Whether Megatron-FSDP's buffers are registered with NCCL.
         layers, hidden, sequence, micro_batch: Sizes.
         sequences_later: Sequence lengths that take turns from the second step after capture on; empty for no change.
-        evaluates: Whether an evaluation, which runs layers eagerly, follows the step after capture.
+        evaluates: Whether an evaluation follows the step after capture.
+        evaluates_often: Whether evaluations come right before capture, right after it, and after each step.
+        evaluated_sequence: How many tokens the sequences of evaluation have; 0 for as many as in training.
         optimizer_graph: Whether the optimizer's step is captured too; eager runs get the same optimizer.
         local: Whether graphs are those of ``cuda_graph_impl="local"``: the first step is recorded.
         steps: Optimizer steps.
@@ -114,6 +117,8 @@ class Case:
     micro_batch: int = 2
     sequences_later: tuple[int, ...] = ()
     evaluates: bool = False
+    evaluates_often: bool = False
+    evaluated_sequence: int = 0
     optimizer_graph: bool = False
     local: bool = False
     steps: int = 12
@@ -135,6 +140,8 @@ class Case:
 
     def sequence_of(self, step: int) -> int:
         """How many tokens the sequences of ``step`` have."""
+        if step >= EVALUATION:
+            return self.evaluated_sequence or self.sequence
         later = self.sequences_later
         return later[step % len(later)] if later and step > self.warmup else self.sequence
 
@@ -157,6 +164,8 @@ class Trace:
         shards: What the optimizer owns at the end, in its order: local shards of the parameters.
         graphs: How many layer graphs there were.
         replays: How often CUDA graphs of layers were replayed in the last step.
+        evaluations: The losses of each micro-batch of each evaluation.
+        evaluation_replays: For each evaluation how often graphs of layers for evaluation were replayed.
     """
 
     losses: list[float]
@@ -164,11 +173,13 @@ class Trace:
     shards: list[torch.Tensor]
     graphs: int = 0
     replays: int = 0
+    evaluations: list[list[float]] = field(default_factory=list)
+    evaluation_replays: list[int] = field(default_factory=list)
 
     def differences(self, other: "Trace") -> list[str]:
         """Say where ``other`` differs, bit for bit; empty if nowhere."""
         found = []
-        for what in ("losses", "grad_norms"):
+        for what in ("losses", "grad_norms", "evaluations"):
             for step, (mine, theirs) in enumerate(zip(getattr(self, what), getattr(other, what), strict=True)):
                 if mine != theirs:
                     found.append(f"{what}[{step}]: {mine!r} and {theirs!r}")
@@ -216,6 +227,8 @@ class Training:
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
         self.replayed: list[Any] = []  # CUDA graphs, in the last step
+        self.evaluations: list[list[float]] = []
+        self.evaluation_replays: list[int] = []
 
     def _set_microbatches(self, count: int) -> None:
         from megatron.core import num_microbatches_calculator as calculator
@@ -372,9 +385,13 @@ class Training:
         """Run forward passes in evaluation mode, outside any step."""
         for chunk in self.chunks:
             chunk.eval()
-        with torch.cuda.stream(self.stream), torch.no_grad():
+        replayed: list[Any] = []
+        noting = mock.patch.object(torch.cuda.CUDAGraph, "replay", _noting_replays(replayed))
+        with torch.cuda.stream(self.stream), torch.no_grad(), noting:
             self._gather_in_hooks(False, param_sync=True)
-            self._run_passes(10_000, forward_only=True)
+            losses = self._run_passes(EVALUATION + len(self.evaluations), forward_only=True)
+        self.evaluations.append([item["loss"].item() for item in losses])
+        self.evaluation_replays.append(_number_of(replayed, _evaluation_graphs(self.layers)))
         for chunk in self.chunks:
             chunk.train()
         self._gather_in_hooks(True)
@@ -385,9 +402,9 @@ class Training:
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         shards = [getattr(param, "_local_tensor", param).detach().clone().cpu() for param in params]
         graphs = _local_graphs(self.layers) if self.case.local else _layer_graphs(self.layers)
-        ours = set(map(id, _cuda_graphs(self.layers, self.helper)))
-        replays = sum(id(graph) in ours for graph in self.replayed)
-        return Trace(self.losses, self.grad_norms, shards, graphs, replays)
+        replays = _number_of(self.replayed, _cuda_graphs(self.layers, self.helper))
+        of_evaluations = self.evaluations, self.evaluation_replays
+        return Trace(self.losses, self.grad_norms, shards, graphs, replays, *of_evaluations)
 
 
 def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | None = None) -> Trace:
@@ -407,10 +424,15 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
         if graphs and case.local and at_capture is not None:
             at_capture(training)
         for step in range(case.steps):
-            if by_helper and step == case.warmup:
+            first = step == case.warmup
+            if first and case.evaluates_often:
+                training.evaluate()
+            if first and by_helper:
                 training.capture(at_capture or (lambda training: training.helper.create_cudagraphs()))
+            if first and case.evaluates_often:
+                training.evaluate()
             training.step()
-            if case.evaluates and step == case.warmup:
+            if case.evaluates_often or (first and case.evaluates):
                 training.evaluate()
         trace = training.trace()
         if training.helper is not None and training.helper.graphs_created():
@@ -452,6 +474,17 @@ def _cuda_graphs(layers: list[torch.nn.Module], helper: Any) -> list[Any]:
         slots.append(helper.model_graphs.passes)
     graphs = [getattr(slot, name, None) for slot in slots for name in ("forward_graph", "backward_graph")]
     return [graph for graph in graphs if graph is not None]
+
+
+def _evaluation_graphs(layers: list[torch.nn.Module]) -> list[Any]:
+    graphs = [getattr(layer, "evaluation_graph", None) for layer in layers]
+    return [engine_callable(graph).forward_graph for graph in graphs if graph is not None]
+
+
+def _number_of(replayed: list[Any], graphs: list[Any]) -> int:
+    """How many of ``replayed`` are among ``graphs``."""
+    ours = set(map(id, graphs))
+    return sum(id(graph) in ours for graph in replayed)
 
 
 def engine_callable(graph: Any) -> Any:

@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer._cuda_graphs.dispatcher_state import preserve_dispatcher_state
+from megatron.core.transformer._cuda_graphs.evaluation_graph import EvaluationGraph
+from megatron.core.transformer._cuda_graphs.evaluation_mode import may_replay_evaluation
 from megatron.core.transformer._cuda_graphs.hooks import number_of_hooks
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.packed_sequences import from_static_offsets, to_inputs
@@ -33,11 +36,14 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
     - Under pipeline parallelism another number of micro-batches than at capture is refused.
     - A pass whose hidden states have another shape than at capture runs eagerly, where graphs allow it.
     - With ``--cuda-graph-packed-sequences`` graphs of attention take the offsets of packed sequences.
+    - Evaluation replays a graph of its own, if there is one and it fits the call.
 
     Attributes:
+        evaluation_graph: The graph that evaluation replays; None without one.
         runs_eagerly: Whether the last call had graphs and did not replay them for its shape; until the next call.
     """
 
+    evaluation_graph: EvaluationGraph | None = None
     runs_eagerly: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -50,32 +56,37 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
             replays = self.training and self.config.cuda_graph_impl == "transformer_engine"
         else:
             replays = decide(*args, **kwargs)
-        if not replays:
-            return super().__call__(*args, **kwargs)
-        graph: Any = self.cuda_graphs[0]
-        # a graph of someone else has none
-        only_shape, recorded, packed = getattr(graph, "asked_before_calls", (None, None, None))
-        hidden_states: Any = args[0] if args else kwargs.get("hidden_states")
-        eagerly = only_shape is not None and getattr(hidden_states, "shape", only_shape) != only_shape
-        if self.runs_eagerly is not eagerly:
-            self.__dict__["runs_eagerly"] = eagerly
-        if eagerly:  # megatron-core's own call would decide again
-            graph.warn_of_shape(hidden_states.shape)
-            return super(_upstream.GraphableMegatronModule, self).__call__(*args, **kwargs)
-        if packed is not None:
-            kwargs = to_inputs(graph.name, kwargs, packed, self._tokens(hidden_states))
-        if recorded is not None:
-            if number_of_hooks(self) != recorded:
-                raise RuntimeError(
-                    f"{type(self).__name__} has got or lost hooks since it was captured with its neighbours, where "
-                    "hooks do not run at replays. Register them before capture, or set "
-                    "--cuda-graph-layers-per-graph 1"
-                )
-            return self._te_cuda_graph_replay(*args, **kwargs)
+        if replays:
+            graph: Any = self.cuda_graphs[0]
+            # a graph of someone else has none
+            only_shape, recorded, packed = getattr(graph, "asked_before_calls", (None, None, None))
+            hidden_states: Any = args[0] if args else kwargs.get("hidden_states")
+            eagerly = only_shape is not None and getattr(hidden_states, "shape", only_shape) != only_shape
+            if self.runs_eagerly is not eagerly:
+                self.__dict__["runs_eagerly"] = eagerly
+            if eagerly:  # megatron-core's own call would decide again
+                graph.warn_of_shape(hidden_states.shape)
+                return super(_upstream.GraphableMegatronModule, self).__call__(*args, **kwargs)
+            if packed is not None:
+                kwargs = to_inputs(graph.name, kwargs, packed, self._tokens(hidden_states))
+            if recorded is not None:
+                if number_of_hooks(self) != recorded:
+                    raise RuntimeError(
+                        f"{type(self).__name__} has got or lost hooks since it was captured with its neighbours, where "
+                        "hooks do not run at replays. Register them before capture, or set "
+                        "--cuda-graph-layers-per-graph 1"
+                    )
+                return self._te_cuda_graph_replay(*args, **kwargs)
+            forward = self._te_cuda_graph_replay
+        elif self._may_replay_evaluation(decide):
+            forward = self._evaluate
+        else:
+            with preserve_dispatcher_state(self):
+                return super().__call__(*args, **kwargs)
         # torch runs the hooks around the current `forward`. Not through __call__, which would run the eager layer that
         # `Module.compile` has compiled.
         own = self.__dict__.get("forward")  # a compiled or wrapped one that a user set on this layer
-        self.__dict__["forward"] = self._te_cuda_graph_replay
+        self.__dict__["forward"] = forward
         try:
             return torch.nn.Module._call_impl(self, *args, **kwargs)
         finally:
@@ -87,6 +98,24 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
         """The tokens of a micro-batch of one row, whose part on this rank is ``hidden_states``."""
         parts: int = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         return len(hidden_states) * parts
+
+    def _may_replay_evaluation(self, decide: Any) -> bool:
+        """Whether this call may be one of evaluation that replays, ``decide`` being who decides about replays."""
+        if self.evaluation_graph is None or self.training or self.config.cuda_graph_impl != "transformer_engine":
+            return False
+        changed = "forward" in self.__dict__ or self._compiled_call_impl is not None
+        return not changed and getattr(decide, "__func__", None) is _decision and may_replay_evaluation()
+
+    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        graph = self.evaluation_graph
+        if graph is None or not graph.fits(args, kwargs):
+            with preserve_dispatcher_state(self):
+                return type(self).forward(self, *args, **kwargs)
+        of_training, self.__dict__["cuda_graphs"] = self.cuda_graphs, [graph]
+        try:
+            return self._te_cuda_graph_replay(*args, **kwargs)
+        finally:
+            self.__dict__["cuda_graphs"] = of_training
 
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, torch.Tensor]:
         """Return one set of static inputs, by keyword.

@@ -22,11 +22,12 @@ LAYERS = (
         f"{PACKAGE}.{name}"
         for name in (
             *("state", "errors", "own_options", "expected_inputs", "hooks", "packed_sequences"),
+            *("evaluation_mode", "dispatcher_state"),
             *("flag_options", "flag_row", "flag_table", "fsdp_checks"),
         )
     },
     {f"{PACKAGE}.engine"},
-    {f"{PACKAGE}.layer_graph"},
+    {f"{PACKAGE}.layer_graph", f"{PACKAGE}.evaluation_graph"},
     {f"{TRANSFORMER}.module"},
     {f"{PACKAGE}.te", f"{PACKAGE}.local", f"{PACKAGE}.imported_names", f"{PACKAGE}.for_callers"},
     {f"{TRANSFORMER}.cuda_graphs"},

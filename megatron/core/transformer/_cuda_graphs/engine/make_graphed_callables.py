@@ -84,9 +84,9 @@ def make_graphed_callables(
         retain_graph_in_backward: Whether backward keeps autograd's graph.
         _reuse_graph_input_output_buffers: Whether graphs share memory, as far as replays in the order of ``_order``
             permit: static inputs of the same structure, and static gradients of outputs, once the last pass that reads
-            them is over; outputs after their backward pass; gradients of inputs and parameters after the next backward
-            pass of the chunk (those of its first layer after the next backward pass of any chunk). The caller must
-            consume what replays return before that. Needs ``_order``.
+            them is over; outputs after their backward pass, or in evaluation mode where it would be; gradients of
+            inputs and parameters after the next backward pass of the chunk (those of its first layer after the next
+            backward pass of any chunk). The caller must consume what replays return before that. Needs ``_order``.
         clone_param_grads_on_return: Whether backward returns copies of the parameters' gradients. Otherwise the next
             replay overwrites them, so each must be consumed before. The same always holds for gradients of parameters
             that TransformerEngine has marked with ``skip_backward_post_hook``, and for gradients of inputs, except

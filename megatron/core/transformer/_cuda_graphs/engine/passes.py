@@ -57,6 +57,8 @@ class CapturePasses:
                 phase = "warm-up" if capture is None else "capture"
                 with torch.profiler.record_function(f"{slot.name} {steps[0].kind.value} {phase}"):
                     self._run_step(steps[0], slot, grads, capture)
+            elif capture is not None and self._shares_memory and steps[0].kind is Pass.BACKWARD:
+                self._slots[steps[0].slot].release_outputs()  # in evaluation, where no backward pass runs
             for step in steps:
                 # Gradients that backward returns unchanged would be overwritten before they are read.
                 static = self._slots[step.slot].returns_static_gradients

@@ -10,8 +10,6 @@ from typing import Any
 
 import torch
 
-from megatron.core.tensor_parallel.random import is_checkpointing
-
 from ..engine.rng import generator_states, preserve_rng
 from .arguments import leaves_of
 
@@ -25,17 +23,6 @@ def written_state(module: torch.nn.Module) -> list[tuple[int, int]]:
     metrics = {} if logging is None else logging.get_moe_metrics_tracker().metrics
     tensors = (*module.buffers(), *(entry.values for entry in metrics.values()))
     return [(tensor.data_ptr(), tensor._version) for tensor in tensors if not tensor.is_inference()]
-
-
-def may_replay_evaluation() -> bool:
-    """Whether the current modes allow a replay: no grad, inference mode, autocast or activation checkpointing."""
-    return not (
-        torch.is_grad_enabled()
-        or torch.is_inference_mode_enabled()
-        or torch.is_autocast_enabled("cuda")
-        or torch.is_autocast_enabled("cpu")
-        or is_checkpointing()
-    )
 
 
 class Evaluation:

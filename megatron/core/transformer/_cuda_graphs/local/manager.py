@@ -14,10 +14,10 @@ from ..engine.rng import check_rng_tracker
 from ..engine.slot import WarmupRecord
 from ..engine.streams import leave_default_stream
 from ..errors import NoGraphError, OptionsError, UnsupportedError
+from ..evaluation_mode import may_replay_evaluation
 from ..fsdp_checks import refuse_fsdp_hooks
 from .arguments import ArgMetadata, described, tensors_of, with_tensors
 from .capture_mode import capture_mode
-from .forward_only import may_replay_evaluation
 from .inference import key_of, states_of
 from .nodes import _GraphStatus
 from .pool import allocating_from, let_go_of_pools

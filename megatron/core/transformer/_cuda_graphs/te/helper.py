@@ -35,6 +35,7 @@ from .address_guard import GuardedLayer, guard_layers
 from .agreement import CaptureAgreement
 from .backends import choose_backend
 from .consecutive_layers import consecutive
+from .evaluation import EvaluationGraphs
 from .layers import _layer_is_graphable, decoder_layers, language_model_of, mtp_layers
 from .order import PassOrder, convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
 from .sample_inputs import (
@@ -82,6 +83,7 @@ class TECudaGraphHelper:
     """
 
     model_graphs: ModelGraphs | None = None
+    _evaluation: Sequence[EvaluationGraphs] = ()
     _gradients_are_zeroed = True  # by capture
     _every_stage_captures = True  # each pipeline stage has a helper of this class
 
@@ -399,7 +401,8 @@ class TECudaGraphHelper:
 
         All ranks must call it together.
 
-        Gradients are zero afterwards. If capture fails on any rank, then on all: hooks, parameters, RNG and capture
+        Gradients are zero afterwards. Under Megatron-FSDP the next evaluation will capture graphs of its own, see
+        ``EvaluationGraphs``. If capture fails on any rank, then on all: hooks, parameters, RNG and capture
         flags are restored, no layer has graphs, and the model trains on eagerly.
 
         Raises:
@@ -520,6 +523,7 @@ class TECudaGraphHelper:
                 graphs = self._engine.capture(layers, sample_args, **arguments)
         try:
             self._attach_graphs(graphs, sample_args, arguments)
+            self._expect_evaluation()
         except BaseException:
             self._detach_graphs()
             raise
@@ -624,6 +628,27 @@ class TECudaGraphHelper:
 
     # ------------------------------------------------------------------------------------------ afterwards
 
+    def _expect_evaluation(self) -> None:
+        """Let the first evaluation under Megatron-FSDP capture graphs of the layers for itself."""
+        self._evaluation = [
+            EvaluationGraphs(
+                self.config,
+                fsdp,
+                [(_layer_name(layer, index), layer) for index, layer in enumerate(layers)],
+                partial(LayerInputs(self.config, self.seq_length, self.micro_batch_size).make, model=model),
+                self._new_agreement,
+                self._against_evaluation(),
+            )
+            for chunk, model, layers in zip(self.model, self.chunks_with_decoder, self.callables_per_chunk, strict=True)
+            if (fsdp := _fsdp_of(chunk)) is not None
+        ]
+
+    def _against_evaluation(self) -> str:
+        """Say why this capture is followed by none for evaluation; empty if it is."""
+        if "gradient_sinks" not in self._engine.parameters:
+            return f"the {self._engine.name} engine captured the layers"
+        return "" if self._one_graph_serves_all() else "several micro-batches are in flight at a time"
+
     def cuda_graph_set_manual_hooks(self) -> None:
         """Set the hooks by which layers under ``DistributedDataParallel`` gather parameters before each replay."""
         for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
@@ -632,7 +657,7 @@ class TECudaGraphHelper:
                     layer.setup_manual_hooks(chunk._make_forward_pre_hook)
 
     def delete_cuda_graphs(self) -> None:
-        """Free all graphs; the layers then run eagerly, and can be captured again.
+        """Free all graphs, those for evaluation too; the layers then run eagerly, and can be captured again.
 
         Raises:
             CallOrderError: there are no graphs.
@@ -649,6 +674,9 @@ class TECudaGraphHelper:
 
     def _detach_graphs(self) -> None:
         """Free the graphs that layers have, and let Megatron-FSDP run its units eagerly."""
+        for evaluation in self._evaluation:
+            evaluation.reset()
+        self._evaluation = ()
         for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
             attached = [layer for layer in layers if getattr(layer, "cuda_graphs", None)]
             for layer in attached:

@@ -105,6 +105,9 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
     def _reset_after_capture(self) -> None:
         """Do nothing: the language model's helper zeroes gradients and metrics, on all ranks."""
 
+    def _expect_evaluation(self) -> None:
+        """Do nothing: vision encoders are evaluated eagerly."""
+
     def cuda_graph_set_manual_hooks(self) -> None:
         """Do nothing: hooks of ``DistributedDataParallel`` do not gather the parameters of vision encoders."""
 

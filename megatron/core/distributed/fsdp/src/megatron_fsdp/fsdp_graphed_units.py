@@ -114,6 +114,33 @@ class GraphedUnits:
                 self.capturing = False
 
     @contextmanager
+    def capture_evaluation(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """Keep the model in capture mode for graphs of forward passes of ``modules``, which have graphs of training.
+
+        No parameter of a unit is gathered and no collective in flight at either end. Gradients stay as they are, and so
+        do gathered parameters outside of units: a backward pass that is still to come may read them.
+        """
+        fsdp = self._fsdp
+        fsdp._replace_param_with_raw_if_needed()
+        self._uncaptured = self._other_units(list(modules))
+        self._release_units()
+        self.capturing = True
+        try:
+            yield
+        except BaseException:
+            take_back_unlaunched(fsdp)
+            raise
+        finally:
+            self.capturing = False
+            self._release_units()
+
+    def _release_units(self) -> None:
+        """Wait for collectives in flight, and release the parameters of all units that are released after use."""
+        self.settle()
+        self._fsdp.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
+        self._release_buckets(self._other_units([]))
+
+    @contextmanager
     def prepared(self) -> Iterator[None]:
         """Let the model hold raw parameters, none of them gathered, and no collective be in flight at either end.
 
@@ -209,8 +236,11 @@ class GraphedUnits:
 
     def _release_uncaptured(self) -> None:
         """Release prefetched buckets of units that are not captured: these do not run, so their hooks do not either."""
+        self._release_buckets(self._uncaptured)
+
+    def _release_buckets(self, buckets: Iterable[int]) -> None:
         gathers = self._fsdp.all_gather_pipeline
-        for bucket in self._uncaptured:
+        for bucket in buckets:
             for bwd in (False, True):
                 gathers.release_bucket(bucket, bwd)
 

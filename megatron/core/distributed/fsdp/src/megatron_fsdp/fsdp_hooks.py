@@ -27,6 +27,7 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
+from megatron.core.transformer._cuda_graphs.evaluation_mode import may_replay_evaluation
 from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_HANDLER, BACKWARD_PRE_HANDLER, runs_outside_graphs
 from megatron.core.utils import is_submodule
 from megatron_fsdp_cuda_graphs.overlay import upstream
@@ -71,6 +72,7 @@ class FsdpHooks:
         in_backward: Whether a backward pass of the model is in progress.
         module_names: The name of each module in the model, for profiles.
         model_passes: The owner of graphs of the whole model's passes; None without such graphs.
+        before_evaluation: Called once, and forgotten, before the next forward pass in evaluation.
     """
 
     def __init__(self, fsdp: torch.nn.Module):
@@ -81,6 +83,7 @@ class FsdpHooks:
         self.in_backward = False
         self.module_names: dict[torch.nn.Module, str] = {}
         self.model_passes: WholeModel | None = None
+        self.before_evaluation: list[Callable[[], object]] = []
         self._trainable: dict[torch.nn.Parameter, None] = {}  # an ordered set, whose hashes are known
         self._sinks: dict[torch.nn.Module, UnitSink] = {}
         self._caller_ends_backward = False
@@ -527,6 +530,10 @@ class FsdpHooks:
         """
         if self.in_backward and not self._caller_ends_backward and torch._C._current_graph_task_id() == -1:
             self._drop_unfinished_backward()
+        if self.before_evaluation and not (self.fsdp.training or self.in_backward) and may_replay_evaluation():
+            expecting, self.before_evaluation = self.before_evaluation, []
+            for prepare in expecting:
+                prepare()
 
     def before_step(self) -> None:
         """Called when gradients are zeroed; drops an unfinished backward pass."""

@@ -126,6 +126,14 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         self._zeroed_gradients.written()
         return self.fsdp_hooks.graphed.capture(modules, ready)
 
+    def capture_evaluation_graphs(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
+        """Return the context in which graphs for evaluation are captured; see ``GraphedUnits.capture_evaluation``."""
+        return self.fsdp_hooks.graphed.capture_evaluation(modules)
+
+    def expect_evaluation(self, prepare: Callable[[], object]) -> None:
+        """Call ``prepare`` once, before the next forward pass of the model in evaluation mode and without grad."""
+        self.fsdp_hooks.before_evaluation.append(prepare)
+
     def gradient_sinks(self, modules: Iterable[torch.nn.Module], whole: bool) -> list[Any]:
         """Return for each of ``modules`` what takes its gradients in its backward graph; None for autograd.
 

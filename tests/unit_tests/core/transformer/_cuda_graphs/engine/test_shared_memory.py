@@ -43,6 +43,16 @@ def test_outputs_keep_their_memory_only_where_it_is_not_shared(shares):
     assert (uses <= 2) is shares
 
 
+@pytest.mark.parametrize("shares", [True, False])
+def test_in_evaluation_too_outputs_keep_their_memory_only_where_it_is_not_shared(shares):
+    module, x = mlp().eval(), device_tensor(4, 6, seed=3)
+    sample = (device_tensor(4, 6),)
+    (slot,) = make_graphed_callables((module,), (sample,), _order=[1, -1], _reuse_graph_input_output_buffers=shares)
+    uses = torch._C._storage_Use_Count(slot._outputs[0].untyped_storage()._cdata)
+    assert (uses <= 2) is shares
+    assert torch.equal(slot(x), module(x))
+
+
 def test_a_replay_overwrites_the_gradients_that_the_backward_before_it_returned_where_memory_is_shared():
     slots = captured_for_sharing([1, -1], layers=3)
     inputs = [device_tensor(4, 6, seed=slot) * 1 for slot in range(3)]  # gradients of leaves are copied

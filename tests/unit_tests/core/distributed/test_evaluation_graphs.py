@@ -1,0 +1,242 @@
+"""Evaluation under Megatron-FSDP replays graphs of its own, computes what it computes eagerly, and disturbs nothing.
+
+Trainings run in this process, as one rank. The integration tests evaluate on two.
+"""
+
+import logging
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from .captured_training import CapturedTraining, graphed, in_use, trained
+
+PARTS_OF_MOE = ("attn", "moe_router", "moe_preprocess")
+
+
+def compared(case, between, steps=2):
+    """The traces of an eager training and of one with graphs, with ``between`` called before each step."""
+    eager = trained(replace(case, modules=(), layers_per_graph=0), False, between=between, steps=steps)
+    graphs = trained(case, True, between=between, steps=steps)
+    return eager, graphs
+
+
+def evaluate(training):
+    training.evaluate()
+
+
+@pytest.mark.parametrize(
+    ("layers_per_graph", "changes"),
+    [
+        (0, {"dropout": 0.1, "dtype": "bf16", "microbatches": 2}),
+        (2, {"dropout": 0.1, "dtype": "bf16", "microbatches": 2}),
+        (1, {"dropout": 0.1, "dtype": "bf16", "microbatches": 2}),
+        (0, {"mtp": 1}),
+        (0, {"recompute": ("core_attn", "mlp")}),
+    ],
+    ids=["all layers in a graph", "two", "one", "MTP", "recompute"],
+)
+def test_evaluation_replays_a_graph_for_each_layer(one_rank, layers_per_graph, changes):
+    eager, graphs = compared(graphed(layers_per_graph, **changes), evaluate)
+    assert eager.differences(graphs) == []
+    replays = (3 + changes.get("mtp", 0)) * changes.get("microbatches", 1)
+    assert graphs.evaluation_replays == [replays] * 2
+    assert eager.evaluation_replays == [0, 0]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"modules": ("attn",), "dropout": 0.1},
+        {"modules": ("mlp",)},
+        {"modules": PARTS_OF_MOE, "experts": 4, "dropout": 0.1},
+        {"modules": ("moe_router",), "experts": 4, "shared_experts": 64},
+        {"modules": PARTS_OF_MOE, "experts": 4, "shared_experts": 64, "shared_overlap": True},
+        {"modules": ("attn", "moe"), "experts": 4, "capacity": 1.0},
+    ],
+    ids=lambda changes: " ".join(changes["modules"]) + " overlapped" * changes.get("shared_overlap", False),
+)
+def test_evaluation_replays_parts_of_layers_too(one_rank, changes):
+    eager, graphs = compared(graphed(**changes), evaluate)
+    assert eager.differences(graphs) == []
+    assert graphs.evaluation_replays == [3, 3]
+
+
+@pytest.mark.parametrize("modules", [(), PARTS_OF_MOE], ids=["layers", "parts"])
+def test_evaluation_with_other_shapes_runs_eagerly_and_leaves_training_the_shapes_it_needs(one_rank, modules):
+    case = graphed(modules=modules, experts=4 * bool(modules), evaluated_sequence=8)
+    eager, graphs = compared(case, evaluate)
+    assert eager.differences(graphs) == []
+    assert graphs.evaluation_replays == [0, 0]
+    assert graphs.replays > 0
+
+
+def test_capture_for_evaluation_happens_once_and_draws_no_random_numbers(one_rank, caplog):
+    training = CapturedTraining(graphed(dropout=0.1))
+    before = torch.cuda.get_rng_state()
+    with caplog.at_level(logging.INFO):
+        training.evaluate()
+        training.evaluate()
+    messages = [record.message for record in caplog.records if "for evaluation" in record.message]
+    assert messages == ["Captured 3 layer graphs for evaluation"]
+    assert torch.equal(torch.cuda.get_rng_state(), before)
+    assert in_use(training.fsdp) == [{}, {}]
+    training.delete()
+
+
+def test_a_pass_with_grad_in_evaluation_mode_captures_nothing_and_the_next_without_does(one_rank):
+    training = CapturedTraining(graphed())
+    (chunk,) = training.chunks
+    with torch.cuda.stream(training.stream):
+        training._losses(chunk.eval(), next(training._batches(7)))
+    assert [layer.evaluation_graph for layer in training.layers] == [None] * 3
+    training.evaluate()
+    assert training.evaluation_replays == [3]
+    training.delete()
+
+
+def gathered(training):
+    """The numbers of the layers whose parameters are gathered."""
+    status = training.fsdp.all_gather_pipeline.bucket_status
+    bucket_of = training.fsdp.param_and_grad_buffer.param_to_param_group
+    buckets = [{bucket_of[param] for param in layer.parameters()} for layer in training.layers]
+    empty = type(next(iter(status.values()))).EMPTY
+    return [number for number, own in enumerate(buckets) if any(status[bucket, False] is not empty for bucket in own)]
+
+
+def test_while_a_layer_is_captured_for_evaluation_no_other_is_gathered(one_rank):
+    training = CapturedTraining(graphed(1))
+    fsdp = training.fsdp
+    fsdp._replace_param_with_raw_if_needed()
+    for layer in training.layers[1:]:
+        fsdp.all_gather_and_wait_parameters_ready(list(layer.parameters()), prefetch=False)
+    assert gathered(training) == [1, 2]
+    with fsdp.capture_evaluation_graphs(training.layers[:1]):
+        assert gathered(training) == []
+        fsdp.fsdp_hooks.unshard_for_forward(training.layers[0])  # prefetches the next layer
+        assert gathered(training) == [0]
+    assert gathered(training) == []
+    training.delete()
+
+
+def test_evaluation_after_a_checkpoint_was_saved_sees_the_same_parameters(one_rank):
+    def save_and_evaluate(training):
+        saved = training.chunks[0].state_dict()
+        assert training.fsdp.is_param_fsdp_distributed  # a checkpoint holds the optimizer's parameters
+        assert len(saved) > 0
+        training.evaluate()
+
+    eager, graphs = compared(graphed(dropout=0.1), save_and_evaluate)
+    assert eager.differences(graphs) == []
+    assert graphs.evaluation_replays == [3, 3]
+
+
+def evaluate_before_the_optimizers_step(training):
+    step = training.optimizer.step
+    training.optimizer.step = lambda: (training.evaluate(), step())[1]
+
+
+@pytest.mark.parametrize("layers_per_graph", [0, 1])
+def test_evaluation_between_backward_and_the_optimizers_step_leaves_gradients_alone(one_rank, layers_per_graph):
+    plain = trained(graphed(layers_per_graph), False, steps=1)
+    eager, graphs = compared(graphed(layers_per_graph), evaluate_before_the_optimizers_step, steps=1)
+    assert eager.differences(graphs) == []
+    assert (plain.losses, plain.grad_norms) == (graphs.losses, graphs.grad_norms)
+    assert all(map(torch.equal, plain.shards, graphs.shards))
+    assert graphs.evaluation_replays == [3]
+
+
+def evaluate_before_backward(training):
+    """Let the losses of a micro-batch wait for an evaluation before their backward pass."""
+    losses_of = training._losses
+
+    def losses(model, batch):
+        computed = losses_of(model, batch)
+        if model.training:
+            model.eval()
+            with torch.no_grad():
+                training.evaluations.append(losses_of(model, batch).tolist())
+            model.train()
+        return computed
+
+    training._losses = losses
+
+
+@pytest.mark.parametrize("layers_per_graph", [0, 1])
+def test_evaluation_between_forward_and_backward_leaves_activations_alone(one_rank, layers_per_graph):
+    plain = trained(graphed(layers_per_graph, dropout=0.1), False, steps=1)
+    eager, graphs = compared(graphed(layers_per_graph, dropout=0.1), evaluate_before_backward, steps=1)
+    assert len(graphs.evaluations) == 1
+    assert eager.differences(graphs) == []
+    assert (plain.losses, plain.grad_norms) == (graphs.losses, graphs.grad_norms)
+    assert all(map(torch.equal, plain.shards, graphs.shards))
+
+
+def test_deleted_graphs_are_replayed_no_more_until_layers_are_captured_again(one_rank):
+    def delete_and_capture(training):
+        training.evaluate()
+        if training.helper is not None:
+            training.helper.delete_cuda_graphs()
+            assert [layer.evaluation_graph for layer in training.layers] == [None] * 3
+        training.evaluate()
+        if training.helper is not None:
+            training.capture(lambda training: training.helper.create_cudagraphs())
+        training.evaluate()
+
+    eager, graphs = compared(graphed(dropout=0.1), delete_and_capture)
+    assert eager.differences(graphs) == []
+    assert graphs.evaluation_replays == [3, 0, 3] * 2
+
+
+def test_deleting_graphs_before_any_evaluation_leaves_evaluation_eager(one_rank):
+    training = CapturedTraining(graphed())
+    training.delete()
+    training.evaluate()
+    assert training.evaluation_replays == [0]
+
+
+def test_a_hook_inside_a_layer_runs_in_evaluation_and_the_other_layers_replay(one_rank):
+    training = CapturedTraining(graphed())
+    training.evaluate()
+    seen = []
+    handle = training.layers[1].mlp.register_forward_hook(lambda module, args, output: seen.append(output))
+    training.evaluate()
+    assert len(seen) == 1
+    handle.remove()
+    training.evaluate()
+    assert training.evaluation_replays == [3, 2, 3]
+    training.delete()
+
+
+def test_layers_that_have_hooks_of_others_in_the_first_evaluation_get_no_graphs_for_it(one_rank, caplog):
+    training = CapturedTraining(graphed())
+    seen = []
+    training.layers[1].register_forward_hook(lambda module, args, output: seen.append(output))
+    with caplog.at_level(logging.INFO):
+        training.evaluate()
+    assert len(seen) == 1
+    assert training.evaluation_replays == [0]
+    assert "Evaluation runs eagerly, because layers, or modules in them, have hooks of others" in caplog.messages
+    training.delete()
+
+
+@pytest.mark.parametrize("layers_per_graph", [0, 1])
+def test_a_failed_capture_for_evaluation_is_logged_and_leaves_evaluation_eager(one_rank, layers_per_graph, caplog):
+    case = graphed(layers_per_graph, dropout=0.1)
+
+    def fail(training):
+        mlp = training.layers[1].mlp
+        forward = mlp.forward
+        with mock.patch.object(mlp, "forward", lambda *args, **kwargs: (args[0].sum().item(), forward(*args))[1]):
+            training.evaluate()
+        training.evaluate()
+        assert not training.fsdp.fsdp_hooks.graphed.capturing
+        assert in_use(training.fsdp) == [{}, {}]
+
+    with caplog.at_level(logging.WARNING):
+        eager, graphs = compared(case, fail)
+    assert eager.differences(graphs) == []
+    assert graphs.evaluation_replays == [0] * 4
+    (message,) = (message for message in caplog.messages if "Evaluation runs eagerly" in message)
+    assert "CUDA graph capture failed on rank 0, evaluation of layer 2 (TransformerLayer)" in message

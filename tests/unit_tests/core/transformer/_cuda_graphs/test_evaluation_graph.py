@@ -1,0 +1,145 @@
+"""evaluation_graph: which calls the graph of a layer for evaluation fits, and what its replays return."""
+
+import copy
+import logging
+
+import pytest
+import torch
+
+from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
+from megatron.core.transformer._cuda_graphs.evaluation_graph import EvaluationGraph
+
+HIDDEN, MASK = torch.zeros(8, 2, 4), torch.zeros(1, 1, 8, 8, dtype=torch.bool)
+
+
+class Graphed:
+    """An engine's callable whose outputs lie in memory that the next replay overwrites."""
+
+    def __init__(self):
+        self.calls: list[tuple[tuple, dict]] = []
+        self.output = torch.zeros(3)
+
+    def __call__(self, *args, **kwargs):
+        self.calls.append((args, kwargs))
+        self.output.fill_(len(self.calls))
+        return self.output, None
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = torch.nn.Linear(2, 2)
+
+
+@pytest.fixture
+def layer():
+    return Layer()
+
+
+@pytest.fixture
+def graph(layer):
+    return evaluation_graph(layer)
+
+
+def evaluation_graph(layer, has_attention=True):
+    guard = AddressGuard(lambda: [layer.inner.weight], lambda index: "inner.weight", "")
+    return EvaluationGraph(
+        layer, "layer 3", Graphed(), (HIDDEN,), {"attention_mask": MASK}, guard, has_attention=has_attention
+    )
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ((HIDDEN + 1,), {"attention_mask": ~MASK}),
+        ((), {"hidden_states": HIDDEN, "attention_mask": MASK}),
+        ((HIDDEN,), {}),
+        ((HIDDEN,), {"attention_mask": None, "inference_context": None}),
+    ],
+    ids=["as captured", "by keyword", "no mask", "None"],
+)
+def test_tensors_as_at_capture_fit(graph, call):
+    assert graph.fits(*call)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        ((HIDDEN[:4],), {}),
+        ((HIDDEN.half(),), {}),
+        ((), {}),
+        ((HIDDEN, HIDDEN), {}),
+        ((HIDDEN,), {"attention_mask": MASK[..., :4]}),
+        ((HIDDEN,), {"attention_mask": "causal"}),
+        ((HIDDEN,), {"inference_context": object()}),
+        ((HIDDEN,), {"rotary_pos_emb": HIDDEN}),
+    ],
+    ids=["shape", "dtype", "nothing", "two inputs", "shape of a mask", "no tensor", "other keyword", "for attention"],
+)
+def test_other_arguments_do_not_fit(graph, call):
+    assert not graph.fits(*call)
+
+
+def test_inputs_of_attention_fit_a_graph_without_attention(layer):
+    assert evaluation_graph(layer, has_attention=False).fits((HIDDEN,), {"rotary_pos_emb": HIDDEN})
+
+
+def test_a_hook_on_a_module_inside_the_layer_does_not_fit_while_it_is_there(graph, layer):
+    handle = layer.inner.register_forward_hook(lambda *call: None)
+    assert not graph.fits((HIDDEN,), {})
+    handle.remove()
+    assert graph.fits((HIDDEN,), {})
+
+
+def test_a_hook_on_the_layer_itself_runs_around_replays_and_fits(graph, layer):
+    layer.register_forward_hook(lambda *call: None)
+    assert graph.fits((HIDDEN,), {})
+
+
+def test_a_hook_on_all_modules_does_not_fit_while_it_is_there(graph):
+    handle = torch.nn.modules.module.register_module_forward_hook(lambda *call: None)
+    try:
+        assert not graph.fits((HIDDEN,), {})
+    finally:
+        handle.remove()
+    assert graph.fits((HIDDEN,), {})
+
+
+def test_a_parameter_that_moved_does_not_fit_and_is_named_once(graph, layer, caplog):
+    layer.inner.weight = torch.nn.Parameter(torch.zeros(2, 2))
+    with caplog.at_level(logging.WARNING):
+        assert not graph.fits((HIDDEN,), {})
+        assert not graph.fits((HIDDEN,), {})
+    (record,) = caplog.records
+    assert record.message.startswith("layer 3 in evaluation runs eagerly: CUDA graphs use inner.weight at ")
+
+
+def test_another_shape_is_named_once(graph, caplog):
+    with caplog.at_level(logging.WARNING):
+        graph.fits((HIDDEN[:4],), {})
+        graph.fits((HIDDEN[:4],), {})
+    (message,) = caplog.messages
+    assert message.startswith(
+        "layer 3 in evaluation was captured with hidden_states of (8, 2, 4). Passes with (4, 2, 4) run eagerly"
+    )
+
+
+def test_a_replay_returns_tensors_that_the_next_one_leaves_alone(graph):
+    first, none = graph.replay((HIDDEN,), {})
+    graph.replay((HIDDEN,), {})
+    assert none is None
+    assert first.tolist() == [1, 1, 1]
+
+
+def test_without_a_mask_a_replay_reads_the_one_at_capture_whatever_others_were_given(graph):
+    graph.replay((HIDDEN,), {"attention_mask": ~MASK})
+    assert graph.fits((HIDDEN,), {})
+    graph.replay((HIDDEN,), {})
+    ((_, given), (_, absent)) = graph._graphed.calls
+    assert torch.equal(given["attention_mask"], ~MASK)
+    assert torch.equal(absent["attention_mask"], MASK)
+
+
+def test_a_copied_layer_has_none(graph, layer):
+    layer.evaluation_graph = graph
+    assert copy.deepcopy(layer).evaluation_graph is None
