@@ -8,7 +8,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -67,6 +67,10 @@ class Case:
         nccl_ub: Whether Megatron-FSDP's buffers are registered with NCCL.
         layers, hidden, sequence, micro_batch: Sizes.
         sequences_later: Sequence lengths that take turns from the second step after capture on; empty for no change.
+        micro_batches_later: The same for sequences in a micro-batch.
+        turn: Steps that each of these lasts.
+        later_on_one_rank: Whether they are those of the last data-parallel rank only.
+        max_captures: How many times graphs are captured, as shapes or numbers of micro-batches change.
         evaluates: Whether an evaluation, which runs layers eagerly, follows the step after capture.
         optimizer_graph: Whether the optimizer's step is captured too; eager runs get the same optimizer.
         local: Whether graphs are those of ``cuda_graph_impl="local"``: the first step is recorded.
@@ -113,6 +117,10 @@ class Case:
     sequence: int = 32
     micro_batch: int = 2
     sequences_later: tuple[int, ...] = ()
+    micro_batches_later: tuple[int, ...] = ()
+    turn: int = 1
+    later_on_one_rank: bool = False
+    max_captures: int = 8
     evaluates: bool = False
     optimizer_graph: bool = False
     local: bool = False
@@ -135,14 +143,21 @@ class Case:
 
     def sequence_of(self, step: int) -> int:
         """How many tokens the sequences of ``step`` have."""
-        later = self.sequences_later
-        return later[step % len(later)] if later and step > self.warmup else self.sequence
+        return self._taking_turns(self.sequences_later, step) or self.sequence
+
+    def micro_batch_of(self, step: int) -> int:
+        """How many sequences the micro-batches of ``step`` have."""
+        return self._taking_turns(self.micro_batches_later, step) or self.micro_batch
+
+    def _taking_turns(self, later: tuple[int, ...], step: int) -> int:
+        since = step - self.warmup - 1
+        return later[since // self.turn % len(later)] if later and since >= 0 else 0
 
     def __str__(self) -> str:
         changed = [
-            f"{field.name}={getattr(self, field.name)}"
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
+            f"{each.name}={getattr(self, each.name)}"
+            for each in dataclasses.fields(self)
+            if getattr(self, each.name) != each.default
         ]
         return " ".join(changed) or "default"
 
@@ -156,14 +171,14 @@ class Trace:
         grad_norms: Per step; -1 where the optimizer skipped it.
         shards: What the optimizer owns at the end, in its order: local shards of the parameters.
         graphs: How many layer graphs there were.
-        replays: How often CUDA graphs of layers were replayed in the last step.
+        replays: Per step, how often CUDA graphs of layers were replayed.
     """
 
     losses: list[float]
     grad_norms: list[float]
     shards: list[torch.Tensor]
     graphs: int = 0
-    replays: int = 0
+    replays: list[int] = field(default_factory=list)
 
     def differences(self, other: "Trace") -> list[str]:
         """Say where ``other`` differs, bit for bit; empty if nowhere."""
@@ -200,7 +215,7 @@ class Training:
         model_parallel_cuda_manual_seed(
             1234, te_rng_tracker=case.transformer_engine, use_cudagraphable_rng=True, force_reset_rng=True
         )
-        self._set_microbatches(case.microbatches)
+        self._set_microbatches(0)
         self.config = _config(case, graphs)
         self.stream = torch.cuda.Stream()
         with torch.cuda.stream(self.stream):
@@ -216,14 +231,15 @@ class Training:
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
         self.replayed: list[Any] = []  # CUDA graphs, in the last step
+        self.replays: list[int] = []  # of layers, in each step
 
-    def _set_microbatches(self, count: int) -> None:
+    def _set_microbatches(self, step: int) -> None:
         from megatron.core import num_microbatches_calculator as calculator
         from megatron.core import parallel_state
 
         calculator.unset_num_microbatches_calculator()
         ranks = parallel_state.get_data_parallel_world_size()
-        size = self.case.micro_batch
+        size, count = self.case.micro_batch_of(step), self.case.microbatches_of(step)
         calculator.init_num_microbatches_calculator(0, None, size * ranks * count, size, ranks)
 
     def _wrapped_chunks(self) -> list[torch.nn.Module]:
@@ -329,19 +345,28 @@ class Training:
         if first_step_done:
             self._gather_in_hooks(True)
 
+    def capture_finished(self) -> bool:
+        """Ask the helper before a step, as megatron.training does."""
+        self._set_microbatches(len(self.losses))
+        with torch.cuda.stream(self.stream), mock.patch.dict(os.environ, self.case.environment):
+            finished: bool = self.helper.capture_finished()
+        return finished
+
     def step(self) -> None:
         """Train one step."""
         from megatron.core import parallel_state
 
         with torch.cuda.stream(self.stream):
             number = len(self.losses)
-            self._set_microbatches(self.case.microbatches_of(number))
+            self._set_microbatches(number)
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             self.replayed = []
             with mock.patch.object(torch.cuda.CUDAGraph, "replay", _noting_replays(self.replayed)):
                 reduced = self._run_passes(number)
+            ours = set(map(id, _cuda_graphs(self.layers, self.helper)))
+            self.replays.append(sum(id(graph) in ours for graph in self.replayed))
             _, grad_norm, _ = self.optimizer.step()
             # only the last pipeline stage has losses
             loss = torch.stack([item["loss"] for item in reduced]).mean() if reduced else torch.zeros((), device="cuda")
@@ -364,7 +389,7 @@ class Training:
             model=self.chunks,
             num_microbatches=self.case.microbatches_of(step),
             seq_length=self.case.sequence_of(step),
-            micro_batch_size=self.case.micro_batch,
+            micro_batch_size=self.case.micro_batch_of(step),
             forward_only=forward_only,
         )
 
@@ -385,9 +410,7 @@ class Training:
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         shards = [getattr(param, "_local_tensor", param).detach().clone().cpu() for param in params]
         graphs = _local_graphs(self.layers) if self.case.local else _layer_graphs(self.layers)
-        ours = set(map(id, _cuda_graphs(self.layers, self.helper)))
-        replays = sum(id(graph) in ours for graph in self.replayed)
-        return Trace(self.losses, self.grad_norms, shards, graphs, replays)
+        return Trace(self.losses, self.grad_norms, shards, graphs, self.replays)
 
 
 def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | None = None) -> Trace:
@@ -407,7 +430,7 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
         if graphs and case.local and at_capture is not None:
             at_capture(training)
         for step in range(case.steps):
-            if by_helper and step == case.warmup:
+            if by_helper and not training.capture_finished() and step == case.warmup:
                 training.capture(at_capture or (lambda training: training.helper.create_cudagraphs()))
             training.step()
             if case.evaluates and step == case.warmup:
@@ -541,6 +564,7 @@ def _config(case: Case, graphs: bool):
         deterministic_mode=False,
         **moe,
     )
+    config.cuda_graph_max_captures = case.max_captures
     if case.positions == "yarn":
         vars(config).update(YARN)  # megatron.training sets them as attributes too
     config.cuda_graph_packed_sequences = case.packed or None
@@ -666,17 +690,19 @@ def _batches(case: Case, step: int):
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    microbatches = case.microbatches_of(step)
-    count = case.micro_batch * microbatches * ranks
+    if case.later_on_one_rank and rank != ranks - 1:
+        case = replace(case, sequences_later=(), micro_batches_later=())
+    microbatches, size = case.microbatches_of(step), case.micro_batch_of(step)
+    count = size * microbatches * ranks
     sequence = case.sequence_of(step)
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, VOCABULARY, (count, sequence + 1), generator=generator)
-    tokens = tokens.view(ranks, microbatches, case.micro_batch, sequence + 1)[rank]
+    tokens = tokens.view(ranks, microbatches, size, sequence + 1)[rank]
     mask = torch.triu(torch.ones(sequence, sequence, dtype=torch.bool), 1)
-    positions = torch.arange(sequence).expand(case.micro_batch, -1)
+    positions = torch.arange(sequence).expand(size, -1)
     for microbatch in tokens:
         if case.positions == "mrope":  # other positions in every micro-batch, as images in a text give
-            steps = torch.randint(1, 4, (3, case.micro_batch, sequence), generator=generator)
+            steps = torch.randint(1, 4, (3, size, sequence), generator=generator)
             positions = steps.cumsum(-1)
         packed = None
         if case.packed:
@@ -688,7 +714,7 @@ def _batches(case: Case, step: int):
             "tokens": microbatch[:, :-1].contiguous().cuda(),
             "labels": microbatch[:, 1:].contiguous().cuda(),
             "position_ids": positions.contiguous().cuda(),
-            "attention_mask": mask.expand(case.micro_batch, 1, -1, -1).contiguous().cuda(),
+            "attention_mask": mask.expand(size, 1, -1, -1).contiguous().cuda(),
         }
         group = parallel_state.get_context_parallel_group()
         if group.size() > 1:
