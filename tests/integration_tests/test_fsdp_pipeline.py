@@ -59,7 +59,7 @@ def assert_bit_equal(case, result):
     case = SIZES | case
     slots = case["layers"] // 2 * case["microbatches"]  # of the layers of a stage
     assert result["graphs"] == slots
-    assert result["replays"][-1] == 2 * slots
+    assert result["replays"] == 2 * slots
 
 
 @pytest.mark.parametrize("case", ONE_RANK, ids=name_of)
@@ -78,7 +78,7 @@ def test_after_a_failure_on_one_rank_all_stages_go_on_without_graphs(case, ranks
     result = request.getfixturevalue(ranks)[name_of(case)]
     assert not result["error"]
     assert result["differences"] == []
-    assert result["graphs"] == sum(result["replays"]) == 0
+    assert result["graphs"] == result["replays"] == 0
 
 
 def test_a_replay_that_does_nothing_changes_the_loss(one_rank):

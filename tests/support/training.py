@@ -171,14 +171,19 @@ class Trace:
         grad_norms: Per step; -1 where the optimizer skipped it.
         shards: What the optimizer owns at the end, in its order: local shards of the parameters.
         graphs: How many layer graphs there were.
-        replays: Per step, how often CUDA graphs of layers were replayed.
+        step_replays: Per step, how often CUDA graphs of layers were replayed.
     """
 
     losses: list[float]
     grad_norms: list[float]
     shards: list[torch.Tensor]
     graphs: int = 0
-    replays: list[int] = field(default_factory=list)
+    step_replays: list[int] = field(default_factory=list)
+
+    @property
+    def replays(self) -> int:
+        """How often CUDA graphs of layers were replayed in the last step."""
+        return self.step_replays[-1]
 
     def differences(self, other: "Trace") -> list[str]:
         """Say where ``other`` differs, bit for bit; empty if nowhere."""
@@ -231,7 +236,7 @@ class Training:
         self.losses: list[float] = []
         self.grad_norms: list[float] = []
         self.replayed: list[Any] = []  # CUDA graphs, in the last step
-        self.replays: list[int] = []  # of layers, in each step
+        self.step_replays: list[int] = []  # of layers, in each step
 
     def _set_microbatches(self, step: int) -> None:
         from megatron.core import num_microbatches_calculator as calculator
@@ -366,7 +371,7 @@ class Training:
             with mock.patch.object(torch.cuda.CUDAGraph, "replay", _noting_replays(self.replayed)):
                 reduced = self._run_passes(number)
             ours = set(map(id, _cuda_graphs(self.layers, self.helper)))
-            self.replays.append(sum(id(graph) in ours for graph in self.replayed))
+            self.step_replays.append(sum(id(graph) in ours for graph in self.replayed))
             _, grad_norm, _ = self.optimizer.step()
             # only the last pipeline stage has losses
             loss = torch.stack([item["loss"] for item in reduced]).mean() if reduced else torch.zeros((), device="cuda")
@@ -410,7 +415,7 @@ class Training:
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         shards = [getattr(param, "_local_tensor", param).detach().clone().cpu() for param in params]
         graphs = _local_graphs(self.layers) if self.case.local else _layer_graphs(self.layers)
-        return Trace(self.losses, self.grad_norms, shards, graphs, self.replays)
+        return Trace(self.losses, self.grad_norms, shards, graphs, self.step_replays)
 
 
 def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | None = None) -> Trace:

@@ -46,7 +46,7 @@ def test_how_many_captures_there_are_may_be_given():
 def test_a_number_of_captures_needs_graphs_that_are_captured_again():
     args = parsed("--cuda-graph-max-captures", "2")
     args.cuda_graph_impl = "local"
-    with pytest.raises(ValueError, match="--cuda-graph-max-captures needs .* transformer_engine, got local: leave"):
+    with pytest.raises(ValueError, match=r"--cuda-graph-max-captures needs .* transformer_engine, got local: leave"):
         own_options.check_arguments(args)
 
 
