@@ -446,6 +446,7 @@ class TECudaGraphHelper:
         except BaseException as error:
             if self._graphs_created:  # another rank has failed, or what comes after capture
                 self.delete_cuda_graphs()
+            self._changed_shapes = None
             failed = self._agreement.failed(error)
             if not isinstance(error, Exception):  # Ctrl-C
                 raise

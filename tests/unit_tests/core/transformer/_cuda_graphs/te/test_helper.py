@@ -612,6 +612,19 @@ def test_a_stage_captures_for_each_number_of_micro_batches_with_the_others_even_
     assert seen == [(1, has), (2, has), (2, has), (2, False), (2, False)]
 
 
+@pytest.mark.usefixtures("cpu_backend")
+def test_after_a_failed_capture_shapes_are_not_compared():
+    def fail():
+        capturing._changed_shapes = mock.Mock()  # as layers that are given graphs do
+        raise Failure
+
+    capturing = CapturingHelper(fail)
+    capturing.config.cuda_graph_fallback = "eager"
+    capturing.create_cudagraphs()
+    assert capturing._changed_shapes is None
+    assert capturing.capture_finished()
+
+
 @pytest.mark.parametrize("asks", [TECudaGraphHelper.capture_finished, TECudaGraphHelper.graphs_created])
 def test_before_there_are_graphs_there_is_nothing_to_capture_again(asks):
     assert not asks(helper(_capture_finished=False, _graphs_created=False))
