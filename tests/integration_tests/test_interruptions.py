@@ -15,7 +15,7 @@ MANY = 24  # steps: the signal comes before the last
     "flags",
     [
         "--iterations-to-skip 2 6",  # before and after the capture
-        "--rampup-batch-size 4 4 24",  # two micro-batches a step instead of one from step 7 on
+        "--step-batch-size-schedule 0:4,768:8",  # two micro-batches instead of one from step 7 on, after 768 tokens
     ],
 )
 def test_a_run_with_these_flags_is_equal_to_an_eager_one(tmp_path, flags):

@@ -123,7 +123,7 @@ def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to
     start, error, differences = time.perf_counter(), "", []
     graphed = None
     try:
-        same_eager = replace(case, modules=(), layers_per_graph=0, local=False)
+        same_eager = replace(case, modules=(), layers_per_graph=0, local=False, max_captures=8)
         if same_eager not in eager:
             eager[same_eager] = train(same_eager, graphs=False)
         graphed = train(case, graphs=True, at_capture=CONTROLS[control] if control else None)
@@ -150,6 +150,7 @@ def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to
         "graphs": graphed.graphs if graphed else 0,
         "replays": graphed.replays if graphed else 0,
         "evaluation_replays": graphed.evaluation_replays if graphed else [],
+        "step_replays": graphed.step_replays if graphed else [],
         "losses": graphed.losses if graphed else [],
         "grad_norms": graphed.grad_norms if graphed else [],
         "seconds": time.perf_counter() - start,

@@ -29,11 +29,13 @@ FLAGS = """
     --no-gradient-accumulation-fusion --distributed-backend gloo --no-persist-layer-norm --no-masked-softmax-fusion
     --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion --no-gradient-reduce-div-fusion
     --transformer-impl local --num-layers 3 --hidden-size 64 --num-attention-heads 4 --position-embedding-type rope
-    --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2 --global-batch-size 8
+    --seq-length 32 --max-position-embeddings 32 --micro-batch-size 2
     --bf16 --attention-dropout 0.1 --hidden-dropout 0.1 --te-rng-tracker --seed 1234 --lr 1e-3
     --lr-decay-style constant --clip-grad 1.0 --tokenizer-type NullTokenizer --vocab-size 255
     --split 90,10,0 --eval-iters 0 --eval-interval 1000 --log-interval 1 --num-workers 0
 """
+BATCH = "--global-batch-size 8"
+SCHEDULE = "--step-batch-size-schedule"  # in the place of BATCH, where flags have it
 GRAPHS = {False: "--cuda-graph-impl none", True: "--cuda-graph-impl transformer_engine"}
 TIMEOUT = 240  # seconds
 GRACE = 30  # seconds
@@ -54,8 +56,9 @@ class Pretraining:
 
     def __init__(self, folder: Path, flags: str, *, graphs: bool, data: str = "--mock-data"):
         self._metrics, self.log = folder / "metrics.jsonl", folder / "log"
+        batch = "" if SCHEDULE in flags else BATCH
         self.log.touch()
-        arguments = f"{SCRIPT} {FLAGS} {GRAPHS[graphs]} {data} {flags}".split()
+        arguments = f"{SCRIPT} {FLAGS} {batch} {GRAPHS[graphs]} {data} {flags}".split()
         context = get_context("forkserver")
         context.set_forkserver_preload([PRELOADED])
         environment = os.environ | OWN | {"STEP_METRICS_PATH": str(self._metrics)}

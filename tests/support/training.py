@@ -8,7 +8,7 @@ import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -71,6 +71,10 @@ class Case:
         evaluates: Whether an evaluation follows the step after capture.
         evaluates_often: Whether evaluations come right before capture, right after it, and after each step.
         evaluated_sequence: How many tokens the sequences of evaluation have; 0 for as many as in training.
+        micro_batches_later: The same for sequences in a micro-batch.
+        turn: Steps that each of these lasts.
+        later_on_one_rank: Whether they are those of the last data-parallel rank only.
+        max_captures: How many times graphs are captured, as shapes or numbers of micro-batches change.
         optimizer_graph: Whether the optimizer's step is captured too; eager runs get the same optimizer.
         local: Whether graphs are those of ``cuda_graph_impl="local"``: the first step is recorded.
         steps: Optimizer steps.
@@ -116,6 +120,10 @@ class Case:
     sequence: int = 32
     micro_batch: int = 2
     sequences_later: tuple[int, ...] = ()
+    micro_batches_later: tuple[int, ...] = ()
+    turn: int = 1
+    later_on_one_rank: bool = False
+    max_captures: int = 8
     evaluates: bool = False
     evaluates_often: bool = False
     evaluated_sequence: int = 0
@@ -142,14 +150,21 @@ class Case:
         """How many tokens the sequences of ``step`` have."""
         if step >= EVALUATION:
             return self.evaluated_sequence or self.sequence
-        later = self.sequences_later
-        return later[step % len(later)] if later and step > self.warmup else self.sequence
+        return self._taking_turns(self.sequences_later, step) or self.sequence
+
+    def micro_batch_of(self, step: int) -> int:
+        """How many sequences the micro-batches of ``step`` have."""
+        return self._taking_turns(self.micro_batches_later, step) or self.micro_batch
+
+    def _taking_turns(self, later: tuple[int, ...], step: int) -> int:
+        since = step - self.warmup - 1
+        return later[since // self.turn % len(later)] if later and since >= 0 else 0
 
     def __str__(self) -> str:
         changed = [
-            f"{field.name}={getattr(self, field.name)}"
-            for field in dataclasses.fields(self)
-            if getattr(self, field.name) != field.default
+            f"{each.name}={getattr(self, each.name)}"
+            for each in dataclasses.fields(self)
+            if getattr(self, each.name) != each.default
         ]
         return " ".join(changed) or "default"
 
@@ -163,7 +178,7 @@ class Trace:
         grad_norms: Per step; -1 where the optimizer skipped it.
         shards: What the optimizer owns at the end, in its order: local shards of the parameters.
         graphs: How many layer graphs there were.
-        replays: How often CUDA graphs of layers were replayed in the last step.
+        step_replays: Per step, how often CUDA graphs of layers were replayed.
         evaluations: The losses of each micro-batch of each evaluation.
         evaluation_replays: For each evaluation how often graphs of layers for evaluation were replayed.
     """
@@ -172,9 +187,14 @@ class Trace:
     grad_norms: list[float]
     shards: list[torch.Tensor]
     graphs: int = 0
-    replays: int = 0
+    step_replays: list[int] = field(default_factory=list)
     evaluations: list[list[float]] = field(default_factory=list)
     evaluation_replays: list[int] = field(default_factory=list)
+
+    @property
+    def replays(self) -> int:
+        """How often CUDA graphs of layers were replayed in the last step."""
+        return self.step_replays[-1]
 
     def differences(self, other: "Trace") -> list[str]:
         """Say where ``other`` differs, bit for bit; empty if nowhere."""
@@ -211,7 +231,7 @@ class Training:
         model_parallel_cuda_manual_seed(
             1234, te_rng_tracker=case.transformer_engine, use_cudagraphable_rng=True, force_reset_rng=True
         )
-        self._set_microbatches(case.microbatches)
+        self._set_microbatches(0)
         self.config = _config(case, graphs)
         self.stream = torch.cuda.Stream()
         with torch.cuda.stream(self.stream):
@@ -229,14 +249,15 @@ class Training:
         self.replayed: list[Any] = []  # CUDA graphs, in the last step
         self.evaluations: list[list[float]] = []
         self.evaluation_replays: list[int] = []
+        self.step_replays: list[int] = []  # of layers, in each step
 
-    def _set_microbatches(self, count: int) -> None:
+    def _set_microbatches(self, step: int) -> None:
         from megatron.core import num_microbatches_calculator as calculator
         from megatron.core import parallel_state
 
         calculator.unset_num_microbatches_calculator()
         ranks = parallel_state.get_data_parallel_world_size()
-        size = self.case.micro_batch
+        size, count = self.case.micro_batch_of(step), self.case.microbatches_of(step)
         calculator.init_num_microbatches_calculator(0, None, size * ranks * count, size, ranks)
 
     def _wrapped_chunks(self) -> list[torch.nn.Module]:
@@ -342,19 +363,27 @@ class Training:
         if first_step_done:
             self._gather_in_hooks(True)
 
+    def capture_finished(self) -> bool:
+        """Ask the helper before a step, as megatron.training does."""
+        self._set_microbatches(len(self.losses))
+        with torch.cuda.stream(self.stream), mock.patch.dict(os.environ, self.case.environment):
+            finished: bool = self.helper.capture_finished()
+        return finished
+
     def step(self) -> None:
         """Train one step."""
         from megatron.core import parallel_state
 
         with torch.cuda.stream(self.stream):
             number = len(self.losses)
-            self._set_microbatches(self.case.microbatches_of(number))
+            self._set_microbatches(number)
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
             self.optimizer.zero_grad()
             self.replayed = []
             with mock.patch.object(torch.cuda.CUDAGraph, "replay", _noting_replays(self.replayed)):
                 reduced = self._run_passes(number)
+            self.step_replays.append(_number_of(self.replayed, _cuda_graphs(self.layers, self.helper)))
             _, grad_norm, _ = self.optimizer.step()
             # only the last pipeline stage has losses
             loss = torch.stack([item["loss"] for item in reduced]).mean() if reduced else torch.zeros((), device="cuda")
@@ -377,7 +406,7 @@ class Training:
             model=self.chunks,
             num_microbatches=self.case.microbatches_of(step),
             seq_length=self.case.sequence_of(step),
-            micro_batch_size=self.case.micro_batch,
+            micro_batch_size=self.case.micro_batch_of(step),
             forward_only=forward_only,
         )
 
@@ -402,9 +431,8 @@ class Training:
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         shards = [getattr(param, "_local_tensor", param).detach().clone().cpu() for param in params]
         graphs = _local_graphs(self.layers) if self.case.local else _layer_graphs(self.layers)
-        replays = _number_of(self.replayed, _cuda_graphs(self.layers, self.helper))
         of_evaluations = self.evaluations, self.evaluation_replays
-        return Trace(self.losses, self.grad_norms, shards, graphs, replays, *of_evaluations)
+        return Trace(self.losses, self.grad_norms, shards, graphs, self.step_replays, *of_evaluations)
 
 
 def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | None = None) -> Trace:
@@ -427,7 +455,7 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
             first = step == case.warmup
             if first and case.evaluates_often:
                 training.evaluate()
-            if first and by_helper:
+            if by_helper and not training.capture_finished() and first:
                 training.capture(at_capture or (lambda training: training.helper.create_cudagraphs()))
             if first and case.evaluates_often:
                 training.evaluate()
@@ -574,6 +602,7 @@ def _config(case: Case, graphs: bool):
         deterministic_mode=False,
         **moe,
     )
+    config.cuda_graph_max_captures = case.max_captures
     if case.positions == "yarn":
         vars(config).update(YARN)  # megatron.training sets them as attributes too
     config.cuda_graph_packed_sequences = case.packed or None
@@ -699,17 +728,19 @@ def _batches(case: Case, step: int):
     from megatron.core.utils import get_batch_on_this_cp_rank
 
     ranks, rank = parallel_state.get_data_parallel_world_size(), parallel_state.get_data_parallel_rank()
-    microbatches = case.microbatches_of(step)
-    count = case.micro_batch * microbatches * ranks
+    if case.later_on_one_rank and rank != ranks - 1:
+        case = replace(case, sequences_later=(), micro_batches_later=())
+    microbatches, size = case.microbatches_of(step), case.micro_batch_of(step)
+    count = size * microbatches * ranks
     sequence = case.sequence_of(step)
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(0, VOCABULARY, (count, sequence + 1), generator=generator)
-    tokens = tokens.view(ranks, microbatches, case.micro_batch, sequence + 1)[rank]
+    tokens = tokens.view(ranks, microbatches, size, sequence + 1)[rank]
     mask = torch.triu(torch.ones(sequence, sequence, dtype=torch.bool), 1)
-    positions = torch.arange(sequence).expand(case.micro_batch, -1)
+    positions = torch.arange(sequence).expand(size, -1)
     for microbatch in tokens:
         if case.positions == "mrope":  # other positions in every micro-batch, as images in a text give
-            steps = torch.randint(1, 4, (3, case.micro_batch, sequence), generator=generator)
+            steps = torch.randint(1, 4, (3, size, sequence), generator=generator)
             positions = steps.cumsum(-1)
         packed = None
         if case.packed:
@@ -721,7 +752,7 @@ def _batches(case: Case, step: int):
             "tokens": microbatch[:, :-1].contiguous().cuda(),
             "labels": microbatch[:, 1:].contiguous().cuda(),
             "position_ids": positions.contiguous().cuda(),
-            "attention_mask": mask.expand(case.micro_batch, 1, -1, -1).contiguous().cuda(),
+            "attention_mask": mask.expand(size, 1, -1, -1).contiguous().cuda(),
         }
         group = parallel_state.get_context_parallel_group()
         if group.size() > 1:

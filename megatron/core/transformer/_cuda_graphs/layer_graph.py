@@ -9,6 +9,7 @@ import torch
 
 from megatron.core.utils import log_single_rank
 
+from .eager_passes import EagerPasses
 from .engine.addresses import AddressGuard
 from .errors import ArgumentError
 from .expected_inputs import ExpectedInputs
@@ -50,8 +51,8 @@ class LayerGraph:
         guard: Checked at the first micro-batch of each step; None for no check.
         recorded_hooks: How many hooks the layer has, if the graphs hold what they do, and further layers: they do not
             run at replays. None if they do.
-        eager_shapes: Shapes of the hidden states in passes that ran eagerly, one set for all layers; None if a pass of
-            another shape than at capture may not run eagerly.
+        eager_passes: Counts passes of another shape than at capture, which run eagerly, one for all layers; None if
+            they may not run eagerly.
         packed: What the graphs do with packed sequences; None if there are none, or they are none of their business.
 
     Attributes:
@@ -74,12 +75,12 @@ class LayerGraph:
         keeps_values: bool = False,
         guard: AddressGuard | None = None,
         recorded_hooks: int | None = None,
-        eager_shapes: set[torch.Size] | None = None,
+        eager_passes: EagerPasses | None = None,
         packed: PackedUse | None = None,
     ):
-        self._eager_shapes = set() if eager_shapes is None else eager_shapes
+        self._eager_passes = EagerPasses() if eager_passes is None else eager_passes
         self._shape = sample_args[0].shape if sample_args else None
-        self.asked_before_calls = None if eager_shapes is None else self._shape, recorded_hooks, packed
+        self.asked_before_calls = None if eager_passes is None else self._shape, recorded_hooks, packed
         self.name = name
         self._graphed = graphed
         self._num_args = len(sample_args)
@@ -105,17 +106,16 @@ class LayerGraph:
         return self.replay(args, kwargs)
 
     def warn_of_shape(self, shape: torch.Size) -> None:
-        """Warn that a pass whose hidden states have another ``shape`` runs eagerly, once for each shape.
+        """Note that a pass whose hidden states have another ``shape`` runs eagerly; warn of it once for each shape.
 
         So it does in every layer of the model, as hidden states keep their shape from one layer to the next.
         """
-        if shape not in self._eager_shapes:
-            self._eager_shapes.add(shape)
+        if self._eager_passes.note(shape[0], shape[1]):
             log_single_rank(
                 logger,
                 logging.WARNING,
                 f"{self.name} was captured with hidden_states of {tuple(self._shape or ())}. Passes with "
-                f"{tuple(shape)} run eagerly, in all layers{_ADVICE}",
+                f"{tuple(shape)} run eagerly, in all layers{self._eager_passes.outlook}",
             )
 
     def replay(self, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,8 +1,8 @@
 """Flags of per-layer CUDA graphs that megatron-core does not have: ``--cuda-graph-fallback``,
-``--cuda-graph-layers-per-graph`` and ``--cuda-graph-packed-sequences``.
+``--cuda-graph-layers-per-graph``, ``--cuda-graph-packed-sequences`` and ``--cuda-graph-max-captures``.
 
-A configuration has them as attributes ``cuda_graph_fallback``, ``cuda_graph_layers_per_graph`` and
-``cuda_graph_packed_sequences``, or lacks them.
+A configuration has them as attributes ``cuda_graph_fallback``, ``cuda_graph_layers_per_graph``,
+``cuda_graph_packed_sequences`` and ``cuda_graph_max_captures``, or lacks them.
 """
 
 import argparse
@@ -12,8 +12,12 @@ from typing import Any, Literal
 FALLBACKS = ("error", "eager")
 LAYERS_VARIABLE = "MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH"
 WHOLE_MODEL: Literal["model"] = "model"
+CAPTURES_FLAG = "--cuda-graph-max-captures"
 _LAYERS_FLAG = "--cuda-graph-layers-per-graph"
 PACKED_FLAG = "--cuda-graph-packed-sequences"
+# A schedule of sequence lengths or batch sizes has a handful of stages; what changes more often would gain little from
+# graphs, and each capture takes seconds.
+_MAX_CAPTURES = 8
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
@@ -41,6 +45,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "packed in a micro-batch, at most N of them. Whoever makes the batches pads PackedSeqParams to N sequences, by "
         "megatron.core.packed_seq_params.pad_packed_seq_params.",
     )
+    group.add_argument(
+        CAPTURES_FLAG,
+        type=int,
+        default=_MAX_CAPTURES,
+        metavar="N",
+        help="With --cuda-graph-impl transformer_engine: how many times graphs are captured, the first time included, "
+        "as training changes to other sequence lengths, micro-batch sizes or, under pipeline parallelism, numbers of "
+        f"micro-batches (default: {_MAX_CAPTURES}). From then on what the graphs do not fit runs eagerly.",
+    )
     return parser
 
 
@@ -57,6 +70,10 @@ def check_arguments(args: Any) -> None:
             f"--cuda-graph-fallback {fallback} needs --cuda-graph-impl transformer_engine, got "
             f"{args.cuda_graph_impl}: leave it out"
         )
+    if max_captures(args) != _MAX_CAPTURES and args.cuda_graph_impl != "transformer_engine":
+        raise ValueError(
+            f"{CAPTURES_FLAG} needs --cuda-graph-impl transformer_engine, got {args.cuda_graph_impl}: leave it out"
+        )
     given = getattr(args, "cuda_graph_layers_per_graph", None)
     if given is None:
         return
@@ -72,6 +89,19 @@ def give_to_config(args: Any, config: Any) -> None:
     config.cuda_graph_fallback = getattr(args, "cuda_graph_fallback", FALLBACKS[0])
     config.cuda_graph_layers_per_graph = getattr(args, "cuda_graph_layers_per_graph", None)
     config.cuda_graph_packed_sequences = getattr(args, "cuda_graph_packed_sequences", None)
+    config.cuda_graph_max_captures = max_captures(args)
+
+
+def max_captures(options: Any) -> int:
+    """How many times graphs are captured, the first time included, according to flags or a configuration.
+
+    Raises:
+        ValueError: not a positive integer; names the flag.
+    """
+    given: int = getattr(options, "cuda_graph_max_captures", _MAX_CAPTURES)
+    if given < 1:
+        raise ValueError(f"{CAPTURES_FLAG} must be 1 or more, the first capture included, got {given}")
+    return given
 
 
 def layers_per_graph(config: Any) -> int | Literal["model"] | None:

@@ -21,7 +21,7 @@ LAYERS = (
     {
         f"{PACKAGE}.{name}"
         for name in (
-            *("state", "errors", "own_options", "expected_inputs", "hooks", "packed_sequences"),
+            *("state", "errors", "own_options", "expected_inputs", "eager_passes", "hooks", "packed_sequences"),
             *("evaluation_mode", "dispatcher_state"),
             *("flag_options", "flag_row", "flag_table", "fsdp_checks"),
         )

@@ -19,6 +19,7 @@ from megatron.core.utils import log_on_each_pipeline_stage, log_single_rank
 from megatron_fsdp_cuda_graphs.allocator_check import allocator_problem
 
 from .. import state
+from ..eager_passes import EagerPasses
 from ..engine.addresses import AddressGuard
 from ..engine.chain import Chain
 from ..engine.memory import release_cached_memory
@@ -30,10 +31,11 @@ from ..errors import ArgumentError, CallOrderError, CaptureFailedError, OptionsE
 from ..fsdp_checks import check_fsdp_options
 from ..hooks import extracted_hooks, number_of_hooks
 from ..layer_graph import LayerGraph, LayerGraphs, static_inputs
-from ..own_options import FALLBACKS, WHOLE_MODEL, layers_per_graph
+from ..own_options import CAPTURES_FLAG, FALLBACKS, WHOLE_MODEL, layers_per_graph, max_captures
 from .address_guard import GuardedLayer, guard_layers
 from .agreement import CaptureAgreement
 from .backends import choose_backend
+from .changed_shapes import STEPS, ChangedShapes
 from .consecutive_layers import consecutive
 from .evaluation import EvaluationGraphs
 from .layers import _layer_is_graphable, decoder_layers, language_model_of, mtp_layers
@@ -61,12 +63,14 @@ class TECudaGraphHelper:
 
     ``create_cudagraphs`` captures; ``cuda_graph_set_manual_hooks`` then gives layers under ``DistributedDataParallel``
     the hooks that gather parameters before a replay. Under Megatron-FSDP the layers' own hooks do that.
+    ``capture_finished``, which training loops ask before each step, captures again where steps have changed.
 
     Args:
         model: The model's chunks, wrapped as for training; one chunk without virtual pipeline stages.
         config: The model's ``TransformerConfig``, with ``cuda_graph_impl="transformer_engine"``. An attribute
             ``cuda_graph_fallback`` of it, ``error`` if there is none, says what a failed capture does: ``error`` raises
-            CaptureFailedError, ``eager`` warns, and training goes on without graphs.
+            CaptureFailedError, ``eager`` warns, and training goes on without graphs. Another one,
+            ``cuda_graph_max_captures``, says how often ``create_cudagraphs`` and ``capture_finished`` capture together.
         seq_length: Tokens in a sequence.
         micro_batch_size: Sequences in a micro-batch.
         optimizers: Their gradients are zeroed after capture.
@@ -86,6 +90,10 @@ class TECudaGraphHelper:
     _evaluation: Sequence[EvaluationGraphs] = ()
     _gradients_are_zeroed = True  # by capture
     _every_stage_captures = True  # each pipeline stage has a helper of this class
+    _may_capture_again = True
+    _recaptures = 0  # for changed steps
+    _captured_microbatches: int | None = None  # of the steps that graphs are for; None for any number
+    _changed_shapes: ChangedShapes | None = None  # None if they are kept for all shapes
 
     def __init__(
         self,
@@ -103,6 +111,7 @@ class TECudaGraphHelper:
         if getattr(config, "cuda_graph_fallback", "error") not in FALLBACKS:
             raise OptionsError(f"--cuda-graph-fallback must be one of {FALLBACKS}, got {config.cuda_graph_fallback!r}")
         layers_per_graph(config)
+        max_captures(config)
         if problem := allocator_problem():
             raise OptionsError(problem)
         self.model, self.optimizers = model, optimizers
@@ -156,7 +165,23 @@ class TECudaGraphHelper:
         return model, layers
 
     def capture_finished(self) -> bool:
-        """Whether ``create_cudagraphs`` has run, even if there were no layers to capture."""
+        """Whether ``create_cudagraphs`` has run, even if there were no layers to capture.
+
+        A training loop asks on all ranks before each step, as Megatron's does. Where there are graphs that the coming
+        step or the last ones do not fit, this deletes them and captures again, gradients are zero, and layers under
+        ``DistributedDataParallel`` have their hooks:
+
+        - Under pipeline parallelism: the number of micro-batches is another.
+        - All ranks have trained with one other shape for ``changed_shapes.STEPS`` steps or more.
+
+        It does so ``config.cuda_graph_max_captures - 1`` times. From then on graphs are kept for their shape, and
+        deleted for good if the number of micro-batches changes.
+
+        Raises:
+            CaptureFailedError: as ``create_cudagraphs``.
+        """
+        if self._capture_finished:
+            self._fit_coming_step()
         return self._capture_finished
 
     def graphs_created(self) -> bool:
@@ -387,6 +412,8 @@ class TECudaGraphHelper:
         """Release cached memory and log how long capture took."""
         release_cached_memory()
         self._capture_finished = True
+        if not self._one_graph_serves_all():
+            self._captured_microbatches = get_num_microbatches()
         captured = f"{sum(len(layer.cuda_graphs) for layer in self.flattened_callables)} layer graphs"
         if self.model_graphs is not None:
             captured = "the whole model"
@@ -422,6 +449,7 @@ class TECudaGraphHelper:
         except BaseException as error:
             if self._graphs_created:  # another rank has failed, or what comes after capture
                 self.delete_cuda_graphs()
+            self._changed_shapes = None
             failed = self._agreement.failed(error)
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
@@ -456,6 +484,71 @@ class TECudaGraphHelper:
             raise
         finally:
             self._leave_capture_mode()
+
+    def _fit_coming_step(self) -> None:
+        """Capture again, or delete the graphs, if the coming step or the last ones do not fit them."""
+        if self._captured_microbatches is not None:
+            if get_num_microbatches() != self._captured_microbatches:
+                self._change_microbatches(get_num_microbatches())
+        elif self._changed_shapes is not None:
+            shape = self._changed_shapes.before_step(get_num_microbatches())
+            if shape is not None:
+                tokens, self.micro_batch_size = shape
+                self.seq_length = tokens * self.seq_length // self._captured_tokens
+                self._capture_again(f"sequences of {self.seq_length} tokens, {self.micro_batch_size} in a micro-batch")
+
+    def _change_microbatches(self, microbatches: int) -> None:
+        if self._captures_left():
+            self._capture_again(f"steps of {microbatches} micro-batches, not {self._captured_microbatches}")
+        elif self._may_capture_again:
+            log_single_rank(
+                logger,
+                logging.WARNING,
+                f"steps of {microbatches} micro-batches, and all that follow, run eagerly{self._no_capture_left()}",
+            )
+            if self._graphs_created:
+                self.delete_cuda_graphs()
+            self._captured_microbatches = None
+            self._capture_finished = True  # or the caller would capture
+
+    def _captures_left(self) -> bool:
+        return self._may_capture_again and self._recaptures + 1 < max_captures(self.config)
+
+    def _no_capture_left(self) -> str:
+        return f", as graphs have been captured as often as {CAPTURES_FLAG} {max_captures(self.config)} allows"
+
+    def _capture_again(self, steps: str) -> None:
+        """Capture for changed ``steps``, between two of them, in place of the graphs that there are."""
+        log_single_rank(logger, logging.INFO, f"CUDA graphs are captured again, for {steps}")
+        self._recaptures += 1
+        with ExitStack() as stack:
+            gathering = [chunk for chunk in self.model if getattr(chunk, "remove_forward_pre_hook_handles", None)]
+            for chunk in gathering:  # DistributedDataParallel with --overlap-param-gather
+                chunk.disable_forward_pre_hook(param_sync=False)
+                stack.callback(chunk.enable_forward_pre_hook)
+            if self._graphs_created:
+                self.delete_cuda_graphs()
+            self._capture_finished = False  # a stage without layers has no graphs, and captures with the others
+            self.create_cudagraphs()
+        if gathering and self._graphs_created:
+            self.cuda_graph_set_manual_hooks()
+
+    def _watch_eager_passes(self, tokens: int, calls: int) -> EagerPasses:
+        """Return what counts passes of other shapes than that of the graphs that are about to be attached.
+
+        Args:
+            tokens: Tokens of a sequence in that shape, on this rank.
+            calls: How often it is told of one micro-batch.
+        """
+        self._captured_tokens = tokens
+        if not self._may_capture_again:
+            return EagerPasses()
+        if not self._captures_left():
+            return EagerPasses(self._no_capture_left())
+        passes = EagerPasses(f", until all steps have had one shape, {STEPS} or more: then graphs are captured for it")
+        groups = (self.tp_group, self.dp_cp_group)
+        self._changed_shapes = ChangedShapes(passes, calls, groups, get_num_microbatches())
+        return passes
 
     @property
     def _falls_back(self) -> bool:
@@ -501,6 +594,7 @@ class TECudaGraphHelper:
             self.seq_length,
             self.micro_batch_size,
             self._num_warmup_iterations(),
+            self._watch_eager_passes(tokens=self.seq_length, calls=1),
         )
 
     def _capture_layers(self) -> None:
@@ -542,7 +636,9 @@ class TECudaGraphHelper:
         guards = self._guards(graphs, samples, arguments.get("chains", ()))
         absent = default_kwargs(layers, sample_kwargs)
         given: dict[int, torch.Tensor | None] = {}
-        eager_shapes: set[torch.Size] | None = set() if self._may_run_eagerly() else None
+        eager_passes = None
+        if self._may_run_eagerly():
+            eager_passes = self._watch_eager_passes(tokens=sample_args[0][0].shape[0], calls=len(layers))
         slots_of = self._slots()
         first_of = {index: chain.members[0] for chain in arguments.get("chains", ()) for index in chain.members}
         for index, (layer, slots) in enumerate(zip(layers, slots_of, strict=True)):
@@ -560,7 +656,7 @@ class TECudaGraphHelper:
                     keeps_values=len(self.model) > 1,  # only the first and the last chunk of a model read batches
                     guard=guards[index],
                     recorded_hooks=number_of_hooks(layer) if index in first_of else None,
-                    eager_shapes=eager_shapes,
+                    eager_passes=eager_passes,
                     packed=packed_use(layer),
                 )
                 for slot, keyword_slot in zip(slots, keywords, strict=True)
@@ -667,6 +763,7 @@ class TECudaGraphHelper:
         if self.model_graphs is not None:
             self.model_graphs.reset()
             self.model_graphs = None
+        self._changed_shapes = self._captured_microbatches = None
         self._detach_graphs()
         self._graphs_created = False
         self._capture_finished = False

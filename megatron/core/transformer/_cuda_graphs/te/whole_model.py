@@ -11,6 +11,7 @@ import torch
 
 from megatron.core.transformer.enums import AttnMaskType
 
+from ..eager_passes import EagerPasses
 from ..engine.whole_passes import WholePasses
 from ..expected_inputs import ExpectedInputs
 from ..hooks import has_other_hooks
@@ -101,20 +102,26 @@ class ModelGraphs:
         passes: Its graphs, captured.
         inputs: Their static inputs.
         kept: Tensors that the graphs read and others may let go of.
+        eager_passes: Counts calls for training with tensors of another shape than at capture.
 
     Attributes:
         passes: The graphs.
     """
 
     def __init__(
-        self, model: torch.nn.Module, passes: WholePasses, inputs: Mapping[str, torch.Tensor], kept: Sequence[Any]
+        self,
+        model: torch.nn.Module,
+        passes: WholePasses,
+        inputs: Mapping[str, torch.Tensor],
+        kept: Sequence[Any],
+        eager_passes: EagerPasses,
     ):
-        self.passes = passes
+        self.passes, self._eager_passes = passes, eager_passes
         self._model, self._kept = model, kept
         self._eager: Callable[..., Any] = model.forward
         self._order = list(inspect.signature(self._eager).parameters)
         self._names = list(inputs)
-        self._mask = inputs.get("attention_mask")
+        self._mask, self._shape = inputs.get("attention_mask"), inputs["labels"].shape
         self._mask_given = False
         self._expected = ExpectedInputs(type(model).__name__, list(inputs.values()), self._names.__getitem__)
         self._warned = False
@@ -129,7 +136,8 @@ class ModelGraphs:
     def _inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         """The inputs of a replay, in the order of the static ones; None if the graphs do not fit this call."""
         given = dict(zip(self._order, args, strict=False)) | kwargs
-        if given.get("labels") is None:
+        labels = given.get("labels")
+        if labels is None:
             return None
         inputs = [given.pop(name, None) for name in self._names]
         for name in _UNUSED:
@@ -143,11 +151,15 @@ class ModelGraphs:
         others = [name for name, value in given.items() if value is not None]
         if not others and self._expected.accepts(inputs):
             return inputs
+        reason = f"it was captured without {', '.join(others)}"
+        if not others:
+            reason = f"other tensors than at capture{self._eager_passes.outlook}"
+            if labels.shape != self._shape:
+                self._eager_passes.note(labels.shape[1], labels.shape[0])
         if not self._warned:
             self._warned = True
             logger.warning(
-                f"{type(self._model).__name__} runs eagerly where its CUDA graphs do not fit the call: "
-                + (f"it was captured without {', '.join(others)}" if others else "other tensors than at capture")
+                f"{type(self._model).__name__} runs eagerly where its CUDA graphs do not fit the call: {reason}"
             )
         return None
 
@@ -165,7 +177,7 @@ class ModelGraphs:
 
 
 def capture_whole_model(
-    model: Any, owner: Any, seq_length: int, micro_batch_size: int, num_warmup_iters: int
+    model: Any, owner: Any, seq_length: int, micro_batch_size: int, num_warmup_iters: int, eager_passes: EagerPasses
 ) -> ModelGraphs:
     """Capture the passes of ``model``, whose calls replay them from then on.
 
@@ -175,6 +187,7 @@ def capture_whole_model(
         seq_length: Tokens in a sequence.
         micro_batch_size: Sequences in a micro-batch.
         num_warmup_iters: How often both passes run before.
+        eager_passes: Counts calls for training with tensors of another shape.
     """
     # Imports TransformerEngine's wrappers, which import cuda_graphs, which imports this module.
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
@@ -191,4 +204,4 @@ def capture_whole_model(
     except BaseException:
         passes.reset()
         raise
-    return ModelGraphs(model, passes, inputs, kept)
+    return ModelGraphs(model, passes, inputs, kept, eager_passes)

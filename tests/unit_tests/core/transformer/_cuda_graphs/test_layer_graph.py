@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 
+from megatron.core.transformer._cuda_graphs.eager_passes import EagerPasses
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph, LayerGraphs
 
 
@@ -221,21 +222,28 @@ def test_an_input_that_requires_grad_and_did_not_at_capture_is_refused():
 # ------------------------------------------------------------------------------------------------------- other shapes
 
 
-def graph_with(eager_shapes):
-    return LayerGraph("layer 3", Graphed(), (HIDDEN,), {}, has_attention=True, eager_shapes=eager_shapes)
+def graph_with(eager_passes):
+    return LayerGraph("layer 3", Graphed(), (HIDDEN,), {}, has_attention=True, eager_passes=eager_passes)
 
 
 def test_a_shape_that_is_new_is_logged(caplog):
-    shapes: set[torch.Size] = set()
-    layers = [graph_with(shapes), graph_with(shapes)]
+    passes = EagerPasses(", until tomorrow")
+    layers = [graph_with(passes), graph_with(passes)]
     for graph in [*layers, *layers]:
         assert graph.asked_before_calls == (HIDDEN.shape, None, None)
         graph.warn_of_shape(HIDDEN[:4].shape)
     layers[0].warn_of_shape(HIDDEN[:2].shape)
     first, second = caplog.messages
     assert "captured with hidden_states of (8, 2, 4). Passes with (4, 2, 4) run eagerly" in first
-    assert "--seq-length, --micro-batch-size" in first
+    assert first.endswith("in all layers, until tomorrow")
     assert "(2, 2, 4)" in second
+
+
+def test_passes_of_another_shape_are_counted():
+    passes = EagerPasses()
+    for _ in range(3):
+        graph_with(passes).warn_of_shape(HIDDEN[:4].shape)
+    assert passes.shape_of_all(3) == (4, 2)
 
 
 def test_where_passes_may_not_run_eagerly_every_shape_is_given_to_the_graph():

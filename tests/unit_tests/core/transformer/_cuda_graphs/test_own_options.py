@@ -6,7 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.core.transformer._cuda_graphs import own_options
-from megatron.core.transformer._cuda_graphs.own_options import LAYERS_VARIABLE, layers_per_graph, packed_sequences
+from megatron.core.transformer._cuda_graphs.own_options import (
+    LAYERS_VARIABLE,
+    layers_per_graph,
+    max_captures,
+    packed_sequences,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +35,25 @@ def test_by_default_errors_are_raised_and_all_layers_share_a_graph():
     assert config().cuda_graph_fallback == "error"
     assert layers_per_graph(config()) is None
     assert layers_per_graph(SimpleNamespace()) is None
+    assert max_captures(config()) == max_captures(SimpleNamespace()) == 8
+
+
+def test_how_many_captures_there_are_may_be_given():
+    own_options.check_arguments(parsed("--cuda-graph-max-captures", "1"))
+    assert max_captures(config("--cuda-graph-max-captures", "3")) == 3
+
+
+def test_a_number_of_captures_needs_graphs_that_are_captured_again():
+    args = parsed("--cuda-graph-max-captures", "2")
+    args.cuda_graph_impl = "local"
+    with pytest.raises(ValueError, match=r"--cuda-graph-max-captures needs .* transformer_engine, got local: leave"):
+        own_options.check_arguments(args)
+
+
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_fewer_than_one_capture_is_refused(value):
+    with pytest.raises(ValueError, match=f"--cuda-graph-max-captures must be 1 or more, .* got {value}"):
+        own_options.check_arguments(parsed("--cuda-graph-max-captures", value))
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", 1), ("12", 12), ("model", "model")])

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
+from megatron_fsdp_cuda_graphs.overlay import upstream
 
 from .fsdp_dropped_collectives import drop_collectives
 from .fsdp_recorded_collectives import TO_GATHER
@@ -16,6 +17,8 @@ from .gradient_storages import GradientStorages
 
 if TYPE_CHECKING:
     from .fsdp_hooks import FsdpHooks
+
+TrainingState = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp").TrainingState
 
 
 class UnitChain:
@@ -44,6 +47,7 @@ class UnitChain:
         self._hooks, self._fsdp = hooks, hooks.fsdp
         self._params = frozenset(param for plan in plans.values() for param in plan.written)
         self._buckets = [bucket for unit in units.values() for bucket in unit.buckets]
+        self._submodules = [submodule for unit in units.values() for submodule in unit.submodules]
         groups = enumerate(self._fsdp.param_and_grad_buffer.parameter_groups)
         in_units = {bucket for bucket, group in groups if group.fsdp_unit_id is not None}
         self._holds_all_units = in_units == set(self._buckets)
@@ -123,8 +127,10 @@ class UnitChain:
             _check(address, address_in(buffer, dtype), "write gradients to")
 
     def after_backward(self) -> None:
-        """Note that the gradients of all units have been reduced."""
+        """Note that the gradients of all units have been reduced, and their backward pass is over."""
         self._hooks.awaiting_gradient -= self._params
+        for submodule in self._submodules:  # or the next eager pass would count as a recomputation
+            submodule.__dict__["_training_state"] = TrainingState.IDLE
 
     def collect(self, param: torch.nn.Parameter) -> bool:
         """Whether ``param``, whose gradient is complete, is kept until ``collected``."""

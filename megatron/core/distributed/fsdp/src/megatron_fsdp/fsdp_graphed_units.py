@@ -295,6 +295,10 @@ class GraphedUnits:
         """Whether ``module`` runs as a graph now, or is being captured."""
         return module in self._graphed_units and (self.capturing or _replays(module))
 
+    def runs_eagerly(self, module: torch.nn.Module) -> bool:
+        """Whether ``module`` has graphs and does not run as one now, as its inputs have another shape."""
+        return module in self._graphed_units and not self.capturing and module.training and not _replays(module)
+
     def parameters_gathered(self, module: torch.nn.Module, direction: Direction) -> None:
         """Record the addresses of the parameters of ``module`` at capture; compare them before a replay.
 

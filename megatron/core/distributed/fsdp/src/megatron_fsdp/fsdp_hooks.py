@@ -247,14 +247,16 @@ class FsdpHooks:
         gather = partial(
             self.fsdp.all_gather_and_wait_parameters_ready,
             self._parameters_to_gather(module, direction),
-            prefetch=prefetch,
             prefetch_order=PrefetchOrder.BACKWARD_PASS_ORDER if backward else PrefetchOrder.FORWARD_PASS_ORDER,
             bwd=backward,
         )
         if self.graphed.capturing:
-            self.graphed.joined_by_all_ranks(gather)
-        else:
-            gather()
+            self.graphed.joined_by_all_ranks(partial(gather, prefetch=prefetch))
+            return
+        if backward and self.graphed.runs_eagerly(module):
+            # Other ranks may replay, and gather the module before what they prefetch.
+            gather(prefetch=False)
+        gather(prefetch=prefetch)
 
     def _parameters_to_gather(
         self, module: torch.nn.Module, direction: Literal["forward", "backward"]

@@ -180,6 +180,7 @@ def helper_of_layers(layers, order, fusion=False):
         _order=lambda: PassOrder(order, [1] * len(layers), 1),
         _num_warmup_iterations=lambda: 1,
         _engine=choose_backend(),
+        _may_capture_again=False,
         _agreement=Alone(None, None),
     )
 
@@ -587,3 +588,43 @@ def test_passes_of_another_shape_run_eagerly_unless_replays_need_what_they_would
     plain = {"fp8": None, "fp4": None, "delay_wgrad_compute": False, "fine_grained_activation_offloading": False}
     options = config(**{**plain, "overlap_moe_expert_parallel_comm": False, "cuda_graph_modules": [], **changes})
     assert helper(config=options, pp_group=SimpleNamespace(size=lambda: stages))._may_run_eagerly() is allowed
+
+
+# --------------------------------------------------------------------------------------------------- changed steps
+
+
+@pytest.mark.usefixtures("cpu_backend")
+@pytest.mark.parametrize("layers", [0, 1])
+def test_a_stage_captures_for_each_number_of_micro_batches_with_the_others_even_without_layers(monkeypatch, layers):
+    coming = SimpleNamespace(microbatches=2)
+    monkeypatch.setattr(te_helper, "get_num_microbatches", lambda: coming.microbatches)
+    capturing = CapturingHelper(lambda: None, layers=layers)
+    capturing._one_graph_serves_all = lambda: False  # type: ignore[method-assign]
+    capturing._log = lambda level, message: None  # type: ignore[method-assign]
+    capturing.config.cuda_graph_max_captures = 2
+    capturing.model, capturing.callables_per_chunk = [], []
+    capturing.create_cudagraphs()
+    seen = []
+    for coming.microbatches in (2, 4, 4, 8, 8):
+        assert capturing.capture_finished()
+        seen.append((capturing.resets, capturing.graphs_created()))
+    has = layers > 0
+    assert seen == [(1, has), (2, has), (2, has), (2, False), (2, False)]
+
+
+@pytest.mark.usefixtures("cpu_backend")
+def test_after_a_failed_capture_shapes_are_not_compared():
+    def fail():
+        capturing._changed_shapes = mock.Mock()  # as layers that are given graphs do
+        raise Failure
+
+    capturing = CapturingHelper(fail)
+    capturing.config.cuda_graph_fallback = "eager"
+    capturing.create_cudagraphs()
+    assert capturing._changed_shapes is None
+    assert capturing.capture_finished()
+
+
+@pytest.mark.parametrize("asks", [TECudaGraphHelper.capture_finished, TECudaGraphHelper.graphs_created])
+def test_before_there_are_graphs_there_is_nothing_to_capture_again(asks):
+    assert not asks(helper(_capture_finished=False, _graphs_created=False))

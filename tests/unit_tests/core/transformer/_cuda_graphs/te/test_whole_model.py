@@ -7,6 +7,7 @@ from typing import Any, cast
 import pytest
 import torch
 
+from megatron.core.transformer._cuda_graphs.eager_passes import EagerPasses
 from megatron.core.transformer._cuda_graphs.te.whole_model import ModelGraphs
 
 SHAPE = 2, 8
@@ -48,13 +49,13 @@ def mask(size=SHAPE[1]):
     return torch.zeros(SHAPE[0], 1, size, size, dtype=torch.bool)
 
 
-def graphed(with_mask=True):
+def graphed(with_mask=True, eager_passes=None):
     """A model with graphs, and their static inputs."""
     model, passes = Model(), cast(Any, Passes())
     static = {"input_ids": ids(), "position_ids": ids(), "attention_mask": mask(), "labels": ids()}
     if not with_mask:
         del static["attention_mask"]
-    return model, ModelGraphs(model, passes, static, ()), static
+    return model, ModelGraphs(model, passes, static, (), eager_passes or EagerPasses()), static
 
 
 def replays(model, *args, **kwargs):

@@ -1,0 +1,56 @@
+"""Graphs are captured again on GPUs where sequence lengths grow: bit for bit as eagerly before, meanwhile and after.
+
+Data parallel over all GPUs, under Megatron-FSDP, and without it under DistributedDataParallel. `test_ddp_graphs.py` has
+other numbers of micro-batches in a pipeline.
+"""
+
+from typing import Any
+
+import pytest
+
+from megatron.core.transformer._cuda_graphs.te.changed_shapes import STEPS
+from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES, write_results
+from tests.support.launch import name_of
+
+CAPTURED_AFTER = 3
+CAPTURED_AGAIN_AFTER = 2 * STEPS + 1  # steps after a capture, for a change in the step after it
+TURN = CAPTURED_AGAIN_AFTER + 2
+TWICE: dict[str, Any] = SIZES | {
+    "dtype": "bf16",
+    "sequence": 128,
+    "sequences_later": [512, 1024],
+    "turn": TURN,
+    "steps": CAPTURED_AFTER + 1 + 2 * TURN,
+}
+CASES: list[dict[str, Any]] = [
+    {"dropout": 0.1, "microbatches": 2},
+    {"layers_per_graph": 1, "evaluates": True},
+    {"layers_per_graph": -1, "optimizer_graph": True},
+    {"modules": ["attn"], "micro_batches_later": [1, 2]},
+    {"fsdp": False, "microbatches": 2},
+]
+
+
+@pytest.fixture(scope="module")
+def results(compare_runs):
+    """The results of each engine, by case."""
+    found = {}
+    for engine in ENGINES:
+        environment = DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": engine}
+        compared = compare_runs([TWICE | case for case in CASES], ranks=GPUS, environment=environment)
+        found["data parallel", engine] = {name_of(case): result for case, result in zip(CASES, compared, strict=True)}
+        write_results("test_changed_steps", found)
+    return found
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_graphs_are_captured_for_each_sequence_length(results, engine, case):
+    result = results["data parallel", engine][name_of(case)]
+    assert not result["error"]
+    assert result["differences"] == []
+    if engine == "native":  # the other's replays are not counted
+        second = CAPTURED_AFTER + CAPTURED_AGAIN_AFTER
+        third = second + CAPTURED_AGAIN_AFTER
+        replayed = [CAPTURED_AFTER, *range(second, CAPTURED_AFTER + 1 + TURN), *range(third, TWICE["steps"])]
+        assert [step for step, replays in enumerate(result["step_replays"]) if replays] == replayed

@@ -1,0 +1,126 @@
+"""Graphs are captured again where training changes: bit for bit as eagerly before, while it runs eagerly, and after.
+
+Sequence lengths and micro-batch sizes without pipeline stages; numbers of micro-batches with two stages, under
+Megatron-FSDP and under DistributedDataParallel; and a ramp-up of the batch size in Megatron's own training loop.
+"""
+
+from typing import Any
+
+import pytest
+
+from megatron.core.transformer._cuda_graphs.te.changed_shapes import STEPS
+from tests.support.launch import name_of
+from tests.support.pretrain import numbers, pretrain
+
+CAPTURED_AFTER = 3
+# Ranks compare shapes every STEPS steps from a capture on, and capture a step later. A change a step after a capture is
+# found by the second comparison.
+CAPTURED_AGAIN_AFTER = 2 * STEPS + 1
+TURN = CAPTURED_AGAIN_AFTER + 2  # steps of one length
+SIZES: dict[str, Any] = {"layers": 2, "hidden": 32, "sequence": 16, "dropout": 0.1, "turn": TURN}
+ONCE: dict[str, Any] = {"sequences_later": [24], "steps": CAPTURED_AFTER + 1 + TURN}
+TWICE: dict[str, Any] = {"sequences_later": [24, 32], "steps": CAPTURED_AFTER + 1 + 2 * TURN}
+GROWING: list[dict[str, Any]] = [
+    TWICE | {"microbatches": 2},
+    ONCE | {"layers_per_graph": 1, "dtype": "bf16", "evaluates": True},
+    ONCE | {"layers_per_graph": -1, "dtype": "bf16", "optimizer_graph": True},
+    ONCE | {"modules": ["attn"], "micro_batches_later": [1]},
+    ONCE | {"fsdp": False, "microbatches": 2},
+]
+NOT_CAPTURED_AGAIN: list[dict[str, Any]] = [
+    ONCE | {"max_captures": 1},
+    ONCE | {"sequences_later": [24, 32], "turn": 1},
+    ONCE | {"later_on_one_rank": True, "fsdp": False},
+    # Collectives of replays on one rank and of eager passes on the other come in the same order.
+    ONCE | {"later_on_one_rank": True, "microbatches": 2},
+    ONCE | {"later_on_one_rank": True, "layers_per_graph": 1, "evaluates": True},
+    ONCE | {"later_on_one_rank": True, "modules": ["attn"], "dtype": "bf16"},
+]
+PIPELINE: dict[str, Any] = {"layers": 4, "hidden": 32, "steps": 7, "dropout": 0.1, "tied": False}
+MICROBATCHES: list[dict[str, Any]] = [
+    {"microbatches": before, "microbatches_later": after, **case}
+    for before, after, case in (
+        (2, 4, {}),
+        (4, 2, {"modules": ["attn"], "evaluates": True}),
+        (2, 4, {"virtual": 2, "dtype": "bf16"}),
+        (4, 2, {"virtual": 2}),
+        (1, 3, {"fsdp": False}),
+        (2, 4, {"fsdp": False, "virtual": 2}),
+    )
+]
+WITHOUT_CAPTURES: list[dict[str, Any]] = [
+    {"microbatches": 2, "microbatches_later": 4, "max_captures": 1},
+    {"microbatches": 2, "microbatches_later": 4, "max_captures": 1, "fsdp": False, "virtual": 2},
+]
+
+
+def by_name(cases, results):
+    return {name_of(case): result for case, result in zip(cases, results, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def data_parallel(compare_runs):
+    cases = GROWING + NOT_CAPTURED_AGAIN
+    return by_name(cases, compare_runs([SIZES | case for case in cases]))
+
+
+@pytest.fixture(scope="module")
+def pipeline(compare_runs):
+    cases = MICROBATCHES + WITHOUT_CAPTURES
+    return by_name(cases, compare_runs([PIPELINE | case for case in cases], "--pp", "2"))
+
+
+def assert_bit_equal(result):
+    assert not result["error"]
+    assert result["differences"] == []
+
+
+def steps_of_replays(result):
+    return [step for step, replays in enumerate(result["step_replays"]) if replays]
+
+
+@pytest.mark.parametrize("case", GROWING, ids=name_of)
+def test_graphs_are_captured_for_each_sequence_length(data_parallel, case):
+    result = data_parallel[name_of(case)]
+    assert_bit_equal(result)
+    replayed = [CAPTURED_AFTER]  # the only step of the length at capture
+    captured = CAPTURED_AFTER
+    for turn in range(len(case["sequences_later"])):
+        captured += CAPTURED_AGAIN_AFTER
+        replayed += range(captured, CAPTURED_AFTER + 1 + (turn + 1) * TURN)
+    assert steps_of_replays(result) == replayed
+
+
+@pytest.mark.parametrize("case", NOT_CAPTURED_AGAIN, ids=name_of)
+def test_without_a_lasting_change_on_all_ranks_or_a_capture_left_graphs_are_kept(data_parallel, case):
+    result = data_parallel[name_of(case)]
+    assert_bit_equal(result)
+    unchanged = case.get("later_on_one_rank")  # the first rank, whose replays these are
+    assert steps_of_replays(result) == list(range(CAPTURED_AFTER, case["steps"] if unchanged else CAPTURED_AFTER + 1))
+
+
+@pytest.mark.parametrize("case", MICROBATCHES, ids=name_of)
+def test_graphs_are_captured_for_each_number_of_micro_batches(pipeline, case):
+    result = pipeline[name_of(case)]
+    assert_bit_equal(result)
+    passes = 2 * PIPELINE["layers"] // 2  # of a stage, forward and backward
+    after = [passes * case["microbatches_later"]] * (PIPELINE["steps"] - CAPTURED_AFTER - 1)
+    assert result["step_replays"] == [0] * CAPTURED_AFTER + [passes * case["microbatches"], *after]
+
+
+@pytest.mark.parametrize("case", WITHOUT_CAPTURES, ids=name_of)
+def test_without_a_capture_left_another_number_of_micro_batches_runs_eagerly(pipeline, case):
+    result = pipeline[name_of(case)]
+    assert_bit_equal(result)
+    assert steps_of_replays(result) == [CAPTURED_AFTER]
+    assert result["graphs"] == 0
+
+
+def test_megatrons_loop_captures_again_where_the_batch_grows(tmp_path):
+    flags = (
+        "--train-iters 9 --pipeline-model-parallel-size 2 --num-layers 4 --untie-embeddings-and-output-weights "
+        "--step-batch-size-schedule 0:4,768:8"  # two micro-batches, four from step 7 on, after 768 tokens
+    )
+    eager, graphed = (pretrain(tmp_path / str(graphs), flags, graphs=graphs) for graphs in (False, True))
+    assert numbers(graphed) == numbers(eager)
+    assert [step["graphs"] for step in graphed] == [0] * 3 + [2 * 2] * 3 + [2 * 4] * 3

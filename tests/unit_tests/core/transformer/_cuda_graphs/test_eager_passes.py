@@ -1,0 +1,43 @@
+"""eager_passes: which passes had another shape than at capture."""
+
+import pytest
+
+from megatron.core.transformer._cuda_graphs.eager_passes import EagerPasses
+
+SHORT, LONG = (8, 2), (16, 2)
+
+
+def passes_of(*shapes):
+    passes = EagerPasses()
+    for shape in shapes:
+        passes.note(*shape)
+    return passes
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ([LONG, LONG, LONG], LONG),
+        ([LONG, LONG], None),  # the others were replayed
+        ([LONG, SHORT, LONG], None),
+        ([LONG] * 4, None),
+        ([], None),
+    ],
+)
+def test_a_shape_is_that_of_all_if_no_pass_had_another(shapes, expected):
+    assert passes_of(*shapes).shape_of_all(3) == expected
+
+
+def test_passes_are_counted_from_the_last_question_on():
+    passes = passes_of(SHORT)
+    assert passes.shape_of_all(1) == SHORT
+    assert passes.shape_of_all(1) is None
+    passes.note(*LONG)
+    assert passes.shape_of_all(1) == LONG
+
+
+def test_only_the_first_pass_of_a_shape_is_new():
+    passes = EagerPasses()
+    assert [passes.note(*shape) for shape in (SHORT, SHORT, LONG, SHORT)] == [True, False, True, False]
+    passes.shape_of_all(4)
+    assert not passes.note(*SHORT)
