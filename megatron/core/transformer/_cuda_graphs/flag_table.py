@@ -20,7 +20,6 @@ _GPU = "tests/gpu/test_fsdp_graphs.py"
 _GPU_FLAGS = "tests/gpu/test_fsdp_flags.py"
 _PACKED = "cuda_graph_packed_sequences"
 _OTHER_ATTENTION = "verified on the CPU backend only, with another attention than TransformerEngine's"
-_ON_CPU_RANKS = "verified on the CPU backend only"
 
 
 def _refused(name: str, flags: str, when: Condition, words: str, **other: Any) -> Row:
@@ -96,8 +95,10 @@ def _heterogeneous(options: Options) -> bool:
     return any(options.get(name) for name in (*names, "heterogeneous_block_specs"))
 
 
-def _quantized_parameters(options: Options) -> bool:
-    return any(options.get(name) for name in ("fp8_param_gather", "fp4_param_gather", "fp8_param", "fp4_param"))
+def _quantizes_by_tensor(options: Options) -> bool:
+    """Whether there is FP8, and each tensor has one scale."""
+    recipe = getattr(options.get("fp8_recipe"), "value", options.get("fp8_recipe"))
+    return bool(options.get("fp8")) and not options.get("fp4") and recipe in (None, "delayed", "tensorwise")
 
 
 _REFUSED = [
@@ -307,21 +308,10 @@ _NO_EFFECT = [
 
 _NOT_TRIED = [
     _not_tried(
-        "context parallel",
-        "--context-parallel-size",
-        lambda options: int(options.get("context_parallel_size", 1)) > 1,
-        "; it needs TransformerEngine",
-        _GPU_FLAGS,
-    ),
-    _not_tried(
-        "user buffers", "--use-nccl-ub", lambda options: bool(options.get("nccl_ub")), "; it needs GPUs", _GPU_FLAGS
-    ),
-    _not_tried(
-        "quantized parameters",
-        "--fp8-param-gather, --fp4-param-gather",
-        _quantized_parameters,
-        "; it needs TransformerEngine",
-        _GPU_FLAGS,
+        "other recipes",
+        "--fp4-format, --fp8-recipe other than delayed or tensorwise",
+        lambda options: bool(options.get("fp4") or options.get("fp8")) and not _quantizes_by_tensor(options),
+        "; it needs GPUs that have such formats",
     ),
     _not_tried(
         "sharded weights",
@@ -436,13 +426,12 @@ _WORKS = [
         lambda o: int(o.get("tensor_model_parallel_size", 1)) > 1,
         _GPU,
     ),
-    _works("pipeline", "--pipeline-model-parallel-size", lambda o: o.stages > 1, _STAGES, _ON_CPU_RANKS),
+    _works("pipeline", "--pipeline-model-parallel-size", lambda o: o.stages > 1, _STAGES),
     _works(
         "interleaved stages",
         "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank",
         lambda o: o.interleaves,
         _STAGES,
-        _ON_CPU_RANKS,
     ),
     _works(
         "expert parallel",
@@ -453,9 +442,22 @@ _WORKS = [
     _works(
         "fp8",
         "--fp8-format, --fp8-recipe delayed or tensorwise",
-        lambda o: bool(o.get("fp8")) and not _quantized_parameters(o),
+        _quantizes_by_tensor,
         _GPU,
     ),
+    _works(
+        "fp8 parameters",
+        "--fp8-param-gather, --fp8-recipe delayed or tensorwise",
+        lambda o: _quantizes_by_tensor(o) and bool(o.get("fp8_param_gather") or o.get("fp8_param")),
+        _GPU_FLAGS,
+    ),
+    _works(
+        "context parallel",
+        "--context-parallel-size",
+        lambda options: int(options.get("context_parallel_size", 1)) > 1,
+        _GPU_FLAGS,
+    ),
+    _works("user buffers", "--use-nccl-ub", lambda options: bool(options.get("nccl_ub")), _GPU_FLAGS),
     _works(
         "latent attention",
         "--multi-latent-attention",
