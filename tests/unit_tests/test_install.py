@@ -84,12 +84,26 @@ def install(kind: str, folder: Path) -> Installation:
     core = write(folder / "core", core_files())
     python = environment_with_torch(folder / "environment")
     site = folder / "target" if kind == "target" else site_packages(python)
-    options = {"editable": ["--editable"], "regular": [], "target": ["--target", str(site)]}[kind]
+    options = {"editable": ["--editable"], "target": ["--target", str(site)]}.get(kind, [])
+    what = built(kind, source) if kind in ("wheel", "sdist") else source
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     offline = ["--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed"]
-    subprocess.run([*pip, *offline, *options, str(source)], check=True, timeout=240, stdin=subprocess.DEVNULL)
+    subprocess.run([*pip, *offline, *options, str(what)], check=True, timeout=240, stdin=subprocess.DEVNULL)
     tree = source / "megatron" if kind == "editable" else site / NAME
     return Installation(python, source, site, tree, (core, site) if kind == "target" else (core,))
+
+
+def built(kind: str, source: Path) -> Path:
+    """Build a wheel or a source distribution; return the file."""
+    folder = source.parent / "dist"
+    wheel = ["-m", "pip", "wheel", "--quiet", "--no-index", "--no-deps", "--no-build-isolation", "--wheel-dir"]
+    arguments = {
+        "wheel": [*wheel, str(folder), "."],
+        "sdist": ["setup.py", "--quiet", "sdist", "--dist-dir", str(folder)],
+    }
+    subprocess.run([sys.executable, *arguments[kind]], cwd=source, check=True, timeout=240, stdin=subprocess.DEVNULL)
+    (file,) = folder.iterdir()
+    return file
 
 
 @pytest.fixture(scope="module")
@@ -97,7 +111,7 @@ def installed(tmp_path_factory) -> Callable[[str], Installation]:
     return functools.cache(lambda kind: install(kind, tmp_path_factory.mktemp(kind)))
 
 
-@pytest.fixture(params=["editable", "regular", "target"])
+@pytest.fixture(params=["editable", "regular", "target", "wheel", "sdist"])
 def installation(request, installed) -> Installation:
     return installed(request.param)
 
@@ -127,6 +141,17 @@ class TestEveryInstallation:
 
     def test_a_python_of_another_environment_does_not_find_it_in_the_folder_of_the_project(self, installation):
         assert not list(importlib.metadata.distributions(name=NAME, path=[str(installation.source)]))
+
+
+def test_uninstalled_it_leaves_nothing_and_megatron_core_as_it_was(tmp_path):
+    installation = install("regular", tmp_path)
+    code = "import torch, megatron.core.layers as layers; print(hasattr(layers.Linear, 'graphed'))"
+    assert installation.run("-c", code) == "True"
+    pip = [sys.executable, "-m", "pip", "--python", str(installation.python)]
+    subprocess.run([*pip, "uninstall", "--quiet", "--yes", "megatron-fsdp-cuda-graphs"], check=True, timeout=240)
+    assert [path.name for path in installation.site.iterdir()] == ["borrowed.pth"]
+    # torch's own folder, which is borrowed, names the entry point of the installation that runs these tests
+    assert installation.run("-c", code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False"
 
 
 class TestAutoload:
