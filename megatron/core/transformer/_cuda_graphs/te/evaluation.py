@@ -12,6 +12,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.utils import log_single_rank
 
 from .. import state
+from ..eager_passes import EagerPasses
 from ..engine.addresses import AddressGuard, places_of
 from ..engine.make_graphed_callables import make_graphed_callables
 from ..engine.plan import ordered_plan
@@ -143,7 +144,7 @@ class EvaluationGraphs:
                 ],
             )
         given: dict[int, torch.Tensor | None] = {}
-        eager_shapes: set[torch.Size] = set()
+        eager_passes = EagerPasses()
         return [
             EvaluationGraph(
                 layer,
@@ -154,7 +155,7 @@ class EvaluationGraphs:
                 has_attention=captures_attention(layer),
                 absent=absent[index],
                 given=given,
-                eager_shapes=eager_shapes,
+                eager_passes=eager_passes,
             )
             for index, (name, layer) in enumerate(self._layers)
         ]
