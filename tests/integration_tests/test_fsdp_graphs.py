@@ -75,7 +75,7 @@ OTHERS: list[dict[str, Any]] = [
     {"control": "captured_by_two_helpers", "dropout": 0.1, "evaluates": True},
     {"sequences_later": [16, 32], "dropout": 0.1},
     {"sequences_later": [16, 32], "dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
-    {"sequences_later": [24, 32, 16], "layers_per_graph": 2, "dtype": "bf16"},
+    {"sequences_later": [24, 16, 32], "layers_per_graph": 2, "dtype": "bf16"},
     {"sequences_later": [16, 32], "dropout": 0.1, "modules": ["attn"]},
     {"sequences_later": [16, 32], "experts": 4, "capacity": 1.0, "modules": ["attn", "moe"]},
     {"microbatches": 1, "microbatches_later": 3, "dropout": 0.1},
