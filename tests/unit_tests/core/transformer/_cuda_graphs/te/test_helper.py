@@ -12,6 +12,7 @@ from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferE
 from megatron.core.transformer._cuda_graphs.engine.chain import Chain
 from megatron.core.transformer._cuda_graphs.engine.plan import ordered_plan
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
+from megatron.core.transformer._cuda_graphs.te import captures_again
 from megatron.core.transformer._cuda_graphs.te import helper as te_helper
 from megatron.core.transformer._cuda_graphs.te.backends import choose_backend
 from megatron.core.transformer._cuda_graphs.te.order import PassOrder, get_overlap_moe_expert_parallel_comm_order
@@ -597,7 +598,8 @@ def test_passes_of_another_shape_run_eagerly_unless_replays_need_what_they_would
 @pytest.mark.parametrize("layers", [0, 1])
 def test_a_stage_captures_for_each_number_of_micro_batches_with_the_others_even_without_layers(monkeypatch, layers):
     coming = SimpleNamespace(microbatches=2)
-    monkeypatch.setattr(te_helper, "get_num_microbatches", lambda: coming.microbatches)
+    for module in (te_helper, captures_again):
+        monkeypatch.setattr(module, "get_num_microbatches", lambda: coming.microbatches)
     capturing = CapturingHelper(lambda: None, layers=layers)
     capturing._one_graph_serves_all = lambda: False  # type: ignore[method-assign]
     capturing._log = lambda level, message: None  # type: ignore[method-assign]
