@@ -21,8 +21,10 @@ CORE_TESTS := $(addprefix tests/unit_tests/,test_overlay_extensions.py training 
 	$(addprefix local/test_,inference.py manager.py record.py runner.py) \
 	$(addprefix te/test_,backends.py capture_mode.py current_microbatch.py helper.py layers.py order.py sample_inputs.py)))
 
-PATCH_TESTS := tests/unit_tests/core/transformer tests/unit_tests/training \
-	$(addprefix tests/unit_tests/core/distributed/test_,captured_training.py fsdp_hooks.py step_plans.py)
+# Those of `make test-patch`; PATCH_TESTS=tests/unit_tests/core is all that there are.
+PATCH_TESTS ?= $(addprefix tests/unit_tests/,training/test_arguments.py \
+	$(addprefix core/distributed/test_,fsdp_hooks.py step_plans.py) \
+	$(addprefix core/transformer/,test_cuda_graphs.py test_module.py _cuda_graphs/te _cuda_graphs/test_hooks.py))
 
 .PHONY: help .venv demo test test-unit test-integration test-versions test-patch $(OTHER_CORES:%=test-core-%) test-gpu bench docs lint format clean
 
@@ -74,16 +76,17 @@ with_core = CORE_VERSION=$(1) PYTHONPATH=$(CURDIR)/build/cores/$(1)$(addprefix :
 $(OTHER_CORES:%=build/cores/%/megatron): build/cores/%/megatron: | $(ENVIRONMENT)
 	$(PY) -m pip install --quiet --no-deps --target build/cores/$* megatron-core==$*
 
-# The patch as patches, applied to a checkout: the unit tests pass there without the start-up of this project. Left out
-# are tests of that start-up, and of where definitions lie.
+# The patch as patches, applied to a checkout: the demo and unit tests pass there without the start-up of this project.
+# Left out are tests of that start-up, and of where definitions lie.
+test-patch: UNPATCHED := MEGATRON_FSDP_CUDA_GRAPHS=0 PYTHONPATH=$(CURDIR)/build/checkout$(addprefix :,$(PYTHONPATH))
 test-patch: $(ENVIRONMENT)
 	rm -rf build/checkout build/patches
 	$(PY) tests/support/checkout.py build/checkout
 	$(PY) -m megatron_fsdp_cuda_graphs patch-series build/checkout build/patches
 	git -C build/checkout -c user.name=test -c user.email=test@localhost am --quiet $(CURDIR)/build/patches/*/*.patch
-	PATCHED_CHECKOUT=1 MEGATRON_FSDP_CUDA_GRAPHS=0 PYTHONPATH=$(CURDIR)/build/checkout$(addprefix :,$(PYTHONPATH)) \
-		$(PY) -m pytest -n $(WORKERS) --dist loadfile -k "not source_is_found and not in_a_table and not pickles_load" \
-		$(PATCH_TESTS)
+	$(UNPATCHED) $(PY) examples/demo.py --device cpu --steps 8 --output build/patched-demo
+	PATCHED_CHECKOUT=1 $(UNPATCHED) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(PATCH_TESTS) \
+		-k "not source_is_found and not in_a_table and not pickles_load"
 
 # Each layout of ranks is started, with torchrun, in processes of its own.
 test-gpu: $(ENVIRONMENT)
