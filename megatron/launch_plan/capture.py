@@ -25,9 +25,10 @@ class Graph:
     mtp: bool = False
 
     def __str__(self) -> str:
-        numbers = spans(self.layers)
-        what = f"{'MTP ' if self.mtp else ''}layer{'s' * (len(self.layers) > 1)} {numbers}" if numbers else "whole model"
-        return f"{self.kind.value} of {what}"
+        if not self.layers:
+            return f"{self.kind.value} of the whole model"
+        noun = "layers" if len(self.layers) > 1 else "layer"
+        return f"{self.kind.value} of {'MTP ' if self.mtp else ''}{noun} {spans(self.layers)}"
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,8 @@ def captured_by(helper: TECudaGraphHelper) -> Captured:
     graphs = [_graph(helper, plan, steps) for steps in recorded]
     # Within a graph the output of a layer is the next one's input.
     first = [steps[0].slot for steps in recorded if steps[0].kind is Pass.FORWARD]
-    inputs = [(args[slot], kwargs["sample_kwargs"][slot]) for slot in first]
-    return Captured(graphs, kwargs["_order"], inputs, against, _most_in_flight(plan))
+    static = [(args[slot], kwargs["sample_kwargs"][slot]) for slot in first]
+    return Captured(graphs, kwargs["_order"], static, against, _most_in_flight(plan))
 
 
 def spans(numbers: Sequence[int]) -> str:

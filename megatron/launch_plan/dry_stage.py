@@ -23,13 +23,15 @@ from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper, _fsdp_of
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
 from megatron.training.training import get_megatron_ddp_config
 from megatron.training.utils.common_utils import is_hybrid_model
+
+from .quiet import quietly
 
 # What TransformerEngine or Apex would do; none of it changes a parameter's shape.
 _NEEDS_A_GPU = {
@@ -64,6 +66,25 @@ def dry_stage(args: argparse.Namespace, stage: int) -> Iterator[Any]:
         # Recipes are TransformerEngine's, and change neither order nor sizes.
         helper._quantization_arguments = lambda: {"enabled": False}  # type: ignore[method-assign]
         yield helper
+
+
+def fsdp_buffers(helper: TECudaGraphHelper) -> list[Any]:
+    """Return the ``ParamAndGradBuffer`` of each model chunk that is under Megatron-FSDP."""
+    sharded = [_fsdp_of(chunk) for chunk in helper.model]
+    return [fsdp.param_and_grad_buffer for fsdp in sharded if fsdp is not None]
+
+
+def against_whole_model(args: argparse.Namespace, whole_layers: bool = False) -> str:
+    """Say why the whole model cannot be captured; empty if it can.
+
+    Args:
+        args: Validated arguments.
+        whole_layers: Whether to leave ``--cuda-graph-modules`` aside.
+    """
+    with quietly(), dry_stage(args, 0) as helper:
+        if whole_layers:
+            helper.config.cuda_graph_modules = []
+        return helper._against_whole_model()
 
 
 def _models(args: argparse.Namespace) -> tuple[Any, list[torch.nn.Module]]:
@@ -119,16 +140,22 @@ def without_memory() -> Iterator[None]:
         # Meshes are tensors of ranks, whose values are needed.
         index = mcore_fsdp_adapter.FullyShardedDataParallel._init_dist_index
         replace(mcore_fsdp_adapter.FullyShardedDataParallel, "_init_dist_index", _with_values(index))
+        replace(mcore_fsdp_adapter.FullyShardedDataParallel, "sync_rng_states_across_tp_group", lambda self: None)
         replace(DeviceMesh, "mesh", property(_with_values(DeviceMesh.mesh.fget)))
-        # These ask the other ranks for the shapes of their shards, for checkpoints.
-        replace(param_and_grad_buffer, "validate_uneven_dtensor", lambda *args, **kwargs: None)
-        replace(param_and_grad_buffer, "update_uneven_dtensor_chunk_metadata", lambda *args, **kwargs: None)
+        # These ask the other ranks for the shapes of their shards.
+        unchecked = {"run_check": False, "update_uneven_dtensor_chunk_meta": False}
+        make = param_and_grad_buffer.make_fsdp_dtensor
+        replace(param_and_grad_buffer, "make_fsdp_dtensor", lambda *args, **kw: make(*args, **(kw | unchecked)))
         replace(torch.nn.Module, "_apply", _apply)
         # Megatron's own refuse sequence parallelism, context parallelism and latent attention.
         replace(WrappedTorchNorm, "__new__", _norm)
-        replace(DotProductAttention, "__init__", lambda self, config, *args, **kwargs: MegatronModule.__init__(self, config))
+        replace(DotProductAttention, "__init__", _attention)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         yield
+
+
+def _attention(self: DotProductAttention, config: Any, *args: Any, **kwargs: Any) -> None:
+    MegatronModule.__init__(self, config)
 
 
 def _norm(wrapper: type, config: Any, hidden_size: int, *args: Any, **kwargs: Any) -> torch.nn.Module:

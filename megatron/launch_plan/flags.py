@@ -1,15 +1,11 @@
 """Reads the flags of a training as its ranks would, and collects what is said against them."""
 
 import argparse
-import contextlib
-import io
-import logging
 import math
 import os
 import sys
 import traceback
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +15,7 @@ from megatron.core.transformer._cuda_graphs.fsdp_checks import rows_of_flags
 from megatron.training import arguments as megatron_arguments
 
 from ..overlay import upstream
+from .quiet import quietly
 
 
 @dataclass
@@ -77,18 +74,6 @@ def said_by(error: BaseException) -> str:
         return f"{error}"
     last = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {last.line}"
-
-
-@contextlib.contextmanager
-def quietly() -> Iterator[None]:
-    """Keep to itself what megatron-core prints, logs and warns of."""
-    before = logging.root.manager.disable
-    logging.disable(logging.CRITICAL)
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(action="ignore"):
-            yield
-    finally:
-        logging.disable(before)
 
 
 def _check(flags: Flags) -> None:
