@@ -10,6 +10,13 @@ from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
 
+from ..overlay import upstream
+
+# megatron-core's own, which plans no copies and so asks for no addresses.
+_ParamAndGradBuffer = upstream(
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
+).ParamAndGradBuffer
+
 # In the order in which they are shown.
 KINDS = {
     "weights": "weights: FSDP's shards",
@@ -110,7 +117,7 @@ def _take_buckets(group: Any, grad_comm_dtype: torch.dtype | None) -> Iterator[A
 
 def _optimizer(buffer: Any, args: argparse.Namespace) -> Counter[str]:
     found: Counter[str] = Counter()
-    buffer.update_main_grads()
+    _ParamAndGradBuffer.update_main_grads(buffer)
     for _, param in buffer.optimizer_named_parameters:
         gradient = getattr(param, "decoupled_grad" if buffer.use_decoupled_grad else "grad", None)
         if gradient is None:

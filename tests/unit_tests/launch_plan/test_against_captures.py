@@ -3,6 +3,7 @@
 import gc
 import json
 from contextlib import nullcontext
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -31,15 +32,15 @@ CASES = {
 
 @pytest.fixture
 def recorded(monkeypatch):
-    """The passes of slots that were recorded: their kind, and which graph holds them."""
-    found: list[tuple[str, int]] = []
+    """The passes of callables that were recorded: kind, index of the callable, and which graph holds them."""
+    found: list[tuple[str, int, int]] = []
 
     def watch(kind, graph_of):
         original = getattr(GraphedSlot, kind)
 
         def run(slot, *args):
             if graph_of(args) is not None:
-                found.append((kind, id(graph_of(args))))
+                found.append((kind, int(slot.name.split()[1]), id(graph_of(args))))
             return original(slot, *args)
 
         monkeypatch.setattr(GraphedSlot, kind, run)
@@ -50,26 +51,31 @@ def recorded(monkeypatch):
 
 
 def in_graphs(passes):
-    """The kinds of the graphs, in order, each with the number of its passes."""
-    graphs: list[tuple[str, int]] = []
-    last = None
-    for kind, graph in passes:
-        if graph == last:
-            graphs[-1] = kind, graphs[-1][1] + 1
-        else:
-            graphs.append((kind, 1))
-        last = graph
-    return graphs
+    """The graphs, in order: the kind of each and the indices of its callables."""
+    together = groupby(passes, key=lambda each: (each[0], each[2]))
+    return [(kind, [index for _, index, _ in group]) for (kind, _), group in together]
 
 
-def shards(helper):
+def shards(buffers):
     """The memory of Megatron-FSDP's own buffers, in bytes, by what they hold."""
-    found: dict[str, int] = {}
-    for buffer in dry_stage.fsdp_buffers(helper):
-        for group in buffer.parameter_groups:
-            for name in ("model_weight_buffer", "main_weight_buffer", "main_grad_buffer"):
-                found[name] = found.get(name, 0) + getattr(group, name).data.nbytes
-    return found
+    names = {"weights": "model_weight_buffer", "main_weights": "main_weight_buffer", "gradients": "main_grad_buffer"}
+    groups = [group for buffer in buffers for group in buffer.parameter_groups]
+    return {kind: sum(getattr(group, name).data.nbytes for group in groups) for kind, name in names.items()}
+
+
+def train(model, args):
+    """Run a forward and a backward pass, and a step of Adam; return the optimizer's memory by what it holds, in bytes."""
+    tokens = torch.zeros(args.micro_batch_size, args.seq_length, dtype=torch.int64, device="cuda")
+    model(tokens, tokens, None, labels=tokens).mean().backward()
+    model.finish_grad_sync()
+    params = [param for _, param in dry_stage._fsdp_of(model).param_and_grad_buffer.optimizer_named_parameters]
+    optimizer = torch.optim.Adam(params, foreach=False)
+    optimizer.step()
+    states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return {
+        "optimizer_states": sum(state._local_tensor.nbytes for state in states),
+        "optimizer_gradients": sum(param.grad._local_tensor.nbytes for param in params if param.grad is not None),
+    }
 
 
 @pytest.mark.parametrize(("command", "ranks", "stage"), CASES.values(), ids=CASES)
@@ -84,21 +90,27 @@ def test_order_graphs_and_buffers_are_those_of_a_capture(command, ranks, stage, 
 
     monkeypatch.setattr(dry_stage, "without_memory", nullcontext)
     with dry_stage.dry_stage(flags.args, stage) as helper, torch.cuda.stream(torch.cuda.Stream()):
-        for buffer in dry_stage.fsdp_buffers(helper):
-            for group in buffer.parameter_groups:
-                group.model_weight_buffer.data.fill_(0.01)
+        buffers = dry_stage.fsdp_buffers(helper)
+        for group in (group for buffer in buffers for group in buffer.parameter_groups):
+            group.model_weight_buffer.data.fill_(0.01)
+        alone = flags.args.pipeline_model_parallel_size == 1
+        real = shards(buffers) | (train(helper.model[0], flags.args) if alone else {})
         helper.create_cudagraphs()
-        temporary = sum((memory.temporary_buffers(each) for each in dry_stage.fsdp_buffers(helper)), start=type(found)())
-        real = shards(helper)
-        static = [graph for layer in helper.flattened_callables for graph in layer.cuda_graphs]
+        for buffer in buffers:
+            for kind, size in memory.temporary_buffers(buffer).items():
+                real[kind] = real.get(kind, 0) + size
+        if not alone:
+            del real["persistent_buffers"]  # no pass of the embedding or the output layer has run
+        numbers = [layer.layer_number for layer in helper.flattened_callables]
+        graphs = [graph for layer in helper.flattened_callables for graph in layer.cuda_graphs]
         helper.delete_cuda_graphs()
 
-    assert [(graph.kind.value, len(graph.layers)) for graph in planned.graphs] == in_graphs(recorded)
-    assert len(static) == sum(len(graph.layers) for graph in planned.graphs if graph.kind.value == "forward")
-    assert {kind: found[kind] for kind in temporary} == temporary
-    assert found["weights"] == real["model_weight_buffer"]
-    assert found["main_weights"] == real["main_weight_buffer"]
-    assert found["gradients"] == real["main_grad_buffer"]
+    assert [(graph.kind.value, list(graph.layers)) for graph in planned.graphs] == [
+        (kind, [numbers[index] for index in indices]) for kind, indices in in_graphs(recorded)
+    ]
+    assert len(graphs) == sum(len(graph.layers) for graph in planned.graphs if graph.kind.value == "forward")
+    assert {kind: found[kind] for kind in real} == real
+    assert len(real) == (7 if alone else 4)
 
 
 @pytest.mark.parametrize("name", ["A", "B"])
