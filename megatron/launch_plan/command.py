@@ -2,7 +2,11 @@
 
 import argparse
 import os
+import sys
 from collections.abc import Sequence
+
+from .. import overlay
+from ..doctor import why_off
 
 
 def own_arguments(name: str, description: str, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -31,7 +35,16 @@ def own_arguments(name: str, description: str, arguments: Sequence[str]) -> tupl
 
 
 def need_no_gpu() -> None:
-    """Let code for GPUs run in this process as on a GPU of compute capability 9.0, whether there is one or not."""
+    """Let code for GPUs run in this process as on a GPU of compute capability 9.0, whether there is one or not.
+
+    Raises:
+        SystemExit: with 2, after saying what to do: the patch is off.
+    """
+    import torch  # noqa: F401, turns the patch on
+
+    if not overlay.is_active():
+        print(why_off(), file=sys.stderr)
+        raise SystemExit(2)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from ..cpu_backend.install import install
     from .quiet import quietly

@@ -25,11 +25,11 @@ def main(arguments: Sequence[str]) -> int:
         print(f"everything is eager for these commands: --cuda-graph-impl is {flags.args.cuda_graph_impl}; see plan")
         return 0
     try:
-        for line in _lines(given, flags.args):
-            print(line)
+        lines = list(_lines(given, flags.args))
     except Exception as error:
         print(f"megatron-core cannot build the model here: {said_by(error)}", file=sys.stderr)
         return 2 if isinstance(error, ImportError) else 1
+    print("\n".join(lines))
     return 0
 
 

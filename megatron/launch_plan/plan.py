@@ -30,16 +30,15 @@ def main(arguments: Sequence[str]) -> int:
         flags = read_flags(given, own.world_size)
     except SystemExit as end:
         return int(end.code or 0)
-    print("\n".join(verdict(flags)))
     if flags.refused:
+        print("\n".join(verdict(flags)))
         return 1
     try:
-        for line in _stages(flags.args, own.every_graph):
-            print(line)
-        print("\n".join(["", "Flags to add or drop:", *(_bulleted(list(_advice(given, flags.args)) or ["none"]))]))
+        stages, advice = list(_stages(flags.args, own.every_graph)), list(_advice(given, flags.args))
     except Exception as error:
         print(f"megatron-core cannot build the model here: {said_by(error)}", file=sys.stderr)
         return 2 if isinstance(error, ImportError) else 1
+    print("\n".join([*verdict(flags), *stages, "", "Flags to add or drop:", *_bulleted(advice or ["none"])]))
     return 0
 
 

@@ -64,7 +64,7 @@ def shards(buffers):
 
 
 def train(model, args):
-    """Run a forward and a backward pass, and a step of Adam; return the optimizer's memory by what it holds, in bytes."""
+    """Run a step with Adam, and return the memory of the optimizer in bytes, by what it holds."""
     tokens = torch.zeros(args.micro_batch_size, args.seq_length, dtype=torch.int64, device="cuda")
     model(tokens, tokens, None, labels=tokens).mean().backward()
     model.finish_grad_sync()

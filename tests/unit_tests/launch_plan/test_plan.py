@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from megatron_fsdp_cuda_graphs import overlay
 from megatron_fsdp_cuda_graphs.launch_plan import plan
 
 from .conftest import DENSE, EXPERTS, FSDP, GRAPHS, SIZES, TRAINING
@@ -130,7 +131,7 @@ def test_the_fewest_ranks_are_the_default(capsys, flags):
     modules = "--cuda-graph-modules attn"
     code, lines = planned(capsys, flags(DENSE, EXPERTS, more, modules))
     assert code == 0
-    assert any(line.startswith("Ranks: 8 ") for line in lines)
+    assert lines[1].startswith("Ranks: 8 ")  # and no remark: that tensor parallelism divides weights is none
 
 
 def test_a_package_that_is_not_installed(capsys, flags, monkeypatch):
@@ -142,6 +143,13 @@ def test_a_package_that_is_not_installed(capsys, flags, monkeypatch):
     monkeypatch.setattr(dry_stage, "_models", models)
     assert plan.main(flags(DENSE, "--num-layers 2")) == 2
     assert "MambaSSM is not installed" in capsys.readouterr().err
+
+
+def test_the_patch_is_off(capsys, flags, monkeypatch):
+    monkeypatch.setattr(overlay, "is_active", lambda: False)
+    monkeypatch.setenv(overlay.SWITCH, "0")
+    assert plan.main(flags(DENSE, "--num-layers 2")) == 2
+    assert f"{overlay.SWITCH}=0 turns the patch off" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
