@@ -61,8 +61,9 @@ def parts_of(helper: TECudaGraphHelper, whole_model: bool) -> list[Part]:
             why = "it runs several times for a micro-batch, and would overwrite its activations"
             found.append(Part("repeated layer of multi-token prediction", predicting, False, why))
         found.append(Part("multi-token prediction outside of its layers", predicting, False, OUTSIDE))
-    norms = [getattr(model.decoder, "final_layernorm", None) for model in models]
-    found += _outside("final norm", sum(norm is not None for norm in norms), whole_model)
+    decoders = [model.decoder for model in models]
+    norms = _count(decoders, "final_layernorm") + _count(decoders, "final_norm")  # the latter in hybrid models
+    found += _outside("final norm", norms, whole_model)
     return found + _outside("output layer and losses", _count(models, "output_layer"), whole_model)
 
 

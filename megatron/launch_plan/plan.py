@@ -112,6 +112,8 @@ def _memory(found: Counter[str], pool: int | None, args: argparse.Namespace) -> 
     yield f"    {sum(found.values()) / MIB:10.1f}  in all"
     if args.optimizer not in ("adam", "sgd"):
         yield f"    the states of --optimizer {args.optimizer} are not known, and not counted"
+    if args.fp8_param_gather or args.fp4_param_gather:
+        yield "    quantized parameters are counted as if they were not quantized"
     if not args.use_megatron_fsdp:
         yield "    without --use-megatron-fsdp only static inputs are counted"
     if pool is None:

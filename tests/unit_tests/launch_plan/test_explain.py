@@ -91,6 +91,19 @@ def test_multi_token_prediction(capsys, flags):
     assert parts["attention, with the norm before it (2)"][0] == "graphed"
 
 
+def test_a_hybrid_model(capsys, flags):
+    pattern = "--hybrid-layer-pattern M*M- --spec tests.support.hybrid_spec local --cuda-graph-modules attn"
+    _, parts = explained(capsys, flags(DENSE, pattern, "--world-size 2"))
+    assert parts["attention, with the norm before it (1)"][0] == "graphed"
+    assert parts["Mamba mixer, with the norm before it (2)"] == (
+        "eager",
+        "--cuda-graph-modules is attn, without mamba",
+        "--cuda-graph-modules attn mamba",
+    )
+    assert parts["final norm (1)"][0] == "eager"
+    assert parts["embedding (1)"][2] == "not possible: HybridModel is no GPTModel with its own forward"
+
+
 def test_flags_that_do_not_fit(capsys, flags):
     code = explain.main(flags(DENSE, EXPERTS, REST))
     assert code == 1
