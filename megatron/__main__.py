@@ -2,6 +2,8 @@
 
 Commands:
     doctor          whether they can work here: what is patched, which versions there are, what is missing (the default)
+    plan            what flags of pretrain_gpt would capture and keep in memory, and whether they fit together; no GPU
+    explain         why each part of the model of such flags runs in graphs or eagerly
     upstream        what another megatron-core would break
     patch-series    the patch as patches for `git am` in a Megatron-LM checkout
 """
@@ -10,7 +12,13 @@ import importlib
 import sys
 
 # The module of each, whose ``main`` takes its arguments.
-COMMANDS = {"doctor": "doctor", "upstream": "upstream_check.cli", "patch-series": "patch_series.cli"}
+COMMANDS = {
+    "doctor": "doctor",
+    "plan": "launch_plan.plan",
+    "explain": "launch_plan.explain",
+    "upstream": "upstream_check.cli",
+    "patch-series": "patch_series.cli",
+}
 
 
 def main(arguments: list[str]) -> int:

@@ -316,7 +316,10 @@ _NOT_TRIED = [
     _not_tried(
         "sharded weights",
         "--tensor-parallel-num-weight-shards",
-        lambda options: int(options.get("tensor_parallel_num_weight_shards", 1)) > 1,
+        # megatron-core's validation sets it to the tensor-parallel size where it is not given
+        lambda options: (
+            int(options.get("tensor_parallel_num_weight_shards", 1)) > int(options.get("tensor_model_parallel_size", 1))
+        ),
         "; it is generalized tensor parallelism beside Megatron-FSDP",
     ),
 ]

@@ -33,10 +33,16 @@ def check_flags(flags: Any) -> None:
 
 def warn_of_flags(flags: Any) -> None:
     """Log a line for each flag that has no effect, or was not tried, with per-layer graphs of a sharded model."""
-    sharding = _sharding(Options(flags))
-    for row in _rows(Options(flags), sharding) if sharding is not None else ():
+    for row in rows_of_flags(flags):
         if row.verdict in (Verdict.NO_EFFECT, Verdict.NOT_TRIED):
             log_single_rank(logger, logging.WARNING, row.words)
+
+
+def rows_of_flags(flags: Any) -> list[Row]:
+    """Return the rows of the table that parsed ``flags`` are in; none if they shard no model."""
+    options = Options(flags)
+    sharding = _sharding(options)
+    return [] if sharding is None else _rows(options, sharding)
 
 
 def check_fsdp_options(*sources: Any, sharding: str = MEGATRON_FSDP) -> None:

@@ -49,7 +49,7 @@ class CapturePasses:
 
     def _run(self, capture: Capture | None) -> None:
         grads = _StaticGradients()
-        for steps in self._together(capture):
+        for steps in recorded_together(self._plan, {} if capture is None else self._chains):
             if capture is not None and len(steps) > 1:
                 self._capture_chain(steps, grads, capture)
             elif self._runs(steps[0]):
@@ -65,23 +65,9 @@ class CapturePasses:
                 if self._shares_memory and step in self._last_steps and not static:
                     grads.take_back(step.slot)
 
-    def _chain_of(self, slot: int) -> Chain | None:
-        return self._chains.get(self._plan.callable_of_slot[slot])
-
-    def _together(self, capture: Capture | None) -> Iterator[tuple[Step, ...]]:
-        """The steps; at capture those of a chain in one entry."""
-        for run in self._plan.runs:
-            rest = run
-            while rest:
-                chain = None if capture is None else self._chain_of(rest[0].slot)
-                count = 1 if chain is None or rest[0].kind is Pass.WEIGHT_GRADIENTS else len(chain.members)
-                yield rest[:count]
-                rest = rest[count:]
-
     def _capture_chain(self, steps: Sequence[Step], grads: "_StaticGradients", capture: Capture) -> None:
         """Record one phase of all callables of a chain in one graph, with what their hooks enqueue."""
-        chain = self._chain_of(steps[0].slot)
-        assert chain is not None
+        chain = self._chains[self._plan.callable_of_slot[steps[0].slot]]
         slots = [self._slots[step.slot] for step in steps]
         graph = capture.new_graph()
         if steps[0].kind is Pass.FORWARD:
@@ -137,6 +123,22 @@ class CapturePasses:
             slot.release_outputs()
             for read in self._gradients_read.get(step, ()):
                 self._slots[read].release_gradients()
+
+
+def recorded_together(plan: Plan, chains: Mapping[int, Chain]) -> Iterator[tuple[Step, ...]]:
+    """Yield the steps of ``plan`` in order, those that are recorded in one graph together.
+
+    Args:
+        plan: The passes.
+        chains: The chain that a callable is in, by the callable's index.
+    """
+    for run in plan.runs:
+        rest = run
+        while rest:
+            chain = chains.get(plan.callable_of_slot[rest[0].slot])
+            count = 1 if chain is None or rest[0].kind is Pass.WEIGHT_GRADIENTS else len(chain.members)
+            yield rest[:count]
+            rest = rest[count:]
 
 
 def _given(grads: Sequence[torch.Tensor | None]) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:

@@ -1,0 +1,107 @@
+"""Changes of flags that put more into graphs, each tried against all checks before it is proposed."""
+
+import argparse
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from megatron.core.transformer._cuda_graphs.flag_options import Options
+from megatron.core.transformer._cuda_graphs.own_options import WHOLE_MODEL
+
+from .flags import read_flags
+
+MODULES = "--cuda-graph-modules"
+LAYERS = "--cuda-graph-layers-per-graph"
+PER_LAYER = ("--cuda-graph-impl", "transformer_engine")
+PADDING = ("--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor", "1.0")
+# Values of --cuda-graph-modules that cannot stand together with, or without, another.
+_EXCLUDED = {"moe": ("moe_router", "moe_preprocess"), "moe_router": ("moe",), "moe_preprocess": ("moe",)}
+_NEEDED = {"moe_preprocess": ("moe_router",)}
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of flags.
+
+    Attributes:
+        words: What to do.
+        arguments: All flags after it.
+    """
+
+    words: str
+    arguments: Sequence[str]
+
+
+def without(arguments: Sequence[str], flag: str) -> list[str]:
+    """Return ``arguments`` without a flag and its values."""
+    kept, dropping = [], False
+    for argument in arguments:
+        if argument.startswith("--"):
+            dropping = argument.partition("=")[0] == flag
+        if not dropping:
+            kept.append(argument)
+    return kept
+
+
+def accepted(change: Change, args: argparse.Namespace) -> argparse.Namespace | None:
+    """Return the validated arguments after ``change``; None if a check refuses them.
+
+    Args:
+        change: The change.
+        args: Arguments with the ranks of the job.
+    """
+    flags = read_flags(change.arguments, args.world_size)
+    return None if flags.refused else flags.args
+
+
+def to_graph(module: str, arguments: Sequence[str], args: argparse.Namespace) -> Change | None:
+    """Return the smallest known change with which graphs hold a part of layers; None if every one is refused.
+
+    Args:
+        module: The part's value of ``--cuda-graph-modules``.
+        arguments: The flags as they are.
+        args: The same, validated.
+    """
+    for change in _candidates(module, arguments, Options(args).modules):
+        after = accepted(change, args)
+        if after is not None and Options(after).graphs(module):
+            return change
+    return None
+
+
+def to_graph_all(
+    arguments: Sequence[str], args: argparse.Namespace, against: Callable[[argparse.Namespace], str]
+) -> Change | None:
+    """Return the smallest known change with which a graph holds the whole model; None if there is none.
+
+    Args:
+        arguments: The flags as they are.
+        args: The same, validated.
+        against: Says why the whole model cannot be captured with given arguments; empty if it can.
+    """
+    whole = (LAYERS, WHOLE_MODEL)
+    changes = [Change(f"add {LAYERS} {WHOLE_MODEL}", [*without(arguments, LAYERS), *whole])]
+    if Options(args).modules:
+        layers = without(without(arguments, LAYERS), MODULES)
+        changes.append(Change(f"drop {MODULES}, add {LAYERS} {WHOLE_MODEL}", [*layers, *whole]))
+    for change in changes:
+        after = accepted(change, args)
+        if after is not None and not against(after):
+            return change
+    return None
+
+
+def _candidates(module: str, arguments: Sequence[str], modules: frozenset[str]) -> Iterator[Change]:
+    """Yield changes that may put ``module`` into graphs, the smaller first."""
+    rest = without(arguments, MODULES)
+    drop = Change(f"drop {MODULES}", rest)
+    padding = " ".join(PADDING)
+    if modules:
+        kept = modules.difference(_EXCLUDED.get(module, ()))
+        chosen = sorted({*kept, module, *_NEEDED.get(module, ())})
+        named = Change(f"{MODULES} {' '.join(chosen)}", [*rest, MODULES, *chosen])
+        yield named
+        yield drop
+        yield Change(f"{named.words} {padding}", [*named.arguments, *PADDING])
+        yield Change(f"{drop.words}, add {padding}", [*rest, *PADDING])
+    else:
+        yield Change(f"add {padding}", [*rest, *PADDING])

@@ -1,0 +1,188 @@
+"""A pipeline stage of the job, built by megatron-core and Megatron-FSDP with tensors that have no memory.
+
+This process is one rank of the job; its collectives move nothing. Layers are Megatron's own, whose parameters have the
+shapes of TransformerEngine's, without the restrictions of what they compute.
+"""
+
+import argparse
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.core import num_microbatches_calculator, parallel_state
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper, _fsdp_of
+from megatron.core.transformer.dot_product_attention import DotProductAttention
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.training.argument_utils import gpt_config_from_args, hybrid_config_from_args
+from megatron.training.training import get_megatron_ddp_config
+from megatron.training.utils.common_utils import is_hybrid_model
+
+from .quiet import quietly
+
+# What TransformerEngine or Apex would do; none of it changes a parameter's shape.
+_NEEDS_A_GPU = {
+    "transformer_impl": "local",
+    "no_persist_layer_norm": True,
+    "masked_softmax_fusion": False,
+    "apply_rope_fusion": False,
+    "gradient_accumulation_fusion": False,
+    "moe_grouped_gemm": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "perform_initialization": False,  # reads generators, whose states have no values here
+}
+
+
+@contextlib.contextmanager
+def dry_stage(args: argparse.Namespace, stage: int) -> Iterator[Any]:
+    """Build what the first rank of a pipeline stage has, and yield its ``TECudaGraphHelper``.
+
+    Args:
+        args: Validated arguments, with ``cuda_graph_impl`` ``transformer_engine``.
+        stage: The stage, counted from 0.
+
+    Raises:
+        Exception: megatron-core cannot build the model; whatever it raises.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_rank(args, stage * (args.world_size // args.pipeline_model_parallel_size)))
+        stack.enter_context(without_memory())
+        config, models = _models(args)
+        helper = TECudaGraphHelper(models, config, args.seq_length, args.micro_batch_size)
+        # Recipes are TransformerEngine's, and change neither order nor sizes.
+        helper._quantization_arguments = lambda: {"enabled": False}  # type: ignore[method-assign]
+        yield helper
+
+
+def fsdp_buffers(helper: TECudaGraphHelper) -> list[Any]:
+    """Return the ``ParamAndGradBuffer`` of each model chunk that is under Megatron-FSDP."""
+    sharded = [_fsdp_of(chunk) for chunk in helper.model]
+    return [fsdp.param_and_grad_buffer for fsdp in sharded if fsdp is not None]
+
+
+def against_whole_model(args: argparse.Namespace, whole_layers: bool = False) -> str:
+    """Say why the whole model cannot be captured; empty if it can.
+
+    Args:
+        args: Validated arguments.
+        whole_layers: Whether to leave ``--cuda-graph-modules`` aside.
+    """
+    with quietly(), dry_stage(args, 0) as helper:
+        if whole_layers:
+            helper.config.cuda_graph_modules = []
+        return helper._against_whole_model()
+
+
+def _models(args: argparse.Namespace) -> tuple[Any, list[torch.nn.Module]]:
+    given = copy.copy(args)
+    for name, value in _NEEDS_A_GPU.items():
+        setattr(given, name, value)
+    model = hybrid_config_from_args(given) if is_hybrid_model(given) else gpt_config_from_args(given)
+    models = model.get_builder_cls()(model).build_distributed_models(
+        ProcessGroupCollection.use_mpu_process_groups(),
+        ddp_config=get_megatron_ddp_config(args),
+        use_megatron_fsdp=args.use_megatron_fsdp,
+        use_torch_fsdp2=args.use_torch_fsdp2,
+        data_parallel_random_init=False,  # would communicate
+    )
+    return model.transformer, models
+
+
+@contextlib.contextmanager
+def _rank(args: argparse.Namespace, rank: int) -> Iterator[None]:
+    """Let this process be one rank of the job."""
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=args.world_size)
+    try:
+        parallel_state.initialize_model_parallel(
+            args.tensor_model_parallel_size,
+            args.pipeline_model_parallel_size,
+            args.virtual_pipeline_model_parallel_size,
+            context_parallel_size=args.context_parallel_size,
+            expert_model_parallel_size=args.expert_model_parallel_size,
+            expert_tensor_parallel_size=args.expert_tensor_parallel_size,
+            num_distributed_optimizer_instances=args.num_distributed_optimizer_instances,
+            create_gloo_process_groups=False,
+        )
+        num_microbatches_calculator.unset_num_microbatches_calculator()
+        num_microbatches_calculator.init_num_microbatches_calculator(
+            rank, args.rampup_batch_size, args.global_batch_size, args.micro_batch_size, args.data_parallel_size
+        )
+        model_parallel_cuda_manual_seed(args.seed, use_cudagraphable_rng=True, force_reset_rng=True)
+        yield
+    finally:
+        num_microbatches_calculator.unset_num_microbatches_calculator()
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def without_memory() -> Iterator[None]:
+    """The context in which tensors have shapes, dtypes and storages, but no memory and no values."""
+    with ExitStack() as stack:
+
+        def replace(owner: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(owner, name, value))
+
+        # Meshes are tensors of ranks, whose values are needed.
+        index = mcore_fsdp_adapter.FullyShardedDataParallel._init_dist_index
+        replace(mcore_fsdp_adapter.FullyShardedDataParallel, "_init_dist_index", _with_values(index))
+        replace(mcore_fsdp_adapter.FullyShardedDataParallel, "sync_rng_states_across_tp_group", lambda self: None)
+        replace(DeviceMesh, "mesh", property(_with_values(DeviceMesh.mesh.fget)))
+        # These ask the other ranks for the shapes of their shards.
+        unchecked = {"run_check": False, "update_uneven_dtensor_chunk_meta": False}
+        make = param_and_grad_buffer.make_fsdp_dtensor
+        replace(param_and_grad_buffer, "make_fsdp_dtensor", lambda *args, **kw: make(*args, **(kw | unchecked)))
+        replace(torch.nn.Module, "_apply", _apply)
+        # Megatron's own refuse sequence parallelism, context parallelism and latent attention.
+        replace(WrappedTorchNorm, "__new__", _norm)
+        replace(DotProductAttention, "__init__", _attention)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield
+
+
+def _attention(self: DotProductAttention, config: Any, *args: Any, **kwargs: Any) -> None:
+    MegatronModule.__init__(self, config)
+
+
+def _norm(wrapper: type, config: Any, hidden_size: int, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    kind = torch.nn.RMSNorm if config.normalization == "RMSNorm" else torch.nn.LayerNorm
+    return kind(hidden_size)
+
+
+def _with_values(call: Callable[..., Any]) -> Callable[..., Any]:
+    def with_values(*args: Any, **kwargs: Any) -> Any:
+        with unset_fake_temporarily():
+            return call(*args, **kwargs)
+
+    return with_values
+
+
+def _apply(module: torch.nn.Module, convert: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
+    """As ``Module._apply``, with new parameters in place of the old: tensors without memory cannot be exchanged."""
+    for child in module.children() if recurse else ():
+        child._apply(convert)
+    for name, param in module._parameters.items():
+        if param is not None:
+            with torch.no_grad():
+                data = convert(param)
+            if data is not param:
+                module._parameters[name] = converted = torch.nn.Parameter(data, param.requires_grad)
+                converted.__dict__.update(param.__dict__)
+    for name, buffer in module._buffers.items():
+        if buffer is not None:
+            module._buffers[name] = convert(buffer)
+    return module

@@ -1,0 +1,62 @@
+"""``python -m megatron_fsdp_cuda_graphs explain``: why each part of a model runs in graphs or eagerly."""
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+
+from .command import need_no_gpu, own_arguments
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the parts. Returns the exit code: 0 if the flags fit together, 1 if not, 2 if nothing can be said."""
+    try:
+        own, given = own_arguments("explain", "Say which parts of a model flags would put in graphs.", arguments)
+        need_no_gpu()
+        from .flags import read_flags, said_by
+        from .plan import captures_layers, verdict
+
+        flags = read_flags(given, own.world_size)
+    except SystemExit as end:
+        return int(end.code or 0)
+    if flags.refused:
+        print("\n".join(verdict(flags)))
+        return 1
+    if not captures_layers(flags.args):
+        print(f"everything is eager for these commands: --cuda-graph-impl is {flags.args.cuda_graph_impl}; see plan")
+        return 0
+    try:
+        lines = list(_lines(given, flags.args))
+    except Exception as error:
+        print(f"megatron-core cannot build the model here: {said_by(error)}", file=sys.stderr)
+        return 2 if isinstance(error, ImportError) else 1
+    print("\n".join(lines))
+    return 0
+
+
+def _lines(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
+    from .dry_stage import dry_stage
+    from .parts import parts_of
+    from .quiet import quietly
+
+    remedies: dict[str | None, str] = {}
+    for stage in range(args.pipeline_model_parallel_size):
+        with quietly(), dry_stage(args, stage) as helper:
+            parts = parts_of(helper, helper._captures_whole_model())
+        yield f"Pipeline stage {stage + 1} of {args.pipeline_model_parallel_size}"
+        for part in parts:
+            yield f"  {'graphed' if part.graphed else 'eager':8} {part.name} ({part.count}): {part.why}"
+            if not part.graphed:
+                if part.module not in remedies:
+                    remedies[part.module] = _remedy(part.module, given, args)
+                yield f"{'':11}to graph it: {remedies[part.module]}"
+
+
+def _remedy(module: str | None, given: Sequence[str], args: argparse.Namespace) -> str:
+    from . import changes
+    from .dry_stage import against_whole_model
+
+    if module is not None:
+        change = changes.to_graph(module, given, args)
+        return change.words if change is not None else "no change of flags is known that the checks accept"
+    change = changes.to_graph_all(given, args, against_whole_model)
+    return change.words if change is not None else f"not possible: {against_whole_model(args, whole_layers=True)}"

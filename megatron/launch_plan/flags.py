@@ -1,0 +1,96 @@
+"""Reads the flags of a training as its ranks would, and collects what is said against them."""
+
+import argparse
+import math
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.core.transformer._cuda_graphs import own_options
+from megatron.core.transformer._cuda_graphs.flag_row import Verdict
+from megatron.core.transformer._cuda_graphs.fsdp_checks import rows_of_flags
+from megatron.training import arguments as megatron_arguments
+
+from ..overlay import upstream
+from .quiet import quietly
+
+
+@dataclass
+class Flags:
+    """Flags of a training, checked.
+
+    Attributes:
+        args: Megatron's parsed arguments; validated, and complete, only if nothing is refused.
+        refused: Why no job would start, each with the flag and what to do.
+        remarks: What has no effect or was not tried.
+    """
+
+    args: argparse.Namespace
+    refused: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+
+
+def read_flags(arguments: Sequence[str], world_size: int | None) -> Flags:
+    """Parse and check flags, all checks of this project first, then megatron-core's own.
+
+    Args:
+        arguments: Flags as ``pretrain_gpt`` takes them.
+        world_size: Ranks of the job; None for as few as the parallel sizes allow.
+
+    Raises:
+        SystemExit: with 2, after a message of argparse: a flag is unknown or its value is none.
+    """
+    args = _parse(arguments)
+    args.world_size = world_size or smallest_world(args)
+    flags = Flags(args)
+    _check(flags)
+    try:
+        own_options.check_arguments(args)
+    except ValueError as error:
+        flags.refused.append(str(error))
+    try:
+        with quietly():
+            upstream("megatron.training.arguments").validate_args(args, {})
+    except (Exception, SystemExit) as error:
+        flags.refused.append(f"megatron-core: {said_by(error)}")
+    else:
+        _check(flags)  # with the defaults and what flags imply, as validate_args does
+    return flags
+
+
+def smallest_world(args: argparse.Namespace) -> int:
+    """Return the fewest ranks that have room for the parallel sizes."""
+    dense = args.tensor_model_parallel_size * args.context_parallel_size
+    experts = (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) * args.expert_model_parallel_size
+    return math.lcm(dense, experts if args.num_experts else 1) * args.pipeline_model_parallel_size
+
+
+def said_by(error: BaseException) -> str:
+    """Return the message of ``error``; of an assertion without one, what it asserts."""
+    if str(error):
+        return f"{error}"
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {last.line}"
+
+
+def _check(flags: Flags) -> None:
+    for row in rows_of_flags(flags.args):
+        lines = flags.refused if row.verdict is Verdict.REFUSED else flags.remarks
+        if row.verdict is not Verdict.WORKS and row.words not in lines:
+            lines.append(row.words)
+
+
+def _parse(arguments: Sequence[str]) -> argparse.Namespace:
+    argv, environment = sys.argv, dict(os.environ)
+    sys.argv = ["pretrain_gpt", *arguments]
+    os.environ.update(RANK="0", LOCAL_RANK="0")
+    try:
+        args: Any = megatron_arguments.parse_args()
+    finally:
+        sys.argv = argv
+        os.environ.clear()
+        os.environ.update(environment)
+    return args

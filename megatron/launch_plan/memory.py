@@ -1,0 +1,140 @@
+"""What a rank keeps in memory, in bytes, summed over the tensors that megatron-core makes for it."""
+
+import argparse
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
+
+from ..overlay import upstream
+
+# megatron-core's own, which plans no copies and so asks for no addresses.
+_ParamAndGradBuffer = upstream(
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer"
+).ParamAndGradBuffer
+
+# In the order in which they are shown.
+KINDS = {
+    "weights": "weights: FSDP's shards",
+    "main_weights": "main weights: the optimizer's shards",
+    "gradients": "main gradients: FSDP's shards",
+    "double_buffer": "double buffer: two FSDP units, weights and gradients",
+    "persistent_buffers": "persistent buffers: what does not fit the double buffer",
+    "optimizer_states": "optimizer's states",
+    "optimizer_gradients": "optimizer's gradients, in its dtype",
+    "static_inputs": "static inputs of graphs",
+}
+
+
+def fsdp_memory(buffers: Iterable[Any], args: argparse.Namespace) -> Counter[str]:
+    """Sum what Megatron-FSDP and the optimizer keep, by the names in ``KINDS``.
+
+    Args:
+        buffers: The ``ParamAndGradBuffer`` of each model chunk, with no bucket in use.
+        args: Megatron's arguments.
+    """
+    found: Counter[str] = Counter()
+    for buffer in buffers:
+        for group in buffer.parameter_groups:
+            # With hybrid sharding the former is a part of the latter.
+            found["weights"] += _bytes(group.hfsdp_helper_wbuf or group.model_weight_buffer)
+            found["weights"] += _bytes(group.hfsdp_helper_wtbuf or group.transpose_weight_buffer)
+            found["main_weights"] += _bytes(group.main_weight_buffer)
+            found["gradients"] += _bytes(group.hfsdp_helper_gbuf or group.main_grad_buffer)
+        _use_temporary_buffers(buffer)
+        found.update(temporary_buffers(buffer))
+        found.update(_optimizer(buffer, args))
+    return found
+
+
+def temporary_buffers(buffer: Any) -> Counter[str]:
+    """Sum the fixed buffers that exist for ``buffer`` so far, by the names in ``KINDS``."""
+    allocators = (buffer.weight_alloc, buffer.transpose_weight_alloc, buffer.main_grad_alloc)
+    names = tuple(f"{allocator.name}_" for allocator in allocators if hasattr(allocator, "name"))
+    found: Counter[str] = Counter()
+    for (name, _), tensor in get_global_memory_buffer().buffer.items():
+        if name.startswith(names):
+            found["persistent_buffers" if "_not_fit_in_" in name else "double_buffer"] += tensor.nbytes
+    return found
+
+
+def distinct_bytes(tensors: Any) -> int:
+    """The memory of all tensors in a nested structure, those that share storage counted once."""
+    storages = [leaf.untyped_storage() for leaf in tree_leaves(tensors) if isinstance(leaf, torch.Tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def activation_bytes(config: Any, seq_length: int, micro_batch_size: int) -> int | None:
+    """Estimate what a whole dense layer keeps from forward to backward with fused attention and 16-bit activations.
+
+    The terms are those of "Reducing Activation Recomputation in Large Transformer Models"
+    (https://arxiv.org/abs/2205.05198), section 4.1, without that of attention's matrix, 5as/h.
+
+    Args:
+        config: A ``TransformerConfig``.
+        seq_length: Tokens in a sequence.
+        micro_batch_size: Sequences in a micro-batch.
+
+    Returns:
+        Bytes; None for other layers, or where activations are computed again or are of another dtype.
+    """
+    if config.num_moe_experts or config.recompute_granularity or config.fp8 or not (config.bf16 or config.fp16):
+        return None
+    tokens = seq_length * micro_batch_size // config.context_parallel_size
+    parts = config.tensor_model_parallel_size
+    divided = 8 * config.hidden_size + config.ffn_hidden_size * (6 if config.gated_linear_unit else 4)
+    others = 10 * config.hidden_size  # inputs of norms and of projections, masks of dropout
+    return tokens * (divided // parts + others // (parts if config.sequence_parallel else 1))
+
+
+def _use_temporary_buffers(buffer: Any) -> None:
+    """Let Megatron-FSDP take the buckets of two units at a time, as in training."""
+    units: dict[int | None, list[Any]] = {}
+    for group in buffer.parameter_groups:
+        units.setdefault(group.fsdp_unit_id, []).append(group)
+    last: list[Any] = []
+    for groups in [*units.values(), []]:
+        taken = [sharded for group in groups for sharded in _take_buckets(group, buffer.mp_policy.grad_comm_dtype)]
+        for sharded in last:
+            sharded.free_bucket_storage()
+        last = taken
+
+
+def _take_buckets(group: Any, grad_comm_dtype: torch.dtype | None) -> Iterator[Any]:
+    for weights in (group.model_weight_buffer, group.transpose_weight_buffer):
+        if weights is not None:
+            weights.fetch_bucket()
+            yield weights
+    gradients = group.main_grad_buffer
+    if gradients is not None:
+        gradients.fetch_bucket(dtype=grad_comm_dtype if gradients.is_data_distributed else None)
+        yield gradients
+
+
+def _optimizer(buffer: Any, args: argparse.Namespace) -> Counter[str]:
+    found: Counter[str] = Counter()
+    _ParamAndGradBuffer.update_main_grads(buffer)
+    for _, param in buffer.optimizer_named_parameters:
+        gradient = getattr(param, "decoupled_grad" if buffer.use_decoupled_grad else "grad", None)
+        if gradient is None:
+            continue
+        local = gradient._local_tensor
+        main = buffer.parameter_groups[buffer.param_to_param_group[param.orig_param]].main_grad_buffer
+        found["optimizer_gradients"] += local.nbytes if local.dtype != main.dtype else 0  # otherwise a view
+        found["optimizer_states"] += local.numel() * _bytes_of_states(args)
+    return found
+
+
+def _bytes_of_states(args: argparse.Namespace) -> int:
+    """The optimizer's states for one element, in bytes."""
+    if args.optimizer == "adam":
+        return int(args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize)
+    return torch.float32.itemsize if args.optimizer == "sgd" and args.sgd_momentum else 0
+
+
+def _bytes(buffer: Any) -> int:
+    return 0 if buffer is None or buffer.data is None else int(buffer.data.nbytes)

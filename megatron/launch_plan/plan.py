@@ -1,0 +1,155 @@
+"""``python -m megatron_fsdp_cuda_graphs plan``: what flags of ``pretrain_gpt`` would capture and keep in memory."""
+
+import argparse
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from .command import need_no_gpu, own_arguments
+
+if TYPE_CHECKING:
+    from .capture import Captured
+    from .flags import Flags
+
+SHOWN = 12  # graphs of a stage, unless all are asked for
+MIB = 2**20
+NOT_COUNTED = (
+    "Not counted: activations outside of graphs, outputs of graphs, what kernels and NCCL take, fragmentation, and the "
+    "CUDA context. Estimates are marked so; all else is the size of tensors that Megatron-FSDP makes for these flags."
+)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Print the plan. Returns the exit code: 0 if the flags fit together, 1 if not, 2 if nothing can be said."""
+    try:
+        own, given = own_arguments("plan", "Say what flags would capture, without a GPU.", arguments)
+        need_no_gpu()
+        from .flags import read_flags, said_by
+
+        flags = read_flags(given, own.world_size)
+    except SystemExit as end:
+        return int(end.code or 0)
+    if flags.refused:
+        print("\n".join(verdict(flags)))
+        return 1
+    try:
+        stages, advice = list(_stages(flags.args, own.every_graph)), list(_advice(given, flags.args))
+    except Exception as error:
+        print(f"megatron-core cannot build the model here: {said_by(error)}", file=sys.stderr)
+        return 2 if isinstance(error, ImportError) else 1
+    print("\n".join([*verdict(flags), *stages, "", "Flags to add or drop:", *_bulleted(advice or ["none"])]))
+    return 0
+
+
+def verdict(flags: "Flags") -> Iterator[str]:
+    """Yield lines that say whether flags fit together, and of what job they are."""
+    yield "The flags do not fit together:" if flags.refused else "The flags fit together."
+    yield from _bulleted(flags.refused)
+    if flags.remarks:
+        yield from ("", "Remarks:", *_bulleted(flags.remarks))
+    if flags.refused:
+        return
+    args = flags.args
+    sizes = {
+        "data": args.data_parallel_size,
+        "tensor": args.tensor_model_parallel_size,
+        "pipeline": args.pipeline_model_parallel_size,
+        "context": args.context_parallel_size,
+        "expert": args.expert_model_parallel_size,
+    }
+    yield f"Ranks: {args.world_size} (--world-size); parallel: {', '.join(f'{k} {v}' for k, v in sizes.items())}"
+
+
+def captures_layers(args: argparse.Namespace) -> bool:
+    """Whether the graphs are those that these commands are about."""
+    return bool(args.cuda_graph_impl == "transformer_engine")
+
+
+def _stages(args: argparse.Namespace, every_graph: bool) -> Iterator[str]:
+    from .capture import captured_by
+    from .dry_stage import dry_stage, fsdp_buffers
+    from .memory import activation_bytes, distinct_bytes, fsdp_memory
+    from .quiet import quietly
+
+    if not captures_layers(args):
+        yield f"No layer would be captured: --cuda-graph-impl is {args.cuda_graph_impl}."
+        return
+    for stage in range(args.pipeline_model_parallel_size):
+        with quietly(), dry_stage(args, stage) as helper:
+            captured = captured_by(helper)
+            found = fsdp_memory(fsdp_buffers(helper), args)
+            found["static_inputs"] = distinct_bytes(captured.static_inputs)
+            each = activation_bytes(helper.config, helper.seq_length, helper.micro_batch_size)
+        whole = not args.cuda_graph_modules
+        pool = each * captured.most_in_flight if each is not None and whole and captured.graphs else None
+        yield ""
+        yield f"Pipeline stage {stage + 1} of {args.pipeline_model_parallel_size}"
+        yield from _graphs(captured, every_graph)
+        yield from _memory(found, pool, args)
+    yield ""
+    yield NOT_COUNTED
+
+
+def _graphs(captured: "Captured", every_graph: bool) -> Iterator[str]:
+    count = len(captured.graphs)
+    if not count:
+        yield "  Nothing would be captured: no layer has a part that --cuda-graph-modules names."
+        return
+    yield f"  Order of passes: {' '.join(f'{step:g}' for step in captured.order)} (chunk, minus for backward)"
+    yield f"  Graphs: {count}, captured in this order:"
+    shown = count if every_graph else SHOWN
+    yield from (f"    {graph}" for graph in captured.graphs[:shown])
+    if count > shown:
+        yield f"    and {count - shown} more (--every-graph lists them)"
+
+
+def _memory(found: Counter[str], pool: int | None, args: argparse.Namespace) -> Iterator[str]:
+    from .memory import KINDS
+
+    yield "  Memory of a rank, MiB:"
+    yield from (f"    {found[kind] / MIB:10.1f}  {words}" for kind, words in KINDS.items() if found[kind])
+    yield f"    {sum(found.values()) / MIB:10.1f}  in all"
+    if args.optimizer not in ("adam", "sgd"):
+        yield f"    the states of --optimizer {args.optimizer} are not known, and not counted"
+    if args.fp8_param_gather or args.fp4_param_gather:
+        yield "    quantized parameters are counted as if they were not quantized"
+    if not args.use_megatron_fsdp:
+        yield "    without --use-megatron-fsdp only static inputs are counted"
+    if pool is None:
+        yield "    the graphs' pool is not estimated for these layers"
+        return
+    yield f"    {pool / MIB:10.1f}  estimated: activations in the graphs' pool. Where one graph holds all layers, the"
+    yield "                optimizer's gradients lie in the same memory, as activations are dead by then"
+
+
+def _advice(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
+    """Yield changes of flags that put more into graphs, or into fewer."""
+    from megatron.core.transformer._cuda_graphs.own_options import WHOLE_MODEL
+
+    from . import changes
+    from .dry_stage import against_whole_model
+    from .flags import read_flags
+
+    if not captures_layers(args):
+        change = changes.Change("", [*changes.without(given, "--cuda-graph-impl"), *changes.PER_LAYER])
+        after = read_flags(change.arguments, args.world_size)
+        yield f"{' '.join(changes.PER_LAYER)}: layers as graphs"
+        yield from after.refused
+        return
+    wanted: Any = args.cuda_graph_layers_per_graph
+    against = against_whole_model(args)
+    if wanted == WHOLE_MODEL and against:
+        yield f"drop {changes.LAYERS} {wanted}: layers are captured instead, because {against}"
+        return
+    dropped = changes.Change(f"drop {changes.MODULES}", changes.without(given, changes.MODULES))
+    if args.cuda_graph_modules and changes.accepted(dropped, args) is not None:
+        yield f"{dropped.words}: whole layers are captured, consecutive ones in one graph"
+    elif wanted not in (None, WHOLE_MODEL):
+        yield f"drop {changes.LAYERS}: all consecutive layers are captured in one graph"
+    if not against and wanted != WHOLE_MODEL:
+        yield f"{changes.LAYERS} {WHOLE_MODEL}: the embedding, the output layer and losses are captured too"
+
+
+def _bulleted(texts: Sequence[str]) -> list[str]:
+    return [f"- {text}" for text in texts]

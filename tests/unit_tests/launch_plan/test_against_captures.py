@@ -1,0 +1,130 @@
+"""A plan against what it is about: a real capture on the CPU backend, and memory measured on GPUs."""
+
+import gc
+import json
+from contextlib import nullcontext
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import torch
+from _step_time.configurations import configuration
+from _step_time.variants import FSDP as BENCHMARK_FSDP
+
+from megatron.core.transformer._cuda_graphs.engine.slot import GraphedSlot
+from megatron_fsdp_cuda_graphs.launch_plan import capture, dry_stage, memory
+from megatron_fsdp_cuda_graphs.launch_plan.flags import read_flags
+
+from .conftest import DENSE, EXPERTS
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "step_time.json"
+MODULES = "--cuda-graph-modules attn moe_router moe_preprocess"
+PIPELINE = "--untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 --global-batch-size 16"
+CASES = {
+    "dense": (f"{DENSE} --num-layers 3", 2, 0),
+    "two layers a graph": (f"{DENSE} --num-layers 5 --cuda-graph-layers-per-graph 2", 2, 0),
+    "parts of MoE layers": (f"{DENSE} {EXPERTS} --num-layers 2 {MODULES}", 2, 0),
+    "multi-token prediction": (f"{DENSE} --num-layers 2 --mtp-num-layers 1", 2, 0),
+    "last pipeline stage": (f"{DENSE} --num-layers 4 {PIPELINE}", 4, 1),
+    "interleaved stages": (f"{DENSE} --num-layers 4 {PIPELINE} --num-layers-per-virtual-pipeline-stage 1", 4, 0),
+}
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """The passes of callables that were recorded: kind, index of the callable, and which graph holds them."""
+    found: list[tuple[str, int, int]] = []
+
+    def watch(kind, graph_of):
+        original = getattr(GraphedSlot, kind)
+
+        def run(slot, *args):
+            if graph_of(args) is not None:
+                found.append((kind, int(slot.name.split()[1]), id(graph_of(args))))
+            return original(slot, *args)
+
+        monkeypatch.setattr(GraphedSlot, kind, run)
+
+    watch("forward", lambda args: args[1])
+    watch("backward", lambda args: args[2])
+    return found
+
+
+def in_graphs(passes):
+    """The graphs, in order: the kind of each and the indices of its callables."""
+    together = groupby(passes, key=lambda each: (each[0], each[2]))
+    return [(kind, [index for _, index, _ in group]) for (kind, _), group in together]
+
+
+def shards(buffers):
+    """The memory of Megatron-FSDP's own buffers, in bytes, by what they hold."""
+    names = {"weights": "model_weight_buffer", "main_weights": "main_weight_buffer", "gradients": "main_grad_buffer"}
+    groups = [group for buffer in buffers for group in buffer.parameter_groups]
+    return {kind: sum(getattr(group, name).data.nbytes for group in groups) for kind, name in names.items()}
+
+
+def train(model, args):
+    """Run a step with Adam, and return the memory of the optimizer in bytes, by what it holds."""
+    tokens = torch.zeros(args.micro_batch_size, args.seq_length, dtype=torch.int64, device="cuda")
+    model(tokens, tokens, None, labels=tokens).mean().backward()
+    model.finish_grad_sync()
+    params = [param for _, param in dry_stage._fsdp_of(model).param_and_grad_buffer.optimizer_named_parameters]
+    optimizer = torch.optim.Adam(params, foreach=False)
+    optimizer.step()
+    states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return {
+        "optimizer_states": sum(state._local_tensor.nbytes for state in states),
+        "optimizer_gradients": sum(param.grad._local_tensor.nbytes for param in params if param.grad is not None),
+    }
+
+
+@pytest.mark.parametrize(("command", "ranks", "stage"), CASES.values(), ids=CASES)
+def test_order_graphs_and_buffers_are_those_of_a_capture(command, ranks, stage, recorded, monkeypatch):
+    flags = read_flags(command.split(), ranks)
+    assert not flags.refused
+    with dry_stage.dry_stage(flags.args, stage) as helper:
+        planned = capture.captured_by(helper)
+        found = memory.fsdp_memory(dry_stage.fsdp_buffers(helper), flags.args)
+    del helper
+    gc.collect()
+
+    monkeypatch.setattr(dry_stage, "without_memory", nullcontext)
+    with dry_stage.dry_stage(flags.args, stage) as helper, torch.cuda.stream(torch.cuda.Stream()):
+        buffers = dry_stage.fsdp_buffers(helper)
+        for group in (group for buffer in buffers for group in buffer.parameter_groups):
+            group.model_weight_buffer.data.fill_(0.01)
+        alone = flags.args.pipeline_model_parallel_size == 1
+        real = shards(buffers) | (train(helper.model[0], flags.args) if alone else {})
+        helper.create_cudagraphs()
+        for buffer in buffers:
+            for kind, size in memory.temporary_buffers(buffer).items():
+                real[kind] = real.get(kind, 0) + size
+        if not alone:
+            del real["persistent_buffers"]  # no pass of the embedding or the output layer has run
+        numbers = [layer.layer_number for layer in helper.flattened_callables]
+        graphs = [graph for layer in helper.flattened_callables for graph in layer.cuda_graphs]
+        helper.delete_cuda_graphs()
+
+    assert [(graph.kind.value, list(graph.layers)) for graph in planned.graphs] == [
+        (kind, [numbers[index] for index in indices]) for kind, indices in in_graphs(recorded)
+    ]
+    assert len(graphs) == sum(len(graph.layers) for graph in planned.graphs if graph.kind.value == "forward")
+    assert {kind: found[kind] for kind in real} == real
+    assert len(real) == (7 if alone else 4)
+
+
+@pytest.mark.parametrize("name", ["A", "B"])
+@pytest.mark.parametrize("variant", ["native", "native:MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH=model"])
+def test_memory_is_within_a_tenth_of_what_was_measured_on_gpus(name, variant, monkeypatch):
+    runs = json.loads(RESULTS.read_text())["configurations"][name]
+    measured = next(run["allocated_mib"] for run in runs if run["variant"] == variant)
+    job = configuration(name, ranks=2, steps=30, expert_parallel=1, on_cpu=False)
+    if ":" in variant:
+        monkeypatch.setenv(*variant.partition(":")[2].split("="))
+    graphs = ("--cuda-graph-impl", "transformer_engine")
+    flags = read_flags([*job.flags, *BENCHMARK_FSDP, *graphs], 2)
+    with dry_stage.dry_stage(flags.args, 0) as helper:
+        planned = capture.captured_by(helper)
+        found = memory.fsdp_memory(dry_stage.fsdp_buffers(helper), flags.args)
+        found["static_inputs"] = memory.distinct_bytes(planned.static_inputs)
+    assert sum(found.values()) / 2**20 == pytest.approx(measured, rel=0.1)

@@ -1,0 +1,120 @@
+"""``python -m megatron_fsdp_cuda_graphs explain``."""
+
+from megatron_fsdp_cuda_graphs.launch_plan import explain
+
+from .conftest import DENSE, EXPERTS, FSDP, SIZES, TRAINING
+
+REST = "--num-layers 2 --world-size 2"
+
+
+def explained(capsys, arguments):
+    """The exit code, and for each part its state, its reason and the change that graphs it."""
+    code = explain.main(arguments)
+    parts: dict[str, tuple[str, str, str | None]] = {}
+    name = ""
+    for line in capsys.readouterr().out.splitlines():
+        text = line.strip()
+        if text.startswith(("graphed ", "eager ")):
+            state, rest = text.split(maxsplit=1)
+            name, why = rest.split("): ")
+            parts[name + ")"] = state, why, None
+        elif text.startswith("to graph it: "):
+            parts[name + ")"] = (*parts[name + ")"][:2], text.removeprefix("to graph it: "))
+    return code, parts
+
+
+def test_whole_layers(capsys, flags):
+    code, parts = explained(capsys, flags(DENSE, REST))
+    assert code == 0
+    whole = "graphed", "whole layers are captured", None
+    outside = (
+        "eager",
+        "outside of layers, and graphs hold layers",
+        "add --cuda-graph-layers-per-graph model",
+    )
+    assert parts == {
+        "embedding (1)": outside,
+        "attention, with the norm before it (2)": whole,
+        "MLP of dense layers, with the norm before it (2)": whole,
+        "final norm (1)": outside,
+        "output layer and losses (1)": outside,
+    }
+
+
+def test_the_whole_model(capsys, flags):
+    _, parts = explained(capsys, flags(DENSE, REST, "--cuda-graph-layers-per-graph model"))
+    assert len(parts) == 5
+    assert {*parts.values()} == {("graphed", "in the graphs of the whole model", None)}
+
+
+def test_parts_of_dense_layers(capsys, flags):
+    _, parts = explained(capsys, flags(DENSE, REST, "--cuda-graph-modules attn"))
+    assert parts["attention, with the norm before it (2)"][:2] == ("graphed", "--cuda-graph-modules has attn")
+    assert parts["MLP of dense layers, with the norm before it (2)"] == (
+        "eager",
+        "--cuda-graph-modules is attn, without mlp",
+        "--cuda-graph-modules attn mlp",
+    )
+    assert parts["embedding (1)"][2] == "drop --cuda-graph-modules, add --cuda-graph-layers-per-graph model"
+
+
+def test_parts_of_moe_layers(capsys, flags):
+    modules = "--cuda-graph-modules attn moe_router"
+    _, parts = explained(capsys, flags(DENSE, EXPERTS, REST, modules))
+    assert parts["shared experts (2)"] == ("graphed", "with the router", None)
+    assert parts["preparation of the dispatch to experts (2)"][2] == (
+        "--cuda-graph-modules attn moe_preprocess moe_router"
+    )
+    # The router's graph and the whole layer's exclude each other, and experts need as many tokens in every step.
+    assert parts["experts, with the exchange of tokens (2)"][2] == (
+        "--cuda-graph-modules attn moe --moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0"
+    )
+    assert parts["output layer and losses (1)"][2] == (
+        "not possible: mixture-of-experts layers keep statistics outside of graphs"
+    )
+
+
+def test_shared_experts_beside_the_dispatch(capsys, flags):
+    modules = "--cuda-graph-modules attn moe_router --moe-shared-expert-overlap"
+    _, parts = explained(capsys, flags(DENSE, EXPERTS, REST, modules))
+    state, why, _ = parts["shared experts (2)"]
+    assert state == "eager"
+    assert why.startswith("--moe-shared-expert-overlap lets them run beside the dispatch")
+
+
+def test_multi_token_prediction(capsys, flags):
+    _, parts = explained(capsys, flags(DENSE, REST, "--mtp-num-layers 2 --mtp-use-repeated-layer"))
+    assert parts["repeated layer of multi-token prediction (1)"][0] == "eager"
+    assert parts["multi-token prediction outside of its layers (1)"][2] == (
+        "not possible: there is multi-token prediction"
+    )
+    assert parts["attention, with the norm before it (2)"][0] == "graphed"
+
+
+def test_a_hybrid_model(capsys, flags):
+    pattern = "--hybrid-layer-pattern M*M- --spec tests.support.hybrid_spec local --cuda-graph-modules attn"
+    _, parts = explained(capsys, flags(DENSE, pattern, "--world-size 2"))
+    assert parts["attention, with the norm before it (1)"][0] == "graphed"
+    assert parts["Mamba mixer, with the norm before it (2)"] == (
+        "eager",
+        "--cuda-graph-modules is attn, without mamba",
+        "--cuda-graph-modules attn mamba",
+    )
+    assert parts["final norm (1)"][0] == "eager"
+    assert parts["embedding (1)"][2] == "not possible: HybridModel is no GPTModel with its own forward"
+
+
+def test_flags_that_do_not_fit(capsys, flags):
+    code = explain.main(flags(DENSE, EXPERTS, REST))
+    assert code == 1
+    assert "- --num-experts with whole layers or moe in graphs" in capsys.readouterr().out
+
+
+def test_without_graphs(capsys, flags):
+    assert explain.main(flags(FSDP, SIZES, TRAINING, REST)) == 0
+    assert "--cuda-graph-impl is none" in capsys.readouterr().out
+
+
+def test_usage(capsys):
+    assert explain.main([]) == 2
+    assert "give the flags of a training" in capsys.readouterr().err

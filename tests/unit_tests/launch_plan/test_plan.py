@@ -1,0 +1,175 @@
+"""``python -m megatron_fsdp_cuda_graphs plan``."""
+
+import subprocess
+import sys
+
+import pytest
+
+from megatron_fsdp_cuda_graphs import overlay
+from megatron_fsdp_cuda_graphs.launch_plan import plan
+
+from .conftest import DENSE, EXPERTS, FSDP, GRAPHS, SIZES, TRAINING
+
+
+def planned(capsys, arguments):
+    """The exit code and the lines of a plan."""
+    code = plan.main(arguments)
+    return code, capsys.readouterr().out.splitlines()
+
+
+def graphs(lines):
+    """The graphs of a stage, as listed."""
+    start = next(i for i, line in enumerate(lines) if line.lstrip().startswith("Graphs:"))
+    end = next(i for i, line in enumerate(lines) if line.lstrip().startswith("Memory"))
+    return [line.strip() for line in lines[start + 1 : end]]
+
+
+def test_a_dense_model(capsys, flags):
+    code, lines = planned(capsys, flags("--world-size 2", DENSE, "--num-layers 4"))
+    assert code == 0
+    assert lines[0] == "The flags fit together."
+    assert lines[1].startswith("Ranks: 2 (--world-size); parallel: data 2, tensor 1, pipeline 1")
+    assert "  Order of passes: 1 -1 (chunk, minus for backward)" in lines
+    assert graphs(lines) == ["forward of layers 1 to 4", "backward of layers 4 to 1"]
+    assert lines[-1].startswith("- --cuda-graph-layers-per-graph model: ")
+
+
+def test_layers_per_graph(capsys, flags):
+    code, lines = planned(capsys, flags(DENSE, "--num-layers 5 --cuda-graph-layers-per-graph 2 --world-size 2"))
+    assert code == 0
+    assert graphs(lines) == [
+        *("forward of layers 1 to 2", "forward of layers 3 to 4", "forward of layer 5"),
+        *("backward of layer 5", "backward of layers 4 to 3", "backward of layers 2 to 1"),
+    ]
+    assert "- drop --cuda-graph-layers-per-graph: all consecutive layers are captured in one graph" in lines
+
+
+def test_the_whole_model(capsys, flags):
+    code, lines = planned(capsys, flags(DENSE, "--num-layers 2 --cuda-graph-layers-per-graph model --world-size 2"))
+    assert code == 0
+    assert graphs(lines) == ["forward of the whole model", "backward of the whole model"]
+    assert lines[-1] == "- none"
+
+
+def test_why_the_whole_model_cannot_be_captured(capsys, flags):
+    more = "--num-layers 2 --cuda-graph-layers-per-graph model --mtp-num-layers 1"
+    code, lines = planned(capsys, flags(DENSE, more, "--world-size 2"))
+    assert code == 0
+    assert "forward of MTP layer 1" in graphs(lines)
+    assert lines[-1] == (
+        "- drop --cuda-graph-layers-per-graph model: layers are captured instead, because there is multi-token "
+        "prediction"
+    )
+
+
+def test_parts_of_layers(capsys, flags):
+    code, lines = planned(capsys, flags(DENSE, "--num-layers 1 --cuda-graph-modules attn --world-size 2"))
+    assert code == 0
+    assert graphs(lines) == ["forward of layer 1", "backward of layer 1"]
+    assert "    the graphs' pool is not estimated for these layers" in lines
+    assert "- drop --cuda-graph-modules: whole layers are captured, consecutive ones in one graph" in lines
+
+
+def test_long_lists_are_cut(capsys, flags):
+    arguments = flags(DENSE, "--num-layers 8 --cuda-graph-layers-per-graph 1 --world-size 2")
+    _, lines = planned(capsys, arguments)
+    assert graphs(lines)[-1] == "and 4 more (--every-graph lists them)"
+    _, lines = planned(capsys, ["--every-graph", *arguments])
+    assert len(graphs(lines)) == 16
+
+
+def test_pipeline_stages(capsys, flags):
+    more = "--num-layers 4 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"
+    code, lines = planned(capsys, flags(DENSE, more, "--world-size 4 --global-batch-size 12"))
+    assert code == 0
+    orders = [line for line in lines if line.lstrip().startswith("Order")]
+    assert [order.split(":")[1].split("(")[0].split() for order in orders] == [
+        ["1", "1", "-1", "1", "-1", "-1"],
+        ["1", "-1", "1", "-1", "1", "-1"],
+    ]
+    assert lines.count("Pipeline stage 2 of 2") == 1
+
+
+def test_all_refusals_come_at_once(capsys, flags):
+    fsdp = FSDP.replace("--fsdp-double-buffer ", "").replace("--fsdp-db-use-persist-buf-on-alloc-fail ", "")
+    more = "--num-layers 2 --cuda-graph-warmup-steps -1 --cuda-graph-layers-per-graph 0"
+    code, lines = planned(capsys, flags(fsdp, GRAPHS, SIZES, TRAINING, more))
+    assert code == 1
+    assert lines[0] == "The flags do not fit together:"
+    for flag in (
+        "--fsdp-double-buffer",
+        "--fsdp-db-use-persist-buf-on-alloc-fail",
+        "--cuda-graph-warmup-steps",
+        "--cuda-graph-layers-per-graph",
+    ):
+        assert sum(line.startswith(f"- {flag}") for line in lines) == 1, flag
+    assert not any("Graphs" in line for line in lines)
+
+
+def test_what_megatron_core_refuses(capsys, flags):
+    code, lines = planned(capsys, flags(DENSE, "--num-layers 2 --global-batch-size 3 --world-size 2"))
+    assert code == 1
+    assert [line for line in lines if line.startswith("- megatron-core: ")]
+
+
+def test_remarks(capsys, flags):
+    code, lines = planned(capsys, flags(DENSE, "--num-layers 2 --cuda-graph-warmup-steps 10 --world-size 2"))
+    assert code == 0
+    assert [line for line in lines if line.startswith("- --cuda-graph-warmup-steps is not less than --train-iters")]
+
+
+def test_without_graphs_it_says_what_to_add(capsys, flags):
+    code, lines = planned(capsys, flags(FSDP, SIZES, TRAINING, EXPERTS, "--num-layers 2"))
+    assert code == 0
+    assert "No layer would be captured: --cuda-graph-impl is none." in lines
+    assert lines[-2] == "- --cuda-graph-impl transformer_engine: layers as graphs"
+    assert lines[-1].startswith("- --num-experts with whole layers or moe in graphs")
+
+
+def test_the_fewest_ranks_are_the_default(capsys, flags):
+    more = "--num-layers 2 --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4"
+    modules = "--cuda-graph-modules attn"
+    code, lines = planned(capsys, flags(DENSE, EXPERTS, more, modules))
+    assert code == 0
+    assert lines[1].startswith("Ranks: 8 ")  # and no remark: that tensor parallelism divides weights is none
+
+
+def test_a_package_that_is_not_installed(capsys, flags, monkeypatch):
+    from megatron_fsdp_cuda_graphs.launch_plan import dry_stage
+
+    def models(args):
+        raise ImportError("MambaSSM is not installed")
+
+    monkeypatch.setattr(dry_stage, "_models", models)
+    assert plan.main(flags(DENSE, "--num-layers 2")) == 2
+    assert "MambaSSM is not installed" in capsys.readouterr().err
+
+
+def test_the_patch_is_off(capsys, flags, monkeypatch):
+    monkeypatch.setattr(overlay, "is_active", lambda: False)
+    monkeypatch.setenv(overlay.SWITCH, "0")
+    assert plan.main(flags(DENSE, "--num-layers 2")) == 2
+    assert f"{overlay.SWITCH}=0 turns the patch off" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("", "give the flags of a training"),
+        ("--world-size 0 --num-layers 2", "--world-size must be a positive number"),
+        ("--no-such-flag", "--no-such-flag"),
+        ("--num-layers two", "--num-layers"),
+    ],
+)
+def test_usage(capsys, arguments, said):
+    assert plan.main(arguments.split()) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["plan", "explain"])
+def test_exit_codes_of_the_commands(command, flags):
+    """As scripts see them; nothing but the plan is printed."""
+    call = [sys.executable, "-m", "megatron_fsdp_cuda_graphs", command, *flags(DENSE, "--num-layers 2")]
+    done = subprocess.run(call, capture_output=True, text=True, timeout=240)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(("The flags fit together.", "Pipeline stage 1 of 1"))
