@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.hooks import number_of_hooks
+from megatron.core.transformer._cuda_graphs.report.timeline import Timeline
 
 from .captured_training import CapturedTraining, graphed
 from .fsdp_variants import Variant
@@ -24,18 +25,26 @@ class Captured:
     Attributes:
         report: The report as JSON.
         recorded: How many graphs the tape recorded for it.
+        in_passes: How many of them before the last pass ended, according to the report.
         hooks: How many hooks layers had before.
     """
 
     def __init__(self, folder, monkeypatch, layers_per_graph, variant=None, **changes):
-        self.recorded = 0
-        self.hooks = 0
+        self.recorded = self.hooks = 0
+        self.in_passes: int | None = None
         capture_end = torch.cuda.CUDAGraph.capture_end
         captured = self
 
         def counting(graph):
             capture_end(graph)
             captured.recorded += 1
+
+        end = Timeline.end
+
+        def ending(timeline):
+            if captured.in_passes is None:
+                captured.in_passes = captured.recorded
+            end(timeline)
 
         class Reporting(CapturedTraining):
             def make_helper(self):
@@ -46,6 +55,7 @@ class Captured:
                 captured.hooks = sum(map(number_of_hooks, self.layers))
                 with monkeypatch.context() as patched:
                     patched.setattr(torch.cuda.CUDAGraph, "capture_end", counting)
+                    patched.setattr(Timeline, "end", ending)
                     super().capture(capture)
 
         training = Reporting(graphed(layers_per_graph, **changes), variant=variant)
@@ -81,6 +91,7 @@ def test_graphs_of_layers(capture, layers_per_graph, chains, graphs):
         assert report["graphs"][kind] == sum(graphs)
     assert report["graphs"]["weight_gradients"] == 0
     assert captured.recorded == 2 * sum(graphs) + report["collectives"]
+    assert captured.in_passes == 2 * sum(graphs)
     assert [pool["graphs"] for pool in report["pools"]] == [2 * sum(graphs)]
     assert all(pool["bytes"] > 0 for pool in report["pools"])
     assert steps(report["passes"]) == [tuple(step) for step in report["order"]] == ORDER

@@ -90,7 +90,7 @@ def pass_lanes(report: CaptureReport) -> str:
                 yield f'<g class="on">{_text(x + step / 2 - 1, y + 19, _short(report, layer), "middle")}</g>'
         for first, last, layer in _recorded_together(report):
             y = top + _chunk(report, layer) * lane
-            yield _box(_LEFT + first * step - 3, y - 3, (last - first + 1) * step + 4, 36, "none", stroke="#222")
+            yield _box(_LEFT + first * step - 2, y - 3, (last - first + 1) * step, 36, "none", stroke="#222")
 
     return _svg(_LEFT + len(report.order) * step + 10, top + chunks * lane, "order of passes", parts())
 

@@ -11,7 +11,8 @@ from ..report.record import EagerPart
 from .evaluation import EvaluationGraphs
 from .layers import decoder_layers, mtp_layers
 
-_OUTSIDE = "graphs hold layers only; --cuda-graph-layers-per-graph model records all that a dense GPT computes"
+# The flag has conditions of its own, which the log gives where they are not met.
+_OUTSIDE = "graphs hold layers only; --cuda-graph-layers-per-graph model records all of a dense GPT under Megatron-FSDP"
 
 
 def eager_parts(

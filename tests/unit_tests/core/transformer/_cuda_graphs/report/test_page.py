@@ -99,10 +99,25 @@ def test_a_box_for_each_pass_in_the_lane_of_its_chunk(parsed):
     assert [rows.index(box["y"]) for box in boxes] == lanes
 
 
-def test_a_frame_around_passes_in_one_graph(parsed):
-    frames = parsed.boxes(stroke="#222")
-    # Layers 1 and 2, forward and backward, for two micro-batches.
-    assert len(frames) == 4
+def around(page):
+    """The frames, by the boxes inside."""
+    found = []
+    for frame in page.boxes(stroke="#222"):
+        left, top, width, height = (float(frame[name]) for name in ("x", "y", "width", "height"))
+        boxes = page.boxes(fill="#4477aa") + page.boxes(fill="#cc6677")
+        inside = [box for box in boxes if left < float(box["x"]) < left + width]
+        assert all(top < float(box["y"]) < top + height for box in inside)
+        found.append(len(inside))
+    return found
+
+
+@pytest.mark.parametrize("chained", [(0, 1), (2, 3)])
+def test_a_frame_around_passes_in_one_graph(chained):
+    layers = report().layers
+    for index, layer in enumerate(layers):
+        layer.chain = chained[0] if index in chained else None
+    # Two layers, forward and backward, for two micro-batches.
+    assert around(Parsed(page(report(layers=layers)))) == [2] * 4
 
 
 def test_passes_have_names_and_times(parsed):

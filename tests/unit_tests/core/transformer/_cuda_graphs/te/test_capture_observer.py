@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
+from megatron.core.transformer._cuda_graphs.report import timeline
 from megatron.core.transformer._cuda_graphs.te.capture_observer import CaptureObserver
 
 from .bare_helper import Alone
@@ -100,8 +101,13 @@ class TestObserver:
             observer.finish(lambda: pytest.fail("asked"))
         assert caplog.messages == [] and list(tmp_path.iterdir()) == []
 
-    def test_failures_are_agreed_on_as_without(self):
+    def test_failures_are_agreed_on_as_without_and_take_the_progress_away(self, monkeypatch):
+        shown: list[str] = []
+        progress = SimpleNamespace(begin=shown.append, close=lambda: shown.append("closed"))
+        monkeypatch.setattr(timeline, "Progress", lambda total: progress)
         observer = CaptureObserver.on_rank_0("native", config(), "capture", 1)
         watched = observer.watch(Alone(None, None))
+        watched.begin("the whole model, forward")
         error = RuntimeError("out of memory")
         assert str(watched.failed(error)) == str(Alone(None, None).failed(error))
+        assert shown == ["whole model, forward warm-up", "closed"]
