@@ -79,9 +79,14 @@ class ModuleHooks:
     saved: dict[str, dict[int, Any]]
 
     @classmethod
+    def of(cls, module: torch.nn.Module) -> "ModuleHooks":
+        """Copy the hooks of ``module``."""
+        return cls(module, {name: dict(getattr(module, name)) for name in (*_HOOK_DICTS, *_FLAG_DICTS)})
+
+    @classmethod
     def extract(cls, module: torch.nn.Module) -> "ModuleHooks":
         """Phase 1: copy the hooks of ``module``, then clear them."""
-        hooks = cls(module, {name: dict(getattr(module, name)) for name in (*_HOOK_DICTS, *_FLAG_DICTS)})
+        hooks = cls.of(module)
         for name in hooks.saved:
             getattr(module, name).clear()
         return hooks

@@ -1,8 +1,9 @@
 """Flags of per-layer CUDA graphs that megatron-core does not have: ``--cuda-graph-fallback``,
-``--cuda-graph-layers-per-graph``, ``--cuda-graph-packed-sequences`` and ``--cuda-graph-max-captures``.
+``--cuda-graph-layers-per-graph``, ``--cuda-graph-packed-sequences``, ``--cuda-graph-max-captures`` and
+``--cuda-graph-report``.
 
 A configuration has them as attributes ``cuda_graph_fallback``, ``cuda_graph_layers_per_graph``,
-``cuda_graph_packed_sequences`` and ``cuda_graph_max_captures``, or lacks them.
+``cuda_graph_packed_sequences``, ``cuda_graph_max_captures`` and ``cuda_graph_report``, or lacks them.
 """
 
 import argparse
@@ -54,6 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
         "as training changes to other sequence lengths, micro-batch sizes or, under pipeline parallelism, numbers of "
         f"micro-batches (default: {_MAX_CAPTURES}). From then on what the graphs do not fit runs eagerly.",
     )
+    group.add_argument(
+        "--cuda-graph-report",
+        metavar="DIR",
+        help="With --cuda-graph-impl transformer_engine: rank 0 writes capture.json and capture.html to this folder: "
+        "what was captured in which order, its time and memory, and what stays eager.",
+    )
     return parser
 
 
@@ -74,6 +81,12 @@ def check_arguments(args: Any) -> None:
         raise ValueError(
             f"{CAPTURES_FLAG} needs --cuda-graph-impl transformer_engine, got {args.cuda_graph_impl}: leave it out"
         )
+    report = getattr(args, "cuda_graph_report", None)
+    if report is not None and args.cuda_graph_impl != "transformer_engine":
+        raise ValueError(
+            f"--cuda-graph-report {report} needs --cuda-graph-impl transformer_engine, got {args.cuda_graph_impl}: "
+            "leave it out"
+        )
     given = getattr(args, "cuda_graph_layers_per_graph", None)
     if given is None:
         return
@@ -89,6 +102,7 @@ def give_to_config(args: Any, config: Any) -> None:
     config.cuda_graph_fallback = getattr(args, "cuda_graph_fallback", FALLBACKS[0])
     config.cuda_graph_layers_per_graph = getattr(args, "cuda_graph_layers_per_graph", None)
     config.cuda_graph_packed_sequences = getattr(args, "cuda_graph_packed_sequences", None)
+    config.cuda_graph_report = getattr(args, "cuda_graph_report", None)
     config.cuda_graph_max_captures = max_captures(args)
 
 

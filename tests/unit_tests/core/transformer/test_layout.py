@@ -26,6 +26,7 @@ LAYERS = (
             *("flag_options", "flag_row", "flag_table", "fsdp_checks"),
         )
     },
+    {f"{PACKAGE}.report"},
     {f"{PACKAGE}.engine"},
     {f"{PACKAGE}.layer_graph", f"{PACKAGE}.evaluation_graph"},
     {f"{TRANSFORMER}.module"},
@@ -123,7 +124,7 @@ def test_file_can_be_imported_while_wrappers_of_transformer_engine_are(name: str
     assert not imported
 
 
-@pytest.mark.parametrize("folder", ["", "engine", "te", "local"])
+@pytest.mark.parametrize("folder", ["", "report", "engine", "te", "local"])
 def test_init_file_is_empty(folder: str) -> None:
     init = _path_of(PACKAGE).with_suffix("") / folder / "__init__.py"
     assert init.read_text() == ""

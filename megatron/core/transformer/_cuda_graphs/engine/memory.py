@@ -60,6 +60,11 @@ class PoolMemory:
             self._look()
         return {address for address in addresses if self._is_known(address)}
 
+    def size(self) -> int:
+        """Return the bytes of its segments."""
+        self._look()
+        return sum(self._ends) - sum(self._starts)
+
     def _is_known(self, address: int) -> bool:
         place = bisect_right(self._starts, address) - 1
         return place >= 0 and address < self._ends[place]

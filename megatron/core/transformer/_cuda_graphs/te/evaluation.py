@@ -83,11 +83,15 @@ class EvaluationGraphs:
         self._against = against
         fsdp.expect_evaluation(self.capture)
 
+    def against(self) -> str:
+        """Say why the configuration rules graphs out; empty if it does not."""
+        return self._against or against_evaluation_graphs(self._config, self._fsdp)
+
     def capture(self) -> None:
         """Capture, or log why not. All ranks of the pipeline stage must call it together, in evaluation mode."""
         if not self._layers:  # reset
             return
-        against = self._against or against_evaluation_graphs(self._config, self._fsdp)
+        against = self.against()
         layers = [layer for _, layer in self._layers]
         if not against and any(has_other_hooks(module) for layer in layers for module in layer.modules()):
             against = "layers, or modules in them, have hooks of others"

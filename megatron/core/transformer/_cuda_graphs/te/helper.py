@@ -34,8 +34,10 @@ from ..own_options import FALLBACKS, WHOLE_MODEL, layers_per_graph, max_captures
 from .address_guard import GuardedLayer, guard_layers
 from .agreement import CaptureAgreement
 from .backends import choose_backend
+from .capture_observer import CaptureObserver
 from .captures_again import CapturesAgain
 from .consecutive_layers import consecutive
+from .eager_parts import BESIDE_WHOLE_MODEL, eager_parts
 from .evaluation import EvaluationGraphs
 from .layers import _layer_is_graphable, decoder_layers, language_model_of, mtp_layers
 from .order import PassOrder, convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
@@ -70,6 +72,7 @@ class TECudaGraphHelper(CapturesAgain):
             ``cuda_graph_fallback`` of it, ``error`` if there is none, says what a failed capture does: ``error`` raises
             CaptureFailedError, ``eager`` warns, and training goes on without graphs. Another one,
             ``cuda_graph_max_captures``, says how often ``create_cudagraphs`` and ``capture_finished`` capture together.
+            ``cuda_graph_report`` names a folder to which rank 0 writes what was captured.
         seq_length: Tokens in a sequence.
         micro_batch_size: Sequences in a micro-batch.
         optimizers: Their gradients are zeroed after capture.
@@ -89,6 +92,9 @@ class TECudaGraphHelper(CapturesAgain):
     _evaluation: Sequence[EvaluationGraphs] = ()
     _gradients_are_zeroed = True  # by capture
     _every_stage_captures = True  # each pipeline stage has a helper of this class
+    _report_name = "capture"
+    _observer = CaptureObserver()  # of the last capture
+    _whole_model_refused = ""  # why, where it was asked for
 
     def __init__(
         self,
@@ -380,6 +386,7 @@ class TECudaGraphHelper(CapturesAgain):
             gc.freeze()
         state._set_capture_start()
         log_single_rank(logger, logging.INFO, "Start CUDA graph capture")
+        self._observer.start()
         return time.time()
 
     def _leave_capture_mode(self) -> None:
@@ -417,6 +424,16 @@ class TECudaGraphHelper(CapturesAgain):
             logging.INFO,
             f"Captured {captured} with the {self._engine.name} engine in {time.time() - start_time:.2f} s",
         )
+        self._observer.finish(self._beside_graphs)
+
+    def _beside_graphs(self) -> dict[str, Any]:
+        """What the report says of the model beside the graphs of its layers."""
+        models = [self._layers_of(chunk)[0] for chunk in self.model]
+        eager = eager_parts(self.config, models, self.callables_per_chunk, self._whole_model_refused, self._evaluation)
+        return {
+            "collectives": sum(fsdp.recorded_collectives() for fsdp in map(_fsdp_of, self.model) if fsdp is not None),
+            "eager": list(eager) if self.model_graphs is None else BESIDE_WHOLE_MODEL,
+        }
 
     def create_cudagraphs(self) -> None:
         """Capture every layer, once for each micro-batch that can be in flight; or the whole model, if asked for.
@@ -437,7 +454,10 @@ class TECudaGraphHelper(CapturesAgain):
             raise CallOrderError(
                 "CUDA graphs have been captured already: call delete_cuda_graphs before capturing again"
             )
-        self._agreement = self._new_agreement()
+        self._observer = CaptureObserver.on_rank_0(
+            self._engine.name, self.config, self._report_name, self._recaptures + 1
+        )
+        self._agreement = self._observer.watch(self._new_agreement())
         try:
             start_time = self._capture()
             self._agreement.finish()
@@ -495,7 +515,7 @@ class TECudaGraphHelper(CapturesAgain):
         """Whether the whole model is captured. If that was asked for and cannot be, log the reason."""
         if layers_per_graph(self.config) != WHOLE_MODEL:
             return False
-        reason = self._against_whole_model()
+        self._whole_model_refused = reason = self._against_whole_model()
         if reason:
             self._log(logging.WARNING, f"instead of the whole model its layers are captured, because {reason}")
         return not reason
@@ -526,10 +546,13 @@ class TECudaGraphHelper(CapturesAgain):
             self._num_warmup_iterations(),
             self._watch_eager_passes(tokens=self.seq_length, calls=1),
         )
+        self._observer.captured_model(self.model_graphs.passes)
 
     def _capture_layers(self) -> None:
         layers = tuple(self.flattened_callables)
         sample_args, arguments = self._get_cuda_graph_input_data()
+        names = [_layer_name(layer, index) for index, layer in enumerate(layers)]
+        self._observer.expect(arguments, names)
         # As the decoder does under sequence parallelism.
         rng = get_cuda_rng_tracker().fork() if self.config.sequence_parallel else nullcontext()
         # TransformerEngine's engine leaves warm-up's draws and buffer updates behind.
@@ -545,9 +568,11 @@ class TECudaGraphHelper(CapturesAgain):
             arguments["pool"] = pool = torch.cuda.graph_pool_handle()
             with recover_te_engine(pool, layers, arguments.get("recipe")):
                 graphs = self._engine.capture(layers, sample_args, **arguments)
+            self._observer.passes_end()
         try:
             self._attach_graphs(graphs, sample_args, arguments)
             self._expect_evaluation()
+            self._observer.captured_layers(self.callables_per_chunk, names, graphs, sample_args, arguments)
         except BaseException:
             self._detach_graphs()
             raise

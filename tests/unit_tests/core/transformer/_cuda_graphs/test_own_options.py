@@ -56,6 +56,20 @@ def test_fewer_than_one_capture_is_refused(value):
         own_options.check_arguments(parsed("--cuda-graph-max-captures", value))
 
 
+def test_the_folder_of_reports():
+    own_options.check_arguments(parsed("--cuda-graph-report", "folder"))
+    assert config("--cuda-graph-report", "folder").cuda_graph_report == "folder"
+    assert config().cuda_graph_report is None
+
+
+@pytest.mark.parametrize("impl", ["none", "local"])
+def test_a_report_needs_graphs_that_it_is_about(impl):
+    args = parsed("--cuda-graph-report", "folder")
+    args.cuda_graph_impl = impl
+    with pytest.raises(ValueError, match=f"--cuda-graph-report folder needs .* transformer_engine, got {impl}: leave"):
+        own_options.check_arguments(args)
+
+
 @pytest.mark.parametrize(("value", "expected"), [("1", 1), ("12", 12), ("model", "model")])
 def test_layers_of_a_graph_from_flag_and_variable(monkeypatch, value, expected):
     assert layers_per_graph(config("--cuda-graph-layers-per-graph", value)) == expected

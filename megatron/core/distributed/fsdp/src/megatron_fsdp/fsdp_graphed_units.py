@@ -279,6 +279,10 @@ class GraphedUnits:
         """Return the all-gathers of ``buckets`` that belong to no unit, recorded if so asked; see ``UnitPlans``."""
         return self._plans.gathers_of(buckets, recorded)
 
+    def recorded_collectives(self) -> int:
+        """Return how many graphs hold collectives alone."""
+        return self._plans.recorded_collectives()
+
     def forget_gathers(self, buckets: Iterable[int]) -> None:
         """Free the graphs of ``gathers_of``."""
         self._plans.forget_gathers(buckets)

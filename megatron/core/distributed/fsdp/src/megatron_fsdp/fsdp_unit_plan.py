@@ -196,6 +196,10 @@ class UnitPlans:
                 self._gathers[group] = RecordedGather(capture, self._fsdp.all_gather_pipeline, group)
         return [self._gather(group, False) for group in groups]
 
+    def recorded_collectives(self) -> int:
+        """Return the number of recorded all-gathers and reductions."""
+        return len(self._gathers) + len(self._reductions)
+
     def forget_gathers(self, buckets: Iterable[int]) -> None:
         """Free the recorded all-gathers of ``gathers_of``."""
         for bucket in buckets:

@@ -151,6 +151,10 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         """
         return self.fsdp_hooks.chain(modules)
 
+    def recorded_collectives(self) -> int:
+        """Return how many graphs hold all-gathers or reductions alone, beside those of layers."""
+        return self.fsdp_hooks.graphed.recorded_collectives()
+
     def against_whole_model(self) -> str:
         """Say why the whole model's passes cannot be graphs; empty if they can."""
         return self.fsdp_hooks.against_whole_model()

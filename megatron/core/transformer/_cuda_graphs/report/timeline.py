@@ -1,0 +1,135 @@
+"""When the passes of a capture began and ended, and how much memory there was."""
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+
+from .progress import Progress
+from .record import BACKWARD, FORWARD, CapturedPass, MemorySample
+
+Planned = tuple[int | None, int, str]  # layer, micro-batch, kind
+
+
+def device_memory() -> tuple[int, int]:
+    """Return the bytes of tensors on the device, and those that the allocator has taken."""
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+
+class Timeline:
+    """Notes passes as they begin.
+
+    A pass ends where the next begins, so what runs between hooks (delayed weight gradients) counts for the pass before.
+    Times are the host's: in warm-up the device may be behind.
+
+    Args:
+        clock: Returns seconds.
+        memory: Returns allocated and reserved bytes.
+
+    Attributes:
+        samples: What the memory was, in the order of time.
+        passes: The passes that were captured.
+        warm_up_seconds: By layer; None stands for the whole model.
+        waited: Seconds in which this rank waited for others.
+        order: The passes that one capture has; empty for those of the whole model.
+    """
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        memory: Callable[[], tuple[int, int]] = device_memory,
+    ):
+        self._clock, self._memory = clock, memory
+        self._zero = clock()
+        self.samples: list[MemorySample] = []
+        self.passes: list[CapturedPass] = []
+        self.warm_up_seconds: defaultdict[int | None, float] = defaultdict(float)
+        self.waited = 0.0
+        self.order: Sequence[Planned] = ()
+        self._names: Sequence[str] = ()
+        self._warm_ups = 0
+        self._begun = 0  # passes
+        self._open: tuple[Planned, bool, float] | None = None  # the pass, whether it is captured, when it began
+        self._progress: Progress | None = None
+
+    @property
+    def now(self) -> float:
+        """Seconds since the capture began."""
+        return self._clock() - self._zero
+
+    def sample(self, phase: str) -> None:
+        """Note how much memory there is."""
+        self.samples.append(MemorySample(self.now, phase, *self._memory()))
+
+    def expect(self, order: Sequence[Planned], names: Sequence[str], warm_ups: int) -> None:
+        """Say which passes will begin.
+
+        Args:
+            order: Those of one iteration of warm-up, and of capture; empty for those of the whole model.
+            names: What the progress calls each layer.
+            warm_ups: The iterations of warm-up.
+        """
+        self.order, self._names, self._warm_ups = order, names, warm_ups
+
+    def begin(self, where: str, wait: Callable[[], None]) -> None:
+        """Call ``wait``, which waits for other ranks to begin a pass too; what it takes counts for no pass.
+
+        Args:
+            where: What begins; ends in ``, forward`` or ``, backward`` if that is a pass. Passes of the whole model
+                begin several times.
+            wait: Returns once all ranks begin.
+        """
+        kind = where.rpartition(", ")[2]
+        again = not self.order and self._open is not None and self._open[:2] == ((None, 0, kind), self._capturing())
+        if not again:
+            self._end_pass()
+        before = self._clock()
+        wait()
+        waited = self._clock() - before
+        self.waited += waited
+        if again:
+            assert self._open is not None
+            self._open = (*self._open[:2], self._open[2] + waited)
+        elif kind in (FORWARD, BACKWARD):
+            self._begin_pass(kind)
+
+    def _begin_pass(self, kind: str) -> None:
+        planned: Planned = (None, 0, kind)
+        captured = self._capturing()
+        if self.order:
+            iteration, place = divmod(self._begun, len(self.order))
+            planned, captured = self.order[place], iteration >= self._warm_ups
+        self._begun += 1
+        phase = "capture" if captured else "warm-up"
+        if captured or not self.samples or self.samples[-1].phase != phase:
+            self.sample(phase)
+        if self._progress is None:
+            self._progress = Progress(len(self.order) * (self._warm_ups + 1) or None)
+        name = "whole model" if planned[0] is None else self._names[planned[0]]
+        self._progress.begin(f"{name}, {kind} {phase}")
+        self._open = planned, captured, self._clock()
+
+    @staticmethod
+    def _capturing() -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+    def _end_pass(self) -> None:
+        if self._open is None:
+            return
+        (layer, micro_batch, kind), captured, start = self._open
+        self._open = None
+        seconds = self._clock() - start
+        if captured:
+            self.passes.append(CapturedPass(layer, micro_batch, kind, start - self._zero, seconds))
+        else:
+            self.warm_up_seconds[layer] += seconds
+
+    def end(self) -> None:
+        """Say that the last pass is over, or that no other will follow."""
+        if self._open is not None:
+            self._end_pass()
+            self.sample("captured")
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None

@@ -1,0 +1,221 @@
+"""Watches a capture on rank 0, shows how far it is, and reports on it afterwards."""
+
+import logging
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ..engine.chain import Chain
+from ..engine.plan import Pass, Plan, ordered_plan
+from ..report.files import write
+from ..report.record import BACKWARD, FORWARD, WEIGHT_GRADIENTS, CaptureReport, LayerRecord, total
+from ..report.table import table
+from ..report.timeline import Planned, Timeline
+from .agreement import CaptureAgreement
+from .captured_parts import chains_of, graph_counts, hook_routes, pools_of, static_inputs_of
+
+logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
+
+_KIND = {Pass.FORWARD: FORWARD, Pass.BACKWARD: BACKWARD, Pass.WEIGHT_GRADIENTS: WEIGHT_GRADIENTS}
+
+
+class CaptureObserver:
+    """Watches one capture, unless this is another rank than 0.
+
+    Args:
+        engine: The name of the engine that captures.
+        folder: Where the report is written to; None for nowhere.
+        name: What its files are called.
+        active: Whether there is anything to do.
+    """
+
+    def __init__(self, engine: str = "", folder: str | None = None, name: str = "", active: bool = False):
+        self._engine, self._folder, self._name = engine, folder, name
+        self._timeline = Timeline() if active else None
+        self._plan = Plan((), ())
+        self._report: CaptureReport | None = None
+
+    @classmethod
+    def on_rank_0(cls, engine: str, config: Any, name: str, number: int) -> "CaptureObserver":
+        """Return one that watches on rank 0 only.
+
+        Args:
+            engine: The name of the engine.
+            config: The ``TransformerConfig``; its attribute ``cuda_graph_report`` names the folder of the report.
+            name: What the files of a first capture are called.
+            number: Counts captures from 1.
+        """
+        first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
+        folder = getattr(config, "cuda_graph_report", None)
+        return cls(engine, folder, name if number == 1 else f"{name}_{number}", first)
+
+    def watch(self, agreement: CaptureAgreement) -> CaptureAgreement:
+        """Return ``agreement`` with each phase noted."""
+        return agreement if self._timeline is None else _WatchedAgreement(agreement, self._timeline)
+
+    def start(self) -> None:
+        """Say that the capture begins, with cached memory released."""
+        if self._timeline is not None:
+            self._timeline.sample("start")
+
+    def expect(self, arguments: dict[str, Any], names: Sequence[str]) -> None:
+        """Say which passes will be captured.
+
+        Args:
+            arguments: The keyword arguments of ``make_graphed_callables``.
+            names: The names of its callables.
+        """
+        if self._timeline is None:
+            return
+        self._plan = ordered_plan(arguments["_order"], arguments["_num_layers_per_chunk"], len(names))
+        with_hooks = [step for step in self._planned() if step[2] != WEIGHT_GRADIENTS]
+        self._timeline.expect(with_hooks, names, arguments["num_warmup_iters"])
+
+    def _planned(self) -> list[Planned]:
+        """The steps of the plan, each with its layer, micro-batch and kind."""
+        place_of_slot: list[tuple[int, int]] = []
+        micro_batches: Counter[int] = Counter()
+        for layer in self._plan.callable_of_slot:
+            place_of_slot.append((layer, micro_batches[layer]))
+            micro_batches[layer] += 1
+        return [(*place_of_slot[step.slot], _KIND[step.kind]) for step in self._plan.steps]
+
+    def passes_end(self) -> None:
+        """Say that the engine has run the last pass."""
+        if self._timeline is not None:
+            self._timeline.end()
+
+    def captured_layers(
+        self,
+        layers: Sequence[Sequence[torch.nn.Module]],
+        names: Sequence[str],
+        graphs: Sequence[Any],
+        sample_args: Sequence[tuple[torch.Tensor, ...]],
+        arguments: dict[str, Any],
+    ) -> None:
+        """Report on graphs of layers. Their hooks must be in place again.
+
+        Args:
+            layers: The layers of each model chunk.
+            names: Their names.
+            graphs: What the engine returned for each slot of the plan.
+            sample_args: The static positional inputs of each slot.
+            arguments: The engine's keyword arguments.
+        """
+        timeline = self._timeline
+        if timeline is None:
+            return
+        chains: Sequence[Chain] = arguments.get("chains", ())
+        chain_of = chains_of(chains)
+        capture_seconds: defaultdict[int | None, float] = defaultdict(float)
+        for step in timeline.passes:
+            capture_seconds[step.layer] += step.seconds
+        slots_of = self._slots()
+        records = [
+            LayerRecord(
+                name=names[index],
+                chunk=chunk,
+                micro_batches=len(slots_of[index]),
+                graphs=total([graph_counts(graphs[slot]) for slot in slots_of[index]]),
+                chain=chain_of.get(index),
+                warm_up_seconds=timeline.warm_up_seconds[index],
+                capture_seconds=capture_seconds[index],
+            )
+            for index, chunk in enumerate(chunk for chunk, own in enumerate(layers) for _ in own)
+        ]
+        samples = list(zip(sample_args, arguments["sample_kwargs"], strict=True))
+        self._report = self._new_report(
+            layers=records,
+            order=self._planned(),
+            graphs=total([record.graphs for record in records]),
+            pools=pools_of(graphs),
+            static_inputs=static_inputs_of(self._plan, graphs, samples, self._planned()),
+            hooks=hook_routes([layer for own in layers for layer in own]),
+        )
+
+    def _slots(self) -> list[list[int]]:
+        slots: list[list[int]] = [[] for _ in {*self._plan.callable_of_slot}]
+        for slot, layer in enumerate(self._plan.callable_of_slot):
+            slots[layer].append(slot)
+        return slots
+
+    def captured_model(self, passes: Any) -> None:
+        """Report on ``passes``, the graphs of a whole model."""
+        self.passes_end()
+        if self._timeline is None:
+            return
+        self._report = self._new_report(
+            whole_model=True,
+            order=[(None, 0, FORWARD), (None, 0, BACKWARD)],
+            graphs=graph_counts(passes),
+            pools=pools_of([passes]),
+        )
+
+    def _new_report(self, **fields: Any) -> CaptureReport:
+        timeline = self._timeline
+        assert timeline is not None
+        seconds = {
+            "warm_up": sum(timeline.warm_up_seconds.values()),
+            "capture": sum(step.seconds for step in timeline.passes),
+            "waiting": timeline.waited,
+        }
+        known: dict[str, Any] = {
+            "engine": self._engine,
+            "whole_model": False,
+            "seconds": seconds,
+            "passes": timeline.passes,
+        }
+        return CaptureReport(**(known | fields))
+
+    def finish(self, rest: Callable[[], dict[str, Any]]) -> None:
+        """Log the report, and write it, if layers or a model were captured. Cached memory must have been released.
+
+        Args:
+            rest: Returns the fields ``collectives`` and ``eager`` of the report.
+        """
+        timeline, self._timeline = self._timeline, None
+        if timeline is None or self._report is None:
+            return
+        timeline.sample("end")
+        end = timeline.samples[-1].time - timeline.samples[0].time
+        report = replace(
+            self._report,
+            memory=timeline.samples,
+            seconds={"total": end, **self._report.seconds},
+            **rest(),
+        )
+        logger.info(table(report))
+        if self._folder is None:
+            return
+        try:
+            pages = write(report, self._folder, self._name)
+        except OSError as error:  # what was captured is worth more than the report on it
+            logger.warning(f"the report on CUDA graphs could not be written (--cuda-graph-report): {error}")
+        else:
+            logger.info(f"wrote the report on CUDA graphs to {' and '.join(map(str, pages))}")
+
+
+class _WatchedAgreement(CaptureAgreement):
+    """An agreement that lets a timeline know of each phase.
+
+    Args:
+        agreement: Waits for the other ranks.
+        timeline: What it tells.
+    """
+
+    def __init__(self, agreement: CaptureAgreement, timeline: Timeline):
+        self._agreement, self._timeline = agreement, timeline
+
+    def begin(self, where: str, module: torch.nn.Module | None = None) -> None:
+        self._timeline.begin(where, lambda: self._agreement.begin(where, module))
+
+    def finish(self) -> None:
+        self._timeline.end()
+        self._agreement.finish()
+
+    def failed(self, error: BaseException) -> Any:
+        self._timeline.end()
+        return self._agreement.failed(error)

@@ -1,0 +1,79 @@
+"""What stays eager beside the graphs of a model, and why."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from megatron.core.transformer.module import GraphableMegatronModule
+
+from ..report.record import EagerPart
+from .evaluation import EvaluationGraphs
+from .layers import decoder_layers, mtp_layers
+
+# The flag has conditions of its own, which the log gives where they are not met.
+_OUTSIDE = "graphs hold layers only; --cuda-graph-layers-per-graph model records all of a dense GPT under Megatron-FSDP"
+
+
+def eager_parts(
+    config: Any,
+    models: Sequence[torch.nn.Module | None],
+    layers: Sequence[Sequence[torch.nn.Module]],
+    whole_model_refused: str,
+    evaluation: Sequence[EvaluationGraphs],
+) -> Iterator[EagerPart]:
+    """Say what has no graphs though layers have.
+
+    Args:
+        config: The model's ``TransformerConfig``.
+        models: The language model of each chunk, or None.
+        layers: The layers of each chunk that have graphs.
+        whole_model_refused: Why the whole model was not captured; empty if that was not asked for.
+        evaluation: What captures graphs for evaluation.
+    """
+    if whole_model_refused:
+        yield EagerPart("the model as a whole", whole_model_refused)
+    modules = " ".join(module.name for module in config.cuda_graph_modules or ())
+    if modules:
+        yield EagerPart("all else in layers", f"--cuda-graph-modules names {modules} only")
+    for chunk, (model, own) in enumerate(zip(models, layers, strict=True)):
+        where = f" of chunk {chunk}" if len(models) > 1 else ""
+        for layer in [*decoder_layers(model), *mtp_layers(model)]:
+            if layer not in own:
+                number = getattr(layer, "layer_number", "?")
+                yield EagerPart(f"layer {number} ({type(layer).__name__}){where}", _against_layer(layer, modules))
+        for name, module in () if model is None else _outside_layers(model):
+            yield EagerPart(f"{name} ({type(module).__name__}){where}", _OUTSIDE)
+    if not evaluation:
+        yield EagerPart("evaluation", "only language models under Megatron-FSDP have graphs for it")
+    for against in {graphs.against(): None for graphs in evaluation}:
+        if against:
+            yield EagerPart("evaluation", against)
+
+
+# What stays eager beside the graphs of a whole model.
+BESIDE_WHOLE_MODEL = (
+    EagerPart(
+        "evaluation, and calls without labels or with tensors of other shapes",
+        "graphs of the whole model fit calls of training only",
+    ),
+)
+
+
+def _against_layer(layer: torch.nn.Module, modules: str) -> str:
+    if not isinstance(layer, GraphableMegatronModule):
+        return "it is no GraphableMegatronModule"
+    if modules:
+        return f"--cuda-graph-modules {modules} selects nothing in it"
+    return "it runs several times for one micro-batch"
+
+
+def _outside_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """The modules with parameters that are outside of layers, largest parts first."""
+    for name, module in model.named_children():
+        if name == "decoder":
+            for inner, part in module.named_children():
+                if inner != "layers" and any(True for _ in part.parameters()):
+                    yield f"decoder.{inner}", part
+        elif name != "mtp" and any(True for _ in module.parameters()):
+            yield name, module

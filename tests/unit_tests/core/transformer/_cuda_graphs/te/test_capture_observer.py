@@ -1,0 +1,113 @@
+"""capture_observer: which rank watches, what a failure leaves, where the report goes."""
+
+import json
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
+from megatron.core.transformer._cuda_graphs.report import timeline
+from megatron.core.transformer._cuda_graphs.te.capture_observer import CaptureObserver
+
+from .bare_helper import Alone
+
+REST = {"collectives": 0, "eager": []}
+
+
+def config(folder=None):
+    return SimpleNamespace(cuda_graph_report=folder)
+
+
+def observe(folder=None, number=1, layers=2):
+    """Capture linear layers for two micro-batches that are in flight together, under an observer; return it."""
+    observer = CaptureObserver.on_rank_0("native", config(folder), "capture", number)
+    agreement = observer.watch(Alone(None, None))
+    modules = [torch.nn.Linear(3, 3, device="cuda") for _ in range(layers)]
+    samples = [(torch.ones(2, 3, device="cuda", requires_grad=True),) for _ in range(2 * layers)]
+    arguments: dict[str, Any] = {
+        "_order": [1, 1, -1, -1],
+        "_num_layers_per_chunk": [layers],
+        "num_warmup_iters": 1,
+        "sample_kwargs": [{}] * len(samples),
+    }
+    names = [f"layer {index + 1}" for index in range(layers)]
+
+    def votes(name):
+        return {
+            f"{kind}_pre_hooks": {0: partial(agreement.begin, f"{name}, {kind}")} for kind in ("forward", "backward")
+        }
+
+    observer.start()
+    observer.expect(arguments, names)
+    graphs = make_graphed_callables(
+        tuple(modules), samples, capture_time_hooks=[votes(name) for name in names], **arguments
+    )
+    observer.passes_end()
+    observer.captured_layers([modules], names, graphs, samples, arguments)
+    agreement.finish()
+    return observer
+
+
+@pytest.mark.usefixtures("cpu_backend")
+class TestObserver:
+    def test_every_micro_batch_has_graphs_and_passes(self, tmp_path, caplog):
+        with caplog.at_level("INFO"):
+            observe(str(tmp_path)).finish(lambda: REST)
+        (report,) = [record.getMessage() for record in caplog.records if "CUDA graphs, native" in record.getMessage()]
+        assert "layer 1 to layer 2        4         4 " in report
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["capture.html", "capture.json"]
+        data = json.loads((tmp_path / "capture.json").read_text())
+        order = [(0, 0, "forward"), (1, 0, "forward"), (0, 1, "forward"), (1, 1, "forward")]
+        order += [(1, 0, "backward"), (0, 0, "backward"), (1, 1, "backward"), (0, 1, "backward")]
+        assert [tuple(step) for step in data["order"]] == order
+        assert [(each["layer"], each["micro_batch"], each["kind"]) for each in data["passes"]] == order
+        assert [layer["micro_batches"] for layer in data["layers"]] == [2, 2]
+        assert [pool["graphs"] for pool in data["pools"]] == [8]
+
+    def test_later_captures_have_files_of_their_own(self, tmp_path):
+        for number in (1, 2):
+            observe(str(tmp_path), number).finish(lambda: REST)
+        assert sorted(path.stem for path in tmp_path.glob("*.json")) == ["capture", "capture_2"]
+
+    def test_a_report_that_cannot_be_written_is_a_warning(self, tmp_path, caplog):
+        (tmp_path / "file").touch()
+        observe(str(tmp_path / "file")).finish(lambda: REST)
+        (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
+        assert "could not be written (--cuda-graph-report)" in record.getMessage()
+
+    def test_without_a_folder_nothing_is_written(self, tmp_path, monkeypatch):
+        monkeypatch.chdir(tmp_path)
+        observe().finish(lambda: REST)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_other_ranks_report_nothing(self, monkeypatch, tmp_path, caplog):
+        monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+        agreement = Alone(None, None)
+        observer = CaptureObserver.on_rank_0("native", config(str(tmp_path / "folder")), "capture", 1)
+        assert observer.watch(agreement) is agreement
+        with caplog.at_level("INFO"):
+            observe(str(tmp_path / "folder")).finish(lambda: pytest.fail("asked"))
+        assert not (tmp_path / "folder").exists()
+        assert "CUDA graphs" not in caplog.text
+
+    def test_without_a_capture_there_is_no_report(self, tmp_path, caplog):
+        observer = CaptureObserver.on_rank_0("native", config(str(tmp_path)), "capture", 1)
+        observer.start()
+        with caplog.at_level("INFO"):
+            observer.finish(lambda: pytest.fail("asked"))
+        assert caplog.messages == [] and list(tmp_path.iterdir()) == []
+
+    def test_failures_are_agreed_on_as_without_and_take_the_progress_away(self, monkeypatch):
+        shown: list[str] = []
+        progress = SimpleNamespace(begin=shown.append, close=lambda: shown.append("closed"))
+        monkeypatch.setattr(timeline, "Progress", lambda total: progress)
+        observer = CaptureObserver.on_rank_0("native", config(), "capture", 1)
+        watched = observer.watch(Alone(None, None))
+        watched.begin("the whole model, forward")
+        error = RuntimeError("out of memory")
+        assert str(watched.failed(error)) == str(Alone(None, None).failed(error))
+        assert shown == ["whole model, forward warm-up", "closed"]

@@ -1,0 +1,88 @@
+"""eager_parts: what stays eager, and why."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megatron.core.transformer._cuda_graphs.te.eager_parts import eager_parts
+from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.transformer.module import GraphableMegatronModule
+
+
+class Layer(torch.nn.Module):
+    """A layer that cannot be captured."""
+
+    layer_number = 2
+
+
+class Graphable(GraphableMegatronModule):
+    """A layer that can be."""
+
+    layer_number = 1
+
+    def __init__(self):
+        torch.nn.Module.__init__(self)
+
+
+class Model(torch.nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.embedding, self.rotary = torch.nn.Embedding(2, 2), torch.nn.Identity()
+        self.decoder = torch.nn.Module()
+        self.decoder.layers, self.decoder.final_norm = torch.nn.ModuleList(layers), torch.nn.LayerNorm(2)
+
+
+def parts(*layers, graphed=(), modules=(), refused="", evaluation=(), chunks=1):
+    config = SimpleNamespace(cuda_graph_modules=list(modules))
+    found = eager_parts(config, [Model(*layers)] * chunks, [list(graphed)] * chunks, refused, evaluation)
+    return {part.what: part.why for part in found}
+
+
+def test_modules_with_parameters_outside_of_layers():
+    layer = Graphable()
+    assert [*parts(layer, graphed=[layer])] == [
+        "embedding (Embedding)",
+        "decoder.final_norm (LayerNorm)",
+        "evaluation",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("layer", "modules", "why"),
+    [
+        (Layer(), (), "it is no GraphableMegatronModule"),
+        (Graphable(), (CudaGraphModule.mamba,), "--cuda-graph-modules mamba selects nothing in it"),
+        (Graphable(), (), "it runs several times for one micro-batch"),
+    ],
+)
+def test_why_a_layer_has_no_graph(layer, modules, why):
+    assert parts(layer, modules=modules)[f"layer {layer.layer_number} ({type(layer).__name__})"] == why
+
+
+def test_parts_of_layers():
+    modules = CudaGraphModule.attn, CudaGraphModule.moe_router
+    assert parts(modules=modules)["all else in layers"] == "--cuda-graph-modules names attn moe_router only"
+
+
+def test_the_whole_model():
+    assert parts(refused="it has two chunks")["the model as a whole"] == "it has two chunks"
+    assert "the model as a whole" not in parts()
+
+
+def test_reasons_against_evaluation_are_given_once():
+    several = [SimpleNamespace(against=lambda: "FP8")] * 2
+    assert parts(evaluation=several)["evaluation"] == "FP8"
+    assert "evaluation" not in parts(evaluation=[SimpleNamespace(against=lambda: "")])
+
+
+def test_chunks_are_told_apart():
+    assert [what for what in parts(chunks=2) if "embedding" in what] == [
+        "embedding (Embedding) of chunk 0",
+        "embedding (Embedding) of chunk 1",
+    ]
+
+
+def test_a_chunk_without_a_model_has_no_parts():
+    config = SimpleNamespace(cuda_graph_modules=[])
+    assert [part.what for part in eager_parts(config, [None], [[]], "", ())] == ["evaluation"]
