@@ -23,7 +23,7 @@ def write_results(path: Path, *, command: str, gpus: int = 1, **found: Any) -> N
         gpus: How many GPUs were used, where there are any.
         found: Values that JSON can hold, by name.
     """
-    report = {"command": command, "hardware": _hardware(gpus), "versions": _versions(), **found}
+    report = {"command": command, "hardware": hardware(gpus), "versions": versions(), **found}
     path.write_text(json.dumps(report, indent=1) + "\n")
 
 
@@ -37,11 +37,13 @@ def command_line(script: str, arguments: Sequence[str]) -> str:
     return shlex.join(["python", script, *kept])
 
 
-def _hardware(gpus: int) -> str:
+def hardware(gpus: int) -> str:
+    """Name ``gpus`` GPUs of this machine, or the CPU backend where there is none."""
     return f"{gpus} x {torch.cuda.get_device_name()}" if torch.cuda.is_available() else "CPU backend"
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
+    """Return the versions of Python, torch and the installed ones of ``PACKAGES``, by name."""
     found = {"python": platform.python_version(), "torch": torch.__version__}
     for package in PACKAGES:
         try:

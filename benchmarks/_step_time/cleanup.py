@@ -5,6 +5,7 @@ NCCL keeps the memory of those that are gone.
 """
 
 import gc
+import sys
 
 import torch
 
@@ -17,6 +18,7 @@ def clean_up() -> float:
     """
     _forget_globals()
     _forget_graphs()
+    _forget_fp8()
     _clear_caches_of_dtensor()
     torch._dynamo.reset()  # compiled functions keep what they were traced with
     torch.cuda.synchronize()
@@ -65,6 +67,13 @@ def _forget_graphs() -> None:
     override = getattr(torch.autograd.graph, "set_override_stale_capture_stream", None)
     if override is not None:
         override(False)
+
+
+def _forget_fp8() -> None:
+    """Forget TransformerEngine's global buffers of amax histories, which are reduced at the end of each step."""
+    quantization = sys.modules.get("transformer_engine.pytorch.quantization")
+    if quantization is not None:
+        quantization.FP8GlobalStateManager.reset()
 
 
 def _clear_caches_of_dtensor() -> None:

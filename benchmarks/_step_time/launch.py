@@ -5,7 +5,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,14 @@ Result = dict[str, Any]
 
 
 def run_plan(
-    runs: list[Run], *, ranks: int, on_cpu: bool, logs: Path, stall_seconds: float, show: Callable[[Run, Result], None]
+    runs: list[Run],
+    *,
+    ranks: int,
+    on_cpu: bool,
+    logs: Path,
+    stall_seconds: float,
+    show: Callable[[Run, Result], None],
+    environment: Mapping[str, str] | None = None,
 ) -> None:
     """Train ``runs`` in processes of their own, all in one launch unless one fails.
 
@@ -30,17 +37,28 @@ def run_plan(
         logs: An existing folder for logs and traces.
         stall_seconds: How long a run may take before it counts as hung.
         show: Called with each run that has ended and its result, which has 'error' if it failed.
+        environment: Variables that all processes are started with; those that libraries read once take effect too.
     """
+    variables = _environment(on_cpu) | dict(environment or {})
     left = list(runs)
     launches = 0
     while left:
         log = logs / f"ranks-{ranks}-{runs[0].configuration.partition(':')[0]}-{launches}.log"
         launches += 1
-        left = _launch(left, log, ranks=ranks, on_cpu=on_cpu, stall_seconds=stall_seconds, show=show)
+        left = _launch(
+            left, log, ranks=ranks, on_cpu=on_cpu, stall_seconds=stall_seconds, show=show, environment=variables
+        )
 
 
 def _launch(
-    runs: list[Run], log: Path, *, ranks: int, on_cpu: bool, stall_seconds: float, show: Callable[[Run, Result], None]
+    runs: list[Run],
+    log: Path,
+    *,
+    ranks: int,
+    on_cpu: bool,
+    stall_seconds: float,
+    show: Callable[[Run, Result], None],
+    environment: dict[str, str],
 ) -> list[Run]:
     """Train ``runs`` in one launch; return those that are left after a failed one."""
     plan, results = log.with_suffix(".plan.json"), log.with_suffix(".results.jsonl")
@@ -52,7 +70,7 @@ def _launch(
     ended: set[int] = set()
     seen, current, news = 0, runs[0], time.monotonic()
     with log.open("w") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=_environment(on_cpu))
+        process = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT, env=environment)
         try:
             while True:
                 over = process.poll() is not None

@@ -26,15 +26,27 @@ class Recorder:
         self.times: list[float] = []
         self._losses: list[torch.Tensor | None] = []
         self._norms: list[float | torch.Tensor | None] = []
+        self._evaluations: list[str | None] = []
+        self._first = 1
         self._after_step = after_step
 
     def record(self, step: int, losses: dict[str, torch.Tensor], grad_norm: Any) -> None:
         """Record one step; ``losses`` has 'lm loss', a float tensor of one element."""
+        if not self.times:
+            self._first = step
         self.times.append(time.perf_counter())
         # A graph's next replay overwrites what it returned.
         self._losses.append(losses["lm loss"].detach().clone() if losses else None)
         self._norms.append(grad_norm.detach().clone() if isinstance(grad_norm, torch.Tensor) else grad_norm)
         self._after_step(step)
+
+    def record_evaluation(self, losses: dict[str, torch.Tensor]) -> None:
+        """Record the losses of an evaluation; the host waits for them."""
+        self._evaluations.append(_hex(losses.get("lm loss")))
+
+    def evaluations(self) -> list[str | None]:
+        """The loss of each evaluation, exact (``float.hex``); None where this rank has none."""
+        return self._evaluations
 
     def numbers(self) -> list[list[str | None]]:
         """Loss and gradient norm of each step, exact (``float.hex``)."""
@@ -45,9 +57,12 @@ class Recorder:
         return None if self._losses[-1] is None else float(self._losses[-1])
 
     def milliseconds(self, first: int, last: int) -> dict[str, float]:
-        """Median, mean, least and largest milliseconds of the steps from ``first`` to ``last``, numbered from 1."""
+        """Median, mean, least and largest milliseconds of the steps from ``first`` to ``last``.
+
+        Steps are numbered from 1. The first step that was recorded, after a checkpoint a later one, has no time.
+        """
         each = [(after - before) * 1000 for before, after in zip(self.times, self.times[1:], strict=False)]
-        each = each[first - 2 : last - 1]
+        each = each[max(0, first - self._first - 1) : last - self._first]
         summary = {"ms": statistics.median(each), "ms_mean": statistics.mean(each), "ms_min": min(each)}
         return {name: round(value, 3) for name, value in {**summary, "ms_max": max(each)}.items()}
 
@@ -57,15 +72,15 @@ def _hex(value: float | torch.Tensor | None) -> str | None:
 
 
 class TrainingLog:
-    """Stands in front of ``megatron.training``'s ``training_log`` for the life of the process.
+    """Stands in front of ``megatron.training``'s ``training_log`` and ``evaluate`` for the life of the process.
 
     Attributes:
-        recorder: Who is told of each step; None for nobody.
+        recorder: Who is told of each step and evaluation; None for nobody.
     """
 
     def __init__(self) -> None:
         self.recorder: Recorder | None = None
-        original = training.training_log
+        original, evaluation = training.training_log, training.evaluate
         signature = inspect.signature(original)
 
         @functools.wraps(original)
@@ -76,7 +91,14 @@ class TrainingLog:
                 self.recorder.record(given["iteration"], given["loss_dict"], given["grad_norm"])
             return result
 
-        training.training_log = training_log
+        @functools.wraps(evaluation)
+        def evaluate(*args: Any, **kwargs: Any) -> Any:
+            result = evaluation(*args, **kwargs)
+            if self.recorder is not None and result[0] is not None:  # None if time was up
+                self.recorder.record_evaluation(result[0])
+            return result
+
+        training.training_log, training.evaluate = training_log, evaluate
 
 
 class CaptureClock:

@@ -61,6 +61,7 @@ class Worker:
         recorder = Recorder(profiled.after_step if profiled else after_step)
         self._train(run, recorder)
         result["numbers"] = recorder.numbers()
+        result["evaluations"] = recorder.evaluations()
         result["last_loss"] = recorder.last_loss()
         if profiled:
             result["profile"] = profiled.figures

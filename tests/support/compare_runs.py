@@ -34,7 +34,7 @@ if on_cpu:
     torch.set_num_threads(1)
     cpu_backend.install()
 
-from tests.support import fused_weight_gradient_mlp_cuda  # noqa: E402
+from tests.support.stand_ins import fused_weight_gradient_mlp_cuda  # noqa: E402
 
 sys.modules.setdefault("fused_weight_gradient_mlp_cuda", fused_weight_gradient_mlp_cuda)
 

@@ -1,0 +1,95 @@
+"""Golden values: what a case's training gave on some machine, in ``golden_values_MACHINE.json`` beside the case."""
+
+import json
+import platform
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results_file import hardware, versions, write_results
+
+from .case import Case
+from .trainings import Found
+
+EXACT = {"lm loss": "losses", "grad-norm": "norms", "evaluation lm loss": "evaluations"}
+DECISIVE = ("torch", "megatron-core", "transformer-engine")  # with other versions of these, other bits are no error
+SHOWN = 4  # steps of a comparison
+
+
+def path(case: Case, machine: str, folder: Path | None) -> Path:
+    """Return the file of ``case`` for ``machine``, beside the case or, if given, below ``folder``."""
+    return (folder / case.name if folder else case.folder) / f"golden_values_{machine}.json"
+
+
+def write(file: Path, case: Case, found: Found) -> None:
+    """Write what was found: losses and norms by step, graphs, and the measurements that have a bound."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    exact = {name: _by_number(getattr(found, attribute)) for name, attribute in EXACT.items()}
+    write_results(
+        file,
+        command=f"python tests/functional_tests/run.py {case.name} --record",
+        gpus=case.ranks,
+        architecture=platform.machine(),
+        **exact,
+        graphs=found.graphs,
+        measured={name: found.measured[name] for name in case.bounds},
+    )
+
+
+def read(file: Path) -> dict[str, Any]:
+    """Return what ``write`` wrote.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    values: dict[str, Any] = json.loads(file.read_text())
+    return values
+
+
+def measured_elsewhere(golden: dict[str, Any], case: Case) -> list[str]:
+    """Return in what the machine of ``golden`` differs from this one, so that other bits are no error."""
+    there, here = golden["versions"], versions()
+    pairs = [(name, there.get(name), here.get(name)) for name in DECISIVE]
+    pairs += [("hardware", golden["hardware"], hardware(case.ranks))]
+    pairs += [("architecture", golden["architecture"], platform.machine())]
+    return [f"{name} {then}, here {now}" for name, then, now in pairs if then != now]
+
+
+def differences(found: Found, golden: dict[str, Any], case: Case) -> list[str]:
+    """Return what of ``found`` is not as in ``golden``: losses, norms, graphs, measurements over their bounds."""
+    lines = []
+    for name, attribute in EXACT.items():
+        lines += _of_steps(name, _by_number(getattr(found, attribute)), golden[name], "golden value")
+    if found.graphs != golden["graphs"]:
+        lines.append(f"{found.graphs} CUDA graphs, golden value {golden['graphs']}")
+    for name, factor in case.bounds.items():
+        now, then = found.measured[name], golden["measured"][name]
+        if now > then * factor:
+            lines.append(f"{name} {now:.1f} is more than {factor} times the golden value {then:.1f}")
+    return lines
+
+
+def differences_from(reference: Found, found: Found, name: str) -> list[str]:
+    """Return which losses and norms of ``found`` are not those of ``reference``, the training of the case ``name``."""
+    lines = []
+    for kind, attribute in EXACT.items():
+        expected = _by_number(getattr(reference, attribute))
+        lines += _of_steps(kind, _by_number(getattr(found, attribute)), expected, name)
+    return lines
+
+
+def _by_number(values: list[str | None]) -> dict[str, str | None]:
+    """The values by their number from 1, as a string: JSON's keys."""
+    return {str(number): value for number, value in enumerate(values, 1)}
+
+
+def _of_steps(name: str, found: dict[str, Any], expected: dict[str, Any], source: str) -> list[str]:
+    wrong = [step for step in expected | found if found.get(step) != expected.get(step)]
+    lines = [
+        f"{name} {step}: {_shown(found.get(step))}, {source} {_shown(expected.get(step))}" for step in wrong[:SHOWN]
+    ]
+    more = len(wrong) - len(lines)
+    return lines + ([f"{name}: {more} more differ"] if more else [])
+
+
+def _shown(value: str | None) -> str:
+    return "none" if value is None else f"{value} ({float.fromhex(value):.6g})"

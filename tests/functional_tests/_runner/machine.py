@@ -1,0 +1,54 @@
+"""What this machine has, and which cases it can run."""
+
+import importlib
+import re
+from dataclasses import dataclass
+
+import torch
+
+from .case import Case
+
+CPU_BACKEND = "cpu_backend"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """This machine.
+
+    Attributes:
+        gpus: How many GPUs are visible.
+        name: What golden values measured here are called after: the model of the GPUs, or ``CPU_BACKEND``.
+    """
+
+    gpus: int
+    name: str
+
+    def cannot_run(self, case: Case) -> str | None:
+        """Return why ``case`` cannot run here; None if it can."""
+        if case.on_cpu:
+            return "the CPU backend needs CUDA_VISIBLE_DEVICES=" if self.gpus else None
+        if case.ranks > self.gpus:
+            return f"needs {case.ranks} GPUs, {self.gpus} are visible"
+        missing = [package for package in case.needs if not _importable(package)]
+        return f"needs {', '.join(missing)}, which cannot be imported" if missing else None
+
+
+def this_machine() -> Machine:
+    """Return what is visible of this machine."""
+    if not torch.cuda.is_available():
+        return Machine(0, CPU_BACKEND)
+    return Machine(torch.cuda.device_count(), _short(torch.cuda.get_device_name()))
+
+
+def _short(device: str) -> str:
+    """``h200`` for 'NVIDIA H200', ``h100`` for 'NVIDIA H100 80GB HBM3'."""
+    model = device.removeprefix("NVIDIA ").split()[0]
+    return re.sub(r"\W+", "_", model.lower())
+
+
+def _importable(package: str) -> bool:
+    try:
+        importlib.import_module(package)
+    except Exception:  # a package for another version of CUDA or torch fails in its own ways
+        return False
+    return True

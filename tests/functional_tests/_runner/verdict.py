@@ -1,0 +1,97 @@
+"""Whether what a case gave is what it must be."""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import golden
+from .case import Case
+from .trainings import Found
+
+
+@dataclass
+class Verdict:
+    """What was compared for one case.
+
+    Attributes:
+        case: The case.
+        found: What its training gave.
+        differences: What is not as it must be, a line each.
+        compared: With what the training was compared: the eager case, or the file of golden values.
+        notes: What was not compared, and why.
+    """
+
+    case: Case
+    found: Found
+    differences: list[str] = field(default_factory=list)
+    compared: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        """Whether something was compared, and nothing differs."""
+        return bool(self.compared) and not self.differences
+
+    def row(self) -> dict[str, Any]:
+        """What JSON shall hold of it."""
+        return {
+            "case": self.case.name,
+            "passed": self.passed,
+            "differences": self.differences,
+            "compared with": self.compared,
+            "notes": self.notes,
+            "graphs": self.found.graphs,
+            **self.found.measured,
+        }
+
+
+def judge(case: Case, found: Found, eager: Found | None) -> Verdict:
+    """Compare with the eager case, where it was trained too, and see that graphs are there if, and only if, asked for.
+
+    Args:
+        case: The case.
+        found: What its training gave.
+        eager: What the training of the case that it must equal gave; None if it was not trained.
+    """
+    verdict = Verdict(case, found)
+    if found.error:
+        verdict.differences.append(f"failed: {found.error}")
+        return verdict
+    if len(found.losses) != case.steps:
+        verdict.differences.append(f"{len(found.losses)} steps, not {case.steps}")
+    if (found.graphs > 0) != (case.graphs != "none"):
+        verdict.differences.append(f"{found.graphs} CUDA graphs with --cuda-graph-impl {case.graphs}")
+    if eager is None:
+        return verdict
+    name = str(case.equals)
+    verdict.compared.append(name)
+    verdict.differences += (
+        [f"{name} failed: {eager.error}"] if eager.error else golden.differences_from(eager, found, name)
+    )
+    return verdict
+
+
+def compare_with_golden(verdict: Verdict, file: Path) -> None:
+    """Compare with the golden values in ``file``, if they are of such a machine and such versions."""
+    if verdict.found.error:
+        return
+    try:
+        values = golden.read(file)
+    except FileNotFoundError:
+        verdict.notes.append(f"no golden values: there is no {file.name}; --record writes it")
+        return
+    elsewhere = golden.measured_elsewhere(values, verdict.case)
+    if elsewhere:
+        verdict.notes.append(f"golden values are not comparable: {'; '.join(elsewhere)}; --record writes new ones")
+        return
+    verdict.compared.append(file.name)
+    verdict.differences += golden.differences(verdict.found, values, verdict.case)
+
+
+def record(verdict: Verdict, file: Path) -> None:
+    """Write the golden values of a case that is an eager one, or equal to its eager one."""
+    if verdict.differences:
+        verdict.notes.append("no golden values recorded, as it differs")
+        return
+    golden.write(file, verdict.case, verdict.found)
+    verdict.compared.append(f"{file.name}, recorded now")

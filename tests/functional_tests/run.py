@@ -1,0 +1,145 @@
+"""Trains the cases of ``test_cases`` and compares them with golden values, and with eager training.
+
+    python tests/functional_tests/run.py                              # every case that this machine can run
+    python tests/functional_tests/run.py gpt moe/fsdp_parts           # those of a folder, and one
+    python tests/functional_tests/run.py gpt --against-eager          # the eager cases that they must equal, too
+    python tests/functional_tests/run.py gpt --record --golden FOLDER # write golden values
+
+A case is a folder with a ``model_config.yaml``:
+    BASE          another case; all but its EQUALS and TEST_TYPE holds here too
+    EQUALS        the eager case whose losses and gradient norms it must have, bit for bit
+    TEST_TYPE     regular; or ckpt-resume: trained to the middle, and from that checkpoint to the end
+    RANKS         processes; without CPU_BACKEND each has a GPU
+    CPU_BACKEND   true for the CPU backend
+    NEEDS         packages that must be importable
+    PYTHON_PATH   folders of this repository in which the processes find modules, too
+    ENV_VARS      variables, and MODEL_ARGS flags of megatron.training with their values; null takes one of BASE away
+    BOUNDS        how many times its golden value ms, max_allocated_mib or max_reserved_mib may be
+
+Losses and gradient norms of all steps and losses of evaluations must be the golden ones of this kind of machine, bit
+for bit, if torch, megatron-core and TransformerEngine are those that the golden values were measured with. ``--record``
+also trains the eager cases, and writes nothing for a case that is not equal to its own. Cases of one layout of ranks
+are trained one after the other in the same processes. The exit code is 1 if a case did not pass, or none was run.
+"""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.results_file import command_line, write_results  # noqa: E402
+from tests.functional_tests._runner import golden  # noqa: E402
+from tests.functional_tests._runner.case import MEASURED, Case, find, load  # noqa: E402
+from tests.functional_tests._runner.machine import this_machine  # noqa: E402
+from tests.functional_tests._runner.trainings import train  # noqa: E402
+from tests.functional_tests._runner.verdict import Verdict, compare_with_golden, judge, record  # noqa: E402
+
+
+def parse(arguments: Sequence[str]) -> argparse.Namespace:
+    """Return the arguments.
+
+    Raises:
+        SystemExit: they are wrong.
+    """
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*", metavar="CASE", help="a case or a folder of cases (default: all)")
+    parser.add_argument("--against-eager", action="store_true", help="train the eager cases, and compare with them")
+    parser.add_argument("--record", action="store_true", help="write golden values; implies --against-eager")
+    parser.add_argument("--golden", type=Path, metavar="FOLDER", help="where golden values are (default: at the cases)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="where to write the results, as JSON")
+    parser.add_argument("--logs", type=Path, metavar="FOLDER", help="where to keep logs and checkpoints; a new folder")
+    parser.add_argument("--stall-seconds", type=float, default=240, help="a training that takes longer has failed")
+    args = parser.parse_args(arguments)
+    if args.logs and args.logs.exists():
+        parser.error(f"--logs {args.logs} exists: name a new folder")
+    return args
+
+
+def run(args: argparse.Namespace, logs: Path) -> tuple[list[Verdict], dict[str, str]]:
+    """Train and compare what ``args`` says.
+
+    Returns:
+        What was found, and, by its name, why a case was not run.
+
+    Raises:
+        ValueError: a case is wrong, or there is no such case.
+    """
+    machine = this_machine()
+    asked = find(args.cases)
+    reasons = {case.name: machine.cannot_run(case) for case in asked}
+    cases = [case for case in asked if not reasons[case.name]]
+    found = train(
+        _with_eager(cases) if args.against_eager or args.record else cases,
+        names=MEASURED,
+        logs=logs,
+        stall_seconds=args.stall_seconds,
+        told=lambda line: print(line, flush=True),
+    )
+    verdicts = []
+    for case in cases:
+        verdict = judge(case, found[case.name], found.get(case.equals) if case.equals else None)
+        file = golden.path(case, machine.name, args.golden)
+        (record if args.record else compare_with_golden)(verdict, file)
+        verdicts.append(verdict)
+    return verdicts, {name: reason for name, reason in reasons.items() if reason}
+
+
+def _with_eager(cases: list[Case]) -> list[Case]:
+    """``cases``, each behind the eager case that it must equal."""
+    all_of_them: dict[str, Case] = {}
+    for case in cases:
+        if case.equals:
+            all_of_them.setdefault(case.equals, load(case.equals))
+        all_of_them.setdefault(case.name, case)
+    return list(all_of_them.values())
+
+
+def report(verdicts: list[Verdict], not_run: dict[str, str]) -> str:
+    """Return what differs, what was not run, and the table."""
+    lines = []
+    for verdict in verdicts:
+        reasons = [*verdict.differences, *verdict.notes]
+        if reasons:
+            lines += [f"{verdict.case.name}:", *(f"    {reason}" for reason in reasons)]
+    lines += [f"{name}: not run: {reason}" for name, reason in not_run.items()]
+    wide = max([len(verdict.case.name) for verdict in verdicts], default=4)
+    lines.append(f"\n{'case':{wide}}  passed  {'ms':>8}  {'MiB':>6}")
+    for verdict in verdicts:
+        measured = verdict.found.measured
+        # The CPU backend does not count memory.
+        numbers = f"{measured['ms']:8.1f}  {measured['max_reserved_mib'] or '-':>6}" if measured else ""
+        lines.append(f"{verdict.case.name:{wide}}  {'yes' if verdict.passed else 'NO':6}  {numbers}".rstrip())
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the cases, print what was found, and return the exit code."""
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    args = parse(given)
+    with tempfile.TemporaryDirectory() as folder:
+        logs = (args.logs or Path(folder) / "logs").resolve()
+        logs.mkdir(parents=True)
+        try:
+            verdicts, not_run = run(args, logs)
+        except ValueError as wrong:
+            print(f"error: {wrong}", file=sys.stderr)
+            return 2
+    print(report(verdicts, not_run))
+    if args.output:
+        args.output.parent.mkdir(parents=True, exist_ok=True)
+        write_results(
+            args.output,
+            command=command_line("tests/functional_tests/run.py", given),
+            gpus=max((verdict.case.ranks for verdict in verdicts), default=0),
+            results=[verdict.row() for verdict in verdicts],
+            not_run=not_run,
+        )
+    return int(not verdicts or not all(verdict.passed for verdict in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
