@@ -1,0 +1,76 @@
+"""The cases of the repository fit together, and their golden values agree."""
+
+import json
+import sys
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from tests.functional_tests._runner.case import CASES, find
+from tests.functional_tests._runner.golden import EXACT
+from tests.support.on_cpu_backend import on_cpu_backend
+
+EVERY = {case.name: case for case in find([])}
+GRAPHED = [case for case in EVERY.values() if case.graphs != "none"]
+RECORDED = [(case, file) for case in GRAPHED for file in sorted(case.folder.glob("golden_values_*.json"))]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cpu_backend():
+    with on_cpu_backend(), pytest.MonkeyPatch.context() as environment:
+        environment.setenv("RANK", "0")
+        environment.delenv("CUDA_DEVICE_MAX_CONNECTIONS", raising=False)
+        environment.syspath_prepend(CASES.parents[2] / "tests/support/stand_ins")
+        yield
+
+
+def without_graphs(case):
+    """The arguments that an eager training reads."""
+    return {flag: value for flag, value in case.arguments.items() if not flag.startswith("--cuda-graph-")}
+
+
+@pytest.mark.parametrize("case", GRAPHED, ids=lambda case: case.name)
+def test_a_graphed_case_differs_from_the_eager_one_that_it_must_equal_in_its_graphs_only(case):
+    eager = EVERY[case.equals]
+    assert eager.graphs == "none"
+    assert without_graphs(case) == without_graphs(eager)
+    assert (case.ranks, case.on_cpu, case.environment) == (eager.ranks, eager.on_cpu, eager.environment)
+
+
+def test_an_eager_case_must_equal_no_other():
+    assert [case.name for case in EVERY.values() if case.graphs == "none" and case.equals] == []
+
+
+def test_every_case_for_gpus_bounds_its_time_and_memory():
+    bounded = {case.name: set(case.bounds) for case in EVERY.values() if not case.on_cpu}
+    assert set(map(frozenset, bounded.values())) == {frozenset({"ms", "max_allocated_mib", "max_reserved_mib"})}
+
+
+@pytest.mark.parametrize("case", EVERY.values(), ids=lambda case: case.name)
+def test_megatrons_checks_accept_the_flags(case, monkeypatch):
+    from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
+    from megatron.training.arguments import parse_args, validate_args
+
+    monkeypatch.setenv("WORLD_SIZE", str(case.ranks))
+    monkeypatch.setattr(sys, "argv", ["train.py", *case.flags])
+    args = validate_args(parse_args())
+    unset_num_microbatches_calculator()
+    assert args.cuda_graph_impl == case.graphs
+    assert args.train_iters == case.steps
+
+
+@pytest.mark.parametrize(("case", "file"), RECORDED, ids=lambda value: getattr(value, "name", ""))
+def test_golden_values_are_those_of_the_eager_case(case, file):
+    graphed = json.loads(file.read_text())
+    eager = json.loads((CASES / case.equals / file.name).read_text())
+    assert {name: graphed[name] for name in EXACT} == {name: eager[name] for name in EXACT}
+    assert len(graphed["lm loss"]) == case.steps
+    assert graphed["graphs"] > 0
+    assert eager["graphs"] == 0
+
+
+def test_every_case_for_the_cpu_backend_has_golden_values():
+    of_cpu = [case for case in EVERY.values() if case.on_cpu]
+    assert len(of_cpu) >= 3
+    assert [case.name for case in of_cpu if not (case.folder / "golden_values_cpu_backend.json").exists()] == []

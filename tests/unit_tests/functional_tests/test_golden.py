@@ -1,0 +1,81 @@
+"""Golden values are exact, of one kind of machine and versions, and bound what is measured."""
+
+import pytest
+
+from benchmarks import results_file
+from tests.functional_tests._runner import golden
+
+
+@pytest.fixture
+def written(make_case, make_found):
+    """The golden values of a case."""
+    case = make_case()
+    file = golden.path(case, "h200", None)
+    golden.write(file, case, make_found())
+    return golden.read(file)
+
+
+def test_they_lie_at_the_case_or_below_a_folder(make_case, tmp_path):
+    case = make_case()
+    assert golden.path(case, "h200", None) == case.folder / "golden_values_h200.json"
+    assert golden.path(case, "h200", tmp_path / "new") == tmp_path / "new/gpt/graphed/golden_values_h200.json"
+
+
+def test_they_have_exact_numbers_by_step_and_what_is_bounded(written):
+    assert written["lm loss"] == {"1": (3.0).hex(), "2": (2.5).hex(), "3": (2.0).hex()}
+    assert written["grad-norm"]["3"] == (1.5).hex()
+    assert written["evaluation lm loss"] == {"1": (2.25).hex()}
+    assert written["graphs"] == 2
+    assert written["measured"] == {"ms": 10.0}
+    assert {"command", "hardware", "versions", "architecture"} <= set(written)
+
+
+def test_the_same_again_does_not_differ(make_case, make_found, written):
+    assert golden.measured_elsewhere(written, make_case()) == []
+    assert golden.differences(make_found(), written, make_case()) == []
+
+
+def test_the_last_bit_of_a_loss_counts(make_case, make_found, written):
+    (line,) = golden.differences(make_found(3.0, 2.5, 2.0 + 2**-51), written, make_case())
+    assert line == "lm loss 3: 0x1.0000000000001p+1 (2), golden value 0x1.0000000000000p+1 (2)"
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value", "words"),
+    [
+        ("norms", [(1.5).hex(), None, (1.5).hex()], "grad-norm 2: none, golden value 0x1.8"),
+        ("evaluations", [], "evaluation lm loss 1: none"),
+        ("evaluations", [(2.25).hex()] * 2, "evaluation lm loss 2: 0x1.2"),
+        ("graphs", 3, "3 CUDA graphs, golden value 2"),
+        ("measured", {"ms": 20.1}, "ms 20.1 is more than 2.0 times the golden value 10.0"),
+    ],
+)
+def test_anything_else_that_differs_is_named(make_case, make_found, written, attribute, value, words):
+    (line,) = golden.differences(make_found(**{attribute: value}), written, make_case())
+    assert words in line
+
+
+def test_a_measurement_at_its_bound_passes(make_case, make_found, written):
+    assert golden.differences(make_found(measured={"ms": 20.0}), written, make_case()) == []
+
+
+def test_of_many_steps_that_differ_the_first_are_listed(make_case, make_found, written):
+    found = make_found(*(9.0 for _ in range(7)), norms=[(1.5).hex()] * 3)
+    lines = golden.differences(found, written, make_case())
+    assert [line.split(":")[0] for line in lines] == ["lm loss 1", "lm loss 2", "lm loss 3", "lm loss 4", "lm loss"]
+    assert lines[-1] == "lm loss: 3 more differ"
+
+
+def test_they_are_of_their_versions_and_hardware(make_case, written, monkeypatch):
+    monkeypatch.setattr(golden, "versions", lambda: results_file.versions() | {"torch": "9.9", "python": "9"})
+    monkeypatch.setattr(golden, "hardware", lambda gpus: f"{gpus} x another GPU")
+    lines = golden.measured_elsewhere(written, make_case())
+    assert [line.split()[0] for line in lines] == ["torch", "hardware"]
+    assert lines[1].endswith("here 2 x another GPU")
+
+
+def test_a_reference_is_compared_in_all_its_numbers_and_nothing_else(make_found):
+    reference = make_found(graphs=0, measured={})
+    assert golden.differences_from(reference, make_found(), "gpt/eager") == []
+    (line,) = golden.differences_from(reference, make_found(3.0, 2.5, 1.75), "gpt/eager")
+    assert line.endswith("gpt/eager 0x1.0000000000000p+1 (2)")

@@ -1,0 +1,97 @@
+"""Which trainings a case needs, and which share processes."""
+
+import os
+
+import pytest
+
+from tests.functional_tests._runner import trainings
+from tests.functional_tests._runner.case import MEASURED
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Train cases with a plan that gives each run the losses of its steps; return what was found and the launches."""
+    launches = []
+
+    def run_plan(runs, *, show, **how):
+        launches.append((runs, how))
+        done = 0
+        for run in runs:
+            if "--fails" in run.flags:
+                show(run, {"error": "rank 1: no"})
+                continue
+            first = done + 1 if run.variant == "second half" else 1
+            done = run.steps
+            numbers = [[float(step).hex(), float(-step).hex()] for step in range(first, run.steps + 1)]
+            measured = dict.fromkeys((*MEASURED, "seconds"), run.steps)
+            show(run, {"numbers": numbers, "evaluations": [], "graphs": run.number, **measured})
+
+    monkeypatch.setattr(trainings, "run_plan", run_plan)
+
+    def run(*cases):
+        told: list[str] = []
+        found = trainings.train(cases, names=MEASURED, logs=tmp_path, stall_seconds=9.0, told=told.append)
+        return found, launches, told
+
+    return run
+
+
+def test_a_case_is_one_training(train, make_case):
+    found, [(runs, how)], told = train(make_case())
+    (run,) = runs
+    assert run.flags == ["--train-iters", "3", "--cuda-graph-impl", "transformer_engine"]
+    assert run.side_stream
+    assert found["gpt/graphed"].losses == [float(step).hex() for step in (1, 2, 3)]
+    assert found["gpt/graphed"].norms[0] == (-1.0).hex()
+    assert found["gpt/graphed"].measured == dict.fromkeys(MEASURED, 3)
+    assert how["ranks"] == 2
+    assert told == ["gpt/graphed (training): 3 s"]
+
+
+def test_a_resumed_case_is_two_and_has_the_steps_of_both(train, make_case):
+    case = make_case(resumes=True, arguments={"--train-iters": 8})
+    found, [(runs, _)], _ = train(case)
+    first, second = runs
+    checkpoint = first.flags[first.flags.index("--save") + 1]
+    assert first.flags[-4:] == ["--save-interval", "4", "--exit-interval", "4"]
+    assert second.flags[-2:] == ["--load", checkpoint]
+    assert (first.steps, second.steps) == (4, 8)
+    assert found[case.name].losses == [float(step).hex() for step in range(1, 9)]
+    assert found[case.name].measured["ms"] == 8
+
+
+def test_the_error_of_a_first_half_stays(train, make_case):
+    found, _, told = train(make_case(resumes=True, arguments={"--train-iters": 8, "--fails": True}))
+    assert found["gpt/graphed"].error == "rank 1: no"
+    assert told[0] == "gpt/graphed (first half): FAILED"
+
+
+def test_cases_of_one_layout_share_a_launch(train, make_case):
+    flags = {"--train-iters": 3}
+    cases = [
+        make_case("a", arguments=flags),
+        make_case("b", arguments=flags | {"--tensor-model-parallel-size": 2}),
+        make_case("c", arguments=flags | {"--bf16": True}),
+        make_case("d", arguments=flags | {"--num-distributed-optimizer-instances": 2}),
+        make_case("e", arguments=flags, environment={"A": "1"}),
+        make_case("f", arguments=flags, ranks=4),
+        make_case("g", arguments=flags, on_cpu=True),
+    ]
+    _, launches, _ = train(*cases)
+    assert [[run.configuration for run in runs] for runs, _ in launches] == [
+        ["a", "c"],
+        ["b"],
+        ["d"],
+        ["e"],
+        ["f"],
+        ["g"],
+    ]
+    assert [how["environment"].get("CUDA_VISIBLE_DEVICES") for _, how in launches] == [None] * 5 + [""]
+    assert launches[3][1]["environment"]["A"] == "1"
+    assert [run.number for run in launches[0][0]] == [0, 1]
+
+
+def test_modules_are_found_in_the_folders_that_a_case_names_behind_those_of_the_caller(train, make_case, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "mine")
+    _, [(_, how)], _ = train(make_case(python_path=("tests/support",)))
+    assert how["environment"]["PYTHONPATH"] == f"mine{os.pathsep}{trainings.ROOT / 'tests/support'}"

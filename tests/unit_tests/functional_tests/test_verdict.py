@@ -1,0 +1,83 @@
+"""When a case has passed."""
+
+import pytest
+
+from tests.functional_tests._runner import golden
+from tests.functional_tests._runner.verdict import compare_with_golden, judge, record
+
+
+@pytest.fixture
+def eager(make_found):
+    return make_found(graphs=0)
+
+
+def test_a_case_that_equals_its_eager_one_has_passed(make_case, make_found, eager):
+    verdict = judge(make_case(), make_found(), eager)
+    assert verdict.passed
+    assert verdict.compared == ["gpt/eager"]
+
+
+def test_a_case_that_was_compared_with_nothing_has_not(make_case, make_found):
+    verdict = judge(make_case(), make_found(), None)
+    compare_with_golden(verdict, golden.path(make_case(), "h200", None))
+    assert verdict.differences == []
+    assert not verdict.passed
+    assert verdict.notes == ["no golden values: there is no golden_values_h200.json; --record writes it"]
+
+
+@pytest.mark.parametrize(
+    ("attributes", "words"),
+    [
+        ({"error": "rank 0: no memory"}, "failed: rank 0: no memory"),
+        ({"losses": [], "norms": []}, "0 steps, not 3"),
+        ({"graphs": 0}, "0 CUDA graphs with --cuda-graph-impl transformer_engine"),
+    ],
+)
+def test_a_case_without_steps_or_graphs_has_not(make_case, make_found, attributes, words):
+    verdict = judge(make_case(), make_found(**attributes), None)
+    assert words in verdict.differences
+    assert not verdict.passed
+
+
+def test_an_eager_case_with_graphs_has_not(make_case, make_found):
+    case = make_case(arguments={"--train-iters": 3, "--cuda-graph-impl": "none"}, equals=None)
+    assert judge(case, make_found(), None).differences == ["2 CUDA graphs with --cuda-graph-impl none"]
+
+
+def test_a_case_whose_eager_one_failed_or_differs_has_not(make_case, make_found, eager):
+    assert judge(make_case(), make_found(), make_found(error="why")).differences == ["gpt/eager failed: why"]
+    verdict = judge(make_case(), make_found(3.0, 2.5, 1.0), eager)
+    assert not verdict.passed
+    assert "lm loss 3" in verdict.differences[0]
+
+
+def test_recorded_values_are_compared_with_later(make_case, make_found, eager):
+    file = golden.path(make_case(), "h200", None)
+    recording = judge(make_case(), make_found(), eager)
+    record(recording, file)
+    assert recording.passed and file.is_file()
+    same, other = (judge(make_case(), found, None) for found in (make_found(), make_found(3.0, 2.5, 1.0)))
+    for verdict in (same, other):
+        compare_with_golden(verdict, file)
+    assert same.passed and same.compared == ["golden_values_h200.json"]
+    assert not other.passed
+
+
+def test_nothing_is_recorded_of_a_case_that_differs_from_its_eager_one(make_case, make_found, eager):
+    file = golden.path(make_case(), "h200", None)
+    verdict = judge(make_case(), make_found(3.0, 2.5, 1.0), eager)
+    record(verdict, file)
+    assert not file.exists()
+    assert not verdict.passed
+
+
+def test_golden_values_of_another_torch_are_not_compared_with(make_case, make_found, eager, monkeypatch):
+    file = golden.path(make_case(), "h200", None)
+    golden.write(file, make_case(), make_found(9.0, 9.0, 9.0))
+    monkeypatch.setattr(golden, "versions", dict)
+    alone, beside = judge(make_case(), make_found(), None), judge(make_case(), make_found(), eager)
+    for verdict in (alone, beside):
+        compare_with_golden(verdict, file)
+        assert verdict.notes[0].startswith("golden values are not comparable: torch ")
+    assert not alone.passed
+    assert beside.passed
