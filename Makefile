@@ -26,7 +26,7 @@ PATCH_TESTS ?= $(addprefix tests/unit_tests/,training/test_arguments.py \
 	$(addprefix core/distributed/test_,fsdp_hooks.py step_plans.py) \
 	$(addprefix core/transformer/,test_cuda_graphs.py test_module.py _cuda_graphs/te _cuda_graphs/test_hooks.py))
 
-.PHONY: help .venv demo test test-unit test-integration test-versions test-patch $(OTHER_CORES:%=test-core-%) test-gpu bench docs lint format clean
+.PHONY: help .venv demo test test-unit test-integration test-versions test-patch $(OTHER_CORES:%=test-core-%) test-gpu test-functional bench docs lint format clean
 
 help:
 	@echo "make demo      train a small GPT under Megatron-FSDP, eager and graphed, and compare"
@@ -34,6 +34,7 @@ help:
 	@echo "make test-versions  unit tests on the other versions of megatron-core that the patch admits"
 	@echo "make test-patch     unit tests in a megatron-core checkout to which the patch series was applied"
 	@echo "make test-gpu  tests on the GPUs of this machine"
+	@echo "make test-functional  recipes with golden values, those that this machine can run"
 	@echo "make bench     time of a step of each kind, on the GPUs of this machine"
 	@echo "make docs      docs/compatibility.md, from the table of flags"
 	@echo "make lint      ruff and mypy"
@@ -91,6 +92,10 @@ test-patch: $(ENVIRONMENT)
 # Each layout of ranks is started, with torchrun, in processes of its own.
 test-gpu: $(ENVIRONMENT)
 	$(PY) -m pytest tests/gpu
+
+# Recipes with golden values: FUNCTIONAL names some of them and options.
+test-functional: $(ENVIRONMENT)
+	$(PY) tests/functional_tests/run.py $(FUNCTIONAL)
 
 # Results, plot and profiles of each kind of step; BENCH has further options. Without a GPU the times mean nothing.
 bench: $(ENVIRONMENT)

@@ -36,6 +36,7 @@ setup(
             "pre-commit",
             "pytest",
             "pytest-xdist",
+            "pyyaml",
             "ruff",
             "setuptools>=77",
         ],
