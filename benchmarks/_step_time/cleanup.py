@@ -55,7 +55,9 @@ def _forget_graphs() -> None:
     """Forget the graphs and static tensors that megatron-core keeps in classes and modules."""
     from megatron.core import full_cuda_graph
     from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
+    from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
+    delete_cuda_graphs()  # local ones
     whole = full_cuda_graph.FullCudaGraphWrapper
     for stage in ("training", "validation"):
         whole.cuda_graph[stage] = whole.result[stage] = None
