@@ -154,5 +154,6 @@ class CaptureClock:
 
 
 def count_graphs() -> int:
-    """How many CUDA graphs there are in this process."""
+    """How many CUDA graphs there are in this process, without those that only wait for the garbage collector."""
+    gc.collect()
     return sum(issubclass(type(found), torch.cuda.CUDAGraph) for found in gc.get_objects())
