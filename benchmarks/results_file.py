@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-PATHS = ("--output", "--logs")
+PATHS = ("--output", "--logs", "--golden")
 PACKAGES = ("megatron-core", "transformer-engine", "megatron-fsdp-cuda-graphs")
 
 

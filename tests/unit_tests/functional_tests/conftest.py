@@ -1,6 +1,7 @@
 """A case that no file describes, and what its training gave."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ def make_case(tmp_path):
     """Make a graphed case of 3 steps, with other attributes as given."""
 
     def make(name: str = "gpt/graphed", **other) -> Case:
-        attributes = {
+        attributes: dict[str, Any] = {
             "name": name,
             "folder": Path(tmp_path) / name,
             "resumes": False,
@@ -37,7 +38,7 @@ def make_found():
 
     def make(*losses: float, **other) -> Found:
         values = [loss.hex() for loss in losses or (3.0, 2.5, 2.0)]
-        attributes = {
+        attributes: dict[str, Any] = {
             "losses": values,
             "norms": [(1.5).hex()] * len(values),
             "evaluations": [(2.25).hex()],

@@ -1,0 +1,86 @@
+"""What the runner prints, writes and exits with."""
+
+import json
+
+import pytest
+
+from tests.functional_tests import run
+from tests.functional_tests._runner import golden
+from tests.functional_tests._runner.case import load
+from tests.functional_tests._runner.machine import Machine
+
+EAGER, GRAPHED = "gpt_cpu_backend/fsdp_eager", "gpt_cpu_backend/fsdp_whole_layers"
+
+
+@pytest.fixture
+def runner(make_found, tmp_path, monkeypatch):
+    """Call ``main`` without GPUs, with trainings of these losses by case; golden values are in ``tmp_path``."""
+    trained: list[list[str]] = []
+
+    def call(*arguments: str, **losses: list[float]) -> int:
+        def train(cases, **how):
+            trained.append([case.name for case in cases])
+            return {
+                case.name: make_found(
+                    *losses.get(case.name.split("/")[1], [2.0] * 8), graphs=int(case.graphs != "none")
+                )
+                for case in cases
+            }
+
+        monkeypatch.setattr(run, "train", train)
+        monkeypatch.setattr(run, "this_machine", lambda: Machine(0, "cpu_backend"))
+        return run.main([*arguments, "--golden", str(tmp_path)])
+
+    call.trained = trained  # type: ignore[attr-defined]
+    return call
+
+
+def test_recorded_values_hold_for_the_same_run_and_not_for_another(runner, capsys):
+    assert runner(GRAPHED, EAGER, "--record") == 0
+    assert runner(GRAPHED, EAGER) == 0
+    assert capsys.readouterr().out.splitlines()[-1].split()[:2] == [EAGER, "yes"]
+    assert runner(EAGER, fsdp_eager=[2.0] * 7 + [1.0]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith("    lm loss 8: 0x1.0") for line in lines)
+    assert lines[-1].split()[:2] == [EAGER, "NO"]
+
+
+def test_nothing_is_recorded_of_graphs_that_differ_from_eager_training(runner, tmp_path):
+    assert runner(GRAPHED, "--record", fsdp_whole_layers=[2.0] * 7 + [1.0]) == 1
+    assert runner.trained == [[EAGER, GRAPHED]]
+    assert not list(tmp_path.rglob("golden_values_*"))
+
+
+def test_eager_cases_are_trained_where_they_are_asked_for(runner):
+    runner(GRAPHED)
+    assert runner(GRAPHED, "--against-eager") == 0
+    assert runner.trained == [[GRAPHED], [EAGER, GRAPHED]]
+
+
+def test_a_case_that_cannot_run_is_listed_with_the_reason(runner, capsys, tmp_path):
+    output = tmp_path / "results.json"
+    assert runner("gpt/hsdp_eager", GRAPHED, "--against-eager", "--output", str(output)) == 0
+    assert "gpt/hsdp_eager: not run: needs 4 GPUs, 0 are visible" in capsys.readouterr().out
+    written = json.loads(output.read_text())
+    assert written["not_run"] == {"gpt/hsdp_eager": "needs 4 GPUs, 0 are visible"}
+    assert [result["case"] for result in written["results"]] == [GRAPHED]
+    assert str(tmp_path) not in written["command"]
+
+
+def test_that_nothing_ran_is_no_success(runner):
+    assert runner("gpt/hsdp_eager") == 1
+
+
+def test_a_wrong_name_is_an_error(runner, capsys):
+    assert runner("gpt_cpu_backend/fsdp_eagre") == 2
+    assert "there is no case 'gpt_cpu_backend/fsdp_eagre'" in capsys.readouterr().err
+
+
+def test_logs_go_to_a_new_folder(runner, tmp_path):
+    with pytest.raises(SystemExit):
+        runner(GRAPHED, "--logs", str(tmp_path))
+
+
+def test_golden_values_of_a_machine_have_its_name(runner, tmp_path):
+    runner(EAGER, "--record")
+    assert golden.path(load(EAGER), "cpu_backend", tmp_path).is_file()
