@@ -35,7 +35,7 @@ from benchmarks.results_file import command_line, write_results  # noqa: E402
 from tests.functional_tests._runner import golden  # noqa: E402
 from tests.functional_tests._runner.case import MEASURED, Case, find, load  # noqa: E402
 from tests.functional_tests._runner.machine import this_machine  # noqa: E402
-from tests.functional_tests._runner.trainings import train  # noqa: E402
+from tests.functional_tests._runner.trainings import Found, train  # noqa: E402
 from tests.functional_tests._runner.verdict import Verdict, compare_with_golden, judge, record  # noqa: E402
 
 
@@ -72,19 +72,23 @@ def run(args: argparse.Namespace, logs: Path) -> tuple[list[Verdict], dict[str, 
     asked = find(args.cases)
     reasons = {case.name: machine.cannot_run(case) for case in asked}
     cases = [case for case in asked if not reasons[case.name]]
-    found = train(
-        _with_eager(cases) if args.against_eager or args.record else cases,
+    against_eager = args.against_eager or args.record
+    verdicts: list[Verdict] = []
+
+    def ended(case: Case, found: dict[str, Found]) -> None:
+        if case in cases:
+            verdict = judge(case, found[case.name], found[case.equals] if case.equals and against_eager else None)
+            file = golden.path(case, machine.name, args.golden)
+            (record if args.record else compare_with_golden)(verdict, file)
+            verdicts.append(verdict)
+
+    train(
+        _with_eager(cases) if against_eager else cases,
         names=MEASURED,
         logs=logs,
         stall_seconds=args.stall_seconds,
-        told=lambda line: print(line, flush=True),
+        ended=ended,
     )
-    verdicts = []
-    for case in cases:
-        verdict = judge(case, found[case.name], found.get(case.equals) if case.equals else None)
-        file = golden.path(case, machine.name, args.golden)
-        (record if args.record else compare_with_golden)(verdict, file)
-        verdicts.append(verdict)
     return verdicts, {name: reason for name, reason in reasons.items() if reason}
 
 

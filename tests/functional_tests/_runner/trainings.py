@@ -49,16 +49,21 @@ class Found:
 
 
 def train(
-    cases: Iterable[Case], *, names: Iterable[str], logs: Path, stall_seconds: float, told: Callable[[str], None]
-) -> dict[str, Found]:
-    """Train ``cases`` and return what was found, by the case's name.
+    cases: Iterable[Case],
+    *,
+    names: Iterable[str],
+    logs: Path,
+    stall_seconds: float,
+    ended: Callable[[Case, dict[str, Found]], None],
+) -> None:
+    """Train ``cases``, and print a line for each training.
 
     Args:
         cases: What to train.
         names: What is kept of the measurements.
         logs: An existing folder for logs and checkpoints.
         stall_seconds: How long a training may take.
-        told: Called with a line for each training that has ended.
+        ended: Called with each case that has ended, and what was found so far, by the case's name.
     """
     found: dict[str, Found] = {}
     for number, group in enumerate(_launches(cases)):
@@ -71,10 +76,12 @@ def train(
                 trained[run.number] = case
 
         def show(run: Run, result: dict[str, Any], trained: dict[int, Case] = trained) -> None:
-            name = trained[run.number].name
-            found[name].add(result, names)
+            case = trained.pop(run.number)
+            found[case.name].add(result, names)
             seconds = f"{result['seconds']} s" if "seconds" in result else "FAILED"
-            told(f"{name} ({run.variant}): {seconds}")
+            print(f"{case.name} ({run.variant}): {seconds}", flush=True)
+            if case not in trained.values():
+                ended(case, found)
 
         folder = logs / f"launch-{number}"
         folder.mkdir()
@@ -88,7 +95,6 @@ def train(
             show=show,
             environment=_environment(first),
         )
-    return found
 
 
 def _launches(cases: Iterable[Case]) -> list[list[Case]]:

@@ -10,7 +10,8 @@ from tests.functional_tests._runner.case import MEASURED
 
 @pytest.fixture
 def train(tmp_path, monkeypatch):
-    """Train cases with a plan that gives each run the losses of its steps; return what was found and the launches."""
+    """Train cases with a plan that gives each run the losses of its steps; return what was found, the launches, and the
+    order in which cases ended."""
     launches = []
 
     def run_plan(runs, *, show, **how):
@@ -29,15 +30,21 @@ def train(tmp_path, monkeypatch):
     monkeypatch.setattr(trainings, "run_plan", run_plan)
 
     def run(*cases):
-        told: list[str] = []
-        found = trainings.train(cases, names=MEASURED, logs=tmp_path, stall_seconds=9.0, told=told.append)
-        return found, launches, told
+        ended = []
+
+        def note(case, found_so_far):
+            ended.append(case.name)
+            found.update(found_so_far)
+
+        found: dict[str, trainings.Found] = {}
+        trainings.train(cases, names=MEASURED, logs=tmp_path, stall_seconds=9.0, ended=note)
+        return found, launches, ended
 
     return run
 
 
-def test_a_case_is_one_training(train, make_case):
-    found, [(runs, how)], told = train(make_case())
+def test_a_case_is_one_training(train, make_case, capsys):
+    found, [(runs, how)], ended = train(make_case())
     (run,) = runs
     assert run.flags == ["--train-iters", "3", "--cuda-graph-impl", "transformer_engine"]
     assert run.side_stream
@@ -45,13 +52,15 @@ def test_a_case_is_one_training(train, make_case):
     assert found["gpt/graphed"].norms[0] == (-1.0).hex()
     assert found["gpt/graphed"].measured == dict.fromkeys(MEASURED, 3)
     assert how["ranks"] == 2
-    assert told == ["gpt/graphed (training): 3 s"]
+    assert ended == ["gpt/graphed"]
+    assert capsys.readouterr().out == "gpt/graphed (training): 3 s\n"
 
 
 def test_a_resumed_case_is_two_and_has_the_steps_of_both(train, make_case):
     case = make_case(resumes=True, arguments={"--train-iters": 8})
-    found, [(runs, _)], _ = train(case)
+    found, [(runs, _)], ended = train(case)
     first, second = runs
+    assert ended == [case.name]
     checkpoint = first.flags[first.flags.index("--save") + 1]
     assert first.flags[-4:] == ["--save-interval", "4", "--exit-interval", "4"]
     assert second.flags[-2:] == ["--load", checkpoint]
@@ -60,10 +69,10 @@ def test_a_resumed_case_is_two_and_has_the_steps_of_both(train, make_case):
     assert found[case.name].measured["ms"] == 8
 
 
-def test_the_error_of_a_first_half_stays(train, make_case):
-    found, _, told = train(make_case(resumes=True, arguments={"--train-iters": 8, "--fails": True}))
+def test_the_error_of_a_first_half_stays(train, make_case, capsys):
+    found, *_ = train(make_case(resumes=True, arguments={"--train-iters": 8, "--fails": True}))
     assert found["gpt/graphed"].error == "rank 1: no"
-    assert told[0] == "gpt/graphed (first half): FAILED"
+    assert capsys.readouterr().out.startswith("gpt/graphed (first half): FAILED\n")
 
 
 def test_cases_of_one_layout_share_a_launch(train, make_case):
