@@ -134,7 +134,11 @@ def failed_capture_for_evaluation(training: Training) -> None:
         training.evaluate()
     after = training_state(training)
     assert not any(layer.evaluation_graph for layer in training.layers)
-    assert before == after, f"a failed capture changed {[key for key in before if before[key] != after[key]]}"
+    changed = [key for key in before if before[key] != after[key]]
+    # TransformerEngine's attention moves the generator on without dropout, too.
+    assert changed == [] or (changed == ["rng"] and training.case.transformer_engine), (
+        f"a failed capture changed {changed}"
+    )
     training.evaluations.clear()  # the eager run has none here
     training.evaluation_replays.clear()
 

@@ -344,11 +344,12 @@ class Training:
     @property
     def layers(self) -> list[torch.nn.Module]:
         """The layers that are captured."""
-        from megatron.core.transformer._cuda_graphs.te.layers import mtp_layers
         from megatron.core.utils import get_attr_wrapped_model
 
         layers = [layer for chunk in self.chunks for layer in get_attr_wrapped_model(chunk, "decoder").layers]
         for chunk in self.chunks if self.case.mtp else ():
+            from megatron.core.transformer._cuda_graphs.te.layers import mtp_layers  # not there with the patch off
+
             model = get_attr_wrapped_model(chunk, "decoder", return_model_obj=True)
             layers += mtp_layers(model)
         return layers
@@ -419,7 +420,7 @@ class Training:
         with torch.cuda.stream(self.stream), torch.no_grad(), noting:
             self._gather_in_hooks(False, param_sync=True)
             losses = self._run_passes(EVALUATION + len(self.evaluations), forward_only=True)
-        self.evaluations.append([item["loss"].item() for item in losses])
+            self.evaluations.append([item["loss"].item() for item in losses])  # waits for this stream
         self.evaluation_replays.append(_number_of(replayed, _evaluation_graphs(self.layers)))
         for chunk in self.chunks:
             chunk.train()

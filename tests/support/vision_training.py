@@ -100,6 +100,9 @@ class _BothHelpers:
         self.vision.create_cudagraphs()
         self.language.create_cudagraphs()
 
+    def capture_finished(self) -> bool:
+        return all([self.vision.capture_finished(), self.language.capture_finished()])
+
     def graphs_created(self) -> bool:
         return self.vision.graphs_created() and self.language.graphs_created()
 
