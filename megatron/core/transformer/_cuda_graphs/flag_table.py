@@ -19,7 +19,6 @@ _PRETRAIN = "tests/integration_tests/test_pretrain_flags.py"
 _GPU = "tests/gpu/test_fsdp_graphs.py"
 _GPU_FLAGS = "tests/gpu/test_fsdp_flags.py"
 _PACKED = "cuda_graph_packed_sequences"
-_OTHER_ATTENTION = "verified on the CPU backend only, with another attention than TransformerEngine's"
 
 
 def _refused(name: str, flags: str, when: Condition, words: str, **other: Any) -> Row:
@@ -229,6 +228,18 @@ _REFUSED = [
         "never ends, with or without graphs: add --disable-bias-linear, or leave mlp out",
     ),
     _refused(
+        "instances without overlap",
+        "--num-distributed-optimizer-instances above 1, no --overlap-grad-reduce",
+        # not where a configuration says so: its loop may tell the last micro-batch itself
+        lambda options: (
+            int(options.get("num_distributed_optimizer_instances", 1)) > 1
+            and options.get("overlap_grad_reduce") is False
+            and options.knows("train_iters")
+        ),
+        "--num-distributed-optimizer-instances: without --overlap-grad-reduce megatron-core tells Megatron-FSDP of no "
+        "last micro-batch, and gradients are never reduced between instances; add --overlap-grad-reduce",
+    ),
+    _refused(
         "expert parallel overlap",
         "--overlap-moe-expert-parallel-comm",
         lambda options: bool(options.get("overlap_moe_expert_parallel_comm")),
@@ -368,7 +379,7 @@ _WORKS = [
         "--hybrid-layer-pattern",
         lambda options: bool(_pattern(options)),
         _HYBRID,
-        "verified on the CPU backend only, Mamba layers with another mixer than that of mamba-ssm",
+        "Mamba layers were tried with another mixer than that of mamba-ssm",
     ),
     _works(
         "packed sequences in graphs",
@@ -376,14 +387,14 @@ _WORKS = [
         _packed_in_graphs,
         _PACKED_TEST,
         "whoever makes the batches calls megatron.core.packed_seq_params.pad_packed_seq_params, in the eager training "
-        f"of a comparison too; {_OTHER_ATTENTION}",
+        "of a comparison too",
     ),
     _works(
         "packed sequences beside graphs",
         "--sft or --dataloader-inter-document-masking, attention not in graphs",
         lambda options: _packs(options) and not options.graphs("attn"),
         _PACKED_TEST,
-        _OTHER_ATTENTION,
+        "verified on the CPU backend only, with another attention than TransformerEngine's",
     ),
     _works("heterogeneous layers", "--heterogeneous-layers-config-path", _heterogeneous, _PRETRAIN),
     _works(
