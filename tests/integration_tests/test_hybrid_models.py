@@ -65,6 +65,8 @@ def test_a_hybrid_model_trains_bit_for_bit_as_eager(results, case, graphs, piece
     assert_equal(result)
     assert result["graphs"] == graphs
     assert result["replays"] == 2 * pieces * case.get("microbatches", 1)
+    replays = graphs * case.get("microbatches", 1)
+    assert result["evaluation_replays"] == ([replays] if case.get("evaluates") else [])
 
 
 @pytest.mark.parametrize(("case", "graphs"), STAGES, ids=[name_of(case) for case, _ in STAGES])

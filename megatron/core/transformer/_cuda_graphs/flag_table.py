@@ -256,6 +256,19 @@ _REFUSED = [
         "--cuda-graph-modules to parts other than attn, or --cuda-graph-impl none",
     ),
     _refused(
+        "packed rows of moe layers",
+        "--sft or --dataloader-inter-document-masking, --micro-batch-size above 1, MoE layers in graphs",
+        lambda options: (
+            _packs(options)
+            and options.has_experts
+            and int(options.get("micro_batch_size", 1)) > 1
+            and any(options.graphs(part) for part in ("moe", "moe_router"))
+        ),
+        "--sft and --dataloader-inter-document-masking put the sequences of a micro-batch into one row, and MoE layers "
+        "in graphs do not know how many they are: set --micro-batch-size 1, or --cuda-graph-modules without moe and "
+        "moe_router",
+    ),
+    _refused(
         "packed sequences in rows",
         "--cuda-graph-packed-sequences, --micro-batch-size above 1",
         lambda options: _packed_in_graphs(options) and int(options.get("micro_batch_size", 1)) > 1,

@@ -70,7 +70,10 @@ def check_arguments(args: Any) -> None:
     Raises:
         ValueError: names the flags.
     """
-    packed_sequences(args)
+    if packed_sequences(args) is not None and args.cuda_graph_impl != "transformer_engine":
+        raise ValueError(
+            f"{PACKED_FLAG} needs --cuda-graph-impl transformer_engine, got {args.cuda_graph_impl}: leave it out"
+        )
     fallback = getattr(args, "cuda_graph_fallback", FALLBACKS[0])
     if fallback != FALLBACKS[0] and args.cuda_graph_impl != "transformer_engine":
         raise ValueError(

@@ -45,7 +45,7 @@ class Progress:
 
 
 def _bar(total: int | None) -> Any | None:
-    if not sys.stderr.isatty():
+    if sys.stderr is None or getattr(sys.stderr, "closed", False) or not sys.stderr.isatty():
         return None
     try:
         from tqdm import tqdm

@@ -4,6 +4,7 @@ import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import wraps
 from typing import Any
 
 import torch
@@ -20,6 +21,20 @@ from .captured_parts import chains_of, graph_counts, hook_routes, pools_of, stat
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 _KIND = {Pass.FORWARD: FORWARD, Pass.BACKWARD: BACKWARD, Pass.WEIGHT_GRADIENTS: WEIGHT_GRADIENTS}
+
+
+def _only_warns(method: Callable[..., None]) -> Callable[..., None]:
+    """Let a ``method`` that fails warn, and report nothing: what was captured is worth more than the report on it."""
+
+    @wraps(method)
+    def run(self: "CaptureObserver", *args: Any, **kwargs: Any) -> None:
+        try:
+            method(self, *args, **kwargs)
+        except Exception as error:
+            self._timeline = self._report = None
+            logger.warning("there will be no report on CUDA graphs", exc_info=error)
+
+    return run
 
 
 class CaptureObserver:
@@ -88,6 +103,7 @@ class CaptureObserver:
         if self._timeline is not None:
             self._timeline.end()
 
+    @_only_warns
     def captured_layers(
         self,
         layers: Sequence[Sequence[torch.nn.Module]],
@@ -142,6 +158,7 @@ class CaptureObserver:
             slots[layer].append(slot)
         return slots
 
+    @_only_warns
     def captured_model(self, passes: Any) -> None:
         """Report on ``passes``, the graphs of a whole model."""
         self.passes_end()
@@ -170,6 +187,7 @@ class CaptureObserver:
         }
         return CaptureReport(**(known | fields))
 
+    @_only_warns
     def finish(self, rest: Callable[[], dict[str, Any]]) -> None:
         """Log the report, and write it, if layers or a model were captured. Cached memory must have been released.
 
@@ -192,7 +210,7 @@ class CaptureObserver:
             return
         try:
             pages = write(report, self._folder, self._name)
-        except OSError as error:  # what was captured is worth more than the report on it
+        except OSError as error:
             logger.warning(f"the report on CUDA graphs could not be written (--cuda-graph-report): {error}")
         else:
             logger.info(f"wrote the report on CUDA graphs to {' and '.join(map(str, pages))}")

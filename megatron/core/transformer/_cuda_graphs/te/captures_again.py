@@ -30,6 +30,7 @@ class CapturesAgain:
     _graphs_created: bool
     _captured_tokens: int
     _may_capture_again = True
+    _may_stay_eager = False  # whether what is to be captured runs eagerly until then, and may go on so
     _recaptures = 0  # for changed steps
     _captured_microbatches: int | None = None  # of the steps that graphs are for; None for any number
     _changed_shapes: ChangedShapes | None = None  # None if they are kept for all shapes
@@ -56,7 +57,13 @@ class CapturesAgain:
             if shape is not None:
                 tokens, self.micro_batch_size = shape
                 self.seq_length = tokens * self.seq_length // self._captured_tokens
-                self._capture_again(f"sequences of {self.seq_length} tokens, {self.micro_batch_size} in a micro-batch")
+                self._may_stay_eager = True
+                try:
+                    self._capture_again(
+                        f"sequences of {self.seq_length} tokens, {self.micro_batch_size} in a micro-batch"
+                    )
+                finally:
+                    self._may_stay_eager = False
 
     def _change_microbatches(self, microbatches: int) -> None:
         if self._captures_left():

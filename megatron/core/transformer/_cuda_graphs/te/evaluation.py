@@ -16,7 +16,7 @@ from ..eager_passes import EagerPasses
 from ..engine.addresses import AddressGuard, places_of
 from ..engine.make_graphed_callables import make_graphed_callables
 from ..engine.plan import ordered_plan
-from ..errors import CaptureFailedError
+from ..errors import CaptureFailedError, UnsupportedError
 from ..evaluation_graph import EvaluationGraph
 from ..hooks import extracted_hooks, has_other_hooks
 from ..own_options import packed_sequences
@@ -93,14 +93,14 @@ class EvaluationGraphs:
             return
         against = self.against()
         layers = [layer for _, layer in self._layers]
-        if not against and any(has_other_hooks(module) for layer in layers for module in layer.modules()):
-            against = "layers, or modules in them, have hooks of others"
         if against:
             log_single_rank(logger, logging.INFO, f"Evaluation runs eagerly, because {against}")
             return
         agreement = self._new_agreement()
         graphs: list[EvaluationGraph] = []
         try:
+            if any(has_other_hooks(module) for layer in layers for module in layer.modules()):  # perhaps here only
+                raise UnsupportedError("layers, or modules in them, have hooks of others")
             graphs = self._capture(agreement)
             agreement.finish()
         except BaseException as error:
@@ -109,8 +109,11 @@ class EvaluationGraphs:
             failed = agreement.failed(error)
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
-            cause = None if isinstance(error, CaptureFailedError) else error
-            log_single_rank(logger, logging.WARNING, f"{failed}. Evaluation runs eagerly.", exc_info=cause)
+            warning = f"{failed}. Evaluation runs eagerly."
+            if isinstance(error, CaptureFailedError):
+                log_single_rank(logger, logging.WARNING, warning)
+            else:
+                logger.warning(warning, exc_info=None if isinstance(error, UnsupportedError) else error)
             return
         for layer, graph in zip(layers, graphs, strict=True):
             layer.evaluation_graph = graph
@@ -190,11 +193,14 @@ def _guard(guards: dict[torch.nn.Module, AddressGuard], layer: torch.nn.Module, 
 @contextmanager
 def _capture_mode(layers: Sequence[Any]) -> Iterator[None]:
     """Let layers in evaluation mode run what their graphs of training hold."""
+    from megatron.core.transformer.transformer_layer import TransformerLayer  # imports this module
+
     with ExitStack() as stack:
         stack.callback(state._set_capture_end)
         state._set_capture_start()
         for layer in layers:
-            forwards = {"forward": layer._te_cuda_graph_capture}
+            # The capture of other layers than transformer layers is to call ``forward``.
+            forwards = {"forward": layer._te_cuda_graph_capture} if isinstance(layer, TransformerLayer) else {}
             if getattr(layer, "is_moe_layer", False) and CudaGraphModule.moe_router in layer.config.cuda_graph_modules:
                 forwards["_forward_mlp"] = partial(_up_to_the_router, layer, layer._forward_mlp)
             own = vars(layer)

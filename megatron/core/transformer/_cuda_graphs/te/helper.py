@@ -464,13 +464,14 @@ class TECudaGraphHelper(CapturesAgain):
         except BaseException as error:
             if self._graphs_created:  # another rank has failed, or what comes after capture
                 self.delete_cuda_graphs()
-            self._changed_shapes = None
+            self._changed_shapes = self._captured_microbatches = None
             failed = self._agreement.failed(error)
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
             if not self._falls_back:
                 raise failed from error
-            warning = f"{failed}. Training goes on without CUDA graphs (--cuda-graph-fallback eager)."
+            why = "as it did" if self._may_stay_eager else "--cuda-graph-fallback eager"
+            warning = f"{failed}. Training goes on without CUDA graphs ({why})."
             if isinstance(error, CaptureFailedError):
                 log_single_rank(logger, logging.WARNING, warning)
             else:
@@ -503,7 +504,7 @@ class TECudaGraphHelper(CapturesAgain):
     @property
     def _falls_back(self) -> bool:
         """Whether training goes on without graphs after a failed capture."""
-        return getattr(self.config, "cuda_graph_fallback", "error") == "eager"
+        return self._may_stay_eager or getattr(self.config, "cuda_graph_fallback", "error") == "eager"
 
     def _new_agreement(self) -> CaptureAgreement:
         groups = self.pg_collection

@@ -11,6 +11,7 @@ from hypothesis import given
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 from megatron.core.transformer._cuda_graphs.engine.chain import Chain
 from megatron.core.transformer._cuda_graphs.engine.plan import ordered_plan
+from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.te import captures_again
 from megatron.core.transformer._cuda_graphs.te import helper as te_helper
@@ -618,13 +619,33 @@ def test_a_stage_captures_for_each_number_of_micro_batches_with_the_others_even_
 def test_after_a_failed_capture_shapes_are_not_compared():
     def fail():
         capturing._changed_shapes = mock.Mock()  # as layers that are given graphs do
+        capturing._captured_microbatches = 2  # of an earlier capture, in a stage without layers
         raise Failure
 
     capturing = CapturingHelper(fail)
     capturing.config.cuda_graph_fallback = "eager"
     capturing.create_cudagraphs()
-    assert capturing._changed_shapes is None
+    assert capturing._changed_shapes is capturing._captured_microbatches is None
     assert capturing.capture_finished()
+
+
+@pytest.mark.usefixtures("cpu_backend")
+def test_a_failed_capture_for_another_shape_leaves_training_eager_as_it_was(caplog, monkeypatch):
+    monkeypatch.setattr(captures_again, "get_num_microbatches", lambda: 1)
+
+    def fail():
+        raise Failure
+
+    capturing = CapturingHelper(fail)
+    capturing._capture_finished, capturing.model = True, []
+    capturing.seq_length = capturing._captured_tokens = 32
+    capturing._changed_shapes = mock.Mock(before_step=lambda _: (64, 1))
+    assert capturing.capture_finished()
+    assert any("Training goes on without CUDA graphs (as it did)" in message for message in caplog.messages)
+    assert not capturing.graphs_created()
+    capturing._capture_finished = False
+    with pytest.raises(CaptureFailedError):  # one that is asked for is an error
+        capturing.create_cudagraphs()
 
 
 @pytest.mark.parametrize("asks", [TECudaGraphHelper.capture_finished, TECudaGraphHelper.graphs_created])
