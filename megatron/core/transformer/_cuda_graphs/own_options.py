@@ -70,7 +70,8 @@ def check_arguments(args: Any) -> None:
     Raises:
         ValueError: names the flags.
     """
-    if packed_sequences(args) is not None and args.cuda_graph_impl != "transformer_engine":
+    # Without graphs it says how batches are padded, for comparisons.
+    if packed_sequences(args) is not None and args.cuda_graph_impl not in ("transformer_engine", "none"):
         raise ValueError(
             f"{PACKED_FLAG} needs --cuda-graph-impl transformer_engine, got {args.cuda_graph_impl}: leave it out"
         )

@@ -78,6 +78,15 @@ def test_layers_of_a_graph_from_flag_and_variable(monkeypatch, value, expected):
     assert layers_per_graph(config("--cuda-graph-layers-per-graph", "3")) == 3
 
 
+def test_packed_sequences_are_for_graphs_and_for_eager_trainings_to_compare_with():
+    args = parsed("--cuda-graph-packed-sequences", "3")
+    for args.cuda_graph_impl in ("transformer_engine", "none"):
+        own_options.check_arguments(args)
+    args.cuda_graph_impl = "local"
+    with pytest.raises(ValueError, match=r"--cuda-graph-packed-sequences needs .* got local: leave"):
+        own_options.check_arguments(args)
+
+
 def test_packed_sequences_from_the_flag():
     assert packed_sequences(config("--cuda-graph-packed-sequences", "3")) == 3
     assert packed_sequences(config()) is None
