@@ -70,27 +70,19 @@ def check_arguments(args: Any) -> None:
     Raises:
         ValueError: names the flags.
     """
-    # Without graphs it says how batches are padded, for comparisons.
-    if packed_sequences(args) is not None and args.cuda_graph_impl not in ("transformer_engine", "none"):
-        raise ValueError(
-            f"{PACKED_FLAG} needs --cuda-graph-impl transformer_engine, got {args.cuda_graph_impl}: leave it out"
-        )
-    fallback = getattr(args, "cuda_graph_fallback", FALLBACKS[0])
-    if fallback != FALLBACKS[0] and args.cuda_graph_impl != "transformer_engine":
-        raise ValueError(
-            f"--cuda-graph-fallback {fallback} needs --cuda-graph-impl transformer_engine, got "
-            f"{args.cuda_graph_impl}: leave it out"
-        )
-    if max_captures(args) != _MAX_CAPTURES and args.cuda_graph_impl != "transformer_engine":
-        raise ValueError(
-            f"{CAPTURES_FLAG} needs --cuda-graph-impl transformer_engine, got {args.cuda_graph_impl}: leave it out"
-        )
-    report = getattr(args, "cuda_graph_report", None)
-    if report is not None and args.cuda_graph_impl != "transformer_engine":
-        raise ValueError(
-            f"--cuda-graph-report {report} needs --cuda-graph-impl transformer_engine, got {args.cuda_graph_impl}: "
-            "leave it out"
-        )
+    fallback, report = getattr(args, "cuda_graph_fallback", FALLBACKS[0]), getattr(args, "cuda_graph_report", None)
+    # Without graphs the number of packed sequences says how batches are padded, for comparisons.
+    packed = packed_sequences(args) is not None and args.cuda_graph_impl != "none"
+    for flag, is_given in (
+        (PACKED_FLAG, packed),
+        (f"--cuda-graph-fallback {fallback}", fallback != FALLBACKS[0]),
+        (CAPTURES_FLAG, max_captures(args) != _MAX_CAPTURES),
+        (f"--cuda-graph-report {report}", report is not None),
+    ):
+        if is_given and args.cuda_graph_impl != "transformer_engine":
+            raise ValueError(
+                f"{flag} needs --cuda-graph-impl transformer_engine, got {args.cuda_graph_impl}: leave it out"
+            )
     given = getattr(args, "cuda_graph_layers_per_graph", None)
     if given is None:
         return
