@@ -44,7 +44,8 @@ class Case:
         microbatches: Micro-batches in a step.
         microbatches_later: Micro-batches from the second step after capture on; 0 for no change.
         modules: ``cuda_graph_modules``; empty for whole layers.
-        layers_per_graph: At most so many whole layers in a graph; 0 for all of them, -1 for the whole model.
+        layers_per_graph: At most so many whole layers in a graph; 0 for all of them, -1 for the whole model, None for
+            what is the default.
         experts: MoE experts; 0 for a dense model.
         moe_layer_freq: 1 for experts in every layer, or 1 and 0 for layers with and without.
         shared_experts: Hidden size of the shared experts; 0 for none.
@@ -89,7 +90,7 @@ class Case:
     microbatches: int = 1
     microbatches_later: int = 0
     modules: tuple[str, ...] = ()
-    layers_per_graph: int = 0
+    layers_per_graph: int | None = 0
     experts: int = 0
     moe_layer_freq: int | tuple[int, ...] = 1
     shared_experts: int = 0
@@ -144,7 +145,7 @@ class Case:
     def environment(self) -> dict[str, str]:
         """The environment variables that say how many layers a graph holds."""
         most = self.layers_per_graph
-        return {LAYERS_VARIABLE: "model" if most < 0 else str(most)} if most else {}
+        return {} if most is None else {LAYERS_VARIABLE: {0: "all", -1: "model"}.get(most, str(most))}
 
     def sequence_of(self, step: int) -> int:
         """How many tokens the sequences of ``step`` have."""
@@ -335,7 +336,8 @@ class Training:
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
         check = mock.patch.object(te_helper, "check_fsdp_options")
-        with check if self.case.unchecked else nullcontext():
+        environment = mock.patch.dict(os.environ, self.case.environment)
+        with environment, check if self.case.unchecked else nullcontext():
             self.helper = TECudaGraphHelper(
                 self.chunks, self.config, self.case.sequence, self.case.micro_batch, [self.optimizer]
             )

@@ -47,7 +47,8 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
     runs_eagerly: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self.__dict__.get("cuda_graphs"):
+        # A layer of a model that is captured as a whole has graphs for evaluation only.
+        if not self.__dict__.get("cuda_graphs") and (self.training or self.evaluation_graph is None):
             if "cu_seqlens_q" in kwargs:  # at capture
                 kwargs = from_static_offsets(kwargs, self._tokens(args[0]))
             return super().__call__(*args, **kwargs)

@@ -13,7 +13,9 @@ from typing import Any, Literal
 FALLBACKS = ("error", "eager")
 LAYERS_VARIABLE = "MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH"
 WHOLE_MODEL: Literal["model"] = "model"
+ALL_LAYERS: Literal["all"] = "all"
 CAPTURES_FLAG = "--cuda-graph-max-captures"
+LayersPerGraph = int | Literal["all", "model"]
 _LAYERS_FLAG = "--cuda-graph-layers-per-graph"
 PACKED_FLAG = "--cuda-graph-packed-sequences"
 # A schedule of sequence lengths or batch sizes has a handful of stages; what changes more often would gain little from
@@ -33,10 +35,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         _LAYERS_FLAG,
-        metavar=f"K|{WHOLE_MODEL}",
+        metavar=f"K|{ALL_LAYERS}|{WHOLE_MODEL}",
         help="With --use-megatron-fsdp and --cuda-graph-impl transformer_engine: how many consecutive layers are "
-        f"recorded in one CUDA graph (default: all), or {WHOLE_MODEL} for all that a dense model computes, from tokens "
-        f"to losses. Also the environment variable {LAYERS_VARIABLE}.",
+        f"recorded in one CUDA graph, {ALL_LAYERS} for no limit, or {WHOLE_MODEL} for all that a dense model computes, "
+        f"from tokens to losses. Default: {WHOLE_MODEL} if the steps before capture call the model as such graphs can "
+        f"be replayed, otherwise {ALL_LAYERS}. Also the environment variable {LAYERS_VARIABLE}.",
     )
     group.add_argument(
         PACKED_FLAG,
@@ -114,13 +117,13 @@ def max_captures(options: Any) -> int:
     return given
 
 
-def layers_per_graph(config: Any) -> int | Literal["model"] | None:
-    """The greatest number of layers in one graph, ``model`` for the whole model, or None for all layers.
+def layers_per_graph(config: Any) -> LayersPerGraph | None:
+    """The greatest number of layers in one graph, ``all``, ``model`` for the whole model, or None if nothing is said.
 
     The environment variable counts if ``config`` says nothing.
 
     Raises:
-        ValueError: it is neither a positive integer nor ``model``.
+        ValueError: it is neither a positive integer nor ``all`` or ``model``.
     """
     given = getattr(config, "cuda_graph_layers_per_graph", None)
     if given is not None:
@@ -140,14 +143,17 @@ def packed_sequences(config: Any) -> int | None:
     return given
 
 
-def _parsed(given: int | str, name: str) -> int | Literal["model"] | None:
+def _parsed(given: int | str, name: str) -> LayersPerGraph | None:
     text = str(given)
     if not text:
         return None
     if text == WHOLE_MODEL:
         return WHOLE_MODEL
+    if text == ALL_LAYERS:
+        return ALL_LAYERS
     if not text.isdecimal() or int(text) < 1:
         raise ValueError(
-            f"{name} must be a positive number of layers, or {WHOLE_MODEL!r} for the whole model, got {text!r}"
+            f"{name} must be a positive number of layers, {ALL_LAYERS!r} for all layers, or {WHOLE_MODEL!r} for the "
+            f"whole model, got {text!r}"
         )
     return int(text)

@@ -31,15 +31,19 @@ class Failure:
         rank: The rank that it failed on, of all ranks.
         where: What was captured.
         cause: The type of the exception and its text.
+        interrupted: Whether it was an interruption, not an error.
     """
 
     rank: int
     where: str
     cause: str
+    interrupted: bool = False
 
     def error(self) -> CaptureFailedError:
         """Return the exception that every rank raises."""
-        return CaptureFailedError(f"CUDA graph capture failed on rank {self.rank}, {self.where}: {self.cause}")
+        error = CaptureFailedError(f"CUDA graph capture failed on rank {self.rank}, {self.where}: {self.cause}")
+        error.interrupted = self.interrupted
+        return error
 
 
 class Ballot:
@@ -144,7 +148,8 @@ class CaptureAgreement:
         """
         agreed = self._failure if isinstance(error, CaptureFailedError) else None
         if agreed is None:
-            agreed = Failure(torch.distributed.get_rank(), self._where, f"{type(error).__name__}: {error}")
+            cause, interrupted = f"{type(error).__name__}: {error}", not isinstance(error, Exception)
+            agreed = Failure(torch.distributed.get_rank(), self._where, cause, interrupted)
         for ballot in self._stage:
             agreed = ballot.vote(agreed) or agreed
         if self._pipeline is not None:

@@ -11,8 +11,7 @@ from ..report.record import EagerPart
 from .evaluation import EvaluationGraphs
 from .layers import decoder_layers, mtp_layers
 
-# The flag has conditions of its own, which the log gives where they are not met.
-_OUTSIDE = "graphs hold layers only; --cuda-graph-layers-per-graph model records all of a dense GPT under Megatron-FSDP"
+_OUTSIDE = "graphs hold layers only"
 
 
 def eager_parts(
@@ -28,7 +27,7 @@ def eager_parts(
         config: The model's ``TransformerConfig``.
         models: The language model of each chunk, or None.
         layers: The layers of each chunk that have graphs.
-        whole_model_refused: Why the whole model was not captured; empty if that was not asked for.
+        whole_model_refused: Why the whole model was not captured; empty if --cuda-graph-layers-per-graph says so.
         evaluation: What captures graphs for evaluation.
     """
     if whole_model_refused:
@@ -44,20 +43,23 @@ def eager_parts(
                 yield EagerPart(f"layer {number} ({type(layer).__name__}){where}", _against_layer(layer, modules))
         for name, module in () if model is None else _outside_layers(model):
             yield EagerPart(f"{name} ({type(module).__name__}){where}", _OUTSIDE)
+    yield from _evaluation(evaluation)
+
+
+def beside_whole_model(evaluation: Sequence[EvaluationGraphs]) -> Iterator[EagerPart]:
+    """Say what has no graphs though the whole model has; ``evaluation`` as of ``eager_parts``."""
+    yield EagerPart(
+        "calls without labels or with tensors of other shapes", "graphs of the whole model fit calls of training only"
+    )
+    yield from _evaluation(evaluation)
+
+
+def _evaluation(evaluation: Sequence[EvaluationGraphs]) -> Iterator[EagerPart]:
     if not evaluation:
         yield EagerPart("evaluation", "only language models under Megatron-FSDP have graphs for it")
     for against in {graphs.against(): None for graphs in evaluation}:
         if against:
             yield EagerPart("evaluation", against)
-
-
-# What stays eager beside the graphs of a whole model.
-BESIDE_WHOLE_MODEL = (
-    EagerPart(
-        "evaluation, and calls without labels or with tensors of other shapes",
-        "graphs of the whole model fit calls of training only",
-    ),
-)
 
 
 def _against_layer(layer: torch.nn.Module, modules: str) -> str:

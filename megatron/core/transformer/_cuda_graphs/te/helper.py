@@ -37,7 +37,7 @@ from .backends import choose_backend
 from .capture_observer import CaptureObserver
 from .captures_again import CapturesAgain
 from .consecutive_layers import consecutive
-from .eager_parts import BESIDE_WHOLE_MODEL, eager_parts
+from .eager_parts import beside_whole_model, eager_parts
 from .evaluation import EvaluationGraphs
 from .layers import _layer_is_graphable, decoder_layers, language_model_of, mtp_layers
 from .order import PassOrder, convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
@@ -50,6 +50,7 @@ from .sample_inputs import (
     packed_use,
     sample_arguments,
 )
+from .training_calls import NONE_SEEN, TrainingCalls
 from .whole_model import ModelGraphs, against_whole_model, capture_whole_model
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
@@ -94,7 +95,10 @@ class TECudaGraphHelper(CapturesAgain):
     _every_stage_captures = True  # each pipeline stage has a helper of this class
     _report_name = "capture"
     _observer = CaptureObserver()  # of the last capture
-    _whole_model_refused = ""  # why, where it was asked for
+    _whole_model_refused = ""  # why
+    _tries_whole_model = False  # though nobody asked for it
+    _whole_model_failed = False  # when it was tried
+    _training_calls: TrainingCalls | None = None  # of a model that may be captured as a whole
 
     def __init__(
         self,
@@ -135,6 +139,8 @@ class TECudaGraphHelper(CapturesAgain):
                 check_fsdp_options(config, fsdp.ddp_config)
         self._engine = choose_backend(needs_hooks=any(_fsdp_of(chunk) is not None for chunk in model))
         self._discover_layers()
+        if layers_per_graph(config) is None and not self._against_whole_model():
+            self._training_calls = TrainingCalls(self.chunks_with_decoder[0])
 
     # --------------------------------------------------------------------------------------------- layers
 
@@ -428,15 +434,21 @@ class TECudaGraphHelper(CapturesAgain):
 
     def _beside_graphs(self) -> dict[str, Any]:
         """What the report says of the model beside the graphs of its layers."""
-        models = [self._layers_of(chunk)[0] for chunk in self.model]
-        eager = eager_parts(self.config, models, self.callables_per_chunk, self._whole_model_refused, self._evaluation)
+        eager = beside_whole_model(self._evaluation)
+        if self.model_graphs is None:
+            models, refused = [self._layers_of(chunk)[0] for chunk in self.model], self._whole_model_refused
+            eager = eager_parts(self.config, models, self.callables_per_chunk, refused, self._evaluation)
         return {
             "collectives": sum(fsdp.recorded_collectives() for fsdp in map(_fsdp_of, self.model) if fsdp is not None),
-            "eager": list(eager) if self.model_graphs is None else BESIDE_WHOLE_MODEL,
+            "eager": list(eager),
         }
 
     def create_cudagraphs(self) -> None:
-        """Capture every layer, once for each micro-batch that can be in flight; or the whole model, if asked for.
+        """Capture every layer, once for each micro-batch that can be in flight; or the whole model.
+
+        The whole model is captured where ``config.cuda_graph_layers_per_graph`` asks for it, or says nothing and the
+        model was called for training, since this helper was made, as its graphs can be replayed. If that fails without
+        having been asked for, layers are captured.
 
         All ranks must call it together.
 
@@ -468,6 +480,8 @@ class TECudaGraphHelper(CapturesAgain):
             failed = self._agreement.failed(error)
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
+            if self._captures_layers_instead(failed):
+                return self.create_cudagraphs()
             if not self._falls_back:
                 raise failed from error
             why = "as it did" if self._may_stay_eager else "--cuda-graph-fallback eager"
@@ -513,13 +527,33 @@ class TECudaGraphHelper(CapturesAgain):
         return CaptureAgreement(stage, groups.pp if self._every_stage_captures else None)
 
     def _captures_whole_model(self) -> bool:
-        """Whether the whole model is captured. If that was asked for and cannot be, log the reason."""
-        if layers_per_graph(self.config) != WHOLE_MODEL:
+        """Whether the whole model is captured; if not though no number of layers was asked for, log the reason."""
+        wanted = layers_per_graph(self.config)
+        if wanted not in (None, WHOLE_MODEL):
             return False
-        self._whole_model_refused = reason = self._against_whole_model()
+        reason = self._against_whole_model()
+        if wanted is None:
+            reason = reason or self._against_calls()
+        self._whole_model_refused = reason
+        self._tries_whole_model = wanted is None and not reason
         if reason:
-            self._log(logging.WARNING, f"instead of the whole model its layers are captured, because {reason}")
+            level = logging.INFO if wanted is None else logging.WARNING
+            self._log(level, f"instead of the whole model its layers are captured, because {reason}")
         return not reason
+
+    def _captures_layers_instead(self, failed: CaptureFailedError) -> bool:
+        """Whether layers are to be captured now that the whole model could not be; that is logged."""
+        if not self._tries_whole_model or failed.interrupted:
+            return False
+        self._tries_whole_model, self._whole_model_failed = False, True
+        log_single_rank(logger, logging.WARNING, f"{failed}. The whole model was tried first; now its layers are.")
+        return True
+
+    def _against_calls(self) -> str:
+        """Say why training would not replay graphs of the whole model, so that they are captured only if asked for."""
+        if self._whole_model_failed:
+            return "its capture failed"
+        return NONE_SEEN if self._training_calls is None else self._training_calls.against()
 
     def _against_whole_model(self) -> str:
         if "gradient_sinks" not in self._engine.parameters:
@@ -547,6 +581,7 @@ class TECudaGraphHelper(CapturesAgain):
             self._num_warmup_iterations(),
             self._watch_eager_passes(tokens=self.seq_length, calls=1),
         )
+        self._expect_evaluation()
         self._observer.captured_model(self.model_graphs.passes)
 
     def _capture_layers(self) -> None:

@@ -18,12 +18,9 @@ from ..hooks import has_other_hooks
 from ..own_options import packed_sequences
 from .layers import _layer_is_graphable, decoder_layers
 from .sample_inputs import attention_mask_type
+from .training_calls import INPUTS, UNUSED, arguments_by_name, is_training
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
-
-# Arguments of the model that its losses do not depend on.
-_UNUSED = ("loss_mask",)
-_INPUTS = ("input_ids", "position_ids", "attention_mask", "labels")
 
 
 def against_whole_model(model: Any | None, config: Any) -> str:
@@ -82,7 +79,7 @@ def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[st
         micro_batch_size: Sequences in a micro-batch.
     """
     layer = decoder_layers(model)[0]
-    inputs = {name: torch.zeros(micro_batch_size, seq_length, dtype=torch.int64, device="cuda") for name in _INPUTS}
+    inputs = {name: torch.zeros(micro_batch_size, seq_length, dtype=torch.int64, device="cuda") for name in INPUTS}
     mask = layer.get_layer_static_inputs(seq_length, micro_batch_size).get("attention_mask")
     if mask is None:
         del inputs["attention_mask"]
@@ -129,18 +126,17 @@ class ModelGraphs:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, by a replay if possible."""
-        training = torch.is_grad_enabled() and self._model.training
-        inputs = self._inputs(args, kwargs) if training else None
+        inputs = self._inputs(args, kwargs) if is_training(self._model) else None
         return self._eager(*args, **kwargs) if inputs is None else self.passes(inputs)
 
     def _inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         """The inputs of a replay, in the order of the static ones; None if the graphs do not fit this call."""
-        given = dict(zip(self._order, args, strict=False)) | kwargs
+        given = arguments_by_name(self._order, args, kwargs)
         labels = given.get("labels")
         if labels is None:
             return None
         inputs = [given.pop(name, None) for name in self._names]
-        for name in _UNUSED:
+        for name in UNUSED:
             given.pop(name, None)
         if self._mask is not None:
             place = self._names.index("attention_mask")

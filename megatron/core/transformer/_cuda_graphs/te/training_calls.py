@@ -1,0 +1,62 @@
+"""How a language model is called in training: with what graphs of the whole model take, or with something else."""
+
+import inspect
+import weakref
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+# Arguments of GPTModel that its losses depend on and that may differ from call to call.
+INPUTS = ("input_ids", "position_ids", "attention_mask", "labels")
+# Its losses do not depend on these.
+UNUSED = ("loss_mask",)
+
+
+def is_training(model: torch.nn.Module) -> bool:
+    """Whether a forward pass of ``model`` now is one that a backward pass follows."""
+    return torch.is_grad_enabled() and model.training
+
+
+def arguments_by_name(order: Iterable[str], args: tuple, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name; ``order`` has the names of positional ones."""
+    return dict(zip(order, args, strict=False)) | dict(kwargs)
+
+
+NONE_SEEN = "it has not been called for training so far"
+
+
+class TrainingCalls:
+    """Watches the calls of ``model`` for training until ``against`` is asked.
+
+    Args:
+        model: A ``GPTModel``.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        order, watch = list(inspect.signature(model.forward).parameters), weakref.WeakMethod(self._watch)
+        self._order = order
+        self._against = NONE_SEEN
+
+        def hook(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            watcher = watch()
+            if watcher is not None:
+                watcher(module, args, kwargs)
+
+        self._handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+        self._unfit = ""
+
+    def _watch(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        if not is_training(model):
+            return
+        self._against = ""
+        given = arguments_by_name(self._order, args, kwargs)
+        if given.get("labels") is None:
+            self._unfit = "it was called without labels"
+        elif others := [name for name in given if given[name] is not None and name not in (*INPUTS, *UNUSED)]:
+            self._unfit = f"it was called with {', '.join(others)}"
+
+    def against(self) -> str:
+        """Say why graphs of the whole model would not serve such calls; empty if they would. Ends the watch."""
+        self._handle.remove()
+        return self._unfit or self._against
