@@ -13,6 +13,7 @@ from pathlib import Path
 
 import torch
 
+from megatron.core.models.common.language_module.language_module import LanguageModule
 from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.training import training
 from megatron.training.utils.common_utils import is_last_rank
@@ -28,19 +29,20 @@ class StepMetrics:
         grad_norm, grad_norm_hex: norm of the gradient before clipping; null if the step had none.
         ms: milliseconds since the step before was logged, GPU work included; null for the first.
         reserved_mib: MiB of device memory that the allocator holds on this rank.
-        graphs: layer graphs that this rank holds, one for each layer and micro-batch slot that was captured.
+        graphs: layer graphs that this rank holds, one for each layer and micro-batch slot that was captured; 1 if it
+            holds graphs of the whole model.
         skipped: whether the optimizer skipped the step.
     """
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
         self.last_time: float | None = None
-        self.graphable: list[GraphableMegatronModule] = []
+        self.graphable: list[torch.nn.Module] = []
 
     def watch(self, model_chunks: list) -> list:
-        """Remember the layers whose graphs are to be counted; fits ``ModelConfig.post_wrap_hooks``."""
+        """Remember the layers and models whose graphs are to be counted; fits ``ModelConfig.post_wrap_hooks``."""
         modules = (module for chunk in model_chunks for module in chunk.modules())
-        self.graphable = [module for module in modules if isinstance(module, GraphableMegatronModule)]
+        self.graphable = [module for module in modules if isinstance(module, (GraphableMegatronModule, LanguageModule))]
         return model_chunks
 
     def record_training_log(self) -> None:
@@ -88,10 +90,11 @@ class StepMetrics:
             file.write(json.dumps(line) + "\n")
 
     def graphs(self) -> int:
-        """Count the graphs of ``--cuda-graph-impl transformer_engine`` (on each layer) and ``local`` (its runners)."""
+        """Count the graphs of ``--cuda-graph-impl transformer_engine`` and ``local`` (runners of layers)."""
         count = 0
         for module in self.graphable:
             count += len(getattr(module, "cuda_graphs", ()))
+            count += hasattr(vars(module).get("forward"), "passes")  # the graphs of a whole model stand for its forward
             manager = getattr(module, "cudagraph_manager", None)
             count += sum(runner.fwd_graph is not None for runner in getattr(manager, "cudagraph_runners", ()))
         return count

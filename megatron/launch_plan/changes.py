@@ -78,16 +78,17 @@ def to_graph_all(
         args: The same, validated.
         against: Says why the whole model cannot be captured with given arguments; empty if it can.
     """
-    whole = (LAYERS, WHOLE_MODEL)
-    changes = [Change(f"add {LAYERS} {WHOLE_MODEL}", [*without(arguments, LAYERS), *whole])]
-    if Options(args).modules:
-        layers = without(without(arguments, LAYERS), MODULES)
-        changes.append(Change(f"drop {MODULES}, add {LAYERS} {WHOLE_MODEL}", [*layers, *whole]))
-    for change in changes:
-        after = accepted(change, args)
-        if after is not None and not against(after):
-            return change
-    return None
+    words, rest = [], [*arguments]
+    for flag, is_given in ((MODULES, Options(args).modules), (LAYERS, args.cuda_graph_layers_per_graph is not None)):
+        if is_given:
+            words.append(f"drop {flag}")
+            rest = without(rest, flag)
+    if not args.cuda_graph_warmup_steps:  # without a step before capture the model is captured if asked for
+        words.append(f"add {LAYERS} {WHOLE_MODEL}")
+        rest += (LAYERS, WHOLE_MODEL)
+    change = Change(", ".join(words), rest)
+    after = accepted(change, args)
+    return change if words and after is not None and not against(after) else None
 
 
 def _candidates(module: str, arguments: Sequence[str], modules: frozenset[str]) -> Iterator[Change]:

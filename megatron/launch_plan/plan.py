@@ -125,7 +125,7 @@ def _memory(found: Counter[str], pool: int | None, args: argparse.Namespace) -> 
 
 def _advice(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
     """Yield changes of flags that put more into graphs, or into fewer."""
-    from megatron.core.transformer._cuda_graphs.own_options import WHOLE_MODEL
+    from megatron.core.transformer._cuda_graphs.own_options import WHOLE_MODEL, layers_per_graph
 
     from . import changes
     from .dry_stage import against_whole_model
@@ -145,10 +145,13 @@ def _advice(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
     dropped = changes.Change(f"drop {changes.MODULES}", changes.without(given, changes.MODULES))
     if args.cuda_graph_modules and changes.accepted(dropped, args) is not None:
         yield f"{dropped.words}: whole layers are captured, consecutive ones in one graph"
-    elif wanted not in (None, WHOLE_MODEL):
-        yield f"drop {changes.LAYERS}: all consecutive layers are captured in one graph"
-    if not against and wanted != WHOLE_MODEL:
+        return
+    if not against and wanted is None and not args.cuda_graph_warmup_steps:
         yield f"{changes.LAYERS} {WHOLE_MODEL}: the embedding, the output layer and losses are captured too"
+    elif not against and wanted not in (None, WHOLE_MODEL):
+        yield f"drop {changes.LAYERS}: the embedding, the output layer and losses are captured too"
+    elif isinstance(layers_per_graph(args), int):
+        yield f"drop {changes.LAYERS}: all consecutive layers are captured in one graph"
 
 
 def _bulleted(texts: Sequence[str]) -> list[str]:

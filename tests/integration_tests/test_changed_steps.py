@@ -34,6 +34,7 @@ NOT_CAPTURED_AGAIN: list[dict[str, Any]] = [
     # Collectives of replays on one rank and of eager passes on the other come in the same order.
     ONCE | {"later_on_one_rank": True, "microbatches": 2},
     ONCE | {"later_on_one_rank": True, "layers_per_graph": 1, "evaluates": True},
+    ONCE | {"later_on_one_rank": True, "layers_per_graph": None, "evaluates": True},
     ONCE | {"later_on_one_rank": True, "modules": ["attn"], "dtype": "bf16"},
 ]
 PIPELINE: dict[str, Any] = {"layers": 4, "hidden": 32, "steps": 7, "dropout": 0.1, "tied": False}

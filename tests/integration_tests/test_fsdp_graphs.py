@@ -95,6 +95,7 @@ EVALUATED: list[dict[str, Any]] = [
         {"dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
         {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"], "evaluated_sequence": 16},
         {"layers_per_graph": -1, "dropout": 0.1},
+        {"layers_per_graph": None, "microbatches": 2},
     )
 ]
 # Flags that megatron-core's own per-layer graphs do not take, or that failed without graphs too.
@@ -178,7 +179,7 @@ def test_graphs_train_bit_for_bit_as_eager(results, case):
     assert not result["error"]
     assert result["differences"] == []
     of_layers = case.get("layers", SIZES["layers"]) + case.get("mtp", 0)
-    whole = case.get("layers_per_graph") == -1
+    whole = case.get("layers_per_graph", 0) in (None, -1)
     assert result["graphs"] == (0 if whole else of_layers)
     assert result["replays"] == replays_of_a_step(case)
     assert result["evaluation_replays"] == replays_of_evaluations(case)
@@ -189,7 +190,7 @@ def replays_of_evaluations(case):
     """How often graphs for evaluation are replayed, in each evaluation: one for each layer once there are graphs."""
     if not (case.get("evaluates") or case.get("evaluates_often")):
         return []
-    eager = case.get("layers_per_graph") == -1 or case.get("vision") or case.get("evaluated_sequence")
+    eager = case.get("vision") or case.get("evaluated_sequence")
     layers = 0 if eager else case.get("layers", SIZES["layers"]) + case.get("mtp", 0)
     replays = layers * (case.get("microbatches_later") or case.get("microbatches", 1))
     if case.get("evaluates"):
@@ -222,7 +223,7 @@ def test_a_loss_scale_that_is_too_great_skips_steps_before_and_after_capture(res
 
 def replays_of_a_step(case):
     """How often graphs of layers are replayed: one in forward and one in backward, for each piece of layers."""
-    if case.get("layers_per_graph") == -1:
+    if case.get("layers_per_graph", 0) in (None, -1):
         return 2 * (case.get("microbatches_later") or case.get("microbatches", 1))
     pieces = layers = case.get("layers", SIZES["layers"])
     sharded = case.get("strategy", "optim_grads_params") == "optim_grads_params"

@@ -37,7 +37,7 @@ def test_a_step_that_is_run_again_computes_the_same_from_its_graphs(tmp_path):
     run.ended()
     log = run.log.read_text()
     assert "exit code 16" in log, run.log_tail()
-    assert re.search("Captured 3 layer graphs.*Unexpected result", log, re.DOTALL), run.log_tail()
+    assert re.search("Captured the whole model.*Unexpected result", log, re.DOTALL), run.log_tail()
     (unexpected,) = re.findall(r"Unexpected result ([0-9.]+) on rank", log)
     (again,) = re.findall(r"First rerun: .*\(([0-9.]+) = ", log)
     assert again == unexpected
@@ -74,7 +74,7 @@ def diverging_eagerly(diverging):
 
 @pytest.mark.parametrize(
     ("flags", "captured"),
-    [("", "Captured 3 layer graphs"), ("--cuda-graph-layers-per-graph model", "Captured the whole model")],
+    [("--cuda-graph-layers-per-graph all", "Captured 3 layer graphs"), ("", "Captured the whole model")],
     ids=["layers", "model"],
 )
 def test_a_loss_that_is_nan_is_the_error_that_it_is_eagerly(diverging, diverging_eagerly, flags, captured):

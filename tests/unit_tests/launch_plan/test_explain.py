@@ -1,5 +1,7 @@
 """``python -m megatron_fsdp_cuda_graphs explain``."""
 
+import pytest
+
 from megatron_fsdp_cuda_graphs.launch_plan import explain
 
 from .conftest import DENSE, EXPERTS, FSDP, SIZES, TRAINING
@@ -24,13 +26,13 @@ def explained(capsys, arguments):
 
 
 def test_whole_layers(capsys, flags):
-    code, parts = explained(capsys, flags(DENSE, REST))
+    code, parts = explained(capsys, flags(DENSE, REST, "--cuda-graph-layers-per-graph all"))
     assert code == 0
     whole = "graphed", "whole layers are captured", None
     outside = (
         "eager",
         "outside of layers, and graphs hold layers",
-        "add --cuda-graph-layers-per-graph model",
+        "drop --cuda-graph-layers-per-graph",
     )
     assert parts == {
         "embedding (1)": outside,
@@ -41,8 +43,9 @@ def test_whole_layers(capsys, flags):
     }
 
 
-def test_the_whole_model(capsys, flags):
-    _, parts = explained(capsys, flags(DENSE, REST, "--cuda-graph-layers-per-graph model"))
+@pytest.mark.parametrize("more", ["", "--cuda-graph-layers-per-graph model"])
+def test_the_whole_model(capsys, flags, more):
+    _, parts = explained(capsys, flags(DENSE, REST, more))
     assert len(parts) == 5
     assert {*parts.values()} == {("graphed", "in the graphs of the whole model", None)}
 
@@ -55,7 +58,7 @@ def test_parts_of_dense_layers(capsys, flags):
         "--cuda-graph-modules is attn, without mlp",
         "--cuda-graph-modules attn mlp",
     )
-    assert parts["embedding (1)"][2] == "drop --cuda-graph-modules, add --cuda-graph-layers-per-graph model"
+    assert parts["embedding (1)"][2] == "drop --cuda-graph-modules"
 
 
 def test_parts_of_moe_layers(capsys, flags):

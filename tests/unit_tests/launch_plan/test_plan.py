@@ -30,8 +30,22 @@ def test_a_dense_model(capsys, flags):
     assert lines[0] == "The flags fit together."
     assert lines[1].startswith("Ranks: 2 (--world-size); parallel: data 2, tensor 1, pipeline 1")
     assert "  Order of passes: 1 -1 (chunk, minus for backward)" in lines
+    assert graphs(lines) == ["forward of the whole model", "backward of the whole model"]
+    assert lines[-1] == "- none"
+
+
+@pytest.mark.parametrize(
+    ("more", "advice"),
+    [
+        ("--cuda-graph-layers-per-graph all", "- drop --cuda-graph-layers-per-graph: the embedding, "),
+        ("--cuda-graph-warmup-steps 0", "- --cuda-graph-layers-per-graph model: the embedding, "),
+    ],
+)
+def test_all_layers(capsys, flags, more, advice):
+    code, lines = planned(capsys, flags("--world-size 2", DENSE, "--num-layers 4", more))
+    assert code == 0
     assert graphs(lines) == ["forward of layers 1 to 4", "backward of layers 4 to 1"]
-    assert lines[-1].startswith("- --cuda-graph-layers-per-graph model: ")
+    assert lines[-1].startswith(advice)
 
 
 def test_layers_per_graph(capsys, flags):
@@ -41,6 +55,12 @@ def test_layers_per_graph(capsys, flags):
         *("forward of layers 1 to 2", "forward of layers 3 to 4", "forward of layer 5"),
         *("backward of layer 5", "backward of layers 4 to 3", "backward of layers 2 to 1"),
     ]
+    assert "- drop --cuda-graph-layers-per-graph: the embedding, the output layer and losses are captured too" in lines
+
+
+def test_layers_per_graph_of_a_model_that_cannot_be_captured_whole(capsys, flags):
+    more = "--num-layers 5 --cuda-graph-layers-per-graph 2 --mtp-num-layers 1"
+    _, lines = planned(capsys, flags(DENSE, more, "--world-size 2"))
     assert "- drop --cuda-graph-layers-per-graph: all consecutive layers are captured in one graph" in lines
 
 

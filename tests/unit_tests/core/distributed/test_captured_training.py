@@ -4,6 +4,7 @@ They run in this process, as one rank. The integration tests train on two.
 """
 
 from contextlib import contextmanager
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch
 from megatron.core.transformer._cuda_graphs.engine import sanitizer
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.te import helper
+from tests.support.training import train
 
 from .captured_training import CapturedTraining, graphed, in_use, trained
 from .fsdp_variants import Variant
@@ -260,6 +262,29 @@ def test_rotary_embeddings_that_left_their_cache_are_still_read(one_rank):
     assert graphs.replays == REPLAYS[MODEL]
 
 
+def test_where_the_whole_model_cannot_be_captured_by_default_its_layers_are(one_rank, monkeypatch, caplog):
+    def fails(*args, **kwargs):
+        raise RuntimeError("no such kernel")
+
+    monkeypatch.setattr(helper, "capture_whole_model", fails)
+    case = replace(graphed(None, dropout=0.1), warmup=1, steps=3)
+    eager, graphs = train(case, False), train(case, True)
+    assert eager.differences(graphs) == []
+    assert graphs.replays == REPLAYS[ALL]
+    (warning,) = [record.message for record in caplog.records if "The whole model was tried first" in record.message]
+    assert "no such kernel" in warning
+
+
+def test_an_interrupted_capture_of_the_whole_model_is_not_followed_by_one_of_layers(one_rank, monkeypatch):
+    def interrupted(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(helper, "capture_whole_model", interrupted)
+    monkeypatch.setattr(helper.TECudaGraphHelper, "_capture_layers", lambda self: pytest.fail("captures layers"))
+    with pytest.raises(KeyboardInterrupt):
+        CapturedTraining(graphed(None))
+
+
 def test_a_failure_after_the_last_capture_leaves_no_layer_with_graphs(one_rank, monkeypatch):
     """Neither those that got theirs before it nor, for Megatron-FSDP, any other."""
     made = []
@@ -274,7 +299,7 @@ def test_a_failure_after_the_last_capture_leaves_no_layer_with_graphs(one_rank, 
     training.delete()
     monkeypatch.setattr(helper, "LayerGraph", second_fails)
     training.helper.config.cuda_graph_fallback = "eager"
-    training.helper.create_cudagraphs()
+    training.capture(lambda training: training.helper.create_cudagraphs())
     assert len(made) == 2
     assert not any(layer.cuda_graphs for layer in training.helper.flattened_callables)
     assert not any(map(training.fsdp.fsdp_hooks.graphed.covers, training.helper.flattened_callables))

@@ -481,7 +481,8 @@ class TECudaGraphHelper(CapturesAgain):
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
             if self._captures_layers_instead(failed):
-                return self.create_cudagraphs()
+                self.create_cudagraphs()
+                return
             if not self._falls_back:
                 raise failed from error
             why = "as it did" if self._may_stay_eager else "--cuda-graph-fallback eager"

@@ -31,7 +31,7 @@ def config(*flags):
     return given
 
 
-def test_by_default_errors_are_raised_and_all_layers_share_a_graph():
+def test_by_default_errors_are_raised_and_nothing_is_said_of_layers():
     assert config().cuda_graph_fallback == "error"
     assert layers_per_graph(config()) is None
     assert layers_per_graph(SimpleNamespace()) is None
@@ -70,7 +70,7 @@ def test_a_report_needs_graphs_that_it_is_about(impl):
         own_options.check_arguments(args)
 
 
-@pytest.mark.parametrize(("value", "expected"), [("1", 1), ("12", 12), ("model", "model")])
+@pytest.mark.parametrize(("value", "expected"), [("1", 1), ("12", 12), ("all", "all"), ("model", "model")])
 def test_layers_of_a_graph_from_flag_and_variable(monkeypatch, value, expected):
     assert layers_per_graph(config("--cuda-graph-layers-per-graph", value)) == expected
     monkeypatch.setenv(LAYERS_VARIABLE, value)
@@ -106,7 +106,7 @@ def test_whoever_makes_a_configuration_may_give_a_number():
 
 @pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", " ", "Model"])
 def test_what_is_no_number_of_layers_is_refused_by_its_name(monkeypatch, value):
-    words = f"must be a positive number of layers, or 'model' for the whole model, got '{value}'"
+    words = f"must be a positive number of layers, 'all' for all layers, or 'model' for the whole model, got '{value}'"
     with pytest.raises(ValueError, match=f"--cuda-graph-layers-per-graph {words}"):
         own_options.check_arguments(parsed(f"--cuda-graph-layers-per-graph={value}"))
     monkeypatch.setenv(LAYERS_VARIABLE, value)

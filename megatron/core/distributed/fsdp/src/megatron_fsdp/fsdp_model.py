@@ -17,6 +17,7 @@ from .fsdp_unit_plan import GroupGather
 if TYPE_CHECKING:
     from .fsdp_hooks import FsdpHooks
 
+PrefetchOrder = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer").PrefetchOrder
 TrainingState = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp").TrainingState
 
 
@@ -84,9 +85,14 @@ class WholeModel(UnitChain):
         with self.recording(phase), joined_collectives(self._fsdp, self._join):
             if backward:
                 self._hooks.start_backward(None, skip_backward_hook=True)
-            # Ahead of the unit's own hook: beside what runs before the unit.
+            # Ahead of the unit's own hook: beside what runs before the unit. In backward the unit before it is gathered
+            # first, as in eager passes: other ranks may run this pass eagerly.
             self._fsdp.all_gather_and_wait_parameters_ready(
-                self._units[-1 if backward else 0].params, prefetch=False, wait_bucket_ready=False, bwd=backward
+                self._units[-1 if backward else 0].params,
+                prefetch=backward,
+                prefetch_order=PrefetchOrder.BACKWARD_PASS_ORDER,
+                wait_bucket_ready=False,
+                bwd=backward,
             )
             yield
             if backward:

@@ -1,0 +1,74 @@
+"""training_calls: whether training calls a model as graphs of all of it can be replayed."""
+
+import pytest
+import torch
+
+from megatron.core.transformer._cuda_graphs.te.training_calls import TrainingCalls
+
+
+class Model(torch.nn.Module):
+    def forward(self, input_ids, position_ids, attention_mask, labels=None, *, packed_seq_params=None, loss_mask=None):
+        return input_ids
+
+
+TOKENS = torch.zeros(1, 4)
+FITTING = (TOKENS, TOKENS, None, TOKENS)
+
+
+@pytest.fixture
+def model():
+    return Model()
+
+
+@pytest.fixture
+def calls(model):
+    return TrainingCalls(model)
+
+
+def test_calls_with_labels_fit(model, calls):
+    model(*FITTING, loss_mask=TOKENS)
+    model(TOKENS, position_ids=TOKENS, attention_mask=TOKENS, labels=TOKENS, packed_seq_params=None)
+    assert calls.against() == ""
+
+
+def test_without_a_call_nothing_is_known(calls):
+    assert calls.against() == "it has not been called for training so far"
+
+
+def test_evaluation_is_no_training(model, calls):
+    with torch.no_grad():
+        model(*FITTING)
+    model.eval()
+    model(*FITTING)
+    assert calls.against() == "it has not been called for training so far"
+
+
+@pytest.mark.parametrize("unfit_is_first", [True, False])
+@pytest.mark.parametrize(
+    ("args", "kwargs", "reason"),
+    [
+        (FITTING[:3], {}, "it was called without labels"),
+        (FITTING, {"packed_seq_params": object()}, "it was called with packed_seq_params"),
+    ],
+)
+def test_one_call_that_does_not_fit_is_enough(model, calls, args, kwargs, reason, unfit_is_first):
+    if not unfit_is_first:
+        model(*FITTING)
+    model(*args, **kwargs)
+    if unfit_is_first:
+        model(*FITTING)
+    assert calls.against() == reason
+
+
+def test_the_answer_ends_the_watch(model, calls):
+    model(*FITTING)
+    assert calls.against() == ""
+    assert not model._forward_pre_hooks
+    model(*FITTING[:3])
+    assert calls.against() == ""
+
+
+def test_who_is_forgotten_watches_no_longer(model):
+    watcher = TrainingCalls(model)
+    del watcher
+    model(*FITTING[:3])
