@@ -66,6 +66,22 @@ def number_of_hooks(module: torch.nn.Module) -> int:
     )
 
 
+class HookCount:
+    """Notices hooks that modules get or lose.
+
+    Args:
+        modules: The modules.
+    """
+
+    def __init__(self, modules: Iterable[torch.nn.Module]):
+        self._hooks = [getattr(module, name) for module in modules for name in _HOOK_DICTS]
+        self._count = sum(map(len, self._hooks))
+
+    def has_changed(self) -> bool:
+        """Whether there are more or fewer hooks now."""
+        return sum(map(len, self._hooks)) != self._count
+
+
 @dataclass(frozen=True)
 class ModuleHooks:
     """The hooks of one module before capture.

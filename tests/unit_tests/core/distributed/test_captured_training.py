@@ -275,6 +275,21 @@ def test_where_the_whole_model_cannot_be_captured_by_default_its_layers_are(one_
     assert "no such kernel" in warning
 
 
+@pytest.mark.parametrize("place", ["decoder.layers.1", "decoder.final_layernorm", "decoder.layers.0.mlp.linear_fc1"])
+def test_a_model_in_which_a_module_gets_a_hook_runs_eagerly_until_it_is_removed(one_rank, place):
+    training = CapturedTraining(graphed(None))
+    calls = []
+    training.evaluate()
+    handle = training.fsdp.module.get_submodule(place).register_forward_hook(lambda *call: calls.append(1))
+    training.step()
+    assert len(calls) == 1
+    handle.remove()
+    training.step()
+    assert len(calls) == 1
+    assert training.step_replays[-2:] == [0, 2]
+    training.delete()
+
+
 def test_an_interrupted_capture_of_the_whole_model_is_not_followed_by_one_of_layers(one_rank, monkeypatch):
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt

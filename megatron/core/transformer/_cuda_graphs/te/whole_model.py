@@ -14,7 +14,7 @@ from megatron.core.transformer.enums import AttnMaskType
 from ..eager_passes import EagerPasses
 from ..engine.whole_passes import WholePasses
 from ..expected_inputs import ExpectedInputs
-from ..hooks import has_other_hooks
+from ..hooks import HookCount, has_other_hooks
 from ..own_options import packed_sequences
 from .layers import _layer_is_graphable, decoder_layers
 from .sample_inputs import attention_mask_type
@@ -121,6 +121,7 @@ class ModelGraphs:
         self._mask, self._shape = inputs.get("attention_mask"), inputs["labels"].shape
         self._mask_given = False
         self._expected = ExpectedInputs(type(model).__name__, list(inputs.values()), self._names.__getitem__)
+        self._hooks = HookCount(module for module in model.modules() if module is not model)  # its own run
         self._warned = False
         model.__dict__["forward"] = self
 
@@ -145,10 +146,13 @@ class ModelGraphs:
             elif not self._mask_given:
                 inputs[place] = self._mask
         others = [name for name, value in given.items() if value is not None]
-        if not others and self._expected.accepts(inputs):
+        hooks_changed = self._hooks.has_changed()
+        if not (others or hooks_changed) and self._expected.accepts(inputs):
             return inputs
         reason = f"it was captured without {', '.join(others)}"
-        if not others:
+        if hooks_changed:
+            reason = "a module in it has got or lost hooks, which do not run in replays"
+        elif not others:
             reason = f"other tensors than at capture{self._eager_passes.outlook}"
             if labels.shape != self._shape:
                 self._eager_passes.note(labels.shape[1], labels.shape[0])
