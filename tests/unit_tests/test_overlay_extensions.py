@@ -12,7 +12,10 @@ from megatron_fsdp_cuda_graphs import overlay
 FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 REPLACED = {
     "megatron.core.datasets.utils": {"compile_helpers"},
-    "megatron.core.distributed.finalize_model_grads": {"reset_model_temporary_tensors"},
+    "megatron.core.distributed.finalize_model_grads": {
+        "_allreduce_replicated_grads_over_gtp_remat_group",
+        "reset_model_temporary_tensors",
+    },
     "megatron.core.distributed.fsdp.mcore_fsdp_adapter": {
         "FullyShardedDataParallel",
         "_get_dp_tp_mesh",

@@ -1,4 +1,4 @@
-"""What follows the backward passes of a step, without a walk through modules that have nothing to reset.
+"""What follows the backward passes of a step, without work for what a model does not have.
 
 Everything else in this module is megatron-core's.
 """
@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from megatron.core import parallel_state
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
@@ -41,3 +42,15 @@ def reset_model_temporary_tensors(config: Any, model: Sequence[torch.nn.Module])
     reset = [_holders[chunk] for chunk in model if _holders[chunk]]
     if reset:
         _upstream.reset_model_temporary_tensors(config, reset)
+
+
+def _allreduce_replicated_grads_over_gtp_remat_group(
+    model: Sequence[torch.nn.Module], calculate_per_token_loss: bool = False
+) -> None:
+    """Reduce gradients over ranks that share weights; see megatron-core, which lists all process groups first."""
+    groups = (
+        parallel_state.get_gtp_weight_remat_group(check_initialized=False),
+        parallel_state.get_expert_gtp_weight_remat_group(check_initialized=False),
+    )
+    if any(group is not None and group.size() > 1 for group in groups):
+        _upstream._allreduce_replicated_grads_over_gtp_remat_group(model, calculate_per_token_loss)

@@ -9,11 +9,13 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from operator import is_
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+
+_LOCAL = attrgetter("_local_tensor")
 
 
 class LocalShards:
@@ -32,13 +34,13 @@ class LocalShards:
         states = optimizer.state
         self._states, self._of_params = states, list(states.values())
         self._values = _values(self._of_params)
-        wrapped = [value for value in (*self._params, *self._values) if isinstance(value, DTensor)]
-        self._wrapped = [(value, value._local_tensor) for value in wrapped]
+        self._wrapped = [value for value in (*self._params, *self._values) if isinstance(value, DTensor)]
+        self._unwrapped = [value._local_tensor for value in self._wrapped]
         self._local_states: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         for param, local in zip(self._params, self._locals, strict=True):
             if param in states:
                 self._local_states[local] = {name: _local(value) for name, value in states[param].items()}
-        self._initialized = [bool(states.get(param)) for param in self._params]
+        self._without_states = [param for param in self._params if not states.get(param)]
 
     @staticmethod
     def eligible(optimizer: torch.optim.Optimizer, kinds: Iterable[type]) -> bool:
@@ -67,11 +69,8 @@ class LocalShards:
             and states is self._states
             and _same(list(states.values()), self._of_params)
             and _same(_values(self._of_params), self._values)
-            and all(value._local_tensor is tensor for value, tensor in self._wrapped)
-            and all(
-                initialized or self._gradient(param) is None
-                for param, initialized in zip(self._params, self._initialized, strict=True)
-            )
+            and all(map(is_, map(_LOCAL, self._wrapped), self._unwrapped))
+            and self._gradients(self._without_states) == [None] * len(self._without_states)
         )
 
     @contextmanager
@@ -79,8 +78,7 @@ class LocalShards:
         """Within it, the optimizer has the local tensors."""
         optimizer = self._optimizer
         name = "decoupled_grad" if self._decoupled else "grad"
-        for param, local in zip(self._params, self._locals, strict=True):
-            grad = self._gradient(param)
+        for grad, local in zip(self._gradients(self._params), self._locals, strict=True):
             setattr(local, name, None if grad is None else grad._local_tensor)
         overridden = [group["foreach"] for group in optimizer.param_groups if "foreach" in group]
         try:
@@ -100,8 +98,8 @@ class LocalShards:
             for local in self._locals:
                 setattr(local, name, None)
 
-    def _gradient(self, param: Any) -> Any:
-        return getattr(param, "decoupled_grad", None) if self._decoupled else param.grad
+    def _gradients(self, params: list[Any]) -> list[Any]:
+        return [getattr(param, "decoupled_grad", None) if self._decoupled else param.grad for param in params]
 
 
 def _local(value: Any) -> Any:

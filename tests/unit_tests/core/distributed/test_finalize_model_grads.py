@@ -1,5 +1,6 @@
 """Temporary tensors of routers are reset after each step, and other modules are not looked at."""
 
+import importlib
 from types import SimpleNamespace
 from unittest import mock
 
@@ -52,3 +53,17 @@ def test_a_wrapped_model_is_reset_too(reset):
     model.module = torch.nn.Sequential(Router())
     reset(CONFIG, [model])
     assert model.module[0].local_tokens_per_expert.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize(("sizes", "calls"), [((None, None), 0), ((1, None), 0), ((2, None), 1), ((1, 2), 1)])
+def test_gradients_are_reduced_over_ranks_that_share_weights_where_there_are_any(monkeypatch, sizes, calls):
+    from megatron.core import parallel_state
+
+    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # the package has the function
+    groups = [None if size is None else SimpleNamespace(size=lambda size=size: size) for size in sizes]
+    for name, group in zip(("gtp", "expert_gtp"), groups, strict=True):
+        monkeypatch.setattr(parallel_state, f"get_{name}_weight_remat_group", lambda group=group, **kwargs: group)
+    reduce = mock.Mock()
+    monkeypatch.setattr(module._upstream, "_allreduce_replicated_grads_over_gtp_remat_group", reduce)
+    module._allreduce_replicated_grads_over_gtp_remat_group(["model"], True)
+    assert reduce.mock_calls == [mock.call(["model"], True)] * calls

@@ -107,6 +107,9 @@ class UnitChain:
         Raises:
             MovedBufferError: it is not.
         """
+        self._release_double_buffer()
+
+    def _release_double_buffer(self) -> None:
         self._release()
         for address, buffer in self._weights.items():
             _check(address, address_in(buffer, None), "gather parameters to")
@@ -121,7 +124,7 @@ class UnitChain:
         groups = reductions.buffer.parameter_groups
         if any(groups[bucket].fsdp_unit_id is not None for _, _, bucket in reductions.grad_reduce_queue):
             reductions.wait_for_previous_grad_reduce(0)
-        self.before_forward()
+        self._release_double_buffer()
         dtype = reductions.buffer.mp_policy.grad_comm_dtype
         for address, buffer in self._grads.items():
             _check(address, address_in(buffer, dtype), "write gradients to")

@@ -83,6 +83,9 @@ class FsdpHooks:
         self.in_backward = False
         self.module_names: dict[torch.nn.Module, str] = {}
         self.model_passes: WholeModel | None = None
+        # Whether all forward passes since the last backward pass were replays of the whole model's graph: then their
+        # backward passes are, which leave the hooks nothing to do. And whether it was so before the current pass.
+        self._only_replays = self._only_replays_before = False
         self.before_evaluation: list[Callable[[], object]] = []
         self._trainable: dict[torch.nn.Parameter, None] = {}  # an ordered set, whose hashes are known
         self._sinks: dict[torch.nn.Module, UnitSink] = {}
@@ -492,6 +495,12 @@ class FsdpHooks:
         if self.in_backward or self.graphed.capturing:
             return
         self.in_backward, self._caller_ends_backward = True, skip_backward_hook
+        if not self._only_replays:
+            self._expect_gradients()
+        if not skip_backward_hook:
+            torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
+
+    def _expect_gradients(self) -> None:
         fsdp = self.fsdp
         groups = fsdp.param_and_grad_buffer.parameter_groups
         if self._shards_params:
@@ -503,13 +512,16 @@ class FsdpHooks:
         self.awaiting_gradient = set(self._trainable)
         for param in self.awaiting_gradient:
             param.grad_added_to_main_grad = False
-        if not skip_backward_hook:
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
 
     @shown_in_profiles
     def finish_backward(self) -> None:
         """Close the model's backward pass: handle the remaining parameters, and finish the reductions."""
         fsdp = self.fsdp
+        if self._only_replays and not self.awaiting_gradient:
+            self.in_backward = False
+            fsdp.microbatch_count += 1
+            return
+        self._only_replays = self.model_passes is not None
         self.graphed.forget_collected()  # they are still in awaiting_gradient
         rest = sorted(self.awaiting_gradient, key=fsdp.param_to_name.__getitem__)
         self.awaiting_gradient.clear()
@@ -532,10 +544,19 @@ class FsdpHooks:
         """
         if self.in_backward and not self._caller_ends_backward and torch._C._current_graph_task_id() == -1:
             self._drop_unfinished_backward()
+        self._only_replays_before, self._only_replays = self._only_replays, False
         if self.before_evaluation and not (self.fsdp.training or self.in_backward) and may_replay_evaluation():
             expecting, self.before_evaluation = self.before_evaluation, []
             for prepare in expecting:
                 prepare()
+
+    def replay_model(self, passes: WholeModel | None) -> None:
+        """Let the model's passes be replays of graphs that ``passes`` owns, or None of them."""
+        self.model_passes, self._only_replays = passes, False
+
+    def forward_is_replayed(self) -> None:
+        """Called within a forward pass that is a replay of the whole model's graph."""
+        self._only_replays = self._only_replays_before
 
     def before_step(self) -> None:
         """Called when gradients are zeroed; drops an unfinished backward pass."""

@@ -17,8 +17,8 @@ from .fsdp_unit_plan import GroupGather
 if TYPE_CHECKING:
     from .fsdp_hooks import FsdpHooks
 
-PrefetchOrder = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer").PrefetchOrder
 TrainingState = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp").TrainingState
+PrefetchOrder = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer").PrefetchOrder
 
 
 class WholeModel(UnitChain):
@@ -63,7 +63,7 @@ class WholeModel(UnitChain):
                 yield
                 hooks.graphed.release_all()
                 self._gathers = hooks.graphed.gathers_of(self._outside, recorded=True)
-                hooks.model_passes = self
+                hooks.replay_model(self)
             except BaseException:
                 hooks.forget_backward()
                 raise
@@ -144,6 +144,7 @@ class WholeModel(UnitChain):
         super().before_forward()
         if self._guard is not None:
             self._guard.check()
+        self._hooks.forward_is_replayed()
 
     def captured_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return with their names the shards of weights and gradients, and where buckets are while they are in use."""
@@ -158,14 +159,15 @@ class WholeModel(UnitChain):
                 group.main_grad_buffer.free_bucket_storage()
 
     def after_backward(self) -> None:
-        """Note that all gradients have been reduced."""
-        self._hooks.awaiting_gradient.clear()
-        for unit in self._units:
-            unit.set_training_state(TrainingState.IDLE)
+        """Note that all gradients have been reduced, if the hooks expect any."""
+        if self._hooks.awaiting_gradient:
+            self._hooks.awaiting_gradient.clear()
+            for unit in self._units:
+                unit.set_training_state(TrainingState.IDLE)
 
     def forget(self) -> None:
         """Free the graphs of all-gathers: the model runs eagerly from now on."""
         if self._hooks.model_passes is self:
-            self._hooks.model_passes = None
+            self._hooks.replay_model(None)
         self._hooks.graphed.forget_gathers(self._outside)
         self._gathers = ()

@@ -1,11 +1,14 @@
 """The gradients that the optimizer reads, planned once."""
 
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
 
 from .gradient_storages import GradientStorages
 from .planned_copies import Placement, PlannedCopies
+
+_LOCAL = attrgetter("_local_tensor")
 
 
 class OptimizerGradients:
@@ -45,7 +48,7 @@ class OptimizerGradients:
                 shard = main_grads.get_item(main_grads.param_idx[param.orig_param], only_shard=sharded)
                 cast.append((main_grads, grad, shard))
         self.storages = GradientStorages([] if in_place else [(bucket, grad) for bucket, grad, _ in cast])
-        self._locals = [(grad, grad._local_tensor) for grad in grads]
+        self._grads, self._locals = grads, [grad._local_tensor for grad in grads]
         self._casts = PlannedCopies((grad._local_tensor.view(-1), shard) for _, grad, shard in cast)
         self._placement = Placement(dict.fromkeys(buffers))
 
@@ -54,7 +57,7 @@ class OptimizerGradients:
         return (
             self._params is buffer.optimizer_named_parameters
             and self._placement.unchanged()
-            and all(grad._local_tensor is local for grad, local in self._locals)
+            and all(map(is_, map(_LOCAL, self._grads), self._locals))
         )
 
     def update(self) -> None:

@@ -22,17 +22,12 @@ class _Holder:
     Attributes:
         module: The module.
         params: Its raw parameters and the optimizer's, each by the names that the module gives them, in its order.
-        sets_directly: Whether the module's class leaves setting a parameter to ``torch.nn.Module``.
     """
 
     module: torch.nn.Module
     params: tuple[Parameters, Parameters]
-    sets_directly: bool
 
     def to(self, distributed: bool) -> None:
-        if self.sets_directly:
-            self.module._parameters.update(self.params[distributed])
-            return
         for name, param in self.params[distributed].items():
             if param is not None:
                 setattr(self.module, name, param)
@@ -60,15 +55,18 @@ class ParameterSwap:
         pairs = [(param, distributed[name]) for name, param in raw.items()]
         pair_of = {id(param): pair for pair in pairs for param in pair} | {id(None): (None, None)}
         modules = list(model.modules())
-        self._holders = []
+        holders = []
         for module in modules:
             own = {name: pair_of[id(param)] for name, param in module._parameters.items()}
             raw_params, distributed_params = ({name: pair[i] for name, pair in own.items()} for i in (0, 1))
-            self._holders.append(_Holder(module, (raw_params, distributed_params), _sets_directly(module)))
+            holders.append(_Holder(module, (raw_params, distributed_params)))
         self._children = _Contents([module._modules for module in modules])
         own_params = [module._parameters for module in modules]
-        self._contents = [_Contents(own_params, [holder.params[kind] for holder in self._holders]) for kind in (0, 1)]
-        self._holders = [holder for holder in self._holders if holder.params[0]]
+        self._contents = [_Contents(own_params, [holder.params[kind] for holder in holders]) for kind in (0, 1)]
+        holders = [holder for holder in holders if holder.params[0]]
+        # All in one loop, as it runs twice in every step.
+        self._directly = [(each.module._parameters, each.params) for each in holders if _sets_directly(each.module)]
+        self._by_setattr = [holder for holder in holders if not _sets_directly(holder.module)]
         self._distinct = [_distinct(contents.expected) for contents in self._contents]
 
     def params(self, distributed: bool) -> list[torch.nn.Parameter]:
@@ -81,7 +79,9 @@ class ParameterSwap:
 
     def to(self, distributed: bool) -> None:
         """Give every module the optimizer's parameters, or the raw ones."""
-        for holder in self._holders:
+        for own, params in self._directly:
+            own.update(params[distributed])
+        for holder in self._by_setattr:
             holder.to(distributed)
 
 
@@ -107,6 +107,7 @@ def _distinct(params: Iterable[torch.nn.Parameter | None]) -> list[torch.nn.Para
 
 
 def _sets_directly(module: torch.nn.Module) -> bool:
+    """Whether the module's class leaves setting a parameter to ``torch.nn.Module``."""
     kind, base = type(module), torch.nn.Module
     registers: Any = kind.register_parameter
     # TransformerEngine's notes how a parameter is initialized, which is the same each time it is set.
