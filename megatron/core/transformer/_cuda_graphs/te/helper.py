@@ -486,7 +486,7 @@ class TECudaGraphHelper(CapturesAgain):
         try:
             start_time = self._start_capturing()
             if self.flattened_callables:
-                if self._captures_whole_model():
+                if self._all_capture_whole_model():
                     self._capture_model()
                 else:
                     self._capture_layers()
@@ -513,10 +513,14 @@ class TECudaGraphHelper(CapturesAgain):
         return CaptureAgreement(stage, groups.pp if self._every_stage_captures else None)
 
     def _captures_whole_model(self) -> bool:
-        """Whether the whole model is captured. If that was asked for and cannot be, log the reason."""
+        """Whether this rank can capture the whole model, and that was asked for."""
+        return layers_per_graph(self.config) == WHOLE_MODEL and not self._against_whole_model()
+
+    def _all_capture_whole_model(self) -> bool:
+        """Whether all ranks capture the whole model. If that was asked for and one of them cannot, log the reason."""
         if layers_per_graph(self.config) != WHOLE_MODEL:
             return False
-        self._whole_model_refused = reason = self._against_whole_model()
+        self._whole_model_refused = reason = self._agreement.objection(self._against_whole_model())
         if reason:
             self._log(logging.WARNING, f"instead of the whole model its layers are captured, because {reason}")
         return not reason
