@@ -47,7 +47,7 @@ LEFT_TO_MEGATRON_LM = (
 BATCH = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 PACKED = ("cu_seqlens", "max_seqlen")
 # Flags that must be 1 if attention stays within documents (--dataloader-inter-document-masking).
-ONE_ROW = ("micro_batch_size", "context_parallel_size", "pipeline_model_parallel_size")
+ONE_ROW = ("micro_batch_size", "context_parallel_size")
 
 
 def has_mtp(args, vp_stage: int | None) -> bool:
@@ -60,6 +60,12 @@ def has_mtp(args, vp_stage: int | None) -> bool:
     )
 
 
+def reads_data(args, vp_stage: int | None) -> bool:
+    """Whether this pipeline stage reads micro-batches; those between the first and the last need only documents."""
+    documents = args.dataloader_inter_document_masking
+    return documents or is_first_or_last_pipeline_stage(vp_stage) or has_mtp(args, vp_stage)
+
+
 def get_batch(data_iterator, vp_stage: int | None = None) -> list:
     """Return tokens, labels, loss_mask, position_ids, attention_mask and packed sequences of a micro-batch, on the GPU.
 
@@ -69,8 +75,7 @@ def get_batch(data_iterator, vp_stage: int | None = None) -> list:
     are ``PackedSeqParams`` with ``--dataloader-inter-document-masking``, otherwise None.
     """
     args = get_args()
-    mtp = has_mtp(args, vp_stage)
-    if not is_first_or_last_pipeline_stage(vp_stage) and not mtp:
+    if not reads_data(args, vp_stage):
         return [None] * (len(BATCH) + 1)
     tp_rank = parallel_state.get_tensor_model_parallel_rank()
     batch = {}
@@ -92,7 +97,7 @@ def get_batch(data_iterator, vp_stage: int | None = None) -> list:
         tp_rank=tp_rank,
         micro_batch_size=args.micro_batch_size,
         seq_length=args.seq_length,
-        mtp_on_this_rank=mtp,
+        mtp_on_this_rank=has_mtp(args, vp_stage),
         pipeline_model_parallel_size=args.pipeline_model_parallel_size,
         is_pipeline_first_stage=parallel_state.is_pipeline_first_stage(**first_or_last),
         is_pipeline_last_stage=parallel_state.is_pipeline_last_stage(**first_or_last),
@@ -109,9 +114,10 @@ def packed_sequences(args, batch: dict[str, torch.Tensor]) -> PackedSeqParams:
 
     Args:
         args: Megatron's arguments.
-        batch: ``cu_seqlens``, int32 [documents + 1], and ``max_seqlen``, the tokens of the longest.
+        batch: ``cu_seqlens``, int32 [documents + 1] or [1, documents + 1], and ``max_seqlen``, the tokens of the
+            longest.
     """
-    offsets, most = batch["cu_seqlens"], args.cuda_graph_packed_sequences
+    offsets, most = batch["cu_seqlens"].view(-1), args.cuda_graph_packed_sequences
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
     if most is not None:
         return pad_packed_seq_params(params, most, args.seq_length)
@@ -184,8 +190,7 @@ def build_datasets(num_samples, vp_stage: int | None = None):
     )
 
     def built_here() -> bool:
-        reads_data = is_first_or_last_pipeline_stage(vp_stage) or has_mtp(args, vp_stage)
-        return reads_data and parallel_state.get_tensor_model_parallel_rank() == 0
+        return reads_data(args, vp_stage) and parallel_state.get_tensor_model_parallel_rank() == 0
 
     dataset = MockGPTDataset if args.mock_data else GPTDataset
     return BlendedMegatronDatasetBuilder(dataset, num_samples, built_here, config).build()

@@ -149,6 +149,7 @@ SURVIVED: list[dict[str, Any]] = [
     {"control": "failed_backward_capture", "dropout": 0.1, "layers_per_graph": -1, "microbatches": 2},
 ]
 FAILED_EVALUATION: dict[str, Any] = {"control": "failed_capture_for_evaluation", "evaluates": True, "dropout": 0.1}
+OBJECTION: dict[str, Any] = {"control": "hook_on_one_rank", "layers_per_graph": -1, "dropout": 0.1}
 NOTICED = {
     "hooks_left": "has hooks, which would become part of the graph",
     "no_post_backward_sentinel": "forward_pre_hooks hook",
@@ -166,7 +167,7 @@ DEAD: list[dict[str, Any]] = [
 @pytest.fixture(scope="session")
 def results(compare_runs):
     """The result of each case, by its name."""
-    cases = [*EQUAL, FAILED_EVALUATION, *SURVIVED, *({"control": name} for name in NOTICED), *DEAD]
+    cases = [*EQUAL, FAILED_EVALUATION, OBJECTION, *SURVIVED, *({"control": name} for name in NOTICED), *DEAD]
     return {
         name_of(case): result
         for case, result in zip(cases, compare_runs([SIZES | case for case in cases]), strict=True)
@@ -211,6 +212,14 @@ def test_after_a_failed_capture_on_one_rank_evaluation_runs_eagerly_on_all(resul
     assert result["differences"] == []
     assert result["replays"] == replays_of_a_step(FAILED_EVALUATION)
     assert result["evaluation_replays"] == [0]
+
+
+def test_where_one_rank_cannot_capture_the_whole_model_all_capture_layers(results):
+    result = results[name_of(OBJECTION)]
+    assert not result["error"]
+    assert result["differences"] == []
+    assert result["graphs"] == SIZES["layers"]
+    assert result["replays"] == 2  # all layers in one graph
 
 
 @pytest.mark.parametrize("case", FP16, ids=name_of)

@@ -27,6 +27,13 @@ CASES: list[tuple[dict[str, Any], int]] = [
     ({"fsdp": False, "dtype": "bf16", "microbatches": 2}, 3),
 ]
 OTHER_SHAPES: dict[str, Any] = {"sequences_later": [32, 16], "dropout": 0.1}
+# With each layout of ranks how many graphs of layers a rank has; layers and micro-batches are four in stages.
+LAYOUTS = {
+    "": 3,
+    "--tensor-model-parallel-size 2": 3,
+    "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
+    " --untie-embeddings-and-output-weights": 2 * 4,
+}
 STAGES: list[dict[str, Any]] = [{"layers": 4, "tied": False, "microbatches": 4, "dropout": 0.1}]
 
 
@@ -69,10 +76,11 @@ def test_where_the_host_reads_lengths_the_capture_fails_and_names_it(compare_run
     assert "Tensor.tolist copies device data to the host" in result["error"]
 
 
-def test_pretraining_with_attention_within_documents_is_bit_equal_to_eager(tmp_path):
+@pytest.mark.parametrize("layout", LAYOUTS, ids=["data parallel", "tensor parallel", "four stages on two ranks"])
+def test_pretraining_with_attention_within_documents_is_bit_equal_to_eager(tmp_path, layout):
     data = f"--data-path {short_documents(tmp_path / 'documents')}"
-    flags = """
-        --train-iters 6 --cuda-graph-warmup-steps 2 --eval-iters 1 --eval-interval 4 --micro-batch-size 1
+    flags = f"""
+        {layout} --train-iters 6 --cuda-graph-warmup-steps 2 --eval-iters 1 --eval-interval 4 --micro-batch-size 1
         --global-batch-size 4 --dataloader-inter-document-masking --cuda-graph-packed-sequences 32
         --spec tests.support.packed_attention local_layer --position-embedding-type learned_absolute
     """
@@ -80,7 +88,7 @@ def test_pretraining_with_attention_within_documents_is_bit_equal_to_eager(tmp_p
     graphed = pretrain(tmp_path / "graphed", flags, graphs=True, data=data)
     assert len(eager) == 6
     assert numbers(graphed) == numbers(eager)
-    assert [step["graphs"] for step in graphed] == [0] * 2 + [3] * 4
+    assert [step["graphs"] for step in graphed] == [0] * 2 + [LAYOUTS[layout]] * 4
 
 
 def short_documents(prefix):

@@ -91,6 +91,21 @@ def fallback_after_a_failure_on_one_rank(training: Training) -> None:
     assert before == after, f"a failed capture changed {[key for key in before if before[key] != after[key]]}"
 
 
+def hook_on_one_rank(training: Training) -> None:
+    """A hook outside of layers on the last rank, which keeps the whole model out of a graph: layers are captured."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        from megatron.core.utils import get_attr_wrapped_model
+
+        embedding = get_attr_wrapped_model(training.chunks[0], "embedding")
+        embedding.register_forward_hook(lambda *_: None)
+    training.helper.create_cudagraphs()
+    assert training.helper.model_graphs is None
+    last = dist.get_world_size() - 1
+    reason = "embedding has hooks, which do not run in replays"
+    expected = reason if dist.get_rank() == last else f"{reason} (on rank {last})"
+    assert training.helper._whole_model_refused == expected, training.helper._whole_model_refused
+
+
 def captured_again(training: Training) -> None:
     """Capture, delete the graphs, and capture again."""
     training.helper.create_cudagraphs()
@@ -349,6 +364,7 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         failed_forward_capture,
         failed_backward_capture,
         fallback_after_a_failure_on_one_rank,
+        hook_on_one_rank,
         captured_again,
         captured_again_later,
         failed_capture_for_evaluation,

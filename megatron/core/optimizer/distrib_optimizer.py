@@ -57,6 +57,16 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         found = (getattr(param, name, None) for param in self.get_parameters())
         return [getattr(grad, "_local_tensor", grad) for grad in found if grad is not None]
 
+    def get_grad_stats_parallel_group(self) -> torch.distributed.ProcessGroup:
+        """Return the group over which the gradients' norm is summed, and infinities are looked for; see megatron-core.
+
+        That is one instance of hybrid sharding, as all have the same gradients, unless they shard these among them.
+        """
+        if self.ddp_config.use_megatron_fsdp and self.ddp_config.outer_dp_sharding_strategy != "no_shard":
+            return torch.distributed.group.WORLD
+        group: torch.distributed.ProcessGroup = super().get_grad_stats_parallel_group()
+        return group
+
     def offload_to_cpu(self) -> None:
         """Move the optimizer's states to the host; see megatron-core."""
         self._local_shards = None  # it keeps states on the device

@@ -54,7 +54,7 @@ def test_flags_that_need_megatron_lm_are_refused_by_name(pretrain_gpt, monkeypat
         pretrain_gpt.main()
 
 
-@pytest.mark.parametrize("name", ["micro_batch_size", "context_parallel_size", "pipeline_model_parallel_size"])
+@pytest.mark.parametrize("name", ["micro_batch_size", "context_parallel_size"])
 def test_attention_within_documents_needs_one_row(pretrain_gpt, monkeypatch, name):
     sizes = dict.fromkeys(pretrain_gpt.ONE_ROW, 1) | {name: 2}
     args = SimpleNamespace(dataloader_inter_document_masking=True, **sizes)

@@ -74,6 +74,9 @@ EXAMPLES = {
     "recomputed dropout": Example(f"--attention-dropout 0.1 {SELECTIVE} core_attn"),
     "recomputed mlp with bias": Example(f"{SELECTIVE} mlp"),
     "instances without overlap": Example("--num-distributed-optimizer-instances 2"),
+    "hybrid sharding": Example(
+        "--num-distributed-optimizer-instances 2 --overlap-grad-reduce --outer-dp-sharding-strategy optim"
+    ),
     "expert parallel overlap": Example(f"{MOE} attn --overlap-moe-expert-parallel-comm --bf16"),
     "optimizer graph with a loss scale": Example("--optimizer-cuda-graph --fp16"),
     "negative warm-up": Example("--cuda-graph-warmup-steps -1"),

@@ -16,6 +16,7 @@ _STAGES = "tests/integration_tests/test_fsdp_pipeline.py"
 _PACKED_TEST = "tests/integration_tests/test_packed_sequences.py"
 _HYBRID = "tests/integration_tests/test_hybrid_models.py"
 _PRETRAIN = "tests/integration_tests/test_pretrain_flags.py"
+_WHOLE = "tests/unit_tests/core/distributed/test_unsharded_gradients.py"
 _GPU = "tests/gpu/test_fsdp_graphs.py"
 _GPU_FLAGS = "tests/gpu/test_fsdp_flags.py"
 _PACKED = "cuda_graph_packed_sequences"
@@ -87,6 +88,10 @@ def _shares_embedding(options: Options) -> bool:
         "untie_embeddings_and_output_weights"
     )
     return options.stages > 1 and bool(tied or options.get("mtp_num_layers"))
+
+
+def _has_instances(options: Options) -> bool:
+    return int(options.get("num_distributed_optimizer_instances", 1)) > 1
 
 
 def _heterogeneous(options: Options) -> bool:
@@ -232,9 +237,7 @@ _REFUSED = [
         "--num-distributed-optimizer-instances above 1, no --overlap-grad-reduce",
         # not where a configuration says so: its loop may tell the last micro-batch itself
         lambda options: (
-            int(options.get("num_distributed_optimizer_instances", 1)) > 1
-            and options.get("overlap_grad_reduce") is False
-            and options.knows("train_iters")
+            _has_instances(options) and options.get("overlap_grad_reduce") is False and options.knows("train_iters")
         ),
         "--num-distributed-optimizer-instances: without --overlap-grad-reduce megatron-core tells Megatron-FSDP of no "
         "last micro-batch, and gradients are never reduced between instances; add --overlap-grad-reduce",
@@ -430,6 +433,14 @@ _WORKS = [
         "--data-parallel-sharding-strategy",
         lambda o: bool(o.get("data_parallel_sharding_strategy")),
         _CPU,
+    ),
+    _works(
+        "hybrid sharding",
+        "--num-distributed-optimizer-instances, --outer-dp-sharding-strategy",
+        lambda o: _has_instances(o) and bool(o.get("overlap_grad_reduce")),
+        _WHOLE,
+        "with --outer-dp-sharding-strategy optim the patch scales gradients as without instances, and clips all by one "
+        "norm, which megatron-core does not",
     ),
     _works(
         "fused weight gradients of sharded parameters",

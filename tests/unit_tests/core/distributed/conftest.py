@@ -52,6 +52,13 @@ def hybrid_ranks(_cpu_backend):
         yield instances
 
 
+@pytest.fixture
+def instances_of_one_rank(_cpu_backend):
+    """Four ranks, none of which shards with another."""
+    with _four_ranks(4) as instances:
+        yield instances
+
+
 @pytest.fixture(scope="module")
 def one_rank(_cpu_backend):
     """This process alone, with collectives that communicate."""

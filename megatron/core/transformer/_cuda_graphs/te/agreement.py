@@ -46,6 +46,22 @@ class Failure:
         return error
 
 
+@dataclass(frozen=True)
+class Objection:
+    """Why something cannot be captured that was asked for; the ranks capture something else.
+
+    Attributes:
+        rank: The rank that objects, of all ranks.
+        reason: Why it does.
+    """
+
+    rank: int
+    reason: str
+
+
+type Against = Failure | Objection
+
+
 class Ballot:
     """Votes of the ranks of ``group`` in one capture; all must make it, and call ``vote`` equally often.
 
@@ -62,28 +78,31 @@ class Ballot:
             capture = store.add(f"captures of rank {group.rank()}", 1)
             self._store = PrefixStore(str(capture), store)
 
-    def vote(self, failure: Failure | None = None) -> Failure | None:
-        """Return None once all ranks have voted for None; otherwise, at once, the failure that a rank voted first.
+    def vote(self, against: Against | None = None) -> Against | None:
+        """Return None once all ranks have voted for None; otherwise, at once, what a rank voted first against it.
+
+        A failure does not give way to an objection, after which the others would wait for this rank.
 
         Raises:
             RuntimeError: a rank has not voted for ten minutes.
         """
         if self._store is None:
-            return failure
-        decided = self._cast(failure)
-        if failure is not None and decided is None:  # Ctrl-C came in the vote before, which had counted
-            decided = self._cast(failure)
+            return against
+        decided = self._cast(against)
+        # Another rank objected, or Ctrl-C came in the vote before, which had counted.
+        while isinstance(against, Failure) and not isinstance(decided, Failure):
+            decided = self._cast(against)
         return decided
 
-    def _cast(self, failure: Failure | None) -> Failure | None:
+    def _cast(self, against: Against | None) -> Against | None:
         """Vote, and return what all have decided.
 
         An interrupted vote does not count: what this rank votes next belongs to the same.
         """
         assert self._store is not None
         verdict = str(self._votes + 1)
-        if failure is not None:
-            self._store.compare_set(verdict, "", json.dumps(asdict(failure)))
+        if against is not None:
+            self._store.compare_set(verdict, "", json.dumps(asdict(against)))
         elif self._store.add(f"{verdict} voters", 1) == self._size:
             self._store.compare_set(verdict, "", _AGREED)
         try:
@@ -95,7 +114,10 @@ class Ballot:
             ) from error
         text = self._store.get(verdict).decode()
         self._votes += 1
-        return None if text == _AGREED else Failure(**json.loads(text))
+        if text == _AGREED:
+            return None
+        fields = json.loads(text)
+        return Objection(**fields) if "reason" in fields else Failure(**fields)
 
 
 class CaptureAgreement:
@@ -125,11 +147,20 @@ class CaptureAgreement:
         Raises:
             CaptureFailedError: a rank failed.
         """
-        failure: Failure | None = None
-        for ballot in self._stage:  # what a rank learns in one group, it says in the next
-            failure = ballot.vote(failure) or failure
-        self._check(failure)
+        self._vote_of_stage()
         self._where = where
+
+    def objection(self, reason: str) -> str:
+        """Return why all ranks of the stage capture something else than was asked for; empty if none objects to it.
+
+        Args:
+            reason: Why this one objects; empty if it does not.
+
+        Raises:
+            CaptureFailedError: a rank failed.
+        """
+        against = self._vote_of_stage(Objection(torch.distributed.get_rank(), reason) if reason else None)
+        return reason or (f"{against.reason} (on rank {against.rank})" if against is not None else "")
 
     def finish(self) -> None:
         """Wait until all ranks, those of other stages too, have captured everything.
@@ -150,13 +181,18 @@ class CaptureAgreement:
         if agreed is None:
             cause, interrupted = f"{type(error).__name__}: {error}", not isinstance(error, Exception)
             agreed = Failure(torch.distributed.get_rank(), self._where, cause, interrupted)
-        for ballot in self._stage:
-            agreed = ballot.vote(agreed) or agreed
-        if self._pipeline is not None:
-            agreed = self._pipeline.vote(agreed) or agreed
+        for ballot in [*self._stage, *([] if self._pipeline is None else [self._pipeline])]:
+            decided = ballot.vote(agreed)
+            agreed = decided if isinstance(decided, Failure) else agreed
         return agreed.error()
 
-    def _check(self, failure: Failure | None) -> None:
-        if failure is not None:
-            self._failure = failure
-            raise failure.error()
+    def _vote_of_stage(self, against: Against | None = None) -> Objection | None:
+        for ballot in self._stage:  # what a rank learns in one group, it says in the next
+            against = ballot.vote(against) or against
+        return self._check(against)
+
+    def _check(self, against: Against | None) -> Objection | None:
+        if isinstance(against, Failure):
+            self._failure = against
+            raise against.error()
+        return against

@@ -230,6 +230,9 @@ class _WatchedAgreement(CaptureAgreement):
     def begin(self, where: str, module: torch.nn.Module | None = None) -> None:
         self._timeline.begin(where, lambda: self._agreement.begin(where, module))
 
+    def objection(self, reason: str) -> str:
+        return self._agreement.objection(reason)
+
     def finish(self) -> None:
         self._timeline.end()
         self._agreement.finish()

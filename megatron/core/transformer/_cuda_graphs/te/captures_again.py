@@ -29,7 +29,7 @@ class CapturesAgain:
     _capture_finished: bool
     _graphs_created: bool
     _captured_tokens: int
-    _may_capture_again = True
+    _fits_shapes = True  # captures for other shapes, too
     _may_stay_eager = False  # whether what is to be captured runs eagerly until then, and may go on so
     _recaptures = 0  # for changed steps
     _captured_microbatches: int | None = None  # of the steps that graphs are for; None for any number
@@ -68,7 +68,7 @@ class CapturesAgain:
     def _change_microbatches(self, microbatches: int) -> None:
         if self._captures_left():
             self._capture_again(f"steps of {microbatches} micro-batches, not {self._captured_microbatches}")
-        elif self._may_capture_again:
+        else:
             log_single_rank(
                 logger,
                 logging.WARNING,
@@ -80,7 +80,7 @@ class CapturesAgain:
             self._capture_finished = True  # or the caller would capture
 
     def _captures_left(self) -> bool:
-        return self._may_capture_again and self._recaptures + 1 < max_captures(self.config)
+        return self._recaptures + 1 < max_captures(self.config)
 
     def _no_capture_left(self) -> str:
         return f", as graphs have been captured as often as {CAPTURES_FLAG} {max_captures(self.config)} allows"
@@ -109,7 +109,7 @@ class CapturesAgain:
             calls: How often it is told of one micro-batch.
         """
         self._captured_tokens = tokens
-        if not self._may_capture_again:
+        if not self._fits_shapes:
             return EagerPasses()
         if not self._captures_left():
             return EagerPasses(self._no_capture_left())

@@ -501,7 +501,7 @@ class TECudaGraphHelper(CapturesAgain):
         try:
             start_time = self._start_capturing()
             if self.flattened_callables:
-                if self._captures_whole_model():
+                if self._all_capture_whole_model():
                     self._capture_model()
                 else:
                     self._capture_layers()
@@ -528,13 +528,15 @@ class TECudaGraphHelper(CapturesAgain):
         return CaptureAgreement(stage, groups.pp if self._every_stage_captures else None)
 
     def _captures_whole_model(self) -> bool:
-        """Whether the whole model is captured; if not though no number of layers was asked for, log the reason."""
+        """Whether this rank would capture the whole model."""
+        return layers_per_graph(self.config) in (None, WHOLE_MODEL) and not self._against_the_model()
+
+    def _all_capture_whole_model(self) -> bool:
+        """Whether all ranks capture the whole model. If one cannot though no number of layers was given, log why."""
         wanted = layers_per_graph(self.config)
         if wanted not in (None, WHOLE_MODEL):
             return False
-        reason = self._against_whole_model()
-        if wanted is None:
-            reason = reason or self._against_calls()
+        reason = self._agreement.objection(self._against_the_model())
         self._whole_model_refused = reason
         self._tries_whole_model = wanted is None and not reason
         if reason:
@@ -549,6 +551,10 @@ class TECudaGraphHelper(CapturesAgain):
         self._tries_whole_model, self._whole_model_failed = False, True
         log_single_rank(logger, logging.WARNING, f"{failed}. The whole model was tried first; now its layers are.")
         return True
+
+    def _against_the_model(self) -> str:
+        """Say why this rank does not capture the whole model; empty if it does."""
+        return self._against_whole_model() or ("" if layers_per_graph(self.config) else self._against_calls())
 
     def _against_calls(self) -> str:
         """Say why training would not replay graphs of the whole model, so that they are captured only if asked for."""

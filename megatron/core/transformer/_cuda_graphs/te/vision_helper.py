@@ -38,7 +38,8 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
 
     Use it beside the language model's ``TECudaGraphHelper``, and capture with this one first: only the other one zeroes
     gradients and metrics after capture. It does not communicate with other pipeline stages, so it may be called only on
-    ranks with a vision model; on others it captures nothing.
+    ranks with a vision model; on others it captures nothing. Under pipeline parallelism ask both helpers'
+    ``capture_finished`` before each step: where the number of micro-batches changes, each captures again.
 
     Inputs are ``[vision_seq_length, 1, hidden]``: all images of a micro-batch, one after the other. There are no rotary
     embeddings among them.
@@ -57,7 +58,7 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
     """
 
     _every_stage_captures = False
-    _may_capture_again = False  # the language model's helper would have to, too
+    _fits_shapes = False  # how many tokens images have says nothing of the steps to come
     _gradients_are_zeroed = False
     _report_name = "capture_vision"
 

@@ -39,12 +39,11 @@ from .fsdp_model import WholeModel
 from .fsdp_unit import Unit
 from .mixed_precision import fp8_discard_transpose_cache, is_float8tensor
 from .param_and_grad_buffer import PrefetchOrder, _check_nan_in_grad, to_local_if_dtensor
+from .unsharded_gradients import REDUCES_EVERY_BACKWARD
 
 _upstream = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp")
 TrainingState = _upstream.TrainingState
 RunAfterBackward = _upstream.RegisterFSDPBackwardFunction
-
-REDUCES_EVERY_BACKWARD = ("optim_grads", "optim_grads_params")
 
 
 def shown_in_profiles[**P, R](phase: Callable[P, R]) -> Callable[P, R]:

@@ -1,12 +1,13 @@
 """Megatron-FSDP's buffers and pipelines.
 
-Each model has its own double buffer, a data race of double buffering is fixed, recorded reductions are replayed, and
-the copies around the optimizer's step are planned once.
+Each model has its own double buffer, a data race of double buffering is fixed, gradients that accumulate in place are
+scaled once, recorded reductions are replayed, and the copies around the optimizer's step are planned once.
 
 Everything else in this module is megatron-core's.
 """
 
 from collections.abc import Iterable
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ from megatron_fsdp_cuda_graphs.overlay import extend
 from .gradient_storages import GradientStorages
 from .optimizer_gradients import OptimizerGradients
 from .own_buffers import OwnBuffers
+from .unsharded_gradients import UnshardedGradients
 from .weight_copies import WeightCopies
 
 _upstream: Any = extend(__name__)
@@ -34,15 +36,39 @@ class MaxPoolAllocator(OwnBuffers, _upstream.MaxPoolAllocator):
     """megatron-core's ``MaxPoolAllocator`` (buffers for units of any size) with buffers of its own."""
 
 
-class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
-    """megatron-core's ``ParamAndGradBuffer`` that plans once what it does in every step."""
+def _create_hfsdp_helper_buffer(dp_buffer: Any, *args: Any, **kwargs: Any) -> Any:
+    """Return the buffer of an instance's gradients or weights; see megatron-core, which leaves gradients unscaled.
 
+    It is the instance's that is reduced with scaling, as is a buffer without instances.
+    """
+    helper = _upstream._create_hfsdp_helper_buffer(dp_buffer, *args, **kwargs)
+    helper.gradient_scaling_factor = dp_buffer.gradient_scaling_factor
+    return helper
+
+
+class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
+    """megatron-core's ``ParamAndGradBuffer`` that plans once what it does in every step.
+
+    Attributes:
+        unsharded_gradients: The gradients that accumulate in place, which are scaled at the end of a step.
+    """
+
+    _attaches_again = False
     _gradients_in_place = False
     _gradients: OptimizerGradients | None = None
     _weight_copies: WeightCopies | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.unsharded_gradients = UnshardedGradients(self)
+
     def update_main_grads(self) -> None:
-        """Attach the main gradients to the optimizer's parameters; see megatron-core."""
+        """Attach the main gradients to the optimizer's parameters; see megatron-core.
+
+        All micro-batches of the step must have been reduced.
+        """
+        if not self._attaches_again:
+            self.unsharded_gradients.scale()
         if self._gradients is not None and self._gradients.unmoved(self):
             self._gradients.update()
             return
@@ -50,6 +76,14 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
         if self.ddp_config.megatron_fsdp_cuda_graph_mode:  # otherwise ``zero_grad`` frees them
             in_place = self._gradients_in_place or torch.cuda.is_current_stream_capturing()
             self._gradients = OptimizerGradients(self, in_place=in_place)
+
+    def scale_gradients(self, scaling_factor: float) -> None:
+        """Scale the main gradients, which are attached, and attach them again; see megatron-core."""
+        self._attaches_again = True
+        try:
+            super().scale_gradients(scaling_factor)
+        finally:
+            self._attaches_again = False
 
     def keep_gradients_in_place(self) -> None:
         """Leave the gradients of the optimizer's parameters attached and in place: a graph of its step reads them."""
@@ -118,7 +152,9 @@ class GradReducePipeline(_upstream.GradReducePipeline):
         recorded = self.recorded.get(bucket_group[0])
         if recorded is not None and async_op and not outer_fsdp_group_grad_reduce and recorded.launch():
             return True
-        reduced: bool = super()._bucket_group_gradient_reduce(
-            bucket_group, async_op=async_op, outer_fsdp_group_grad_reduce=outer_fsdp_group_grad_reduce
-        )
+        whole = self.buffer.unsharded_gradients
+        with whole.left_in_place() if bucket_group[0] in whole.buckets else nullcontext():
+            reduced: bool = super()._bucket_group_gradient_reduce(
+                bucket_group, async_op=async_op, outer_fsdp_group_grad_reduce=outer_fsdp_group_grad_reduce
+            )
         return reduced

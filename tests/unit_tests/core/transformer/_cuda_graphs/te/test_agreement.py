@@ -11,7 +11,7 @@ from torch.distributed import HashStore, distributed_c10d
 
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
 from megatron.core.transformer._cuda_graphs.te import agreement
-from megatron.core.transformer._cuda_graphs.te.agreement import Ballot, CaptureAgreement, Failure
+from megatron.core.transformer._cuda_graphs.te.agreement import Ballot, CaptureAgreement, Failure, Objection
 
 from .bare_helper import helper
 
@@ -216,6 +216,60 @@ class TestCrossingGroups:
         errors = self.capture((rank, 1))
         expected = f"CUDA graph capture failed on rank {rank}, layer 1: RuntimeError: a fault"
         assert [str(error) for error in errors] == [expected] * 4
+
+
+class TestObjections:
+    """Four ranks, some of which cannot capture what was asked for; one may fail before it could say so."""
+
+    def capture(self, objecting, fails=None, crossing=True):
+        def run(rank):
+            agreed = crossing_groups(rank) if crossing else CaptureAgreement([Group(4)], None)
+            try:
+                if rank == fails:
+                    raise A_FAULT
+                reason = agreed.objection(f"reason {rank}" if rank in objecting else "")
+                agreed.begin("layer 0")
+                agreed.finish()
+            except Exception as raised:
+                raise agreed.failed(raised) from raised
+            return reason
+
+        return on_ranks(4, run)
+
+    @pytest.mark.parametrize("crossing", [True, False])
+    def test_without_one_nobody_has_a_reason(self, crossing):
+        assert self.capture((), crossing=crossing) == [""] * 4
+
+    @pytest.mark.parametrize("crossing", [True, False])
+    @pytest.mark.parametrize("rank", range(4))
+    def test_one_is_that_of_all_ranks_and_the_capture_goes_on(self, rank, crossing):
+        reasons = self.capture((rank,), crossing=crossing)
+        assert reasons[rank] == f"reason {rank}"
+        assert {*reasons} == {f"reason {rank}", f"reason {rank} (on rank {rank})"}
+
+    def test_each_rank_that_has_one_gives_its_own(self):
+        assert self.capture(range(4)) == [f"reason {rank}" for rank in range(4)]
+
+    @pytest.mark.parametrize("crossing", [True, False])
+    @pytest.mark.parametrize("fails", range(1, 4))
+    def test_a_rank_that_fails_meanwhile_fails_the_capture_on_all(self, fails, crossing):
+        errors = self.capture((0,), fails, crossing)
+        expected = f"CUDA graph capture failed on rank {fails}, before the first layer: RuntimeError: a fault"
+        assert [str(error) for error in errors] == [expected] * 4
+
+    def test_a_failure_that_comes_after_one_is_not_lost(self):
+        objected = threading.Event()
+
+        def run(rank):
+            ballot = Ballot(Group(2))
+            if rank == 0:
+                first = ballot.vote(Objection(0, "a reason"))
+                objected.set()
+                return first, ballot.vote()
+            objected.wait(LIMIT)
+            return ballot.vote(OUT_OF_MEMORY)
+
+        assert on_ranks(2, run) == [(Objection(0, "a reason"), OUT_OF_MEMORY), OUT_OF_MEMORY]
 
 
 class Interrupted:

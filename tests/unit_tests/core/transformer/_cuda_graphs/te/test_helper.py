@@ -182,7 +182,7 @@ def helper_of_layers(layers, order, fusion=False):
         _order=lambda: PassOrder(order, [1] * len(layers), 1),
         _num_warmup_iterations=lambda: 1,
         _engine=choose_backend(),
-        _may_capture_again=False,
+        _fits_shapes=False,
         _agreement=Alone(None, None),
     )
 

@@ -34,6 +34,7 @@ from ..engine.captured_cases import Forward, assert_same_bits, copies, descend, 
 UPSTREAM = upstream("megatron.core.transformer.cuda_graphs")
 MICROBATCHES = 3
 ORDERS = {1: [1, -1, 1, -1, 1, -1], 2: [1, 1, -1, 1, -1, -1]}  # by the number of pipeline stages
+OTHER_ORDERS = {2: [1, 1, -1, -1], 4: [1, 1, -1, 1, -1, 1, -1, -1]}  # of two stages, by the number of micro-batches
 SIDE = 4 * PATCH
 TOKENS = 16  # a patch each
 
@@ -41,18 +42,26 @@ TOKENS = 16  # a patch each
 @contextmanager
 def first_of_stages(count: int) -> Iterator[None]:
     """This process is the first of ``count`` pipeline stages; its collectives move nothing."""
-    from megatron.core import num_microbatches_calculator, parallel_state
+    from megatron.core import parallel_state
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
     parallel_state.initialize_model_parallel(pipeline_model_parallel_size=count, create_gloo_process_groups=False)
-    num_microbatches_calculator.unset_num_microbatches_calculator()
-    num_microbatches_calculator.init_num_microbatches_calculator(0, None, MICROBATCHES, 1, 1)
+    set_microbatches(MICROBATCHES)
     try:
         yield
     finally:
-        num_microbatches_calculator.unset_num_microbatches_calculator()
+        set_microbatches(None)
         parallel_state.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+def set_microbatches(count: int | None) -> None:
+    """Say how many micro-batches the coming steps have."""
+    from megatron.core import num_microbatches_calculator
+
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    if count is not None:
+        num_microbatches_calculator.init_num_microbatches_calculator(0, None, count, 1, 1)
 
 
 @pytest.fixture
@@ -111,14 +120,22 @@ def take_gradients(params, main_grads):
         param.grad = None
 
 
-def train(order, graphs, modules=(), steps=10, warmup=3):
-    """Every loss, gradient and parameter of a training, and how many graphs each layer had at the end."""
+def train(order, graphs, modules=(), steps=10, warmup=3, later=None, options=None):
+    """Every loss, gradient and parameter of a training, and how many graphs each layer had at the end.
+
+    ``later`` is the order of the steps from the second with graphs on; ``options`` are further ones of the
+    configuration.
+    """
     model, config = new_model(graphs, modules=modules)
+    vars(config).update(options or {})
     helper = helper_for(model, config) if graphs else None
     params = list(model.parameters())
     numbers = []
     for step in range(steps):
-        if helper is not None and step == warmup:
+        if later is not None and step == warmup + 1:
+            order = later
+            set_microbatches(sum(run > 0 for run in order))
+        if helper is not None and not helper.capture_finished() and step == warmup:
             helper.create_cudagraphs()
         main_grads = [torch.zeros_like(param) for param in params]
         in_flight: list[torch.Tensor] = []
@@ -148,6 +165,28 @@ def test_graphs_train_bit_for_bit_as_eager(order, modules):
     numbers, graphs = train(order, graphs=True, modules=modules)
     assert_same_bits(numbers, expected)
     assert graphs == [1 if order == ORDERS[1] else MICROBATCHES] * 2
+
+
+@pytest.mark.parametrize("microbatches", OTHER_ORDERS)
+@pytest.mark.parametrize("captures", [1, 8])
+def test_steps_of_another_number_of_micro_batches_have_graphs_of_their_own_or_none(
+    two_stages, caplog, microbatches, captures
+):
+    later, options = OTHER_ORDERS[microbatches], {"cuda_graph_max_captures": captures}
+    expected, _ = train(ORDERS[2], graphs=False, later=later)
+    set_microbatches(MICROBATCHES)
+    with caplog.at_level(logging.WARNING):
+        numbers, graphs = train(ORDERS[2], graphs=True, later=later, options=options)
+    assert_same_bits(numbers, expected)
+    assert graphs == [microbatches if captures > 1 else 0] * 2
+    eagerly = f"steps of {microbatches} micro-batches, and all that follow, run eagerly"
+    assert (eagerly in caplog.text) is (captures == 1)
+
+
+def test_where_the_helper_is_not_asked_before_steps_the_error_says_to(two_stages, monkeypatch):
+    monkeypatch.setattr(VisionTECudaGraphHelper, "capture_finished", lambda helper: helper.graphs_created())
+    with pytest.raises(ValueError, match=r"Ask capture_finished\(\) of each .* VisionTECudaGraphHelper before each"):
+        train(ORDERS[2], graphs=True, later=OTHER_ORDERS[2])
 
 
 def test_a_graph_of_another_microbatch_is_noticed(two_stages):

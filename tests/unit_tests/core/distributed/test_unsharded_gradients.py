@@ -1,0 +1,76 @@
+"""Every micro-batch of a step counts alike, also where a rank has gradients whole that others shard."""
+
+import json
+
+import pytest
+import torch
+
+from tests.unit_tests.cpu_backend.run_ranks import on_two_ranks
+
+from . import ranks_unsharded_gradients
+from .fsdp_variants import Variant, run_backward, small
+from .ranks_unsharded_gradients import LAYOUTS
+
+
+@pytest.fixture(scope="module")
+def launch():
+    return on_two_ranks(ranks_unsharded_gradients.__file__, timeout=240)
+
+
+@pytest.fixture(scope="module")
+def results(launch):
+    lines = [json.loads(line) for line in launch.stdout.splitlines() if line.startswith("{")]
+    assert lines, launch.stderr[-3000:]
+    return {line["layout"]: line["ranks"] for line in lines}
+
+
+@pytest.fixture
+def ranks_of(launch, results):
+    def ranks_of(layout):
+        assert layout in results, launch.stderr[-3000:]
+        for rank in results[layout]:
+            assert "error" not in rank, rank["error"]
+        return results[layout]
+
+    return ranks_of
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_equal_micro_batches_train_bit_for_bit_as_one(ranks_of, layout):
+    for rank in ranks_of(layout):
+        assert rank["differences"] == []
+        assert len(set(rank["grad_norms"])) == len(rank["grad_norms"]) > 1
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_graphs_train_bit_for_bit_as_eager(ranks_of, layout):
+    for rank in ranks_of(layout):
+        assert rank["of graphs"] == []
+        assert rank["replays"] > 0
+
+
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+def test_the_norm_is_that_of_gradients_of_one_instance(ranks_of, outer):
+    (expected, *_) = ranks_of("two shards")
+    for rank in ranks_of(f"two instances, {outer}"):
+        assert rank["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-5)
+
+
+def test_gradients_that_are_scaled_further_are_not_scaled_twice(instances_of_one_rank):
+    sharding = {"num_distributed_optimizer_instances": instances_of_one_rank}
+    variant = Variant(small(), sharding=sharding)
+    fsdp = variant.build().module
+    fsdp.zero_grad_buffer()
+    run_backward(fsdp, variant.case)
+    fsdp.finish_grad_sync()
+    main_grads = fsdp.param_and_grad_buffer.parameter_groups[0].main_grad_buffer.data
+    before = main_grads.clone()
+    assert before.any()
+    fsdp.scale_gradients(0.5)
+    assert torch.equal(main_grads, before / 2)
+
+
+def test_gradients_of_an_instance_are_scaled_where_instances_shard_them_further(hybrid_ranks):
+    sharding = {"num_distributed_optimizer_instances": hybrid_ranks, "outer_dp_sharding_strategy": "optim"}
+    buffer = Variant(small(), sharding=sharding).build().module.param_and_grad_buffer
+    assert {group.hfsdp_helper_gbuf.gradient_scaling_factor for group in buffer.parameter_groups} == {1 / 4}
