@@ -24,7 +24,9 @@ def write_results(path: Path, *, command: str, gpus: int = 1, **found: Any) -> N
         found: Values that JSON can hold, by name.
     """
     report = {"command": command, "hardware": hardware(gpus), "versions": versions(), **found}
-    path.write_text(json.dumps(report, indent=1) + "\n")
+    unfinished = path.with_name(f"{path.name}.unfinished")  # who reads or is killed meanwhile finds the file whole
+    unfinished.write_text(json.dumps(report, indent=1) + "\n")
+    unfinished.replace(path)
 
 
 def command_line(script: str, arguments: Sequence[str]) -> str:

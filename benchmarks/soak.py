@@ -6,25 +6,28 @@ For each of ``--configurations`` it runs ``examples/pretrain_gpt.py`` under Mega
 an interruption; with a graph per layer, saving checkpoints, to ``--resume-from``; and from that checkpoint in new
 processes to the end. Loss and gradient norm of every step are compared bit for bit. The JSON has their hash, the steps
 that differ, and the MiB that the allocator held after each step, which a picture beside it shows; ``flat`` says that
-none was reserved in the second half of a run. Exits with 1 if steps differ, are missing, or ran without graphs, or if
-memory grew.
+none was reserved in the second half of a run. Exits with 1 if steps differ, are missing, or ran without graphs, if
+memory grew, or a training failed.
+
+Where there are GPUs for it, trainings that do not need each other run side by side. A configuration is written as soon
+as it is done; logs, and the metrics of each step so far, are in a folder beside the JSON.
 """
 
 import argparse
 import hashlib
 import json
-import os
-import subprocess
+import signal
 import sys
 import tempfile
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
-import torch
+from _soak.trainings import Steps, Trainings, gpus
 from results_file import command_line, write_results
 
-SCRIPT = Path(__file__).resolve().parents[1] / "examples" / "pretrain_gpt.py"
 CAPTURED_AFTER = 3
+PROGRESS_EVERY = 10  # seconds
 COMMON = """
     --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer
     --ckpt-format fsdp_dtensor --fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail
@@ -45,29 +48,46 @@ ON_CPU = """
 EAGER = "--cuda-graph-impl none"
 GRAPHED = f"--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps {CAPTURED_AFTER}"
 GRAPHED_MOE = f"{GRAPHED} --cuda-graph-modules attn moe_router moe_preprocess"
-Steps = list[dict[str, Any]]
+Runs = dict[str, Steps]
 
 
 def main() -> int:
     """Run every configuration; return the exit status."""
     args = parse()
-    on_cpu = not torch.cuda.is_available()
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        for name in args.configurations:
-            print(f"{name}:", flush=True)
-            found[name] = soak(args, name, Path(folder) / name, on_cpu)
-    write_results(args.output, command=command_line("benchmarks/soak.py", sys.argv[1:]), gpus=args.ranks, **found)
-    draw(args.output.with_suffix(".png"), found)
-    return int(any(each["differing_steps"] or each["without_graphs"] or not each["flat"] for each in found.values()))
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
+    logs = args.output.with_suffix(".logs")
+    logs.mkdir(parents=True, exist_ok=True)
+    trainings = Trainings(args.ranks, args.at_once, logs)
+    found: dict[str, dict[str, Any]] = {}
+    failed = False
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(2 * len(args.configurations)) as pool:
+        running = {name: start(args, name, Path(folder), trainings, pool) for name in args.configurations}
+        try:
+            while running:
+                wait([each for name in running for each in running[name]], PROGRESS_EVERY)
+                print(trainings.progress(), flush=True)
+                for name in [name for name in running if all(each.done() for each in running[name])]:
+                    parts = running.pop(name)
+                    errors = [error for each in parts if (error := each.exception())]
+                    print(f"{name}: {'ended' if not errors else errors[0]}", flush=True)
+                    failed = failed or bool(errors)
+                    if not errors:
+                        steps, middle = lengths(args, name)
+                        found[name] = compare(steps, middle, {k: v for each in parts for k, v in each.result().items()})
+                        write(args, found)
+        finally:
+            trainings.stop()
+    bad = [each for each in found.values() if each["differing_steps"] or each["without_graphs"] or not each["flat"]]
+    return int(failed or bool(bad))
 
 
 def parse() -> argparse.Namespace:
     """Return the arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--configurations", nargs="+", choices=("dense", "moe"), default=("dense", "moe"))
-    parser.add_argument("--output", type=Path, required=True, help="the JSON; the picture goes beside it")
+    parser.add_argument("--output", type=Path, required=True, help="the JSON; picture and logs go beside it")
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--at-once", type=int, help="trainings side by side; by default as the GPUs allow, or 1")
     parser.add_argument("--steps", type=int, default=2000, help="of the dense model")
     parser.add_argument("--moe-steps", type=int, default=500)
     parser.add_argument("--evaluate-every", type=int, default=100)
@@ -76,58 +96,55 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=2)
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--sequence", type=int, default=128)
-    return parser.parse_args()
+    args = parser.parse_args()
+    if 0 < len(gpus()) < args.ranks:
+        parser.error(f"--ranks {args.ranks} needs as many GPUs, and {len(gpus())} are visible")
+    args.at_once = args.at_once or max(1, len(gpus()) // args.ranks)
+    return args
 
 
-def soak(args: argparse.Namespace, name: str, folder: Path, on_cpu: bool) -> dict[str, Any]:
-    """Run one configuration and return what was found."""
-    folder.mkdir()
+def lengths(args: argparse.Namespace, name: str) -> tuple[int, int]:
+    """Return the steps of a configuration, and after which of them it is resumed."""
+    steps = args.moe_steps if name == "moe" else args.steps
+    return steps, args.resume_from or steps // 2
+
+
+def start(
+    args: argparse.Namespace, name: str, folder: Path, trainings: Trainings, pool: ThreadPoolExecutor
+) -> list[Future[Runs]]:
+    """Start one configuration: the eager training, and the graphed one with its resumption."""
     moe = name == "moe"
-    steps = args.moe_steps if moe else args.steps
-    middle = args.resume_from or steps // 2
+    steps, middle = lengths(args, name)
     sizes = f"""
         --num-layers {args.layers} --hidden-size {args.hidden} --seq-length {args.sequence}
         --max-position-embeddings {args.sequence} --global-batch-size {2 * args.ranks}
         --train-iters {steps} --eval-interval {args.evaluate_every}
     """
-    kinds = f"{LOCAL} {ON_CPU}" if on_cpu else LOCAL if not _has_transformer_engine() else _te_flags(moe)
+    kinds = f"{LOCAL} {ON_CPU}" if not gpus() else LOCAL if not _has_transformer_engine() else _te_flags(moe)
     flags = f"{COMMON} {sizes} {kinds} {MOE if moe else ''}"
-    graphed = GRAPHED_MOE if moe else GRAPHED
-    checkpoints = f"--save {folder / 'checkpoints'} --save-interval {min(args.save_every, middle)}"
-    runs = {
-        "eager": f"{flags} {EAGER}",
-        "graphed": f"{flags} {graphed} {checkpoints} --exit-interval {middle}",
-        "resumed": f"{flags} {graphed} {checkpoints} --load {folder / 'checkpoints'} --ckpt-step {middle}",
-    }
-    done = {run: train(folder / run, flags, args.ranks, on_cpu) for run, flags in runs.items()}
-    return compare(steps, middle, done)
+    saved = folder / name
+    graphed = f"{flags} {GRAPHED_MOE if moe else GRAPHED} --save {saved} --save-interval {min(args.save_every, middle)}"
+
+    def train(runs: dict[str, str]) -> Runs:
+        return {run: trainings.train(f"{name}_{run}", flags) for run, flags in runs.items()}
+
+    return [
+        pool.submit(train, {"eager": f"{flags} {EAGER}"}),
+        pool.submit(
+            train,
+            {
+                "graphed": f"{graphed} --exit-interval {middle}",
+                "resumed": f"{graphed} --load {saved} --ckpt-step {middle}",
+            },
+        ),
+    ]
 
 
-def train(folder: Path, flags: str, ranks: int, on_cpu: bool) -> Steps:
-    """Train in new processes; return the metrics of each step (``examples/step_metrics.py``).
-
-    Raises:
-        RuntimeError: a process failed; with the end of the log.
-    """
-    folder.mkdir()
-    metrics, log = folder / "metrics.jsonl", folder / "log"
-    backend = "-m megatron_fsdp_cuda_graphs.cpu_backend" if on_cpu else ""
-    launch = f"-m torch.distributed.run --standalone --nproc-per-node {ranks} {backend} {SCRIPT} {flags}"
-    environment = os.environ | {
-        "STEP_METRICS_PATH": str(metrics),
-        "NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0",
-        "OMP_NUM_THREADS": "1",
-    }
-    environment.pop("CUDA_DEVICE_MAX_CONNECTIONS", None)  # one hardware queue would serialize FSDP's collectives
-    with log.open("w") as file:
-        ended = subprocess.run(
-            [sys.executable, *launch.split()], stdout=file, stderr=file, env=environment, check=False
-        )
-    if ended.returncode:
-        raise RuntimeError(f"{folder.name} failed:\n{log.read_text(errors='replace')[-6000:]}")
-    steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    print(f"  {folder.name}: {len(steps)} steps", flush=True)
-    return steps
+def write(args: argparse.Namespace, found: dict[str, dict[str, Any]]) -> None:
+    """Write what was found so far, and draw it."""
+    command = command_line("benchmarks/soak.py", sys.argv[1:])
+    write_results(args.output, command=command, gpus=args.ranks, **found)
+    draw(args.output.with_suffix(".png"), found)
 
 
 def compare(steps: int, middle: int, done: dict[str, Steps]) -> dict[str, Any]:

@@ -32,9 +32,10 @@ def install() -> None:
         )
     from . import addresses, collectives, compiler, cuda_graph, device, device_names, distributed, generators, streams
     from . import held_results as held
+    from . import transformer_engine as te
 
     memory = (addresses, generators, device_names, cuda_graph)
-    for part in (compiler, device, streams, *memory, distributed, collectives, held):
+    for part in (compiler, te, device, streams, *memory, distributed, collectives, held):
         part.install()
     patches.rebind_early_names()
 

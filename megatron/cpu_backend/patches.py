@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import MutableMapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -32,6 +33,25 @@ class Patch:
             setattr(self.owner, self.name, self.original)
         else:
             delattr(self.owner, self.name)
+
+
+class Entries:
+    """The entries of a mapping as attributes, so that they are replaced and noted like every other name."""
+
+    def __init__(self, mapping: MutableMapping[str, Any], name: str) -> None:
+        vars(self).update(_mapping=mapping, __name__=name)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self._mapping[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._mapping[name] = value
+
+    def __delattr__(self, name: str) -> None:
+        del self._mapping[name]
 
 
 APPLIED: list[Patch] = []

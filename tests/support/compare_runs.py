@@ -97,9 +97,8 @@ def run(args: argparse.Namespace) -> None:
         arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
         control = arguments.pop("control", None)
         results.append(compare(Case(**arguments), control, eager, args.output if args.stop_at_error else None))
-        if len(results) == 1:  # every capture collects garbage, and need not walk through all modules each time
-            gc.collect()
-            gc.freeze()
+        gc.collect()
+        gc.freeze()  # every capture collects garbage, and need not walk through what is left of the cases before
         if dist.get_rank() == 0:
             partial = args.output.with_suffix(".partial")  # whoever reads meanwhile, or after a crash, finds JSON
             partial.write_text(json.dumps(results, indent=1))

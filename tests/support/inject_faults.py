@@ -8,12 +8,13 @@ One model trains on; between two steps its capture is attempted with one fault a
 After each attempt every rank must have raised the same error, which names the rank that failed, within ``LIMIT``
 seconds, and hooks, parameters, generators, flags, environment and buffers must be what they were. Every few attempts,
 and at the end with graphs, a step must equal that of a model that never captured. Without a GPU it runs on the CPU
-backend.
+backend. The results are written as they come; ``places_left_out`` are those that ``--seconds`` left no time for.
 """
 
 import argparse
 import functools
 import gc
+import math
 import os
 import re
 import sys
@@ -46,6 +47,7 @@ from tests.support.training import Case, Trace, Training, train  # noqa: E402
 
 LIMIT = 60.0  # seconds
 STEPS_BETWEEN = 25  # attempts between two steps
+STARTED = time.monotonic()
 SMALL = Case(hidden=16, heads=2, sequence=8, micro_batch=1, dropout=0.1, warmup=10)
 
 
@@ -182,6 +184,7 @@ class Attempts:
     counted: Counter = field(default_factory=Counter)
     slowest: float = 0.0
     unreached: int = 0  # places that a capture did not come to
+    compared: int = 0  # steps
 
     def places(self, captured_only: bool) -> list[str]:
         """The operators and calls of a capture on this rank."""
@@ -243,14 +246,48 @@ class Attempts:
     def compare(self, eager: Trace) -> None:
         """Note where the steps differ, bit for bit, from those of a model that never captured."""
         found = eager.differences(self.training.trace())
+        self.compared = len(self.training.losses)
         everywhere: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(everywhere, found)
         if any(everywhere):
             self.problems.append({"steps": self.steps, "found": everywhere})
 
 
-def run(case: Case, kinds: list[str], stride: int, first: int, matching: str) -> dict[str, Any]:
-    """Attempt captures with faults; return what to write down.
+class Shares:
+    """The time until ``end``, shared out evenly among so many parts, of which each may use what those before left.
+
+    Args:
+        end: As of ``time.monotonic``; infinite for no limit.
+        parts: How many there are.
+    """
+
+    def __init__(self, end: float, parts: int) -> None:
+        self._end, self._parts = end, parts
+        self._until = end
+
+    def begin_part(self) -> None:
+        """The next part begins."""
+        now = time.monotonic()
+        self._until = now + (self._end - now) / self._parts
+        self._parts -= 1
+
+    def used_up(self) -> bool:
+        """Whether the part's time has passed, by the clock of rank 0; every rank must ask."""
+        passed = [time.monotonic() >= self._until]
+        dist.broadcast_object_list(passed, src=0)
+        return passed[0]
+
+
+def run(
+    case: Case,
+    kinds: list[str],
+    stride: int,
+    first: int,
+    matching: str,
+    shares: Shares,
+    write: Callable[[dict[str, Any]], None],
+) -> None:
+    """Attempt captures with faults.
 
     Args:
         case: What to train.
@@ -258,7 +295,10 @@ def run(case: Case, kinds: list[str], stride: int, first: int, matching: str) ->
         stride: A fault is at every so many of the places.
         first: The first of them.
         matching: The regular expression that the name of a place must match.
+        shares: The time for each kind.
+        write: Takes what was found so far, now and then and at the end.
     """
+    start = time.monotonic()
     training = Training(case, graphs=True)
     training.make_helper()
     attempts = Attempts(training)
@@ -266,42 +306,57 @@ def run(case: Case, kinds: list[str], stride: int, first: int, matching: str) ->
     attempts.places(False)  # allocates what later captures find
     gc.collect()
     gc.freeze()  # every capture collects garbage, and need not walk through all modules each time
-    start = time.perf_counter()
     places: dict[str, int] = {}
+    left_out: dict[str, int] = {}
+    replays = 0
+
+    def report() -> None:
+        write(
+            {
+                "case": str(case),
+                "ranks": dist.get_world_size(),
+                "places": places,
+                "places_left_out": left_out,
+                "matching": matching,
+                "stride": stride,
+                "first": first,
+                "attempts": dict(attempts.counted),
+                "passed": dict(attempts.passed),
+                "unreached": attempts.unreached,
+                "steps_compared": attempts.compared,
+                "replays_at_the_end": replays,
+                "slowest_seconds": round(attempts.slowest, 3),
+                "seconds": round(time.monotonic() - start, 1),
+                "problems": attempts.problems,
+            }
+        )
+
     for kind in kinds:
+        shares.begin_part()
         captured_only = kind == "host sync"
         names = attempts.places(captured_only)
         wanted = [at for at, name in enumerate(names) if re.search(matching, name)]
-        places[kind] = len(wanted)
-        for number, at in enumerate(wanted[first::stride]):
+        mine = wanted[first::stride]
+        places[kind], left_out[kind] = len(wanted), len(mine)
+        for number, at in enumerate(mine):
+            if shares.used_up():
+                break
             ranks = list(range(dist.get_world_size()))
             if dist.get_rank() == 0:
                 print(f"{kind} at {at} of {len(names)}: {names[at]}", flush=True)  # who hangs leaves it last in the log
             attempts.fail(kind, at, ranks)
             if len(ranks) > 1:
                 attempts.fail(kind, at, [ranks[number % len(ranks)]])
+            left_out[kind] -= 1
+            if number % STEPS_BETWEEN == 0:
+                report()
     attempts.step("after all attempts")
     training.capture(lambda training: training.helper.create_cudagraphs())
     attempts.step("with graphs")
     replays = training.trace().replays
     training.helper.delete_cuda_graphs()
     attempts.compare(train(replace(case, steps=len(training.losses)), graphs=False))
-    return {
-        "case": str(case),
-        "ranks": dist.get_world_size(),
-        "places": places,
-        "matching": matching,
-        "stride": stride,
-        "first": first,
-        "attempts": dict(attempts.counted),
-        "passed": dict(attempts.passed),
-        "unreached": attempts.unreached,
-        "steps_compared": len(training.losses),
-        "replays_at_the_end": replays,
-        "slowest_seconds": round(attempts.slowest, 3),
-        "seconds": round(time.perf_counter() - start, 1),
-        "problems": attempts.problems,
-    }
+    report()
 
 
 def main() -> None:
@@ -312,6 +367,7 @@ def main() -> None:
     parser.add_argument("--first", type=int, help="the first of these places (default: half a stride)")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS), help="what happens there")
     parser.add_argument("--matching", default="", help="only at places whose names match this regular expression")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="none is tried later; each kind has a share")
     parser.add_argument("--layers", type=int, default=2, help="layers of the model")
     parser.add_argument("--layers-per-graph", type=int, nargs="+", default=[0, 1], help="0 for all, -1 for the model")
     args = parser.parse_args()
@@ -322,18 +378,23 @@ def main() -> None:
 
     parallel_state.initialize_model_parallel()
     first = args.stride // 2 if args.first is None else args.first
-    results = [
-        run(replace(SMALL, layers=args.layers, layers_per_graph=count), args.kinds, args.stride, first, args.matching)
-        for count in args.layers_per_graph
-    ]
-    if dist.get_rank() == 0:
-        command = command_line("tests/support/inject_faults.py", sys.argv[1:]).replace(
-            "python", "torchrun --nproc-per-node 2", 1
-        )
-        write_results(args.output, command=command, gpus=dist.get_world_size(), results=results)
-        for result in results:
-            attempts, passed = sum(result["attempts"].values()), sum(result["passed"].values())
-            print(f"{result['case']}: {passed} of {attempts}, slowest {result['slowest_seconds']} s", flush=True)
+    command = command_line("tests/support/inject_faults.py", sys.argv[1:]).replace(
+        "python", "torchrun --nproc-per-node 2", 1
+    )
+    done: dict[str, dict[str, Any]] = {}
+    shares = Shares(STARTED + args.seconds, len(args.layers_per_graph) * len(args.kinds))
+
+    def write(result: dict[str, Any]) -> None:
+        if dist.get_rank() == 0:
+            done[result["case"]] = result
+            write_results(args.output, command=command, gpus=dist.get_world_size(), results=list(done.values()))
+
+    for count in args.layers_per_graph:
+        case = replace(SMALL, layers=args.layers, layers_per_graph=count)
+        run(case, args.kinds, args.stride, first, args.matching, shares, write)
+    for result in done.values():
+        attempts, passed = sum(result["attempts"].values()), sum(result["passed"].values())
+        print(f"{result['case']}: {passed} of {attempts}, slowest {result['slowest_seconds']} s", flush=True)
     dist.destroy_process_group()
     if on_cpu:
         cpu_backend.leave()

@@ -1,0 +1,57 @@
+"""trainings of the soak: each on GPUs of its own, none after a stop."""
+
+import importlib
+import json
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Barrier
+
+import pytest
+
+
+@pytest.fixture
+def module(monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    return importlib.import_module("_soak.trainings")
+
+
+class Process:
+    """In the place of a launcher: writes where it ran as the metrics, once another one does too."""
+
+    status = 0
+    both = Barrier(2)
+
+    def __init__(self, command, *, env, **others):
+        self.env = env
+
+    def wait(self):
+        if not self.status:
+            self.both.wait(30)
+            Path(self.env["STEP_METRICS_PATH"]).write_text(json.dumps(self.env["CUDA_VISIBLE_DEVICES"]) + "\n")
+        return self.status
+
+
+def test_trainings_side_by_side_have_gpus_of_their_own(module, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "gpus", lambda: ["3", "4", "5", "6", "7"])
+    monkeypatch.setattr(module.subprocess, "Popen", Process)
+    trainings = module.Trainings(2, 8, tmp_path)
+    with ThreadPoolExecutor(4) as pool:
+        placed = list(pool.map(trainings.train, "abcd", ["--flags"] * 4))
+    assert sorted(map(str, placed)) == ["['3,4']"] * 2 + ["['5,6']"] * 2
+
+
+def test_a_training_that_fails_is_an_error_with_its_log_and_gives_its_gpus_back(module, monkeypatch, tmp_path):
+    monkeypatch.setattr(module, "gpus", lambda: ["0", "1"])
+    monkeypatch.setattr(module.subprocess, "Popen", type("Failing", (Process,), {"status": 1}))
+    trainings = module.Trainings(2, 1, tmp_path)
+    for name in "ab":
+        with pytest.raises(RuntimeError, match=f"{name} failed"):
+            trainings.train(name, "--flags")
+
+
+def test_none_starts_after_a_stop(module, tmp_path):
+    trainings = module.Trainings(2, 1, tmp_path)
+    trainings.stop()
+    with pytest.raises(RuntimeError, match="not started"):
+        trainings.train("a", "--flags")
+    assert list(tmp_path.iterdir()) == []
