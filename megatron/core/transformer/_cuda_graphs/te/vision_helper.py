@@ -59,6 +59,7 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
     _every_stage_captures = False
     _may_capture_again = False  # the language model's helper would have to, too
     _gradients_are_zeroed = False
+    _logs_steps = False  # the language model's helper does
     _report_name = "capture_vision"
 
     def __init__(

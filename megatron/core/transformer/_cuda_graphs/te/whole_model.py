@@ -154,8 +154,10 @@ class ModelGraphs:
         reason = f"it was captured without {', '.join(others)}"
         if not others:
             reason = f"other tensors than at capture{self._eager_passes.outlook}"
-            if labels.shape != self._shape:
-                self._eager_passes.note(labels.shape[1], labels.shape[0])
+        if not others and labels.shape != self._shape:
+            self._eager_passes.note(labels.shape[1], labels.shape[0])
+        else:
+            self._eager_passes.total += 1
         if not self._warned:
             self._warned = True
             logger.warning(
