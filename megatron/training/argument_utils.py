@@ -7,6 +7,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer._cuda_graphs.own_options import give_to_config
+from megatron.training.cuda_graph_scalars import CudaGraphScalars
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
@@ -17,7 +18,8 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 def core_transformer_config_from_args(args: argparse.Namespace, config_class: type | None = None) -> Any:
-    """Return megatron-core's configuration of a model, with the own options for ``TECudaGraphHelper``."""
+    """Return megatron-core's configuration of a model, with what ``TECudaGraphHelper`` takes beside it."""
     config = _upstream.core_transformer_config_from_args(args, config_class)
     give_to_config(args, config)
+    config.cuda_graph_step_log = CudaGraphScalars
     return config

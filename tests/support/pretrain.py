@@ -49,16 +49,17 @@ class Pretraining:
         flags: Further flags, as one string.
         graphs: Whether layers are captured, after three steps unless ``flags`` say otherwise.
         data: The flags that name the data.
+        script: What the ranks run.
 
     Attributes:
         log: The file of all that it writes.
     """
 
-    def __init__(self, folder: Path, flags: str, *, graphs: bool, data: str = "--mock-data"):
+    def __init__(self, folder: Path, flags: str, *, graphs: bool, data: str = "--mock-data", script: Path = SCRIPT):
         self._metrics, self.log = folder / "metrics.jsonl", folder / "log"
         batch = "" if SCHEDULE in flags else BATCH
         self.log.touch()
-        arguments = f"{SCRIPT} {FLAGS} {batch} {GRAPHS[graphs]} {data} {flags}".split()
+        arguments = f"{script} {FLAGS} {batch} {GRAPHS[graphs]} {data} {flags}".split()
         context = get_context("forkserver")
         context.set_forkserver_preload([PRELOADED])
         environment = os.environ | OWN | {"STEP_METRICS_PATH": str(self._metrics)}
@@ -130,14 +131,14 @@ def _rank(rank: int, arguments: list[str]) -> None:
     runpy.run_module("megatron_fsdp_cuda_graphs.cpu_backend", run_name="__main__", alter_sys=True)
 
 
-def pretrain(folder: Path, flags: str, *, graphs: bool, **data: str) -> list[dict[str, Any]]:
+def pretrain(folder: Path, flags: str, *, graphs: bool, **others: Any) -> list[dict[str, Any]]:
     """Run to the end and return the metrics of each step; see ``Pretraining``.
 
     Raises:
         AssertionError: it failed; with the end of its log.
     """
     folder.mkdir()
-    run = Pretraining(folder, flags, graphs=graphs, **data)
+    run = Pretraining(folder, flags, graphs=graphs, **others)
     assert run.ended() == 0, run.log_tail()
     return run.steps()
 

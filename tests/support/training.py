@@ -520,7 +520,7 @@ def _number_of(replayed: list[Any], graphs: list[Any]) -> int:
 
 def engine_callable(graph: Any) -> Any:
     """The engine's callable of one of ``layer.cuda_graphs``."""
-    return getattr(graph._graphed, "graphed", graph._graphed)  # those of vision encoders are in a wrapper
+    return getattr(graph.graphed, "graphed", graph.graphed)  # those of vision encoders are in a wrapper
 
 
 def _layer_graphs(layers: list[torch.nn.Module]) -> int:

@@ -8,10 +8,14 @@ class EagerPasses:
 
     Args:
         outlook: Says in logs how long such passes run eagerly.
+
+    Attributes:
+        total: How many there were, and of calls that graphs do not fit for another reason.
     """
 
     def __init__(self, outlook: str = ""):
         self.outlook = outlook
+        self.total = 0
         self._counts: Counter[tuple[int, int]] = Counter()
         self._seen: set[tuple[int, int]] = set()
 
@@ -19,6 +23,7 @@ class EagerPasses:
         """Count a pass; return whether it is the first one of its shape."""
         shape = tokens, sequences
         self._counts[shape] += 1
+        self.total += 1
         first = shape not in self._seen
         self._seen.add(shape)
         return first

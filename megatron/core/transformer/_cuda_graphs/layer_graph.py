@@ -58,6 +58,7 @@ class LayerGraph:
     Attributes:
         asked_before_calls: The shape of the hidden states of passes that are replayed, None if no other may run
             eagerly; ``recorded_hooks``; and ``packed``.
+        graphed: The engine's callable.
         name: The layer's name in errors.
     """
 
@@ -82,7 +83,7 @@ class LayerGraph:
         self._shape = sample_args[0].shape if sample_args else None
         self.asked_before_calls = None if eager_passes is None else self._shape, recorded_hooks, packed
         self.name = name
-        self._graphed = graphed
+        self.graphed = graphed
         self._num_args = len(sample_args)
         self._ignored = frozenset() if has_attention else _ATTENTION_INPUTS
         self.num_microbatches = num_microbatches
@@ -159,17 +160,17 @@ class LayerGraph:
                     f"{self.name} was captured without {name}, so its CUDA graph cannot take it. Train with "
                     f"--cuda-graph-impl none, or leave out what makes {name} necessary."
                 )
-        return self._graphed(*args, **replay_kwargs)
+        return self.graphed(*args, **replay_kwargs)
 
     def wrapped(self, wrap: Callable[[Any], Any]) -> "LayerGraph":
         """Return a copy of this graph that replays ``wrap(callable of the engine)``."""
         graph = copy(self)
-        graph._graphed = wrap(self._graphed)
+        graph.graphed = wrap(self.graphed)
         return graph
 
     def reset(self) -> None:
         """Free the graphs."""
-        self._graphed.reset()
+        self.graphed.reset()
         self._guard = None
         self._keywords = []
 

@@ -49,7 +49,12 @@ class ChainFollower:
     Args:
         slot: The callable for one micro-batch.
         leader: The first of the chain.
+
+    Attributes:
+        replays: 0: the first one replays.
     """
+
+    replays = 0
 
     def __init__(self, slot: GraphedSlot, leader: GraphedSlot):
         self.name = slot.name

@@ -615,6 +615,11 @@ class GraphedSlot:
         self._replay.run(self.weight_gradient_graph, "weight gradients", None)
         self._delayed.hand_out(self._options.clone_param_grads)
 
+    @property
+    def replays(self) -> int:
+        """How often the forward graph was replayed; 0 without graphs."""
+        return 0 if self._replay is None else self._replay.generation
+
     def reset(self) -> None:
         """Free the graphs and every tensor they own. The callable can no longer be replayed."""
         for graph in (self.forward_graph, self.backward_graph, self.weight_gradient_graph):

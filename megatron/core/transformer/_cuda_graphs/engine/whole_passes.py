@@ -142,6 +142,11 @@ class WholePasses:
         assert output is not None
         return output
 
+    @property
+    def replays(self) -> int:
+        """How often the forward graph was replayed; 0 without graphs."""
+        return 0 if self._replay is None else self._replay.generation
+
     def reset(self) -> None:
         """Free the graphs and every tensor they own."""
         for graph in (self.forward_graph, self.backward_graph):

@@ -13,6 +13,7 @@ from megatron.core.utils import log_single_rank
 from ..eager_passes import EagerPasses
 from ..own_options import CAPTURES_FLAG, max_captures
 from .changed_shapes import STEPS, ChangedShapes
+from .graph_use import CAPTURES_USED_UP
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
@@ -32,6 +33,8 @@ class CapturesAgain:
     _fits_shapes = True  # captures for other shapes, too
     _may_stay_eager = False  # whether what is to be captured runs eagerly until then, and may go on so
     _recaptures = 0  # for changed steps
+    _stays_eager: str
+    _eager_passes: EagerPasses
     _captured_microbatches: int | None = None  # of the steps that graphs are for; None for any number
     _changed_shapes: ChangedShapes | None = None  # None if they are kept for all shapes
 
@@ -78,6 +81,7 @@ class CapturesAgain:
                 self.delete_cuda_graphs()
             self._captured_microbatches = None
             self._capture_finished = True  # or the caller would capture
+            self._stays_eager = CAPTURES_USED_UP
 
     def _captures_left(self) -> bool:
         return self._recaptures + 1 < max_captures(self.config)
@@ -101,6 +105,14 @@ class CapturesAgain:
         if gathering and self._graphs_created:
             self.cuda_graph_set_manual_hooks()
 
+    def _outlook(self) -> str:
+        """What passes of other shapes are told to expect."""
+        if not self._fits_shapes:
+            return ""
+        if not self._captures_left():
+            return self._no_capture_left()
+        return f", until all steps have had one shape, {STEPS} or more: then graphs are captured for it"
+
     def _watch_eager_passes(self, tokens: int, calls: int) -> EagerPasses:
         """Return what counts passes of other shapes than that of the graphs that are about to be attached.
 
@@ -109,11 +121,8 @@ class CapturesAgain:
             calls: How often it is told of one micro-batch.
         """
         self._captured_tokens = tokens
-        if not self._fits_shapes:
-            return EagerPasses()
-        if not self._captures_left():
-            return EagerPasses(self._no_capture_left())
-        passes = EagerPasses(f", until all steps have had one shape, {STEPS} or more: then graphs are captured for it")
-        groups = (self.tp_group, self.dp_cp_group)
-        self._changed_shapes = ChangedShapes(passes, calls, groups, get_num_microbatches())
+        self._eager_passes = passes = EagerPasses(self._outlook())
+        if self._fits_shapes and self._captures_left():
+            groups = (self.tp_group, self.dp_cp_group)
+            self._changed_shapes = ChangedShapes(passes, calls, groups, get_num_microbatches())
         return passes

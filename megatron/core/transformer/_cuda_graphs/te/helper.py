@@ -39,6 +39,7 @@ from .captures_again import CapturesAgain
 from .consecutive_layers import consecutive
 from .eager_parts import beside_whole_model, eager_parts
 from .evaluation import EvaluationGraphs
+from .graph_use import CAPTURE_FAILED, CountsUse
 from .layers import _layer_is_graphable, decoder_layers, language_model_of, mtp_layers
 from .order import PassOrder, convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
 from .sample_inputs import (
@@ -60,7 +61,7 @@ logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 _WARMUP_ITERATIONS = 3
 
 
-class TECudaGraphHelper(CapturesAgain):
+class TECudaGraphHelper(CountsUse, CapturesAgain):
     """Captures per-layer CUDA graphs of a model and attaches them to its layers.
 
     ``create_cudagraphs`` captures; ``cuda_graph_set_manual_hooks`` then gives layers under ``DistributedDataParallel``
@@ -73,7 +74,8 @@ class TECudaGraphHelper(CapturesAgain):
             ``cuda_graph_fallback`` of it, ``error`` if there is none, says what a failed capture does: ``error`` raises
             CaptureFailedError, ``eager`` warns, and training goes on without graphs. Another one,
             ``cuda_graph_max_captures``, says how often ``create_cudagraphs`` and ``capture_finished`` capture together.
-            ``cuda_graph_report`` names a folder to which rank 0 writes what was captured.
+            ``cuda_graph_report`` names a folder to which rank 0 writes what was captured. ``cuda_graph_step_log`` makes
+            what is called with the helper before each step, by ``capture_finished``, and before graphs are deleted.
         seq_length: Tokens in a sequence.
         micro_batch_size: Sequences in a micro-batch.
         optimizers: Their gradients are zeroed after capture.
@@ -137,6 +139,9 @@ class TECudaGraphHelper(CapturesAgain):
             fsdp = _fsdp_of(chunk)
             if fsdp is not None:
                 check_fsdp_options(config, fsdp.ddp_config)
+        make_log = getattr(config, "cuda_graph_step_log", None)
+        if self._logs_steps and make_log is not None:
+            self._step_log = make_log()
         self._engine = choose_backend(needs_hooks=any(_fsdp_of(chunk) is not None for chunk in model))
         self._discover_layers()
         if layers_per_graph(config) is None and not self._against_whole_model():
@@ -187,6 +192,7 @@ class TECudaGraphHelper(CapturesAgain):
         Raises:
             CaptureFailedError: as ``create_cudagraphs``.
         """
+        self._log_step()
         if self._capture_finished:
             self._fit_coming_step()
         return self._capture_finished
@@ -420,6 +426,7 @@ class TECudaGraphHelper(CapturesAgain):
         """Release cached memory and log how long capture took."""
         release_cached_memory()
         self._capture_finished = True
+        self._captures += self._graphs_created
         if not self._one_graph_serves_all():
             self._captured_microbatches = get_num_microbatches()
         captured = f"{sum(len(layer.cuda_graphs) for layer in self.flattened_callables)} layer graphs"
@@ -493,6 +500,7 @@ class TECudaGraphHelper(CapturesAgain):
                 logger.warning(warning, exc_info=error)
             release_cached_memory()
             self._capture_finished = True
+            self._stays_eager = CAPTURE_FAILED
             return
         self._finish_capturing(start_time)
 
@@ -758,6 +766,7 @@ class TECudaGraphHelper(CapturesAgain):
         """
         if not self._graphs_created:
             raise CallOrderError("there are no CUDA graphs to delete: call create_cudagraphs first")
+        self._count_before_deletion()
         if self.model_graphs is not None:
             self.model_graphs.reset()
             self.model_graphs = None

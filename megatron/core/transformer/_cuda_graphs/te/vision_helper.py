@@ -60,6 +60,7 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
     _every_stage_captures = False
     _fits_shapes = False  # how many tokens images have says nothing of the steps to come
     _gradients_are_zeroed = False
+    _logs_steps = False  # the language model's helper does
     _report_name = "capture_vision"
 
     def __init__(

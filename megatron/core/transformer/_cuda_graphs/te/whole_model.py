@@ -154,8 +154,10 @@ class ModelGraphs:
             reason = "a module in it has got or lost hooks, which do not run in replays"
         elif not others:
             reason = f"other tensors than at capture{self._eager_passes.outlook}"
-            if labels.shape != self._shape:
-                self._eager_passes.note(labels.shape[1], labels.shape[0])
+        if not others and labels.shape != self._shape:
+            self._eager_passes.note(labels.shape[1], labels.shape[0])
+        else:
+            self._eager_passes.total += 1
         if not self._warned:
             self._warned = True
             logger.warning(

@@ -135,7 +135,7 @@ def test_without_a_mask_a_replay_reads_the_one_at_capture_whatever_others_were_g
     graph.replay((HIDDEN,), {"attention_mask": ~MASK})
     assert graph.fits((HIDDEN,), {})
     graph.replay((HIDDEN,), {})
-    ((_, given), (_, absent)) = graph._graphed.calls
+    ((_, given), (_, absent)) = graph.graphed.calls
     assert torch.equal(given["attention_mask"], ~MASK)
     assert torch.equal(absent["attention_mask"], MASK)
 

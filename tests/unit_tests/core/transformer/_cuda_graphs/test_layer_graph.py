@@ -35,7 +35,7 @@ def layer_graph(has_attention=True):
 
 def replayed_with(graph, *args, **kwargs):
     graph(*args, **kwargs)
-    return graph._graphed.calls[-1]
+    return graph.graphed.calls[-1]
 
 
 def test_arguments_like_the_captured_ones_reach_the_graph():
@@ -175,7 +175,7 @@ def test_reset_frees_the_graphs_and_the_static_inputs():
     static.clear()
     assert alive[1]() is not None
     graph.reset()
-    assert graph._graphed.was_reset
+    assert graph.graphed.was_reset
     assert [tensor() for tensor in alive] == [None, None]
 
 

@@ -368,7 +368,7 @@ class TestMovedParameters:
         if moved == "buffer":
             layer.inner.count = layer.inner.count.clone()
         else:
-            static = layer.cuda_graphs[0]._graphed.inputs[0]
+            static = layer.cuda_graphs[0].graphed.inputs[0]
             static.data = static.data.clone()
         with pytest.raises(MovedBufferError, match=f"use the {moved} .* of layer 1"):
             self.replay(layer, is_first_microbatch=True)
@@ -522,7 +522,7 @@ def test_megatron_fsdp_is_in_capture_mode_with_the_layers_of_its_chunk():
 def test_layers_hold_no_graphs_once_these_are_deleted(monkeypatch):
     messages = []
     monkeypatch.setattr(TECudaGraphHelper, "_log", lambda self, level, message: messages.append(message))
-    graphs = [mock.Mock(), mock.Mock()]
+    graphs = [mock.Mock(graphed=None), mock.Mock(graphed=None)]
     layer = SimpleNamespace(cuda_graphs=graphs, cuda_graph_manual_hooks=["hook"])
     deleting = helper(
         model=[torch.nn.Linear(1, 1)], callables_per_chunk=[[layer]], _graphs_created=True, _capture_finished=True
@@ -613,6 +613,16 @@ def test_a_stage_captures_for_each_number_of_micro_batches_with_the_others_even_
         seen.append((capturing.resets, capturing.graphs_created()))
     has = layers > 0
     assert seen == [(1, has), (2, has), (2, has), (2, False), (2, False)]
+    assert capturing.eager_reason() == "captures-used-up"
+
+
+@pytest.mark.usefixtures("cpu_backend")
+@pytest.mark.parametrize(("layers", "reason"), [(0, "no-layers"), (1, "")])
+def test_a_stage_without_layers_runs_eagerly_for_that_reason(layers, reason):
+    capturing = CapturingHelper(lambda: None, layers=layers)
+    assert capturing.eager_reason() == "before-capture"
+    capturing.create_cudagraphs()
+    assert capturing.eager_reason() == reason
 
 
 @pytest.mark.usefixtures("cpu_backend")

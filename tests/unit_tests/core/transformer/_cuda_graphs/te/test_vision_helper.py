@@ -235,7 +235,7 @@ def test_deleted_graphs_leave_layers_that_run_eagerly_and_can_be_captured_again(
     graphs = [graph for layer in layers_of(model) for graph in layer.cuda_graphs]
     helper.delete_cuda_graphs()
     assert not any(layer.cuda_graphs for layer in layers_of(model))
-    assert all(graph._graphed.forward_graph is None for graph in graphs)
+    assert all(graph.graphed.forward_graph is None for graph in graphs)
     helper.create_cudagraphs()
     assert all(layer.cuda_graphs for layer in layers_of(model))
 
@@ -265,6 +265,12 @@ def test_the_layers_of_the_vision_model_are_found(one_stage):
     assert helper.flattened_callables == helper.callables == layers_of(model)
     assert (helper.num_layers, helper.num_layers_per_chunk, helper.num_model_chunks) == (2, [2], 1)
     assert helper.vision_model is model.vision_model
+
+
+def test_steps_are_logged_by_the_language_models_helper_only(one_stage):
+    model, config = new_model()
+    config.cuda_graph_step_log = lambda: pytest.fail("a second log of the same steps")
+    assert not helper_for(model, config).capture_finished()
 
 
 def test_layers_that_are_not_graphable_are_left_out(one_stage):

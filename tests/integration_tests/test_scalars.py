@@ -1,0 +1,46 @@
+"""TensorBoard and W&B get scalars on CUDA graphs from Megatron's own training loop, at its interval, on two CPU ranks.
+
+The last rank has the writers.
+"""
+
+import json
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from tests.support import pretrain_with_writers
+from tests.support.pretrain import pretrain
+
+TRAIN = "--train-iters 8 --cuda-graph-warmup-steps 3 --eval-interval 4 --eval-iters 1"
+WRITERS = "--tensorboard-log-interval 2 --wandb-project project --wandb-exp-name name"
+EVERY = [2, 4, 6, 8]
+MICROBATCHES = 2
+
+
+@pytest.fixture(scope="module")
+def scalars(tmp_path_factory):
+    """The values of each scalar by writer and name, those of Megatron too."""
+    folder = tmp_path_factory.mktemp("scalars")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setenv("SCALARS_PATH", str(folder / "scalars"))
+        flags = f"{TRAIN} {WRITERS} --tensorboard-dir {folder} --wandb-save-dir {folder}"
+        pretrain(folder / "run", flags, graphs=True, script=Path(pretrain_with_writers.__file__))
+    values = defaultdict(list)
+    for line in (folder / "scalars").read_text().splitlines():
+        writer, name, value, iteration = json.loads(line)
+        values[writer, name].append((iteration, value))
+    return values
+
+
+@pytest.mark.parametrize("writer", ["tensorboard", "wandb"])
+def test_scalars_of_graphs_come_with_those_of_megatron(scalars, writer):
+    assert [iteration for iteration, _ in scalars[writer, "learning-rate"]] == EVERY
+    own = {name.removeprefix("cuda-graphs/"): each for (by, name), each in scalars.items() if by == writer}
+    replays = [MICROBATCHES * steps for steps in (0, 1, 2, 2)]
+    assert own["replays"] == list(zip(EVERY, replays, strict=True))
+    assert own["eager-steps/before-capture"] == list(zip(EVERY, [2, 1, 0, 0], strict=True))
+    assert own["captures"] == list(zip(EVERY, [0, 1, 1, 1], strict=True))
+    memory = dict(own["memory-mib"])
+    assert memory.keys() == {*EVERY}
+    assert memory[2] == 0 < memory[4] <= memory[8]

@@ -1,0 +1,96 @@
+"""What a helper says of the use of its graphs: replays, why steps ran eagerly, captures and memory.
+
+One rank on the CPU backend, three layers.
+"""
+
+import pytest
+import torch
+
+from megatron.core.transformer._cuda_graphs.te import graph_use
+from megatron.core.transformer._cuda_graphs.te.graph_use import BEFORE_CAPTURE, CAPTURE_FAILED, OTHER_INPUTS, GraphUse
+
+from .captured_training import CapturedTraining, graphed
+from .fsdp_variants import small
+
+FORWARD_REPLAYS = {0: 1, 2: 2, 1: 3, -1: 1}  # of a micro-batch, by the layers of a graph; -1 is the whole model
+MICROBATCHES = 2
+
+
+@pytest.fixture
+def training(one_rank):
+    """A function that captures a case; the graphs are freed at the end."""
+    made = []
+
+    def make(case):
+        made.append(CapturedTraining(case))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.delete()
+
+
+def pool_bytes(helper):
+    """The memory of all pools but the allocator's own."""
+    segments = torch.cuda.memory_snapshot()
+    return sum(each["total_size"] for each in segments if tuple(each["segment_pool_id"]) != (0, 0))
+
+
+@pytest.mark.parametrize("layers_per_graph", FORWARD_REPLAYS)
+def test_replays_are_those_of_forward_graphs(training, layers_per_graph):
+    trained = training(graphed(layers_per_graph, microbatches=MICROBATCHES))
+    helper = trained.helper
+    assert (helper.graph_use().replays, helper.eager_reason()) == (0, "")
+    for steps in (1, 2):
+        trained.step()
+        assert helper.graph_use().replays == steps * MICROBATCHES * FORWARD_REPLAYS[layers_per_graph]
+        assert helper.eager_reason() == ""
+
+
+@pytest.mark.parametrize("layers_per_graph", [0, -1])
+def test_counts_go_on_over_another_capture(training, layers_per_graph):
+    trained = training(graphed(layers_per_graph))
+    helper = trained.helper
+    trained.step()
+    helper.delete_cuda_graphs()
+    assert helper.graph_use() == GraphUse(replays=1, captures=1, pool_bytes=0)
+    assert helper.eager_reason() == BEFORE_CAPTURE
+    trained.capture(lambda training: training.helper.create_cudagraphs())
+    trained.step()
+    use = helper.graph_use()
+    assert (use.replays, use.captures) == (2, 2)
+    assert use.pool_bytes > 0
+
+
+@pytest.mark.parametrize("layers_per_graph", [0, -1])
+def test_a_step_of_another_shape_runs_eagerly_for_its_inputs(training, layers_per_graph):
+    trained = training(small(layers=3, warmup=0, sequences_later=(8, 16), layers_per_graph=layers_per_graph))
+    seen = []
+    for _ in range(3):
+        trained.step()
+        seen.append((trained.helper.eager_reason(), trained.helper.graph_use().replays))
+    assert seen == [(OTHER_INPUTS, 0), ("", 1), (OTHER_INPUTS, 1)]
+
+
+def test_after_a_failed_capture_that_is_the_reason(training, monkeypatch):
+    trained = training(graphed())
+    helper = trained.helper
+    helper.delete_cuda_graphs()
+    helper.config.cuda_graph_fallback = "eager"
+    with monkeypatch.context() as patched:
+        patched.setattr(helper, "_capture_layers", lambda: 1 / 0)
+        helper.create_cudagraphs()
+    assert helper.eager_reason() == CAPTURE_FAILED
+    assert helper.graph_use() == GraphUse(replays=0, captures=1, pool_bytes=0)
+
+
+def test_memory_is_that_of_the_pools_and_is_looked_for_once(training, monkeypatch):
+    trained = training(graphed())
+    before = trained.helper.graph_use().pool_bytes
+    assert before == pool_bytes(trained.helper) > 0
+    with monkeypatch.context() as patched:
+        patched.setattr(graph_use, "pools_of", lambda graphs: pytest.fail("the allocator is asked again"))
+        trained.step()
+        assert trained.helper.graph_use().pool_bytes == before
+    trained.evaluate()
+    assert trained.helper.graph_use().pool_bytes == pool_bytes(trained.helper) > before
