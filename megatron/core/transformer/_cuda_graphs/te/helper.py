@@ -113,12 +113,12 @@ class TECudaGraphHelper(CapturesAgain):
             )
         if getattr(config, "cuda_graph_fallback", "error") not in FALLBACKS:
             raise OptionsError(f"--cuda-graph-fallback must be one of {FALLBACKS}, got {config.cuda_graph_fallback!r}")
-        if config.overlap_moe_expert_parallel_comm and not config.cuda_graph_modules:
-            raise OptionsError(PARTS_OF_OVERLAP)
         layers_per_graph(config)
         max_captures(config)
         if problem := allocator_problem():
             raise OptionsError(problem)
+        if config.overlap_moe_expert_parallel_comm and not config.cuda_graph_modules:
+            raise OptionsError(PARTS_OF_OVERLAP)
         self.model, self.optimizers = model, optimizers
         self.config = config
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
