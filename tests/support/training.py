@@ -50,6 +50,7 @@ class Case:
         shared_experts: Hidden size of the shared experts; 0 for none.
         shared_overlap: Whether shared experts run beside the dispatch of tokens.
         ep_overlap: Whether the tokens of one micro-batch travel between experts while another one is computed.
+        delay_wgrad: Whether weight gradients are computed in passes of their own; with ``ep_overlap``.
         capacity: Tokens of an expert relative to an even share; tokens beyond it are dropped, missing ones padded. None
             for as many as the router sends.
         transformer_engine: Whether layers are TransformerEngine's rather than Megatron's own.
@@ -96,6 +97,7 @@ class Case:
     shared_experts: int = 0
     shared_overlap: bool = False
     ep_overlap: bool = False
+    delay_wgrad: bool = False
     capacity: float | None = None
     transformer_engine: bool = False
     fsdp: bool = True
@@ -550,6 +552,7 @@ def _config(case: Case, graphs: bool):
             "moe_shared_expert_intermediate_size": case.shared_experts or None,
             "moe_shared_expert_overlap": case.shared_overlap,
             "overlap_moe_expert_parallel_comm": case.ep_overlap,
+            "delay_wgrad_compute": case.delay_wgrad,
             "moe_expert_capacity_factor": case.capacity,
             "moe_pad_expert_input_to_capacity": case.capacity is not None,
             "add_bias_linear": False,

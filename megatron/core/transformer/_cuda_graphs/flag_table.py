@@ -282,6 +282,13 @@ _REFUSED = [
         "buffer the main gradients that a graph would write are elsewhere in every iteration",
     ),
     _refused(
+        "delayed weight gradients",
+        "--delay-wgrad-compute",
+        lambda options: bool(options.get("delay_wgrad_compute")),
+        "--delay-wgrad-compute beside graphs needs --gradient-accumulation-fusion, and that main gradients stay in "
+        "place, which they do not with --overlap-moe-expert-parallel-comm: leave it out",
+    ),
+    _refused(
         "expert parallel overlap with a shared embedding",
         "--overlap-moe-expert-parallel-comm, --data-parallel-sharding-strategy optim or optim_grads, no "
         "--untie-embeddings-and-output-weights, or --mtp-num-layers",
@@ -393,12 +400,6 @@ _NO_EFFECT = [
 ]
 
 _NOT_TRIED = [
-    _not_tried(
-        "delayed weight gradients",
-        "--delay-wgrad-compute",
-        lambda options: bool(options.get("delay_wgrad_compute")),
-        "; it needs TransformerEngine's layers",
-    ),
     _not_tried(
         "other recipes",
         "--fp4-format, --fp8-recipe other than delayed or tensorwise",
@@ -535,8 +536,8 @@ _WORKS = [
         "--overlap-moe-expert-parallel-comm, --cuda-graph-modules attn, moe_router or moe_preprocess",
         lambda o: _overlaps(o) and not _overlaps_in_double_buffer(o) and not _overlaps_whole_layers(o),
         _OVERLAP,
-        "graphs are for training only, and the weights that they read, those of all but experts, stay in memory from "
-        "capture on; verified on the CPU backend only",
+        "for training, not for evaluation; weights other than experts stay in memory, gathered, from capture on; "
+        "verified on the CPU backend only",
     ),
     _works(
         "fp8",

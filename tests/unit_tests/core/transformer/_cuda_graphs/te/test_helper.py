@@ -482,7 +482,7 @@ def test_graphs_are_for_any_number_of_micro_batches_unless_there_are_pipeline_st
 class Fsdp(torch.nn.Module):
     """What the helper looks for."""
 
-    def capture_graphs(self, layers, ready):
+    def capture_graphs(self, layers, ready, keep_buckets):
         raise NotImplementedError
 
     def forget_graphs(self, layers):
