@@ -145,14 +145,22 @@ def loss_func(loss_mask: torch.Tensor, output: torch.Tensor):
     return loss, tokens, {"lm loss": torch.stack([loss.detach(), tokens.float()])}
 
 
-def forward_step(data_iterator, model):
-    """Run one micro-batch; return each token's loss and what makes the micro-batch's loss of it."""
+def forward_step(data_iterator, model, return_schedule_plan: bool = False):
+    """Run one micro-batch; return each token's loss and what makes the micro-batch's loss of it.
+
+    Args:
+        data_iterator: Where batches come from.
+        model: A chunk of the model.
+        return_schedule_plan: Whether to return a plan of the model's passes in the place of losses, for
+            ``--overlap-moe-expert-parallel-comm``.
+    """
     timers = get_timers()
     timers("batch-generator", log_level=2).start()
     vp_stage = get_attr_wrapped_model(model, "vp_stage")
     tokens, labels, loss_mask, position_ids, attention_mask, packed = get_batch(data_iterator, vp_stage)
     timers("batch-generator").stop()
-    output = model(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask, packed_seq_params=packed)
+    run = model.build_schedule_plan if return_schedule_plan else model
+    output = run(tokens, position_ids, attention_mask, labels=labels, loss_mask=loss_mask, packed_seq_params=packed)
     return output, partial(loss_func, loss_mask)
 
 

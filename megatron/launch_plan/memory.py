@@ -24,6 +24,7 @@ KINDS = {
     "gradients": "main gradients: FSDP's shards",
     "double_buffer": "double buffer: two FSDP units, weights and gradients",
     "persistent_buffers": "persistent buffers: what does not fit the double buffer",
+    "kept_weights": "gathered weights that graphs read, which stay in place",
     "optimizer_states": "optimizer's states",
     "optimizer_gradients": "optimizer's gradients, in its dtype",
     "static_inputs": "static inputs of graphs",
@@ -45,6 +46,8 @@ def fsdp_memory(buffers: Iterable[Any], args: argparse.Namespace) -> Counter[str
             found["weights"] += _bytes(group.hfsdp_helper_wtbuf or group.transpose_weight_buffer)
             found["main_weights"] += _bytes(group.main_weight_buffer)
             found["gradients"] += _bytes(group.hfsdp_helper_gbuf or group.main_grad_buffer)
+        if args.overlap_moe_expert_parallel_comm:
+            found["kept_weights"] += sum(map(_kept_bytes, buffer.parameter_groups))
         _use_temporary_buffers(buffer)
         found.update(temporary_buffers(buffer))
         found.update(_optimizer(buffer, args))
@@ -134,6 +137,13 @@ def _bytes_of_states(args: argparse.Namespace) -> int:
     if args.optimizer == "adam":
         return int(args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize)
     return torch.float32.itemsize if args.optimizer == "sgd" and args.sgd_momentum else 0
+
+
+def _kept_bytes(group: Any) -> int:
+    """The weights of a bucket that graphs of what precedes experts keep in place, in bytes."""
+    weights = group.model_weight_buffer
+    released = group.fsdp_unit_id is not None and weights.is_data_distributed
+    return 0 if group.is_expert_param or not released else int(weights.bucket_index.size * weights.dtype.itemsize)
 
 
 def _bytes(buffer: Any) -> int:

@@ -1,7 +1,8 @@
 """Without Megatron-FSDP: with graphs, a model under DistributedDataParallel trains bit for bit as eagerly.
 
-Layouts: data parallel over all GPUs; two pipeline stages, each with one model chunk or with two that interleave. Models
-of 4 TransformerEngine layers, both engines, the distributed optimizer.
+Layouts: data parallel over all GPUs; two pipeline stages, each with one model chunk or with two that interleave; expert
+parallel 2, the tokens of one micro-batch travelling while another is computed. Models of 4 TransformerEngine layers,
+both engines, the distributed optimizer.
 """
 
 from typing import Any
@@ -32,7 +33,15 @@ PIPELINE: list[dict[str, Any]] = [
     {"virtual": 2, "microbatches": 4, **MOE},
     {"virtual": 2, "dropout": 0.1, "microbatches": 4, "evaluates": True},
 ]
-LAYOUTS = {"data parallel": ([], DATA_PARALLEL, 1), "PP2": (["--pp", "2"], PIPELINE, 2)}
+OVERLAP: list[dict[str, Any]] = [
+    {"ep_overlap": True, "microbatches": 3, **MOE, **case}
+    for case in ({}, {"dropout": 0.1, "modules": ["attn"]}, {"fused_wgrad": True, "delay_wgrad": True})
+]
+LAYOUTS = {
+    "data parallel": ([], DATA_PARALLEL, 1),
+    "PP2": (["--pp", "2"], PIPELINE, 2),
+    "EP2": (["--ep", "2"], OVERLAP, 2),
+}
 RUNS = [(layout, engine) for layout in LAYOUTS for engine in ENGINES if LAYOUTS[layout][2] <= max(GPUS, 1)]
 CASES = [(*run, case) for run in RUNS for case in LAYOUTS[run[0]][1]]
 
@@ -62,7 +71,8 @@ def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
     result = results[layout, engine][name_of(case)]
     assert not result["error"]
     assert result["differences"] == []
-    assert result["graphs"] == (4 + case.get("mtp", 0) if layout == "data parallel" else 2 * case["microbatches"])
+    slots = {"data parallel": 1, "PP2": case.get("microbatches", 1) / 2, "EP2": case.get("microbatches", 1)}
+    assert result["graphs"] == (4 + case.get("mtp", 0)) * slots[layout]
 
 
 @pytest.mark.skipif(GPUS == 1, reason="two pipeline stages need two GPUs")

@@ -1,8 +1,8 @@
 """Flags that the table of flags has as not tried, or as tried on the CPU backend only, on GPUs.
 
 Under Megatron-FSDP with graphs a model trains bit for bit as eagerly. Layouts: data parallel over all GPUs; context
-parallel 2; pipeline stages 2, each with one chunk of the model or with two. With four GPUs or more there are several
-data-parallel ranks in each of them.
+parallel 2; pipeline stages 2, each with one chunk of the model or with two; expert parallel 2. With four GPUs or more
+there are several data-parallel ranks in each of them.
 """
 
 import pytest
@@ -12,6 +12,8 @@ from tests.support.launch import name_of
 
 OVERLAPPED = {"experts": 4, "shared_experts": 256, "shared_overlap": True}
 HYBRID = {"pattern": "M*EM", "experts": 4}
+BEFORE_EXPERTS = ["attn", "moe_router", "moe_preprocess"]
+OVERLAP = {"dtype": "bf16", "ep_overlap": True, "double_buffer": False, "experts": 4, "microbatches": 3}
 STAGES = {"tied": False, "microbatches": 4}
 CASES: dict[str, list[dict]] = {
     "data parallel": [
@@ -57,15 +59,29 @@ CASES: dict[str, list[dict]] = {
         {"dtype": "bf16", **STAGES, "virtual": 2, "modules": ["attn"], "dropout": 0.1},
         {"dtype": "bf16", **STAGES, "virtual": 2, "layers": 12, "dropout": 0.1, "evaluates": True},
     ],
+    "EP2": [
+        {**OVERLAP, "modules": BEFORE_EXPERTS},
+        {**OVERLAP, "modules": BEFORE_EXPERTS, "dropout": 0.1, "shared_experts": 256, "evaluates": True},
+        {**OVERLAP, "modules": BEFORE_EXPERTS, "mtp": 1},
+        {**OVERLAP, "modules": BEFORE_EXPERTS, "layers": 5, "tied": False},
+        {**OVERLAP, "modules": BEFORE_EXPERTS, "optimizer_graph": True},
+        {**OVERLAP, "modules": BEFORE_EXPERTS, "fp8": "delayed"},
+        {**OVERLAP, "modules": BEFORE_EXPERTS, "fp8": "delayed", "fp8_params": True},
+        {**OVERLAP, "modules": BEFORE_EXPERTS, "strategy": "no_shard"},
+        {**OVERLAP, "modules": ["attn"], "shared_experts": 256},
+        {**OVERLAP, "modules": ["attn", "moe_router"]},
+    ],
 }
 LAYOUTS = {
     "data parallel": [],
     "CP2": ["--cp", "2"],
     "PP2": ["--pp", "2"],
     "PP2 with VPP2": ["--pp", "2"],
+    "EP2": ["--ep", "2"],
 }
 RUNS = [("data parallel", engine) for engine in ENGINES]
 RUNS += [(layout, "native") for layout in [*LAYOUTS][1:] if GPUS != 1]
+RUNS += [("EP2", "transformer_engine")] if GPUS != 1 else []
 
 
 @pytest.fixture(scope="session")
@@ -98,5 +114,7 @@ def test_graphs_train_bit_for_bit_as_eager(train, layout, engine, case):
     assert result["differences"] == []
     pattern = case.get("pattern", "").replace("/", "")
     layers = len(pattern) or case.get("layers", 4) * (2 if case.get("captions") else 1)
-    slots = layers // 2 * case["microbatches"] if "PP2" in layout else layers  # of the layers of a stage, or of all
+    slots = layers // 2 if "PP2" in layout else layers + case.get("mtp", 0)  # of the layers of a stage, or of all
+    if "PP2" in layout or case.get("ep_overlap"):
+        slots *= case["microbatches"]
     assert result["graphs"] == slots

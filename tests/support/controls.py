@@ -214,6 +214,21 @@ def taken_addresses(training: Training) -> None:
     ]
 
 
+def buckets_not_kept(training: Training) -> None:
+    """Parts of layers whose weights come and go, without a double buffer."""
+    buffer = training.chunks[0].module.param_and_grad_buffer
+    with mock.patch.object(buffer, "keep_weights"):
+        training.helper.create_cudagraphs()
+
+
+def replays_that_gather_nothing(training: Training) -> None:
+    """Parts of layers that a schedule replays without calling the layer: no one else gathers their parameters."""
+    fsdp = training.chunks[0].module
+    fsdp.suggested_AG_prefetch_size = 0
+    with mock.patch.object(fsdp, "around_parts", lambda module, graphed: graphed):
+        training.helper.create_cudagraphs()
+
+
 def dead_local_replay(training: Training) -> None:
     """Local graphs that are replayed but do nothing."""
 
@@ -373,6 +388,8 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         beside_an_equal_model,
         beside_a_larger_model,
         taken_addresses,
+        buckets_not_kept,
+        replays_that_gather_nothing,
         dead_local_replay,
         failed_local_capture,
         failed_local_capture_on_one_rank,

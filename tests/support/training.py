@@ -50,6 +50,8 @@ class Case:
         moe_layer_freq: 1 for experts in every layer, or 1 and 0 for layers with and without.
         shared_experts: Hidden size of the shared experts; 0 for none.
         shared_overlap: Whether shared experts run beside the dispatch of tokens.
+        ep_overlap: Whether the tokens of one micro-batch travel between experts while another one is computed.
+        delay_wgrad: Whether weight gradients are computed in passes of their own; with ``ep_overlap``.
         capacity: Tokens of an expert relative to an even share; tokens beyond it are dropped, missing ones padded. None
             for as many as the router sends.
         transformer_engine: Whether layers are TransformerEngine's rather than Megatron's own.
@@ -95,6 +97,8 @@ class Case:
     moe_layer_freq: int | tuple[int, ...] = 1
     shared_experts: int = 0
     shared_overlap: bool = False
+    ep_overlap: bool = False
+    delay_wgrad: bool = False
     capacity: float | None = None
     transformer_engine: bool = False
     fsdp: bool = True
@@ -320,16 +324,17 @@ class Training:
     def _batches(self, step: int) -> Iterator[Any]:
         return _batches(self.case, step)
 
-    def _losses(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
+    def _losses(self, model: Callable[..., Any], batch: Any) -> Any:
+        """Call ``model``, the model or what plans its passes, on ``batch``."""
         packed = {"packed_seq_params": batch.packed} if self.case.packed else {}
         return model(batch.tokens, batch.positions, batch.mask, labels=batch.labels, **packed)
 
-    def _forward_step(self, batches: Iterator[Any], model: torch.nn.Module):
+    def _forward_step(self, batches: Iterator[Any], model: torch.nn.Module, return_schedule_plan: bool = False):
         def loss_of(losses):
             loss = losses.float().mean()
             return loss, {"loss": loss.detach().clone()}
 
-        return self._losses(model, next(batches)), loss_of
+        return self._losses(model.build_schedule_plan if return_schedule_plan else model, next(batches)), loss_of
 
     def make_helper(self) -> Any:
         from megatron.core.transformer._cuda_graphs.te import helper as te_helper
@@ -548,6 +553,8 @@ def _config(case: Case, graphs: bool):
             "moe_layer_freq": list(case.moe_layer_freq) if isinstance(case.moe_layer_freq, tuple) else 1,
             "moe_shared_expert_intermediate_size": case.shared_experts or None,
             "moe_shared_expert_overlap": case.shared_overlap,
+            "overlap_moe_expert_parallel_comm": case.ep_overlap,
+            "delay_wgrad_compute": case.delay_wgrad,
             "moe_expert_capacity_factor": case.capacity,
             "moe_pad_expert_input_to_capacity": case.capacity is not None,
             "add_bias_linear": False,

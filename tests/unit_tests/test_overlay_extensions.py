@@ -27,6 +27,7 @@ REPLACED = {
         "GradReducePipeline",
         "MaxPoolAllocator",
         "ParamAndGradBuffer",
+        "StorageResizeBasedBucketAllocator",
     },
     "megatron.core.optimizer.clip_grads": {"to_local_if_dtensor"},
     "megatron.core.optimizer.distrib_optimizer": {"DistributedOptimizer"},

@@ -113,6 +113,29 @@ def test_order_graphs_and_buffers_are_those_of_a_capture(command, ranks, stage, 
     assert len(real) == (7 if alone else 4)
 
 
+def test_weights_that_stay_in_place_are_those_of_a_capture(monkeypatch):
+    """Without a double buffer, beside ``--overlap-moe-expert-parallel-comm``."""
+    overlap = "--expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm"
+    command = f"{DENSE.replace('--fsdp-double-buffer', '')} {EXPERTS} --num-layers 2 {MODULES} {overlap}"
+    flags = read_flags(command.split(), 2)
+    assert not flags.refused
+    with dry_stage.dry_stage(flags.args, 0) as helper:
+        found = memory.fsdp_memory(dry_stage.fsdp_buffers(helper), flags.args)
+
+    monkeypatch.setattr(dry_stage, "without_memory", nullcontext)
+    with dry_stage.dry_stage(flags.args, 0) as helper, torch.cuda.stream(torch.cuda.Stream()):
+        (buffer,) = dry_stage.fsdp_buffers(helper)
+        for group in buffer.parameter_groups:
+            group.model_weight_buffer.data.fill_(0.01)
+        helper.create_cudagraphs()
+        kept = [buffer.weight_alloc.buckets[bucket].data for bucket in buffer.weight_alloc.kept]
+        sizes = [weights.untyped_storage().nbytes() for weights in kept]
+        helper.delete_cuda_graphs()
+        assert not buffer.weight_alloc.kept
+    assert len(sizes) == 2  # of a layer each
+    assert sum(sizes) == found["kept_weights"] > 0
+
+
 @pytest.mark.parametrize("name", ["A", "B"])
 @pytest.mark.parametrize("variant", ["native", "native:MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH=model"])
 def test_memory_is_within_a_tenth_of_what_was_measured_on_gpus(name, variant, monkeypatch):

@@ -34,6 +34,7 @@ PADDED = "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0"
 PACKED = "--cuda-graph-packed-sequences 4"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 FUSED = "--no-gradient-accumulation-fusion"
+OVERLAP = "--overlap-moe-expert-parallel-comm --bf16"
 
 
 @dataclass
@@ -77,7 +78,23 @@ EXAMPLES = {
     "hybrid sharding": Example(
         "--num-distributed-optimizer-instances 2 --overlap-grad-reduce --outer-dp-sharding-strategy optim"
     ),
-    "expert parallel overlap": Example(f"{MOE} attn --overlap-moe-expert-parallel-comm --bf16"),
+    "expert parallel overlap in a double buffer": Example(f"{MOE} attn {OVERLAP}"),
+    "expert parallel overlap of whole layers": Example(
+        f"{MOE.replace('--cuda-graph-modules', '')} {OVERLAP} {PADDED}", left_out=(DOUBLE_BUFFER,)
+    ),
+    "expert parallel overlap with fused weight gradients": Example(
+        f"{MOE} attn {OVERLAP}", left_out=(DOUBLE_BUFFER, FUSED)
+    ),
+    "expert parallel overlap with a shared embedding": Example(
+        f"{MOE} attn {OVERLAP} --data-parallel-sharding-strategy optim_grads", left_out=(DOUBLE_BUFFER,)
+    ),
+    "expert parallel overlap of stages": Example(
+        f"{MOE} attn {OVERLAP} --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights",
+        left_out=(DOUBLE_BUFFER,),
+    ),
+    "expert parallel overlap of packed sequences": Example(
+        f"{MOE} attn {OVERLAP} {PACKED} --position-embedding-type none", left_out=(DOUBLE_BUFFER,)
+    ),
     "optimizer graph with a loss scale": Example("--optimizer-cuda-graph --fp16"),
     "negative warm-up": Example("--cuda-graph-warmup-steps -1"),
     "embedding in two stages": Example("--pipeline-model-parallel-size 2"),
@@ -103,6 +120,7 @@ EXAMPLES = {
     "heterogeneous layers": Example("--heterogeneous-layers-config-path layers.json"),
     "fp8 parameters": Example("--fp8-format hybrid --fp8-param-gather"),
     "other recipes": Example("--fp8-format hybrid --fp8-recipe blockwise"),
+    "delayed weight gradients": Example(f"{MOE} attn {OVERLAP} --delay-wgrad-compute", left_out=(DOUBLE_BUFFER,)),
     "sharded weights": Example("--tensor-parallel-num-weight-shards 2"),
     "hybrid models": Example("--hybrid-layer-pattern *-*-"),
     "whole layers": Example(),
@@ -126,6 +144,9 @@ EXAMPLES = {
     "optimizer graph": Example("--optimizer-cuda-graph"),
     "tensor parallel": Example("--tensor-model-parallel-size 2"),
     "expert parallel": Example(f"{MOE} attn --expert-model-parallel-size 2"),
+    "expert parallel overlap": Example(
+        f"{MOE} attn moe_router moe_preprocess {OVERLAP}", left_out=(DOUBLE_BUFFER, FALLBACK)
+    ),
     "fp8": Example("--fp8-format hybrid"),
 }
 ROWS = {row.name: row for row in TABLE}

@@ -1,6 +1,7 @@
-"""Megatron-FSDP's adapter, whose device meshes also fit pipeline stages.
+"""Megatron-FSDP's adapter, whose meshes also fit pipeline stages, and which allows graphs of parts of MoE layers.
 
-megatron-core lays the mesh over all ranks of the job; under pipeline parallelism a stage has only some of them.
+megatron-core lays the mesh over all ranks of the job; under pipeline parallelism a stage has only some of them. It
+allows no graphs of layers beside ``--overlap-moe-expert-parallel-comm``.
 Everything else in this module is megatron-core's.
 """
 
@@ -24,7 +25,13 @@ class FullyShardedDataParallel(_upstream.FullyShardedDataParallel):
     def __init__(self, config: Any, *args: Any, **kwargs: Any):
         # Freeing a stage's output early needs a tensor of its own, and Megatron-FSDP's hooks return views.
         config.deallocate_pipeline_outputs = False
-        super().__init__(config, *args, **kwargs)
+        graphs = config.cuda_graph_impl
+        if config.overlap_moe_expert_parallel_comm and graphs == "transformer_engine":
+            config.cuda_graph_impl = "none"  # only asked to refuse others
+        try:
+            super().__init__(config, *args, **kwargs)
+        finally:
+            config.cuda_graph_impl = graphs
 
 
 def _get_dp_tp_mesh(dp_cp_group, tp_group, ep_size: int = 1) -> torch.Tensor:

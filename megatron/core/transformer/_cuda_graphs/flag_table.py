@@ -8,11 +8,16 @@ from .flag_row import TORCH_FSDP, Row, Verdict
 
 Condition = Callable[[Options], bool]
 
+PARTS_OF_OVERLAP = (
+    "--overlap-moe-expert-parallel-comm runs layers in parts, of which graphs can hold those before the tokens are "
+    "dispatched: set --cuda-graph-modules attn moe_router moe_preprocess"
+)
 MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 
 _CHECK = "tests/unit_tests/training/test_flag_rows.py"
 _CPU = "tests/integration_tests/test_fsdp_graphs.py"
 _STAGES = "tests/integration_tests/test_fsdp_pipeline.py"
+_OVERLAP = "tests/integration_tests/test_expert_parallel_overlap.py"
 _PACKED_TEST = "tests/integration_tests/test_packed_sequences.py"
 _HYBRID = "tests/integration_tests/test_hybrid_models.py"
 _PRETRAIN = "tests/integration_tests/test_pretrain_flags.py"
@@ -83,11 +88,27 @@ def _packed_in_graphs(options: Options) -> bool:
     return bool(options.get(_PACKED)) and options.graphs("attn")
 
 
-def _shares_embedding(options: Options) -> bool:
-    tied = options.knows("untie_embeddings_and_output_weights") and not options.get(
-        "untie_embeddings_and_output_weights"
-    )
-    return options.stages > 1 and bool(tied or options.get("mtp_num_layers"))
+def _ties_embedding(options: Options) -> bool:
+    """Whether the output layer has the embedding's weights; configurations alone do not say."""
+    untied = "untie_embeddings_and_output_weights"
+    return options.knows(untied) and not options.get(untied)
+
+
+def _uses_embedding_twice(options: Options) -> bool:
+    return _ties_embedding(options) or bool(options.get("mtp_num_layers"))
+
+
+def _overlaps(options: Options) -> bool:
+    """Whether the experts' tokens of one micro-batch travel while another one is computed."""
+    return bool(options.get("overlap_moe_expert_parallel_comm"))
+
+
+def _overlaps_in_double_buffer(options: Options) -> bool:
+    return _overlaps(options) and options.double_buffer
+
+
+def _overlaps_whole_layers(options: Options) -> bool:
+    return _overlaps(options) and (not options.modules or not options.modules.isdisjoint(("mlp", "moe")))
 
 
 def _has_instances(options: Options) -> bool:
@@ -109,7 +130,7 @@ _REFUSED = [
     _refused(
         "double buffer",
         "no --fsdp-double-buffer",
-        lambda options: not options.double_buffer,
+        lambda options: not options.double_buffer and not _overlaps(options),
         "--fsdp-double-buffer is required: without it parameters are gathered to another address in every iteration, "
         "and a graph reads the old one",
         graphs=("transformer_engine", "local"),
@@ -117,7 +138,7 @@ _REFUSED = [
     _refused(
         "persistent fallback",
         "no --fsdp-db-use-persist-buf-on-alloc-fail",
-        lambda options: not options.get("fsdp_db_use_persist_buf_on_alloc_fail"),
+        lambda options: not options.get("fsdp_db_use_persist_buf_on_alloc_fail") and not _overlaps(options),
         "--fsdp-db-use-persist-buf-on-alloc-fail is required: without it a bucket that does not fit the double buffer "
         "is allocated anew in every iteration, and replaying a graph then is an illegal memory access",
         graphs=("transformer_engine", "local"),
@@ -243,12 +264,60 @@ _REFUSED = [
         "last micro-batch, and gradients are never reduced between instances; add --overlap-grad-reduce",
     ),
     _refused(
-        "expert parallel overlap",
-        "--overlap-moe-expert-parallel-comm",
-        lambda options: bool(options.get("overlap_moe_expert_parallel_comm")),
-        "--overlap-moe-expert-parallel-comm cannot be used: megatron-core runs the parts of such layers one by one "
-        "under Megatron-FSDP and forbids the double buffer, which graphs need; leave it out, or use --cuda-graph-impl "
-        "none or full_iteration",
+        "expert parallel overlap in a double buffer",
+        "--overlap-moe-expert-parallel-comm, --fsdp-double-buffer",
+        _overlaps_in_double_buffer,
+        "--overlap-moe-expert-parallel-comm computes two micro-batches at a time, in more layers than a double buffer "
+        "has room for: leave out --fsdp-double-buffer, and --use-nccl-ub and --megatron-fsdp-max-pool-double-buffer, "
+        "which imply it; the weights that graphs read stay in place without it",
+    ),
+    _refused(
+        "expert parallel overlap of whole layers",
+        "--overlap-moe-expert-parallel-comm, whole layers or --cuda-graph-modules mlp or moe",
+        _overlaps_whole_layers,
+        PARTS_OF_OVERLAP,
+    ),
+    _refused(
+        "expert parallel overlap with fused weight gradients",
+        "--overlap-moe-expert-parallel-comm, no --no-gradient-accumulation-fusion",
+        lambda options: _overlaps(options) and bool(options.get("gradient_accumulation_fusion")),
+        "--no-gradient-accumulation-fusion is required with --overlap-moe-expert-parallel-comm: without a double "
+        "buffer the main gradients that a graph would write are elsewhere in every iteration",
+    ),
+    _refused(
+        "delayed weight gradients",
+        "--delay-wgrad-compute",
+        lambda options: bool(options.get("delay_wgrad_compute")),
+        "--delay-wgrad-compute beside graphs needs --gradient-accumulation-fusion, and that main gradients stay in "
+        "place, which they do not with --overlap-moe-expert-parallel-comm: leave it out",
+    ),
+    _refused(
+        "expert parallel overlap with a shared embedding",
+        "--overlap-moe-expert-parallel-comm, --data-parallel-sharding-strategy optim or optim_grads, no "
+        "--untie-embeddings-and-output-weights, or --mtp-num-layers",
+        lambda options: (
+            _overlaps(options)
+            and _uses_embedding_twice(options)
+            and options.get("data_parallel_sharding_strategy") in ("optim", "optim_grads")
+        ),
+        "--overlap-moe-expert-parallel-comm computes the gradients of an embedding that is used twice in two passes, "
+        "and with this --data-parallel-sharding-strategy megatron-core then reduces those of other layers wrongly, "
+        "with or without graphs: set optim_grads_params, or add --untie-embeddings-and-output-weights and leave "
+        "--mtp-num-layers out",
+    ),
+    _refused(
+        "expert parallel overlap of stages",
+        "--overlap-moe-expert-parallel-comm, --pipeline-model-parallel-size above 1",
+        lambda options: _overlaps(options) and options.stages > 1,
+        "--overlap-moe-expert-parallel-comm with --pipeline-model-parallel-size: megatron-core's schedule for both "
+        "does not support Megatron-FSDP, with or without graphs; leave one out",
+    ),
+    _refused(
+        "expert parallel overlap of packed sequences",
+        "--overlap-moe-expert-parallel-comm, --cuda-graph-packed-sequences",
+        lambda options: _overlaps(options) and _packed_in_graphs(options),
+        "--overlap-moe-expert-parallel-comm replays layers without calling them, and --cuda-graph-packed-sequences "
+        "gives graphs the lengths in that call: leave one out, or set --cuda-graph-modules to parts other than attn",
     ),
     _refused(
         "packed sequences",
@@ -317,7 +386,7 @@ _REFUSED = [
     _refused(
         "embedding in two stages",
         "--pipeline-model-parallel-size above 1, no --untie-embeddings-and-output-weights, or --mtp-num-layers",
-        _shares_embedding,
+        lambda options: options.stages > 1 and _uses_embedding_twice(options),
         "--pipeline-model-parallel-size: the first and the last stage share the embedding, and Megatron-FSDP shards "
         "it differently in each; add --untie-embeddings-and-output-weights, and leave --mtp-num-layers out",
     ),
@@ -377,11 +446,7 @@ _WORKS = [
     _works(
         "tied embeddings",
         "no --untie-embeddings-and-output-weights",
-        lambda o: (
-            o.knows("untie_embeddings_and_output_weights")
-            and not o.get("untie_embeddings_and_output_weights")
-            and o.stages == 1
-        ),
+        lambda o: _ties_embedding(o) and o.stages == 1,
         _CPU,
     ),
     _works(
@@ -476,6 +541,14 @@ _WORKS = [
         "--expert-model-parallel-size, --expert-tensor-parallel-size",
         lambda o: int(o.get("expert_model_parallel_size", 1)) > 1,
         _GPU,
+    ),
+    _works(
+        "expert parallel overlap",
+        "--overlap-moe-expert-parallel-comm, --cuda-graph-modules attn, moe_router or moe_preprocess",
+        lambda o: _overlaps(o) and not _overlaps_in_double_buffer(o) and not _overlaps_whole_layers(o),
+        _OVERLAP,
+        "for training, not for evaluation; weights other than experts stay in memory, gathered, from capture on; "
+        "verified on the CPU backend only",
     ),
     _works(
         "fp8",

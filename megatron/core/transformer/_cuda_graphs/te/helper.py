@@ -27,6 +27,7 @@ from ..engine.preserve import preserve_buffers
 from ..engine.rng import preserve_rng
 from ..engine.te_engine import recover_te_engine
 from ..errors import ArgumentError, CallOrderError, CaptureFailedError, OptionsError
+from ..flag_table import PARTS_OF_OVERLAP
 from ..fsdp_checks import check_fsdp_options
 from ..hooks import extracted_hooks, number_of_hooks
 from ..layer_graph import LayerGraph, LayerGraphs, static_inputs
@@ -83,7 +84,8 @@ class TECudaGraphHelper(CountsUse, CapturesAgain):
 
     Raises:
         OptionsError: ``config.cuda_graph_impl`` is not ``transformer_engine``, ``config.cuda_graph_fallback`` is
-            unknown, or the allocator uses expandable segments while NCCL registers memory of graphs.
+            unknown, whole layers are to be captured that run in parts (``overlap_moe_expert_parallel_comm``), or the
+            allocator uses expandable segments while NCCL registers memory of graphs.
         ValueError: an option that Megatron-FSDP needs for graphs is missing, or one does not fit.
         RuntimeError: the selected engine cannot be imported, or cannot run Megatron-FSDP's hooks.
 
@@ -121,6 +123,8 @@ class TECudaGraphHelper(CountsUse, CapturesAgain):
         max_captures(config)
         if problem := allocator_problem():
             raise OptionsError(problem)
+        if config.overlap_moe_expert_parallel_comm and not config.cuda_graph_modules:
+            raise OptionsError(PARTS_OF_OVERLAP)
         self.model, self.optimizers = model, optimizers
         self.config = config
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
@@ -622,6 +626,8 @@ class TECudaGraphHelper(CountsUse, CapturesAgain):
             self._observer.passes_end()
         try:
             self._attach_graphs(graphs, sample_args, arguments)
+            if self.config.overlap_moe_expert_parallel_comm:
+                self._gather_in_replays()
             self._expect_evaluation()
             self._observer.captured_layers(self.callables_per_chunk, names, graphs, sample_args, arguments)
         except BaseException:
@@ -667,6 +673,15 @@ class TECudaGraphHelper(CountsUse, CapturesAgain):
                 )
                 for slot, keyword_slot in zip(slots, keywords, strict=True)
             )
+
+    def _gather_in_replays(self) -> None:
+        """Let replays gather parameters under Megatron-FSDP: the schedule does not call layers, and no hooks run."""
+        for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
+            fsdp = _fsdp_of(chunk)
+            if fsdp is not None:
+                for layer in layers:
+                    wrap = partial(fsdp.around_parts, layer)
+                    layer.cuda_graphs = LayerGraphs(graph.wrapped(wrap) for graph in layer.cuda_graphs)
 
     def _agreeing(self, hooks: Sequence[dict[str, Any] | None]) -> list[dict[str, Any]]:
         """Return ``hooks`` of the layers with one in front that waits until all ranks begin this pass of the layer."""
@@ -716,7 +731,8 @@ class TECudaGraphHelper(CountsUse, CapturesAgain):
                     if self._gradients_are_zeroed:
                         _free_gradients(fsdp)
                     ready = partial(self._agreement.begin, "before the first layer")
-                    stack.enter_context(fsdp.capture_graphs(layers, ready))
+                    in_parts = self.config.overlap_moe_expert_parallel_comm
+                    stack.enter_context(fsdp.capture_graphs(layers, ready, keep_buckets=in_parts))
             yield
 
     def _slots(self) -> list[range]:

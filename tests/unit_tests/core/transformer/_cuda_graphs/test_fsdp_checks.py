@@ -132,7 +132,7 @@ def configs(**changes):
 EXPERTS: dict[str, Any] = {"num_moe_experts": 4, "add_bias_linear": False}
 MISFITS: dict[str, dict[str, Any]] = {
     "unpadded experts": EXPERTS,
-    "expert parallel overlap": EXPERTS
+    "expert parallel overlap in a double buffer": EXPERTS
     | {"cuda_graph_modules": [CudaGraphModule.attn], "overlap_moe_expert_parallel_comm": True},
     "mlp of an moe model": EXPERTS | {"cuda_graph_modules": [CudaGraphModule.mlp]},
     "preprocess alone": EXPERTS | {"cuda_graph_modules": [CudaGraphModule.moe_preprocess]},

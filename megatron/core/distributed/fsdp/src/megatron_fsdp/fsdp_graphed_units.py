@@ -30,13 +30,14 @@ class GraphedUnit:
     """One module that runs as CUDA graphs.
 
     Attributes:
-        params: All its parameters; they are gathered together, even if its graphs do not read all of them.
+        params: Its parameters that are gathered together for its graphs, even if these do not read all of them.
         guards: The addresses of ``params``, for each captured direction.
         written: The parameters whose gradients the backward graph writes to their buckets itself.
         fused: An ordered set (dict keys) of the parameters whose main gradients fused kernels in the backward graph
             update.
         main_grad_guard: The addresses of these main gradients; None before a backward pass was captured.
         collected: Parameters whose gradients are complete but not handled yet, until all of the unit's are.
+        kept: The buckets that keep their memory as long as there are graphs.
     """
 
     params: tuple[torch.nn.Parameter, ...]
@@ -45,6 +46,7 @@ class GraphedUnit:
     fused: dict[torch.nn.Parameter, None] = field(default_factory=dict)
     main_grad_guard: AddressGuard | None = None
     collected: list[torch.nn.Parameter] = field(default_factory=list)
+    kept: frozenset[int] = frozenset()
 
 
 class GraphedUnits:
@@ -79,12 +81,19 @@ class GraphedUnits:
     # ------------------------------------------------------------------------------------------------------- capture
 
     @contextmanager
-    def capture(self, modules: Iterable[torch.nn.Module], ready: Callable[[], object] = lambda: None) -> Iterator[None]:
+    def capture(
+        self,
+        modules: Iterable[torch.nn.Module],
+        ready: Callable[[], object] = lambda: None,
+        keep_buckets: bool = False,
+    ) -> Iterator[None]:
         """Keep the model in capture mode: raw parameters, gradients withheld, no collective in flight at either end.
 
         Args:
             modules: The modules that are captured, each an FSDP unit or one whose parameters are never released.
             ready: Called right before the first collective, which all ranks join unless it raises.
+            keep_buckets: Whether graphs read no experts, and the buckets of all other parameters of ``modules`` keep
+                their memory, until ``forget``.
 
         When the context ends, also after an exception, every bucket that capture used is released and the module's
         parameters are restored (raw, or the optimizer's ``DTensor``). After an exception none of ``modules`` counts as
@@ -95,7 +104,7 @@ class GraphedUnits:
             try:
                 self.capturing = True
                 for module in modules:
-                    self._graphed_units[module] = GraphedUnit(tuple(module.parameters()))
+                    self._graphed_units[module] = self._with_kept_buckets(module) if keep_buckets else _whole(module)
                 self._uncaptured = self._other_units(modules)
                 planned = [self._units[module] for module in modules if module in self._units]
                 fitting = [unit for unit in planned if self._plans.fits(unit)]
@@ -209,8 +218,21 @@ class GraphedUnits:
             self.chained.discard(module)
             if unit is not None:
                 self._plans.forget(module)
+                if unit.kept:
+                    self._fsdp.param_and_grad_buffer.keep_weights(unit.kept, False)
                 for param in unit.params:
                     self._module_of.pop(param, None)
+
+    def _with_kept_buckets(self, module: torch.nn.Module) -> GraphedUnit:
+        """Return ``module`` as a graphed unit without experts, whose buckets keep their memory from now on."""
+        if not isinstance(module, self._released_after_backward):
+            return _whole(module)  # nothing is ever released
+        buffer = self._fsdp.param_and_grad_buffer
+        buckets = {param: buffer.param_to_param_group[param] for param in module.parameters()}
+        read = tuple(param for param, bucket in buckets.items() if not buffer.parameter_groups[bucket].is_expert_param)
+        kept = frozenset(buckets[param] for param in read)
+        buffer.keep_weights(kept, True)
+        return GraphedUnit(read, kept=kept)
 
     def release_all(self) -> None:
         """Wait for collectives in flight, and release every unit's parameters."""
@@ -298,6 +320,10 @@ class GraphedUnits:
     def covers(self, module: torch.nn.Module) -> bool:
         """Whether ``module`` runs as a graph now, or is being captured."""
         return module in self._graphed_units and (self.capturing or _replays(module))
+
+    def params_of(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """Return the parameters that are gathered for the graphs of ``module``."""
+        return list(self._graphed_units[module].params)
 
     def runs_eagerly(self, module: torch.nn.Module) -> bool:
         """Whether ``module`` has graphs and does not run as one now, as its inputs have another shape."""
@@ -405,6 +431,10 @@ class GraphedUnits:
             lambda i: f"the main gradient of {self._fsdp.param_to_name[fused[i]]}",
             ADVICE,
         )
+
+
+def _whole(module: torch.nn.Module) -> GraphedUnit:
+    return GraphedUnit(tuple(module.parameters()))
 
 
 def _replays(module: torch.nn.Module) -> bool:

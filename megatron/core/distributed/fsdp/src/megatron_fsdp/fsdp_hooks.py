@@ -33,6 +33,7 @@ from megatron.core.utils import is_submodule
 from megatron_fsdp_cuda_graphs.overlay import upstream
 
 from .fsdp_chain import UnitChain
+from .fsdp_gathering_replay import GatheringReplay
 from .fsdp_gradient_sink import UnitSink, sink_takes_all
 from .fsdp_graphed_units import GraphedUnits
 from .fsdp_model import WholeModel
@@ -87,8 +88,10 @@ class FsdpHooks:
         self._only_replays = self._only_replays_before = False
         self.before_evaluation: list[Callable[[], object]] = []
         self._trainable: dict[torch.nn.Parameter, None] = {}  # an ordered set, whose hashes are known
+        self._outside_units: frozenset[torch.nn.Parameter] = frozenset()
         self._sinks: dict[torch.nn.Module, UnitSink] = {}
         self._caller_ends_backward = False
+        self._in_parts = False
         self._unit_types = tuple(fsdp.fsdp_unit_modules)
         self._shards_params = fsdp.data_parallel_sharding_strategy == "optim_grads_params"
 
@@ -126,6 +129,9 @@ class FsdpHooks:
         self._register_root(root, last)
         groups = fsdp.param_and_grad_buffer.parameter_groups
         self._trainable = dict.fromkeys(param for group in groups if group.requires_grad for param in group.params)
+        if self._shards_params:
+            inside = {param for unit in self._fsdp_units.values() for param in unit.params}
+            self._outside_units = frozenset(self._trainable) - inside
 
     def _register_forward_unshard(self, module):
         if self.fsdp.data_parallel_sharding_strategy == "no_shard":
@@ -265,7 +271,7 @@ class FsdpHooks:
     ) -> list[torch.nn.Parameter]:
         fsdp = self.fsdp
         if self.graphed.covers(module):  # in a graph no submodule gathers for itself
-            return self._fsdp_units[module].params if module in self._fsdp_units else list(module.parameters())
+            return self.graphed.params_of(module)
         fine_grained = (
             fsdp.enable_fine_grained_param_gather_hook
             if direction == "forward"
@@ -342,6 +348,8 @@ class FsdpHooks:
         """Called by autograd when ``param.grad`` is complete."""
         # A parameter with a delayed weight gradient has its own hook; gradients of a capture are meaningless.
         if getattr(param, "skip_backward_post_hook", False) or self.graphed.capturing:
+            return
+        if self._in_parts and param in self._outside_units:
             return
         self.graphed.mark_fused_gradient(param)
         if not self.graphed.collect_gradient(param):
@@ -437,6 +445,15 @@ class FsdpHooks:
         self._sinks[module] = sink = UnitSink(self, module, self._fsdp_units[module], whole)
         return sink
 
+    def around_parts(self, module: torch.nn.Module, graphed: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``graphed`` with the hooks that a schedule leaves out, which replays ``module`` without calling it.
+
+        The schedule releases parameters itself.
+        """
+        if self.fsdp.data_parallel_sharding_strategy == "no_shard":
+            return graphed  # nothing is ever gathered
+        return GatheringReplay(self, module, graphed, self._shards_params)
+
     def chain(self, modules: Sequence[torch.nn.Module]) -> UnitChain | None:
         """Return the owner of a chain of ``modules``, or None if they must be captured one by one.
 
@@ -512,10 +529,20 @@ class FsdpHooks:
         for param in self.awaiting_gradient:
             param.grad_added_to_main_grad = False
 
+    def start_backward_in_parts(self) -> None:
+        """Open a backward pass that runs embedding, layers and output layer each by itself; the caller will close it.
+
+        A parameter that several of them share gets a gradient from each. So those outside of units are left to
+        ``finish_backward``: only then are they complete.
+        """
+        self.start_backward(None, skip_backward_hook=True)
+        self._in_parts = True
+
     @shown_in_profiles
     def finish_backward(self) -> None:
         """Close the model's backward pass: handle the remaining parameters, and finish the reductions."""
         fsdp = self.fsdp
+        self._in_parts = False
         if self._only_replays and not self.awaiting_gradient:
             self.in_backward = False
             fsdp.microbatch_count += 1
@@ -578,7 +605,7 @@ class FsdpHooks:
     def forget_backward(self) -> None:
         """Forget a backward pass that did not come to its end, and drop its gradients."""
         fsdp = self.fsdp
-        self.in_backward = False
+        self.in_backward = self._in_parts = False
         self.awaiting_gradient.clear()
         self.graphed.forget_collected()
         for param in fsdp.raw_param.values():

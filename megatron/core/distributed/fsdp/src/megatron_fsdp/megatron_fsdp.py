@@ -5,7 +5,6 @@ Everything else in this module is megatron-core's.
 
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
-from functools import partial
 from typing import Any
 
 import torch
@@ -46,7 +45,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         # Schedules that run a layer in parts call these by name.
         self.post_forward_release_module = hooks.release_after_forward
         self.post_backward_release_module = hooks.release_after_backward
-        self.pre_backward = partial(hooks.start_backward, None, skip_backward_hook=True)
+        self.pre_backward = hooks.start_backward_in_parts
         self.post_backward = hooks.finish_backward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
@@ -120,11 +119,18 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         return swap.params(distributed) if swap is not None and swap.holds(distributed) else self.module.parameters()
 
     def capture_graphs(
-        self, modules: Iterable[torch.nn.Module], ready: Callable[[], object] = lambda: None
+        self,
+        modules: Iterable[torch.nn.Module],
+        ready: Callable[[], object] = lambda: None,
+        keep_buckets: bool = False,
     ) -> AbstractContextManager[None]:
         """Return the context in which CUDA graphs of ``modules`` are captured; see ``GraphedUnits.capture``."""
         self._zeroed_gradients.written()
-        return self.fsdp_hooks.graphed.capture(modules, ready)
+        return self.fsdp_hooks.graphed.capture(modules, ready, keep_buckets)
+
+    def around_parts(self, module: torch.nn.Module, graphed: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``graphed``, which replays ``module``, for schedules that do not call it; see ``FsdpHooks``."""
+        return self.fsdp_hooks.around_parts(module, graphed)
 
     def capture_evaluation_graphs(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
         """Return the context in which graphs for evaluation are captured; see ``GraphedUnits.capture_evaluation``."""

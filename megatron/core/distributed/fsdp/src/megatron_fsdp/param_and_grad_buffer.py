@@ -1,7 +1,8 @@
 """Megatron-FSDP's buffers and pipelines.
 
-Each model has its own double buffer, a data race of double buffering is fixed, gradients that accumulate in place are
-scaled once, recorded reductions are replayed, and the copies around the optimizer's step are planned once.
+Each model has its own double buffer, a data race of double buffering is fixed, weights can stay in place without a
+double buffer, gradients that accumulate in place are scaled once, recorded reductions are replayed, and the copies
+around the optimizer's step are planned once.
 
 Everything else in this module is megatron-core's.
 """
@@ -34,6 +35,23 @@ class FixedPoolAllocator(OwnBuffers, _upstream.FixedPoolAllocator):
 
 class MaxPoolAllocator(OwnBuffers, _upstream.MaxPoolAllocator):
     """megatron-core's ``MaxPoolAllocator`` (buffers for units of any size) with buffers of its own."""
+
+
+class StorageResizeBasedBucketAllocator(_upstream.StorageResizeBasedBucketAllocator):
+    """megatron-core's ``StorageResizeBasedBucketAllocator`` (memory that comes and goes), which can keep buckets.
+
+    Attributes:
+        kept: The buckets whose memory stays where it is when they are freed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept: frozenset[int] = frozenset()
+
+    def free(self, bucket_id: int) -> None:
+        """Free the memory of a bucket, unless it is kept."""
+        if bucket_id not in self.kept:
+            super().free(bucket_id)
 
 
 def _create_hfsdp_helper_buffer(dp_buffer: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,6 +106,14 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
     def keep_gradients_in_place(self) -> None:
         """Leave the gradients of the optimizer's parameters attached and in place: a graph of its step reads them."""
         self._gradients_in_place, self._gradients = True, None
+
+    def keep_weights(self, buckets: frozenset[int], keep: bool) -> None:
+        """Let the gathered weights of ``buckets`` stay in place when they are released, or come and go again.
+
+        Not with a double buffer, whose memory stays in place in any case.
+        """
+        for allocator in (self.weight_alloc, self.transpose_weight_alloc):
+            allocator.kept = allocator.kept | buckets if keep else allocator.kept - buckets
 
     def gradient_storages(self) -> GradientStorages | None:
         """The memory for the optimizer's gradients that comes and goes; None if there is none of that kind now.

@@ -482,7 +482,7 @@ def test_graphs_are_for_any_number_of_micro_batches_unless_there_are_pipeline_st
 class Fsdp(torch.nn.Module):
     """What the helper looks for."""
 
-    def capture_graphs(self, layers, ready):
+    def capture_graphs(self, layers, ready, keep_buckets):
         raise NotImplementedError
 
     def forget_graphs(self, layers):
@@ -496,13 +496,15 @@ def test_megatron_fsdp_forgets_graphs_that_are_deleted(monkeypatch):
     assert fsdp.forgotten == [layer]
 
 
-def test_megatron_fsdp_is_in_capture_mode_with_the_layers_of_its_chunk():
+@pytest.mark.parametrize("in_parts", [False, True])
+def test_megatron_fsdp_is_in_capture_mode_with_the_layers_of_its_chunk(in_parts):
     class Capturing(Fsdp):
         capturing = None
 
         @contextmanager
-        def capture_graphs(self, layers, ready):
+        def capture_graphs(self, layers, ready, keep_buckets):
             ready()
+            assert keep_buckets is in_parts
             self.capturing = layers
             yield
             self.capturing = None
@@ -512,7 +514,10 @@ def test_megatron_fsdp_is_in_capture_mode_with_the_layers_of_its_chunk():
 
     chunks = [Capturing(), torch.nn.Linear(1, 1), Capturing()]
     capturing = helper(
-        model=chunks, callables_per_chunk=[["first"], ["second"], ["third"]], _agreement=Alone(None, None)
+        model=chunks,
+        callables_per_chunk=[["first"], ["second"], ["third"]],
+        _agreement=Alone(None, None),
+        config=config(overlap_moe_expert_parallel_comm=in_parts),
     )
     with capturing._fsdp_capture():
         assert (chunks[0].capturing, chunks[2].capturing) == (["first"], ["third"])

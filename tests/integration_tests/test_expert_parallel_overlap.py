@@ -1,0 +1,127 @@
+"""Graphs of what precedes the experts, while the tokens of another micro-batch travel between two CPU ranks.
+
+With ``--overlap-moe-expert-parallel-comm`` a schedule runs layers in parts, the forward pass of one micro-batch beside
+the backward pass of another. Loss and gradient norm of every step and what the optimizer owns are those of eager
+training with the same schedule, bit for bit, under Megatron-FSDP and under DistributedDataParallel. The controls break
+one thing each, and must be noticed.
+"""
+
+from typing import Any
+
+import pytest
+
+from tests.support.launch import name_of
+
+BEFORE_EXPERTS = ["attn", "moe_router", "moe_preprocess"]
+OVERLAP: dict[str, Any] = {"ep_overlap": True, "double_buffer": False}
+SIZES: dict[str, Any] = {"experts": 4, "dtype": "bf16", "layers": 3, "microbatches": 3, "steps": 6}
+PARTS: dict[str, Any] = {"modules": BEFORE_EXPERTS}
+SHARDED: list[dict[str, Any]] = [
+    {**PARTS, "dropout": 0.1, "layers": 4},
+    {**PARTS, "dtype": "fp16", "microbatches": 1},
+    {**PARTS, "moe_layer_freq": [0, 1, 1], "dropout": 0.1, "capacity": 1.0},
+    {**PARTS, "microbatches": 2, "microbatches_later": 4, "evaluates": True},
+    {**PARTS, "strategy": "no_shard", "optimizer_graph": True},
+    {**PARTS, "strategy": "optim_grads", "tied": False},
+    {**PARTS, "strategy": "optim", "tied": False},
+    {**PARTS, "control": "captured_again"},
+    {**PARTS, "control": "taken_addresses"},
+    {"modules": ["attn"], "shared_experts": 64},
+    {"modules": ["moe_router"], "shared_experts": 64, "layers": 1, "dropout": 0.1},
+]
+SURVIVED: list[dict[str, Any]] = [
+    {**PARTS, "control": "failed_forward_capture"},
+    {**PARTS, "control": "fallback_after_a_failure_on_one_rank"},
+]
+DDP: list[dict[str, Any]] = [
+    {**PARTS, "dropout": 0.1, "evaluates": True, "mtp": 1},
+    {"modules": ["attn", "moe_router"], "moe_layer_freq": [0, 1, 1], "microbatches": 2, "microbatches_later": 4},
+]
+NOT_KEPT: dict[str, Any] = {**PARTS, "control": "buckets_not_kept"}
+NOT_GATHERED: dict[str, Any] = {**PARTS, "control": "replays_that_gather_nothing"}
+DEAD: dict[str, Any] = {"modules": ["attn"], "control": "dead_replay"}
+# Trained with and without the overlap.
+IN_TURN: list[dict[str, Any]] = [{**PARTS, **case} for case in ({}, {"mtp": 1}, {"tied": False})]
+SHARDED += IN_TURN
+
+
+@pytest.fixture(scope="module")
+def train(compare_runs):
+    """Trains cases on two ranks with two experts each, and returns the results by name."""
+
+    def run(cases, **common):
+        results = compare_runs([SIZES | common | case for case in cases], "--ep", "2")
+        return {name_of(case): result for case, result in zip(cases, results, strict=True)}
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def sharded(train):
+    return train([*SHARDED, *SURVIVED, NOT_GATHERED, DEAD], **OVERLAP)
+
+
+@pytest.fixture(scope="module")
+def ddp(train):
+    return train(DDP, **OVERLAP, fsdp=False)
+
+
+def assert_bit_equal(result, case):
+    assert not result["error"]
+    assert result["differences"] == []
+    layers = case.get("layers", SIZES["layers"]) + case.get("mtp", 0)
+    microbatches = case.get("microbatches_later") or case.get("microbatches", SIZES["microbatches"])
+    assert result["graphs"] == layers * microbatches
+    assert result["replays"] == 2 * layers * microbatches
+    assert len(result["losses"]) == SIZES["steps"]
+
+
+@pytest.mark.parametrize("case", SHARDED, ids=name_of)
+def test_graphs_under_fsdp_train_bit_for_bit_as_eager(sharded, case):
+    assert_bit_equal(sharded[name_of(case)], case)
+
+
+@pytest.mark.parametrize("case", DDP, ids=name_of)
+def test_graphs_without_fsdp_train_bit_for_bit_as_eager(ddp, case):
+    assert_bit_equal(ddp[name_of(case)], case)
+
+
+def test_the_overlap_changes_no_gradient(train, sharded):
+    """Embedding, output layer and multi-token prediction run in autograd passes of their own, and share parameters."""
+    in_turn = train(IN_TURN)
+    for name, result in in_turn.items():
+        assert not result["error"]
+        overlapped = sharded[name]
+        assert (overlapped["losses"], overlapped["grad_norms"]) == (result["losses"], result["grad_norms"])
+
+
+@pytest.mark.parametrize("case", SURVIVED, ids=name_of)
+def test_training_goes_on_eagerly_after_a_failed_capture(sharded, case):
+    result = sharded[name_of(case)]
+    assert not result["error"]
+    assert result["differences"] == []
+    assert result["graphs"] == 0
+
+
+def test_a_replay_that_does_nothing_changes_the_loss(sharded):
+    differences = sharded[name_of(DEAD)]["differences"]
+    assert any("losses[3]" in line for line in differences)
+    assert not any("losses[2]" in line for line in differences)
+
+
+def test_weights_that_replays_do_not_gather_are_those_of_the_step_before(sharded):
+    differences = sharded[name_of(NOT_GATHERED)]["differences"]
+    assert any("losses[4]" in line for line in differences)
+    assert not any("losses[3]" in line for line in differences)
+
+
+def test_weights_that_are_not_kept_in_place_are_noticed(compare_runs):
+    # On one rank only, perhaps: the first error ends all ranks.
+    (result,) = compare_runs([SIZES | OVERLAP | NOT_KEPT], "--ep", "2", "--stop-at-error")
+    assert "MovedBufferError" in result["error"] or "StaleAddress" in result["error"]
+
+
+@pytest.mark.parametrize("fsdp", [True, False], ids=["fsdp", "ddp"])
+def test_whole_layers_are_refused(compare_runs, fsdp):
+    (result,) = compare_runs([SIZES | OVERLAP | {"fsdp": fsdp, "microbatches": 1}], "--ep", "2")
+    assert "set --cuda-graph-modules attn moe_router moe_preprocess" in result["error"]
