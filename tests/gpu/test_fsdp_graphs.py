@@ -38,6 +38,8 @@ MORE: list[dict] = [
     {"dtype": "bf16", "layers_per_graph": -1, "optimizer_graph": True, "microbatches": 2},
     {"dtype": "bf16", "layers_per_graph": -1, "control": "captured_again", "dropout": 0.1},
     {"dtype": "bf16", "layers_per_graph": -1, "control": "failed_backward_capture", "dropout": 0.1},
+    {"dtype": "bf16", "layers_per_graph": None, "dropout": 0.1, "microbatches": 2, "evaluates_often": True},
+    {"dtype": "bf16", "layers_per_graph": None, "sequences_later": [512], "later_on_one_rank": True},
     {"dtype": "bf16", "fused_wgrad": True},
     {"dtype": "bf16", "fused_wgrad": True, "warmup": 0, "layers": 5},
     {"dtype": "bf16", "recompute": ["core_attn"]},
@@ -107,7 +109,7 @@ def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
     assert result["differences"] == []
     control = case.get("control", "")
     failed = "fail" in control and "evaluation" not in control
-    whole = case.get("layers_per_graph", 0) < 0 and engine == "native"
+    whole = case.get("layers_per_graph", 0) in (None, -1) and engine == "native"
     assert result["graphs"] == (0 if failed or whole else case.get("layers", 4) + case.get("mtp", 0))
     if whole:
         assert result["replays"] == (
@@ -120,7 +122,7 @@ def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
 
 def replays_of_evaluations(case: dict) -> list[int]:
     """How often graphs for evaluation are replayed, in each evaluation: one for each layer once there are graphs."""
-    eager = case.get("layers_per_graph", 0) < 0 or {"fp8", "evaluated_sequence", "control"} & {*case}
+    eager = {"fp8", "evaluated_sequence", "control"} & {*case}
     layers = 0 if eager else case.get("layers", 4) + case.get("mtp", 0)
     replays = layers * case.get("microbatches", 1)
     if case.get("evaluates_often"):
