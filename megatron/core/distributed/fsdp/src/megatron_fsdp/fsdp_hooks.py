@@ -86,6 +86,7 @@ class FsdpHooks:
         # Whether all forward passes since the last backward pass were replays of the whole model's graph: then their
         # backward passes are, which leave the hooks nothing to do. And whether it was so before the current pass.
         self._only_replays = self._only_replays_before = False
+        self._forward_was_eager = True  # the last one of training
         self.before_evaluation: list[Callable[[], object]] = []
         self._trainable: dict[torch.nn.Parameter, None] = {}  # an ordered set, whose hashes are known
         self._outside_units: frozenset[torch.nn.Parameter] = frozenset()
@@ -528,6 +529,8 @@ class FsdpHooks:
         self.awaiting_gradient = set(self._trainable)
         for param in self.awaiting_gradient:
             param.grad_added_to_main_grad = False
+        if self.model_passes is not None and self._forward_was_eager:
+            self.model_passes.gather_first_unit("backward")  # as ranks do that replay this pass
 
     def start_backward_in_parts(self) -> None:
         """Open a backward pass that runs embedding, layers and output layer each by itself; the caller will close it.
@@ -571,6 +574,8 @@ class FsdpHooks:
         if self.in_backward and not self._caller_ends_backward and torch._C._current_graph_task_id() == -1:
             self._drop_unfinished_backward()
         self._only_replays_before, self._only_replays = self._only_replays, False
+        if self.fsdp.training and torch.is_grad_enabled():
+            self._forward_was_eager = True
         if self.before_evaluation and not (self.fsdp.training or self.in_backward) and may_replay_evaluation():
             expecting, self.before_evaluation = self.before_evaluation, []
             for prepare in expecting:
@@ -582,7 +587,7 @@ class FsdpHooks:
 
     def forward_is_replayed(self) -> None:
         """Called within a forward pass that is a replay of the whole model's graph."""
-        self._only_replays = self._only_replays_before
+        self._only_replays, self._forward_was_eager = self._only_replays_before, False
 
     def before_step(self) -> None:
         """Called when gradients are zeroed; drops an unfinished backward pass."""

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .fsdp_hooks import FsdpHooks
 
 TrainingState = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp").TrainingState
-PrefetchOrder = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer").PrefetchOrder
 
 
 class WholeModel(UnitChain):
@@ -85,19 +84,21 @@ class WholeModel(UnitChain):
         with self.recording(phase), joined_collectives(self._fsdp, self._join):
             if backward:
                 self._hooks.start_backward(None, skip_backward_hook=True)
-            # Ahead of the unit's own hook: beside what runs before the unit. In backward the unit before it is gathered
-            # first, as in eager passes: other ranks may run this pass eagerly.
-            self._fsdp.all_gather_and_wait_parameters_ready(
-                self._units[-1 if backward else 0].params,
-                prefetch=backward,
-                prefetch_order=PrefetchOrder.BACKWARD_PASS_ORDER,
-                wait_bucket_ready=False,
-                bwd=backward,
-            )
+            self.gather_first_unit(phase)
             yield
             if backward:
                 self._hooks.finish_backward()
             self._hooks.graphed.settle()
+
+    def gather_first_unit(self, phase: Literal["forward", "backward"]) -> None:
+        """Start to gather the first unit of a phase ahead of its own hook: beside what runs before the unit.
+
+        Its hook would gather the unit after it first.
+        """
+        backward = phase == "backward"
+        self._fsdp.all_gather_and_wait_parameters_ready(
+            self._units[-1 if backward else 0].params, prefetch=False, wait_bucket_ready=False, bwd=backward
+        )
 
     def _note_addresses(self) -> None:
         super()._note_addresses()
