@@ -13,10 +13,12 @@ from benchmarks._step_time import configurations
 from .step import ALL_LAYERS, EAGER, FULL_ITERATION, PER_LAYER
 from .workload import Workload
 
+ALL = "native:MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH=all"
 MODES = {
     "eager": EAGER,
     "native:MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH=1": PER_LAYER,
-    "native": ALL_LAYERS,
+    ALL: ALL_LAYERS,
+    "native": ALL_LAYERS,  # in files without ``ALL``; in others it has graphs of the whole model
     "full_iteration": FULL_ITERATION,
 }
 SMALLEST = "B"  # of ``step_time.py``
@@ -78,11 +80,15 @@ def read_runs(path: Path) -> list[Run]:
     if gpus is None:
         raise ValueError(f"{path}: was measured on {found['hardware']}, whose times mean nothing")
     runs = []
-    for configuration, name, row in _rows(found, int(gpus[1])):
-        if row["variant"] in MODES and "ms" in row:
+    rows = list(_rows(found, int(gpus[1])))
+    modes = dict(MODES)
+    if any(row["variant"] == ALL for *_, row in rows):
+        del modes["native"]
+    for configuration, name, row in rows:
+        if row["variant"] in modes and "ms" in row:
             work = workload(configuration, int(gpus[1]))
             runs.append(
-                Run(path.stem, found["hardware"], name, work, MODES[row["variant"]], row["ms"], row.get("profile", {}))
+                Run(path.stem, found["hardware"], name, work, modes[row["variant"]], row["ms"], row.get("profile", {}))
             )
     return runs
 

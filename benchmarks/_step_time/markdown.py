@@ -8,7 +8,7 @@ from .configurations import DESCRIPTIONS
 
 NAMES = {
     "eager": "Megatron-FSDP, eager",
-    "native": "graphs of layers, this engine",
+    "native": "graphs, this engine",
     "te": "graphs of layers, TransformerEngine's engine",
     "full_iteration": "one graph for all passes",
     "ddp": "`DistributedDataParallel`, eager",
@@ -16,7 +16,7 @@ NAMES = {
 }
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 WITH_OPTIMIZER = "+optimizer"
-WHOLE_MODEL = "native:MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH=model"
+LAYERS_PER_GRAPH = "native:MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH="
 HEADER = (
     "ms per step",
     "to eager",
@@ -39,8 +39,8 @@ def heading_of(configuration: str, results: Mapping[str, Any]) -> str:
 
 def variant_name(variant: str) -> str:
     """Say what a variant of ``step_time.py`` is."""
-    if variant == WHOLE_MODEL:
-        return "graphs of the whole model, this engine"
+    if variant in (f"{LAYERS_PER_GRAPH}all", f"{LAYERS_PER_GRAPH}model"):
+        return f"{NAMES['native']}, of {'layers only' if variant.endswith('all') else 'the whole model'}"
     name, colon, more = variant.partition(":")
     base = name.removesuffix(WITH_OPTIMIZER)
     text = NAMES[base] + ", the optimizer's graph" * (base != name)

@@ -46,7 +46,7 @@ def cells(found: dict[str, Any]) -> list[str]:
 
 def test_a_row_says_ratios_capture_launches_and_equal_steps():
     assert cells(NATIVE) == [
-        "graphs of layers, this engine",
+        "graphs, this engine",
         "12.3",
         "0.50",
         "1.05",
@@ -67,7 +67,8 @@ def test_columns_without_a_value_are_left_out():
 
 
 def test_graphs_of_the_whole_model_have_a_name_of_their_own():
-    assert markdown.variant_name(markdown.WHOLE_MODEL) == "graphs of the whole model, this engine"
+    assert markdown.variant_name(f"{markdown.LAYERS_PER_GRAPH}model") == "graphs, this engine, of the whole model"
+    assert markdown.variant_name(f"{markdown.LAYERS_PER_GRAPH}all") == "graphs, this engine, of layers only"
 
 
 def test_what_failed_is_in_the_table_with_its_error():
@@ -98,7 +99,7 @@ def test_a_note_stays_with_its_figures():
 def test_every_variant_has_a_name_and_further_flags_stay_visible():
     assert all(markdown.variant_name(name) for name in variants.VARIANTS)
     assert markdown.variant_name("native+optimizer").endswith(", the optimizer's graph")
-    assert markdown.variant_name("native::--seed 1") == "graphs of layers, this engine, `--seed 1`"
+    assert markdown.variant_name("native::--seed 1") == "graphs, this engine, `--seed 1`"
 
 
 def test_a_configuration_is_described_where_it_was_trained_on_gpus():
@@ -125,7 +126,7 @@ def test_readme_is_written_once_and_then_stays(readme):
     assert run(readme, str(readme.with_name("found.json"))) == 0
     written = readme.read_text()
     assert written.startswith("# A project\n") and written.endswith("\n\nMore.\n")
-    assert "| graphs of layers, this engine | 12.3 |" in written
+    assert "| graphs, this engine | 12.3 |" in written
     assert "](found.png)" in written
     assert readme.with_name("found.png").read_bytes().startswith(b"\x89PNG")
     assert run(readme) == 0
