@@ -63,6 +63,7 @@ def dry_stage(args: argparse.Namespace, stage: int) -> Iterator[Any]:
         stack.enter_context(without_memory())
         config, models = _models(args)
         helper = TECudaGraphHelper(models, config, args.seq_length, args.micro_batch_size)
+        helper._agreement = helper._new_agreement()  # with no other rank
         # Recipes are TransformerEngine's, and change neither order nor sizes.
         helper._quantization_arguments = lambda: {"enabled": False}  # type: ignore[method-assign]
         if args.cuda_graph_warmup_steps:  # in which pretrain_gpt.py calls the model as graphs take it

@@ -150,6 +150,11 @@ SURVIVED: list[dict[str, Any]] = [
 ]
 FAILED_EVALUATION: dict[str, Any] = {"control": "failed_capture_for_evaluation", "evaluates": True, "dropout": 0.1}
 OBJECTION: dict[str, Any] = {"control": "hook_on_one_rank", "layers_per_graph": -1, "dropout": 0.1}
+# With each case the pieces of layers that are replayed together: the second layer is alone.
+HOOKED: list[tuple[dict[str, Any], int]] = [
+    ({"control": "layer_hook_on_one_rank", "layers": 5, "dropout": 0.1}, 3),
+    ({"control": "layer_hook_on_one_rank", "layers": 5, "layers_per_graph": 2, "microbatches": 2}, 4),
+]
 NOTICED = {
     "hooks_left": "has hooks, which would become part of the graph",
     "no_post_backward_sentinel": "forward_pre_hooks hook",
@@ -167,7 +172,8 @@ DEAD: list[dict[str, Any]] = [
 @pytest.fixture(scope="session")
 def results(compare_runs):
     """The result of each case, by its name."""
-    cases = [*EQUAL, FAILED_EVALUATION, OBJECTION, *SURVIVED, *({"control": name} for name in NOTICED), *DEAD]
+    on_one_rank = [FAILED_EVALUATION, OBJECTION, *(case for case, _ in HOOKED)]
+    cases = [*EQUAL, *on_one_rank, *SURVIVED, *({"control": name} for name in NOTICED), *DEAD]
     return {
         name_of(case): result
         for case, result in zip(cases, compare_runs([SIZES | case for case in cases]), strict=True)
@@ -220,6 +226,15 @@ def test_where_one_rank_cannot_capture_the_whole_model_all_capture_layers(result
     assert result["differences"] == []
     assert result["graphs"] == SIZES["layers"]
     assert result["replays"] == 2  # all layers in one graph
+
+
+@pytest.mark.parametrize(("case", "pieces"), HOOKED, ids=[name_of(case) for case, _ in HOOKED])
+def test_where_one_rank_cannot_record_a_layer_with_others_no_rank_does(results, case, pieces):
+    result = results[name_of(case)]
+    assert not result["error"]
+    assert result["differences"] == []
+    assert result["graphs"] == case["layers"]
+    assert result["replays"] == 2 * pieces * case.get("microbatches", 1)
 
 
 @pytest.mark.parametrize("case", FP16, ids=name_of)

@@ -106,6 +106,13 @@ def hook_on_one_rank(training: Training) -> None:
     assert training.helper._whole_model_refused == expected, training.helper._whole_model_refused
 
 
+def layer_hook_on_one_rank(training: Training) -> None:
+    """A layer with a hook on the last rank, which is in no graph with others there: nor is it on other ranks."""
+    if dist.get_rank() == dist.get_world_size() - 1:
+        training.layers[1].register_forward_hook(lambda *_: None)
+    training.helper.create_cudagraphs()
+
+
 def captured_again(training: Training) -> None:
     """Capture, delete the graphs, and capture again."""
     training.helper.create_cudagraphs()
@@ -380,6 +387,7 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         failed_backward_capture,
         fallback_after_a_failure_on_one_rank,
         hook_on_one_rank,
+        layer_hook_on_one_rank,
         captured_again,
         captured_again_later,
         failed_capture_for_evaluation,

@@ -233,6 +233,9 @@ class _WatchedAgreement(CaptureAgreement):
     def objection(self, reason: str) -> str:
         return self._agreement.objection(reason)
 
+    def union(self, own: set[int]) -> set[int]:
+        return self._agreement.union(own)
+
     def finish(self) -> None:
         self._timeline.end()
         self._agreement.finish()

@@ -1,10 +1,15 @@
 """Which layers may be recorded in one graph."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
 from ..hooks import has_other_hooks
+
+
+def with_hooks_of_others(layers: Sequence[torch.nn.Module]) -> set[int]:
+    """Return the indices of the layers that have hooks beside Megatron-FSDP's, which are recorded with them."""
+    return {index for index, layer in enumerate(layers) if has_other_hooks(layer)}
 
 
 def consecutive(
@@ -12,17 +17,18 @@ def consecutive(
     layers: Sequence[torch.nn.Module],
     sample_kwargs: Sequence[dict[str, torch.Tensor]],
     most: int,
+    alone: Collection[int] = (),
 ) -> list[range]:
     """Divide ``layers`` into pieces of up to ``most`` that follow each other; pieces of one are left out.
 
-    Layers follow each other in ``decoder``, take keyword inputs that the first of them takes too, and have no hooks but
-    Megatron-FSDP's, which are recorded with them.
+    Layers follow each other in ``decoder``, and take keyword inputs that the first of them takes too.
 
     Args:
         decoder: All layers of the decoder, in order.
         layers: Those that are captured, in order.
         sample_kwargs: The static keyword inputs of each, for its first micro-batch.
         most: Layers in a piece.
+        alone: The indices of layers that are in no piece.
 
     Returns:
         The indices in ``layers`` of each piece.
@@ -34,7 +40,7 @@ def consecutive(
         follows = (
             index < len(layers)
             and index - start < most
-            and all(layer in place and not has_other_hooks(layer) for layer in layers[index - 1 : index + 1])
+            and all(layers[i] in place and i not in alone for i in (index - 1, index))
             and place[layers[index]] == place[layers[index - 1]] + 1
             and _shapes(sample_kwargs[index]).items() <= _shapes(sample_kwargs[start]).items()
         )

@@ -37,7 +37,7 @@ from .agreement import CaptureAgreement
 from .backends import choose_backend
 from .capture_observer import CaptureObserver
 from .captures_again import CapturesAgain
-from .consecutive_layers import consecutive
+from .consecutive_layers import consecutive, with_hooks_of_others
 from .eager_parts import beside_whole_model, eager_parts
 from .evaluation import EvaluationGraphs
 from .graph_use import CAPTURE_FAILED, CountsUse
@@ -291,14 +291,16 @@ class TECudaGraphHelper(CountsUse, CapturesAgain):
             return []
         chains: list[Chain] = []
         limit = layers_per_graph(config)
+        # Ranks whose layers were recorded otherwise would launch their collectives in another order.
+        alone = self._agreement.union(with_hooks_of_others(self.flattened_callables))
         first = 0
         for chunk, with_decoder, layers in zip(
             self.model, self.chunks_with_decoder, self.callables_per_chunk, strict=True
         ):
             fsdp: Any = _fsdp_of(chunk)
             most = limit if isinstance(limit, int) else len(layers)
-            pieces = consecutive(decoder_layers(with_decoder), layers, sample_kwargs[first:], most) if layers else []
-            for piece in pieces:
+            decoder, own = decoder_layers(with_decoder), {index - first for index in alone}
+            for piece in consecutive(decoder, layers, sample_kwargs[first:], most, own) if layers else ():
                 owner = fsdp.chain([layers[i] for i in piece])
                 if owner is not None:
                     chains.append(Chain([first + i for i in piece], owner))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_HANDLER, runs_outside_graphs
-from megatron.core.transformer._cuda_graphs.te.consecutive_layers import consecutive
+from megatron.core.transformer._cuda_graphs.te.consecutive_layers import consecutive, with_hooks_of_others
 
 
 def decoder(count=6):
@@ -15,7 +15,8 @@ def decoder(count=6):
 
 def pieces(layers, captured=None, kwargs=None, most=100):
     captured = layers if captured is None else captured
-    return [list(piece) for piece in consecutive(layers, captured, kwargs or [{}] * len(captured), most)]
+    found = consecutive(layers, captured, kwargs or [{}] * len(captured), most, with_hooks_of_others(captured))
+    return [list(piece) for piece in found]
 
 
 def test_all_layers_follow_each_other():
