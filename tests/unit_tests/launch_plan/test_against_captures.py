@@ -21,7 +21,7 @@ RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "step_time.json
 MODULES = "--cuda-graph-modules attn moe_router moe_preprocess"
 PIPELINE = "--untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 --global-batch-size 16"
 CASES = {
-    "dense": (f"{DENSE} --num-layers 3", 2, 0),
+    "dense": (f"{DENSE} --num-layers 3 --cuda-graph-layers-per-graph all", 2, 0),
     "two layers a graph": (f"{DENSE} --num-layers 5 --cuda-graph-layers-per-graph 2", 2, 0),
     "parts of MoE layers": (f"{DENSE} {EXPERTS} --num-layers 2 {MODULES}", 2, 0),
     "multi-token prediction": (f"{DENSE} --num-layers 2 --mtp-num-layers 1", 2, 0),

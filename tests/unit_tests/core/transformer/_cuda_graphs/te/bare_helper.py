@@ -42,7 +42,7 @@ class CapturingHelper(TECudaGraphHelper):
     """A helper whose capture is ``capture``."""
 
     def __init__(self, capture, layers=1):
-        self.config = config(fine_grained_activation_offloading=False)
+        self.config = config(fine_grained_activation_offloading=False, cuda_graph_layers_per_graph="all")
         self.flattened_callables = [SimpleNamespace(cuda_graphs=[]) for _ in range(layers)]
         self._engine = SimpleNamespace(name="native")  # type: ignore[assignment]
         self._capture_finished = self._graphs_created = False
