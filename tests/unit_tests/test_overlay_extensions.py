@@ -23,11 +23,13 @@ REPLACED = {
     },
     f"{FSDP}.megatron_fsdp": {"MegatronFSDP"},
     f"{FSDP}.param_and_grad_buffer": {
+        "AllGatherPipeline",
         "FixedPoolAllocator",
         "GradReducePipeline",
         "MaxPoolAllocator",
         "ParamAndGradBuffer",
         "StorageResizeBasedBucketAllocator",
+        "_create_hfsdp_helper_buffer",
     },
     "megatron.core.optimizer.clip_grads": {"to_local_if_dtensor"},
     "megatron.core.optimizer.distrib_optimizer": {"DistributedOptimizer"},

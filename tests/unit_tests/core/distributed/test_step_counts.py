@@ -91,10 +91,10 @@ def counts(layers, **case):
 @pytest.mark.parametrize(
     ("case", "of_two_layers", "of_a_layer"),
     [
-        ({}, Counts(480, 76, 2), Counts(40, 1, 0)),
-        ({"layers_per_graph": -1}, Counts(300, 27, 3), Counts(42, 1, 0)),
-        ({"layers_per_graph": 1}, Counts(690, 88, 10), Counts(180, 10, 5)),
-        (MOE, Counts(1100, 230, 16), Counts(390, 85, 8)),
+        ({}, Counts(420, 74, 2), Counts(14, 1, 0)),
+        ({"layers_per_graph": -1}, Counts(205, 25, 3), Counts(9, 1, 0)),
+        ({"layers_per_graph": 1}, Counts(630, 86, 10), Counts(155, 10, 5)),
+        (MOE, Counts(1000, 224, 16), Counts(345, 80, 8)),
     ],
     ids=["dense, all layers in one graph", "dense, the whole model", "dense, a graph for each layer", "MoE"],
 )

@@ -1,8 +1,8 @@
 """Megatron-FSDP's buffers and pipelines.
 
 Each model has its own double buffer, a data race of double buffering is fixed, weights can stay in place without a
-double buffer, gradients that accumulate in place are scaled once, recorded reductions are replayed, and the copies
-around the optimizer's step are planned once.
+double buffer, gradients that accumulate in place are scaled once, recorded reductions are replayed, buckets that are
+released are not released again, and the copies around the optimizer's step are planned once.
 
 Everything else in this module is megatron-core's.
 """
@@ -147,6 +147,18 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
             return
         self._weight_copies = None
         super().copy_main_weights_to_model_weights()
+
+
+class AllGatherPipeline(_upstream.AllGatherPipeline):
+    """megatron-core's ``AllGatherPipeline``, which releases only what is not released."""
+
+    def recycle_unused_buckets(self) -> None:
+        """Release the buckets that are not used any more; see megatron-core."""
+        empty = _upstream.BucketStatus.EMPTY
+        for bucket, is_unused in self.bucket_can_be_released.items():
+            if is_unused and self.bucket_status[bucket] is empty:
+                self.bucket_can_be_released[bucket] = False
+        super().recycle_unused_buckets()
 
 
 class GradReducePipeline(_upstream.GradReducePipeline):

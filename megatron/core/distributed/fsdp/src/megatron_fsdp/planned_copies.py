@@ -2,9 +2,12 @@
 
 from collections import defaultdict
 from collections.abc import Iterable
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
+
+_DATA, _ADDRESS = attrgetter("data"), methodcaller("data_ptr")
 
 
 class PlannedCopies:
@@ -47,11 +50,14 @@ class Placement:
 
     def __init__(self, buffers: Iterable[Any]):
         """Note where each of ``buffers`` has its data now."""
-        self._places = [(buffer, buffer.data, buffer.data.data_ptr()) for buffer in buffers]
+        self._buffers = list(buffers)
+        self._data = [buffer.data for buffer in self._buffers]
+        self._addresses = [data.data_ptr() for data in self._data]
 
     def unchanged(self) -> bool:
         """Whether all the data is where it was."""
-        return all(buffer.data is data and data.data_ptr() == address for buffer, data, address in self._places)
+        held = map(_DATA, self._buffers)
+        return all(map(is_, held, self._data)) and [*map(_ADDRESS, self._data)] == self._addresses
 
 
 def _precedes(first: torch.Tensor, second: torch.Tensor) -> bool:
