@@ -2,7 +2,7 @@
 
 Under Megatron-FSDP with graphs a model trains bit for bit as eagerly. Layouts: data parallel over all GPUs; context
 parallel 2; pipeline stages 2, each with one chunk of the model or with two; expert parallel 2. With four GPUs or more
-there are several data-parallel ranks in each of them.
+there are several data-parallel ranks in each of them. Some cases are under torch's FSDP2 instead.
 """
 
 import pytest
@@ -14,6 +14,7 @@ OVERLAPPED = {"experts": 4, "shared_experts": 256, "shared_overlap": True}
 HYBRID = {"pattern": "M*EM", "experts": 4}
 BEFORE_EXPERTS = ["attn", "moe_router", "moe_preprocess"]
 OVERLAP = {"dtype": "bf16", "ep_overlap": True, "double_buffer": False, "experts": 4, "microbatches": 3}
+TORCH = {"dtype": "bf16", "torch_fsdp": True, "tied": False}
 STAGES = {"tied": False, "microbatches": 4}
 CASES: dict[str, list[dict]] = {
     "data parallel": [
@@ -42,6 +43,11 @@ CASES: dict[str, list[dict]] = {
         {"dtype": "bf16", **HYBRID, "modules": ["attn", "mamba", "moe_router", "moe_preprocess"]},
         {"dtype": "bf16", **HYBRID, "capacity": 1.0, "evaluates": True},
         {"dtype": "bf16", "pattern": "M*-M/*M", "microbatches": 2},
+        {**TORCH, "microbatches": 2, "dropout": 0.1, "evaluates": True},
+        {**TORCH, "microbatches": 2, "reshard": False},
+        {**TORCH, "modules": ["attn"], "warmup": 0},
+        {**TORCH, "experts": 4, "modules": BEFORE_EXPERTS, "microbatches": 2},
+        {**TORCH, "fp8": "delayed", "microbatches": 2},
     ],
     "CP2": [
         {"dtype": "bf16", "microbatches": 2},

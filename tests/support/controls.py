@@ -228,6 +228,12 @@ def buckets_not_kept(training: Training) -> None:
         training.helper.create_cudagraphs()
 
 
+def parameters_not_kept(training: Training) -> None:
+    """Parameters whose memory torch's FSDP2 frees after each pass."""
+    training.helper.create_cudagraphs()
+    training.helper._kept.release()
+
+
 def replays_that_gather_nothing(training: Training) -> None:
     """Parts of layers that a schedule replays without calling the layer: no one else gathers their parameters."""
     fsdp = training.chunks[0].module
@@ -359,7 +365,8 @@ def training_state(training: Training) -> dict[str, object]:
         ],
         "graphs": [list(layer.cuda_graphs) for layer in layers],
         "parameters": [(name, id(param)) for name, param in training.chunks[0].named_parameters()],
-        "gradients": [param.grad is None for param in training.chunks[0].parameters()],
+        # Those of FSDP2 are the optimizer's, which are zeroed after a capture.
+        "gradients": [param.grad is None or training.case.torch_fsdp for param in training.chunks[0].parameters()],
         "distributed": getattr(fsdp, "is_param_fsdp_distributed", None),
         "capturing": (
             is_graph_capturing(),
@@ -397,6 +404,7 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         beside_a_larger_model,
         taken_addresses,
         buckets_not_kept,
+        parameters_not_kept,
         replays_that_gather_nothing,
         dead_local_replay,
         failed_local_capture,

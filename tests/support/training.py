@@ -56,6 +56,8 @@ class Case:
             for as many as the router sends.
         transformer_engine: Whether layers are TransformerEngine's rather than Megatron's own.
         fsdp: Whether the model is under Megatron-FSDP rather than DistributedDataParallel.
+        torch_fsdp: Whether it is under torch's FSDP2 rather than either.
+        reshard: Whether FSDP2 frees gathered parameters between forward and backward.
         overlap_param_gather: Whether parameters are gathered where forward needs them, rather than by the optimizer.
         mtp: Layers of multi-token prediction.
         virtual: Model chunks of each pipeline stage; None where the pipeline does not interleave chunks.
@@ -102,6 +104,8 @@ class Case:
     capacity: float | None = None
     transformer_engine: bool = False
     fsdp: bool = True
+    torch_fsdp: bool = False
+    reshard: bool = True
     overlap_param_gather: bool = True
     mtp: int = 0
     virtual: int | None = None
@@ -266,7 +270,7 @@ class Training:
         calculator.init_num_microbatches_calculator(0, None, size * ranks * count, size, ranks)
 
     def _wrapped_chunks(self) -> list[torch.nn.Module]:
-        wrap = _under_fsdp if self.case.fsdp else _under_ddp
+        wrap = _under_torch_fsdp if self.case.torch_fsdp else _under_fsdp if self.case.fsdp else _under_ddp
         stages = [None] if self.case.virtual is None else range(self.case.virtual)
         return [wrap(self.case, self.config, self._unwrapped_chunk(stage)) for stage in stages]
 
@@ -706,6 +710,18 @@ def _under_ddp(case: Case, config, model):
     return DistributedDataParallel(config, options, _on_device(case, config, model))
 
 
+def _under_torch_fsdp(case: Case, config, model):
+    from megatron.core.distributed import TorchFullyShardedDataParallel
+    from megatron.core.distributed.torch_fully_sharded_data_parallel_config import (
+        TorchFullyShardedDataParallelConfig,
+    )
+
+    if not case.transformer_engine:
+        config.transformer_impl = "local"  # whose linear layers are not sharded by themselves
+    options = TorchFullyShardedDataParallelConfig(reshard_after_forward=case.reshard)
+    return TorchFullyShardedDataParallel(config, options, _on_device(case, config, model))
+
+
 def _on_device(case: Case, config, model):
     from megatron.core.transformer.module import Float16Module
 
@@ -727,7 +743,7 @@ def _optimizer(case: Case, chunks: list[torch.nn.Module]):
         loss_scale_window=3,
         hysteresis=1,
         params_dtype=case.torch_dtype,
-        use_distributed_optimizer=True,
+        use_distributed_optimizer=not case.torch_fsdp,
         optimizer_cuda_graph=case.optimizer_graph,
     )
     return get_megatron_optimizer(config, chunks)

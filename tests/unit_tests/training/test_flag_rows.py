@@ -62,6 +62,8 @@ EXAMPLES = {
     "local graphs": Example("--cuda-graph-impl local"),
     "fused weight gradients": Example("--data-parallel-sharding-strategy optim", left_out=(FUSED,)),
     "torch fsdp2": Example("--use-torch-fsdp2", left_out=(SHARDED,)),
+    "optimizer graph of torch fsdp2": Example("--use-torch-fsdp2 --optimizer-cuda-graph", left_out=(SHARDED,)),
+    "quantization with torch fsdp2": Example("--use-torch-fsdp2 --fp8-format hybrid", left_out=(SHARDED,)),
     "unknown module": Example(),  # the parser takes none: set below
     "moe and router": Example(f"{MOE} moe moe_router {PADDED}"),
     "preprocess alone": Example(f"{MOE} moe_preprocess"),

@@ -17,6 +17,7 @@ MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 _CHECK = "tests/unit_tests/training/test_flag_rows.py"
 _CPU = "tests/integration_tests/test_fsdp_graphs.py"
 _STAGES = "tests/integration_tests/test_fsdp_pipeline.py"
+_TORCH = "tests/integration_tests/test_torch_fsdp.py"
 _OVERLAP = "tests/integration_tests/test_expert_parallel_overlap.py"
 _PACKED_TEST = "tests/integration_tests/test_packed_sequences.py"
 _HYBRID = "tests/integration_tests/test_hybrid_models.py"
@@ -31,12 +32,12 @@ def _refused(name: str, flags: str, when: Condition, words: str, **other: Any) -
     return Row(name, flags, Verdict.REFUSED, when, words, _CHECK, **other)
 
 
-def _works(name: str, flags: str, when: Condition, shown: str, words: str = "") -> Row:
-    return Row(name, flags, Verdict.WORKS, when, words, shown)
+def _works(name: str, flags: str, when: Condition, shown: str, words: str = "", **other: Any) -> Row:
+    return Row(name, flags, Verdict.WORKS, when, words, shown, **other)
 
 
-def _not_tried(name: str, flags: str, when: Condition, words: str, shown: str = "") -> Row:
-    return Row(name, flags, Verdict.NOT_TRIED, when, f"{flags}: not tried with graphs{words}", shown)
+def _not_tried(name: str, flags: str, when: Condition, words: str, shown: str = "", **other: Any) -> Row:
+    return Row(name, flags, Verdict.NOT_TRIED, when, f"{flags}: not tried with graphs{words}", shown, **other)
 
 
 def _no_effect(name: str, flags: str, when: Condition, words: str) -> Row:
@@ -160,14 +161,6 @@ _REFUSED = [
         "--no-gradient-accumulation-fusion is required unless --data-parallel-sharding-strategy is "
         "optim_grads_params: only then do the main gradients that a graph would write stay in place",
         graphs=("transformer_engine", "local"),
-    ),
-    _refused(
-        "torch fsdp2",
-        "--use-torch-fsdp2",
-        lambda options: True,
-        "--use-torch-fsdp2 cannot be used: torch's FSDP2 gives each layer other parameters in a hook that returns new "
-        "arguments, which no graph can hold; use --use-megatron-fsdp, or --cuda-graph-impl none",
-        sharding=TORCH_FSDP,
     ),
     _refused(
         "unknown module",
@@ -378,6 +371,14 @@ _REFUSED = [
         "whether gradients are finite: leave it out, or use --bf16 without --loss-scale",
     ),
     _refused(
+        "optimizer graph of torch fsdp2",
+        "--use-torch-fsdp2 with --optimizer-cuda-graph",
+        lambda options: bool(options.get("optimizer_cuda_graph")),
+        "--optimizer-cuda-graph puts the optimizer's step in a graph, and --use-torch-fsdp2 gives it other gradient "
+        "tensors in every step: leave it out, or use --use-megatron-fsdp",
+        sharding=TORCH_FSDP,
+    ),
+    _refused(
         "negative warm-up",
         "--cuda-graph-warmup-steps below 0",
         lambda options: _warmup(options) < 0,
@@ -408,6 +409,13 @@ _NOT_TRIED = [
         "--fp4-format, --fp8-recipe other than delayed or tensorwise",
         lambda options: bool(options.get("fp4") or options.get("fp8")) and not _quantizes_by_tensor(options),
         "; it needs GPUs that have such formats",
+    ),
+    _not_tried(
+        "quantization with torch fsdp2",
+        "--use-torch-fsdp2 with --fp8-format or --fp4-format",
+        lambda options: bool(options.get("fp8") or options.get("fp4")),
+        "; it needs TransformerEngine's layers",
+        sharding=TORCH_FSDP,
     ),
     _not_tried(
         "sharded weights",
@@ -567,6 +575,15 @@ _WORKS = [
         "--context-parallel-size",
         lambda options: int(options.get("context_parallel_size", 1)) > 1,
         _GPU_FLAGS,
+    ),
+    _works(
+        "torch fsdp2",
+        "--use-torch-fsdp2",
+        lambda options: not options.get("optimizer_cuda_graph"),
+        _TORCH,
+        "layers with graphs are gathered before each pass as ever, but keep the memory of their parameters between "
+        "passes; for training, not for evaluation; verified on the CPU backend only",
+        sharding=TORCH_FSDP,
     ),
     _works("user buffers", "--use-nccl-ub", lambda options: bool(options.get("nccl_ub")), _GPU_FLAGS),
     _works(

@@ -11,6 +11,8 @@ layer's hooks become capture-time hooks in two phases:
    - ``_cuda_graph_backward_handler`` on a forward-pre hook: the handler runs after backward;
    - ``_cuda_graph_backward_pre_handler`` on a forward hook: the handler runs before backward.
 
+   The hooks of torch's FSDP2 are left out.
+
 ``restore`` puts back the copies of phase 1, which phase 2 does not modify.
 """
 
@@ -147,6 +149,8 @@ class ModuleHooks:
         """
         sorted_hooks: HookDicts = {kind: {} for kind in HOOK_KINDS}
         for key, hook in self.saved["_forward_pre_hooks"].items():
+            if _is_of_torch_fsdp(hook):
+                continue
             handler = getattr(hook, BACKWARD_HANDLER, None)
             if handler is not None:
                 sorted_hooks["backward_hooks"][key] = _module_only(handler)
@@ -155,6 +159,8 @@ class ModuleHooks:
             else:
                 sorted_hooks["forward_pre_hooks"][key] = _forward_pre_hook(hook)
         for key, hook in self.saved["_forward_hooks"].items():
+            if _is_of_torch_fsdp(hook):
+                continue
             handler = getattr(hook, BACKWARD_PRE_HANDLER, None)
             if handler is not None:
                 sorted_hooks["backward_pre_hooks"][key] = _module_only(handler)
@@ -167,6 +173,14 @@ class ModuleHooks:
         for key, hook in self.saved["_backward_hooks"].items():
             sorted_hooks["backward_hooks"][key] = _without_gradients(hook, 2)
         return sorted_hooks
+
+
+def _is_of_torch_fsdp(hook):
+    """Whether ``hook`` is one of torch's FSDP2.
+
+    They gather and free parameters, and return other arguments. At capture parameters are gathered in any case.
+    """
+    return hasattr(getattr(hook, "__self__", None), "_fsdp_param_group")
 
 
 # The functions that the engine calls. Its error messages use ``__wrapped__``.

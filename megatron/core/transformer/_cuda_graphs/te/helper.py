@@ -52,6 +52,7 @@ from .sample_inputs import (
     packed_use,
     sample_arguments,
 )
+from .torch_fsdp import KeptParameters
 from .training_calls import NONE_SEEN, TrainingCalls
 from .whole_model import ModelGraphs, against_whole_model, capture_whole_model
 
@@ -99,6 +100,7 @@ class TECudaGraphHelper(CountsUse, CapturesAgain):
     _every_stage_captures = True  # each pipeline stage has a helper of this class
     _report_name = "capture"
     _observer = CaptureObserver()  # of the last capture
+    _kept = KeptParameters((), ())  # from the last capture on
     _whole_model_refused = ""  # why
     _tries_whole_model = False  # though nobody asked for it
     _whole_model_failed = False  # when it was tried
@@ -606,6 +608,11 @@ class TECudaGraphHelper(CountsUse, CapturesAgain):
         self._observer.captured_model(self.model_graphs.passes)
 
     def _capture_layers(self) -> None:
+        self._kept = KeptParameters(self.model, self.flattened_callables)
+        with self._kept.gathered(partial(self._agreement.begin, "before the first layer")):
+            self._capture_gathered_layers()
+
+    def _capture_gathered_layers(self) -> None:
         layers = tuple(self.flattened_callables)
         sample_args, arguments = self._get_cuda_graph_input_data()
         names = [_layer_name(layer, index) for index, layer in enumerate(layers)]
@@ -799,6 +806,7 @@ class TECudaGraphHelper(CountsUse, CapturesAgain):
         for evaluation in self._evaluation:
             evaluation.reset()
         self._evaluation = ()
+        self._kept.release()
         for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
             attached = [layer for layer in layers if getattr(layer, "cuda_graphs", None)]
             for layer in attached:
