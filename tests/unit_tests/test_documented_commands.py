@@ -9,7 +9,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "examples/README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "examples/README.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 COMMAND = re.compile(
     r"([A-Z_]+=\S+ )*(make|pip|python|git( -C \S+)?|torchrun|unzip|bash|pre-commit|examples/launch\S+) [^=]\S*.*"
     r"|benchmarks/\S+\.sh|\.ci/run"
@@ -24,7 +29,10 @@ RUN_BY = {
     r"pip uninstall": ("tests/unit_tests/test_install.py", '"uninstall"'),
     r"pip download|unzip": BY_HAND,
     r"python -m megatron_fsdp_cuda_graphs( {2}.*)?": ("tests/unit_tests/test_doctor.py", '"megatron_fsdp_cuda_graphs"'),
-    r"python -m megatron_fsdp_cuda_graphs (plan|explain)": ("tests/unit_tests/launch_plan/test_plan.py", "def test_exit"),
+    r"python -m megatron_fsdp_cuda_graphs (plan|explain)": (
+        "tests/unit_tests/launch_plan/test_plan.py",
+        "def test_exit",
+    ),
     r"python -m megatron_fsdp_cuda_graphs upstream": ("Makefile", "megatron_fsdp_cuda_graphs upstream build/cores"),
     r"python -m megatron_fsdp_cuda_graphs patch-series": ("tests/unit_tests/test_patch_series.py", "README"),
     r"git( -C \S+)? am": ("tests/unit_tests/test_patch_series.py", "README"),
@@ -35,6 +43,7 @@ RUN_BY = {
     r"make test-versions": (".ci/run", "part test-versions\n"),
     r"make test-patch": (".ci/run", "part test-patch\n"),
     r"make test-functional": ("tests/integration_tests/test_functional_cases.py", '"run.py"'),
+    r"make PYTHON=NAME": BY_HAND,
     r"make docs": ("tests/unit_tests/test_compatibility.py", "compatibility.md"),
     r"make format": (".ci/run", "part lint\n"),  # which wants what it leaves
     r"make (test-gpu|bench)": BY_HAND,
