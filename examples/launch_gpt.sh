@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Trains a GPT of 0.9 billion parameters under Megatron-FSDP on the GPUs of one host, with its layers in CUDA graphs.
+# Trains a GPT of 0.9 billion parameters under Megatron-FSDP on the GPUs of one host, in CUDA graphs.
 #
-#     examples/launch_gpt.sh graphed                  # all layers in a forward and a backward graph
+#     examples/launch_gpt.sh graphed                  # a forward and a backward graph of the whole model
 #     examples/launch_gpt.sh eager                    # the same without graphs, to compare
 #     GPUS=8 DATA=data/stdlib examples/launch_gpt.sh graphed --train-iters 500
 #
@@ -67,7 +67,7 @@ case $MODE in
 eager) GRAPHS=(--cuda-graph-impl none) ;;
 graphed)
     GRAPHS=(
-        --cuda-graph-impl transformer_engine   # all layers in a forward and a backward graph
+        --cuda-graph-impl transformer_engine   # a forward and a backward graph of the whole model
         --cuda-graph-warmup-steps 3            # eager steps before the capture
         # --cuda-graph-modules attn            # to capture parts of a layer; without it, whole layers
     )
