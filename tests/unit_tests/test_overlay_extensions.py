@@ -28,6 +28,7 @@ REPLACED = {
         "MaxPoolAllocator",
         "ParamAndGradBuffer",
         "StorageResizeBasedBucketAllocator",
+        "_create_hfsdp_helper_buffer",
     },
     "megatron.core.optimizer.clip_grads": {"to_local_if_dtensor"},
     "megatron.core.optimizer.distrib_optimizer": {"DistributedOptimizer"},
