@@ -36,8 +36,10 @@ class CudaGraphScalars:
         if tensorboard is None and wandb is None:
             return
         args = get_args()
+        if not hasattr(args, "curr_iteration"):  # a loop other than Megatron's
+            return
         if self._iteration is None:  # no iteration has ended; curr_iteration may be that of an earlier training
-            self._iteration = max(args.iteration, args.curr_iteration)
+            self._iteration = max(getattr(args, "iteration", 0), args.curr_iteration)
             return
         iteration = args.curr_iteration + 1
         if iteration <= self._iteration:
