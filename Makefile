@@ -45,6 +45,7 @@ help:
 
 # The stamp is written last: an installation that broke off is made again.
 .venv/.installed: setup.py constraints.txt
+	@echo "Installing torch, megatron-core and the tools of this project into .venv"
 	$(PYTHON) -m venv --clear .venv
 	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	touch $@

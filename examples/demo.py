@@ -1,4 +1,4 @@
-"""Trains the same small GPT twice under Megatron-FSDP, eager and with a CUDA graph per layer, and compares them.
+"""Trains the same small GPT twice under Megatron-FSDP, eagerly and with CUDA graphs, and compares them.
 
 On two GPUs with two ranks, on one GPU with one, and without a GPU on the CPU backend with two. Writes the prepared
 text, the logs, the metrics and a plot to the output folder. Exits with 1 if a loss or a gradient norm differs in one
@@ -185,7 +185,7 @@ def conclude(eager: Run, graphed: Run, steps: int, picture: Path, title: str) ->
     for sentence in found:
         print(f"FAILED: {sentence}")
     if not found:
-        print("PASSED: every loss and gradient norm with a graph per layer has the bits of the eager run")
+        print("PASSED: every loss and gradient norm with graphs has the bits of the eager run")
     return 1 if found else 0
 
 
@@ -208,7 +208,7 @@ def main(arguments: list[str] | None = None) -> int:
     prepare(data)
     eager = train(setup, "eager", EAGER, steps, data, output)
     graphed = train(setup, "graphed", GRAPHED, steps, data, output)
-    title = f"GPT under Megatron-FSDP, eager and with a graph per layer: {setup.place}"
+    title = f"GPT under Megatron-FSDP, eager and with CUDA graphs: {setup.place}"
     code = conclude(eager, graphed, steps, output / "demo.png", title)
     if setup.note:
         print(setup.note)

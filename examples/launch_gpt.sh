@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Trains a GPT of 0.9 billion parameters under Megatron-FSDP on the GPUs of one host, with a CUDA graph per layer.
+# Trains a GPT of 0.9 billion parameters under Megatron-FSDP on the GPUs of one host, in CUDA graphs.
 #
-#     examples/launch_gpt.sh graphed                  # a graph per layer
+#     examples/launch_gpt.sh graphed                  # a forward and a backward graph of the whole model
 #     examples/launch_gpt.sh eager                    # the same without graphs, to compare
 #     GPUS=8 DATA=data/stdlib examples/launch_gpt.sh graphed --train-iters 500
 #
@@ -67,7 +67,7 @@ case $MODE in
 eager) GRAPHS=(--cuda-graph-impl none) ;;
 graphed)
     GRAPHS=(
-        --cuda-graph-impl transformer_engine   # a forward and a backward graph per layer
+        --cuda-graph-impl transformer_engine   # a forward and a backward graph of the whole model
         --cuda-graph-warmup-steps 3            # eager steps before the capture
         # --cuda-graph-modules attn            # to capture parts of a layer; without it, whole layers
     )
@@ -79,7 +79,7 @@ graphed)
 esac
 
 if [ -n "${DATA:-}" ]; then
-    TEXT=(--data-path "$DATA" --split 99,1,0 --tokenizer-type NullTokenizer --vocab-size 257)
+    TEXT=(--data-path "$DATA" --split 100,0,0 --tokenizer-type NullTokenizer --vocab-size 257)
 else
     TEXT=(--mock-data --tokenizer-type NullTokenizer --vocab-size 32000)
 fi

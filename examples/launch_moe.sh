@@ -84,7 +84,7 @@ graphed)
 esac
 
 if [ -n "${DATA:-}" ]; then
-    TEXT=(--data-path "$DATA" --split 99,1,0 --tokenizer-type NullTokenizer --vocab-size 257)
+    TEXT=(--data-path "$DATA" --split 100,0,0 --tokenizer-type NullTokenizer --vocab-size 257)
 else
     TEXT=(--mock-data --tokenizer-type NullTokenizer --vocab-size 32000)
 fi

@@ -20,7 +20,7 @@ from megatron.core import parallel_state
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
-from megatron.core.packed_seq_params import PackedSeqParams, pad_packed_seq_params
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.rerun_state_machine import get_rerun_state_machine
 from megatron.core.transformer.multi_token_prediction import mtp_on_this_rank
 from megatron.core.utils import get_attr_wrapped_model, get_batch_on_this_cp_rank, get_batch_on_this_tp_rank
@@ -117,9 +117,11 @@ def packed_sequences(args, batch: dict[str, torch.Tensor]) -> PackedSeqParams:
         batch: ``cu_seqlens``, int32 [documents + 1] or [1, documents + 1], and ``max_seqlen``, the tokens of the
             longest.
     """
-    offsets, most = batch["cu_seqlens"].view(-1), args.cuda_graph_packed_sequences
+    offsets, most = batch["cu_seqlens"].view(-1), getattr(args, "cuda_graph_packed_sequences", None)
     params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets)
     if most is not None:
+        from megatron.core.packed_seq_params import pad_packed_seq_params  # not there with the patch off
+
         return pad_packed_seq_params(params, most, args.seq_length)
     params.max_seqlen_q = params.max_seqlen_kv = int(batch["max_seqlen"])
     return params

@@ -26,7 +26,8 @@ def main(arguments: list[str]) -> int:
     command, *rest = arguments or ["doctor"]
     if command not in COMMANDS:
         asked = command in ("-h", "--help")
-        print(__doc__ if asked else f"no command {command!r}\n\n{__doc__}", file=sys.stdout if asked else sys.stderr)
+        usage = __doc__.replace("``", "").strip()
+        print(usage if asked else f"no command {command!r}\n\n{usage}", file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     status: int = importlib.import_module(f".{COMMANDS[command]}", __package__).main(rest)
     return status

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from . import overlay
 from .allocator_check import allocator_problem
 
+# That of constraints.txt, which an installation does not have.
+VERIFIED_TORCH = "2.11"
+
 
 @dataclass
 class Report:
@@ -37,8 +40,10 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"{name:17}  {value}" for name, value in self.facts]
+        added = [name for name, state in self.modules if state == "added"]
+        changed = [f"{state:11} {name}" for name, state in self.modules if state != "added"]
         sections = {
-            "Modules:": [f"{state:11} {name}" for name, state in self.modules],
+            "Modules of megatron-core:": [*changed, f"and {len(added)} added"] if self.modules else [],
             "Missing:": [f"- {text}" for text in self.missing],
             "Limits:": [f"- {text}" for text in self.limits],
         }
@@ -99,6 +104,10 @@ def examine() -> Report:
         report.missing.append(f"torch cannot be imported: {error.__cause__ or error}")
         return report
     report.facts.append(("torch", f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})"))
+    if not torch.__version__.startswith(f"{VERIFIED_TORCH}."):
+        report.limits.append(
+            f"This project is verified with torch {VERIFIED_TORCH}. Compare a short training with eager training first."
+        )
     _examine_core(report)
     _examine_transformer_engine(report)
     _examine_gpus(report)

@@ -62,7 +62,7 @@ def _new_group(call: Callable) -> Callable:
 
 def _gloo_init(call: Callable) -> Callable:
     @functools.wraps(call)
-    def init(self: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30)) -> None:
+    def init(self: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30), **_: Any) -> None:
         options = timeout
         if isinstance(timeout, timedelta):
             interfaces = list(filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")))

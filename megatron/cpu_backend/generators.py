@@ -146,7 +146,7 @@ def _rebuild(value: torch.Tensor) -> CudaGenerator:
 DEFAULT = CudaGenerator(state=GeneratorState.active, is_default=True)
 
 
-class _GeneratorFactory(type):
+class _GeneratorFactory(type(torch._C.Generator)):  # type: ignore[misc]
     def __instancecheck__(cls, instance: Any) -> bool:
         return isinstance(instance, torch._C.Generator)
 

@@ -141,6 +141,11 @@ class Stream:
     def synchronize(self) -> None:
         capture_state.refuse_while_capturing("Stream.synchronize")
 
+    def is_capturing(self) -> bool:
+        """Whether it takes part in a capture."""
+        state = capture_state.current()
+        return state is not None and self in state.streams
+
     def __enter__(self) -> Stream:
         self._before.append(current_stream())
         set_stream(self)
@@ -213,8 +218,7 @@ def synchronize(device: Any = None) -> None:
 
 def is_current_stream_capturing() -> bool:
     """Whether the current stream takes part in a capture."""
-    state = capture_state.current()
-    return state is not None and current_stream() in state.streams
+    return current_stream().is_capturing()
 
 
 def install() -> None:
@@ -233,5 +237,7 @@ def install() -> None:
         "synchronize": synchronize,
     }.items():
         patch(torch.cuda, name, value, why)
+    patch(torch.accelerator, "current_stream", current_stream, why)
+    patch(torch.accelerator, "is_available", lambda: False, "loaders of data ask the driver for their device otherwise")
     for owner in (torch.cuda, torch.cuda.graphs):
         patch(owner, "is_current_stream_capturing", is_current_stream_capturing, "captures are the tape's")

@@ -1,11 +1,14 @@
 """Reads the flags of a training as its ranks would, and collects what is said against them."""
 
 import argparse
+import io
 import math
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,7 +44,7 @@ def read_flags(arguments: Sequence[str], world_size: int | None) -> Flags:
         world_size: Ranks of the job; None for as few as the parallel sizes allow.
 
     Raises:
-        SystemExit: with 2, after a message of argparse: a flag is unknown or its value is none.
+        SystemExit: with 2, after argparse's message: a flag is unknown, or has a value that it does not take.
     """
     args = _parse(arguments)
     args.world_size = world_size or smallest_world(args)
@@ -69,10 +72,13 @@ def smallest_world(args: argparse.Namespace) -> int:
 
 
 def said_by(error: BaseException) -> str:
-    """Return the message of ``error``; of an assertion without one, what it asserts."""
+    """Return the message of ``error``; of an assertion without one, the flag it asks for, or what it asserts."""
     if str(error):
         return f"{error}"
     last = traceback.extract_tb(error.__traceback__)[-1]
+    missing = re.fullmatch(r"assert args\.(\w+) is not None", last.line or "")
+    if missing:
+        return f"--{missing[1].replace('_', '-')} is required"
     return f"{type(error).__name__}: {last.line}"
 
 
@@ -84,11 +90,16 @@ def _check(flags: Flags) -> None:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    argv, environment = sys.argv, dict(os.environ)
+    argv, environment, said = sys.argv, dict(os.environ), io.StringIO()
     sys.argv = ["pretrain_gpt", *arguments]
     os.environ.update(RANK="0", LOCAL_RANK="0")
     try:
-        args: Any = megatron_arguments.parse_args()
+        with redirect_stderr(said):
+            args: Any = megatron_arguments.parse_args()
+    except SystemExit:
+        _, error, message = said.getvalue().partition("pretrain_gpt: error: ")  # without the usage, of all flags
+        print(error + message, end="", file=sys.stderr)
+        raise
     finally:
         sys.argv = argv
         os.environ.clear()

@@ -5,6 +5,7 @@ import subprocess
 import sys
 import types
 from importlib.metadata import PackageNotFoundError
+from pathlib import Path
 
 import pytest
 import torch
@@ -146,6 +147,16 @@ class TestReport:
         assert doctor.main() == code
         assert "Graphs under Megatron-FSDP can" in capsys.readouterr().out
 
+    def test_another_torch_than_the_verified_one_is_a_limit(self, ready, monkeypatch):
+        monkeypatch.setattr(torch, "__version__", "2.15.0+cu132")
+        report = doctor.examine()
+        assert report.ready
+        assert report.limits[0].startswith("This project is verified with torch 2.11.")
+
+    def test_the_verified_torch_is_that_of_the_constraints(self):
+        constraints = Path(__file__).parents[2] / "constraints.txt"
+        assert f"\ntorch=={doctor.VERIFIED_TORCH}." in constraints.read_text()
+
 
 class TestModule:
     def test_one_that_cannot_be_imported_is_missing_with_the_reason(self, monkeypatch):
@@ -175,10 +186,11 @@ def test_here_it_finds_every_patched_module_in_this_tree():
         text=True,
         timeout=240,
     )
-    lines = done.stdout.split("Modules:\n")[1].split("\n\n")[0].splitlines()
+    *lines, added = done.stdout.split("Modules of megatron-core:\n")[1].split("\n\n")[0].splitlines()
     states = {name: state for state, name in map(str.split, lines)}
-    assert sorted(states) == overlay.patched_modules()
-    assert set(states.values()) <= {"replaced", "extended", "added"}
+    expected = {name: overlay.change(name) for name in overlay.patched_modules()}
+    assert states == {name: change for name, change in expected.items() if change != "added"}
     assert states["megatron.training.arguments"] == "extended"
+    assert added == f"  and {len(expected) - len(states)} added"
     assert done.returncode == 1
     assert "No GPU is visible" in done.stdout

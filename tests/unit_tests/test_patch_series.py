@@ -1,5 +1,6 @@
 """The patch as patches; `make test-patch` applies them and runs the unit tests there."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -42,6 +43,18 @@ def test_git_am_takes_all_patches(checkout, tmp_path, capsys):
     for file in contents.files(INSTALLED):
         assert (checkout / file.path).read_text() == file.text
     assert git(checkout, "status", "--porcelain") == ""
+
+
+def test_the_commands_of_the_readme(checkout, tmp_path, monkeypatch):
+    checkout.rename(tmp_path / "MEGATRON_LM_CHECKOUT")
+    for role in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{role}_NAME", "test")
+        monkeypatch.setenv(f"GIT_{role}_EMAIL", "test@localhost")
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    make, apply = re.findall(r"^    (.*PATCHES.*)$", readme, re.MULTILINE)
+    for command in (make.replace("python", sys.executable, 1), apply):
+        subprocess.run(command, shell=True, cwd=tmp_path, check=True, capture_output=True)
+    assert len(git(tmp_path / "MEGATRON_LM_CHECKOUT", "log", "--oneline").splitlines()) == 1 + 5
 
 
 def test_every_file_of_the_patch_is_in_the_series_and_needs_nothing_else_of_this_project():

@@ -21,6 +21,21 @@ def test_a_stream_is_current_inside_its_context_only():
     assert torch.cuda.current_stream() == outside
 
 
+def test_torch_asks_streams_by_its_name_for_any_accelerator():
+    """As newer optimizers do."""
+    stream, other = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream):
+        torch.ones(1, device="cuda").add_(1)
+        assert torch.accelerator.current_stream() == stream
+        assert stream.is_capturing() and not other.is_capturing()
+    assert not stream.is_capturing()
+
+
+def test_a_loader_of_data_with_workers_asks_no_driver():
+    data = torch.utils.data.DataLoader([torch.arange(3)], num_workers=1, pin_memory=True)
+    assert [batch.tolist() for batch in data] == [[[0, 1, 2]]]
+
+
 def test_set_stream_stays():
     stream = torch.cuda.Stream()
     torch.cuda.set_stream(stream)

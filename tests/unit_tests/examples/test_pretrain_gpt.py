@@ -2,6 +2,9 @@
 
 import inspect
 import json
+import os
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -36,6 +39,14 @@ def metrics(examples, tmp_path, monkeypatch):
 
 def lines(metrics) -> list[dict]:
     return [json.loads(line) for line in metrics.path.read_text().splitlines()]
+
+
+def test_the_script_does_without_the_patch(examples):
+    environment = os.environ | {"MEGATRON_FSDP_CUDA_GRAPHS": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", "import pretrain_gpt"], cwd=examples, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_masked_tokens_count_neither_in_the_loss_nor_in_its_tokens(pretrain_gpt, monkeypatch):

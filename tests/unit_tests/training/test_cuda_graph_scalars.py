@@ -148,6 +148,14 @@ def test_both_writers_get_the_same(monkeypatch):
     assert len(wandb.values["replays"]) == 4
 
 
+def test_a_loop_that_counts_no_iterations_gets_none(loop):
+    training, writer = loop()
+    del training.args.curr_iteration
+    training.ask()
+    training.ask()
+    assert writer.values == {}
+
+
 def test_without_writers_nothing_is_asked(monkeypatch):
     training = Loop(monkeypatch)
     for method in ("eager_reason", "graph_use"):

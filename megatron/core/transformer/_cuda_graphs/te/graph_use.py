@@ -84,4 +84,4 @@ class CountsUse:
         """Log the last step, and keep the counts of graphs that are about to be deleted."""
         self._log_step()
         self._replays_before = self._replays(self._graphs_of_training()) or 0
-        self._eager_passes_seen = 0
+        self._eager_passes, self._eager_passes_seen = EagerPasses(), 0
