@@ -3,6 +3,7 @@
 Never import it elsewhere: the CPU backend stays installed.
 """
 
+import gc
 import runpy
 import sys
 
@@ -13,3 +14,5 @@ from .pretrain import SCRIPT
 cpu_backend.install()
 sys.path.insert(0, str(SCRIPT.parent))
 runpy.run_path(str(SCRIPT))
+gc.collect()
+gc.freeze()  # captures collect garbage, and building a model does: spare them what the imports left
