@@ -1,6 +1,7 @@
 """inject_all_faults: sums of what pairs found, and what is left of pairs that die or stand still."""
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -35,7 +36,7 @@ def run(monkeypatch, tmp_path):
     monkeypatch.setattr(subprocess, "Popen", start)
     monkeypatch.setattr(inject_all_faults, "WRITE_EVERY", 0.1)
     monkeypatch.setattr(inject_all_faults, "GRACE", 2)
-    monkeypatch.setattr(inject_all_faults.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     for name, value in inject_all_faults.ON_CPU.items():
         monkeypatch.setenv(name, value)
 
