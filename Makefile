@@ -60,7 +60,7 @@ test-unit: $(ENVIRONMENT)
 
 # These start processes of their own, one per rank. No GPU is shown, so the tests in tests/gpu say why they are skipped.
 test-integration: $(ENVIRONMENT)
-	CUDA_VISIBLE_DEVICES= $(PY) -m pytest $(wildcard tests/integration_tests tests/gpu)
+	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -n $(WORKERS) --dist loadfile $(wildcard tests/integration_tests tests/gpu)
 
 test-versions: $(OTHER_CORES:%=test-core-%)
 

@@ -15,7 +15,7 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 def test_a_short_soak_is_bit_equal_over_an_interruption(tmp_path):
     output = tmp_path / "soak.json"
     command = [sys.executable, str(BENCHMARKS / "soak.py"), "--output", str(output), "--configurations", "moe"]
-    sizes = "--at-once 2 --steps 10 --moe-steps 10 --evaluate-every 4 --save-every 5 --hidden 32 --sequence 16"
+    sizes = "--ranks 1 --at-once 2 --moe-steps 10 --evaluate-every 4 --save-every 5 --hidden 32 --sequence 16"
     done = subprocess.run(
         [*command, *sizes.split()],
         capture_output=True,
