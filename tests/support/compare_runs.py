@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> None:
         control = arguments.pop("control", None)
         results.append(compare(Case(**arguments), control, eager, args.output if args.stop_at_error else None))
         gc.collect()
-        gc.freeze()  # every capture collects garbage, and need not walk through what is left of the cases before
+        gc.freeze()  # every capture collects garbage, and need not walk through all modules each time
         if dist.get_rank() == 0:
             partial = args.output.with_suffix(".partial")  # whoever reads meanwhile, or after a crash, finds JSON
             partial.write_text(json.dumps(results, indent=1))

@@ -484,6 +484,16 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
             from megatron.core.transformer.cuda_graphs import delete_cuda_graphs
 
             delete_cuda_graphs()
+        _clear_caches_of_rotary_embeddings()
+
+
+def _clear_caches_of_rotary_embeddings() -> None:
+    """Forget the last embeddings that were called: the caches hold the modules, and by their hooks the models."""
+    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
+
+    for embedding in (RotaryEmbedding, YarnRotaryEmbedding):
+        embedding.forward.cache_clear()
 
 
 def _training(case: Case) -> type[Training]:
