@@ -13,8 +13,9 @@ from tests.support.launch import inject_faults
     [
         ("--stride", "401", "--layers-per-graph", "0", "1", "-1"),
         ("--matching", "ProcessGroup", "--kinds", "exception", "--layers-per-graph", "1", "-1"),
+        ("--case", '{"torch_fsdp": true, "tied": false}', "--layers-per-graph", "0", "--stride", "181"),
     ],
-    ids=["anywhere", "collectives"],
+    ids=["anywhere", "collectives", "torch's FSDP2"],
 )
 def test_a_fault_is_an_error_on_every_rank_and_leaves_nothing_behind(tmp_path, options):
     for result in inject_faults(*options, ranks=2, folder=tmp_path, environment={"CUDA_VISIBLE_DEVICES": ""}):

@@ -3,6 +3,7 @@
     torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json
     torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --stride 40
     torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --matching ProcessGroup
+    torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --case '{"torch_fsdp": true}'
 
 One model trains on; between two steps its capture is attempted with one fault after another, on one rank or on all.
 After each attempt every rank must have raised the same error, which names the rank that failed, within ``LIMIT``
@@ -14,6 +15,7 @@ backend. The results are written as they come; ``places_left_out`` are those tha
 import argparse
 import functools
 import gc
+import json
 import math
 import os
 import re
@@ -156,7 +158,8 @@ class Faults(TorchDispatchMode):
 
 def attempt(training: Training, faults: Faults) -> tuple[BaseException | None, float]:
     """Capture with ``faults``, as if for the first time; return the error and the seconds it took."""
-    training.chunks[0].module.fsdp_hooks.graphed._plans._reduced_once.clear()
+    if hasattr(training.chunks[0].module, "fsdp_hooks"):
+        training.chunks[0].module.fsdp_hooks.graphed._plans._reduced_once.clear()
     start = time.perf_counter()
     try:
         with faults.counting():
@@ -369,6 +372,8 @@ def main() -> None:
     parser.add_argument("--matching", default="", help="only at places whose names match this regular expression")
     parser.add_argument("--seconds", type=float, default=math.inf, help="none is tried later; each kind has a share")
     parser.add_argument("--layers", type=int, default=2, help="layers of the model")
+    parser.add_argument("--case", type=json.loads, default={}, help="JSON: other arguments of training.Case")
+    parser.add_argument("--ep", type=int, default=1, help="expert parallel ranks")
     parser.add_argument("--layers-per-graph", type=int, nargs="+", default=[0, 1], help="0 for all, -1 for the model")
     args = parser.parse_args()
     if not on_cpu:
@@ -376,7 +381,7 @@ def main() -> None:
     dist.init_process_group("gloo" if on_cpu else "nccl")
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel()
+    parallel_state.initialize_model_parallel(expert_model_parallel_size=args.ep)
     first = args.stride // 2 if args.first is None else args.first
     command = command_line("tests/support/inject_faults.py", sys.argv[1:]).replace(
         "python", "torchrun --nproc-per-node 2", 1
@@ -389,8 +394,11 @@ def main() -> None:
             done[result["case"]] = result
             write_results(args.output, command=command, gpus=dist.get_world_size(), results=list(done.values()))
 
+    given: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in args.case.items()
+    }
     for count in args.layers_per_graph:
-        case = replace(SMALL, layers=args.layers, layers_per_graph=count)
+        case = replace(SMALL, layers=args.layers, layers_per_graph=count, **given)
         run(case, args.kinds, args.stride, first, args.matching, shares, write)
     for result in done.values():
         attempts, passed = sum(result["attempts"].values()), sum(result["passed"].values())

@@ -7,11 +7,13 @@ to the gathered parameters, from which FSDP2 reduces them.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+
+from ..launches import launches_of
 
 
 class KeptParameters:
@@ -51,10 +53,7 @@ class KeptParameters:
         if self._params:
             ready()
         try:
-            for module, params in self._params.items():
-                module.unshard()
-                for param in params:
-                    param.free_unsharded_param = _keep
+            self._gather()
             yield
         except BaseException:
             self.release()
@@ -62,6 +61,25 @@ class KeptParameters:
         finally:
             for module in self._params:
                 module.reshard()
+
+    def _gather(self) -> None:
+        """Gather them. A rank that fails launches what the others launch, before the exception goes on."""
+        failure: BaseException | None = None
+        for module, params in self._params.items():
+            group = module._get_fsdp_state()._fsdp_param_group
+            launched = launches_of(group._all_gather_process_group)
+            try:
+                module.unshard()
+            except BaseException as error:
+                failure = failure or error
+                if group._all_gather_result is not None or not launched():
+                    with suppress(Exception):
+                        module.unshard()
+                group._all_gather_result = None  # or the next pass would take it for its own
+            for param in params:
+                param.free_unsharded_param = _keep
+        if failure is not None:
+            raise failure
 
     def release(self) -> None:
         """Let FSDP2 free their memory after each pass again."""

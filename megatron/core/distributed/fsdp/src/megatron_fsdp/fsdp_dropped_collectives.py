@@ -1,10 +1,8 @@
 """Puts Megatron-FSDP's pipelines back after a capture has failed, without a collective: other ranks may not join it."""
 
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
-import torch
 from torch.distributed import distributed_c10d
 
 from megatron_fsdp_cuda_graphs.overlay import upstream
@@ -55,14 +53,6 @@ def take_back_unlaunched(fsdp: Any) -> None:
             gathers.bucket_can_be_released[key] = False
         elif event is None:  # to wait for it failed
             gathers.bucket_status[key] = BucketStatus.READY_TO_USE
-
-
-def launches_of(group: torch.distributed.ProcessGroup) -> Callable[[], bool]:
-    """Return what tells whether a collective of ``group`` has been launched since."""
-    if torch.distributed.get_backend(group) == "fake":  # communicates nothing, and counts nothing
-        return lambda: True
-    before = group._get_sequence_number_for_group()
-    return lambda: group._get_sequence_number_for_group() != before
 
 
 def _wait(event: Any, finished: bool) -> None:

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
-from .fsdp_dropped_collectives import launches_of
+from megatron.core.transformer._cuda_graphs.launches import launches_of
 
 
 @contextmanager

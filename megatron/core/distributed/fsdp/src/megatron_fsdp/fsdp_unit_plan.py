@@ -13,8 +13,8 @@ from typing import Any, Literal
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine.capture import Capture
+from megatron.core.transformer._cuda_graphs.launches import launches_of
 
-from .fsdp_dropped_collectives import launches_of
 from .fsdp_recorded_collectives import TO_GATHER, PlainReduction, RecordedGather, RecordedReduction
 from .fsdp_unit import Unit
 
