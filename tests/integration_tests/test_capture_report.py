@@ -22,7 +22,7 @@ def eager(tmp_path_factory):
     return pretrain(tmp_path_factory.mktemp("eager") / "run", TRAIN, graphs=False)
 
 
-@pytest.fixture(scope="module", params=["", "--cuda-graph-layers-per-graph 1", "--cuda-graph-layers-per-graph model"])
+@pytest.fixture(scope="module", params=[f"--cuda-graph-layers-per-graph {count}" for count in ("all", "1", "model")])
 def reported(request, eager, tmp_path_factory):
     """A training with graphs: the flag, its report, its page and its log."""
     folder = tmp_path_factory.mktemp("graphs")
