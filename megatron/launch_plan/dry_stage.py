@@ -23,7 +23,8 @@ from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper, _fsdp_of
+from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
+from megatron.core.transformer._cuda_graphs.te.layers import fsdp_of
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -73,7 +74,7 @@ def dry_stage(args: argparse.Namespace, stage: int) -> Iterator[Any]:
 
 def fsdp_buffers(helper: TECudaGraphHelper) -> list[Any]:
     """Return the ``ParamAndGradBuffer`` of each model chunk that is under Megatron-FSDP."""
-    sharded = [_fsdp_of(chunk) for chunk in helper.model]
+    sharded = [fsdp_of(chunk) for chunk in helper.model]
     return [fsdp.param_and_grad_buffer for fsdp in sharded if fsdp is not None]
 
 

@@ -68,7 +68,7 @@ def train(model, args):
     tokens = torch.zeros(args.micro_batch_size, args.seq_length, dtype=torch.int64, device="cuda")
     model(tokens, tokens, None, labels=tokens).mean().backward()
     model.finish_grad_sync()
-    params = [param for _, param in dry_stage._fsdp_of(model).param_and_grad_buffer.optimizer_named_parameters]
+    params = [param for _, param in dry_stage.fsdp_of(model).param_and_grad_buffer.optimizer_named_parameters]
     optimizer = torch.optim.Adam(params, foreach=False)
     optimizer.step()
     states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]

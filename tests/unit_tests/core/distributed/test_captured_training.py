@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.engine import sanitizer
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
-from megatron.core.transformer._cuda_graphs.te import helper
+from megatron.core.transformer._cuda_graphs.te import attached_graphs, helper
 from tests.support.training import train
 
 from .captured_training import CapturedTraining, graphed, in_use, trained
@@ -312,7 +312,7 @@ def test_a_failure_after_the_last_capture_leaves_no_layer_with_graphs(one_rank, 
 
     training = CapturedTraining(graphed(ONE))
     training.delete()
-    monkeypatch.setattr(helper, "LayerGraph", second_fails)
+    monkeypatch.setattr(attached_graphs, "LayerGraph", second_fails)
     training.helper.config.cuda_graph_fallback = "eager"
     training.capture(lambda training: training.helper.create_cudagraphs())
     assert len(made) == 2

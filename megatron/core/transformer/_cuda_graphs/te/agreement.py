@@ -9,9 +9,11 @@ and nothing may be enqueued on a stream that is captured.
 """
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
+from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, Store, distributed_c10d
@@ -209,6 +211,26 @@ class CaptureAgreement:
             self._failure = against
             raise against.error()
         return against
+
+
+def agreeing_hooks(
+    hooks: Sequence[Mapping[str, Any] | None], names: Sequence[str], agreement: CaptureAgreement
+) -> list[dict[str, Any]]:
+    """Return ``hooks`` of layers with one in front that waits until all ranks begin this pass of the layer.
+
+    Args:
+        hooks: The capture-time hooks of each layer, by kind; None for a layer without any.
+        names: The names of the layers.
+        agreement: Waits for the other ranks.
+    """
+    with_votes = []
+    for name, own in zip(names, hooks, strict=True):
+        kinds = dict(own or {})
+        for kind, phase in (("forward_pre_hooks", "forward"), ("backward_pre_hooks", "backward")):
+            vote = partial(agreement.begin, f"{name}, {phase}")
+            kinds[kind] = {"agreement": vote, **kinds.get(kind, {})}
+        with_votes.append(kinds)
+    return with_votes
 
 
 def _numbers_beside(found: set[int], own: set[int]) -> Objection | None:

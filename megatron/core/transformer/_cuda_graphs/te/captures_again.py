@@ -1,13 +1,14 @@
 """What a helper does between steps: graphs that the coming step or the last ones do not fit are captured again."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
+from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.utils import log_single_rank
 
 from ..eager_passes import EagerPasses
@@ -29,6 +30,7 @@ class CapturesAgain:
     dp_cp_group: torch.distributed.ProcessGroup
     _capture_finished: bool
     _graphs_created: bool
+    _one_graph_serves_all: Callable[[], bool]
     _captured_tokens: int
     _fits_shapes = True  # captures for other shapes, too
     _may_stay_eager = False  # whether what is to be captured runs eagerly until then, and may go on so
@@ -112,6 +114,14 @@ class CapturesAgain:
         if not self._captures_left():
             return self._no_capture_left()
         return f", until all steps have had one shape, {STEPS} or more: then graphs are captured for it"
+
+    def _may_run_eagerly(self) -> bool:
+        """Whether passes between replays may run eagerly: not where these hand on state that replays then lack."""
+        config = self.config
+        stateful = (config.fp8, config.fp4, config.delay_wgrad_compute, config.fine_grained_activation_offloading)
+        # The token dispatcher keeps the shapes of its last pass, which the part after the graph reads.
+        dispatches = {CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess} & {*config.cuda_graph_modules}
+        return self._one_graph_serves_all() and not any(stateful) and not dispatches
 
     def _watch_eager_passes(self, tokens: int, calls: int) -> EagerPasses:
         """Return what counts passes of other shapes than that of the graphs that are about to be attached.

@@ -27,6 +27,16 @@ def vision_model_of(chunk: torch.nn.Module) -> Any | None:
         return None
 
 
+def fsdp_of(chunk: torch.nn.Module) -> Any | None:
+    """Return the ``MegatronFSDP`` among the wrappers of a model chunk, or None."""
+    module: Any = chunk
+    while module is not None:
+        if hasattr(module, "capture_graphs"):
+            return module
+        module = getattr(module, "module", None)
+    return None
+
+
 def decoder_layers(model: Any | None) -> list[torch.nn.Module]:
     """Return ``model.decoder.layers``; an empty list if the model has no such layers, or is None."""
     return list(getattr(getattr(model, "decoder", None), "layers", ()))
@@ -41,6 +51,25 @@ def mtp_layers(model: Any | None) -> list[torch.nn.Module]:
     for depth in getattr(getattr(model, "mtp", None), "layers", ()):
         layers += getattr(depth.mtp_model_layer, "layers", None) or [depth.mtp_model_layer]
     return layers
+
+
+def language_model_layers(
+    chunk: torch.nn.Module,
+) -> tuple[torch.nn.Module | None, list[tuple[torch.nn.Module, bool]]]:
+    """Return the language model inside ``chunk``, if any, and its layers, each with whether it belongs to MTP."""
+    model = language_model_of(chunk)
+    if model is None:
+        return None, []
+    layers = [(layer, False) for layer in decoder_layers(model)]
+    # A layer that runs several times for one micro-batch would overwrite activations that its backward pass needs.
+    if hasattr(model, "mtp") and not (model.config.mtp_use_repeated_layer and model.config.mtp_num_layers > 1):
+        layers += [(layer, True) for layer in mtp_layers(model)]
+    return model, layers
+
+
+def layer_name(layer: torch.nn.Module, index: int) -> str:
+    """Return what errors and reports call the ``index``-th of the captured layers, counted from 0."""
+    return f"layer {getattr(layer, 'layer_number', index + 1)} ({type(layer).__name__})"
 
 
 def _layer_is_graphable(layer: torch.nn.Module, config: Any) -> bool:

@@ -48,7 +48,7 @@ class CapturingHelper(TECudaGraphHelper):
         self._capture_finished = self._graphs_created = False
         self._capture_layers = capture  # type: ignore[method-assign]
         self._new_agreement = lambda: Alone(None, None)  # type: ignore[method-assign]
-        self._one_graph_serves_all = lambda: True  # type: ignore[method-assign]
+        self._one_graph_serves_all = lambda: True
         self.resets = 0
 
     def _reset_after_capture(self):

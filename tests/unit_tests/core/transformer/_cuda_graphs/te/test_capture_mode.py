@@ -11,6 +11,7 @@ import torch
 
 from megatron.core.transformer._cuda_graphs import state as capture_state
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
+from megatron.core.transformer._cuda_graphs.te import capture_mode
 from megatron.core.transformer._cuda_graphs.te import helper as te_helper
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
@@ -57,7 +58,8 @@ class TestCaptureMode:
     def test_activations_are_offloaded_again_after_a_failure(self, monkeypatch):
         calls = []
         offload = SimpleNamespace(enable_offload=lambda: calls.append("enable"), reset=lambda: calls.append("reset"))
-        monkeypatch.setattr(te_helper, "_offload_interface", lambda: offload)
+        for module in (te_helper, capture_mode):
+            monkeypatch.setattr(module, "offload_interface", lambda: offload)
 
         def fail():
             raise Failure
@@ -115,7 +117,7 @@ class TestCaptureMode:
         def interrupt(*message):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(te_helper, "log_single_rank", interrupt)
+        monkeypatch.setattr(capture_mode, "log_single_rank", interrupt)
         capturing = CapturingHelper(None)
         capturing._new_agreement = lambda: Told(None, None)  # type: ignore[method-assign]
         with pytest.raises(KeyboardInterrupt):
@@ -156,7 +158,8 @@ class TestCaptureMode:
 
     def test_cached_memory_is_released_before_and_after(self, monkeypatch):
         calls = []
-        monkeypatch.setattr(te_helper, "release_cached_memory", lambda **how: calls.append(how))
+        for module in (te_helper, capture_mode):
+            monkeypatch.setattr(module, "release_cached_memory", lambda **how: calls.append(how))
         CapturingHelper(lambda: calls.append("capture")).create_cudagraphs()
         assert calls == [{"thorough": True}, "capture", {}]
 

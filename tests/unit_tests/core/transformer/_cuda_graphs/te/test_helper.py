@@ -13,9 +13,11 @@ from megatron.core.transformer._cuda_graphs.engine.chain import Chain
 from megatron.core.transformer._cuda_graphs.engine.plan import ordered_plan
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
-from megatron.core.transformer._cuda_graphs.te import captures_again
+from megatron.core.transformer._cuda_graphs.te import capture_arguments, captures_again
 from megatron.core.transformer._cuda_graphs.te import helper as te_helper
+from megatron.core.transformer._cuda_graphs.te.attached_graphs import CapturedLayers, slots_of_layers
 from megatron.core.transformer._cuda_graphs.te.backends import choose_backend
+from megatron.core.transformer._cuda_graphs.te.layers import fsdp_of
 from megatron.core.transformer._cuda_graphs.te.order import PassOrder, get_overlap_moe_expert_parallel_comm_order
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
@@ -55,7 +57,7 @@ def test_expandable_segments_with_registered_nccl_memory_are_refused(monkeypatch
 @given(orders())
 def test_a_layers_slots_are_those_of_the_plan_by_microbatch(case):
     order, layers, microbatches = case
-    slots = helper(num_layers_per_chunk=layers, num_microbatches=microbatches)._slots()
+    slots = slots_of_layers(layers, microbatches)
     callable_of_slot = ordered_plan(order, layers, sum(layers)).callable_of_slot
     assert [list(of_layer) for of_layer in slots] == [
         [slot for slot, index in enumerate(callable_of_slot) if index == layer] for layer in range(sum(layers))
@@ -67,7 +69,7 @@ def test_a_layers_slots_are_those_of_the_plan_by_microbatch(case):
     [(3, 1, 1, 1), (1, 1, 1, 2), (1, 2, 1, 1), (0, 1, 1, 3), (5, 2, 1, 1), (20, 4, 4, 1), (0, 2, 2, 2)],
 )
 def test_warm_up_makes_up_for_training_steps_that_were_not_run(monkeypatch, steps, microbatches, in_flight, expected):
-    monkeypatch.setattr(te_helper, "get_num_microbatches", lambda: microbatches)
+    monkeypatch.setattr(capture_arguments, "get_num_microbatches", lambda: microbatches)
     bare = helper(config=config(cuda_graph_warmup_steps=steps), num_microbatches=in_flight)
     assert bare._num_warmup_iterations() == expected
 
@@ -334,9 +336,10 @@ class TestMovedParameters:
         layer, static = WeightedLayer(), torch.zeros(2, device="cuda")
         layer.inner.register_buffer("count", torch.zeros(2, device="cuda"))
         layer.inner.register_buffer("cache", None)
-        bare = helper_of_layers([layer], [1, -1], fusion=True)
-        bare.model = [Fsdp() if under_fsdp else torch.nn.Module()]
-        (guard,) = bare._guards([lambda: None], [((static,), {})], [])
+        chunk = Fsdp() if under_fsdp else torch.nn.Module()
+        captured = CapturedLayers([chunk], [[layer]], [[0]], [lambda: None], [((static,), {})])
+        (guard,) = captured.guards(fused=True)
+        assert guard is not None
         guard.check()
         names = {
             "parameter": "inner.weight",
@@ -377,11 +380,13 @@ class TestMovedParameters:
         layers = [WeightedLayer() for _ in range(2)]
         layers[1].inner.register_buffer("count", torch.zeros(2, device="cuda"))
         samples: list = [((torch.zeros(1),), {}) for _ in layers]
-        guards = helper_of_layers(layers, [1, 2, -2, -1])._guards(samples, samples, [Chain([0, 1], mock.Mock())])
-        assert guards[1] is None
+        chunk, chain = torch.nn.Module(), Chain([0, 1], mock.Mock())
+        first, second = CapturedLayers([chunk], [layers], [[0], [1]], samples, samples, [chain]).guards(fused=False)
+        assert first is not None
+        assert second is None
         layers[1].inner.count = layers[1].inner.count.clone()
         with pytest.raises(MovedBufferError, match=r"the buffer inner\.count of layer 2"):
-            guards[0].check()
+            first.check()
 
 
 def test_addresses_are_compared_once_a_step():
@@ -559,11 +564,11 @@ def wrapped(module, levels):
 @pytest.mark.parametrize("levels", [0, 1, 3])
 def test_megatron_fsdp_is_found_below_other_wrappers(levels):
     fsdp = Fsdp()
-    assert te_helper._fsdp_of(wrapped(fsdp, levels)) is fsdp
+    assert fsdp_of(wrapped(fsdp, levels)) is fsdp
 
 
 def test_a_model_without_megatron_fsdp_has_none():
-    assert te_helper._fsdp_of(wrapped(torch.nn.Linear(1, 1), 2)) is None
+    assert fsdp_of(wrapped(torch.nn.Linear(1, 1), 2)) is None
 
 
 def test_a_language_model_within_a_larger_one_is_not_captured_whole():
@@ -607,7 +612,7 @@ def test_a_stage_captures_for_each_number_of_micro_batches_with_the_others_even_
     for module in (te_helper, captures_again):
         monkeypatch.setattr(module, "get_num_microbatches", lambda: coming.microbatches)
     capturing = CapturingHelper(lambda: None, layers=layers)
-    capturing._one_graph_serves_all = lambda: False  # type: ignore[method-assign]
+    capturing._one_graph_serves_all = lambda: False
     capturing._log = lambda level, message: None  # type: ignore[method-assign]
     capturing.config.cuda_graph_max_captures = 2
     capturing.model, capturing.callables_per_chunk = [], []

@@ -1,0 +1,143 @@
+"""Graphs attached to layers, with what guards them, and taken away again."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+
+from ..eager_passes import EagerPasses
+from ..engine.addresses import AddressGuard
+from ..engine.chain import Chain
+from ..hooks import number_of_hooks
+from ..layer_graph import LayerGraph, LayerGraphs, static_inputs
+from .address_guard import GuardedLayer, guard_layers
+from .layers import fsdp_of, layer_name
+from .sample_inputs import SampleArguments, captures_attention, default_kwargs, packed_use
+
+
+@dataclass(frozen=True)
+class CapturedLayers:
+    """Layers whose passes an engine has captured.
+
+    Attributes:
+        chunks: The model's chunks.
+        layers: The captured layers of each.
+        slots: For each layer the indices of its micro-batches in ``graphs`` and ``samples``, as of ``slots_of_layers``.
+        graphs: The engine's callables.
+        samples: Their static positional and keyword inputs.
+        chains: The layers that were recorded in one graph.
+    """
+
+    chunks: Sequence[torch.nn.Module]
+    layers: Sequence[Sequence[torch.nn.Module]]
+    slots: Sequence[Sequence[int]]
+    graphs: Sequence[Any]
+    samples: Sequence[SampleArguments]
+    chains: Sequence[Chain] = ()
+
+    def attach(self, fused: bool, num_microbatches: int | None, eager_passes: EagerPasses | None) -> None:
+        """Give layers their graphs.
+
+        Args:
+            fused: Whether backward graphs add to ``param.main_grad`` (``--gradient-accumulation-fusion``).
+            num_microbatches: The micro-batches of steps that the graphs are for; None for any number.
+            eager_passes: Counts passes of other shapes; None if these may not run eagerly.
+        """
+        layers = [layer for own in self.layers for layer in own]
+        guards = self.guards(fused)
+        absent = default_kwargs(layers, [kwargs for _, kwargs in self.samples])
+        given: dict[int, torch.Tensor | None] = {}
+        first_of = {index: chain.members[0] for chain in self.chains for index in chain.members}
+        for index, (layer, slots) in enumerate(zip(layers, self.slots, strict=True)):
+            keywords = self.slots[first_of.get(index, index)]  # those of a chain's first layer serve all of it
+            layer.cuda_graphs = LayerGraphs(
+                LayerGraph(
+                    layer_name(layer, index),
+                    self.graphs[slot],
+                    self.samples[slot][0],
+                    {name: self.samples[keyword_slot][1][name] for name in self.samples[slot][1]},
+                    has_attention=captures_attention(layer),
+                    num_microbatches=num_microbatches,
+                    absent=absent[keyword_slot],
+                    given=given,
+                    keeps_values=len(self.chunks) > 1,  # only the first and the last chunk of a model read batches
+                    guard=guards[index],
+                    recorded_hooks=number_of_hooks(layer) if index in first_of else None,
+                    eager_passes=eager_passes,
+                    packed=packed_use(layer),
+                )
+                for slot, keyword_slot in zip(slots, keywords, strict=True)
+            )
+
+    def guards(self, fused: bool) -> list[AddressGuard | None]:
+        """Return a guard for each layer, None for layers with nothing to guard; ``fused`` as for ``attach``.
+
+        That of a chain's first layer guards all of the chain. Megatron-FSDP guards parameters itself.
+        """
+        layers: list[GuardedLayer] = []
+        for chunk, own in zip(self.chunks, self.layers, strict=True):
+            alone = fsdp_of(chunk) is None
+            for layer in own:
+                layers.append(GuardedLayer(layer_name(layer, len(layers)), layer, alone, alone and fused))
+        members = {chain.members[0]: chain.members for chain in self.chains}
+        followers = {index for chain in self.chains for index in chain.members[1:]}
+        guards: list[AddressGuard | None] = []
+        guarded: set[int] = set()  # layers share static inputs
+        for index, slots in enumerate(self.slots):
+            inputs = []
+            for slot in slots if index not in followers else ():
+                for name, tensor in static_inputs(self.graphs[slot], *self.samples[slot]):
+                    if id(tensor) not in guarded:
+                        guarded.add(id(tensor))
+                        inputs.append((f"{name} of {layers[index].name}", tensor))
+            together = [] if index in followers else [layers[i] for i in members.get(index, [index])]
+            guards.append(guard_layers(together, inputs))
+        return guards
+
+
+def slots_of_layers(num_layers_per_chunk: Sequence[int], num_microbatches: int) -> list[range]:
+    """Return for each layer the indices of its micro-batches among the captured callables.
+
+    These come by chunk, then micro-batch, then layer.
+    """
+    slots: list[range] = []
+    for layers in num_layers_per_chunk:
+        first = len(slots) * num_microbatches
+        slots += [range(first + layer, first + layers * num_microbatches, layers) for layer in range(layers)]
+    return slots
+
+
+def gather_in_replays(chunks: Sequence[torch.nn.Module], layers: Sequence[Sequence[torch.nn.Module]]) -> None:
+    """Let replays gather parameters under Megatron-FSDP: the schedule does not call layers, and no hooks run.
+
+    Args:
+        chunks: The model's chunks.
+        layers: The layers of each that have graphs.
+    """
+    for chunk, own in zip(chunks, layers, strict=True):
+        fsdp = fsdp_of(chunk)
+        if fsdp is not None:
+            for layer in own:
+                wrap = partial(fsdp.around_parts, layer)
+                layer.cuda_graphs = LayerGraphs(graph.wrapped(wrap) for graph in layer.cuda_graphs)
+
+
+def detach_graphs(chunks: Sequence[torch.nn.Module], layers: Sequence[Sequence[torch.nn.Module]]) -> None:
+    """Free the graphs that layers have, and let Megatron-FSDP run its units eagerly.
+
+    Args:
+        chunks: The model's chunks.
+        layers: The layers of each that may have graphs.
+    """
+    for chunk, own in zip(chunks, layers, strict=True):
+        for layer in own:
+            if getattr(layer, "cuda_graphs", None):
+                for graph in layer.cuda_graphs:
+                    graph.reset()
+                layer.cuda_graphs = []
+                layer.cuda_graph_manual_hooks = []
+        fsdp = fsdp_of(chunk)
+        if fsdp is not None:
+            fsdp.forget_graphs(own)

@@ -1,0 +1,84 @@
+"""Whether the whole model is captured or its layers are."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from megatron.core.utils import log_single_rank
+
+from ..errors import CaptureFailedError
+from ..own_options import WHOLE_MODEL, layers_per_graph
+from .agreement import CaptureAgreement
+from .backends import Backend
+from .layers import fsdp_of
+from .training_calls import NONE_SEEN, TrainingCalls
+from .whole_model import against_whole_model
+
+logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
+
+
+class ChoosesWholeModel:
+    """The part of ``TECudaGraphHelper`` that chooses between graphs of the whole model and graphs of its layers."""
+
+    model: Sequence[torch.nn.Module]
+    config: Any
+    chunks_with_decoder: Sequence[torch.nn.Module | None]
+    _engine: Backend
+    _agreement: CaptureAgreement
+    _one_graph_serves_all: Callable[[], bool]
+    _log: Callable[[int, str], None]
+    _whole_model_refused = ""  # why
+    _tries_whole_model = False  # though nobody asked for it
+    _whole_model_failed = False  # when it was tried
+    _training_calls: TrainingCalls | None = None  # of a model that may be captured as a whole
+
+    def _captures_whole_model(self) -> bool:
+        """Whether this rank would capture the whole model."""
+        return layers_per_graph(self.config) in (None, WHOLE_MODEL) and not self._against_the_model()
+
+    def _all_capture_whole_model(self) -> bool:
+        """Whether all ranks capture the whole model. If one cannot though no number of layers was given, log why."""
+        wanted = layers_per_graph(self.config)
+        if wanted not in (None, WHOLE_MODEL):
+            return False
+        reason = self._agreement.objection(self._against_the_model())
+        self._whole_model_refused = reason
+        self._tries_whole_model = wanted is None and not reason
+        if reason:
+            level = logging.INFO if wanted is None else logging.WARNING
+            self._log(level, f"instead of the whole model its layers are captured, because {reason}")
+        return not reason
+
+    def _captures_layers_instead(self, failed: CaptureFailedError) -> bool:
+        """Whether layers are to be captured now that the whole model could not be; that is logged."""
+        if not self._tries_whole_model or failed.interrupted:
+            return False
+        self._tries_whole_model, self._whole_model_failed = False, True
+        log_single_rank(logger, logging.WARNING, f"{failed}. The whole model was tried first; now its layers are.")
+        return True
+
+    def _against_the_model(self) -> str:
+        """Say why this rank does not capture the whole model; empty if it does."""
+        return self._against_whole_model() or ("" if layers_per_graph(self.config) else self._against_calls())
+
+    def _against_calls(self) -> str:
+        """Say why training would not replay graphs of the whole model, so that they are captured only if asked for."""
+        if self._whole_model_failed:
+            return "its capture failed"
+        return NONE_SEEN if self._training_calls is None else self._training_calls.against()
+
+    def _against_whole_model(self) -> str:
+        if "gradient_sinks" not in self._engine.parameters:
+            return f"the {self._engine.name} engine captures layers only"
+        if not self._one_graph_serves_all() or len(self.model) != 1:
+            return "several micro-batches are in flight at a time"
+        fsdp = fsdp_of(self.model[0])
+        if fsdp is None:
+            return "the model is not under Megatron-FSDP"
+        model = self.chunks_with_decoder[0]
+        if model is not None and {*fsdp.parameters()} != {*model.parameters()}:
+            return f"there are parameters outside of {type(model).__name__}"
+        against: str = against_whole_model(model, self.config) or fsdp.against_whole_model()
+        return against
