@@ -89,7 +89,8 @@ def measure(args: argparse.Namespace) -> None:
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     from megatron.core import parallel_state
-    from tests.support.training import Case, Training
+    from tests.support.case import Case
+    from tests.support.training import Training
 
     dist.init_process_group("gloo" if args.cpu else "nccl")
     parallel_state.initialize_model_parallel(

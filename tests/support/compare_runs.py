@@ -3,7 +3,7 @@
     torchrun --nproc-per-node 2 tests/support/compare_runs.py --cases cases.json --output results.json --tp 2
     torchrun --nproc-per-node 2 tests/support/compare_runs.py --serve
 
-``cases.json`` is a list of keyword arguments of ``training.Case``; a further one, ``control``, names one of
+``cases.json`` is a list of keyword arguments of ``case.Case``; a further one, ``control``, names one of
 ``controls.CONTROLS`` to capture with. Without a GPU it runs on the CPU backend. ``--serve`` reads the other
 arguments from standard input, one job a line, until it ends: for CPU ranks, as their start takes longer than a few
 trainings. On GPUs each layout of ranks needs processes of its own: NCCL keeps the memory of communicators that are not
@@ -38,8 +38,9 @@ from tests.support.stand_ins import fused_weight_gradient_mlp_cuda  # noqa: E402
 
 sys.modules.setdefault("fused_weight_gradient_mlp_cuda", fused_weight_gradient_mlp_cuda)
 
+from tests.support.case import Case  # noqa: E402
 from tests.support.controls import CONTROLS  # noqa: E402
-from tests.support.training import Case, Trace, train  # noqa: E402
+from tests.support.training import Trace, train  # noqa: E402
 
 
 def main() -> None:

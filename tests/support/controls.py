@@ -10,7 +10,8 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from .training import Case, Training, engine_callable
+from .case import Case
+from .training import Training, engine_callable
 
 
 def dead_replay(training: Training) -> None:

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import torch
 
-from .training import VOCABULARY, Case, Training
+from .case import VOCABULARY, Case
+from .training import Training
 
 
 class HybridTraining(Training):

@@ -44,8 +44,9 @@ if on_cpu:
     cpu_backend.install()
 
 from benchmarks.results_file import command_line, write_results  # noqa: E402
+from tests.support.case import Case  # noqa: E402
 from tests.support.controls import training_state  # noqa: E402
-from tests.support.training import Case, Trace, Training, train  # noqa: E402
+from tests.support.training import Trace, Training, train  # noqa: E402
 
 LIMIT = 60.0  # seconds
 STEPS_BETWEEN = 25  # attempts between two steps
@@ -372,7 +373,7 @@ def main() -> None:
     parser.add_argument("--matching", default="", help="only at places whose names match this regular expression")
     parser.add_argument("--seconds", type=float, default=math.inf, help="none is tried later; each kind has a share")
     parser.add_argument("--layers", type=int, default=2, help="layers of the model")
-    parser.add_argument("--case", type=json.loads, default={}, help="JSON: other arguments of training.Case")
+    parser.add_argument("--case", type=json.loads, default={}, help="JSON: other arguments of case.Case")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel ranks")
     parser.add_argument("--layers-per-graph", type=int, nargs="+", default=[0, 1], help="0 for all, -1 for the model")
     args = parser.parse_args()

@@ -67,7 +67,8 @@ def train(timeout: int, layers_per_graph: int) -> None:
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     from megatron.core import parallel_state
-    from tests.support.training import Case, Training
+    from tests.support.case import Case
+    from tests.support.training import Training
 
     # The store is the first rank's, which survives.
     dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timedelta(seconds=timeout))

@@ -34,7 +34,7 @@ def launch(
     """Train ``cases`` both ways on ``ranks`` new processes.
 
     Args:
-        cases: Keyword arguments of ``training.Case``, with ``control`` for one of ``controls.CONTROLS``.
+        cases: Keyword arguments of ``case.Case``, with ``control`` for one of ``controls.CONTROLS``.
         options: Further arguments of ``compare_runs.py``.
         ranks: Processes.
         folder: An existing folder for the cases and their results.

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 
-from .training import VOCABULARY, Case, Training, gpt_layer_spec
+from .case import VOCABULARY, Case
+from .models import gpt_layer_spec
+from .training import Training
 
 PATCH, CLASSES = 4, 10  # pixels of a side of a patch; classes
 

@@ -7,7 +7,8 @@ from unittest import mock
 
 import torch
 
-from tests.support.training import LAYERS_VARIABLE, Case, Trace, Training
+from tests.support.case import LAYERS_VARIABLE, Case
+from tests.support.training import Trace, Training
 
 from .fsdp_variants import Variant, run_backward, small
 

@@ -8,8 +8,8 @@ from unittest import mock
 
 import torch
 
-from tests.support import training
-from tests.support.training import Case
+from tests.support import models, training
+from tests.support.case import Case
 
 SMALL = {"layers": 2, "hidden": 32, "sequence": 16, "steps": 3}
 
@@ -63,7 +63,8 @@ class Variant:
     def build(self, *, upstream: bool = False, graphs: bool = False) -> torch.nn.Module:
         """The wrapped model, without an optimizer."""
         with self.in_place(upstream=upstream):
-            return training._model(self.case, training._config(self.case, graphs))
+            config = models.transformer_config(self.case, graphs)
+            return models.under_fsdp(self.case, config, models.gpt(self.case, config))
 
 
 def small(**changes: Any) -> Case:

@@ -22,7 +22,8 @@ from megatron.core import parallel_state
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 from tests.support import training
-from tests.support.training import Case, Trace, train
+from tests.support.case import Case
+from tests.support.training import Trace, train
 from tests.unit_tests.core.distributed.fsdp_variants import Variant, small
 
 MICROBATCHES = 4  # the mean of four equal losses is exactly each of them

@@ -26,7 +26,8 @@ from megatron.core.transformer.cuda_graphs import (
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron_fsdp_cuda_graphs.overlay import upstream
-from tests.support import training, vision_training
+from tests.support import models, vision_training
+from tests.support.case import Case
 from tests.support.vision_training import CLASSES, PATCH
 
 from ..engine.captured_cases import Forward, assert_same_bits, copies, descend, device_tensor, none_outputs
@@ -93,8 +94,8 @@ def new_model(graphs=True, modules=()):
     torch.manual_seed(1234)
     model_parallel_cuda_manual_seed(1234, use_cudagraphable_rng=True, force_reset_rng=True)
     layers = 2 * parallel_state.get_pipeline_model_parallel_world_size()
-    case = training.Case(vision=True, layers=layers, hidden=32, heads=2, dropout=0.1, modules=modules)
-    config = training._config(case, graphs)
+    case = Case(vision=True, layers=layers, hidden=32, heads=2, dropout=0.1, modules=modules)
+    config = models.transformer_config(case, graphs)
     return vision_training.classifier(config, SIDE).cuda(), config
 
 
