@@ -12,6 +12,7 @@ import torch
 from megatron.core.transformer._cuda_graphs.engine import sanitizer
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.te import attached_graphs, helper
+from megatron.core.transformer._cuda_graphs.te.whole_model import other_method
 from tests.support.training import train
 
 from .captured_training import CapturedTraining, graphed, in_use, trained
@@ -271,7 +272,7 @@ def test_where_the_whole_model_cannot_be_captured_by_default_its_layers_are(one_
     eager, graphs = train(case, False), train(case, True)
     assert eager.differences(graphs) == []
     assert graphs.replays == REPLAYS[ALL]
-    (warning,) = [record.message for record in caplog.records if "The whole model was tried first" in record.message]
+    (warning,) = [record.message for record in caplog.records if "Now its layers are captured" in record.message]
     assert "no such kernel" in warning
 
 
@@ -288,6 +289,51 @@ def test_a_model_in_which_a_module_gets_a_hook_runs_eagerly_until_it_is_removed(
     assert len(calls) == 1
     assert training.step_replays[-2:] == [0, 2]
     training.delete()
+
+
+def test_a_model_with_a_method_of_its_own_may_compute_something_else_in_every_step(one_rank):
+    training = CapturedTraining(graphed(ALL))
+    model = training.fsdp.module
+    assert other_method(model) == ""
+    model.compute_language_model_loss = lambda labels, logits: logits
+    assert other_method(model) == "compute_language_model_loss"
+    del model.compute_language_model_loss
+
+    model.__class__ = type("Other", (type(model),), {"_postprocess": lambda self, *args, **kwargs: None})
+    assert other_method(model) == "_postprocess"
+    training.delete()
+
+
+def test_the_optimizer_gets_the_gradients_of_a_replay_that_its_backward_pass_synchronizes(one_rank):
+    training = CapturedTraining(graphed(MODEL))
+    with torch.cuda.stream(training.stream):
+        training.fsdp.zero_grad_buffer()
+        training.optimizer.zero_grad()
+        with training.fsdp.sync():
+            training._losses(training.chunks[0], next(training._batches(7))).float().mean().backward()
+    params = [param for group in training.optimizer.param_groups for param in group["params"]]
+    assert params and all(param.grad is not None for param in params)
+    training.delete()
+
+
+def test_after_two_eager_forward_passes_beside_graphs_there_may_be_two_backward_passes(one_rank):
+    case = graphed(MODEL)
+    found = []
+    for graphs in (False, True):
+        training = CapturedTraining(case, graphs, Variant(case, change=add_unused))
+        training.case = replace(case, sequence=case.sequence // 2)  # the graphs do not fit
+        with torch.cuda.stream(training.stream):
+            training.fsdp.zero_grad_buffer()
+            training.optimizer.zero_grad()
+            batches = [next(training._batches(step)) for step in (7, 8)]
+            losses = [training._losses(training.chunks[0], batch).float().mean() for batch in batches]
+            for loss in losses:
+                loss.backward()
+            training.fsdp.finish_grad_sync()
+        params = [param for group in training.optimizer.param_groups for param in group["params"]]
+        found.append([param.grad.clone() for param in params])
+        training.delete()
+    assert all(map(torch.equal, *found))
 
 
 def test_an_interrupted_capture_of_the_whole_model_is_not_followed_by_one_of_layers(one_rank, monkeypatch):

@@ -31,6 +31,9 @@ class PassOwner(AroundBackward, Protocol):
     def before_forward(self) -> None:
         """Called right before each replay of the forward graph, on the stream of the forward pass."""
 
+    def before_eager_forward(self) -> None:
+        """Called right before a forward pass of training that runs eagerly though there are graphs."""
+
     def captured_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Return with their names what tensors the graphs use beside those of the module; called after capture."""
 
@@ -146,6 +149,11 @@ class WholePasses:
     def replays(self) -> int:
         """How often the forward graph was replayed; 0 without graphs."""
         return 0 if self._replay is None else self._replay.generation
+
+    def before_eager_forward(self) -> None:
+        """To be called right before a forward pass of training that runs eagerly though there are graphs."""
+        if self._owner is not None:
+            self._owner.before_eager_forward()
 
     def reset(self) -> None:
         """Free the graphs and every tensor they own."""

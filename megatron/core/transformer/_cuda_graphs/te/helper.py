@@ -240,27 +240,29 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
             self._agreement.finish()
         except BaseException as error:
             if self._graphs_created:  # another rank has failed, or what comes after capture
-                self.delete_cuda_graphs()
+                self._delete_graphs()
             self._changed_shapes = self._captured_microbatches = None
             failed = self._agreement.failed(error)
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
-            if self._captures_layers_instead(failed):
-                self.create_cudagraphs()
-                return
-            if not self._falls_back:
+            instead = self._captures_layers_instead(failed)
+            if not (instead or self._falls_back):
                 raise failed from error
             why = "as it did" if self._may_stay_eager else "--cuda-graph-fallback eager"
-            warning = f"{failed}. Training goes on without CUDA graphs ({why})."
+            outlook = "Now its layers are captured" if instead else f"Training goes on without CUDA graphs ({why})"
             if isinstance(error, CaptureFailedError):
-                log_single_rank(logger, logging.WARNING, warning)
+                log_single_rank(logger, logging.WARNING, f"{failed}. {outlook}.")
             else:
-                logger.warning(warning, exc_info=error)
-            release_cached_memory()
+                logger.warning(f"{failed}. {outlook}.", exc_info=error)
+        else:
+            self._finish_capturing(start_time)
+            return
+        release_cached_memory()  # the exception is gone, and with it what its frames held
+        if instead:
+            self.create_cudagraphs()
+        else:
             self._capture_finished = True
             self._stays_eager = CAPTURE_FAILED
-            return
-        self._finish_capturing(start_time)
 
     def _capture(self) -> float:
         """Enter capture mode, capture, and leave it; return when it was entered, as ``time.time()``."""
@@ -421,6 +423,9 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         if not self._graphs_created:
             raise CallOrderError("there are no CUDA graphs to delete: call create_cudagraphs first")
         self._count_before_deletion()
+        self._delete_graphs()
+
+    def _delete_graphs(self) -> None:
         if self.model_graphs is not None:
             self.model_graphs.reset()
             self.model_graphs = None

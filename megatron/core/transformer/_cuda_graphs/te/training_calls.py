@@ -50,13 +50,29 @@ class TrainingCalls:
         if not is_training(model):
             return
         self._against = ""
-        given = arguments_by_name(self._order, args, kwargs)
-        if given.get("labels") is None:
-            self._unfit = "it was called without labels"
-        elif others := [name for name in given if given[name] is not None and name not in (*INPUTS, *UNUSED)]:
-            self._unfit = f"it was called with {', '.join(others)}"
+        self._unfit = _against(arguments_by_name(self._order, args, kwargs)) or self._unfit
 
     def against(self) -> str:
         """Say why graphs of the whole model would not serve such calls; empty if they would. Ends the watch."""
         self._handle.remove()
         return self._unfit or self._against
+
+
+def _against(given: Mapping[str, Any]) -> str:
+    """Say why graphs would not be replayed with the arguments ``given``, whatever the length of sequences."""
+    labels = given.get("labels")
+    if labels is None:
+        return "it was called without labels"
+    others = [name for name in given if given[name] is not None and name not in (*INPUTS, *UNUSED)]
+    if others:
+        return f"it was called with {', '.join(others)}"
+    rows, length = labels.shape
+    expected: dict[str, tuple[tuple[int, ...], torch.dtype]]
+    expected = dict.fromkeys(("input_ids", "position_ids", "labels"), ((rows, length), torch.int64))
+    if given.get("attention_mask") is not None:
+        expected["attention_mask"] = ((rows, 1, length, length), torch.bool)
+    for name, (shape, dtype) in expected.items():
+        tensor = given.get(name)
+        if not isinstance(tensor, torch.Tensor) or tensor.shape != shape or tensor.dtype != dtype:
+            return f"its {name} are not of shape {list(shape)} and {dtype}"
+    return ""

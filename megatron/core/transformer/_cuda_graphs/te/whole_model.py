@@ -67,6 +67,22 @@ def against_whole_model(model: Any | None, config: Any) -> str:
     return ""
 
 
+def other_method(model: Any) -> str:
+    """Return the name of a method of ``GPTModel`` that ``model`` has another one of; empty if there is none.
+
+    Those that save checkpoints do not count. Another one may read what changes from step to step.
+    """
+    from megatron.core.models.common.language_module.language_module import LanguageModule
+    from megatron.core.models.gpt.gpt_model import GPTModel  # imports cuda_graphs, which imports this module
+
+    for kind in (GPTModel, LanguageModule):
+        for name, method in vars(kind).items():
+            counts = callable(method) and not name.startswith("__") and "state_dict" not in name
+            if counts and (name in vars(model) or getattr(type(model), name) is not getattr(GPTModel, name)):
+                return name
+    return ""
+
+
 def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[str, torch.Tensor]:
     """Make static inputs of ``model``, by the keywords of its ``forward``.
 
@@ -127,8 +143,12 @@ class ModelGraphs:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, by a replay if possible."""
-        inputs = self._inputs(args, kwargs) if is_training(self._model) else None
-        return self._eager(*args, **kwargs) if inputs is None else self.passes(inputs)
+        if is_training(self._model):
+            inputs = self._inputs(args, kwargs)
+            if inputs is not None:
+                return self.passes(inputs)
+            self.passes.before_eager_forward()
+        return self._eager(*args, **kwargs)
 
     def _inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         """The inputs of a replay, in the order of the static ones; None if the graphs do not fit this call."""
@@ -153,7 +173,9 @@ class ModelGraphs:
         if hooks_changed:
             reason = "a module in it has got or lost hooks, which do not run in replays"
         elif not others:
-            reason = f"other tensors than at capture{self._eager_passes.outlook}"
+            reason = "other tensors than at capture"
+            if labels.shape != self._shape:
+                reason += self._eager_passes.outlook
         if not others and labels.shape != self._shape:
             self._eager_passes.note(labels.shape[1], labels.shape[0])
         else:

@@ -6,17 +6,13 @@ from typing import Any
 
 import torch
 
-from megatron.core.utils import log_single_rank
-
 from ..errors import CaptureFailedError
 from ..own_options import WHOLE_MODEL, layers_per_graph
 from .agreement import CaptureAgreement
 from .backends import Backend
 from .layers import fsdp_of
 from .training_calls import NONE_SEEN, TrainingCalls
-from .whole_model import against_whole_model
-
-logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
+from .whole_model import against_whole_model, other_method
 
 
 class ChoosesWholeModel:
@@ -52,22 +48,25 @@ class ChoosesWholeModel:
         return not reason
 
     def _captures_layers_instead(self, failed: CaptureFailedError) -> bool:
-        """Whether layers are to be captured now that the whole model could not be; that is logged."""
+        """Whether layers are to be captured now that the whole model could not be."""
         if not self._tries_whole_model or failed.interrupted:
             return False
         self._tries_whole_model, self._whole_model_failed = False, True
-        log_single_rank(logger, logging.WARNING, f"{failed}. The whole model was tried first; now its layers are.")
         return True
 
     def _against_the_model(self) -> str:
         """Say why this rank does not capture the whole model; empty if it does."""
-        return self._against_whole_model() or ("" if layers_per_graph(self.config) else self._against_calls())
+        calls = "" if layers_per_graph(self.config) else self._against_calls()  # ends the watch in any case
+        return self._against_whole_model() or calls
 
     def _against_calls(self) -> str:
         """Say why training would not replay graphs of the whole model, so that they are captured only if asked for."""
         if self._whole_model_failed:
             return "its capture failed"
-        return NONE_SEEN if self._training_calls is None else self._training_calls.against()
+        if self._training_calls is None:
+            return NONE_SEEN
+        against, method = self._training_calls.against(), other_method(self.chunks_with_decoder[0])
+        return f"{method} is not GPTModel's own, and may compute something else in every step" if method else against
 
     def _against_whole_model(self) -> str:
         if "gradient_sinks" not in self._engine.parameters:

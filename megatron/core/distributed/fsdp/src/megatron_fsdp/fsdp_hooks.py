@@ -83,10 +83,8 @@ class FsdpHooks:
         self.in_backward = False
         self.module_names: dict[torch.nn.Module, str] = {}
         self.model_passes: WholeModel | None = None
-        # Whether all forward passes since the last backward pass were replays of the whole model's graph: then their
-        # backward passes are, which leave the hooks nothing to do. And whether it was so before the current pass.
-        self._only_replays = self._only_replays_before = False
-        self._forward_was_eager = True  # the last one of training
+        self._forward_was_eager = True  # the last one of training; otherwise a replay of the whole model's graph
+        self._expects_gradients = False  # the backward pass that is open
         self.before_evaluation: list[Callable[[], object]] = []
         self._trainable: dict[torch.nn.Parameter, None] = {}  # an ordered set, whose hashes are known
         self._outside_units: frozenset[torch.nn.Parameter] = frozenset()
@@ -498,7 +496,12 @@ class FsdpHooks:
     @runs_outside_graphs
     @shown_in_profiles
     def start_backward(
-        self, module: torch.nn.Module | None, grad: torch.Tensor | None = None, *, skip_backward_hook: bool = False
+        self,
+        module: torch.nn.Module | None,
+        grad: torch.Tensor | None = None,
+        *,
+        skip_backward_hook: bool = False,
+        replayed: bool = False,
     ) -> None:
         """Open the model's backward pass: no prefetch or release by forward hooks, all gradients still to come.
 
@@ -506,19 +509,22 @@ class FsdpHooks:
             module: The module whose output gradient came first; not used.
             grad: That gradient; not used.
             skip_backward_hook: Whether the caller will call ``finish_backward`` itself.
+            replayed: Whether the pass is a replay of the whole model's graph, which leaves nothing to do for hooks.
         """
         # A captured layer can hold all of the model's parameters (one layer on a pipeline stage, say); its backward
         # pass at capture is not one of the model.
-        if self.in_backward or self.graphed.capturing:
+        if self.graphed.capturing:
             return
-        self.in_backward, self._caller_ends_backward = True, skip_backward_hook
-        if not self._only_replays:
+        if not self.in_backward:
+            self.in_backward, self._caller_ends_backward = True, skip_backward_hook
+            if not skip_backward_hook:
+                torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
+        if not (replayed or self._expects_gradients):
             self._expect_gradients()
-        if not skip_backward_hook:
-            torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
 
     def _expect_gradients(self) -> None:
         fsdp = self.fsdp
+        self._expects_gradients = True
         groups = fsdp.param_and_grad_buffer.parameter_groups
         if self._shards_params:
             self._set_training_states(TrainingState.PRE_BACKWARD)
@@ -529,7 +535,7 @@ class FsdpHooks:
         self.awaiting_gradient = set(self._trainable)
         for param in self.awaiting_gradient:
             param.grad_added_to_main_grad = False
-        if self.model_passes is not None and self._forward_was_eager:
+        if self.model_passes is not None:
             self.model_passes.gather_first_unit("backward")  # as ranks do that replay this pass
 
     def start_backward_in_parts(self) -> None:
@@ -545,18 +551,13 @@ class FsdpHooks:
     def finish_backward(self) -> None:
         """Close the model's backward pass: handle the remaining parameters, and finish the reductions."""
         fsdp = self.fsdp
-        self._in_parts = False
-        if self._only_replays and not self.awaiting_gradient:
-            self.in_backward = False
-            fsdp.microbatch_count += 1
-            return
-        self._only_replays = self.model_passes is not None
-        self.graphed.forget_collected()  # they are still in awaiting_gradient
-        rest = sorted(self.awaiting_gradient, key=fsdp.param_to_name.__getitem__)
-        self.awaiting_gradient.clear()
-        if self._accumulate_and_reduce(rest):
-            fsdp.grad_reduce_pipeline.reset()
-        self.in_backward = False
+        if self._expects_gradients:
+            self.graphed.forget_collected()  # they are still in awaiting_gradient
+            rest = sorted(self.awaiting_gradient, key=fsdp.param_to_name.__getitem__)
+            self.awaiting_gradient.clear()
+            if self._accumulate_and_reduce(rest):
+                fsdp.grad_reduce_pipeline.reset()
+        self.in_backward = self._in_parts = self._expects_gradients = False
         fsdp.microbatch_count += 1
         if fsdp.model_auto_sync:
             fsdp.finish_grad_sync()
@@ -573,7 +574,6 @@ class FsdpHooks:
         """
         if self.in_backward and not self._caller_ends_backward and torch._C._current_graph_task_id() == -1:
             self._drop_unfinished_backward()
-        self._only_replays_before, self._only_replays = self._only_replays, False
         if self.fsdp.training and torch.is_grad_enabled():
             self._forward_was_eager = True
         if self.before_evaluation and not (self.fsdp.training or self.in_backward) and may_replay_evaluation():
@@ -581,13 +581,9 @@ class FsdpHooks:
             for prepare in expecting:
                 prepare()
 
-    def replay_model(self, passes: WholeModel | None) -> None:
-        """Let the model's passes be replays of graphs that ``passes`` owns, or None of them."""
-        self.model_passes, self._only_replays = passes, False
-
     def forward_is_replayed(self) -> None:
         """Called within a forward pass that is a replay of the whole model's graph."""
-        self._only_replays, self._forward_was_eager = self._only_replays_before, False
+        self._forward_was_eager = False
 
     def before_step(self) -> None:
         """Called when gradients are zeroed; drops an unfinished backward pass."""
@@ -651,10 +647,12 @@ class FsdpHooks:
         """
         if self._runs_around_replays(handler, module):
             return None
+        replayed = {} if self._forward_was_eager or handler != self.start_backward else {"replayed": True}
+        handler = partial(handler, module, **replayed)
         output = tree_map(lambda leaf: leaf.view_as(leaf) if torch.is_tensor(leaf) else leaf, output)
         tensors = [output] if torch.is_tensor(output) else output if isinstance(output, (tuple, list)) else []
         torch.autograd.graph.register_multi_grad_hook(
-            [tensor for tensor in tensors if torch.is_tensor(tensor)], partial(handler, module), mode="any"
+            [tensor for tensor in tensors if torch.is_tensor(tensor)], handler, mode="any"
         )
         return output
 

@@ -62,7 +62,7 @@ class WholeModel(UnitChain):
                 yield
                 hooks.graphed.release_all()
                 self._gathers = hooks.graphed.gathers_of(self._outside, recorded=True)
-                hooks.replay_model(self)
+                hooks.model_passes = self
             except BaseException:
                 hooks.forget_backward()
                 raise
@@ -135,6 +135,10 @@ class WholeModel(UnitChain):
         for bucket in self._outside:
             gathers.wait_bucket_ready(bucket, False)
 
+    def before_eager_forward(self) -> None:
+        """Called right before a forward pass of training that runs eagerly, where other ranks may replay theirs."""
+        self.start_gather()
+
     def before_forward(self) -> None:
         """Gather parameters outside of units, and make sure that all buffers are where they were at capture.
 
@@ -169,6 +173,6 @@ class WholeModel(UnitChain):
     def forget(self) -> None:
         """Free the graphs of all-gathers: the model runs eagerly from now on."""
         if self._hooks.model_passes is self:
-            self._hooks.replay_model(None)
+            self._hooks.model_passes = None
         self._hooks.graphed.forget_gathers(self._outside)
         self._gathers = ()

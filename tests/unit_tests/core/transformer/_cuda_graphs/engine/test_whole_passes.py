@@ -37,6 +37,9 @@ class Owner:
     def after_backward(self):
         self.events.append("after backward")
 
+    def before_eager_forward(self):
+        self.events.append("before eager forward")
+
     def captured_tensors(self):
         return ()
 

@@ -11,7 +11,8 @@ class Model(torch.nn.Module):
         return input_ids
 
 
-TOKENS = torch.zeros(1, 4)
+TOKENS = torch.zeros(2, 4, dtype=torch.int64)
+MASK = torch.zeros(2, 1, 4, 4, dtype=torch.bool)
 FITTING = (TOKENS, TOKENS, None, TOKENS)
 
 
@@ -27,7 +28,7 @@ def calls(model):
 
 def test_calls_with_labels_fit(model, calls):
     model(*FITTING, loss_mask=TOKENS)
-    model(TOKENS, position_ids=TOKENS, attention_mask=TOKENS, labels=TOKENS, packed_seq_params=None)
+    model(TOKENS, position_ids=TOKENS, attention_mask=MASK, labels=TOKENS, packed_seq_params=None)
     assert calls.against() == ""
 
 
@@ -49,6 +50,10 @@ def test_evaluation_is_no_training(model, calls):
     [
         (FITTING[:3], {}, "it was called without labels"),
         (FITTING, {"packed_seq_params": object()}, "it was called with packed_seq_params"),
+        ((TOKENS, None, None, TOKENS), {}, "its position_ids are not of shape [2, 4] and torch.int64"),
+        ((TOKENS, TOKENS[:1], None, TOKENS), {}, "its position_ids are not of shape [2, 4] and torch.int64"),
+        ((TOKENS, TOKENS, None, TOKENS.int()), {}, "its labels are not of shape [2, 4] and torch.int64"),
+        ((TOKENS, TOKENS, MASK[:1], TOKENS), {}, "its attention_mask are not of shape [2, 1, 4, 4] and torch.bool"),
     ],
 )
 def test_one_call_that_does_not_fit_is_enough(model, calls, args, kwargs, reason, unfit_is_first):
