@@ -10,7 +10,7 @@ import torch
 from torch.utils._pytree import tree_flatten
 
 Step = Callable[[], Any]
-# where a result goes: its place among the operator's flattened outputs, and the memory it had at capture
+# where a result goes: its place among the tensors that the operator returns, and the memory it had at capture
 Targets = list[tuple[int, torch.Tensor]]
 
 _COPIES = {"_to_copy", "clone"}
@@ -46,7 +46,7 @@ def _copy_result(call: Callable, args: tuple, kwargs: dict, target: torch.Tensor
 
 def _copy_results(call: Callable, args: tuple, kwargs: dict, targets: Targets) -> Step:
     def step() -> None:
-        results = tree_flatten(call(*args, **kwargs))[0]
+        results = [result for result in tree_flatten(call(*args, **kwargs))[0] if isinstance(result, torch.Tensor)]
         for place, target in targets:
             target.copy_(results[place])
 

@@ -188,6 +188,13 @@ def normalizations(x):
     return torch.nn.functional.layer_norm(x, [4]), torch.nn.functional.gelu(x), torch.nn.functional.silu(x)
 
 
+def gradients_without_that_of_the_input(x):
+    weight = torch.ones(4, device="cuda", requires_grad=True)
+    bias = torch.zeros(4, device="cuda", requires_grad=True)
+    normalized = torch.nn.functional.layer_norm(x, [4], weight, bias)
+    return torch.autograd.grad(normalized.square().sum(), (weight, bias))
+
+
 def low_precision(x):
     return x.to(torch.bfloat16) @ x.to(torch.bfloat16).t(), x.half().float()
 
@@ -205,6 +212,7 @@ OPERATIONS = [
     views_of_results,
     reductions,
     normalizations,
+    gradients_without_that_of_the_input,
     low_precision,
 ]
 

@@ -105,8 +105,9 @@ def gathered(training):
     return [number for number, own in enumerate(buckets) if any(status[bucket, False] is not empty for bucket in own)]
 
 
-def test_while_a_layer_is_captured_for_evaluation_no_other_is_gathered(one_rank):
-    training = CapturedTraining(graphed(1))
+@pytest.mark.parametrize("layers_per_graph", [None, 1])
+def test_while_a_layer_is_captured_for_evaluation_no_other_is_gathered(one_rank, layers_per_graph):
+    training = CapturedTraining(graphed(layers_per_graph))
     fsdp = training.fsdp
     fsdp._replace_param_with_raw_if_needed()
     for layer in training.layers[1:]:
@@ -116,6 +117,7 @@ def test_while_a_layer_is_captured_for_evaluation_no_other_is_gathered(one_rank)
         assert gathered(training) == []
         fsdp.fsdp_hooks.unshard_for_forward(training.layers[0])  # prefetches the next layer
         assert gathered(training) == [0]
+        assert not fsdp.all_gather_pipeline.param_gather_event_map
     assert gathered(training) == []
     training.delete()
 

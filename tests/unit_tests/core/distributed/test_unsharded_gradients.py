@@ -56,18 +56,24 @@ def test_the_norm_is_that_of_gradients_of_one_instance(ranks_of, outer):
         assert rank["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-5)
 
 
-def test_gradients_that_are_scaled_further_are_not_scaled_twice(instances_of_one_rank):
+@pytest.mark.parametrize(
+    ("again", "factor"),
+    [(lambda fsdp: fsdp.finish_grad_sync(), 1), (lambda fsdp: fsdp.scale_gradients(0.5), 0.5)],
+    ids=["finished again", "scaled further"],
+)
+def test_gradients_are_scaled_once(instances_of_one_rank, again, factor):
     sharding = {"num_distributed_optimizer_instances": instances_of_one_rank}
     variant = Variant(small(), sharding=sharding)
     fsdp = variant.build().module
     fsdp.zero_grad_buffer()
     run_backward(fsdp, variant.case)
-    fsdp.finish_grad_sync()
     main_grads = fsdp.param_and_grad_buffer.parameter_groups[0].main_grad_buffer.data
-    before = main_grads.clone()
-    assert before.any()
-    fsdp.scale_gradients(0.5)
-    assert torch.equal(main_grads, before / 2)
+    unscaled = main_grads.clone()
+    assert unscaled.any()
+    fsdp.finish_grad_sync()
+    assert torch.equal(main_grads, unscaled / instances_of_one_rank)
+    again(fsdp)
+    assert torch.equal(main_grads, unscaled / instances_of_one_rank * factor)
 
 
 def test_gradients_of_an_instance_are_scaled_where_instances_shard_them_further(hybrid_ranks):

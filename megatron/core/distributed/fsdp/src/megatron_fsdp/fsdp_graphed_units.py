@@ -335,11 +335,13 @@ class GraphedUnits:
         Raises:
             MovedBufferError: a parameter is not where the graph reads it.
         """
-        if self.recorded_chain is not None or not self.covers(module):
+        if self.recorded_chain is not None:
             return
-        if self.capturing:
+        if self.capturing:  # for evaluation also modules that have no graphs of their own for training
             self.settle()  # prefetches too: no collective may be in flight while a graph records
             self._release_uncaptured()
+        if not self.covers(module):
+            return
         unit = self._graphed_units[module]
         guard = unit.guards.get(direction)
         if guard is None:

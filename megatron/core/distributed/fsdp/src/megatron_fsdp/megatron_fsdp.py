@@ -83,6 +83,15 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             first = next(self.module.parameters())
             self.all_gather_and_wait_parameters_ready(params=[first], prefetch=True, wait_bucket_ready=False)
 
+    def attach_grad_to_optimizer_state(self) -> None:
+        """Give the gradients, which have been reduced, to the optimizer; see megatron-core.
+
+        Those that a rank has whole are scaled first, unless no backward pass has ended since they last were.
+        """
+        if self.microbatch_count:
+            self.param_and_grad_buffer.unsharded_gradients.scale()
+        super().attach_grad_to_optimizer_state()
+
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Finish the reduction of gradients, and give them to the optimizer; see megatron-core."""
         self._zeroed_gradients.written()

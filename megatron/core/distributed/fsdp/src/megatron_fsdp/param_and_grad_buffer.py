@@ -71,7 +71,6 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
         unsharded_gradients: The gradients that accumulate in place, which are scaled at the end of a step.
     """
 
-    _attaches_again = False
     _gradients_in_place = False
     _gradients: OptimizerGradients | None = None
     _weight_copies: WeightCopies | None = None
@@ -81,12 +80,7 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
         self.unsharded_gradients = UnshardedGradients(self)
 
     def update_main_grads(self) -> None:
-        """Attach the main gradients to the optimizer's parameters; see megatron-core.
-
-        All micro-batches of the step must have been reduced.
-        """
-        if not self._attaches_again:
-            self.unsharded_gradients.scale()
+        """Attach the main gradients to the optimizer's parameters; see megatron-core."""
         if self._gradients is not None and self._gradients.unmoved(self):
             self._gradients.update()
             return
@@ -94,14 +88,6 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
         if self.ddp_config.megatron_fsdp_cuda_graph_mode:  # otherwise ``zero_grad`` frees them
             in_place = self._gradients_in_place or torch.cuda.is_current_stream_capturing()
             self._gradients = OptimizerGradients(self, in_place=in_place)
-
-    def scale_gradients(self, scaling_factor: float) -> None:
-        """Scale the main gradients, which are attached, and attach them again; see megatron-core."""
-        self._attaches_again = True
-        try:
-            super().scale_gradients(scaling_factor)
-        finally:
-            self._attaches_again = False
 
     def keep_gradients_in_place(self) -> None:
         """Leave the gradients of the optimizer's parameters attached and in place: a graph of its step reads them."""

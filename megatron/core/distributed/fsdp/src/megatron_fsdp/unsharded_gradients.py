@@ -46,7 +46,10 @@ class UnshardedGradients:
 
     @contextmanager
     def left_in_place(self) -> Iterator[None]:
-        """Meanwhile a reduction makes no copy of gradients in another dtype, to add it to them."""
+        """Meanwhile a reduction makes no copy of gradients in another dtype, to add it to them.
+
+        Nor does one between instances, which is part of the same call.
+        """
         buffer, policy = self._buffer, self._buffer.mp_policy
         buffer.mp_policy = replace(policy, grad_comm_dtype=None)
         try:
@@ -55,6 +58,6 @@ class UnshardedGradients:
             buffer.mp_policy = policy
 
     def scale(self) -> None:
-        """Scale them. All micro-batches of the step must have been reduced."""
+        """Scale them, once in a step. All its micro-batches must have been reduced."""
         if self._main_grads:
             torch._foreach_mul_([main_grads.data for main_grads in self._main_grads], self._factors)
