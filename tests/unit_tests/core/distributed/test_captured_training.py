@@ -306,6 +306,7 @@ def test_a_model_with_a_method_of_its_own_may_compute_something_else_in_every_st
 
 def test_the_optimizer_gets_the_gradients_of_a_replay_that_its_backward_pass_synchronizes(one_rank):
     training = CapturedTraining(graphed(MODEL))
+    training.step()
     with torch.cuda.stream(training.stream):
         training.fsdp.zero_grad_buffer()
         training.optimizer.zero_grad()
