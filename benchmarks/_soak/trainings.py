@@ -30,12 +30,17 @@ class Trainings:
         ranks: Processes of a training.
         at_once: How many run at once. With GPUs no more do than there are GPUs for.
         logs: A folder for what each training prints and for its metrics.
+
+    Raises:
+        ValueError: there are GPUs, but fewer than ``ranks``.
     """
 
     def __init__(self, ranks: int, at_once: int, logs: Path) -> None:
         self._ranks, self._logs = ranks, logs
         devices = gpus()
         groups = [",".join(devices[first : first + ranks]) for first in range(0, len(devices) - ranks + 1, ranks)]
+        if devices and not groups:
+            raise ValueError(f"--ranks {ranks}: there are only {len(devices)} GPUs")
         self._on_cpu = not devices
         self._places: SimpleQueue[str] = SimpleQueue()
         for group in groups[:at_once] if devices else [""] * at_once:

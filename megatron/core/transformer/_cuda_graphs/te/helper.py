@@ -299,14 +299,15 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         state._set_capture_end()  # in that mode layers return what the graphs of layers do, and hooks do nothing
         fsdp: Any = fsdp_of(self.model[0])
         _free_gradients(fsdp)
-        self.model_graphs = capture_whole_model(
-            self.chunks_with_decoder[0],
-            fsdp.whole_model(lambda phase: self._agreement.begin(f"the whole model, {phase}")),
-            self.seq_length,
-            self.micro_batch_size,
-            self._num_warmup_iterations(),
-            self._watch_eager_passes(tokens=self.seq_length, calls=1),
-        )
+        with preserve_rng(), preserve_buffers([self.model[0]]):  # once more, if that fails within
+            self.model_graphs = capture_whole_model(
+                self.chunks_with_decoder[0],
+                fsdp.whole_model(lambda phase: self._agreement.begin(f"the whole model, {phase}")),
+                self.seq_length,
+                self.micro_batch_size,
+                self._num_warmup_iterations(),
+                self._watch_eager_passes(tokens=self.seq_length, calls=1),
+            )
         self._expect_evaluation()
         self._observer.captured_model(self.model_graphs.passes)
 

@@ -10,6 +10,7 @@ from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
 from megatron_fsdp_cuda_graphs.overlay import upstream
 
 from .fsdp_chain import UnitChain, address_in
+from .fsdp_dropped_collectives import take_back_unlaunched
 from .fsdp_joined_collectives import joined_collectives
 from .fsdp_unit import ADVICE, Unit
 from .fsdp_unit_plan import GroupGather
@@ -64,6 +65,7 @@ class WholeModel(UnitChain):
                 self._gathers = hooks.graphed.gathers_of(self._outside, recorded=True)
                 hooks.model_passes = self
             except BaseException:
+                take_back_unlaunched(fsdp)
                 hooks.forget_backward()
                 raise
             finally:
