@@ -191,13 +191,15 @@ class Attempts:
     compared: int = 0  # steps
 
     def places(self, captured_only: bool) -> list[str]:
-        """The operators and calls of a capture on this rank."""
+        """The operators and calls of a capture on rank 0: captures of ranks may differ in a few."""
         faults = Faults(captured_only=captured_only)
         error, _ = attempt(self.training, faults)
         if error is not None:
             raise error
         self.training.helper.delete_cuda_graphs()
-        return faults.names
+        names = [faults.names]
+        dist.broadcast_object_list(names, src=0)
+        return names[0]
 
     def fail(self, kind: str, at: int, on: list[int]) -> None:
         """Let a capture fail at one place on the ranks ``on``; note what it leaves behind."""
