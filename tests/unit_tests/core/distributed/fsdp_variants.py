@@ -41,7 +41,7 @@ class Variant:
         from megatron.core.distributed.fsdp import mcore_fsdp_adapter
         from megatron.core.models import gpt
 
-        kind = upstream_class() if upstream else mcore_fsdp_adapter.MegatronFSDP
+        kind = _with_our_buffers(upstream_class()) if upstream else mcore_fsdp_adapter.MegatronFSDP
         build = gpt.GPTModel
 
         def gpt_model(*args, **kwargs):
@@ -71,6 +71,16 @@ def small(**changes: Any) -> Case:
     """A case of a few milliseconds a step; the double buffer only where parameters are sharded."""
     sharded = changes.get("strategy", "optim_grads_params") == "optim_grads_params"
     return Case(**{**SMALL, "double_buffer": sharded, **changes})
+
+
+def _with_our_buffers(kind: Any) -> type:
+    """megatron-core's ``MegatronFSDP`` with the scaling that our ``ParamAndGradBuffer`` leaves to ours."""
+
+    def attach(self: Any) -> None:
+        self.param_and_grad_buffer.unsharded_gradients.scale()
+        kind.attach_grad_to_optimizer_state(self)
+
+    return type(kind.__name__, (kind,), {"attach_grad_to_optimizer_state": attach})
 
 
 def upstream_class() -> type:

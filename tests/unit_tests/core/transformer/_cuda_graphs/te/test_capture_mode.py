@@ -134,7 +134,7 @@ class TestCaptureMode:
 
         capturing = CapturingHelper(lambda: None)
         capturing._new_agreement = lambda: OtherRankFailed(None, None)  # type: ignore[method-assign]
-        capturing.delete_cuda_graphs = lambda: deleted.append(capturing.graphs_created())  # type: ignore[method-assign]
+        capturing._delete_graphs = lambda: deleted.append(capturing.graphs_created())  # type: ignore[method-assign]
         with pytest.raises(CaptureFailedError):
             capturing.create_cudagraphs()
         assert deleted == [True]

@@ -37,6 +37,9 @@ class Passes:
         self.replayed.append(inputs)
         return "replayed"
 
+    def before_eager_forward(self):
+        """Nothing: there is nothing to gather."""
+
     def reset(self):
         self.replayed = None
 
