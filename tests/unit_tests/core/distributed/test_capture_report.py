@@ -104,9 +104,7 @@ def test_graphs_of_the_whole_model(capture):
     assert report["graphs"] == {"forward": 1, "backward": 1, "weight_gradients": 0}
     assert captured.recorded == 2 + report["collectives"]
     assert steps(report["passes"]) == [(None, 0, "forward"), (None, 0, "backward")]
-    assert [part["what"] for part in report["eager"]] == [
-        "calls without labels or with tensors of other shapes"
-    ]
+    assert [part["what"] for part in report["eager"]] == ["calls without labels or with tensors of other shapes"]
 
 
 @pytest.mark.parametrize("layers_per_graph", [ALL, ONE, MODEL])
