@@ -238,8 +238,8 @@ def install() -> None:
     }.items():
         patch(torch.cuda, name, value, why)
     patch(torch.accelerator, "current_stream", current_stream, why)
-    if torch.__version__ >= (2, 12):  # activation checkpointing of older versions asks whose generator to keep
-        why_not = "loaders of data ask the driver for their device otherwise"
-        patch(torch.accelerator, "is_available", lambda: False, why_not)
+    # Loaders of data ask for it. That there is an accelerator stays: activation checkpointing keeps its generator.
+    patch(torch.accelerator, "current_device_index", lambda: 0, why)
+    patch(torch.accelerator, "set_device_index", lambda device: None, why)
     for owner in (torch.cuda, torch.cuda.graphs):
         patch(owner, "is_current_stream_capturing", is_current_stream_capturing, "captures are the tape's")
