@@ -61,3 +61,15 @@ def test_the_end_of_a_backward_pass_ends_the_reductions_that_it_began(build, red
         fsdp.fsdp_hooks.finish_backward()
     assert end.called is reduced
     assert not fsdp.fsdp_hooks.awaiting_gradient
+
+
+def test_after_a_backward_pass_that_was_forgotten_all_gradients_are_expected_again(build):
+    fsdp = build("optim")
+    fsdp.start_param_sync()
+    fsdp.pre_backward()
+    expected = set(fsdp.fsdp_hooks.awaiting_gradient)
+    fsdp.fsdp_hooks.forget_backward()
+    assert not fsdp.fsdp_hooks.awaiting_gradient
+    fsdp.pre_backward()
+    assert expected and fsdp.fsdp_hooks.awaiting_gradient == expected
+    fsdp.fsdp_hooks.forget_backward()

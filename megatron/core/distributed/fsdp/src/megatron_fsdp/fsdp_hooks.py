@@ -606,7 +606,7 @@ class FsdpHooks:
     def forget_backward(self) -> None:
         """Forget a backward pass that did not come to its end, and drop its gradients."""
         fsdp = self.fsdp
-        self.in_backward = self._in_parts = False
+        self.in_backward = self._in_parts = self._expects_gradients = False
         self.awaiting_gradient.clear()
         self.graphed.forget_collected()
         for param in fsdp.raw_param.values():
