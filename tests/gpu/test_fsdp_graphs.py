@@ -75,7 +75,8 @@ MORE: list[dict] = [
 
 
 def _cases(layout: str) -> list[dict]:
-    return [*MOE, *(MORE if layout == "data parallel" else MORE[1:2])]
+    dense = {"data parallel": MORE, "EP2 with ETP2": []}  # dense models have no experts to spread
+    return [*MOE, *dense.get(layout, MORE[1:2])]
 
 
 RUNS = [(layout, engine) for layout in LAYOUTS for engine in ENGINES if LAYOUTS[layout][2] <= max(GPUS, 1)]
