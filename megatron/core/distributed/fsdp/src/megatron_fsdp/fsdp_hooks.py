@@ -25,7 +25,7 @@ from types import MethodType
 from typing import Any, Literal
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_map, tree_unflatten
 
 from megatron.core.transformer._cuda_graphs.evaluation_mode import may_replay_evaluation
 from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_HANDLER, BACKWARD_PRE_HANDLER, runs_outside_graphs
@@ -45,6 +45,8 @@ from .unsharded_gradients import REDUCES_EVERY_BACKWARD
 _upstream = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp")
 TrainingState = _upstream.TrainingState
 RunAfterBackward = _upstream.RegisterFSDPBackwardFunction
+
+_PLAIN = (torch.Tensor, type(None), bool, int, float, str)  # what layers are mostly called with
 
 
 def shown_in_profiles[**P, R](phase: Callable[P, R]) -> Callable[P, R]:
@@ -630,14 +632,18 @@ class FsdpHooks:
         """
         if not torch.is_grad_enabled() or self._runs_around_replays(handler, module):
             return None
-        leaves, spec = tree_flatten((args, kwargs))
+        leaves, spec = [*args, *kwargs.values()], None
+        if not _are_leaves(leaves):
+            leaves, spec = tree_flatten((args, kwargs))
         places = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.requires_grad]
         if not places:
             return None
         wrapped = RunAfterBackward.apply(partial(handler, module), *(leaves[i] for i in places))
         for place, tensor in zip(places, wrapped, strict=True):
             leaves[place] = tensor
-        return tree_unflatten(leaves, spec)
+        if spec is not None:
+            return tree_unflatten(leaves, spec)
+        return tuple(leaves[: len(args)]), dict(zip(kwargs, leaves[len(args) :], strict=True))
 
     @torch.compiler.disable
     def attach_before_backward(self, handler: Callable, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
@@ -649,7 +655,10 @@ class FsdpHooks:
             return None
         replayed = {} if self._forward_was_eager or handler != self.start_backward else {"replayed": True}
         handler = partial(handler, module, **replayed)
-        output = tree_map(lambda leaf: leaf.view_as(leaf) if torch.is_tensor(leaf) else leaf, output)
+        if type(output) is tuple and _are_leaves(output):
+            output = tuple(map(_view_of, output))
+        else:
+            output = tree_map(_view_of, output)
         tensors = [output] if torch.is_tensor(output) else output if isinstance(output, (tuple, list)) else []
         torch.autograd.graph.register_multi_grad_hook(
             [tensor for tensor in tensors if torch.is_tensor(tensor)], handler, mode="any"
@@ -662,3 +671,15 @@ class FsdpHooks:
         if sink is None or not sink.whole or self.graphed.plan(module) is None:
             return False
         return handler in (self.unshard_for_backward, self.release_after_backward)
+
+
+def _are_leaves(values: Sequence[Any]) -> bool:
+    """Whether none of ``values`` is a container with tensors in it: walking through one costs the host many calls."""
+    for value in values:
+        if not isinstance(value, _PLAIN) and not tree_is_leaf(value):
+            return False
+    return True
+
+
+def _view_of(leaf: Any) -> Any:
+    return leaf.view_as(leaf) if torch.is_tensor(leaf) else leaf
