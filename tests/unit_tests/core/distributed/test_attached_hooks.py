@@ -24,7 +24,7 @@ def hooks(one_rank):
     ids=["arguments", "named arguments", "a dictionary", "a nested named argument"],
 )
 def test_a_handler_runs_after_the_backward_pass_of_a_module(hooks, args, kwargs):
-    ran = []
+    ran: list = []
     module, x = torch.nn.Linear(3, 3), torch.ones(3, requires_grad=True)
     given_args, given_kwargs = args(x), kwargs(x)
     new_args, new_kwargs = hooks.attach_after_backward(ran.append, module, given_args, given_kwargs)
@@ -51,7 +51,7 @@ def test_no_handler_is_attached_where_no_input_has_a_gradient(hooks):
     "output", [lambda y: y, lambda y: (y, None), lambda y: (y, {"aux": y})], ids=["a tensor", "a pair", "nested"]
 )
 def test_a_handler_runs_before_the_backward_pass_of_a_module(hooks, output):
-    ran = []
+    ran: list = []
     module, x = torch.nn.Linear(3, 3), torch.ones(3, requires_grad=True)
     x.register_hook(lambda grad: ran.append("input"))
     given = output(module(x))

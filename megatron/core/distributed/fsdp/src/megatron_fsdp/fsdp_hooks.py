@@ -675,10 +675,7 @@ class FsdpHooks:
 
 def _are_leaves(values: Sequence[Any]) -> bool:
     """Whether none of ``values`` is a container with tensors in it: walking through one costs the host many calls."""
-    for value in values:
-        if not isinstance(value, _PLAIN) and not tree_is_leaf(value):
-            return False
-    return True
+    return all(map(tree_is_leaf, [value for value in values if not isinstance(value, _PLAIN)]))
 
 
 def _view_of(leaf: Any) -> Any:
