@@ -3,7 +3,7 @@
     python benchmarks/scaling.py --gpus 2 --output benchmarks/results/scaling.json
 
 Models of configuration B of ``step_time.py`` (hidden 1024, sequence 512; tiny ones on the CPU backend, whose times mean
-nothing), by default eager and with a graph per layer: each number of layers with the first number of micro-batches, and
+nothing), by default eager and with graphs: each number of layers with the first number of micro-batches, and
 each number of micro-batches with the first number of layers. All of them run one after the other in the same processes
 and must compute the same bits as the reference, as in ``step_time.py``. Besides a table it says what a layer costs, and
 whether memory grows with micro-batches.

@@ -3,7 +3,7 @@
     python benchmarks/soak.py --output benchmarks/results/soak.json      # two GPUs; two CPU ranks where there is none
 
 For each of ``--configurations`` it runs ``examples/pretrain_gpt.py`` under Megatron-FSDP three times: eagerly without
-an interruption; with a graph per layer, saving checkpoints, to ``--resume-from``; and from that checkpoint in new
+an interruption; with graphs, saving checkpoints, to ``--resume-from``; and from that checkpoint in new
 processes to the end. Loss and gradient norm of every step are compared bit for bit. The JSON has their hash, the steps
 that differ, and the MiB that the allocator held after each step, which a picture beside it shows; ``flat`` says that
 none was reserved in the second half of a run. Exits with 1 if steps differ, are missing, or ran without graphs, if

@@ -1,4 +1,4 @@
-"""Time of a training step: eager Megatron-FSDP, a graph per layer, one graph for all passes, DistributedDataParallel.
+"""Time of a training step: Megatron-FSDP eagerly, with graphs, with one graph for all passes; DistributedDataParallel.
 
     python benchmarks/step_time.py --gpus 2 --output benchmarks/results/step_time.json
 
@@ -8,8 +8,9 @@ Configurations, in bf16 with micro-batches of one sequence, trained by ``example
     C   8 layers, hidden 2048, sequence 2048, 8 experts of which a token takes 2, a shared expert
     A:--num-layers 32 --global-batch-size 8    one of them with further flags of megatron.training
 Variants:
-    eager, native, te          Megatron-FSDP without graphs, with a graph per layer by this project's engine, by
-                               TransformerEngine's
+    eager                      Megatron-FSDP without graphs
+    native, te                 with graphs by this project's engine (of the whole model, of parts of C's layers), with
+                               a graph per layer by TransformerEngine's
     full_iteration             with one graph for all passes of a step
     ddp, ddp_graphs            DistributedDataParallel and the distributed optimizer, without and with a graph per layer
     eager+optimizer, ...       the same with a graph of the optimizer
