@@ -5,7 +5,14 @@ A sample of the places where they can fail. For all of them run ``tests/support/
 
 import pytest
 
-from tests.support.launch import inject_faults
+from tests.support.launch import inject_faults, name_of
+
+# Layers that communicate in warm-up: on two tensor-parallel ranks, in attention and in the MLP.
+BETWEEN_COLLECTIVES = [
+    {"control": f"failed_{phase}_between_collectives", "layers_per_graph": layers, "dropout": 0.1, "steps": 6}
+    for phase in ("forward", "backward")
+    for layers in (1, -1)
+]
 
 
 @pytest.mark.parametrize(
@@ -14,8 +21,10 @@ from tests.support.launch import inject_faults
         ("--stride", "401", "--layers-per-graph", "0", "1", "-1"),
         ("--matching", "ProcessGroup", "--kinds", "exception", "--layers-per-graph", "1", "-1"),
         ("--case", '{"torch_fsdp": true, "tied": false}', "--layers-per-graph", "0", "--stride", "181"),
+        ("--tp", "2", "--stride", "301", "--layers-per-graph", "1", "-1"),
+        ("--ep", "2", "--case", '{"experts": 4, "capacity": 1.0}', "--layers-per-graph", "1", "--stride", "301"),
     ],
-    ids=["anywhere", "collectives", "torch's FSDP2"],
+    ids=["anywhere", "collectives", "torch's FSDP2", "tensor parallel", "expert parallel"],
 )
 def test_a_fault_is_an_error_on_every_rank_and_leaves_nothing_behind(tmp_path, options):
     for result in inject_faults(*options, ranks=2, folder=tmp_path, environment={"CUDA_VISIBLE_DEVICES": ""}):
@@ -23,3 +32,18 @@ def test_a_fault_is_an_error_on_every_rank_and_leaves_nothing_behind(tmp_path, o
         assert sum(result["attempts"].values()) >= 15
         assert result["passed"] == result["attempts"]
         assert result["replays_at_the_end"] > 0
+
+
+@pytest.fixture(scope="module")
+def between_collectives(compare_runs):
+    """The result of each case, by its name."""
+    results = compare_runs(BETWEEN_COLLECTIVES, "--tp", "2")
+    return {name_of(case): result for case, result in zip(BETWEEN_COLLECTIVES, results, strict=True)}
+
+
+@pytest.mark.parametrize("case", BETWEEN_COLLECTIVES, ids=name_of)
+def test_a_rank_that_fails_in_warm_up_between_collectives_of_a_layer_leaves_no_other_waiting(between_collectives, case):
+    result = between_collectives[name_of(case)]
+    assert not result["error"]
+    assert result["differences"] == []
+    assert result["replays"] == 0

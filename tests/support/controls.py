@@ -1,6 +1,7 @@
 """Captures with something wrong or unusual, each of which a comparison must notice or survive."""
 
 import os
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -90,6 +91,47 @@ def fallback_after_a_failure_on_one_rank(training: Training) -> None:
         handle.remove()
     assert training.helper.capture_finished() and not training.helper.graphs_created()
     assert before == after, f"a failed capture changed {[key for key in before if before[key] != after[key]]}"
+
+
+def failed_forward_between_collectives(training: Training) -> None:
+    """The last rank fails in warm-up between the collectives of attention and of the MLP; training goes on eagerly."""
+    _fail_between_collectives(training, "forward", _run_out_of_memory)
+
+
+def failed_backward_between_collectives(training: Training) -> None:
+    """The same in the backward pass."""
+    _fail_between_collectives(training, "backward", lambda output: output.register_hook(_run_out_of_memory))
+
+
+def _run_out_of_memory(tensor: torch.Tensor) -> None:
+    raise torch.OutOfMemoryError("out of memory, as it were")
+
+
+def _fail_between_collectives(training: Training, phase: str, touch: Callable[[torch.Tensor], object]) -> None:
+    """Capture, with ``touch`` called on what the last rank's last layer has computed in attention."""
+    from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
+
+    last = dist.get_world_size() - 1
+
+    def hook(module, args, output):
+        if dist.get_rank() == last:
+            touch(output[0])
+
+    handle = training.layers[-1].self_attention.register_forward_hook(hook)
+    before, start = training_state(training), time.monotonic()
+    try:
+        training.helper.create_cudagraphs()
+    except CaptureFailedError as error:
+        raised = str(error)
+    else:
+        raise AssertionError("the capture should have failed")
+    seconds = time.monotonic() - start
+    where = "the whole model" if training.case.layers_per_graph == -1 else f"layer {len(training.layers)}"
+    assert f"rank {last}, {where}" in raised and f", {phase}: OutOfMemoryError" in raised, raised
+    after = training_state(training)
+    handle.remove()
+    assert before == after, f"a failed capture changed {[key for key in before if before[key] != after[key]]}"
+    assert seconds < 60, f"the error took {seconds:.0f} s"
 
 
 def hook_on_one_rank(training: Training) -> None:
@@ -394,6 +436,8 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         failed_forward_capture,
         failed_backward_capture,
         fallback_after_a_failure_on_one_rank,
+        failed_forward_between_collectives,
+        failed_backward_between_collectives,
         hook_on_one_rank,
         layer_hook_on_one_rank,
         captured_again,

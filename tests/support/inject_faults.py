@@ -4,12 +4,14 @@
     torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --stride 40
     torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --matching ProcessGroup
     torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --case '{"torch_fsdp": true}'
+    torchrun --nproc-per-node 2 tests/support/inject_faults.py --output results.json --tp 2 --layers-per-graph 1 -1
 
 One model trains on; between two steps its capture is attempted with one fault after another, on one rank or on all.
 After each attempt every rank must have raised the same error, which names the rank that failed, within ``LIMIT``
-seconds, and hooks, parameters, generators, flags, environment and buffers must be what they were. Every few attempts,
-and at the end with graphs, a step must equal that of a model that never captured. Without a GPU it runs on the CPU
-backend. The results are written as they come; ``places_left_out`` are those that ``--seconds`` left no time for.
+seconds (after which a collective that a rank waits in is given up), and hooks, parameters, generators, flags,
+environment and buffers must be what they were. Every few attempts, and at the end with graphs, a step must equal that
+of a model that never captured. Without a GPU it runs on the CPU backend. The results are written as they come;
+``places_left_out`` are those that ``--seconds`` left no time for.
 """
 
 import argparse
@@ -26,6 +28,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -376,15 +379,18 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf, help="none is tried later; each kind has a share")
     parser.add_argument("--layers", type=int, default=2, help="layers of the model")
     parser.add_argument("--case", type=json.loads, default={}, help="JSON: other arguments of case.Case")
+    parser.add_argument("--tp", type=int, default=1, help="tensor parallel ranks")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel ranks")
     parser.add_argument("--layers-per-graph", type=int, nargs="+", default=[0, 1], help="0 for all, -1 for the model")
     args = parser.parse_args()
     if not on_cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("gloo" if on_cpu else "nccl")
+    dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timedelta(seconds=LIMIT))
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(expert_model_parallel_size=args.ep)
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=args.tp, expert_model_parallel_size=args.ep, distributed_timeout_minutes=LIMIT / 60
+    )
     first = args.stride // 2 if args.first is None else args.first
     command = command_line("tests/support/inject_faults.py", sys.argv[1:]).replace(
         "python", "torchrun --nproc-per-node 2", 1

@@ -3,7 +3,6 @@
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp import fsdp_unit_plan
@@ -87,54 +86,15 @@ def test_what_is_in_flight_ends_and_gradient_buckets_are_freed(fsdp, layers):
     assert all(param.main_grad is None for param in layers[1].parameters())
 
 
-class TestCollectivesThatAllRanksJoin:
-    @pytest.fixture
-    def graphed(self, fsdp):
-        return fsdp.fsdp_hooks.graphed
-
-    def test_are_launched_again_and_the_failure_goes_on(self, graphed):
-        calls = []
-
-        def communicate():
-            calls.append(1)
-            raise Fault(len(calls))
-
-        with pytest.raises(Fault, match="1"):
-            graphed.joined_by_all_ranks(communicate)
-        assert len(calls) == 2
-
-    @pytest.mark.parametrize("capturing", [False, True])
-    def test_gathers_are_launched_again_only_in_a_capture(self, fsdp, graphed, capturing):
-        graphed.capturing = capturing
-        gather = mock.Mock(side_effect=Fault)
-        with mock.patch.object(fsdp, "all_gather_and_wait_parameters_ready", gather), pytest.raises(Fault):
-            fsdp.fsdp_hooks.unshard_for_forward(fsdp.module.decoder.layers[0])
-        assert gather.call_count == 1 + capturing
-
-    def test_are_not_while_a_graph_is_recorded(self, graphed):
-        communicate = mock.Mock(side_effect=Fault)
-        recorded = mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True)
-        with recorded, pytest.raises(Fault):
-            graphed.joined_by_all_ranks(communicate)
-        assert communicate.call_count == 1
-
-    def test_are_launched_once_if_nothing_fails(self, graphed):
-        graphed.capturing = True
-        communicate = mock.Mock()
-        graphed.joined_by_all_ranks(communicate)
-        assert communicate.call_count == 1
-
-    @pytest.mark.parametrize("launched", [False, True])
-    def test_a_reduction_is_not_launched_twice(self, fsdp, graphed, launched):
-        units = list(fsdp.fsdp_hooks._fsdp_units.values())
-        reduce = mock.Mock(side_effect=[Fault, True])
-        pipeline = fsdp.grad_reduce_pipeline
-        graphed.capturing = True
-        with (
-            mock.patch.object(pipeline, "_bucket_group_gradient_reduce", reduce),
-            mock.patch.object(fsdp_unit_plan, "launches_of", return_value=lambda: launched or reduce.call_count > 1),
-            pytest.raises(Fault),
-        ):
-            graphed.joined_by_all_ranks(lambda: graphed._plans.set_up_communicators(units))
-        assert reduce.call_count == (1 if launched else 2)
-        torch.cuda.synchronize()
+@pytest.mark.parametrize("launched", [False, True])
+def test_a_communicator_whose_first_reduction_failed_is_set_up_again_unless_it_was_launched(fsdp, launched):
+    units, plans = list(fsdp.fsdp_hooks._fsdp_units.values()), fsdp.fsdp_hooks.graphed._plans
+    reduce = mock.Mock(side_effect=[Fault, True])
+    with (
+        mock.patch.object(fsdp.grad_reduce_pipeline, "_bucket_group_gradient_reduce", reduce),
+        mock.patch.object(fsdp_unit_plan, "launches_of", return_value=lambda: launched or reduce.call_count > 1),
+    ):
+        with pytest.raises(Fault):
+            plans.set_up_communicators(units)
+        plans.set_up_communicators(units)
+    assert reduce.call_count == (1 if launched else 2)

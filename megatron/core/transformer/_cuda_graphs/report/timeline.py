@@ -72,27 +72,26 @@ class Timeline:
         """
         self.order, self._names, self._warm_ups = order, names, warm_ups
 
-    def begin(self, where: str, wait: Callable[[], None]) -> None:
-        """Call ``wait``, which waits for other ranks to begin a pass too; what it takes counts for no pass.
+    def begin(self, where: str) -> None:
+        """Note that something begins.
 
         Args:
-            where: What begins; ends in ``, forward`` or ``, backward`` if that is a pass. Passes of the whole model
-                begin several times.
-            wait: Returns once all ranks begin.
+            where: What it is; ends in ``, forward`` or ``, backward`` if that is a pass.
         """
+        self._end_pass()
         kind = where.rpartition(", ")[2]
-        again = not self.order and self._open is not None and self._open[:2] == ((None, 0, kind), self._capturing())
-        if not again:
-            self._end_pass()
+        if kind in (FORWARD, BACKWARD):
+            self._begin_pass(kind)
+
+    def wait(self, wait: Callable[[], None]) -> None:
+        """Call ``wait``, which waits for other ranks; what it takes counts for no pass."""
         before = self._clock()
         wait()
         waited = self._clock() - before
         self.waited += waited
-        if again:
-            assert self._open is not None
-            self._open = (*self._open[:2], self._open[2] + waited)
-        elif kind in (FORWARD, BACKWARD):
-            self._begin_pass(kind)
+        if self._open is not None:
+            planned, captured, start = self._open
+            self._open = planned, captured, start + waited
 
     def _begin_pass(self, kind: str) -> None:
         planned: Planned = (None, 0, kind)

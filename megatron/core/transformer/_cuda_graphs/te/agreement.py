@@ -1,8 +1,6 @@
-"""Ranks that agree before each phase of a capture, so that one that fails leaves no other waiting in a collective.
+"""Ranks that agree before each collective of a capture, so that one that fails leaves no other waiting in it.
 
-Collectives of a capture run at the beginning of a phase: Megatron-FSDP's hooks gather parameters before each pass of a
-layer. If ranks enter no phase before all have got through the one before, those that launched a collective are joined
-in it by all others. In a capture of the whole model each of Megatron-FSDP's collectives begins a phase.
+If ranks launch none before all are about to, those that launched one are joined in it by all others.
 
 They agree on the host, over the store that the process groups were set up with: a device may be busy with a collective,
 and nothing may be enqueued on a stream that is captured.
@@ -140,17 +138,21 @@ class CaptureAgreement:
         self._failure: Failure | None = None
 
     def begin(self, where: str, module: torch.nn.Module | None = None) -> None:
-        """Wait until all ranks of the stage begin this phase.
+        """Note what is captured from now on, for errors to name it.
 
         Args:
-            where: Says what is captured in it.
+            where: Says what it is.
             module: Not used; hooks are called with it.
+        """
+        self._where = where
+
+    def join(self) -> None:
+        """Wait until all ranks of the stage are about to launch a collective.
 
         Raises:
             CaptureFailedError: a rank failed.
         """
         self._vote_of_stage()
-        self._where = where
 
     def objection(self, reason: str) -> str:
         """Return why all ranks of the stage capture something else than was asked for; empty if none objects to it.
@@ -184,6 +186,7 @@ class CaptureAgreement:
             CaptureFailedError: a rank failed.
         """
         self.begin("after the last layer")
+        self.join()
         if self._pipeline is not None:
             self._check(self._pipeline.vote())
 
@@ -213,24 +216,24 @@ class CaptureAgreement:
         return against
 
 
-def agreeing_hooks(
+def naming_hooks(
     hooks: Sequence[Mapping[str, Any] | None], names: Sequence[str], agreement: CaptureAgreement
 ) -> list[dict[str, Any]]:
-    """Return ``hooks`` of layers with one in front that waits until all ranks begin this pass of the layer.
+    """Return ``hooks`` of layers with one in front that says which pass of the layer begins.
 
     Args:
         hooks: The capture-time hooks of each layer, by kind; None for a layer without any.
         names: The names of the layers.
-        agreement: Waits for the other ranks.
+        agreement: Is told.
     """
-    with_votes = []
+    with_names = []
     for name, own in zip(names, hooks, strict=True):
         kinds = dict(own or {})
         for kind, phase in (("forward_pre_hooks", "forward"), ("backward_pre_hooks", "backward")):
-            vote = partial(agreement.begin, f"{name}, {phase}")
-            kinds[kind] = {"agreement": vote, **kinds.get(kind, {})}
-        with_votes.append(kinds)
-    return with_votes
+            begin = partial(agreement.begin, f"{name}, {phase}")
+            kinds[kind] = {"agreement": begin, **kinds.get(kind, {})}
+        with_names.append(kinds)
+    return with_names
 
 
 def _numbers_beside(found: set[int], own: set[int]) -> Objection | None:

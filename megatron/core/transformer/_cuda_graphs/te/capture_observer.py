@@ -68,7 +68,7 @@ class CaptureObserver:
         return cls(engine, folder, name if number == 1 else f"{name}_{number}", first)
 
     def watch(self, agreement: CaptureAgreement) -> CaptureAgreement:
-        """Return ``agreement`` with each phase noted."""
+        """Return ``agreement`` with each pass noted, and the time spent waiting."""
         return agreement if self._timeline is None else _WatchedAgreement(agreement, self._timeline)
 
     def start(self) -> None:
@@ -217,7 +217,7 @@ class CaptureObserver:
 
 
 class _WatchedAgreement(CaptureAgreement):
-    """An agreement that lets a timeline know of each phase.
+    """An agreement that lets a timeline know of each pass, and of the time spent waiting.
 
     Args:
         agreement: Waits for the other ranks.
@@ -228,7 +228,11 @@ class _WatchedAgreement(CaptureAgreement):
         self._agreement, self._timeline = agreement, timeline
 
     def begin(self, where: str, module: torch.nn.Module | None = None) -> None:
-        self._timeline.begin(where, lambda: self._agreement.begin(where, module))
+        self._timeline.begin(where)
+        self._agreement.begin(where, module)
+
+    def join(self) -> None:
+        self._timeline.wait(self._agreement.join)
 
     def objection(self, reason: str) -> str:
         return self._agreement.objection(reason)

@@ -21,6 +21,7 @@ from ..evaluation_graph import EvaluationGraph
 from ..hooks import extracted_hooks, has_other_hooks
 from ..own_options import packed_sequences
 from .agreement import CaptureAgreement
+from .joined_collectives import joined_collectives
 from .sample_inputs import SampleArguments, attention_mask_type, captures_attention, default_kwargs, sample_arguments
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
@@ -101,7 +102,8 @@ class EvaluationGraphs:
         try:
             if any(has_other_hooks(module) for layer in layers for module in layer.modules()):  # perhaps here only
                 raise UnsupportedError("layers, or modules in them, have hooks of others")
-            graphs = self._capture(agreement)
+            with joined_collectives(agreement.join):
+                graphs = self._capture(agreement)
             agreement.finish()
         except BaseException as error:
             for graph in graphs:

@@ -25,7 +25,7 @@ from ..flag_table import PARTS_OF_OVERLAP
 from ..fsdp_checks import check_fsdp_options
 from ..hooks import extracted_hooks
 from ..own_options import FALLBACKS, layers_per_graph, max_captures
-from .agreement import CaptureAgreement, agreeing_hooks
+from .agreement import CaptureAgreement, naming_hooks
 from .attached_graphs import CapturedLayers, detach_graphs, gather_in_replays, slots_of_layers
 from .backends import choose_backend
 from .capture_arguments import MakesArguments
@@ -35,6 +35,7 @@ from .captures_again import CapturesAgain
 from .eager_parts import beside_whole_model, eager_parts
 from .evaluation import EvaluationGraphs
 from .graph_use import CAPTURE_FAILED, CountsUse
+from .joined_collectives import joined_collectives
 from .layers import _layer_is_graphable, fsdp_of, language_model_layers, layer_name
 from .sample_inputs import LayerInputs
 from .torch_fsdp import KeptParameters
@@ -236,7 +237,8 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         )
         self._agreement = self._observer.watch(self._new_agreement())
         try:
-            start_time = self._capture()
+            with joined_collectives(self._agreement.join):
+                start_time = self._capture()
             self._agreement.finish()
         except BaseException as error:
             if self._graphs_created:  # another rank has failed, or what comes after capture
@@ -313,7 +315,7 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
 
     def _capture_layers(self) -> None:
         self._kept = KeptParameters(self.model, self.flattened_callables)
-        with self._kept.gathered(partial(self._agreement.begin, "before the first layer")):
+        with self._kept.gathered():
             self._capture_gathered_layers()
 
     def _capture_gathered_layers(self) -> None:
@@ -332,7 +334,7 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
             rng,
         ):
             if self._engine.takes_hooks:
-                arguments["capture_time_hooks"] = agreeing_hooks(hooks, names, self._agreement)
+                arguments["capture_time_hooks"] = naming_hooks(hooks, names, self._agreement)
             arguments["pool"] = pool = torch.cuda.graph_pool_handle()
             with recover_te_engine(pool, layers, arguments.get("recipe")):
                 graphs = self._engine.capture(layers, sample_args, **arguments)
@@ -380,9 +382,8 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
                 if fsdp is not None:
                     if self._gradients_are_zeroed:
                         _free_gradients(fsdp)
-                    ready = partial(self._agreement.begin, "before the first layer")
                     in_parts = self.config.overlap_moe_expert_parallel_comm
-                    stack.enter_context(fsdp.capture_graphs(layers, ready, keep_buckets=in_parts))
+                    stack.enter_context(fsdp.capture_graphs(layers, keep_buckets=in_parts))
             yield
 
     # ------------------------------------------------------------------------------------------ afterwards

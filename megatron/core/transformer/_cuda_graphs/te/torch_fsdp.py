@@ -6,14 +6,12 @@ same place. Replays run through the layer's own call, with FSDP2's hooks around 
 to the gathered parameters, from which FSDP2 reduces them.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
-
-from ..launches import launches_of
 
 
 class KeptParameters:
@@ -42,18 +40,16 @@ class KeptParameters:
             self._params[module] = params
 
     @contextmanager
-    def gathered(self, ready: Callable[[], object]) -> Iterator[None]:
+    def gathered(self) -> Iterator[None]:
         """The context of a capture, in which they are gathered; from then on their memory is kept.
 
         At the end they are sharded again. After an exception their memory is not kept.
-
-        Args:
-            ready: Called before they are gathered, if there are any, which all ranks do unless it raises.
         """
-        if self._params:
-            ready()
         try:
-            self._gather()
+            for module, params in self._params.items():
+                self._gather(module)
+                for param in params:
+                    param.free_unsharded_param = _keep
             yield
         except BaseException:
             self.release()
@@ -62,24 +58,14 @@ class KeptParameters:
             for module in self._params:
                 module.reshard()
 
-    def _gather(self) -> None:
-        """Gather them. A rank that fails launches what the others launch, before the exception goes on."""
-        failure: BaseException | None = None
-        for module, params in self._params.items():
-            group = module._get_fsdp_state()._fsdp_param_group
-            launched = launches_of(group._all_gather_process_group)
-            try:
-                module.unshard()
-            except BaseException as error:
-                failure = failure or error
-                if group._all_gather_result is not None or not launched():
-                    with suppress(Exception):
-                        module.unshard()
-                group._all_gather_result = None  # or the next pass would take it for its own
-            for param in params:
-                param.free_unsharded_param = _keep
-        if failure is not None:
-            raise failure
+    @staticmethod
+    def _gather(module: Any) -> None:
+        try:
+            module.unshard()
+        except BaseException:
+            # Or the next pass would take it for its own.
+            module._get_fsdp_state()._fsdp_param_group._all_gather_result = None
+            raise
 
     def release(self) -> None:
         """Let FSDP2 free their memory after each pass again."""

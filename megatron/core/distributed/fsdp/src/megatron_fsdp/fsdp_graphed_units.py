@@ -5,10 +5,9 @@ A graph reads parameters, and with fused weight gradients writes gradients, at t
 parameter, instead of an illegal memory access.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -81,17 +80,11 @@ class GraphedUnits:
     # ------------------------------------------------------------------------------------------------------- capture
 
     @contextmanager
-    def capture(
-        self,
-        modules: Iterable[torch.nn.Module],
-        ready: Callable[[], object] = lambda: None,
-        keep_buckets: bool = False,
-    ) -> Iterator[None]:
+    def capture(self, modules: Iterable[torch.nn.Module], keep_buckets: bool = False) -> Iterator[None]:
         """Keep the model in capture mode: raw parameters, gradients withheld, no collective in flight at either end.
 
         Args:
             modules: The modules that are captured, each an FSDP unit or one whose parameters are never released.
-            ready: Called right before the first collective, which all ranks join unless it raises.
             keep_buckets: Whether graphs read no experts, and the buckets of all other parameters of ``modules`` keep
                 their memory, until ``forget``.
 
@@ -108,8 +101,7 @@ class GraphedUnits:
                 self._uncaptured = self._other_units(modules)
                 planned = [self._units[module] for module in modules if module in self._units]
                 fitting = [unit for unit in planned if self._plans.fits(unit)]
-                ready()
-                self.joined_by_all_ranks(partial(self._plans.set_up_communicators, fitting))
+                self._plans.set_up_communicators(fitting)
                 yield
                 self._release_captured()
                 self._make_plans(modules)
@@ -172,21 +164,6 @@ class GraphedUnits:
             finally:
                 if distributed:
                     fsdp._replace_param_with_distributed_if_needed()
-
-    def joined_by_all_ranks(self, communicate: Callable[[], None]) -> None:
-        """Call ``communicate``, in a capture; if it fails, once more before the exception goes on.
-
-        A rank that fails before its collective would leave the others waiting in theirs. ``communicate`` launches only
-        what it has not launched before.
-        """
-        try:
-            communicate()
-        except BaseException:
-            if not torch.cuda.is_current_stream_capturing():
-                take_back_unlaunched(self._fsdp)
-                with suppress(Exception):
-                    communicate()
-            raise
 
     def _release_captured(self) -> None:
         """Give back what capture holds: gradients, buckets, states."""

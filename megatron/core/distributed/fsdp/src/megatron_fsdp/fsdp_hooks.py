@@ -259,9 +259,6 @@ class FsdpHooks:
             prefetch_order=PrefetchOrder.BACKWARD_PASS_ORDER if backward else PrefetchOrder.FORWARD_PASS_ORDER,
             bwd=backward,
         )
-        if self.graphed.capturing:
-            self.graphed.joined_by_all_ranks(partial(gather, prefetch=prefetch))
-            return
         if backward and self.graphed.runs_eagerly(module):
             # Other ranks may replay, and gather the module before what they prefetch.
             gather(prefetch=False)
@@ -483,9 +480,9 @@ class FsdpHooks:
                 return f"the weight gradient of {fsdp.param_to_name[param]} is delayed"
         return ""
 
-    def whole_model(self, ready: Callable[[str], object]) -> WholeModel:
-        """Return the owner of the graphs of the whole model's passes; ``ready`` as of ``MegatronFSDP.whole_model``."""
-        return WholeModel(self, self._fsdp_units, ready)
+    def whole_model(self, begin: Callable[[str], object]) -> WholeModel:
+        """Return the owner of the graphs of the whole model's passes; ``begin`` as of ``MegatronFSDP.whole_model``."""
+        return WholeModel(self, self._fsdp_units, begin)
 
     def gradients_written(self, module: torch.nn.Module) -> None:
         """Called when the backward graph of ``module`` has written gradients to their buckets."""

@@ -11,7 +11,6 @@ from megatron_fsdp_cuda_graphs.overlay import upstream
 
 from .fsdp_chain import UnitChain, address_in
 from .fsdp_dropped_collectives import take_back_unlaunched
-from .fsdp_joined_collectives import joined_collectives
 from .fsdp_unit import ADVICE, Unit
 from .fsdp_unit_plan import GroupGather
 
@@ -31,14 +30,12 @@ class WholeModel(UnitChain):
     Args:
         hooks: Megatron-FSDP's hooks.
         units: All units, by module.
-        ready: Called with what is being captured before each pass and each collective, which all ranks join unless it
-            raises.
+        begin: Called with what begins: ``before forward``, then each pass that is warmed up or recorded.
     """
 
-    def __init__(self, hooks: "FsdpHooks", units: dict[torch.nn.Module, Unit], ready: Callable[[str], object]):
+    def __init__(self, hooks: "FsdpHooks", units: dict[torch.nn.Module, Unit], begin: Callable[[str], object]):
         super().__init__(hooks, units, {})
-        self._ready: Callable[[str], object] | None = ready  # until the capture is over
-        self._captured = "before forward"
+        self._begin: Callable[[str], object] | None = begin  # until the capture is over
         self._units = list(units.values())
         groups = self._fsdp.param_and_grad_buffer.parameter_groups
         self._outside = [bucket for bucket, group in enumerate(groups) if group.fsdp_unit_id is None]
@@ -56,10 +53,12 @@ class WholeModel(UnitChain):
         """
         hooks, fsdp = self._hooks, self._fsdp
         microbatches = fsdp.microbatch_count
+        assert self._begin is not None
+        self._begin("before forward")
         with hooks.graphed.prepared():
             self._gathers = hooks.graphed.gathers_of(self._outside, recorded=False)
             try:
-                self._join(self.gather)
+                self.gather()
                 yield
                 hooks.graphed.release_all()
                 self._gathers = hooks.graphed.gathers_of(self._outside, recorded=True)
@@ -70,20 +69,15 @@ class WholeModel(UnitChain):
                 raise
             finally:
                 fsdp.microbatch_count = microbatches
-                self._ready = None
-
-    def _join(self, launch: Callable[[], None]) -> None:
-        """Call ``launch`` once all ranks are ready to."""
-        assert self._ready is not None
-        self._ready(self._captured)
-        self._hooks.graphed.joined_by_all_ranks(launch)
+                self._begin = None
 
     @contextmanager
     def running(self, phase: Literal["forward", "backward"]) -> Iterator[None]:
         """The context in which a phase is warmed up or recorded."""
         backward = phase == "backward"
-        self._captured = phase
-        with self.recording(phase), joined_collectives(self._fsdp, self._join):
+        assert self._begin is not None
+        self._begin(phase)
+        with self.recording(phase):
             if backward:
                 self._hooks.start_backward(None, skip_backward_hook=True)
             self.gather_first_unit(phase)

@@ -128,14 +128,11 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         return swap.params(distributed) if swap is not None and swap.holds(distributed) else self.module.parameters()
 
     def capture_graphs(
-        self,
-        modules: Iterable[torch.nn.Module],
-        ready: Callable[[], object] = lambda: None,
-        keep_buckets: bool = False,
+        self, modules: Iterable[torch.nn.Module], keep_buckets: bool = False
     ) -> AbstractContextManager[None]:
         """Return the context in which CUDA graphs of ``modules`` are captured; see ``GraphedUnits.capture``."""
         self._zeroed_gradients.written()
-        return self.fsdp_hooks.graphed.capture(modules, ready, keep_buckets)
+        return self.fsdp_hooks.graphed.capture(modules, keep_buckets)
 
     def around_parts(self, module: torch.nn.Module, graphed: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``graphed``, which replays ``module``, for schedules that do not call it; see ``FsdpHooks``."""
@@ -174,15 +171,14 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         """Say why the whole model's passes cannot be graphs; empty if they can."""
         return self.fsdp_hooks.against_whole_model()
 
-    def whole_model(self, ready: Callable[[str], object] = lambda phase: None) -> WholeModel:
+    def whole_model(self, begin: Callable[[str], object] = lambda phase: None) -> WholeModel:
         """Return the owner of graphs of the whole model's passes.
 
         Args:
-            ready: Called with what is being captured before each pass and each collective, which all ranks join unless
-                it raises.
+            begin: Called with what begins: ``before forward``, then each ``forward`` and ``backward`` pass.
         """
         self._zeroed_gradients.written()
-        return self.fsdp_hooks.whole_model(ready)
+        return self.fsdp_hooks.whole_model(begin)
 
     def forget_graphs(self, modules: Iterable[torch.nn.Module]) -> None:
         """Note that ``modules`` no longer run as CUDA graphs."""

@@ -31,7 +31,8 @@ class Watched:
         monkeypatch.setattr(module, "Progress", progress)
 
     def run(self, where, seconds, wait=0.0):
-        self.timeline.begin(where, lambda: self.advance(wait))
+        self.timeline.begin(where)
+        self.timeline.wait(lambda: self.advance(wait))
         self.advance(seconds)
 
     def advance(self, seconds):
@@ -54,7 +55,8 @@ def capturing(monkeypatch):
 class TestLayers:
     def test_passes_of_the_last_iteration_are_captured(self, watched):
         watched.timeline.expect(ORDER, ["first", "second"], warm_ups=2)
-        watched.timeline.begin("before the first layer", lambda: watched.advance(4))
+        watched.timeline.begin("before the first layer")
+        watched.timeline.wait(lambda: watched.advance(4))
         watched.advance(100)  # counts for no pass
         for seconds in (1, 2, 8):
             for where in WHERE:
@@ -99,10 +101,12 @@ class TestLayers:
         assert watched.shown == ["first, forward warm-up", "closed"]
 
 
-def test_passes_of_the_whole_model_begin_several_times(watched, capturing):
+def test_what_the_passes_of_the_whole_model_wait_counts_for_none(watched, capturing):
     for seconds in (1, 2):
-        for where in ("before forward", "forward", "forward", "backward", "backward"):
+        for where in ("before forward", "forward", "backward"):
             watched.run(f"the whole model, {where}", seconds, wait=0.25)
+            watched.timeline.wait(lambda: watched.advance(0.5))
+            watched.advance(seconds)
         capturing.on = True
     watched.timeline.end()
     assert [(each.layer, each.kind, each.seconds) for each in watched.timeline.passes] == [
@@ -110,6 +114,6 @@ def test_passes_of_the_whole_model_begin_several_times(watched, capturing):
         (None, "backward", 4),
     ]
     assert dict(watched.timeline.warm_up_seconds) == {None: 4}
-    assert watched.timeline.waited == 10 * 0.25
+    assert watched.timeline.waited == 6 * (0.25 + 0.5)
     assert watched.totals == [None]
     assert watched.shown[-2:] == ["whole model, backward capture", "closed"]

@@ -16,6 +16,9 @@ class Alone(CaptureAgreement):
     def begin(self, where, module=None):
         pass
 
+    def join(self):
+        pass
+
     def finish(self):
         pass
 

@@ -67,6 +67,12 @@ def on_ranks(count, run):
     return results
 
 
+def join(agreed, where):
+    """Begin what is captured at ``where``, with a collective."""
+    agreed.begin(where)
+    agreed.join()
+
+
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_a_vote_of_all_passes_as_often_as_they_vote(size):
     def run(rank):
@@ -157,9 +163,9 @@ class TestCaptures:
             stage = rank // 2
             agreed = CaptureAgreement([Group(2, f"stage {stage}")], Group(2, f"pipeline {rank % 2}"))
             try:
-                agreed.begin("before the first layer")
+                join(agreed, "before the first layer")
                 for layer in range(stage + 1):
-                    agreed.begin(f"layer {layer}, forward")
+                    join(agreed, f"layer {layer}, forward")
                     if (rank, layer) == fails_on:
                         raise error
                 agreed.finish()
@@ -199,7 +205,7 @@ class TestCrossingGroups:
             agreed = crossing_groups(rank)
             try:
                 for layer in range(3):
-                    agreed.begin(f"layer {layer}")
+                    join(agreed, f"layer {layer}")
                     if (rank, layer) == fails_on:
                         raise A_FAULT
                 agreed.finish()
@@ -228,7 +234,7 @@ class TestObjections:
                 if rank == fails:
                     raise A_FAULT
                 reason = agreed.objection(f"reason {rank}" if rank in objecting else "")
-                agreed.begin("layer 0")
+                join(agreed, "layer 0")
                 agreed.finish()
             except Exception as raised:
                 raise agreed.failed(raised) from raised
@@ -278,7 +284,7 @@ class TestObjections:
                 if rank == 2:
                     raise A_FAULT
                 agreed.union({rank})
-                agreed.begin("layer 0")
+                join(agreed, "layer 0")
             except Exception as raised:
                 return str(agreed.failed(raised))
 
@@ -333,7 +339,7 @@ def test_ctrl_c_within_a_vote_leaves_no_rank_waiting(monkeypatch, ranks, ballot,
             interrupted._store = Interrupted(interrupted._store, at, before)
         try:
             for layer in range(5):
-                agreed.begin(f"layer {layer}")
+                join(agreed, f"layer {layer}")
         except BaseException as raised:
             return str(agreed.failed(raised))
         return ""

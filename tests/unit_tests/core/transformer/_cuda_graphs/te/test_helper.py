@@ -487,7 +487,7 @@ def test_graphs_are_for_any_number_of_micro_batches_unless_there_are_pipeline_st
 class Fsdp(torch.nn.Module):
     """What the helper looks for."""
 
-    def capture_graphs(self, layers, ready, keep_buckets):
+    def capture_graphs(self, layers, keep_buckets):
         raise NotImplementedError
 
     def forget_graphs(self, layers):
@@ -507,8 +507,7 @@ def test_megatron_fsdp_is_in_capture_mode_with_the_layers_of_its_chunk(in_parts)
         capturing = None
 
         @contextmanager
-        def capture_graphs(self, layers, ready, keep_buckets):
-            ready()
+        def capture_graphs(self, layers, keep_buckets):
             assert keep_buckets is in_parts
             self.capturing = layers
             yield

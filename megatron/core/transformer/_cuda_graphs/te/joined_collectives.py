@@ -1,0 +1,84 @@
+"""Collectives that all ranks launch in a capture, or none.
+
+A rank that fails would leave the others waiting in its next collective, of Megatron-FSDP's hooks or, in warm-up, of a
+layer under tensor, expert or context parallelism. So all ranks agree right before each. Collectives that a stream
+capture records wait for no one.
+
+Python launches collectives through the methods of ``ProcessGroup``, which are replaced here. A ``TorchDispatchMode``
+would not see where a batch of sends and receives begins, and ``torch.compile`` compiles nothing under one. Functional
+collectives do not pass here; neither megatron-core nor TransformerEngine has any in layers. Nor does what communicates
+without process groups: TransformerEngine's userbuffers (``--tp-comm-overlap``), DeepEP.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from functools import wraps
+from typing import Any
+
+import torch
+from torch.distributed import ProcessGroup
+
+from ..launches import launches_of
+
+_COLLECTIVES = (
+    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
+    *("allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "monitored_barrier"),
+    *("broadcast", "gather", "reduce", "scatter"),
+    *("reduce_scatter", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base"),
+)
+_BETWEEN_TWO = ("send", "recv", "recv_anysource")
+_BEGIN_BATCH, _END_BATCH = "_start_coalescing", "_end_coalescing"
+
+
+@contextmanager
+def joined_collectives(join: Callable[[], object]) -> Iterator[None]:
+    """Call ``join`` before each collective that is launched in this context outside of stream captures.
+
+    Args:
+        join: Returns once all ranks are about to launch as many collectives as this one; raises if none is to launch
+            this one.
+    """
+    batches: set[ProcessGroup] = set()  # groups with an open batch, which is launched as a whole
+    with ExitStack() as stack:
+        for name in (*_COLLECTIVES, *_BETWEEN_TWO, _BEGIN_BATCH, _END_BATCH):
+            call = getattr(ProcessGroup, name)
+            stack.callback(setattr, ProcessGroup, name, call)
+            setattr(ProcessGroup, name, _joined(name, call, join, batches))
+        yield
+
+
+def _joined(
+    name: str, call: Callable[..., Any], join: Callable[[], object], batches: set[ProcessGroup]
+) -> Callable[..., Any]:
+    """Return what takes the place of the method ``call`` of process groups."""
+
+    @wraps(call)
+    def launch(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+        if name == _END_BATCH:
+            batches.discard(group)
+        elif group not in batches and group.size() > 1 and not torch.cuda.is_current_stream_capturing():
+            join()
+            if name == _BEGIN_BATCH:
+                batches.add(group)
+            elif name in _COLLECTIVES:
+                return _launch_surely(call, group, args, kwargs)
+        return call(group, *args, **kwargs)
+
+    return launch
+
+
+def _launch_surely(call: Callable[..., Any], group: ProcessGroup, args: Any, kwargs: Any) -> Any:
+    """Launch a collective that all others launch too. If that fails, launch it before the exception goes on.
+
+    Not for sends and receives: torch does not count these, so nothing tells whether one was launched.
+    """
+    launched = launches_of(group)
+    try:
+        return call(group, *args, **kwargs)
+    except BaseException:
+        if not launched():
+            with suppress(Exception):
+                work = call(group, *args, **kwargs)
+                if work is not None:
+                    work.wait()
+        raise
