@@ -111,8 +111,9 @@ def test_graphs_of_the_whole_model(capture):
 def test_times_follow_one_another_and_add_up_to_less_than_all(capture, layers_per_graph):
     report = capture(layers_per_graph).report
     seconds = report["seconds"]
+    assert seconds.pop("waiting") == 0  # there is no other rank
     assert all(value > 0 for value in seconds.values())
-    assert seconds["warm_up"] + seconds["capture"] + seconds["waiting"] < seconds["total"]
+    assert seconds["warm_up"] + seconds["capture"] < seconds["total"]
     assert sum(each["seconds"] for each in report["passes"]) == pytest.approx(seconds["capture"])
     ends = [each["start"] + each["seconds"] for each in report["passes"]]
     starts = [each["start"] for each in report["passes"]]

@@ -45,7 +45,7 @@ def test_every_method_that_launches_work_is_met():
 
 @pytest.mark.parametrize("name", LAUNCHING)
 def test_ranks_are_asked_right_before_each(group, name):
-    events = []
+    events: list = []
     with (
         in_place_of_torch([name], lambda *call, **options: events.append((call, options))),
         joined_collectives(lambda: events.append("join")),
