@@ -1,5 +1,7 @@
 """A sample of faults in captures on GPUs, and a rank that is killed; see the integration tests of the same names."""
 
+import json
+
 import pytest
 
 from tests.support.gpus import GPUS
@@ -10,11 +12,29 @@ if GPUS < 2:
     pytest.skip("needs two GPUs", allow_module_level=True)
 
 TIMEOUT = 30  # seconds, of the process groups
+# Attention and router of layers that gather and scatter their sequence over two tensor-parallel ranks.
+SEQUENCE_PARALLEL = json.dumps(
+    {
+        "transformer_engine": True,
+        "sequence_parallel": True,
+        "experts": 4,
+        "modules": ["attn", "moe_router"],
+        "dtype": "bf16",
+        "hidden": 64,
+        "heads": 4,
+        "sequence": 32,
+    }
+)
 
 
-@pytest.mark.parametrize("layers_per_graph", ["0", "1", "-1"])
-def test_a_fault_is_an_error_on_every_rank_and_leaves_nothing_behind(tmp_path, layers_per_graph):
-    (result,) = inject_faults("--stride", "151", "--layers-per-graph", layers_per_graph, ranks=2, folder=tmp_path)
+OPTIONS: list[tuple[str, ...]] = [("--layers-per-graph", layers) for layers in ("0", "1", "-1")]
+OPTIONS += [(*one, "--tp", "2") for one in OPTIONS]
+OPTIONS.append(("--layers-per-graph", "1", "--tp", "2", "--case", SEQUENCE_PARALLEL))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
+def test_a_fault_is_an_error_on_every_rank_and_leaves_nothing_behind(tmp_path, options):
+    (result,) = inject_faults("--stride", "151", *options, ranks=2, folder=tmp_path)
     assert result["problems"] == []
     assert sum(result["attempts"].values()) >= 40
     assert result["passed"] == result["attempts"]

@@ -109,8 +109,8 @@ class Ballot:
             self._store.wait([verdict], _PATIENCE)
         except torch.distributed.DistStoreError as error:
             raise RuntimeError(
-                f"a rank that captures CUDA graphs with this one gave no sign of life for {_PATIENCE}: it died, or "
-                "waits for another rank"
+                f"a rank that captures CUDA graphs with this one gave no sign of life for {_PATIENCE}: it died, "
+                "waits for another rank, or launches fewer collectives"
             ) from error
         text = self._store.get(verdict).decode()
         self._votes += 1

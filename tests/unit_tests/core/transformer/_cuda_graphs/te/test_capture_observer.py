@@ -101,6 +101,18 @@ class TestObserver:
             observer.finish(lambda: pytest.fail("asked"))
         assert caplog.messages == [] and list(tmp_path.iterdir()) == []
 
+    def test_the_time_in_which_other_ranks_are_waited_for_is_noted(self):
+        class Waiting(Alone):
+            waits = 0
+
+            def join(self):
+                self.waits += 1
+
+        observer, agreement = CaptureObserver.on_rank_0("native", config(), "capture", 1), Waiting(None, None)
+        observer.watch(agreement).join()
+        assert agreement.waits == 1
+        assert observer._timeline is not None and observer._timeline.waited > 0
+
     def test_failures_are_agreed_on_as_without_and_take_the_progress_away(self, monkeypatch):
         shown: list[str] = []
         progress = SimpleNamespace(begin=shown.append, close=lambda: shown.append("closed"))
