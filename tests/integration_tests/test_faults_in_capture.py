@@ -13,6 +13,7 @@ BETWEEN_COLLECTIVES = [
     for phase in ("forward", "backward")
     for layers in (1, -1)
 ]
+FOR_EVALUATION = {"control": "failed_warm_up_for_evaluation", "evaluates": True, "dropout": 0.1, "steps": 6}
 
 
 @pytest.mark.parametrize(
@@ -37,8 +38,9 @@ def test_a_fault_is_an_error_on_every_rank_and_leaves_nothing_behind(tmp_path, o
 @pytest.fixture(scope="module")
 def between_collectives(compare_runs):
     """The result of each case, by its name."""
-    results = compare_runs(BETWEEN_COLLECTIVES, "--tp", "2")
-    return {name_of(case): result for case, result in zip(BETWEEN_COLLECTIVES, results, strict=True)}
+    cases = [*BETWEEN_COLLECTIVES, FOR_EVALUATION]
+    results = compare_runs(cases, "--tp", "2")
+    return {name_of(case): result for case, result in zip(cases, results, strict=True)}
 
 
 @pytest.mark.parametrize("case", BETWEEN_COLLECTIVES, ids=name_of)
@@ -47,3 +49,11 @@ def test_a_rank_that_fails_in_warm_up_between_collectives_of_a_layer_leaves_no_o
     assert not result["error"]
     assert result["differences"] == []
     assert result["replays"] == 0
+
+
+def test_nor_does_one_that_fails_so_when_evaluation_captures(between_collectives):
+    result = between_collectives[name_of(FOR_EVALUATION)]
+    assert not result["error"]
+    assert result["differences"] == []
+    assert result["evaluation_replays"] == [0]
+    assert result["replays"] > 0

@@ -183,11 +183,22 @@ def captured_again_later(training: Training) -> None:
 
 def failed_capture_for_evaluation(training: Training) -> None:
     """The last rank runs out of memory when the first evaluation captures: all ranks evaluate eagerly."""
+    _fail_for_evaluation(training, torch.cuda.is_current_stream_capturing)
+
+
+def failed_warm_up_for_evaluation(training: Training) -> None:
+    """The same in warm-up, between the collectives of attention and of the MLP."""
+    from megatron.core.transformer.cuda_graphs import is_graph_capturing
+
+    _fail_for_evaluation(training, is_graph_capturing)
+
+
+def _fail_for_evaluation(training: Training, fails: Callable[[], bool]) -> None:
     mlp = training.layers[-1].mlp
     forward = mlp.forward
 
     def fail(*args, **kwargs):
-        if torch.cuda.is_current_stream_capturing():
+        if fails():
             raise torch.OutOfMemoryError("out of memory, as it were")
         return forward(*args, **kwargs)
 
@@ -443,6 +454,7 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         captured_again,
         captured_again_later,
         failed_capture_for_evaluation,
+        failed_warm_up_for_evaluation,
         captured_by_two_helpers,
         failed_language_capture,
         beside_an_equal_model,
