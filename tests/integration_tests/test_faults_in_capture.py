@@ -3,17 +3,24 @@
 A sample of the places where they can fail. For all of them run ``tests/support/inject_faults.py`` with no ``--stride``.
 """
 
+from typing import Any
+
 import pytest
 
 from tests.support.launch import inject_faults, name_of
 
 # Layers that communicate in warm-up: on two tensor-parallel ranks, in attention and in the MLP.
-BETWEEN_COLLECTIVES = [
+BETWEEN_COLLECTIVES: list[dict[str, Any]] = [
     {"control": f"failed_{phase}_between_collectives", "layers_per_graph": layers, "dropout": 0.1, "steps": 6}
     for phase in ("forward", "backward")
     for layers in (1, -1)
 ]
-FOR_EVALUATION = {"control": "failed_warm_up_for_evaluation", "evaluates": True, "dropout": 0.1, "steps": 6}
+FOR_EVALUATION: dict[str, Any] = {
+    "control": "failed_warm_up_for_evaluation",
+    "evaluates": True,
+    "dropout": 0.1,
+    "steps": 6,
+}
 
 
 @pytest.mark.parametrize(
