@@ -22,8 +22,6 @@ SHARDED: list[dict[str, Any]] = [
     {**PARTS, "moe_layer_freq": [0, 1, 1], "dropout": 0.1, "capacity": 1.0},
     {**PARTS, "microbatches": 2, "microbatches_later": 4, "evaluates": True},
     {**PARTS, "strategy": "no_shard", "optimizer_graph": True},
-    {**PARTS, "strategy": "optim_grads", "tied": False},
-    {**PARTS, "strategy": "optim", "tied": False},
     {**PARTS, "control": "captured_again"},
     {**PARTS, "control": "taken_addresses"},
     {"modules": ["attn"], "shared_experts": 64},
@@ -41,7 +39,13 @@ NOT_KEPT: dict[str, Any] = {**PARTS, "control": "buckets_not_kept"}
 NOT_GATHERED: dict[str, Any] = {**PARTS, "control": "replays_that_gather_nothing"}
 DEAD: dict[str, Any] = {"modules": ["attn"], "control": "dead_replay"}
 # Trained with and without the overlap.
-IN_TURN: list[dict[str, Any]] = [{**PARTS, **case} for case in ({}, {"mtp": 1}, {"tied": False})]
+IN_TURN: list[dict[str, Any]] = [
+    {**PARTS, **case}
+    for case in (
+        *({}, {"mtp": 1}, {"tied": False}),
+        *({"strategy": "no_shard"}, {"strategy": "optim"}, {"strategy": "optim_grads", "mtp": 1}),
+    )
+]
 SHARDED += IN_TURN
 
 

@@ -27,8 +27,10 @@ from typing import Any, Literal
 import torch
 from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_map, tree_unflatten
 
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer._cuda_graphs.evaluation_mode import may_replay_evaluation
 from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_HANDLER, BACKWARD_PRE_HANDLER, runs_outside_graphs
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import is_submodule
 from megatron_fsdp_cuda_graphs.overlay import upstream
 
@@ -46,6 +48,7 @@ _upstream = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_
 TrainingState = _upstream.TrainingState
 RunAfterBackward = _upstream.RegisterFSDPBackwardFunction
 
+LAYERS = (TransformerLayer, MambaLayer)
 _PLAIN = (torch.Tensor, type(None), bool, int, float, str)  # what layers are mostly called with
 
 
@@ -89,7 +92,7 @@ class FsdpHooks:
         self._expects_gradients = False  # the backward pass that is open
         self.before_evaluation: list[Callable[[], object]] = []
         self._trainable: dict[torch.nn.Parameter, None] = {}  # an ordered set, whose hashes are known
-        self._outside_units: frozenset[torch.nn.Parameter] = frozenset()
+        self._outside_layers: frozenset[torch.nn.Parameter] = frozenset()
         self._sinks: dict[torch.nn.Module, UnitSink] = {}
         self._caller_ends_backward = False
         self._in_parts = False
@@ -130,9 +133,8 @@ class FsdpHooks:
         self._register_root(root, last)
         groups = fsdp.param_and_grad_buffer.parameter_groups
         self._trainable = dict.fromkeys(param for group in groups if group.requires_grad for param in group.params)
-        if self._shards_params:
-            inside = {param for unit in self._fsdp_units.values() for param in unit.params}
-            self._outside_units = frozenset(self._trainable) - inside
+        layers = [module for module in self.module_names if isinstance(module, LAYERS)]
+        self._outside_layers = frozenset(self._trainable).difference(*(layer.parameters() for layer in layers))
 
     def _register_forward_unshard(self, module):
         if self.fsdp.data_parallel_sharding_strategy == "no_shard":
@@ -347,7 +349,7 @@ class FsdpHooks:
         # A parameter with a delayed weight gradient has its own hook; gradients of a capture are meaningless.
         if getattr(param, "skip_backward_post_hook", False) or self.graphed.capturing:
             return
-        if self._in_parts and param in self._outside_units:
+        if self._in_parts and param in self._outside_layers:
             return
         self.graphed.mark_fused_gradient(param)
         if not self.graphed.collect_gradient(param):
@@ -540,8 +542,9 @@ class FsdpHooks:
     def start_backward_in_parts(self) -> None:
         """Open a backward pass that runs embedding, layers and output layer each by itself; the caller will close it.
 
-        A parameter that several of them share gets a gradient from each. So those outside of units are left to
-        ``finish_backward``: only then are they complete.
+        A parameter that several of them share gets a gradient from each. So those outside of layers are left to
+        ``finish_backward``: only then are they complete. A bucket that was reduced before would be written to while it
+        is reduced, and reduced again.
         """
         self.start_backward(None, skip_backward_hook=True)
         self._in_parts = True

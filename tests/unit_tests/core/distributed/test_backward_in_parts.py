@@ -1,0 +1,42 @@
+"""Parameters that get a gradient in each of several autograd passes, under a schedule that runs layers in parts.
+
+``--overlap-moe-expert-parallel-comm`` has such a schedule: the embedding and an output layer that shares its weights
+have a pass each. A reduction before the last of them would read what that pass writes.
+"""
+
+from unittest import mock
+
+import pytest
+import torch
+
+from .fsdp_variants import STRATEGIES, Variant, run_backward, small
+
+
+@pytest.fixture(params=STRATEGIES)
+def fsdp(ranks, request):
+    return Variant(small(strategy=request.param, double_buffer=False)).build().module
+
+
+def test_their_bucket_is_reduced_once_when_all_passes_are_over(fsdp):
+    fsdp.zero_grad_buffer()
+    fsdp._replace_param_with_raw_if_needed()
+    embedding = fsdp.module.embedding.word_embeddings.weight
+    shared = fsdp.param_and_grad_buffer.param_to_param_group[embedding]
+    pipeline, reduced = fsdp.grad_reduce_pipeline, []
+
+    def note(group, *args, **kwargs):
+        reduced.extend(group)
+        return reduce(group, *args, **kwargs)
+
+    reduce = pipeline._bucket_group_gradient_reduce
+    fsdp.is_last_microbatch = True
+    with mock.patch.object(pipeline, "_bucket_group_gradient_reduce", note):
+        fsdp.pre_backward()
+        run_backward(fsdp, small())  # the layers', and one of the embedding
+        assert shared not in reduced
+        once = embedding.grad.clone()
+        embedding.sum().backward()
+        assert torch.equal(embedding.grad, once + 1)
+        assert shared not in reduced
+        fsdp.post_backward()
+    assert sorted(reduced) == [*range(pipeline.num_buckets)]
