@@ -10,7 +10,9 @@ import torch
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
+from .clip_grads import count_zeros_fp32
 from .counted_gradients import CountedGradients
+from .counted_ranks import CountedRanks
 from .empty_shards import state_of_every_parameter
 from .local_shards import LocalShards
 
@@ -29,6 +31,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
 
     _local_shards: LocalShards | None = None
     _counted: dict[str | None, CountedGradients] | None = None
+    _counted_ranks: CountedRanks | None = None
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
         """Return the gradients, as local tensors, that count in the norm of a group; see megatron-core."""
@@ -60,12 +63,35 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     def get_grad_stats_parallel_group(self) -> torch.distributed.ProcessGroup:
         """Return the group over which the gradients' norm is summed, and infinities are looked for; see megatron-core.
 
-        That is one instance of hybrid sharding, as all have the same gradients, unless they shard these among them.
+        The ranks of a model must call it first at the same time.
         """
-        if self.ddp_config.use_megatron_fsdp and self.ddp_config.outer_dp_sharding_strategy != "no_shard":
-            return torch.distributed.group.WORLD
-        group: torch.distributed.ProcessGroup = super().get_grad_stats_parallel_group()
-        return group
+        if not self.ddp_config.use_megatron_fsdp:
+            group: torch.distributed.ProcessGroup = super().get_grad_stats_parallel_group()
+            return group
+        return self._ranks().group
+
+    def _ranks(self) -> CountedRanks:
+        if self._counted_ranks is None:
+            self._counted_ranks = CountedRanks(self.model_chunks, super().get_grad_stats_parallel_group())
+        return self._counted_ranks
+
+    def _filter_grads_for_norm(self, params: list[Any], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+        """Return the gradients of those of ``params`` that count on this rank; see megatron-core."""
+        if self.ddp_config.use_megatron_fsdp:
+            params = self._ranks().counted(params)
+        grads: list[torch.Tensor] = super()._filter_grads_for_norm(params, *args, **kwargs)
+        return grads
+
+    def count_zeros(self) -> float:
+        """Return how many elements of the gradients are zero; see megatron-core."""
+        if not self.ddp_config.use_megatron_fsdp or not self._ranks().replicated:
+            zeros: float = super().count_zeros()
+            return zeros
+        return count_zeros_fp32(
+            self._ranks().counted(self.get_parameters()),
+            grad_stats_parallel_group=self._ranks().group,
+            use_decoupled_grad=self.config.use_precision_aware_optimizer,
+        )
 
     def offload_to_cpu(self) -> None:
         """Move the optimizer's states to the host; see megatron-core."""

@@ -8,9 +8,10 @@ Everything else in this module is megatron-core's.
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 
 from megatron_fsdp_cuda_graphs.overlay import extend
+
+from .rank_mesh import mesh_of
 
 _upstream: Any = extend(__name__)
 
@@ -42,22 +43,9 @@ def _get_dp_tp_mesh(dp_cp_group, tp_group, ep_size: int = 1) -> torch.Tensor:
         tp_group: The tensor-parallel ranks.
         ep_size: Ignored: the groups say already which ranks have the same experts.
     """
-    return _mesh_of(dp_cp_group, tp_group)
+    return mesh_of(dp_cp_group, tp_group)
 
 
 def _get_hsdp_tp_mesh(outer_fsdp_dp_group, dp_cp_group, tp_group, ep_size: int = 1) -> torch.Tensor:
     """Return the ranks ``[replicas, data parallel, tensor parallel]``, as int64; see ``_get_dp_tp_mesh``."""
-    return _mesh_of(outer_fsdp_dp_group, dp_cp_group, tp_group)
-
-
-def _mesh_of(*groups) -> torch.Tensor:
-    """Return the mesh that ``groups``, all of which have this rank, span.
-
-    Megatron numbers ranks as places in a box whose sides are the parallel sizes, so a step along one side adds the same
-    number wherever it is taken.
-    """
-    rank = dist.get_rank()
-    mesh = torch.tensor(rank)
-    for group in groups:
-        mesh = mesh.unsqueeze(-1) + (torch.tensor(dist.get_process_group_ranks(group)) - rank)
-    return mesh
+    return mesh_of(outer_fsdp_dp_group, dp_cp_group, tp_group)

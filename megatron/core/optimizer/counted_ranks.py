@@ -1,0 +1,65 @@
+"""The ranks over which statistics of Megatron-FSDP's gradients are reduced, so that each element counts once.
+
+megatron-core has one group for all parameters: the ranks of an instance of hybrid sharding, which hold every shard
+unless instances shard gradients among them; or, where gradients are not sharded, the model-parallel ranks of dense
+layers, which are not those of experts.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch.distributed as dist
+
+from megatron.core.distributed.fsdp.rank_mesh import mesh_of
+
+
+class CountedRanks:
+    """The ranks of a model, and which of its parameters' gradients count on this one.
+
+    Attributes:
+        group: The ranks.
+        replicated: Whether several of them hold the same gradients, of which only the first rank's count.
+    """
+
+    def __init__(self, chunks: Sequence[Any], group: dist.ProcessGroup):
+        """Find the ranks. All of them must do so at the same time.
+
+        Args:
+            chunks: The model's chunks on this rank, under Megatron-FSDP.
+            group: The ranks over which megatron-core reduces.
+        """
+        fsdp = chunks[0].module
+        index, config = fsdp.dist_index, fsdp.ddp_config
+        buffers = [chunk.module.param_and_grad_buffer for chunk in chunks]
+        groups = [group for buffer in buffers for group in buffer.parameter_groups if group.is_expert_param]
+        self._experts = {param for group in groups for param in group.params}
+        self._index = index
+        self.replicated = (
+            config.data_parallel_sharding_strategy == "no_shard"
+            and bool(self._experts)
+            and _ranks(index.get_dp_group(is_expert_parallel=True)) != _ranks(index.get_dp_group())
+        )
+        self.group = group
+        if self.replicated:
+            self.group = _spanned(group, index.get_dp_group())
+        elif index.hsdp_outer_dp_shard:
+            self.group = _spanned(group, index.get_outer_fsdp_group())
+
+    def counted(self, params: Sequence[Any]) -> list[Any]:
+        """Return those of ``params``, parameters of the optimizer, whose gradients count on this rank."""
+        if not self.replicated:
+            return list(params)
+        first = {expert: self._index.get_dp_group(is_expert_parallel=expert).rank() == 0 for expert in (False, True)}
+        return [param for param in params if first[param.orig_param in self._experts]]
+
+
+def _ranks(group: dist.ProcessGroup) -> list[int]:
+    return dist.get_process_group_ranks(group)
+
+
+def _spanned(*groups: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the group of all ranks that ``groups`` span."""
+    ranks = sorted(mesh_of(*groups).flatten().tolist())
+    if len(ranks) == dist.get_world_size():
+        return dist.group.WORLD
+    return dist.new_group(ranks, use_local_synchronization=True)
