@@ -28,6 +28,7 @@ from tests.unit_tests.core.distributed.fsdp_variants import Variant, small
 
 MICROBATCHES = 4  # the mean of four equal losses is exactly each of them
 EXPERTS: dict[str, Any] = {"experts": 4, "modules": ("attn",)}
+IN_BF16: dict[str, Any] = {"megatron_fsdp_grad_comm_dtype": torch.bfloat16}
 # With each layout the arguments of its process groups, its case, and how gradients are sharded.
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "two shards": ({}, {}, {}),
@@ -40,15 +41,21 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "experts of each rank, gradients sent in bf16": (
         {"expert_model_parallel_size": 2},
         EXPERTS,
-        {"megatron_fsdp_grad_comm_dtype": torch.bfloat16},
+        IN_BF16,
+    ),
+    "experts of each rank, nothing sharded": (
+        {"expert_model_parallel_size": 2},
+        EXPERTS | {"strategy": "no_shard"},
+        {},
     ),
     **{
-        f"two instances, {outer}": (
+        f"two instances, {outer}{sent}": (
             {"num_distributed_optimizer_instances": 2},
             {},
-            {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": outer},
+            {"num_distributed_optimizer_instances": 2, "outer_dp_sharding_strategy": outer} | dtype,
         )
         for outer in ("no_shard", "optim")
+        for sent, dtype in (("", {}), (", gradients sent in bf16", IN_BF16))
     },
 }
 

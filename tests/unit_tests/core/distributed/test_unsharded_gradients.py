@@ -56,6 +56,34 @@ def test_the_norm_is_that_of_gradients_of_one_instance(ranks_of, outer):
         assert rank["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-5)
 
 
+def test_the_norm_counts_the_experts_of_all_ranks_where_nothing_is_sharded(ranks_of):
+    (expected, *_) = ranks_of("experts of each rank")
+    for rank in ranks_of("experts of each rank, nothing sharded"):
+        assert rank["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-5)
+
+
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+@pytest.mark.parametrize("microbatches", [1, 2])
+def test_instances_send_gradients_in_the_dtype_that_was_asked_for(instances_of_one_rank, outer, microbatches):
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+    def reduced(**other):
+        model_parallel_cuda_manual_seed(1234, force_reset_rng=True)
+        sharding = {"num_distributed_optimizer_instances": instances_of_one_rank, "outer_dp_sharding_strategy": outer}
+        variant = Variant(small(), sharding=sharding | other)
+        fsdp = variant.build().module
+        fsdp.zero_grad_buffer()
+        for microbatch in range(microbatches):
+            fsdp.is_last_microbatch = microbatch == microbatches - 1
+            run_backward(fsdp, variant.case)
+        fsdp.finish_grad_sync()
+        return [group.main_grad_buffer.data * instances_of_one_rank for group in _groups(fsdp)]
+
+    for exact, sent in zip(reduced(), reduced(megatron_fsdp_grad_comm_dtype=torch.bfloat16), strict=True):
+        assert torch.equal(sent, exact.bfloat16().float())
+        assert not torch.equal(sent, exact)
+
+
 @pytest.mark.parametrize(
     ("again", "factor"),
     [(lambda fsdp: fsdp.finish_grad_sync(), 1), (lambda fsdp: fsdp.scale_gradients(0.5), 0.5)],
@@ -74,6 +102,10 @@ def test_gradients_are_scaled_once(instances_of_one_rank, again, factor):
     assert torch.equal(main_grads, unscaled / instances_of_one_rank)
     again(fsdp)
     assert torch.equal(main_grads, unscaled / instances_of_one_rank * factor)
+
+
+def _groups(fsdp):
+    return fsdp.param_and_grad_buffer.parameter_groups
 
 
 def test_gradients_of_an_instance_are_scaled_where_instances_shard_them_further(hybrid_ranks):

@@ -45,17 +45,23 @@ class UnshardedGradients:
                 reduced.gradient_scaling_factor = None
 
     @contextmanager
-    def left_in_place(self) -> Iterator[None]:
-        """Meanwhile a reduction makes no copy of gradients in another dtype, to add it to them.
+    def left_in_place(self, between_instances: bool) -> Iterator[None]:
+        """Meanwhile a reduction does not add gradients that are communicated in another dtype to themselves.
 
-        Nor does one between instances, which is part of the same call.
+        Args:
+            between_instances: Whether it goes on between instances, in that dtype: then the rounded gradients take the
+                place of those that have accumulated, as with the strategy ``optim``. Otherwise there are none.
         """
-        buffer, policy = self._buffer, self._buffer.mp_policy
-        buffer.mp_policy = replace(policy, grad_comm_dtype=None)
+        buffer = self._buffer
+        config, policy = buffer.ddp_config, buffer.mp_policy
+        if between_instances:
+            buffer.ddp_config = replace(config, data_parallel_sharding_strategy="optim")
+        else:
+            buffer.mp_policy = replace(policy, grad_comm_dtype=None)
         try:
             yield
         finally:
-            buffer.mp_policy = policy
+            buffer.ddp_config, buffer.mp_policy = config, policy
 
     def scale(self) -> None:
         """Scale them, once in a step. All its micro-batches must have been reduced."""
