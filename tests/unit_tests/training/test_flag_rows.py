@@ -77,6 +77,11 @@ EXAMPLES = {
     "recomputed dropout": Example(f"--attention-dropout 0.1 {SELECTIVE} core_attn"),
     "recomputed mlp with bias": Example(f"{SELECTIVE} mlp"),
     "instances without overlap": Example("--num-distributed-optimizer-instances 2"),
+    "outer shards of one instance": Example("--outer-dp-sharding-strategy optim"),
+    "outer shards of unsharded parameters": Example(
+        "--num-distributed-optimizer-instances 2 --overlap-grad-reduce --outer-dp-sharding-strategy optim"
+        " --data-parallel-sharding-strategy optim_grads"
+    ),
     "hybrid sharding": Example(
         "--num-distributed-optimizer-instances 2 --overlap-grad-reduce --outer-dp-sharding-strategy optim"
     ),
@@ -86,9 +91,6 @@ EXAMPLES = {
     ),
     "expert parallel overlap with fused weight gradients": Example(
         f"{MOE} attn {OVERLAP}", left_out=(DOUBLE_BUFFER, FUSED)
-    ),
-    "expert parallel overlap with a shared embedding": Example(
-        f"{MOE} attn {OVERLAP} --data-parallel-sharding-strategy optim_grads", left_out=(DOUBLE_BUFFER,)
     ),
     "expert parallel overlap of stages": Example(
         f"{MOE} attn {OVERLAP} --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights",

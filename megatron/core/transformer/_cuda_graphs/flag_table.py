@@ -116,6 +116,11 @@ def _has_instances(options: Options) -> bool:
     return int(options.get("num_distributed_optimizer_instances", 1)) > 1
 
 
+def _shards_outside(options: Options) -> bool:
+    """Whether instances of hybrid sharding shard gradients among them."""
+    return bool(options.get("outer_dp_sharding_strategy", "no_shard") != "no_shard")
+
+
 def _heterogeneous(options: Options) -> bool:
     names = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
     return any(options.get(name) for name in (*names, "heterogeneous_block_specs"))
@@ -257,6 +262,24 @@ _REFUSED = [
         "last micro-batch, and gradients are never reduced between instances; add --overlap-grad-reduce",
     ),
     _refused(
+        "outer shards of one instance",
+        "--outer-dp-sharding-strategy optim, no --num-distributed-optimizer-instances above 1",
+        lambda options: _shards_outside(options) and not _has_instances(options),
+        "--outer-dp-sharding-strategy optim shards between instances, of which there is one, and megatron-core then "
+        "finds no gradients: set --num-distributed-optimizer-instances above 1, or --outer-dp-sharding-strategy "
+        "no_shard",
+    ),
+    _refused(
+        "outer shards of unsharded parameters",
+        "--outer-dp-sharding-strategy optim, --data-parallel-sharding-strategy other than optim_grads_params",
+        lambda options: (
+            _shards_outside(options)
+            and options.get("data_parallel_sharding_strategy", "no_shard") != "optim_grads_params"
+        ),
+        "--outer-dp-sharding-strategy optim shards further what an instance shards: set "
+        "--data-parallel-sharding-strategy optim_grads_params, or --outer-dp-sharding-strategy no_shard",
+    ),
+    _refused(
         "expert parallel overlap in a double buffer",
         "--overlap-moe-expert-parallel-comm, --fsdp-double-buffer",
         _overlaps_in_double_buffer,
@@ -283,20 +306,6 @@ _REFUSED = [
         lambda options: bool(options.get("delay_wgrad_compute")),
         "--delay-wgrad-compute beside graphs needs --gradient-accumulation-fusion, and that main gradients stay in "
         "place, which they do not with --overlap-moe-expert-parallel-comm: leave it out",
-    ),
-    _refused(
-        "expert parallel overlap with a shared embedding",
-        "--overlap-moe-expert-parallel-comm, --data-parallel-sharding-strategy optim or optim_grads, no "
-        "--untie-embeddings-and-output-weights, or --mtp-num-layers",
-        lambda options: (
-            _overlaps(options)
-            and _uses_embedding_twice(options)
-            and options.get("data_parallel_sharding_strategy") in ("optim", "optim_grads")
-        ),
-        "--overlap-moe-expert-parallel-comm computes the gradients of an embedding that is used twice in two passes, "
-        "and with this --data-parallel-sharding-strategy megatron-core then reduces those of other layers wrongly, "
-        "with or without graphs: set optim_grads_params, or add --untie-embeddings-and-output-weights and leave "
-        "--mtp-num-layers out",
     ),
     _refused(
         "expert parallel overlap of stages",
@@ -512,8 +521,8 @@ _WORKS = [
         "--num-distributed-optimizer-instances, --outer-dp-sharding-strategy",
         lambda o: _has_instances(o) and bool(o.get("overlap_grad_reduce")),
         _WHOLE,
-        "with --outer-dp-sharding-strategy optim the patch scales gradients as without instances, and clips all by one "
-        "norm, which megatron-core does not",
+        "with --outer-dp-sharding-strategy optim the patch scales gradients and clips them as without instances, which "
+        "megatron-core does not",
     ),
     _works(
         "fused weight gradients of sharded parameters",
@@ -549,14 +558,15 @@ _WORKS = [
         "--expert-model-parallel-size, --expert-tensor-parallel-size",
         lambda o: int(o.get("expert_model_parallel_size", 1)) > 1,
         _GPU,
+        "with --data-parallel-sharding-strategy no_shard the patch clips by a norm of the experts of all ranks, which "
+        "megatron-core does not",
     ),
     _works(
         "expert parallel overlap",
         "--overlap-moe-expert-parallel-comm, --cuda-graph-modules attn, moe_router or moe_preprocess",
         lambda o: _overlaps(o) and not _overlaps_in_double_buffer(o) and not _overlaps_whole_layers(o),
         _OVERLAP,
-        "for training, not for evaluation; weights other than experts stay in memory, gathered, from capture on; with "
-        "--data-parallel-sharding-strategy no_shard on the CPU backend only: on GPUs eager runs differ from each other",
+        "for training, not for evaluation; weights other than experts stay in memory, gathered, from capture on",
     ),
     _works(
         "fp8",
