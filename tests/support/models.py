@@ -205,8 +205,8 @@ def _on_device(case: Case, config, model):
     return model if case.dtype == "fp32" else Float16Module(config, model)
 
 
-def optimizer(case: Case, chunks: list[torch.nn.Module]):
-    """The optimizer of wrapped model chunks."""
+def optimizer(case: Case, chunks: list[torch.nn.Module], **options: Any):
+    """The optimizer of wrapped model chunks; ``options`` are those of ``get_megatron_optimizer``."""
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
 
     config = OptimizerConfig(
@@ -223,4 +223,4 @@ def optimizer(case: Case, chunks: list[torch.nn.Module]):
         use_distributed_optimizer=not case.torch_fsdp,
         optimizer_cuda_graph=case.optimizer_graph,
     )
-    return get_megatron_optimizer(config, chunks)
+    return get_megatron_optimizer(config, chunks, **options)

@@ -1,4 +1,4 @@
-"""Starts a script of this folder on two gloo ranks, on the CPU backend."""
+"""Starts a script of this folder on gloo ranks, on the CPU backend."""
 
 import os
 import subprocess
@@ -10,9 +10,14 @@ HERE = Path(__file__).resolve().parent
 
 def on_two_ranks(script: str, *arguments: str, timeout: int) -> subprocess.CompletedProcess:
     """Run ``script`` under torchrun and the launcher; the output of both ranks comes back together."""
+    return on_ranks(2, script, *arguments, timeout=timeout)
+
+
+def on_ranks(count: int, script: str, *arguments: str, timeout: int) -> subprocess.CompletedProcess:
+    """Run ``script`` on ``count`` ranks; see ``on_two_ranks``."""
     return subprocess.run(
         [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)),
             *("-m", "megatron_fsdp_cuda_graphs.cpu_backend", str(HERE / script), *arguments),
         ],
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},

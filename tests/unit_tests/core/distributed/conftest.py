@@ -5,7 +5,7 @@ runs as one rank, or starts ranks of its own.
 """
 
 import gc
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import pytest
 import torch
@@ -22,13 +22,13 @@ def _cpu_backend():
 
 
 @contextmanager
-def _four_ranks(instances: int):
+def _four_ranks(instances: int, rank: int = 0, **groups: int):
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=4)
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
     parallel_state.initialize_model_parallel(
-        num_distributed_optimizer_instances=instances, create_gloo_process_groups=False
+        num_distributed_optimizer_instances=instances, create_gloo_process_groups=False, **groups
     )
     model_parallel_cuda_manual_seed(1234)
     gc.freeze()  # building a model collects garbage: spare it what the imports left
@@ -57,6 +57,13 @@ def instances_of_one_rank(_cpu_backend):
     """Four ranks, none of which shards with another."""
     with _four_ranks(4) as instances:
         yield instances
+
+
+@pytest.fixture
+def four_ranks(_cpu_backend):
+    """Makes four ranks with so many instances, of which this is the given one, in the given parallel groups."""
+    with ExitStack() as stack:
+        yield lambda *args, **groups: stack.enter_context(_four_ranks(*args, **groups))
 
 
 @pytest.fixture(scope="module")
