@@ -1,6 +1,7 @@
 """Every micro-batch of a step counts alike, also where a rank has gradients whole that others shard."""
 
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -84,24 +85,67 @@ def test_instances_send_gradients_in_the_dtype_that_was_asked_for(instances_of_o
         assert not torch.equal(sent, exact)
 
 
-@pytest.mark.parametrize(
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+def test_instances_send_gradients_that_are_scaled(instances_of_one_rank, outer):
+    sharding = {"num_distributed_optimizer_instances": instances_of_one_rank, "outer_dp_sharding_strategy": outer}
+    variant = Variant(small(), sharding=sharding)
+    fsdp = variant.build().module
+    fsdp.zero_grad_buffer()
+    run_backward(fsdp, variant.case)  # not the last micro-batch: nothing is sent
+    main_grads = [(group.hfsdp_helper_gbuf or group.main_grad_buffer).data for group in _groups(fsdp)]
+    expected = sorted(grads.abs().sum().item() * 2 / instances_of_one_rank for grads in main_grads)
+    sent, send = [], torch.distributed.all_reduce if outer == "no_shard" else torch.distributed.reduce_scatter_tensor
+
+    def note(*args, group, **kwargs):
+        if group is fsdp.dist_index.get_outer_fsdp_group():
+            tensor = kwargs["input"] if "input" in kwargs else args[0]
+            sent.append(tensor.abs().sum().item())
+        return send(*args, group=group, **kwargs)
+
+    fsdp.is_last_microbatch = True
+    with mock.patch.object(torch.distributed, send.__name__, note):
+        run_backward(fsdp, variant.case)
+        fsdp.finish_grad_sync()
+    assert sorted(sent) == pytest.approx(expected, rel=1e-5)
+
+
+AGAIN = pytest.mark.parametrize(
     ("again", "factor"),
     [(lambda fsdp: fsdp.finish_grad_sync(), 1), (lambda fsdp: fsdp.scale_gradients(0.5), 0.5)],
     ids=["finished again", "scaled further"],
 )
-def test_gradients_are_scaled_once(instances_of_one_rank, again, factor):
-    sharding = {"num_distributed_optimizer_instances": instances_of_one_rank}
-    variant = Variant(small(), sharding=sharding)
+
+
+@AGAIN
+def test_gradients_of_one_rank_instances_are_scaled_once(instances_of_one_rank, again, factor):
+    variant = Variant(small(), sharding={"num_distributed_optimizer_instances": instances_of_one_rank})
     fsdp = variant.build().module
     fsdp.zero_grad_buffer()
     run_backward(fsdp, variant.case)
-    main_grads = fsdp.param_and_grad_buffer.parameter_groups[0].main_grad_buffer.data
+    main_grads = _groups(fsdp)[0].main_grad_buffer.data
     unscaled = main_grads.clone()
     assert unscaled.any()
+    fsdp.is_last_microbatch = True
+    run_backward(fsdp, variant.case)
     fsdp.finish_grad_sync()
-    assert torch.equal(main_grads, unscaled / instances_of_one_rank)
+    assert torch.equal(main_grads, unscaled * 2 / instances_of_one_rank)
     again(fsdp)
-    assert torch.equal(main_grads, unscaled / instances_of_one_rank * factor)
+    assert torch.equal(main_grads, unscaled * 2 / instances_of_one_rank * factor)
+
+
+@AGAIN
+def test_gradients_of_experts_of_one_rank_are_scaled_once(four_ranks, again, factor):
+    four_ranks(1, expert_model_parallel_size=4)
+    variant = Variant(small(experts=4))
+    fsdp = variant.build().module
+    fsdp.zero_grad_buffer()
+    run_backward(fsdp, variant.case)
+    main_grads = next(group for group in _groups(fsdp) if group.is_expert_param).main_grad_buffer.data
+    main_grads.fill_(8.0)
+    fsdp.finish_grad_sync()
+    assert set(main_grads.tolist()) == {8.0 / 4}
+    again(fsdp)
+    assert set(main_grads.tolist()) == {8.0 / 4 * factor}
 
 
 def _groups(fsdp):

@@ -177,8 +177,8 @@ class GradReducePipeline(_upstream.GradReducePipeline):
         if recorded is not None and async_op and not outer_fsdp_group_grad_reduce and recorded.launch():
             return True
         whole = self.buffer.unsharded_gradients
-        is_whole = bucket_group[0] in whole.buckets
-        with whole.left_in_place(outer_fsdp_group_grad_reduce) if is_whole else nullcontext():
+        in_place = whole.left_in_place(bucket_group, between_instances=outer_fsdp_group_grad_reduce)
+        with in_place if bucket_group[0] in whole.buckets else nullcontext():
             reduced: bool = super()._bucket_group_gradient_reduce(
                 bucket_group, async_op=async_op, outer_fsdp_group_grad_reduce=outer_fsdp_group_grad_reduce
             )

@@ -6,7 +6,7 @@ megatron-core reduces them after each micro-batch: it multiplies them by 1 / dat
 with each later, and where gradients are communicated in another dtype it adds them to themselves.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -29,8 +29,7 @@ class UnshardedGradients:
     def __init__(self, buffer: Any):
         self._buffer = buffer
         self.buckets: set[int] = set()
-        self._main_grads: list[Any] = []
-        self._factors: list[float] = []
+        self._unscaled: dict[int, tuple[Any, float]] = {}  # main gradients and their factor, by bucket
         if buffer.bucketing_policy.data_parallel_sharding_strategy not in REDUCES_EVERY_BACKWARD:
             return
         for bucket, group in enumerate(buffer.parameter_groups):
@@ -40,30 +39,37 @@ class UnshardedGradients:
             self.buckets.add(bucket)
             # Where the collective itself averages the factor is not used.
             if reduced.gradient_scaling_factor not in (None, 1.0) and not buffer.ddp_config.average_in_collective:
-                self._main_grads.append(group.main_grad_buffer)
-                self._factors.append(reduced.gradient_scaling_factor)
+                self._unscaled[bucket] = reduced, reduced.gradient_scaling_factor
                 reduced.gradient_scaling_factor = None
 
     @contextmanager
-    def left_in_place(self, between_instances: bool) -> Iterator[None]:
+    def left_in_place(self, buckets: Iterable[int], between_instances: bool) -> Iterator[None]:
         """Meanwhile a reduction does not add gradients that are communicated in another dtype to themselves.
 
         Args:
-            between_instances: Whether it goes on between instances, in that dtype: then the rounded gradients take the
-                place of those that have accumulated, as with the strategy ``optim``. Otherwise there are none.
+            buckets: Those that are reduced.
+            between_instances: Whether they are also reduced between instances, in that dtype, as they are once in a
+                step. Then the reduction scales them, and the rounded gradients take the place of those that have
+                accumulated, as with the strategy ``optim``. Otherwise nothing is communicated.
         """
         buffer = self._buffer
         config, policy = buffer.ddp_config, buffer.mp_policy
+        unscaled = [self._unscaled[bucket] for bucket in buckets if bucket in self._unscaled]
         if between_instances:
             buffer.ddp_config = replace(config, data_parallel_sharding_strategy="optim")
+            for main_grads, factor in unscaled:
+                main_grads.gradient_scaling_factor = factor
         else:
             buffer.mp_policy = replace(policy, grad_comm_dtype=None)
         try:
             yield
         finally:
             buffer.ddp_config, buffer.mp_policy = config, policy
+            for main_grads, _ in unscaled:
+                main_grads.gradient_scaling_factor = None
 
     def scale(self) -> None:
-        """Scale them, once in a step. All its micro-batches must have been reduced."""
-        if self._main_grads:
-            torch._foreach_mul_([main_grads.data for main_grads in self._main_grads], self._factors)
+        """Scale them, once in a step, unless instances have. All its micro-batches must have been reduced."""
+        if self._unscaled and not self._buffer.dist_index.use_hybrid_fsdp:
+            main_grads, factors = zip(*self._unscaled.values(), strict=True)
+            torch._foreach_mul_([each.data for each in main_grads], factors)
