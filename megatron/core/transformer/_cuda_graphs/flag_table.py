@@ -266,7 +266,7 @@ _REFUSED = [
         "--outer-dp-sharding-strategy optim, no --num-distributed-optimizer-instances above 1",
         lambda options: _shards_outside(options) and not _has_instances(options),
         "--outer-dp-sharding-strategy optim shards between instances, of which there is one, and megatron-core then "
-        "finds no gradients: set --num-distributed-optimizer-instances above 1, or --outer-dp-sharding-strategy "
+        "lacks their buffers: set --num-distributed-optimizer-instances above 1, or --outer-dp-sharding-strategy "
         "no_shard",
     ),
     _refused(
