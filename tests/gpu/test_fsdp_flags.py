@@ -74,6 +74,8 @@ CASES: dict[str, list[dict]] = {
         {**OVERLAP, "modules": BEFORE_EXPERTS, "fp8": "delayed"},
         {**OVERLAP, "modules": BEFORE_EXPERTS, "fp8": "delayed", "fp8_params": True},
         {**OVERLAP, "modules": BEFORE_EXPERTS, "strategy": "no_shard"},
+        {**OVERLAP, "modules": BEFORE_EXPERTS, "strategy": "optim"},
+        {**OVERLAP, "modules": BEFORE_EXPERTS, "strategy": "optim_grads", "mtp": 1},
         {**OVERLAP, "modules": ["attn"], "shared_experts": 256},
         {**OVERLAP, "modules": ["attn", "moe_router"]},
     ],
