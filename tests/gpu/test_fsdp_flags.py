@@ -61,6 +61,7 @@ CASES: dict[str, list[dict]] = {
     "PP2": [
         {"dtype": "bf16", **STAGES},
         {"dtype": "bf16", **STAGES, "dropout": 0.1, "modules": ["attn"]},
+        {"dtype": "bf16", **STAGES, "dropout": 0.1, "evaluates_often": True},
         {"dtype": "bf16", **STAGES, "evaluates": True, "positions": "mrope"},
         {"dtype": "bf16", **STAGES, "experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"]},
     ],
@@ -129,5 +130,5 @@ def test_graphs_train_bit_for_bit_as_eager(train, layout, engine, case):
     of_a_pass = layers // 2 if "PP2" in layout else layers + case.get("mtp", 0)  # of the layers of a stage, or of all
     assert result["graphs"] == of_a_pass * (case["microbatches"] if "PP2" in layout or case.get("ep_overlap") else 1)
     if engine == "native":
-        eager = "PP2" in layout or {"fp8", "packed"} & {*case}
+        eager = "VPP2" in layout or {"fp8", "packed"} & {*case}
         assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, 0 if eager else of_a_pass)

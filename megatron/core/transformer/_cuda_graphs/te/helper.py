@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -291,10 +290,12 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         return self._may_stay_eager or getattr(self.config, "cuda_graph_fallback", "error") == "eager"
 
     def _new_agreement(self) -> CaptureAgreement:
+        return CaptureAgreement(self._ranks_of_stage(), self.pg_collection.pp if self._every_stage_captures else None)
+
+    def _ranks_of_stage(self) -> list[torch.distributed.ProcessGroup]:
         groups = self.pg_collection
         together = getattr(groups, "tp_dp_cp", None)
-        stage = [groups.tp, groups.dp_cp] if together is None else [together]
-        return CaptureAgreement(stage, groups.pp if self._every_stage_captures else None)
+        return [groups.tp, groups.dp_cp] if together is None else [together]
 
     def _capture_model(self) -> None:
         state._set_capture_end()  # in that mode layers return what the graphs of layers do, and hooks do nothing
@@ -398,7 +399,7 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
                 model,
                 [(layer_name(layer, index), layer) for index, layer in enumerate(layers)],
                 (self.seq_length, self.micro_batch_size),
-                self._new_agreement,
+                lambda: CaptureAgreement(self._ranks_of_stage(), None),  # later stages wait for this one's output
                 self._against_evaluation(),
             )
             for chunk, model, layers in zip(self.model, self.chunks_with_decoder, self.callables_per_chunk, strict=True)
@@ -409,7 +410,7 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         """Say why this capture is followed by none for evaluation; empty if it is."""
         if "gradient_sinks" not in self._engine.parameters:
             return f"the {self._engine.name} engine captured the layers"
-        return "" if self.pp_group.size() == 1 else "the model is in pipeline stages"
+        return "" if len(self.model) == 1 else "pipeline stages have several chunks of the model each"
 
     def cuda_graph_set_manual_hooks(self) -> None:
         """Set the hooks by which layers under ``DistributedDataParallel`` gather parameters before each replay."""
