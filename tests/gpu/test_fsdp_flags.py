@@ -7,6 +7,7 @@ there are several data-parallel ranks in each of them. Some cases are under torc
 
 import pytest
 
+from tests.support.evaluations import replays_of_evaluations
 from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES, write_results
 from tests.support.launch import name_of
 
@@ -45,6 +46,9 @@ CASES: dict[str, list[dict]] = {
         {"dtype": "bf16", "pattern": "M*-M/*M", "microbatches": 2},
         {**TORCH, "microbatches": 2, "dropout": 0.1, "evaluates": True},
         {**TORCH, "microbatches": 2, "reshard": False},
+        {**TORCH, "evaluates_often": True, "dropout": 0.1, "microbatches": 2},
+        {**TORCH, "evaluates_often": True, "reshard": False, "warmup": 0, "evaluated_sequence": 512},
+        {**TORCH, "evaluates_often": True, "experts": 4, "modules": BEFORE_EXPERTS},
         {**TORCH, "modules": ["attn"], "warmup": 0},
         {**TORCH, "experts": 4, "modules": BEFORE_EXPERTS, "microbatches": 2},
         {**TORCH, "fp8": "delayed", "microbatches": 2},
@@ -57,6 +61,7 @@ CASES: dict[str, list[dict]] = {
     "PP2": [
         {"dtype": "bf16", **STAGES},
         {"dtype": "bf16", **STAGES, "dropout": 0.1, "modules": ["attn"]},
+        {"dtype": "bf16", **STAGES, "dropout": 0.1, "evaluates_often": True},
         {"dtype": "bf16", **STAGES, "evaluates": True, "positions": "mrope"},
         {"dtype": "bf16", **STAGES, "experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"]},
     ],
@@ -68,6 +73,8 @@ CASES: dict[str, list[dict]] = {
     "EP2": [
         {**OVERLAP, "modules": BEFORE_EXPERTS},
         {**OVERLAP, "modules": BEFORE_EXPERTS, "dropout": 0.1, "shared_experts": 256, "evaluates": True},
+        {**OVERLAP, "modules": BEFORE_EXPERTS, "evaluates_often": True, "dropout": 0.1},
+        {**OVERLAP, "modules": ["attn"], "evaluates_often": True, "moe_layer_freq": [0, 1, 1, 1]},
         {**OVERLAP, "modules": BEFORE_EXPERTS, "mtp": 1},
         {**OVERLAP, "modules": BEFORE_EXPERTS, "layers": 5, "tied": False},
         {**OVERLAP, "modules": BEFORE_EXPERTS, "optimizer_graph": True},
@@ -122,7 +129,8 @@ def test_graphs_train_bit_for_bit_as_eager(train, layout, engine, case):
     assert result["differences"] == []
     pattern = case.get("pattern", "").replace("/", "")
     layers = len(pattern) or case.get("layers", 4) * (2 if case.get("captions") else 1)
-    slots = layers // 2 if "PP2" in layout else layers + case.get("mtp", 0)  # of the layers of a stage, or of all
-    if "PP2" in layout or case.get("ep_overlap"):
-        slots *= case["microbatches"]
-    assert result["graphs"] == slots
+    of_a_pass = layers // 2 if "PP2" in layout else layers + case.get("mtp", 0)  # of the layers of a stage, or of all
+    assert result["graphs"] == of_a_pass * (case["microbatches"] if "PP2" in layout or case.get("ep_overlap") else 1)
+    if engine == "native":
+        eager = "VPP2" in layout or {"fp8", "packed"} & {*case}
+        assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, 0 if eager else of_a_pass)

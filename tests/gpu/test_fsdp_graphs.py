@@ -9,6 +9,7 @@ from itertools import product
 
 import pytest
 
+from tests.support.evaluations import replays_of_evaluations
 from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES, write_results
 from tests.support.launch import name_of
 
@@ -118,18 +119,8 @@ def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
         )
 
     if engine == "native":
-        assert result["evaluation_replays"] == replays_of_evaluations(case)
-
-
-def replays_of_evaluations(case: dict) -> list[int]:
-    """How often graphs for evaluation are replayed, in each evaluation: one for each layer once there are graphs."""
-    eager = {"fp8", "evaluated_sequence", "control"} & {*case}
-    layers = 0 if eager else case.get("layers", 4) + case.get("mtp", 0)
-    replays = layers * case.get("microbatches", 1)
-    if case.get("evaluates_often"):
-        warmup = case.get("warmup", 3)
-        return [0] * (warmup + 1) + [replays] * (case.get("steps", 12) - warmup + 1)
-    return [replays] if case.get("evaluates") else []
+        layers = 0 if {"fp8", "control"} & {*case} else case.get("layers", 4) + case.get("mtp", 0)
+        assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, layers)
 
 
 @pytest.mark.parametrize("layers_per_graph", [0, -1])

@@ -7,7 +7,7 @@ import pytest
 from tests.support.pretrain import numbers, pretrain
 
 # An evaluation ends step 4, right before the checkpoint that the second run loads.
-FLAGS = "--train-iters 9 --eval-interval 4 --eval-iters 1 --logging-level 20"
+FLAGS = "--train-iters 9 --eval-interval 4 --eval-iters 1 --eval-micro-batch-size 1 --logging-level 20"
 SAVED, CAPTURED_AFTER = 4, 3
 
 
@@ -40,6 +40,7 @@ def test_its_evaluations_are_equal_to_eager_ones_and_have_graphs(folder, eager, 
     assert len(eagerly) == 4  # after steps 4 and 8, and on two sets after the last
     assert graphed == eagerly
     assert ["Captured 3 layer graphs for evaluation" in log for log in logs] == [False, True]
+    assert "run eagerly" not in logs[1]  # they fit its micro-batches, which are not those of training
 
 
 @pytest.mark.parametrize("graphs", [False, True])

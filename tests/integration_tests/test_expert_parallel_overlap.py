@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.evaluations import replays_of_evaluations
 from tests.support.launch import name_of
 
 BEFORE_EXPERTS = ["attn", "moe_router", "moe_preprocess"]
@@ -21,6 +22,10 @@ SHARDED: list[dict[str, Any]] = [
     {**PARTS, "dtype": "fp16", "microbatches": 1},
     {**PARTS, "moe_layer_freq": [0, 1, 1], "dropout": 0.1, "capacity": 1.0},
     {**PARTS, "microbatches": 2, "microbatches_later": 4, "evaluates": True},
+    {**PARTS, "evaluates_often": True, "dropout": 0.1, "shared_experts": 64},
+    {**PARTS, "evaluates_often": True, "strategy": "optim_grads", "tied": False, "evaluated_sequence": 16},
+    {"modules": ["attn"], "evaluates_often": True, "moe_layer_freq": [0, 1, 1], "mtp": 1},
+    {"modules": ["attn", "moe_router"], "evaluates": True, "strategy": "no_shard"},
     {**PARTS, "strategy": "no_shard", "optimizer_graph": True},
     {**PARTS, "control": "captured_again"},
     {**PARTS, "control": "taken_addresses"},
@@ -70,7 +75,7 @@ def ddp(train):
     return train(DDP, **OVERLAP, fsdp=False)
 
 
-def assert_bit_equal(result, case):
+def assert_bit_equal(result, case, evaluation_graphs=True):
     assert not result["error"]
     assert result["differences"] == []
     layers = case.get("layers", SIZES["layers"]) + case.get("mtp", 0)
@@ -78,6 +83,7 @@ def assert_bit_equal(result, case):
     assert result["graphs"] == layers * microbatches
     assert result["replays"] == 2 * layers * microbatches
     assert len(result["losses"]) == SIZES["steps"]
+    assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, layers if evaluation_graphs else 0)
 
 
 @pytest.mark.parametrize("case", SHARDED, ids=name_of)
@@ -87,7 +93,7 @@ def test_graphs_under_fsdp_train_bit_for_bit_as_eager(sharded, case):
 
 @pytest.mark.parametrize("case", DDP, ids=name_of)
 def test_graphs_without_fsdp_train_bit_for_bit_as_eager(ddp, case):
-    assert_bit_equal(ddp[name_of(case)], case)
+    assert_bit_equal(ddp[name_of(case)], case, evaluation_graphs=False)
 
 
 def test_the_overlap_changes_no_gradient(train, sharded):

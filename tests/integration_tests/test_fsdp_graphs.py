@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.evaluations import replays_of_evaluations
 from tests.support.launch import name_of
 
 SIZES: dict[str, Any] = {"layers": 3, "steps": 10}
@@ -94,6 +95,7 @@ EVALUATED: list[dict[str, Any]] = [
         {"warmup": 0},
         {"dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
         {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"], "evaluated_sequence": 16},
+        {"evaluated_sequence": 48, "positions": "mrope", "microbatches": 2},
         {"layers_per_graph": -1, "dropout": 0.1},
         {"layers_per_graph": None, "microbatches": 2},
     )
@@ -189,21 +191,8 @@ def test_graphs_train_bit_for_bit_as_eager(results, case):
     whole = case.get("layers_per_graph", 0) in (None, -1)
     assert result["graphs"] == (0 if whole else of_layers)
     assert result["replays"] == replays_of_a_step(case)
-    assert result["evaluation_replays"] == replays_of_evaluations(case)
+    assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, 0 if case.get("vision") else of_layers)
     assert len(result["losses"]) >= 10
-
-
-def replays_of_evaluations(case):
-    """How often graphs for evaluation are replayed, in each evaluation: one for each layer once there are graphs."""
-    if not (case.get("evaluates") or case.get("evaluates_often")):
-        return []
-    eager = case.get("vision") or case.get("evaluated_sequence")
-    layers = 0 if eager else case.get("layers", SIZES["layers"]) + case.get("mtp", 0)
-    replays = layers * (case.get("microbatches_later") or case.get("microbatches", 1))
-    if case.get("evaluates"):
-        return [replays]
-    warmup = case.get("warmup", 3)
-    return [0] * (warmup + 1) + [replays] * (SIZES["steps"] - warmup + 1)
 
 
 @pytest.mark.parametrize("case", EVALUATED_AGAIN, ids=name_of)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.evaluations import replays_of_evaluations
 from tests.support.launch import name_of
 
 SIZES: dict[str, Any] = {"layers": 4, "steps": 6, "microbatches": 4, "tied": False}
@@ -15,9 +16,9 @@ MOE: dict[str, Any] = {"experts": 4, "modules": ["attn", "moe_router", "moe_prep
 FAILURE: dict[str, Any] = {"dropout": 0.1, "control": "fallback_after_a_failure_on_one_rank"}
 ONE_RANK: list[dict[str, Any]] = [
     {},
-    {"dtype": "bf16", "dropout": 0.1, "modules": ["attn"]},
+    {"dtype": "bf16", "dropout": 0.1, "modules": ["attn"], "evaluates_often": True, "warmup": 0},
     {"evaluates": True, "positions": "mrope"},
-    {"dropout": 0.1, **MOE},
+    {"dropout": 0.1, **MOE, "evaluates_often": True},
     {"virtual": 2},
     # Three layers in a chunk: more than the double buffer has places.
     {"virtual": 2, "layers": 12, "dtype": "bf16", "dropout": 0.1, "microbatches": 6, "evaluates": True},
@@ -60,6 +61,8 @@ def assert_bit_equal(case, result):
     slots = case["layers"] // 2 * case["microbatches"]  # of the layers of a stage
     assert result["graphs"] == slots
     assert result["replays"] == 2 * slots
+    for_evaluation = 0 if "virtual" in case else case["layers"] // 2
+    assert result["evaluation_replays"] == replays_of_evaluations(case, for_evaluation)
 
 
 @pytest.mark.parametrize("case", ONE_RANK, ids=name_of)

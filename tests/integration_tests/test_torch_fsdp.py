@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.evaluations import replays_of_evaluations
 from tests.support.launch import name_of
 
 TORCH: dict[str, Any] = {"torch_fsdp": True, "tied": False, "layers": 3, "hidden": 32, "sequence": 16, "steps": 7}
@@ -16,6 +17,9 @@ EQUAL: list[dict[str, Any]] = [
     {"dtype": "bf16", "reshard": False, "microbatches": 2, "recompute": ["core_attn", "mlp"]},
     {"warmup": 0, "mtp": 1},
     {"modules": ["attn"], "evaluates": True, "dropout": 0.1},
+    {"evaluates_often": True, "dtype": "bf16", "dropout": 0.1, "microbatches": 2},
+    {"evaluates_often": True, "reshard": False, "warmup": 0, "mtp": 1, "evaluated_sequence": 8},
+    {"evaluates_often": True, "experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"]},
     {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"], "dtype": "bf16", "microbatches": 2},
     {"experts": 4, "capacity": 1.0},
     {"pattern": "M*-"},
@@ -25,13 +29,14 @@ SURVIVED: list[dict[str, Any]] = [
     {"control": "failed_backward_capture"},
     {"control": "fallback_after_a_failure_on_one_rank", "dropout": 0.1},
 ]
+FAILED_EVALUATION: dict[str, Any] = {"control": "failed_capture_for_evaluation", "evaluates": True, "dropout": 0.1}
 DEAD: dict[str, Any] = {"control": "dead_replay"}
 
 
 @pytest.fixture(scope="module")
 def results(compare_runs):
     """The result of each case, by its name."""
-    cases = [*EQUAL, *SURVIVED, DEAD]
+    cases = [*EQUAL, *SURVIVED, FAILED_EVALUATION, DEAD]
     found = compare_runs([TORCH | case for case in cases])
     return {name_of(case): result for case, result in zip(cases, found, strict=True)}
 
@@ -44,7 +49,16 @@ def test_graphs_train_bit_for_bit_as_eager(results, case):
     layers = TORCH["layers"] + case.get("mtp", 0)
     assert result["graphs"] == layers
     assert result["replays"] == 2 * layers * case.get("microbatches", 1)
+    assert result["evaluation_replays"] == replays_of_evaluations(TORCH | case, layers)
     assert len(result["losses"]) == TORCH["steps"]
+
+
+def test_after_a_failed_capture_for_evaluation_on_one_rank_all_evaluate_eagerly_and_train_with_graphs(results):
+    result = results[name_of(FAILED_EVALUATION)]
+    assert not result["error"]
+    assert result["differences"] == []
+    assert result["evaluation_replays"] == [0]
+    assert result["replays"] == 2 * TORCH["layers"]
 
 
 @pytest.mark.parametrize("case", SURVIVED, ids=name_of)

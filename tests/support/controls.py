@@ -203,7 +203,8 @@ def _fail_for_evaluation(training: Training, fails: Callable[[], bool]) -> None:
         return forward(*args, **kwargs)
 
     training.helper.create_cudagraphs()
-    training.chunks[0].synchronize_param_gather()  # as schedules do at the end of an evaluation
+    if not training.case.torch_fsdp:
+        training.chunks[0].synchronize_param_gather()  # as schedules do at the end of an evaluation
     before = training_state(training)
     last = dist.get_rank() == dist.get_world_size() - 1
     with mock.patch.object(mlp, "forward", fail) if last else nullcontext():
@@ -285,7 +286,8 @@ def buckets_not_kept(training: Training) -> None:
 def parameters_not_kept(training: Training) -> None:
     """Parameters whose memory torch's FSDP2 frees after each pass."""
     training.helper.create_cudagraphs()
-    training.helper._kept.release()
+    for kept in training.helper._kept.values():
+        kept.release()
 
 
 def replays_that_gather_nothing(training: Training) -> None:

@@ -3,6 +3,7 @@
 Everything else in this module is megatron-core's.
 """
 
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -109,14 +110,19 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         graph = self.evaluation_graph
-        if graph is None or not graph.fits(args, kwargs):
-            with preserve_dispatcher_state(self):
+        with preserve_dispatcher_state(self):
+            if graph is None or not graph.fits(args, kwargs):
                 return type(self).forward(self, *args, **kwargs)
-        of_training, self.__dict__["cuda_graphs"] = self.cuda_graphs, [graph]
-        try:
-            return self._te_cuda_graph_replay(*args, **kwargs)
-        finally:
-            self.__dict__["cuda_graphs"] = of_training
+            own = self.__dict__
+            of_training = {"cuda_graphs": self.cuda_graphs, "config": self.config}
+            own["cuda_graphs"] = [graph]
+            if self.config.overlap_moe_expert_parallel_comm:  # for whose schedule replays end before the experts
+                own["config"] = copy(self.config)
+                own["config"].overlap_moe_expert_parallel_comm = False
+            try:
+                return self._te_cuda_graph_replay(*args, **kwargs)
+            finally:
+                own.update(of_training)
 
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, torch.Tensor]:
         """Return one set of static inputs, by keyword.

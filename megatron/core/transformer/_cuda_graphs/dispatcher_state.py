@@ -5,22 +5,29 @@ from contextlib import contextmanager
 from typing import Any
 
 
-@contextmanager
-def preserve_dispatcher_state(layer: Any) -> Iterator[None]:
-    """Restore the attributes of the token dispatcher of ``layer``, if it has one, and of its communication manager.
+class DispatcherState:
+    """The attributes of the token dispatcher of ``layer``, if it has one, and of its communication manager, as now.
 
     A replay runs no code of the parts that the graph holds, so what is eager after it reads what they set at capture.
-    An eager pass of another shape in between would change that.
     """
-    dispatcher = getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
-    if dispatcher is None:
-        yield
-        return
-    kept = [vars(each) for each in (dispatcher, getattr(dispatcher, "_comm_manager", None)) if each is not None]
-    before = [dict(attributes) for attributes in kept]
+
+    def __init__(self, layer: Any):
+        dispatcher = getattr(getattr(layer, "mlp", None), "token_dispatcher", None)
+        owners = (dispatcher, getattr(dispatcher, "_comm_manager", None))
+        self._kept = [(vars(owner), dict(vars(owner))) for owner in owners if owner is not None]
+
+    def restore(self) -> None:
+        """Set the attributes as they were."""
+        for attributes, values in self._kept:
+            attributes.clear()
+            attributes.update(values)
+
+
+@contextmanager
+def preserve_dispatcher_state(layer: Any) -> Iterator[None]:
+    """Restore the ``DispatcherState`` of ``layer`` at the end: passes of another shape change it."""
+    state = DispatcherState(layer)
     try:
         yield
     finally:
-        for attributes, values in zip(kept, before, strict=True):
-            attributes.clear()
-            attributes.update(values)
+        state.restore()

@@ -8,6 +8,7 @@ from torch.utils._pytree import tree_map_only
 
 from megatron.core.utils import log_single_rank
 
+from .dispatcher_state import DispatcherState
 from .engine.addresses import AddressGuard, MovedBufferError
 from .expected_inputs import ExpectedInputs
 from .hooks import HOOK_KINDS
@@ -28,6 +29,7 @@ class EvaluationGraph(LayerGraph):
         sample_args: Its static positional inputs: the hidden states.
         sample_kwargs: Its static keyword inputs, tensors.
         in_place: Knows where the graph reads parameters and buffers.
+        dispatcher: What the capture has set in the layer's token dispatcher, which a replay sets again.
         options: Further arguments of ``LayerGraph``.
     """
 
@@ -39,11 +41,12 @@ class EvaluationGraph(LayerGraph):
         sample_args: tuple[torch.Tensor],
         sample_kwargs: dict[str, torch.Tensor],
         in_place: AddressGuard,
+        dispatcher: DispatcherState,
         **options: Any,
     ):
         super().__init__(f"{name} in evaluation", graphed, sample_args, sample_kwargs, keeps_values=True, **options)
         self._inputs = ExpectedInputs(name, (*sample_args, *sample_kwargs.values()), str)
-        self._in_place = in_place
+        self._in_place, self._dispatcher = in_place, dispatcher
         inside = [module for module in layer.modules() if module is not layer]
         self._hooks = [getattr(module, f"_{kind}") for module in inside for kind in HOOK_KINDS]
         self._num_hooks = sum(map(len, self._hooks))
@@ -79,6 +82,7 @@ class EvaluationGraph(LayerGraph):
 
     def replay(self, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> Any:
         """Replay on ``args`` and ``kwargs``, which must fit, and return copies of the outputs."""
+        self._dispatcher.restore()
         return tree_map_only(torch.Tensor, torch.clone, super().replay(args, kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

@@ -566,7 +566,7 @@ _WORKS = [
         "--overlap-moe-expert-parallel-comm, --cuda-graph-modules attn, moe_router or moe_preprocess",
         lambda o: _overlaps(o) and not _overlaps_in_double_buffer(o) and not _overlaps_whole_layers(o),
         _OVERLAP,
-        "for training, not for evaluation; weights other than experts stay in memory, gathered, from capture on",
+        "weights other than experts stay in memory, gathered, from capture on",
     ),
     _works(
         "fp8",
@@ -592,7 +592,7 @@ _WORKS = [
         lambda options: not options.get("optimizer_cuda_graph"),
         _TORCH,
         "layers with graphs are gathered before each pass as ever, but keep the memory of their parameters between "
-        "passes; for training, not for evaluation",
+        "passes",
         sharding=TORCH_FSDP,
     ),
     _works("user buffers", "--use-nccl-ub", lambda options: bool(options.get("nccl_ub")), _GPU_FLAGS),

@@ -52,8 +52,9 @@ def must_run_outside(hook: Callable) -> bool:
 
 
 def has_other_hooks(module: torch.nn.Module) -> bool:
-    """Whether ``module`` has hooks that need not run outside graphs, or torch has hooks for all modules."""
-    own = any(not must_run_outside(hook) for name in _HOOK_DICTS for hook in getattr(module, name).values())
+    """Whether ``module`` has hooks beside those that shard it, or torch has hooks for all modules."""
+    hooks = (hook for name in _HOOK_DICTS for hook in getattr(module, name).values())
+    own = any(not (must_run_outside(hook) or _is_of_torch_fsdp(hook)) for hook in hooks)
     return own or torch.nn.modules.module._has_any_global_hook()
 
 

@@ -5,6 +5,7 @@ Trainings run in this process, as one rank. The integration tests evaluate on tw
 
 import logging
 from dataclasses import replace
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -63,12 +64,33 @@ def test_evaluation_replays_parts_of_layers_too(one_rank, changes):
     assert graphs.evaluation_replays == [3, 3]
 
 
-@pytest.mark.parametrize("modules", [(), PARTS_OF_MOE], ids=["layers", "parts"])
-def test_evaluation_with_other_shapes_runs_eagerly_and_leaves_training_the_shapes_it_needs(one_rank, modules):
-    case = graphed(modules=modules, experts=4 * bool(modules), evaluated_sequence=8)
-    eager, graphs = compared(case, evaluate)
+def evaluate_as(training, **changes):
+    with mock.patch.object(training, "case", replace(training.case, **changes)):
+        training.evaluate()
+
+
+@pytest.mark.parametrize("changes", [{"evaluated_sequence": 8}, {"micro_batch": 1}], ids=["sequences", "micro-batches"])
+@pytest.mark.parametrize(
+    "of_training",
+    [{}, {"layers_per_graph": None}, {"modules": PARTS_OF_MOE, "experts": 4}],
+    ids=["layers", "whole model", "parts"],
+)
+def test_graphs_for_evaluation_have_the_shapes_of_the_first_one(one_rank, of_training, changes):
+    eager, graphs = compared(graphed(**of_training), partial(evaluate_as, **changes))
     assert eager.differences(graphs) == []
-    assert graphs.evaluation_replays == [0, 0]
+    assert graphs.evaluation_replays == [3, 3]
+    assert graphs.replays > 0
+
+
+@pytest.mark.parametrize("modules", [(), PARTS_OF_MOE], ids=["layers", "parts"])
+def test_evaluation_with_yet_other_shapes_runs_eagerly_and_leaves_training_the_shapes_it_needs(one_rank, modules):
+    def evaluate_twice(training):
+        training.evaluate()
+        evaluate_as(training, evaluated_sequence=8)
+
+    eager, graphs = compared(graphed(modules=modules, experts=4 * bool(modules)), evaluate_twice)
+    assert eager.differences(graphs) == []
+    assert graphs.evaluation_replays == [3, 0] * 2
     assert graphs.replays > 0
 
 
@@ -208,6 +230,25 @@ def test_a_hook_inside_a_layer_runs_in_evaluation_and_the_other_layers_replay(on
     handle.remove()
     training.evaluate()
     assert training.evaluation_replays == [3, 2, 3]
+    training.delete()
+
+
+def test_a_parameter_that_is_not_gathered_for_graphs_may_be_elsewhere_at_a_replay(one_rank):
+    training = CapturedTraining(graphed(modules=("attn",)))
+    with mock.patch.object(training.fsdp, "read_by_graphs", lambda layer: layer.self_attention.parameters()):
+        training.evaluate()
+    layer = training.layers[1]
+    parameters, gathered = layer.mlp.linear_fc2._parameters, []
+
+    def move(*_):
+        gathered.append(parameters["weight"])
+        parameters["weight"] = torch.nn.Parameter(gathered[0].detach().clone())
+
+    layer.register_forward_pre_hook(move)
+    layer.register_forward_hook(lambda *_: parameters.update(weight=gathered[0]))
+    training.evaluate()
+    assert len(gathered) == 1
+    assert training.evaluation_replays == [3, 3]
     training.delete()
 
 

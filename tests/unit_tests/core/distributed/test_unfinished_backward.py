@@ -132,7 +132,7 @@ def test_a_forward_pass_inside_backward_is_left_alone(one_rank):
     seen = []
 
     def forward_again(grad):
-        training.fsdp.fsdp_hooks.before_forward()
+        training.fsdp.fsdp_hooks.before_forward((), {})
         seen.append(training.fsdp.fsdp_hooks.in_backward)
 
     layer = training.fsdp.module.decoder.layers[1]
@@ -145,7 +145,7 @@ def test_a_forward_pass_while_a_schedule_ends_backward_itself_is_left_alone(one_
     training = built("optim_grads_params")
     training.fsdp.start_param_sync()
     training.fsdp.pre_backward()
-    training.fsdp.fsdp_hooks.before_forward()
+    training.fsdp.fsdp_hooks.before_forward((), {})
     assert training.fsdp.fsdp_hooks.in_backward
     with warns():
         training.fsdp.zero_grad_buffer()

@@ -28,6 +28,7 @@ class Layer(GraphableMegatronModule):
             fp16=False,
             fine_grained_activation_offloading=False,
             cuda_graph_impl="transformer_engine",
+            overlap_moe_expert_parallel_comm=False,
         )
         self.events: list[object] = []
         self.cuda_graphs: list = []

@@ -56,7 +56,7 @@ def beside_whole_model(evaluation: Sequence[EvaluationGraphs]) -> Iterator[Eager
 
 def _evaluation(evaluation: Sequence[EvaluationGraphs]) -> Iterator[EagerPart]:
     if not evaluation:
-        yield EagerPart("evaluation", "only language models under Megatron-FSDP have graphs for it")
+        yield EagerPart("evaluation", "only language models under Megatron-FSDP or torch's FSDP2 have graphs for it")
     for against in {graphs.against(): None for graphs in evaluation}:
         if against:
             yield EagerPart("evaluation", against)

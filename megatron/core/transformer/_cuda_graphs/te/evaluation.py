@@ -1,10 +1,11 @@
 """Forward graphs of layers for evaluation, captured when the first evaluation after training's capture begins."""
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
-from typing import Any
+from inspect import signature
+from typing import Any, Protocol
 
 import torch
 
@@ -12,6 +13,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.utils import log_single_rank
 
 from .. import state
+from ..dispatcher_state import DispatcherState
 from ..eager_passes import EagerPasses
 from ..engine.addresses import AddressGuard, places_of
 from ..engine.make_graphed_callables import make_graphed_callables
@@ -22,7 +24,8 @@ from ..hooks import extracted_hooks, has_other_hooks
 from ..own_options import packed_sequences
 from .agreement import CaptureAgreement
 from .joined_collectives import joined_collectives
-from .sample_inputs import SampleArguments, attention_mask_type, captures_attention, default_kwargs, sample_arguments
+from .sample_inputs import LayerInputs, attention_mask_type, captures_attention, default_kwargs, sample_arguments
+from .training_calls import arguments_by_name
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
@@ -30,26 +33,62 @@ logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 _WARMUP_ITERATIONS = 3
 
 
-def against_evaluation_graphs(config: Any, fsdp: Any) -> str:
+class Sharding(Protocol):
+    """What shards layers and gathers them before their passes: ``MegatronFSDP``, or FSDP2's ``KeptParameters``."""
+
+    def expect_evaluation(self, prepare: Callable[[tuple, dict[str, Any]], object]) -> None:
+        """Call ``prepare`` once, before the next forward pass of the model in evaluation mode and without grad.
+
+        It gets the positional arguments and the keyword arguments of the model.
+        """
+
+    def capture_evaluation_graphs(self, layers: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
+        """Return the context in which graphs of ``layers`` are captured for evaluation."""
+        ...
+
+    def read_by_graphs(self, layer: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
+        """Return the parameters of ``layer`` that are gathered for its graphs."""
+        ...
+
+
+def against_evaluation_graphs(config: Any) -> str:
     """Say why evaluation cannot have graphs; empty if it can.
 
     Args:
         config: The model's ``TransformerConfig``.
-        fsdp: Its ``MegatronFSDP``.
     """
     in_part = CudaGraphModule.moe_router in config.cuda_graph_modules
     again, in_pieces = config.recompute_granularity, config.mlp_chunks_for_training > 1
     for reason, applies in (
-        ("FP8 and FP4 keep statistics outside of graphs", config.fp8 or config.fp4),
+        ("graphs of FP8 and FP4 were not tried in evaluation", config.fp8 or config.fp4),
         ("sequences are packed", packed_sequences(config) is not None),
         ("weight gradients are delayed (--delay-wgrad-compute)", config.delay_wgrad_compute),
         ("activations are offloaded", config.fine_grained_activation_offloading),
-        ("parameters are gathered module by module", fsdp.enable_fine_grained_param_gather_hook),
         ("MoE layers are captured in part, and run in part again or in pieces", in_part and (again or in_pieces)),
     ):
         if applies:
             return reason
     return ""
+
+
+def shape_of_call(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    """Return tokens in a sequence and sequences in a micro-batch of a call of ``model``; None where it does not show.
+
+    Models of others may add to the tokens that they are called with: the features of images, for example.
+
+    Args:
+        model: A language model.
+        args: The positional arguments of the call.
+        kwargs: Its keyword arguments.
+    """
+    forward = type(model).forward  # not the replays of all of it, which may stand for it
+    if not forward.__module__.startswith("megatron.core.models."):
+        return None
+    tokens = arguments_by_name(signature(forward).parameters, (model, *args), kwargs).get("input_ids")
+    if not isinstance(tokens, torch.Tensor):
+        return None
+    sequences, length = tokens.shape
+    return length * model.config.context_parallel_size, sequences
 
 
 class EvaluationGraphs:
@@ -61,10 +100,11 @@ class EvaluationGraphs:
 
     Args:
         config: The layers' ``TransformerConfig``.
-        fsdp: The ``MegatronFSDP`` around them.
-        layers: The names of the layers that have graphs of training, each with the layer, in the order in which they
-            run.
-        inputs: Makes static inputs of a layer.
+        sharding: What gathers them.
+        model: The language model.
+        layers: The names of those of its layers that have graphs of training, each with the layer, in the order in
+            which they run.
+        shape: Tokens in a sequence and sequences in a micro-batch, in training.
         new_agreement: Makes what the ranks of this pipeline stage agree by.
         against: Why no graphs are to be captured; empty if they are.
     """
@@ -72,24 +112,30 @@ class EvaluationGraphs:
     def __init__(
         self,
         config: Any,
-        fsdp: Any,
+        sharding: Sharding,
+        model: Any,
         layers: Sequence[tuple[str, Any]],
-        inputs: Callable[[Any], SampleArguments],
+        shape: tuple[int, int],
         new_agreement: Callable[[], CaptureAgreement],
         against: str,
     ):
-        self._config, self._fsdp = config, fsdp
-        self._layers = list(layers)
-        self._inputs, self._new_agreement = inputs, new_agreement
+        self._config, self._sharding = config, sharding
+        self._model, self._layers = model, list(layers)
+        self._shape, self._new_agreement = shape, new_agreement
         self._against = against
-        fsdp.expect_evaluation(self.capture)
+        sharding.expect_evaluation(self.capture)
 
     def against(self) -> str:
         """Say why the configuration rules graphs out; empty if it does not."""
-        return self._against or against_evaluation_graphs(self._config, self._fsdp)
+        return self._against or against_evaluation_graphs(self._config)
 
-    def capture(self) -> None:
-        """Capture, or log why not. All ranks of the pipeline stage must call it together, in evaluation mode."""
+    def capture(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Capture, or log why not. All ranks of the pipeline stage must call it together, in evaluation mode.
+
+        Args:
+            args: Positional arguments of the model in the evaluation that begins: the graphs are for their shape.
+            kwargs: Its keyword arguments.
+        """
         if not self._layers:  # reset
             return
         against = self.against()
@@ -103,7 +149,7 @@ class EvaluationGraphs:
             if any(has_other_hooks(module) for layer in layers for module in layer.modules()):  # perhaps here only
                 raise UnsupportedError("layers, or modules in them, have hooks of others")
             with joined_collectives(agreement.join):
-                graphs = self._capture(agreement)
+                graphs = self._capture(agreement, shape_of_call(self._model, args, kwargs) or self._shape)
             agreement.finish()
         except BaseException as error:
             for graph in graphs:
@@ -121,21 +167,22 @@ class EvaluationGraphs:
             layer.evaluation_graph = graph
         log_single_rank(logger, logging.INFO, f"Captured {len(graphs)} layer graphs for evaluation")
 
-    def _capture(self, agreement: CaptureAgreement) -> list[EvaluationGraph]:
+    def _capture(self, agreement: CaptureAgreement, shape: tuple[int, int]) -> list[EvaluationGraph]:
+        inputs = LayerInputs(self._config, *shape)
         layers = tuple(layer for _, layer in self._layers)
         chunks = [1] * len(layers)
         order = [step for chunk in range(1, len(layers) + 1) for step in (chunk, -chunk)]  # one layer at a time
         samples = sample_arguments(
             ordered_plan(order, chunks, len(layers)),
-            lambda index: self._inputs(layers[index]),
+            lambda index: inputs.make(layers[index], self._model),
             lambda index: attention_mask_type(layers[index]),
         )
         keywords = [kwargs for _, kwargs in samples]
         absent = default_kwargs(layers, keywords)
         guards: dict[torch.nn.Module, AddressGuard] = {}
         with (
-            _capture_mode(layers),
-            self._fsdp.capture_evaluation_graphs(layers),
+            _capture_mode(layers) as dispatchers,
+            self._sharding.capture_evaluation_graphs(layers),
             extracted_hooks(layers) as hooks,
         ):
             graphed = make_graphed_callables(
@@ -148,7 +195,7 @@ class EvaluationGraphs:
                 _num_layers_per_chunk=chunks,
                 _reuse_graph_input_output_buffers=True,
                 capture_time_hooks=[
-                    _between(partial(agreement.begin, f"evaluation of {name}"), own, partial(_guard, guards))
+                    _between(partial(agreement.begin, f"evaluation of {name}"), own, partial(self._guard, guards))
                     for (name, _), own in zip(self._layers, hooks, strict=True)
                 ],
             )
@@ -161,6 +208,7 @@ class EvaluationGraphs:
                 graphed[index],
                 *samples[index],
                 guards[layer],
+                dispatchers[layer],
                 has_attention=captures_attention(layer),
                 absent=absent[index],
                 given=given,
@@ -169,6 +217,15 @@ class EvaluationGraphs:
             for index, (name, layer) in enumerate(self._layers)
         ]
 
+    def _guard(self, guards: dict[torch.nn.Module, AddressGuard], layer: torch.nn.Module, *_: Any) -> None:
+        """Note where parameters that the graph of ``layer`` reads, which are gathered now, and its buffers are."""
+        read = set(map(id, self._sharding.read_by_graphs(layer)))
+        places = [place for place in places_of(layer, "_parameters") if id(place.tensor) in read]
+        places += places_of(layer, "_buffers")
+        guards[layer] = AddressGuard(
+            lambda: [owner.get(key) for _, owner, key in places], lambda index: places[index].name, ""
+        )
+
     def reset(self) -> None:
         """Free the graphs; evaluation runs eagerly."""
         for _, layer in self._layers:
@@ -176,7 +233,7 @@ class EvaluationGraphs:
                 layer.evaluation_graph.reset()
                 layer.evaluation_graph = None
         self._layers.clear()
-        del self._inputs, self._new_agreement
+        del self._model, self._new_agreement
 
 
 def _between(first: Callable, hooks: dict[str, Any], last: Callable) -> dict[str, Any]:
@@ -184,32 +241,39 @@ def _between(first: Callable, hooks: dict[str, Any], last: Callable) -> dict[str
     return {**hooks, "forward_pre_hooks": {"first": first, **hooks["forward_pre_hooks"], "last": last}}
 
 
-def _guard(guards: dict[torch.nn.Module, AddressGuard], layer: torch.nn.Module, *_: Any) -> None:
-    """Note where parameters, which are gathered now, and buffers of ``layer`` are."""
-    places = [*places_of(layer, "_parameters"), *places_of(layer, "_buffers")]
-    guards[layer] = AddressGuard(
-        lambda: [owner.get(key) for _, owner, key in places], lambda index: places[index].name, ""
-    )
-
-
 @contextmanager
-def _capture_mode(layers: Sequence[Any]) -> Iterator[None]:
-    """Let layers in evaluation mode run what their graphs of training hold."""
+def _capture_mode(layers: Sequence[Any]) -> Iterator[dict[Any, DispatcherState]]:
+    """Let layers in evaluation mode run what their graphs of training hold.
+
+    Yields:
+        What the last forward pass of each layer has set in its token dispatcher.
+    """
     from megatron.core.transformer.transformer_layer import TransformerLayer  # imports this module
 
+    dispatchers: dict[Any, DispatcherState] = {}
     with ExitStack() as stack:
         stack.callback(state._set_capture_end)
         state._set_capture_start()
         for layer in layers:
             # The capture of other layers than transformer layers is to call ``forward``.
-            forwards = {"forward": layer._te_cuda_graph_capture} if isinstance(layer, TransformerLayer) else {}
+            forward = layer._te_cuda_graph_capture if isinstance(layer, TransformerLayer) else layer.forward
+            forwards = {"forward": partial(_noting_dispatcher, dispatchers, layer, forward)}
             if getattr(layer, "is_moe_layer", False) and CudaGraphModule.moe_router in layer.config.cuda_graph_modules:
                 forwards["_forward_mlp"] = partial(_up_to_the_router, layer, layer._forward_mlp)
             own = vars(layer)
             for name, forward in forwards.items():
                 stack.callback(_put_back, own, name, own.get(name))
                 own[name] = forward
-        yield
+        yield dispatchers
+
+
+def _noting_dispatcher(
+    dispatchers: dict[Any, DispatcherState], layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any
+) -> Any:
+    """Call ``forward`` of ``layer`` and note what it has set in the token dispatcher."""
+    output = forward(*args, **kwargs)
+    dispatchers[layer] = DispatcherState(layer)
+    return output
 
 
 def _up_to_the_router(layer: Any, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

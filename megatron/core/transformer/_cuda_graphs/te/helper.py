@@ -2,9 +2,8 @@
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 import torch
@@ -37,8 +36,7 @@ from .evaluation import EvaluationGraphs
 from .graph_use import CAPTURE_FAILED, CountsUse
 from .joined_collectives import joined_collectives
 from .layers import _layer_is_graphable, fsdp_of, language_model_layers, layer_name
-from .sample_inputs import LayerInputs
-from .torch_fsdp import KeptParameters
+from .torch_fsdp import KeptParameters, kept_parameters
 from .training_calls import TrainingCalls
 from .whole_model import ModelGraphs, capture_whole_model
 from .whole_model_choice import ChoosesWholeModel
@@ -83,7 +81,7 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
     _every_stage_captures = True  # each pipeline stage has a helper of this class
     _report_name = "capture"
     _observer = CaptureObserver()  # of the last capture
-    _kept = KeptParameters((), ())  # from the last capture on
+    _kept: Mapping[torch.nn.Module, KeptParameters] = {}  # by chunk, from the last capture of layers on
 
     def __init__(
         self,
@@ -218,8 +216,8 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
 
         All ranks must call it together.
 
-        Gradients are zero afterwards. Under Megatron-FSDP the next evaluation will capture graphs of its own, see
-        ``EvaluationGraphs``. If capture fails on any rank, then on all: hooks, parameters, RNG and capture
+        Gradients are zero afterwards. Under Megatron-FSDP or FSDP2 the next evaluation will capture graphs of its own,
+        see ``EvaluationGraphs``. If capture fails on any rank, then on all: hooks, parameters, RNG and capture
         flags are restored, no layer has graphs, and the model trains on eagerly.
 
         Raises:
@@ -292,10 +290,12 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         return self._may_stay_eager or getattr(self.config, "cuda_graph_fallback", "error") == "eager"
 
     def _new_agreement(self) -> CaptureAgreement:
+        return CaptureAgreement(self._ranks_of_stage(), self.pg_collection.pp if self._every_stage_captures else None)
+
+    def _ranks_of_stage(self) -> list[torch.distributed.ProcessGroup]:
         groups = self.pg_collection
         together = getattr(groups, "tp_dp_cp", None)
-        stage = [groups.tp, groups.dp_cp] if together is None else [together]
-        return CaptureAgreement(stage, groups.pp if self._every_stage_captures else None)
+        return [groups.tp, groups.dp_cp] if together is None else [together]
 
     def _capture_model(self) -> None:
         state._set_capture_end()  # in that mode layers return what the graphs of layers do, and hooks do nothing
@@ -314,8 +314,10 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         self._observer.captured_model(self.model_graphs.passes)
 
     def _capture_layers(self) -> None:
-        self._kept = KeptParameters(self.model, self.flattened_callables)
-        with self._kept.gathered():
+        self._kept = kept_parameters(self.model, self.callables_per_chunk)
+        with ExitStack() as stack:
+            for kept in self._kept.values():
+                stack.enter_context(kept.kept())
             self._capture_gathered_layers()
 
     def _capture_gathered_layers(self) -> None:
@@ -389,25 +391,26 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
     # ------------------------------------------------------------------------------------------ afterwards
 
     def _expect_evaluation(self) -> None:
-        """Let the first evaluation under Megatron-FSDP capture graphs of the layers for itself."""
+        """Let the first evaluation under Megatron-FSDP or FSDP2 capture graphs of the layers for itself."""
         self._evaluation = [
             EvaluationGraphs(
                 self.config,
-                fsdp,
+                sharding,
+                model,
                 [(layer_name(layer, index), layer) for index, layer in enumerate(layers)],
-                partial(LayerInputs(self.config, self.seq_length, self.micro_batch_size).make, model=model),
-                self._new_agreement,
+                (self.seq_length, self.micro_batch_size),
+                lambda: CaptureAgreement(self._ranks_of_stage(), None),  # later stages wait for this one's output
                 self._against_evaluation(),
             )
             for chunk, model, layers in zip(self.model, self.chunks_with_decoder, self.callables_per_chunk, strict=True)
-            if (fsdp := fsdp_of(chunk)) is not None
+            if (sharding := fsdp_of(chunk) or self._kept.get(chunk)) is not None
         ]
 
     def _against_evaluation(self) -> str:
         """Say why this capture is followed by none for evaluation; empty if it is."""
         if "gradient_sinks" not in self._engine.parameters:
             return f"the {self._engine.name} engine captured the layers"
-        return "" if self._one_graph_serves_all() else "several micro-batches are in flight at a time"
+        return "" if len(self.model) == 1 else "pipeline stages have several chunks of the model each"
 
     def cuda_graph_set_manual_hooks(self) -> None:
         """Set the hooks by which layers under ``DistributedDataParallel`` gather parameters before each replay."""
@@ -442,7 +445,8 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         for evaluation in self._evaluation:
             evaluation.reset()
         self._evaluation = ()
-        self._kept.release()
+        for kept in self._kept.values():
+            kept.release()
         detach_graphs(self.model, self.callables_per_chunk)
 
     def _log(self, level: int, message: str) -> None:

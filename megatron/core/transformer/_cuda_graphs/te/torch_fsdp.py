@@ -4,34 +4,50 @@ FSDP2 gathers the parameters of a layer in hooks around its passes, and frees th
 them at one address, so this memory is kept for layers with graphs: they are gathered before each pass as ever, to the
 same place. Replays run through the layer's own call, with FSDP2's hooks around them, and backward graphs give gradients
 to the gathered parameters, from which FSDP2 reduces them.
+
+Graphs of evaluation read the same memory.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
+
+from ..evaluation_mode import may_replay_evaluation
+
+
+def kept_parameters(
+    chunks: Sequence[torch.nn.Module], layers: Sequence[Sequence[torch.nn.Module]]
+) -> dict[torch.nn.Module, "KeptParameters"]:
+    """Return for each of the model's ``chunks`` that FSDP2 shards the parameters of its ``layers``."""
+    found = {}
+    for chunk, own in zip(chunks, layers, strict=True):
+        sharded = [module for module in chunk.modules() if isinstance(module, FSDPModule)]
+        if sharded and own:
+            found[chunk] = KeptParameters(chunk, sharded, own)
+    return found
 
 
 class KeptParameters:
     """Those parameters of layers that FSDP2 shards.
 
     Args:
-        chunks: The model's chunks.
-        layers: The layers, within the chunks; FSDP2 may shard them with other modules, or not at all.
+        chunk: A chunk of the model.
+        sharded: Its modules that FSDP2 shards, the root first.
+        layers: Layers in it; FSDP2 may shard them with other modules.
     """
 
-    def __init__(self, chunks: Iterable[torch.nn.Module], layers: Sequence[torch.nn.Module]):
+    def __init__(self, chunk: torch.nn.Module, sharded: Sequence[Any], layers: Sequence[torch.nn.Module]):
+        self._chunk = chunk
+        self._hooks: list[Any] = []  # handles of those that expect an evaluation
         self._params: dict[Any, list[Any]] = {}  # FSDP2's own objects, by the module that is gathered with them
-        for chunk in chunks:
-            sharded = [module for module in chunk.modules() if isinstance(module, FSDPModule)]
-            if sharded:
-                # Before the first step no module is the root yet, and the first to run would be.
-                sharded[0]._get_fsdp_state()._lazy_init()
-                inside = {module for layer in layers for module in layer.modules()}
-                for module in sharded:
-                    self._add(module, inside)
+        # Before the first step no module is the root yet, and the first to run would be.
+        sharded[0]._get_fsdp_state()._lazy_init()
+        inside = {module for layer in layers for module in layer.modules()}
+        for module in sharded:
+            self._add(module, inside)
 
     def _add(self, module: Any, inside: set[torch.nn.Module]) -> None:
         group = module._get_fsdp_state()._fsdp_param_group
@@ -40,20 +56,51 @@ class KeptParameters:
             self._params[module] = params
 
     @contextmanager
-    def gathered(self) -> Iterator[None]:
+    def kept(self) -> Iterator[None]:
         """The context of a capture, in which they are gathered; from then on their memory is kept.
 
         At the end they are sharded again. After an exception their memory is not kept.
         """
+        try:
+            with self._gathered():
+                yield
+        except BaseException:
+            self.release()
+            raise
+
+    def capture_evaluation_graphs(self, layers: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
+        """Return the context in which graphs of ``layers``, all of them, are captured for evaluation.
+
+        They are gathered at its beginning, to the kept memory, and sharded at its end.
+        """
+        return self._gathered()
+
+    def expect_evaluation(self, prepare: Callable[[tuple, dict[str, Any]], object]) -> None:
+        """Call ``prepare`` once, before the next forward pass of the chunk in evaluation mode and without grad.
+
+        It gets the positional arguments and the keyword arguments of the pass.
+        """
+
+        def before_forward(chunk: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+            if not chunk.training and may_replay_evaluation():
+                handle.remove()
+                prepare(args, kwargs)
+
+        handle = self._chunk.register_forward_pre_hook(before_forward, with_kwargs=True)
+        self._hooks.append(handle)
+
+    def read_by_graphs(self, layer: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
+        """Return the parameters of ``layer`` that are gathered for its graphs."""
+        return layer.parameters()
+
+    @contextmanager
+    def _gathered(self) -> Iterator[None]:
         try:
             for module, params in self._params.items():
                 self._gather(module)
                 for param in params:
                     param.free_unsharded_param = _keep
             yield
-        except BaseException:
-            self.release()
-            raise
         finally:
             for module in self._params:
                 module.reshard()
@@ -68,7 +115,10 @@ class KeptParameters:
             raise
 
     def release(self) -> None:
-        """Let FSDP2 free their memory after each pass again."""
+        """Let FSDP2 free their memory after each pass again, and expect no evaluation."""
+        for handle in self._hooks:
+            handle.remove()
+        self._hooks.clear()
         for module, params in self._params.items():
             for param in params:
                 vars(param).pop("free_unsharded_param", None)

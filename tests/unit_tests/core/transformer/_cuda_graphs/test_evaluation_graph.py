@@ -2,10 +2,12 @@
 
 import copy
 import logging
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from megatron.core.transformer._cuda_graphs.dispatcher_state import DispatcherState
 from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
 from megatron.core.transformer._cuda_graphs.evaluation_graph import EvaluationGraph
 
@@ -43,8 +45,9 @@ def graph(layer):
 
 def evaluation_graph(layer, has_attention=True):
     guard = AddressGuard(lambda: [layer.inner.weight], lambda index: "inner.weight", "")
+    keywords, dispatcher = {"attention_mask": MASK}, DispatcherState(layer)
     return EvaluationGraph(
-        layer, "layer 3", Graphed(), (HIDDEN,), {"attention_mask": MASK}, guard, has_attention=has_attention
+        layer, "layer 3", Graphed(), (HIDDEN,), keywords, guard, dispatcher, has_attention=has_attention
     )
 
 
@@ -122,6 +125,15 @@ def test_another_shape_is_named_once(graph, caplog):
     assert message.startswith(
         "layer 3 in evaluation was captured with hidden_states of (8, 2, 4). Passes with (4, 2, 4) run eagerly"
     )
+
+
+def test_a_replay_sets_the_token_dispatcher_as_capture_has(layer):
+    layer.mlp = torch.nn.Module()
+    layer.mlp.token_dispatcher = dispatcher = SimpleNamespace(hidden_shape=(8, 2))
+    graph = evaluation_graph(layer)
+    dispatcher.hidden_shape = (4, 2)
+    graph.replay((HIDDEN,), {})
+    assert dispatcher.hidden_shape == (8, 2)
 
 
 def test_a_replay_returns_tensors_that_the_next_one_leaves_alone(graph):

@@ -299,8 +299,9 @@ class GraphedUnits:
         return module in self._graphed_units and (self.capturing or _replays(module))
 
     def params_of(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """Return the parameters that are gathered for the graphs of ``module``."""
-        return list(self._graphed_units[module].params)
+        """Return the parameters that are gathered for the graphs of ``module``, be they for evaluation only."""
+        unit = self._graphed_units.get(module)
+        return list(module.parameters() if unit is None else unit.params)
 
     def runs_eagerly(self, module: torch.nn.Module) -> bool:
         """Whether ``module`` has graphs and does not run as one now, as its inputs have another shape."""

@@ -77,7 +77,8 @@ class FsdpHooks:
         in_backward: Whether a backward pass of the model is in progress.
         module_names: The name of each module in the model, for profiles.
         model_passes: The owner of graphs of the whole model's passes; None without such graphs.
-        before_evaluation: Called once, and forgotten, before the next forward pass in evaluation.
+        before_evaluation: Called once with the arguments of the model, and forgotten, before the next forward pass in
+            evaluation.
     """
 
     def __init__(self, fsdp: torch.nn.Module):
@@ -90,7 +91,7 @@ class FsdpHooks:
         self.model_passes: WholeModel | None = None
         self._forward_was_eager = True  # the last one of training; otherwise a replay of the whole model's graph
         self._expects_gradients = False  # the backward pass that is open
-        self.before_evaluation: list[Callable[[], object]] = []
+        self.before_evaluation: list[Callable[[tuple, dict[str, Any]], object]] = []
         self._trainable: dict[torch.nn.Parameter, None] = {}  # an ordered set, whose hashes are known
         self._outside_layers: frozenset[torch.nn.Parameter] = frozenset()
         self._sinks: dict[torch.nn.Module, UnitSink] = {}
@@ -279,6 +280,8 @@ class FsdpHooks:
         )
         if not fine_grained and module in self._fsdp_units:
             return self._fsdp_units[module].params
+        if fine_grained and direction == "forward" and _may_replay_evaluation(module):
+            return self.graphed.params_of(module)
         whole = fine_grained and isinstance(module, fsdp.fine_grained_recurse_module_types)
         return list(module.parameters(recurse=whole))
 
@@ -568,8 +571,8 @@ class FsdpHooks:
         for module in self.module_names:
             module.__dict__["_training_state"] = state
 
-    def before_forward(self) -> None:
-        """Called before a forward pass of the whole model; drops an unfinished backward pass.
+    def before_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Called before a forward pass of the whole model, with its arguments; drops an unfinished backward pass.
 
         Two kinds of forward passes are allowed within a backward pass: activation checkpointing of the whole model, and
         schedules that call ``finish_backward`` themselves.
@@ -581,7 +584,7 @@ class FsdpHooks:
         if self.before_evaluation and not (self.fsdp.training or self.in_backward) and may_replay_evaluation():
             expecting, self.before_evaluation = self.before_evaluation, []
             for prepare in expecting:
-                prepare()
+                prepare(args, kwargs)
 
     def forward_is_replayed(self) -> None:
         """Called within a forward pass that is a replay of the whole model's graph."""
@@ -680,3 +683,8 @@ def _are_leaves(values: Sequence[Any]) -> bool:
 
 def _view_of(leaf: Any) -> Any:
     return leaf.view_as(leaf) if torch.is_tensor(leaf) else leaf
+
+
+def _may_replay_evaluation(module: torch.nn.Module) -> bool:
+    """Whether ``module`` has a graph for the pass in evaluation that begins."""
+    return not module.training and getattr(module, "evaluation_graph", None) is not None and may_replay_evaluation()

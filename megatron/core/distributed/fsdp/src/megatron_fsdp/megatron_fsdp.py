@@ -50,7 +50,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; see megatron-core. Warns if an exception ended the last backward pass."""
-        self.fsdp_hooks.before_forward()
+        self.fsdp_hooks.before_forward(inputs, kwargs)
         return super().forward(*inputs, **kwargs)
 
     def zero_grad_buffer(self) -> None:
@@ -142,9 +142,16 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         """Return the context in which graphs for evaluation are captured; see ``GraphedUnits.capture_evaluation``."""
         return self.fsdp_hooks.graphed.capture_evaluation(modules)
 
-    def expect_evaluation(self, prepare: Callable[[], object]) -> None:
-        """Call ``prepare`` once, before the next forward pass of the model in evaluation mode and without grad."""
+    def expect_evaluation(self, prepare: Callable[[tuple, dict[str, Any]], object]) -> None:
+        """Call ``prepare`` once, before the next forward pass of the model in evaluation mode and without grad.
+
+        It gets the positional arguments and the keyword arguments of the pass.
+        """
         self.fsdp_hooks.before_evaluation.append(prepare)
+
+    def read_by_graphs(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """Return the parameters of ``module`` that are gathered for its graphs."""
+        return self.fsdp_hooks.graphed.params_of(module)
 
     def gradient_sinks(self, modules: Iterable[torch.nn.Module], whole: bool) -> list[Any]:
         """Return for each of ``modules`` what takes its gradients in its backward graph; None for autograd.

@@ -1,10 +1,12 @@
-"""evaluation: what prevents graphs for evaluation."""
+"""evaluation: what prevents graphs for evaluation, and the shapes that they are captured for."""
 
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from megatron.core.transformer._cuda_graphs.te.evaluation import against_evaluation_graphs
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer._cuda_graphs.te.evaluation import against_evaluation_graphs, shape_of_call
 from megatron.core.transformer.enums import CudaGraphModule
 
 
@@ -21,9 +23,8 @@ def config(**changes):
     return SimpleNamespace(**plain | changes)
 
 
-def against(fine_grained=False, **changes):
-    fsdp = SimpleNamespace(enable_fine_grained_param_gather_hook=fine_grained)
-    return against_evaluation_graphs(config(**changes), fsdp)
+def against(**changes):
+    return against_evaluation_graphs(config(**changes))
 
 
 @pytest.mark.parametrize(
@@ -42,7 +43,6 @@ def test_evaluation_can_have_graphs(changes):
         ({"fp4": "e2m1"}, "FP4"),
         ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
         ({"fine_grained_activation_offloading": True}, "offloaded"),
-        ({"fine_grained": True}, "module by module"),
         ({"cuda_graph_modules": [CudaGraphModule.moe_router], "recompute_granularity": "selective"}, "MoE"),
         ({"cuda_graph_modules": [CudaGraphModule.moe_router], "mlp_chunks_for_training": 2}, "MoE"),
     ],
@@ -50,3 +50,31 @@ def test_evaluation_can_have_graphs(changes):
 )
 def test_the_reason_is_named_where_it_cannot(changes, reason):
     assert reason in against(**changes)
+
+
+TOKENS = torch.zeros(2, 8, dtype=torch.int64)
+
+
+def language_model(kind=GPTModel, ranks=1):
+    model = kind.__new__(kind)
+    torch.nn.Module.__init__(model)
+    model.config = SimpleNamespace(context_parallel_size=ranks)
+    return model
+
+
+@pytest.mark.parametrize(("args", "kwargs"), [((TOKENS, None, None), {}), ((), {"input_ids": TOKENS})])
+def test_a_call_shows_tokens_of_all_context_parallel_ranks_and_sequences(args, kwargs):
+    assert shape_of_call(language_model(), args, kwargs) == (8, 2)
+    assert shape_of_call(language_model(ranks=4), args, kwargs) == (32, 2)
+
+
+def test_a_call_with_embeddings_does_not_show_them():
+    assert shape_of_call(language_model(), (), {"input_ids": None, "decoder_input": torch.zeros(8, 2, 4)}) is None
+
+
+def test_a_model_that_may_add_to_its_tokens_does_not_show_them():
+    class Captioner(GPTModel):
+        def forward(self, input_ids, images):
+            pass
+
+    assert shape_of_call(language_model(Captioner), (TOKENS, None), {}) is None

@@ -1,0 +1,20 @@
+"""How often evaluations of a case replay graphs."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from .case import EVALUATION, Case
+
+
+def replays_of_evaluations(case: Mapping[str, Any], layers: int) -> list[int]:
+    """Return for each evaluation of a case how often graphs for evaluation are replayed, once there are graphs.
+
+    Args:
+        case: Keyword arguments of ``Case``, and perhaps ``control``.
+        layers: How many layers have graphs for evaluation; 0 where it runs eagerly.
+    """
+    full = Case(**{key: value for key, value in case.items() if key != "control"})
+    replays = layers * full.microbatches_of(EVALUATION)
+    if full.evaluates_often:
+        return [0] * (full.warmup + 1) + [replays] * (full.steps - full.warmup + 1)
+    return [replays] if full.evaluates else []
