@@ -79,6 +79,7 @@ CASES: dict[str, list[dict]] = {
         {**OVERLAP, "modules": BEFORE_EXPERTS, "layers": 5, "tied": False},
         {**OVERLAP, "modules": BEFORE_EXPERTS, "optimizer_graph": True},
         {**OVERLAP, "modules": BEFORE_EXPERTS, "fp8": "delayed"},
+        {**OVERLAP, "modules": BEFORE_EXPERTS, "fp8": "delayed", "evaluates_often": True},
         {**OVERLAP, "modules": BEFORE_EXPERTS, "fp8": "delayed", "fp8_params": True},
         {**OVERLAP, "modules": BEFORE_EXPERTS, "strategy": "no_shard"},
         {**OVERLAP, "modules": BEFORE_EXPERTS, "strategy": "optim"},
@@ -132,5 +133,5 @@ def test_graphs_train_bit_for_bit_as_eager(train, layout, engine, case):
     of_a_pass = layers // 2 if "PP2" in layout else layers + case.get("mtp", 0)  # of the layers of a stage, or of all
     assert result["graphs"] == of_a_pass * (case["microbatches"] if "PP2" in layout or case.get("ep_overlap") else 1)
     if engine == "native":
-        eager = "VPP2" in layout or {"fp8", "packed"} & {*case}
+        eager = "VPP2" in layout or {"fp8_params", "packed"} & {*case}
         assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, 0 if eager else of_a_pass)

@@ -60,7 +60,8 @@ def against_evaluation_graphs(config: Any) -> str:
     in_part = CudaGraphModule.moe_router in config.cuda_graph_modules
     again, in_pieces = config.recompute_granularity, config.mlp_chunks_for_training > 1
     for reason, applies in (
-        ("graphs of FP8 and FP4 were not tried in evaluation", config.fp8 or config.fp4),
+        ("graphs of FP4 were not tried in evaluation", config.fp4),
+        ("parameters are in FP8, whose places in memory are not known (--fp8-param-gather)", config.fp8_param),
         ("sequences are packed", packed_sequences(config) is not None),
         ("weight gradients are delayed (--delay-wgrad-compute)", config.delay_wgrad_compute),
         ("activations are offloaded", config.fine_grained_activation_offloading),
@@ -105,6 +106,7 @@ class EvaluationGraphs:
         layers: The names of those of its layers that have graphs of training, each with the layer, in the order in
             which they run.
         shape: Tokens in a sequence and sequences in a micro-batch, in training.
+        quantization: The arguments of ``make_graphed_callables`` that say how the layers are quantized.
         new_agreement: Makes what the ranks of this pipeline stage agree by.
         against: Why no graphs are to be captured; empty if they are.
     """
@@ -116,12 +118,13 @@ class EvaluationGraphs:
         model: Any,
         layers: Sequence[tuple[str, Any]],
         shape: tuple[int, int],
+        quantization: dict[str, Any],
         new_agreement: Callable[[], CaptureAgreement],
         against: str,
     ):
         self._config, self._sharding = config, sharding
         self._model, self._layers = model, list(layers)
-        self._shape, self._new_agreement = shape, new_agreement
+        self._shape, self._quantization, self._new_agreement = shape, quantization, new_agreement
         self._against = against
         sharding.expect_evaluation(self.capture)
 
@@ -190,7 +193,7 @@ class EvaluationGraphs:
                 [args for args, _ in samples],
                 num_warmup_iters=_WARMUP_ITERATIONS,
                 sample_kwargs=keywords,
-                enabled=False,
+                **self._quantization,
                 _order=order,
                 _num_layers_per_chunk=chunks,
                 _reuse_graph_input_output_buffers=True,

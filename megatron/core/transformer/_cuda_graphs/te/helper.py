@@ -399,6 +399,7 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
                 model,
                 [(layer_name(layer, index), layer) for index, layer in enumerate(layers)],
                 (self.seq_length, self.micro_batch_size),
+                self._quantization_arguments(),
                 lambda: CaptureAgreement(self._ranks_of_stage(), None),  # later stages wait for this one's output
                 self._against_evaluation(),
             )

@@ -14,6 +14,7 @@ def config(**changes):
     plain: dict[str, object] = {
         "fp8": None,
         "fp4": None,
+        "fp8_param": False,
         "delay_wgrad_compute": False,
         "fine_grained_activation_offloading": False,
         "cuda_graph_modules": [],
@@ -29,8 +30,13 @@ def against(**changes):
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"recompute_granularity": "selective"}, {"cuda_graph_modules": [CudaGraphModule.moe_router]}],
-    ids=["layers", "recompute", "router"],
+    [
+        {},
+        {"recompute_granularity": "selective"},
+        {"cuda_graph_modules": [CudaGraphModule.moe_router]},
+        {"fp8": "hybrid"},
+    ],
+    ids=["layers", "recompute", "router", "FP8"],
 )
 def test_evaluation_can_have_graphs(changes):
     assert against(**changes) == ""
@@ -39,7 +45,7 @@ def test_evaluation_can_have_graphs(changes):
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"fp8": "hybrid"}, "FP8"),
+        ({"fp8": "hybrid", "fp8_param": True}, "--fp8-param-gather"),
         ({"fp4": "e2m1"}, "FP4"),
         ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
         ({"fine_grained_activation_offloading": True}, "offloaded"),
