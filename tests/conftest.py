@@ -5,6 +5,10 @@ from pathlib import Path
 
 import pytest
 
+# Read when torch is imported, here and in processes that tests start. Tensors are small, and threads of several workers
+# on the same cores wait for each other most of the time.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 GPU_TESTS = Path(__file__).parent / "gpu"
 
 if os.environ.get("PATCHED_CHECKOUT"):  # of megatron-core with the patch in its files: see `make test-patch`
