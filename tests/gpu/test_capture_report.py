@@ -7,8 +7,9 @@ import sys
 
 import pytest
 
+from tests.support.forked_ranks import OWN
 from tests.support.gpus import ENGINES, GPUS
-from tests.support.launch import OWN, TIMEOUT
+from tests.support.launch import TIMEOUT
 from tests.support.pretrain import BATCH, FLAGS, GRAPHS, SCRIPT
 
 LAYERS = 3  # of FLAGS

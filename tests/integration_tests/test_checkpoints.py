@@ -7,7 +7,9 @@ import pytest
 from tests.support.pretrain import numbers, pretrain
 
 # An evaluation ends step 4, right before the checkpoint that the second run loads.
-FLAGS = "--train-iters 9 --eval-interval 4 --eval-iters 1 --eval-micro-batch-size 1 --logging-level 20"
+FLAGS = """
+    --train-iters 9 --eval-interval 4 --eval-iters 1 --eval-micro-batch-size 1 --split 80,10,10 --logging-level 20
+"""
 SAVED, CAPTURED_AFTER = 4, 3
 
 

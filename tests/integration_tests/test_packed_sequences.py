@@ -3,16 +3,15 @@
 Attention stands for TransformerEngine's, which alone takes packed sequences. Capture is after 3 steps.
 """
 
-import random
 from typing import Any
 
-import numpy
 import pytest
 
+from tests.support.documents import write_documents
 from tests.support.launch import name_of
 from tests.support.pretrain import numbers, pretrain
 
-SIZES: dict[str, Any] = {"layers": 3, "steps": 8, "micro_batch": 1, "packed": 5, "positions": "none"}
+SIZES: dict[str, Any] = {"layers": 3, "steps": 6, "micro_batch": 1, "packed": 5, "positions": "none"}
 # With each case the pieces of layers that are replayed together in a micro-batch.
 CASES: list[tuple[dict[str, Any], int]] = [
     ({}, 1),
@@ -78,7 +77,7 @@ def test_where_the_host_reads_lengths_the_capture_fails_and_names_it(compare_run
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["data parallel", "tensor parallel", "four stages on two ranks"])
 def test_pretraining_with_attention_within_documents_is_bit_equal_to_eager(tmp_path, layout):
-    data = f"--data-path {short_documents(tmp_path / 'documents')}"
+    data = write_documents(tmp_path / "documents", count=500, longest=20)  # several in each sample
     flags = f"""
         {layout} --train-iters 6 --cuda-graph-warmup-steps 2 --eval-iters 1 --eval-interval 4 --micro-batch-size 1
         --global-batch-size 4 --dataloader-inter-document-masking --cuda-graph-packed-sequences 32
@@ -89,16 +88,3 @@ def test_pretraining_with_attention_within_documents_is_bit_equal_to_eager(tmp_p
     assert len(eager) == 6
     assert numbers(graphed) == numbers(eager)
     assert [step["graphs"] for step in graphed] == [0] * 2 + [LAYOUTS[layout]] * 4
-
-
-def short_documents(prefix):
-    """Build a dataset of documents of 1 to 20 tokens, so that each sample has several, and return ``prefix``."""
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder, get_bin_path, get_idx_path
-
-    drawn = random.Random(5)
-    builder = IndexedDatasetBuilder(get_bin_path(str(prefix)), dtype=numpy.uint16)
-    for _ in range(500):
-        document = [drawn.randrange(255) for _ in range(drawn.randint(1, 20))]
-        builder.add_document(numpy.array(document, dtype=numpy.uint16), [len(document)])
-    builder.finalize(get_idx_path(str(prefix)))
-    return prefix

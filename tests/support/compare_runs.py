@@ -1,13 +1,12 @@
 """Trains cases eagerly and with CUDA graphs, on one process per GPU or CPU rank, and writes down how they differ.
 
     torchrun --nproc-per-node 2 tests/support/compare_runs.py --cases cases.json --output results.json --tp 2
-    torchrun --nproc-per-node 2 tests/support/compare_runs.py --serve
+    torchrun --nproc-per-node 2 tests/support/compare_runs.py --serve /dev/stdin
 
 ``cases.json`` is a list of keyword arguments of ``case.Case``; a further one, ``control``, names one of
-``controls.CONTROLS`` to capture with. Without a GPU it runs on the CPU backend. ``--serve`` reads the other
-arguments from standard input, one job a line, until it ends: for CPU ranks, as their start takes longer than a few
-trainings. On GPUs each layout of ranks needs processes of its own: NCCL keeps the memory of communicators that are not
-used any more.
+``controls.CONTROLS`` to capture with. Without a GPU it runs on the CPU backend. ``--serve`` reads the other arguments
+from a file or pipe, one job a line, until it ends. On GPUs each layout of ranks needs processes of its own: NCCL keeps
+the memory of communicators that are not used any more.
 """
 
 import argparse
@@ -18,7 +17,7 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -44,12 +43,12 @@ from tests.support.training import Trace, train  # noqa: E402
 
 
 def main() -> None:
-    """Run the job of the command line, or those of standard input."""
+    """Run the job of the command line, or those of a file."""
     args = parse(sys.argv[1:])
     if not on_cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo" if on_cpu else "nccl")
-    for job in jobs() if args.serve else (args,):
+    for job in jobs(args.serve) if args.serve else (args,):
         run(job)
     dist.destroy_process_group()
     if on_cpu:
@@ -67,18 +66,19 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--ep", type=int, default=1, help="expert parallel ranks")
     parser.add_argument("--etp", type=int, default=None, help="tensor parallel ranks of experts")
     parser.add_argument("--stop-at-error", action="store_true", help="write the first error of any rank, and exit")
-    parser.add_argument("--serve", action="store_true", help="read the other arguments from standard input")
+    parser.add_argument("--serve", type=Path, help="read the other arguments from this file or pipe")
     return parser.parse_args(arguments)
 
 
-def jobs() -> Iterator[argparse.Namespace]:
-    """The jobs that the first rank reads, on every rank."""
-    while True:
-        line = [sys.stdin.readline() if dist.get_rank() == 0 else ""]
-        dist.broadcast_object_list(line)
-        if not line[0]:
-            return
-        yield parse(line[0].split())
+def jobs(source: Path) -> Iterator[argparse.Namespace]:
+    """The jobs that the first rank reads from ``source``, on every rank."""
+    with source.open() if dist.get_rank() == 0 else nullcontext() as lines:
+        while True:
+            line = [lines.readline() if lines else ""]
+            dist.broadcast_object_list(line)
+            if not line[0]:
+                return
+            yield parse(line[0].split())
 
 
 def run(args: argparse.Namespace) -> None:

@@ -1,4 +1,7 @@
-"""Starts ``compare_runs.py`` on ranks of its own: the fixture of the tests, and what is behind it."""
+"""Starts ``compare_runs.py`` on ranks of its own: the fixture of the tests, and what is behind it.
+
+On GPUs torchrun starts the ranks; without, they are forked.
+"""
 
 import json
 import os
@@ -12,10 +15,11 @@ from typing import Any
 import pytest
 import torch
 
+from .forked_ranks import OWN, ForkedRanks
+
 COMPARE = Path(__file__).with_name("compare_runs.py")
 FAULTS = Path(__file__).with_name("inject_faults.py")
 TIMEOUT = 900  # seconds
-OWN = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 def name_of(case: dict[str, Any]) -> str:
@@ -31,7 +35,7 @@ def launch(
     folder: Path,
     environment: dict[str, str] | None = None,
 ) -> tuple[subprocess.CompletedProcess, list[dict[str, Any]]]:
-    """Train ``cases`` both ways on ``ranks`` new processes.
+    """Train ``cases`` both ways on ``ranks`` new processes of torchrun.
 
     Args:
         cases: Keyword arguments of ``case.Case``, with ``control`` for one of ``controls.CONTROLS``.
@@ -43,14 +47,7 @@ def launch(
     Returns:
         The ended launcher with its output, and the results so far, in the order of the cases.
     """
-    done = subprocess.run(
-        [*_torchrun(ranks), *_write(cases, folder), *options],
-        env=os.environ | OWN | (environment or {}),
-        timeout=TIMEOUT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    done = _torchrun(COMPARE, [*_write(cases, folder), *options], ranks, environment)
     return done, _read(folder)
 
 
@@ -63,22 +60,35 @@ def inject_faults(
         AssertionError: a rank died; with the end of what it wrote.
     """
     output = folder / "results.json"
-    done = subprocess.run(
-        [*_torchrun(ranks, FAULTS), "--output", str(output), *options],
+    status, shown = _run(FAULTS, ["--output", str(output), *options], ranks, folder, environment)
+    assert status == 0, shown
+    results: list[dict[str, Any]] = json.loads(output.read_text())["results"]
+    return results
+
+
+def _run(
+    script: Path, arguments: Sequence[str], ranks: int, folder: Path, environment: dict[str, str] | None
+) -> tuple[int, str]:
+    """Run ``script`` on ``ranks`` new processes; return the exit status and the end of what they wrote."""
+    if torch.cuda.is_available():
+        done = _torchrun(script, arguments, ranks, environment)
+        return done.returncode, done.stdout[-3000:] + done.stderr[:6000] + done.stderr[-6000:]
+    forked = ForkedRanks([str(script), *arguments], folder / "log", ranks, environment)
+    return forked.ended(TIMEOUT), forked.log_tail()
+
+
+def _torchrun(
+    script: Path, arguments: Sequence[str], ranks: int, environment: dict[str, str] | None
+) -> subprocess.CompletedProcess:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return subprocess.run(
+        [*launcher, str(script), *arguments],
         env=os.environ | OWN | (environment or {}),
         timeout=TIMEOUT,
         capture_output=True,
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-6000:]
-    results: list[dict[str, Any]] = json.loads(output.read_text())["results"]
-    return results
-
-
-def _torchrun(ranks: int, script: Path = COMPARE) -> list[str]:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    return [*launcher, str(script)]
 
 
 def _write(cases: Sequence[dict[str, Any]], folder: Path) -> list[str]:
@@ -96,20 +106,14 @@ class Server:
     """Two CPU ranks that run one job after another.
 
     Attributes:
-        process: Their launcher.
+        ranks: These.
     """
 
     def __init__(self, folder: Path) -> None:
-        self._log = folder / "log"
-        with self._log.open("w") as log:
-            self.process = subprocess.Popen(
-                [*_torchrun(2), "--serve"],
-                env=os.environ | OWN,
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                text=True,
-            )
+        jobs = folder / "jobs"
+        os.mkfifo(jobs)
+        self._jobs = os.fdopen(os.open(jobs, os.O_RDWR), "w")  # opens though nobody reads yet
+        self.ranks = ForkedRanks([str(COMPARE), "--serve", str(jobs)], folder / "log")
 
     def run(self, cases: Sequence[dict[str, Any]], options: Sequence[str], folder: Path) -> list[dict[str, Any]]:
         """Train ``cases`` both ways and return their results.
@@ -117,26 +121,22 @@ class Server:
         Raises:
             AssertionError: the ranks died; with the end of what they wrote.
         """
-        files = _write(cases, folder)
-        assert self.process.stdin is not None
-        self.process.stdin.write(" ".join([*files, *options]) + "\n")
-        self.process.stdin.flush()
+        self._jobs.write(" ".join([*_write(cases, folder), *options]) + "\n")
+        self._jobs.flush()
         end = time.monotonic() + TIMEOUT
         while len(results := _read(folder)) < len(cases):
-            ended = self.process.poll() is not None or time.monotonic() > end
-            assert not ended, self._log.read_text(errors="replace")[-12000:]
+            assert self.ranks.running() and time.monotonic() < end, self.ranks.log_tail()
             time.sleep(0.1)
         return results
 
     def close(self) -> None:
-        """End the ranks, between two jobs."""
-        assert self.process.stdin is not None
-        self.process.stdin.close()
-        try:
-            self.process.wait(60)
-        except subprocess.TimeoutExpired:
-            self.process.terminate()
-            self.process.wait()
+        """End the ranks, between two jobs.
+
+        Raises:
+            AssertionError: they did not end by themselves.
+        """
+        self._jobs.close()
+        self.ranks.ended(60)
 
 
 @pytest.fixture(scope="session")
@@ -152,12 +152,13 @@ def compare_runs(tmp_path_factory) -> Iterator[Callable[..., list[dict[str, Any]
     ) -> list[dict[str, Any]]:
         folder = tmp_path_factory.mktemp("compare_runs")
         if not torch.cuda.is_available() and ranks == 2 and not environment and "--stop-at-error" not in options:
-            if not servers or servers[-1].process.poll() is not None:
+            if not servers or not servers[-1].ranks.running():
                 servers.append(Server(tmp_path_factory.mktemp("server")))
             return servers[-1].run(cases, options, folder)
-        done, results = launch(cases, *options, ranks=ranks, folder=folder, environment=environment)
+        status, shown = _run(COMPARE, [*_write(cases, folder), *options], ranks, folder, environment)
+        results = _read(folder)
         stopped_at_error = "--stop-at-error" in options and results
-        assert done.returncode == 0 or stopped_at_error, done.stdout[-3000:] + done.stderr[:6000] + done.stderr[-6000:]
+        assert status == 0 or stopped_at_error, shown
         return results
 
     yield run

@@ -1,4 +1,4 @@
-"""What a fork server imports for the runs of ``pretrain.py``: the CPU backend and all that the script imports.
+"""What is imported before ranks are forked: the CPU backend and all that the scripts import.
 
 Never import it elsewhere: the CPU backend stays installed.
 """
@@ -7,11 +7,9 @@ import gc
 import runpy
 import sys
 
-from megatron_fsdp_cuda_graphs import cpu_backend
-
+from . import compare_runs, inject_faults  # noqa: F401  # these install the CPU backend
 from .pretrain import SCRIPT
 
-cpu_backend.install()
 sys.path.insert(0, str(SCRIPT.parent))
 runpy.run_path(str(SCRIPT))
 gc.collect()

@@ -1,28 +1,17 @@
 """Runs ``examples/pretrain_gpt.py`` on two ranks of the CPU backend, and returns its exact metrics.
 
-The ranks are forked from a process that has imported everything, which takes longer than a short training. ``make
-demo`` starts the script with torchrun.
+The ranks are forked. ``make demo`` starts the script with torchrun.
 """
 
 import json
-import os
-import runpy
-import signal
-import socket
-import sys
 import time
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
-from torch.multiprocessing import start_processes
-
-from .launch import OWN
+from .documents import write_documents
+from .forked_ranks import ForkedRanks
 
 SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "pretrain_gpt.py"
-PRELOADED = "tests.support.preloaded"
-RANKS = 2
 FLAGS = """
     --use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer
     --ckpt-format fsdp_dtensor --fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail
@@ -38,7 +27,6 @@ BATCH = "--global-batch-size 8"
 SCHEDULE = "--step-batch-size-schedule"  # in the place of BATCH, where flags have it
 GRAPHS = {False: "--cuda-graph-impl none", True: "--cuda-graph-impl transformer_engine"}
 TIMEOUT = 240  # seconds
-GRACE = 30  # seconds
 
 
 class Pretraining:
@@ -48,24 +36,22 @@ class Pretraining:
         folder: An existing folder for its log and metrics.
         flags: Further flags, as one string.
         graphs: Whether layers are captured, after three steps unless ``flags`` say otherwise.
-        data: The flags that name the data.
+        data: The path of a dataset without endings; None for one of a few documents in ``folder``.
         script: What the ranks run.
 
     Attributes:
         log: The file of all that it writes.
     """
 
-    def __init__(self, folder: Path, flags: str, *, graphs: bool, data: str = "--mock-data", script: Path = SCRIPT):
+    def __init__(
+        self, folder: Path, flags: str, *, graphs: bool, data: Path | None = None, script: Path = SCRIPT
+    ) -> None:
+        # Mock data has so many samples that shuffling them takes longer than a short training.
+        data = data or write_documents(folder / "documents", count=100, longest=400)
         self._metrics, self.log = folder / "metrics.jsonl", folder / "log"
         batch = "" if SCHEDULE in flags else BATCH
-        self.log.touch()
-        arguments = f"{script} {FLAGS} {batch} {GRAPHS[graphs]} {data} {flags}".split()
-        context = get_context("forkserver")
-        context.set_forkserver_preload([PRELOADED])
-        environment = os.environ | OWN | {"STEP_METRICS_PATH": str(self._metrics)}
-        self._process = context.Process(target=_launch, args=(arguments, environment, self.log))
-        with mock.patch.dict(os.environ, OWN):  # the server starts with the first process, and imports by them
-            self._process.start()
+        arguments = f"{script} {FLAGS} {batch} {GRAPHS[graphs]} --data-path {data} {flags}".split()
+        self._ranks = ForkedRanks(arguments, self.log, environment={"STEP_METRICS_PATH": str(self._metrics)})
 
     def steps(self) -> list[dict[str, Any]]:
         """Return the lines of ``step_metrics.StepMetrics`` so far."""
@@ -73,11 +59,11 @@ class Pretraining:
         return [json.loads(line) for line in lines if line.endswith("\n")]
 
     def terminate_after(self, steps: int) -> None:
-        """Send SIGTERM to the launcher, which passes it on to the ranks, once ``steps`` are done."""
+        """Send SIGTERM to the ranks once ``steps`` are done."""
         end = time.monotonic() + TIMEOUT
-        while len(self.steps()) < steps and self._process.is_alive() and time.monotonic() < end:
+        while len(self.steps()) < steps and self._ranks.running() and time.monotonic() < end:
             time.sleep(0.01)
-        self._process.terminate()
+        self._ranks.terminate()
 
     def ended(self) -> int:
         """Wait for the end and return the exit status.
@@ -85,50 +71,11 @@ class Pretraining:
         Raises:
             AssertionError: it did not end; with the end of its log.
         """
-        self._process.join(TIMEOUT)
-        if self._process.is_alive():
-            self._process.terminate()
-            self._process.join()
-            raise AssertionError(f"no end after {TIMEOUT} s:\n{self.log_tail()}")
-        assert self._process.exitcode is not None
-        return self._process.exitcode
+        return self._ranks.ended(TIMEOUT)
 
     def log_tail(self) -> str:
         """Return the end of the log."""
-        return self.log.read_text(errors="replace")[-6000:]
-
-
-def _launch(arguments: list[str], environment: dict[str, str], log: Path) -> None:
-    """Start the ranks, pass SIGTERM on to them (and SIGKILL after ``GRACE``), and wait for their end.
-
-    Raises:
-        ProcessExitedException: a rank failed; names its exit status.
-    """
-    with log.open("wb") as file:
-        for stream in (sys.stdout, sys.stderr):
-            os.dup2(file.fileno(), stream.fileno())
-    with socket.create_server(("localhost", 0)) as free:
-        port = free.getsockname()[1]
-    os.environ.clear()
-    os.environ |= environment | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-    ranks = start_processes(_rank, (arguments,), nprocs=RANKS, join=False, start_method="fork")
-
-    def end(number: int, frame: object) -> None:
-        for process in ranks.processes:
-            process.terminate() if number == signal.SIGTERM else process.kill()
-        signal.alarm(GRACE)
-
-    for number in (signal.SIGTERM, signal.SIGALRM):
-        signal.signal(number, end)
-    while not ranks.join():
-        pass
-
-
-def _rank(rank: int, arguments: list[str]) -> None:
-    """Be one of the ranks."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
-    sys.argv = ["", *arguments]
-    runpy.run_module("megatron_fsdp_cuda_graphs.cpu_backend", run_name="__main__", alter_sys=True)
+        return self._ranks.log_tail()
 
 
 def pretrain(folder: Path, flags: str, *, graphs: bool, **others: Any) -> list[dict[str, Any]]:

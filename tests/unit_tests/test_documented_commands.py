@@ -56,7 +56,7 @@ RUN_BY = {
     r"torchrun .*inject_faults.py": ("tests/integration_tests/test_faults_in_capture.py", "inject_faults"),
     r"python examples/prepare_text.py": ("tests/unit_tests/examples/test_prepare_text.py", "prepare_text"),
     r"GPUS=.* examples/launch_gpt.sh": ("tests/unit_tests/examples/test_launch_scripts.py", '"launch_gpt.sh"'),
-    r"torchrun .*cpu_backend examples/pretrain_gpt.py": ("tests/support/pretrain.py", "cpu_backend"),
+    r"torchrun .*cpu_backend examples/pretrain_gpt.py": ("examples/demo.py", "cpu_backend"),
 }
 
 
