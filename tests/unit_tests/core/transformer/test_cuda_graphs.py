@@ -3,6 +3,7 @@
 import ast
 import importlib
 import inspect
+import json
 import os
 import pickle
 import re
@@ -170,15 +171,32 @@ IMPORTED_FIRST = [
 ]
 
 
-@pytest.mark.parametrize("first", IMPORTED_FIRST)
-def test_nothing_comes_from_megatron_core_whatever_is_imported_first(first):
-    code = f"""
-import sys, torch, {first}
-from megatron.core.transformer import cuda_graphs
-assert not [name for name in sys.modules if name.endswith("_upstream_cuda_graphs")]
-assert all(hasattr(cuda_graphs, name) for name in cuda_graphs.__all__)
+@pytest.fixture(scope="module")
+def imported():
+    """For each of ``IMPORTED_FIRST`` the names of all modules of a process that imports it right after torch."""
+    code = """
+import importlib, json, os, sys, torch
+for first in sys.argv[1:]:
+    if os.fork() == 0:
+        importlib.import_module(first)
+        from megatron.core.transformer import cuda_graphs
+        assert all(hasattr(cuda_graphs, name) for name in cuda_graphs.__all__)
+        print(json.dumps([first, sorted(sys.modules)]), flush=True)
+        os._exit(0)
+    os.wait()
 """
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *IMPORTED_FIRST], capture_output=True, text=True, check=True
+    )
+    found = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
+    assert {*found} == {*IMPORTED_FIRST}, done.stderr[-6000:]
+    return found
+
+
+@pytest.mark.parametrize("first", IMPORTED_FIRST)
+def test_nothing_comes_from_megatron_core_whatever_is_imported_first(imported, first):
+    assert "megatron.core.transformer.cuda_graphs" in imported[first]
+    assert not [name for name in imported[first] if name.endswith("_upstream_cuda_graphs")]
 
 
 # ------------------------------------------------------------------------------------------------------ attributes
@@ -332,15 +350,9 @@ def test_deleting_what_is_not_there_is_an_attribute_error():
         delattr(cuda_graphs, "something_new")
 
 
-def test_every_file_that_has_a_name_is_reached():
+def test_every_file_that_has_a_name_is_reached(imported):
     """Also files that the module does not import itself."""
-    code = """
-import sys, torch
-from megatron.core.transformer import cuda_graphs
-print(*sorted(name for name in sys.modules if name.startswith("megatron.core.transformer._cuda_graphs.")))
-"""
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    loaded = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.split()
+    loaded = imported["megatron.core.transformer.cuda_graphs"]
     for file in _files():
         if ".".join((_cuda_graphs.__name__, *file.relative_to(PACKAGE).with_suffix("").parts)) not in loaded:
             assert bound_at_module_level(file.read_text()) & {*names(DEFINED)} == set()
