@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.launch import name_of
 
-SIZES: dict[str, Any] = {"layers": 3, "steps": 8, "optimizer_graph": True}
+SIZES: dict[str, Any] = {"layers": 3, "steps": 7, "optimizer_graph": True}
 CASES: list[dict[str, Any]] = [
     {},
     {"dtype": "bf16", "dropout": 0.1, "microbatches": 2},

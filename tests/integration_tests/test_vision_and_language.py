@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.launch import name_of
 
-SIZES: dict[str, Any] = {"captions": True, "layers": 2, "steps": 8, "micro_batch": 1}
+SIZES: dict[str, Any] = {"captions": True, "layers": 2, "steps": 7, "micro_batch": 1}
 # With each case the pieces of layers that are replayed together in a micro-batch.
 EQUAL: list[tuple[dict[str, Any], int]] = [
     ({"dropout": 0.1, "microbatches": 2, "evaluates": True}, 2),
