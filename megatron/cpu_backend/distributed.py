@@ -60,18 +60,25 @@ def _new_group(call: Callable) -> Callable:
     return new_group
 
 
+@functools.cache
+def _gloo_device(interface: str, process: int) -> Any:
+    """The device of gloo for ``interface``, or the default one, in this process.
+
+    Groups share it: each has a thread, which wakes a hundred times a second even if nothing comes.
+    """
+    gloo = dist.ProcessGroupGloo
+    return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
+
+
 def _gloo_init(call: Callable) -> Callable:
     @functools.wraps(call)
     def init(self: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30), **_: Any) -> None:
         options = timeout
         if isinstance(timeout, timedelta):
             interfaces = list(filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")))
-            gloo = dist.ProcessGroupGloo
-            options = gloo._Options()
+            options = dist.ProcessGroupGloo._Options()
             options._timeout = timeout
-            options._devices = [gloo.create_device(interface=name) for name in interfaces] or [
-                gloo.create_default_device()
-            ]
+            options._devices = [_gloo_device(name, os.getpid()) for name in interfaces or [""]]
             options._threads = 1
         call(self, store, rank, size, options)
 
@@ -168,7 +175,7 @@ def install() -> None:
     patch(DeviceMesh, "__init__", _mesh_init(DeviceMesh.__init__), "device_type='cuda'")
     patch(DeviceMesh, "from_group", staticmethod(_from_group), "device_type='cuda'")
     gloo = dist.ProcessGroupGloo
-    patch(gloo, "__init__", _gloo_init(gloo.__init__), "one thread a group: two free tensors at once")
+    patch(gloo, "__init__", _gloo_init(gloo.__init__), "one thread a group: two free tensors at once; one device")
     for name in ("_get_backend", "_start_coalescing", "_end_coalescing"):
         group = dist.ProcessGroup
         patch(group, name, _with_cpu_device(getattr(group, name)), "device='cuda'")

@@ -126,6 +126,12 @@ def every_group_has_one_thread() -> None:
         assert group._get_backend(torch.device("cuda")).options._threads == 1
 
 
+def groups_share_the_device() -> None:
+    groups = dist.group.WORLD, dist.new_group([0, 1], backend="nccl")
+    (first,), (second,) = (group._get_backend(torch.device("cuda")).options._devices for group in groups)
+    assert first is second
+
+
 def low_precision() -> None:
     tensor = contribution().bfloat16()
     out = torch.empty(2, device="cuda", dtype=torch.bfloat16)
@@ -228,6 +234,7 @@ CASES = [
     a_result_is_no_new_version_of_its_tensor,
     a_polled_or_awaited_future_hands_out_its_results,
     every_group_has_one_thread,
+    groups_share_the_device,
     low_precision,
     meshes,
     captured,

@@ -17,6 +17,7 @@ CASES = [
     "a_result_is_no_new_version_of_its_tensor",
     "a_polled_or_awaited_future_hands_out_its_results",
     "every_group_has_one_thread",
+    "groups_share_the_device",
     "low_precision",
     "meshes",
     "captured",
