@@ -15,12 +15,13 @@ from tests.support.launch import name_of
 
 BEFORE_EXPERTS = ["attn", "moe_router", "moe_preprocess"]
 OVERLAP: dict[str, Any] = {"ep_overlap": True, "double_buffer": False}
-SIZES: dict[str, Any] = {"experts": 4, "dtype": "bf16", "layers": 3, "microbatches": 3, "steps": 6}
+SIZES: dict[str, Any] = {"experts": 4, "dtype": "bf16", "layers": 2, "microbatches": 3, "steps": 6}
+ONE_DENSE: dict[str, Any] = {"layers": 3, "moe_layer_freq": [0, 1, 1]}
 PARTS: dict[str, Any] = {"modules": BEFORE_EXPERTS}
 SHARDED: list[dict[str, Any]] = [
     {**PARTS, "dropout": 0.1, "layers": 4},
     {**PARTS, "dtype": "fp16", "microbatches": 1},
-    {**PARTS, "moe_layer_freq": [0, 1, 1], "dropout": 0.1, "capacity": 1.0},
+    {**PARTS, **ONE_DENSE, "dropout": 0.1, "capacity": 1.0},
     {**PARTS, "microbatches": 2, "microbatches_later": 4, "evaluates": True},
     {**PARTS, "evaluates_often": True, "dropout": 0.1, "shared_experts": 64},
     {**PARTS, "evaluates_often": True, "strategy": "optim_grads", "tied": False, "evaluated_sequence": 16},
@@ -38,7 +39,7 @@ SURVIVED: list[dict[str, Any]] = [
 ]
 DDP: list[dict[str, Any]] = [
     {**PARTS, "dropout": 0.1, "evaluates": True, "mtp": 1},
-    {"modules": ["attn", "moe_router"], "moe_layer_freq": [0, 1, 1], "microbatches": 2, "microbatches_later": 4},
+    {"modules": ["attn", "moe_router"], **ONE_DENSE, "microbatches": 2, "microbatches_later": 4},
 ]
 NOT_KEPT: dict[str, Any] = {**PARTS, "control": "buckets_not_kept"}
 NOT_GATHERED: dict[str, Any] = {**PARTS, "control": "replays_that_gather_nothing"}
