@@ -27,7 +27,7 @@ EXPERTS = (
 DENSE = f"{FSDP} {GRAPHS} {SIZES} {TRAINING}"
 
 
-@pytest.fixture(autouse=True, scope="package")
+@pytest.fixture(autouse=True, scope="module")
 def _cpu_backend():
     with on_cpu_backend():
         yield
