@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import STEPS
+from tests.support.compared import assert_as_eager, by_name
 from tests.support.launch import name_of
 from tests.support.pretrain import numbers, pretrain
 
@@ -55,10 +56,6 @@ WITHOUT_CAPTURES: list[dict[str, Any]] = [
 ]
 
 
-def by_name(cases, results):
-    return {name_of(case): result for case, result in zip(cases, results, strict=True)}
-
-
 @pytest.fixture(scope="module")
 def data_parallel(compare_runs):
     cases = GROWING + NOT_CAPTURED_AGAIN
@@ -71,11 +68,6 @@ def pipeline(compare_runs):
     return by_name(cases, compare_runs([PIPELINE | case for case in cases], "--pp", "2"))
 
 
-def assert_bit_equal(result):
-    assert not result["error"]
-    assert result["differences"] == []
-
-
 def steps_of_replays(result):
     return [step for step, replays in enumerate(result["step_replays"]) if replays]
 
@@ -83,7 +75,7 @@ def steps_of_replays(result):
 @pytest.mark.parametrize("case", GROWING, ids=name_of)
 def test_graphs_are_captured_for_each_sequence_length(data_parallel, case):
     result = data_parallel[name_of(case)]
-    assert_bit_equal(result)
+    assert_as_eager(result)
     replayed = [CAPTURED_AFTER]  # the only step of the length at capture
     captured = CAPTURED_AFTER
     for turn in range(len(case["sequences_later"])):
@@ -95,7 +87,7 @@ def test_graphs_are_captured_for_each_sequence_length(data_parallel, case):
 @pytest.mark.parametrize("case", NOT_CAPTURED_AGAIN, ids=name_of)
 def test_without_a_lasting_change_on_all_ranks_or_a_capture_left_graphs_are_kept(data_parallel, case):
     result = data_parallel[name_of(case)]
-    assert_bit_equal(result)
+    assert_as_eager(result)
     unchanged = case.get("later_on_one_rank")  # the first rank, whose replays these are
     assert steps_of_replays(result) == list(range(CAPTURED_AFTER, case["steps"] if unchanged else CAPTURED_AFTER + 1))
 
@@ -103,7 +95,7 @@ def test_without_a_lasting_change_on_all_ranks_or_a_capture_left_graphs_are_kept
 @pytest.mark.parametrize("case", MICROBATCHES, ids=name_of)
 def test_graphs_are_captured_for_each_number_of_micro_batches(pipeline, case):
     result = pipeline[name_of(case)]
-    assert_bit_equal(result)
+    assert_as_eager(result)
     passes = 2 * PIPELINE["layers"] // 2  # of a stage, forward and backward
     after = [passes * case["microbatches_later"]] * (PIPELINE["steps"] - CAPTURED_AFTER - 1)
     assert result["step_replays"] == [0] * CAPTURED_AFTER + [passes * case["microbatches"], *after]
@@ -112,7 +104,7 @@ def test_graphs_are_captured_for_each_number_of_micro_batches(pipeline, case):
 @pytest.mark.parametrize("case", WITHOUT_CAPTURES, ids=name_of)
 def test_without_a_capture_left_another_number_of_micro_batches_runs_eagerly(pipeline, case):
     result = pipeline[name_of(case)]
-    assert_bit_equal(result)
+    assert_as_eager(result)
     assert steps_of_replays(result) == [CAPTURED_AFTER]
     assert result["graphs"] == 0
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.compared import assert_as_eager, assert_differs_from, by_name
 from tests.support.launch import name_of
 
 DDP: dict[str, Any] = {"fsdp": False, "steps": 7, "hidden": 32, "sequence": 16}
@@ -31,10 +32,6 @@ DEAD_REPLAY: dict[str, Any] = {"layers": 2, "microbatches": 2, "control": "dead_
 NO_MANUAL_HOOKS: dict[str, Any] = {"layers": 2, "control": "no_manual_hooks"}
 
 
-def by_name(cases, results):
-    return {name_of(case): result for case, result in zip(cases, results, strict=True)}
-
-
 @pytest.fixture(scope="module")
 def data_parallel(compare_runs):
     cases = [*DATA_PARALLEL, NO_MANUAL_HOOKS]
@@ -48,8 +45,7 @@ def pipeline(compare_runs):
 
 
 def assert_bit_equal(result, graphs):
-    assert not result["error"]
-    assert result["differences"] == []
+    assert_as_eager(result)
     assert result["graphs"] == graphs
     assert len(result["losses"]) == DDP["steps"]
 
@@ -65,9 +61,7 @@ def test_pipelined_graphs_train_bit_for_bit_as_eager(pipeline, case):
 
 
 def test_a_replay_that_does_nothing_changes_the_loss(pipeline):
-    differences = pipeline[name_of(DEAD_REPLAY)]["differences"]
-    assert any("losses[3]" in line for line in differences)
-    assert not any("losses[2]" in line for line in differences)
+    assert_differs_from(pipeline[name_of(DEAD_REPLAY)], 3)
 
 
 def test_layers_that_do_not_gather_their_parameters_break_the_order_of_gathers(data_parallel):

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.compared import assert_as_eager, assert_differs_from, assert_went_on_eagerly, by_name
 from tests.support.evaluations import replays_of_evaluations
 from tests.support.launch import name_of
 
@@ -180,17 +181,13 @@ def results(compare_runs):
     """The result of each case, by its name."""
     on_one_rank = [FAILED_EVALUATION, OBJECTION, *(case for case, _ in HOOKED)]
     cases = [*EQUAL, *on_one_rank, *SURVIVED, *({"control": name} for name in NOTICED), *DEAD]
-    return {
-        name_of(case): result
-        for case, result in zip(cases, compare_runs([SIZES | case for case in cases]), strict=True)
-    }
+    return by_name(cases, compare_runs([SIZES | case for case in cases]))
 
 
 @pytest.mark.parametrize("case", EQUAL, ids=name_of)
 def test_graphs_train_bit_for_bit_as_eager(results, case):
     result = results[name_of(case)]
-    assert not result["error"]
-    assert result["differences"] == []
+    assert_as_eager(result)
     of_layers = case.get("layers", SIZES["layers"]) + case.get("mtp", 0)
     whole = case.get("layers_per_graph", 0) in (None, -1)
     assert result["graphs"] == (0 if whole else of_layers)
@@ -207,16 +204,14 @@ def test_evaluation_does_not_change_training(results, case):
 
 def test_after_a_failed_capture_on_one_rank_evaluation_runs_eagerly_on_all(results):
     result = results[name_of(FAILED_EVALUATION)]
-    assert not result["error"]
-    assert result["differences"] == []
+    assert_as_eager(result)
     assert result["replays"] == replays_of_a_step(FAILED_EVALUATION)
     assert result["evaluation_replays"] == [0]
 
 
 def test_where_one_rank_cannot_capture_the_whole_model_all_capture_layers(results):
     result = results[name_of(OBJECTION)]
-    assert not result["error"]
-    assert result["differences"] == []
+    assert_as_eager(result)
     assert result["graphs"] == SIZES["layers"]
     assert result["replays"] == 2  # all layers in one graph
 
@@ -224,8 +219,7 @@ def test_where_one_rank_cannot_capture_the_whole_model_all_capture_layers(result
 @pytest.mark.parametrize(("case", "pieces"), HOOKED, ids=[name_of(case) for case, _ in HOOKED])
 def test_where_one_rank_cannot_record_a_layer_with_others_no_rank_does(results, case, pieces):
     result = results[name_of(case)]
-    assert not result["error"]
-    assert result["differences"] == []
+    assert_as_eager(result)
     assert result["graphs"] == case["layers"]
     assert result["replays"] == 2 * pieces * case.get("microbatches", 1)
 
@@ -255,16 +249,12 @@ def replays_of_a_step(case):
 @pytest.mark.parametrize("case", SURVIVED, ids=name_of)
 def test_training_goes_on_eagerly_after_a_failed_capture(results, case):
     result = results[name_of(case)]
-    assert not result["error"]
-    assert result["differences"] == []
-    assert result["graphs"] == 0
+    assert_went_on_eagerly(result)
 
 
 @pytest.mark.parametrize("case", DEAD, ids=name_of)
 def test_a_replay_that_does_nothing_changes_the_loss(results, case):
-    differences = results[name_of(case)]["differences"]
-    assert any("losses[3]" in line for line in differences)
-    assert not any("losses[2]" in line for line in differences)
+    assert_differs_from(results[name_of(case)], 3)
 
 
 @pytest.mark.parametrize("control", [name for name in NOTICED if NOTICED[name]])

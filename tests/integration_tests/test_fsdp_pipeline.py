@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.compared import assert_as_eager, assert_differs_from, assert_went_on_eagerly, by_name
 from tests.support.evaluations import replays_of_evaluations
 from tests.support.launch import name_of
 
@@ -36,10 +37,6 @@ FAILURES: list[dict[str, Any]] = [FAILURE, FAILURE | {"virtual": 2}]
 DEAD_REPLAY: dict[str, Any] = {"virtual": 2, "control": "dead_replay"}
 
 
-def by_name(cases, results):
-    return {name_of(case): result for case, result in zip(cases, results, strict=True)}
-
-
 @pytest.fixture(scope="module")
 def one_rank(compare_runs):
     """The result of each case with one data-parallel rank a stage, by its name."""
@@ -55,8 +52,7 @@ def two_ranks(compare_runs):
 
 
 def assert_bit_equal(case, result):
-    assert not result["error"]
-    assert result["differences"] == []
+    assert_as_eager(result)
     case = SIZES | case
     slots = case["layers"] // 2 * case["microbatches"]  # of the layers of a stage
     assert result["graphs"] == slots
@@ -79,12 +75,8 @@ def test_graphs_train_bit_for_bit_as_eager_with_two_data_parallel_ranks(two_rank
 @pytest.mark.parametrize("case", FAILURES, ids=name_of)
 def test_after_a_failure_on_one_rank_all_stages_go_on_without_graphs(case, ranks, request):
     result = request.getfixturevalue(ranks)[name_of(case)]
-    assert not result["error"]
-    assert result["differences"] == []
-    assert result["graphs"] == result["replays"] == 0
+    assert_went_on_eagerly(result)
 
 
 def test_a_replay_that_does_nothing_changes_the_loss(one_rank):
-    differences = one_rank[name_of(DEAD_REPLAY)]["differences"]
-    assert any("losses[3]" in line for line in differences)
-    assert not any("losses[2]" in line for line in differences)
+    assert_differs_from(one_rank[name_of(DEAD_REPLAY)], 3)

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.compared import assert_as_eager, assert_differs_from, by_name
 from tests.support.launch import name_of
 from tests.support.pretrain import numbers, pretrain
 
@@ -42,7 +43,7 @@ def results(compare_runs):
     """The result of each case on data-parallel ranks, by its name."""
     cases = [case for case, *_ in DATA_PARALLEL] + [{"pattern": "M*-M", "control": "dead_replay"}]
     found = compare_runs([SIZES | case for case in cases])
-    return {name_of(case): result for case, result in zip(cases, found, strict=True)}
+    return by_name(cases, found)
 
 
 @pytest.fixture(scope="module")
@@ -50,12 +51,11 @@ def stages(compare_runs):
     """The result of each case with two pipeline stages, by its name."""
     cases = [case for case, _ in STAGES]
     found = compare_runs([SIZES | BETWEEN | case for case in cases], "--pp", "2")
-    return {name_of(case): result for case, result in zip(cases, found, strict=True)}
+    return by_name(cases, found)
 
 
 def assert_equal(result):
-    assert not result["error"]
-    assert result["differences"] == []
+    assert_as_eager(result)
     assert len(result["losses"]) == SIZES["steps"]
 
 
@@ -77,9 +77,7 @@ def test_pipeline_stages_of_a_hybrid_model_train_bit_for_bit_as_eager(stages, ca
 
 
 def test_a_replay_that_does_nothing_changes_the_loss(results):
-    differences = results["pattern=M*-M control=dead_replay"]["differences"]
-    assert any("losses[3]" in line for line in differences)
-    assert not any("losses[2]" in line for line in differences)
+    assert_differs_from(results["pattern=M*-M control=dead_replay"], 3)
 
 
 def test_pretraining_by_flags_is_bit_equal_to_eager(tmp_path):

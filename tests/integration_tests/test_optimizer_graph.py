@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.compared import assert_as_eager, by_name
 from tests.support.launch import name_of
 
 SIZES: dict[str, Any] = {"layers": 3, "steps": 7, "optimizer_graph": True}
@@ -30,13 +31,12 @@ CASES: list[dict[str, Any]] = [
 def results(compare_runs):
     """The result of each case, by its name."""
     compared = compare_runs([SIZES | case for case in CASES])
-    return {name_of(case): result for case, result in zip(CASES, compared, strict=True)}
+    return by_name(CASES, compared)
 
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_training_is_bit_for_bit_as_eager(results, case):
     result = results[name_of(case)]
-    assert not result["error"]
-    assert result["differences"] == []
+    assert_as_eager(result)
     assert result["graphs"] == SIZES["layers"]
     assert len(result["losses"]) == SIZES["steps"]

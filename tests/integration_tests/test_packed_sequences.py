@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.compared import assert_as_eager, by_name
 from tests.support.documents import write_documents
 from tests.support.launch import name_of
 from tests.support.pretrain import numbers, pretrain
@@ -41,12 +42,11 @@ def results(compare_runs):
     """The result of each case on data-parallel ranks, by its name."""
     cases = [*(case for case, _ in CASES), OTHER_SHAPES]
     found = compare_runs([SIZES | case for case in cases])
-    return {name_of(case): result for case, result in zip(cases, found, strict=True)}
+    return by_name(cases, found)
 
 
 def assert_equal(result):
-    assert not result["error"]
-    assert result["differences"] == []
+    assert_as_eager(result)
     assert len(result["losses"]) == SIZES["steps"]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.compared import assert_as_eager, assert_differs_from, assert_went_on_eagerly, by_name
 from tests.support.evaluations import replays_of_evaluations
 from tests.support.launch import name_of
 
@@ -38,14 +39,13 @@ def results(compare_runs):
     """The result of each case, by its name."""
     cases = [*EQUAL, *SURVIVED, FAILED_EVALUATION, DEAD]
     found = compare_runs([TORCH | case for case in cases])
-    return {name_of(case): result for case, result in zip(cases, found, strict=True)}
+    return by_name(cases, found)
 
 
 @pytest.mark.parametrize("case", EQUAL, ids=name_of)
 def test_graphs_train_bit_for_bit_as_eager(results, case):
     result = results[name_of(case)]
-    assert not result["error"]
-    assert result["differences"] == []
+    assert_as_eager(result)
     layers = TORCH["layers"] + case.get("mtp", 0)
     assert result["graphs"] == layers
     assert result["replays"] == 2 * layers * case.get("microbatches", 1)
@@ -64,15 +64,11 @@ def test_after_a_failed_capture_for_evaluation_on_one_rank_all_evaluate_eagerly_
 @pytest.mark.parametrize("case", SURVIVED, ids=name_of)
 def test_training_goes_on_eagerly_after_a_failed_capture(results, case):
     result = results[name_of(case)]
-    assert not result["error"]
-    assert result["differences"] == []
-    assert result["graphs"] == 0
+    assert_went_on_eagerly(result)
 
 
 def test_a_replay_that_does_nothing_changes_the_loss(results):
-    differences = results[name_of(DEAD)]["differences"]
-    assert any("losses[3]" in line for line in differences)
-    assert not any("losses[2]" in line for line in differences)
+    assert_differs_from(results[name_of(DEAD)], 3)
 
 
 def test_parameters_that_are_not_kept_in_place_are_noticed(compare_runs):

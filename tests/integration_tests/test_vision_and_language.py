@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.compared import assert_as_eager, assert_differs_from, by_name
 from tests.support.launch import name_of
 
 SIZES: dict[str, Any] = {"captions": True, "layers": 2, "steps": 7, "micro_batch": 1}
@@ -28,14 +29,13 @@ def results(compare_runs):
     """The result of each case, by its name."""
     cases = [*(case for case, _ in EQUAL), FAILED, DEAD]
     found = compare_runs([SIZES | case for case in cases])
-    return {name_of(case): result for case, result in zip(cases, found, strict=True)}
+    return by_name(cases, found)
 
 
 @pytest.mark.parametrize(("case", "pieces"), EQUAL, ids=[name_of(case) for case, _ in EQUAL])
 def test_both_train_bit_for_bit_as_eager(results, case, pieces):
     result = results[name_of(case)]
-    assert not result["error"]
-    assert result["differences"] == []
+    assert_as_eager(result)
     assert len(result["losses"]) == SIZES["steps"]
     assert result["graphs"] == 2 * SIZES["layers"]
     assert result["replays"] == 2 * pieces * case.get("microbatches", 1)
@@ -43,13 +43,10 @@ def test_both_train_bit_for_bit_as_eager(results, case, pieces):
 
 def test_where_the_language_model_cannot_be_captured_the_vision_encoder_goes_on_with_graphs(results):
     result = results[name_of(FAILED)]
-    assert not result["error"]
-    assert result["differences"] == []
+    assert_as_eager(result)
     assert result["graphs"] == SIZES["layers"]
     assert result["replays"] == 2 * 2  # one piece, in two micro-batches
 
 
 def test_a_replay_that_does_nothing_changes_the_loss(results):
-    differences = results[name_of(DEAD)]["differences"]
-    assert any("losses[3]" in line for line in differences)
-    assert not any("losses[2]" in line for line in differences)
+    assert_differs_from(results[name_of(DEAD)], 3)

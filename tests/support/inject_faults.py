@@ -39,10 +39,10 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-on_cpu = not torch.cuda.is_available()
-if on_cpu:
-    from megatron_fsdp_cuda_graphs import cpu_backend
+from megatron_fsdp_cuda_graphs import cpu_backend
 
+on_cpu = cpu_backend.installed() or not torch.cuda.is_available()  # the backend's torch.cuda is available too
+if on_cpu:
     torch.set_num_threads(1)
     cpu_backend.install()
 
