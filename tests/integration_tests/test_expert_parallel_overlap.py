@@ -26,7 +26,7 @@ SHARDED: list[dict[str, Any]] = [
     {**PARTS, "microbatches": 2, "microbatches_later": 4, "evaluates": True},
     {**PARTS, "evaluates_often": True, "dropout": 0.1, "shared_experts": 64},
     {**PARTS, "evaluates_often": True, "strategy": "optim_grads", "tied": False, "evaluated_sequence": 16},
-    {"modules": ["attn"], "evaluates_often": True, "moe_layer_freq": [0, 1, 1], "mtp": 1},
+    {"modules": ["attn"], "evaluates_often": True, **ONE_DENSE, "mtp": 1},
     {"modules": ["attn", "moe_router"], "evaluates": True, "strategy": "no_shard"},
     {**PARTS, "strategy": "no_shard", "optimizer_graph": True},
     {**PARTS, "control": "captured_again"},
