@@ -34,10 +34,11 @@ class CountedRanks:
         groups = [group for buffer in buffers for group in buffer.parameter_groups if group.is_expert_param]
         self._experts = {param for group in groups for param in group.params}
         self._index = index
+        sharing = index.get_dp_group(is_expert_parallel=True)  # also in pipeline stages without experts
         self.replicated = (
             config.data_parallel_sharding_strategy == "no_shard"
-            and bool(self._experts)
-            and _ranks(index.get_dp_group(is_expert_parallel=True)) != _ranks(index.get_dp_group())
+            and sharing is not None
+            and _ranks(sharing) != _ranks(index.get_dp_group())
         )
         self.group = group
         if self.replicated:

@@ -65,6 +65,12 @@ def test_where_nothing_is_sharded_the_first_of_the_ranks_with_a_gradient_counts_
     assert optimizer.count_zeros() == expected
 
 
+def test_a_pipeline_stage_without_experts_counts_with_the_others(four_ranks):
+    four_ranks(1, rank=1, expert_model_parallel_size=2)
+    optimizer = built(Variant(small(strategy="no_shard", experts=4, layers=2, moe_layer_freq=(0, 0))))
+    assert ranks_of(optimizer.get_grad_stats_parallel_group()) == [0, 1, 2, 3]
+
+
 @pytest.fixture(scope="module")
 def norms():
     launch = on_ranks(4, ranks_gradient_norms.__file__, timeout=240)
