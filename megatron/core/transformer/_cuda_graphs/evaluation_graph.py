@@ -83,6 +83,9 @@ class EvaluationGraph(LayerGraph):
     def replay(self, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> Any:
         """Replay on ``args`` and ``kwargs``, which must fit, and return copies of the outputs."""
         self._dispatcher.restore()
+        # Nobody says which micro-batch this is where the model is called without a schedule, and weights that training
+        # has quantized are those of before the optimizer's step.
+        kwargs["is_first_microbatch"] = True
         return tree_map_only(torch.Tensor, torch.clone, super().replay(args, kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:

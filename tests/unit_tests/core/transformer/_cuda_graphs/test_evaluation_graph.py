@@ -136,6 +136,13 @@ def test_a_replay_sets_the_token_dispatcher_as_capture_has(layer):
     assert dispatcher.hidden_shape == (8, 2)
 
 
+@pytest.mark.parametrize("said", [{}, {"is_first_microbatch": False}])
+def test_no_replay_reads_weights_that_training_has_quantized(graph, said):
+    graph.replay((HIDDEN,), said)
+    ((_, given),) = graph.graphed.calls
+    assert given["is_first_microbatch"] is True
+
+
 def test_a_replay_returns_tensors_that_the_next_one_leaves_alone(graph):
     first, none = graph.replay((HIDDEN,), {})
     graph.replay((HIDDEN,), {})
