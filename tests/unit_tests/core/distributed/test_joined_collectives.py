@@ -1,6 +1,7 @@
 """te/joined_collectives: all ranks are asked before each collective outside of stream captures, once."""
 
 import re
+import threading
 from contextlib import ExitStack, contextmanager
 from unittest import mock
 
@@ -79,6 +80,16 @@ def test_a_group_of_one_rank_asks_no_one(ranks):
     assert not join.called
 
 
+def test_another_thread_asks_no_one(group):
+    join, launched = mock.Mock(), mock.Mock()
+    with in_place_of_torch(["allreduce"], launched), joined_collectives(join):
+        thread = threading.Thread(target=group.allreduce)
+        thread.start()
+        thread.join()
+    assert launched.called
+    assert not join.called
+
+
 @pytest.mark.parametrize("operation", [dist.all_reduce, lambda tensor: dist.all_reduce(tensor, async_op=True).wait()])
 def test_calls_of_torch_distributed_are_met_in_backward_passes_too(group, operation):
     class Reduced(torch.autograd.Function):
@@ -117,6 +128,19 @@ class TestBatches:
         with in_place_of_torch(self.METHODS, begun), joined_collectives(refuse), pytest.raises(Fault):
             group._start_coalescing(torch.device("cpu"))
         assert not begun.called
+
+    @pytest.mark.parametrize("begins", [False, True])
+    def test_torch_forgets_one_that_an_exception_leaves_open(self, group, begins):
+        join = mock.Mock(side_effect=None if begins else Fault)
+        with (
+            in_place_of_torch(self.METHODS, mock.Mock()),
+            pytest.raises(Fault),
+            joined_collectives(join),
+            dist._coalescing_manager(group, torch.device("cpu")),
+        ):
+            raise Fault
+        assert join.call_count == 1
+        assert group not in dist.distributed_c10d._world.pg_coalesce_state
 
     def test_other_groups_are_met_meanwhile(self, group):
         join, other = mock.Mock(), dist.new_group([0, 1])

@@ -10,13 +10,14 @@ collectives do not pass here; neither megatron-core nor TransformerEngine has an
 without process groups: TransformerEngine's userbuffers (``--tp-comm-overlap``), DeepEP.
 """
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import wraps
 from typing import Any
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, distributed_c10d
 
 from ..launches import launches_of
 
@@ -39,16 +40,28 @@ def joined_collectives(join: Callable[[], object]) -> Iterator[None]:
             this one.
     """
     batches: set[ProcessGroup] = set()  # groups with an open batch, which is launched as a whole
+    thread = threading.get_ident()
+
+    def joins(group: ProcessGroup) -> bool:
+        # Other threads than this one and autograd's have nothing to do with the capture.
+        of_capture = threading.get_ident() == thread or torch._C._current_graph_task_id() != -1
+        return of_capture and group.size() > 1 and not torch.cuda.is_current_stream_capturing()
+
     with ExitStack() as stack:
+        stack.callback(_forget, batches)
         for name in (*_COLLECTIVES, *_BETWEEN_TWO, _BEGIN_BATCH, _END_BATCH):
             call = getattr(ProcessGroup, name)
             stack.callback(setattr, ProcessGroup, name, call)
-            setattr(ProcessGroup, name, _joined(name, call, join, batches))
+            setattr(ProcessGroup, name, _joined(name, call, joins, join, batches))
         yield
 
 
 def _joined(
-    name: str, call: Callable[..., Any], join: Callable[[], object], batches: set[ProcessGroup]
+    name: str,
+    call: Callable[..., Any],
+    joins: Callable[[ProcessGroup], bool],
+    join: Callable[[], object],
+    batches: set[ProcessGroup],
 ) -> Callable[..., Any]:
     """Return what takes the place of the method ``call`` of process groups."""
 
@@ -56,15 +69,22 @@ def _joined(
     def launch(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
         if name == _END_BATCH:
             batches.discard(group)
-        elif group not in batches and group.size() > 1 and not torch.cuda.is_current_stream_capturing():
-            join()
+        elif group not in batches:
             if name == _BEGIN_BATCH:
                 batches.add(group)
-            elif name in _COLLECTIVES:
-                return _launch_surely(call, group, args, kwargs)
+            if joins(group):
+                join()
+                if name in _COLLECTIVES:
+                    return _launch_surely(call, group, args, kwargs)
         return call(group, *args, **kwargs)
 
     return launch
+
+
+def _forget(batches: set[ProcessGroup]) -> None:
+    """Let torch forget batches that an exception left open, or it would collect later collectives in them."""
+    for group in batches:
+        distributed_c10d._world.pg_coalesce_state.pop(group, None)
 
 
 def _launch_surely(call: Callable[..., Any], group: ProcessGroup, args: Any, kwargs: Any) -> Any:
