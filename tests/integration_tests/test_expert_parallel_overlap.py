@@ -50,7 +50,12 @@ IN_TURN: list[dict[str, Any]] = [
     {**PARTS, **case}
     for case in (
         *({}, {"mtp": 1}, {"tied": False}),
-        *({"strategy": "no_shard"}, {"strategy": "optim"}, {"strategy": "optim_grads", "mtp": 1}),
+        *(
+            {"strategy": "no_shard"},
+            {"strategy": "optim"},
+            {"strategy": "optim_grads"},
+            {"strategy": "optim_grads", "mtp": 1},
+        ),
     )
 ]
 SHARDED += IN_TURN

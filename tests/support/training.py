@@ -70,10 +70,12 @@ class Training:
         from megatron.core import parallel_state
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
         from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
         from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
         self.case = case
-        # their tensors have an element for each layer of the model before
+        # their tensors have an element for each layer of the model before, or the shape of its optimizer's scale
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None
         destroy_moe_metrics_tracker()
         MTPLossLoggingHelper.tracker.clear()
         parallel_state.set_virtual_pipeline_model_parallel_world_size(case.virtual)

@@ -52,7 +52,9 @@ class CapturedModel:
         from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
         from megatron.core.transformer.moe.moe_logging import destroy_moe_metrics_tracker
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
 
+        MoEAuxLossAutoScaler.main_loss_backward_scale = None  # it has the shape that an optimizer gave it
         destroy_moe_metrics_tracker()  # its tensors have an element for each layer of the model before
         model_parallel_cuda_manual_seed(1234, use_cudagraphable_rng=True, force_reset_rng=True)
         calculator.unset_num_microbatches_calculator()

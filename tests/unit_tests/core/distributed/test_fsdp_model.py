@@ -15,6 +15,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer impo
     AllGatherPipeline,
     GradReducePipeline,
 )
+from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
 from megatron.core.transformer._cuda_graphs.engine import sanitizer
 
 from .captured_training import WARMED_UP, CapturedModel, captured, graphed, in_use
@@ -195,14 +196,12 @@ def test_a_gradient_bucket_outside_of_units_that_would_go_elsewhere_is_an_error(
     with captured(graphed(MODEL)) as training:
         bucket = outside(training.fsdp)[0][0]
         buffer = training.fsdp.param_and_grad_buffer.parameter_groups[bucket].main_grad_buffer
-        fetch = buffer.fetch_bucket
-
-        def elsewhere(**options):
-            found = fetch(**options)
-            found.data = found.data.clone()
-            return found
-
-        with mock.patch.object(buffer, "fetch_bucket", elsewhere), pytest.raises(MovedBufferError, match="gradients"):
+        dtype = training.fsdp.mp_policy.grad_comm_dtype
+        address = buffer.fetch_bucket(dtype=dtype).data.data_ptr()
+        buffer.free_bucket_storage()
+        memory = get_global_memory_buffer().buffer
+        elsewhere = {name: one.clone() for name, one in memory.items() if one.data_ptr() == address}
+        with mock.patch.dict(memory, elsewhere), pytest.raises(MovedBufferError, match="gradients"):
             training.step()
 
 
@@ -226,7 +225,7 @@ def test_the_sanitizer_looks_at_shards_and_gradients_of_all_buckets(ranks):
         groups = training.fsdp.param_and_grad_buffer.parameter_groups
         shards = [buffer.data for group in groups for buffer in (group.model_weight_buffer, group.main_grad_buffer)]
         gradients = training.fsdp.fsdp_hooks.model_passes._grads
-        assert set(looked_at) == {shard.data_ptr() for shard in shards} | set(gradients)
+        assert set(looked_at) == {shard.data_ptr() for shard in shards} | set(gradients._buffers)
         assert in_use(training.fsdp) == [{}, {}]
 
 

@@ -2,16 +2,16 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 from megatron_fsdp_cuda_graphs.overlay import upstream
 
+from .bucket_places import BucketPlaces
 from .fsdp_dropped_collectives import drop_collectives
 from .fsdp_recorded_collectives import TO_GATHER
-from .fsdp_unit import ADVICE, Unit
+from .fsdp_unit import Unit
 from .fsdp_unit_plan import UnitPlan
 from .gradient_storages import GradientStorages
 
@@ -51,8 +51,7 @@ class UnitChain:
         groups = enumerate(self._fsdp.param_and_grad_buffer.parameter_groups)
         in_units = {bucket for bucket, group in groups if group.fsdp_unit_id is not None}
         self._holds_all_units = in_units == set(self._buckets)
-        self._weights: dict[int, Any] = {}  # by address: a buffer that is gathered to it
-        self._grads: dict[int, Any] = {}  # by address: what fetches a bucket that is there, and what frees it
+        self._weights, self._grads = BucketPlaces("gather parameters to"), BucketPlaces("write gradients to")
 
     @contextmanager
     def recording(self, phase: Literal["forward", "backward"]) -> Iterator[None]:
@@ -95,11 +94,9 @@ class UnitChain:
         gathers, reductions = self._fsdp.all_gather_pipeline, self._fsdp.grad_reduce_pipeline
         dtype = reductions.buffer.mp_policy.grad_comm_dtype
         for bucket in self._buckets:
-            weights = gathers.get_fsdp_buffer(bucket)
-            self._weights.setdefault(address_in(weights, None), weights)
+            self._weights.note(gathers.get_fsdp_buffer(bucket))
             if bucket in reductions.bucket_status:
-                grads = reductions.get_fsdp_buffer(bucket)
-                self._grads.setdefault(address_in(grads, dtype), grads)
+                self._grads.note(reductions.get_fsdp_buffer(bucket), dtype)
 
     def before_forward(self) -> None:
         """Make sure that the double buffer is free, and where it was at capture.
@@ -111,8 +108,7 @@ class UnitChain:
 
     def _release_double_buffer(self) -> None:
         self._release()
-        for address, buffer in self._weights.items():
-            _check(address, address_in(buffer, None), "gather parameters to")
+        self._weights.check()
 
     def before_backward(self) -> None:
         """The same for the backward pass, and for the gradients' double buffer.
@@ -125,9 +121,7 @@ class UnitChain:
         if any(groups[bucket].fsdp_unit_id is not None for _, _, bucket in reductions.grad_reduce_queue):
             reductions.wait_for_previous_grad_reduce(0)
         self._release_double_buffer()
-        dtype = reductions.buffer.mp_policy.grad_comm_dtype
-        for address, buffer in self._grads.items():
-            _check(address, address_in(buffer, dtype), "write gradients to")
+        self._grads.check()
 
     def after_backward(self) -> None:
         """Note that the gradients of all units have been reduced, and their backward pass is over."""
@@ -148,15 +142,3 @@ class UnitChain:
         for bucket in self._buckets:
             if gathers.bucket_status[bucket, False] not in TO_GATHER:  # prefetched by a unit outside of the chain
                 gathers.release_bucket(bucket, False)
-
-
-def address_in(buffer: Any, dtype: torch.dtype | None) -> int:
-    """Where ``buffer`` would put a bucket now."""
-    address: int = buffer.fetch_bucket(dtype=dtype).data.data_ptr()
-    buffer.free_bucket_storage()
-    return address
-
-
-def _check(captured: int, now: int, what: str) -> None:
-    if now != captured:
-        raise MovedBufferError(f"CUDA graphs {what} {captured:#x}; now it would be {now:#x}. {ADVICE}")

@@ -57,12 +57,14 @@ class GraphedUnits:
 
     Attributes:
         capturing: Whether graphs are being captured now. Gradients computed during capture are meaningless.
+        evaluated: The modules whose graphs for evaluation are being captured now.
         chained: The modules that run as parts of a chain.
         recorded_chain: The chain that is being recorded now, or None. Its units' collectives are recorded too.
     """
 
     def __init__(self, fsdp: torch.nn.Module, units: Mapping[torch.nn.Module, Unit]):
         self.capturing = False
+        self.evaluated: frozenset[torch.nn.Module] = frozenset()
         self.chained: set[torch.nn.Module] = set()
         self.recorded_chain: UnitChain | None = None
         self._units = units
@@ -121,18 +123,18 @@ class GraphedUnits:
         No parameter of a unit is gathered and no collective in flight at either end. Gradients stay as they are, and so
         do gathered parameters outside of units: a backward pass that is still to come may read them.
         """
-        fsdp = self._fsdp
+        fsdp, modules = self._fsdp, list(modules)
         fsdp._replace_param_with_raw_if_needed()
-        self._uncaptured = self._other_units(list(modules))
+        self._uncaptured = self._other_units(modules)
         self._release_units()
-        self.capturing = True
+        self.capturing, self.evaluated = True, frozenset(modules)
         try:
             yield
         except BaseException:
             take_back_unlaunched(fsdp)
             raise
         finally:
-            self.capturing = False
+            self.capturing, self.evaluated = False, frozenset()
             self._release_units()
 
     def _release_units(self) -> None:

@@ -280,7 +280,7 @@ class FsdpHooks:
         )
         if not fine_grained and module in self._fsdp_units:
             return self._fsdp_units[module].params
-        if fine_grained and direction == "forward" and _may_replay_evaluation(module):
+        if direction == "forward" and (module in self.graphed.evaluated or _may_replay_evaluation(module)):
             return self.graphed.params_of(module)
         whole = fine_grained and isinstance(module, fsdp.fine_grained_recurse_module_types)
         return list(module.parameters(recurse=whole))
@@ -658,7 +658,9 @@ class FsdpHooks:
             return None
         replayed = {} if self._forward_was_eager or handler != self.start_backward else {"replayed": True}
         handler = partial(handler, module, **replayed)
-        if type(output) is tuple and _are_leaves(output):
+        if torch.is_tensor(output):
+            output = output.view_as(output)
+        elif type(output) is tuple and _are_leaves(output):
             output = tuple(map(_view_of, output))
         else:
             output = tree_map(_view_of, output)

@@ -9,7 +9,7 @@ import torch
 from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
 from megatron_fsdp_cuda_graphs.overlay import upstream
 
-from .fsdp_chain import UnitChain, address_in
+from .fsdp_chain import UnitChain
 from .fsdp_dropped_collectives import take_back_unlaunched
 from .fsdp_unit import ADVICE, Unit
 from .fsdp_unit_plan import GroupGather
@@ -102,8 +102,7 @@ class WholeModel(UnitChain):
         dtype = reductions.buffer.mp_policy.grad_comm_dtype
         for bucket in self._outside:
             if bucket in reductions.bucket_status:
-                grads = reductions.get_fsdp_buffer(bucket)
-                self._grads.setdefault(address_in(grads, dtype), grads)
+                self._grads.note(reductions.get_fsdp_buffer(bucket), dtype)
         params = self._params_outside
         self._guard = AddressGuard(lambda: params, lambda i: name[params[i]], ADVICE)
 
