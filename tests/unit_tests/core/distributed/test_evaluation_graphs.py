@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from .captured_training import CapturedTraining, graphed, in_use, trained
+from .fsdp_variants import FINE_FORWARD, Variant
 
 PARTS_OF_MOE = ("attn", "moe_router", "moe_preprocess")
 
@@ -127,9 +128,11 @@ def gathered(training):
     return [number for number, own in enumerate(buckets) if any(status[bucket, False] is not empty for bucket in own)]
 
 
+@pytest.mark.parametrize("options", [{}, FINE_FORWARD], ids=["layers gather", "modules gather"])
 @pytest.mark.parametrize("layers_per_graph", [None, 1])
-def test_while_a_layer_is_captured_for_evaluation_no_other_is_gathered(one_rank, layers_per_graph):
-    training = CapturedTraining(graphed(layers_per_graph))
+def test_while_a_layer_is_captured_for_evaluation_no_other_is_gathered(one_rank, layers_per_graph, options):
+    case = graphed(layers_per_graph)
+    training = CapturedTraining(case, variant=Variant(case, fsdp=options))
     fsdp = training.fsdp
     fsdp._replace_param_with_raw_if_needed()
     for layer in training.layers[1:]:
