@@ -35,7 +35,7 @@ OPTIONS.append(("--layers-per-graph", "1", "--tp", "2", "--case", SEQUENCE_PARAL
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
 def test_a_fault_is_an_error_on_every_rank_and_leaves_nothing_behind(tmp_path, options):
     (result,) = inject_faults("--stride", "151", *options, ranks=2, folder=tmp_path)
-    assert result["problems"] == []
+    assert not result["problems"], str(result["problems"])[:4000]
     assert sum(result["attempts"].values()) >= 40
     assert result["passed"] == result["attempts"]
     assert result["replays_at_the_end"] > 0

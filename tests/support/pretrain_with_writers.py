@@ -7,6 +7,7 @@ import json
 import os
 import runpy
 import sys
+from importlib.machinery import ModuleSpec
 from types import ModuleType
 from unittest import mock
 
@@ -38,7 +39,9 @@ def main():
     tensorboard, wandb = ModuleType("torch.utils.tensorboard"), ModuleType("wandb")
     vars(tensorboard).update(SummaryWriter=SummaryWriter)
     vars(wandb).update(init=mock.Mock(), finish=mock.Mock(), log=log, config=mock.Mock())
-    sys.modules |= {module.__name__: module for module in (tensorboard, wandb)}
+    for module in (tensorboard, wandb):
+        module.__spec__ = ModuleSpec(module.__name__, None)  # who looks whether it is installed reads this
+        sys.modules[module.__name__] = module
     cuda_graph_scalars.PAUSE = 0  # steps are short here
     sys.path.insert(0, str(SCRIPT.parent))
     runpy.run_path(str(SCRIPT), run_name="__main__")

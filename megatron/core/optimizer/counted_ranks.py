@@ -34,12 +34,10 @@ class CountedRanks:
         groups = [group for buffer in buffers for group in buffer.parameter_groups if group.is_expert_param]
         self._experts = {param for group in groups for param in group.params}
         self._index = index
-        sharing = index.get_dp_group(is_expert_parallel=True)  # also in pipeline stages without experts
-        self.replicated = (
-            config.data_parallel_sharding_strategy == "no_shard"
-            and sharing is not None
-            and _ranks(sharing) != _ranks(index.get_dp_group())
-        )
+        sharing = None
+        if config.data_parallel_sharding_strategy == "no_shard":
+            sharing = index.get_dp_group(is_expert_parallel=True)  # also in pipeline stages without experts
+        self.replicated = sharing is not None and _ranks(sharing) != _ranks(index.get_dp_group())
         self.group = group
         if self.replicated:
             self.group = _spanned(group, index.get_dp_group())
