@@ -27,19 +27,11 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_cuda_graphs import cpu_backend
+from tests.support.rank_backend import on_cpu  # isort: split
 
-on_cpu = cpu_backend.installed() or not torch.cuda.is_available()  # the backend's torch.cuda is available too
-if on_cpu:
-    torch.set_num_threads(1)
-    cpu_backend.install()
-
-from tests.support.stand_ins import fused_weight_gradient_mlp_cuda  # noqa: E402
-
-sys.modules.setdefault("fused_weight_gradient_mlp_cuda", fused_weight_gradient_mlp_cuda)
-
-from tests.support.case import Case  # noqa: E402
-from tests.support.controls import CONTROLS  # noqa: E402
-from tests.support.training import Trace, train  # noqa: E402
+from tests.support.case import Case
+from tests.support.controls import CONTROLS
+from tests.support.training import Trace, train
 
 
 def main() -> None:

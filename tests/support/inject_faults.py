@@ -40,16 +40,12 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_fsdp_cuda_graphs import cpu_backend
+from tests.support.rank_backend import on_cpu  # isort: split
 
-on_cpu = cpu_backend.installed() or not torch.cuda.is_available()  # the backend's torch.cuda is available too
-if on_cpu:
-    torch.set_num_threads(1)
-    cpu_backend.install()
-
-from benchmarks.results_file import command_line, write_results  # noqa: E402
-from tests.support.case import Case  # noqa: E402
-from tests.support.controls import training_state  # noqa: E402
-from tests.support.training import Trace, Training, train  # noqa: E402
+from benchmarks.results_file import command_line, write_results
+from tests.support.case import Case
+from tests.support.controls import training_state
+from tests.support.training import Trace, Training, train
 
 LIMIT = 60.0  # seconds
 STEPS_BETWEEN = 25  # attempts between two steps

@@ -21,20 +21,12 @@ import torch
 import torch.distributed as dist
 
 from megatron_fsdp_cuda_graphs import cpu_backend
+from tests.support.rank_backend import on_cpu  # isort: split
 
-on_cpu = cpu_backend.installed() or not torch.cuda.is_available()  # the backend's torch.cuda is available too
-if on_cpu:
-    torch.set_num_threads(1)
-    cpu_backend.install()
-
-from tests.support.stand_ins import fused_weight_gradient_mlp_cuda  # noqa: E402
-
-sys.modules.setdefault("fused_weight_gradient_mlp_cuda", fused_weight_gradient_mlp_cuda)
-
-from benchmarks.results_file import command_line, write_results  # noqa: E402
-from tests.support.case import Case  # noqa: E402
-from tests.support.first_difference import Run, Sums, first_difference  # noqa: E402
-from tests.support.training import Training  # noqa: E402
+from benchmarks.results_file import command_line, write_results
+from tests.support.case import Case
+from tests.support.first_difference import Run, Sums, first_difference
+from tests.support.training import Training
 
 
 def gradients(training: Training) -> Sums:
