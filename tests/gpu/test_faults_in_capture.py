@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.support.gpus import GPUS
+from tests.support.gpus import DETERMINISTIC, GPUS
 from tests.support.kill_a_rank import LAUNCHED, killed_in_mid_replay
 from tests.support.launch import inject_faults
 
@@ -22,7 +22,7 @@ SEQUENCE_PARALLEL = json.dumps(
         "dtype": "bf16",
         "hidden": 64,
         "heads": 4,
-        "sequence": 32,
+        "sequence": 128,  # with 32 TransformerEngine takes another attention kernel under capture
     }
 )
 
@@ -34,7 +34,7 @@ OPTIONS.append(("--layers-per-graph", "1", "--tp", "2", "--case", SEQUENCE_PARAL
 
 @pytest.mark.parametrize("options", OPTIONS, ids=" ".join)
 def test_a_fault_is_an_error_on_every_rank_and_leaves_nothing_behind(tmp_path, options):
-    (result,) = inject_faults("--stride", "151", *options, ranks=2, folder=tmp_path)
+    (result,) = inject_faults("--stride", "151", *options, ranks=2, folder=tmp_path, environment=DETERMINISTIC)
     assert not result["problems"], str(result["problems"])[:4000]
     assert sum(result["attempts"].values()) >= 40
     assert result["passed"] == result["attempts"]

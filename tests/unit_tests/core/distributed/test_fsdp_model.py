@@ -66,6 +66,52 @@ def test_no_hook_inside_the_model_runs_in_a_replay(ranks):
         assert modules == {training.fsdp.module}
 
 
+def test_a_replayed_pass_has_no_hook_at_its_output(ranks):
+    with captured(graphed(MODEL)) as training:
+        hooks = training.fsdp.fsdp_hooks
+        training.step()
+        with (
+            mock.patch.object(torch.autograd.graph, "register_multi_grad_hook") as hooked,
+            mock.patch.object(hooks, "finish_backward", wraps=hooks.finish_backward) as ended,
+        ):
+            training.step()
+        assert (hooked.call_count, ended.call_count) == (0, 1)
+
+
+def main_grads(training):
+    return [group.main_grad_buffer.data.clone() for group in training.fsdp.param_and_grad_buffer.parameter_groups]
+
+
+def test_a_pass_in_evaluation_mode_with_gradients_is_complete(ranks):
+    with captured(graphed(MODEL)) as training:
+        training.step()
+        assert training.helper.model_graphs is not None
+        passes = training.helper.model_graphs.passes
+        replayed, replays = main_grads(training), passes.replays
+        training.model.eval()
+        hooks = training.fsdp.fsdp_hooks
+        with mock.patch.object(hooks, "_expect_gradients", wraps=hooks._expect_gradients) as expected:
+            training.step()
+        assert (passes.replays, expected.call_count) == (replays, 1)
+        assert all(torch.equal(*each) for each in zip(main_grads(training), replayed, strict=True))
+
+
+def test_buckets_are_reset_after_eager_passes_only(ranks):
+    with captured(graphed(MODEL)) as training:
+        training.step()
+        pipeline = training.fsdp.grad_reduce_pipeline
+        with mock.patch.object(pipeline, "reset", wraps=pipeline.reset) as reset:
+            training.step()
+            assert not reset.called
+            training.model.eval()
+            training.step()
+            assert reset.called
+            training.model.train()
+            reset.reset_mock()
+            training.step()
+            assert not reset.called
+
+
 def test_parameters_outside_of_units_are_gathered_once_in_a_step(ranks):
     with captured(graphed(MODEL, microbatches=3)) as training:
         training.step()

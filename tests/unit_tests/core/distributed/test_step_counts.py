@@ -91,10 +91,10 @@ def counts(layers, **case):
 @pytest.mark.parametrize(
     ("case", "of_two_layers", "of_a_layer"),
     [
-        ({}, Counts(420, 74, 2), Counts(14, 1, 0)),
-        ({"layers_per_graph": -1}, Counts(205, 25, 3), Counts(9, 1, 0)),
-        ({"layers_per_graph": 1}, Counts(630, 86, 10), Counts(155, 10, 5)),
-        (MOE, Counts(1000, 224, 16), Counts(345, 80, 8)),
+        ({}, Counts(355, 74, 2), Counts(14, 1, 0)),
+        ({"layers_per_graph": -1}, Counts(120, 25, 3), Counts(4, 1, 0)),
+        ({"layers_per_graph": 1}, Counts(615, 86, 10), Counts(155, 10, 5)),
+        (MOE, Counts(985, 224, 16), Counts(345, 80, 8)),
     ],
     ids=["dense, all layers in one graph", "dense, the whole model", "dense, a graph for each layer", "MoE"],
 )

@@ -75,6 +75,7 @@ class FsdpHooks:
         graphed: The units that run as CUDA graphs, and whether capture is under way.
         awaiting_gradient: Parameters whose gradient this backward pass has not handled yet.
         in_backward: Whether a backward pass of the model is in progress.
+        backward_was_eager: Whether any since the last step was more than a replay of the whole model's graph.
         module_names: The name of each module in the model, for profiles.
         model_passes: The owner of graphs of the whole model's passes; None without such graphs.
         before_evaluation: Called once with the arguments of the model, and forgotten, before the next forward pass in
@@ -89,8 +90,9 @@ class FsdpHooks:
         self.in_backward = False
         self.module_names: dict[torch.nn.Module, str] = {}
         self.model_passes: WholeModel | None = None
-        self._forward_was_eager = True  # the last one of training; otherwise a replay of the whole model's graph
+        self._forward_was_eager = True  # the last one with gradients; otherwise a replay of the whole model's graph
         self._expects_gradients = False  # the backward pass that is open
+        self.backward_was_eager = True
         self.before_evaluation: list[Callable[[tuple, dict[str, Any]], object]] = []
         self._trainable: dict[torch.nn.Parameter, None] = {}  # an ordered set, whose hashes are known
         self._outside_layers: frozenset[torch.nn.Parameter] = frozenset()
@@ -98,6 +100,7 @@ class FsdpHooks:
         self._caller_ends_backward = False
         self._in_parts = False
         self._unit_types = tuple(fsdp.fsdp_unit_modules)
+        self._has_float8_params = False
         self._shards_params = fsdp.data_parallel_sharding_strategy == "optim_grads_params"
 
     def __deepcopy__(self, memo: dict) -> "FsdpHooks":
@@ -133,6 +136,7 @@ class FsdpHooks:
                 self._register_other(name, module)
         self._register_root(root, last)
         groups = fsdp.param_and_grad_buffer.parameter_groups
+        self._has_float8_params = any(is_float8tensor(param) for group in groups for param in group.params)
         self._trainable = dict.fromkeys(param for group in groups if group.requires_grad for param in group.params)
         layers = [module for module in self.module_names if isinstance(module, LAYERS)]
         self._outside_layers = frozenset(self._trainable).difference(*(layer.parameters() for layer in layers))
@@ -255,10 +259,13 @@ class FsdpHooks:
     def _gather(
         self, module: torch.nn.Module, direction: Literal["forward", "backward"], *, prefetch: bool = True
     ) -> None:
+        params = self._parameters_to_gather(module, direction)
+        if not params:
+            return
         backward = direction == "backward"
         gather = partial(
             self.fsdp.all_gather_and_wait_parameters_ready,
-            self._parameters_to_gather(module, direction),
+            params,
             prefetch_order=PrefetchOrder.BACKWARD_PASS_ORDER if backward else PrefetchOrder.FORWARD_PASS_ORDER,
             bwd=backward,
         )
@@ -341,9 +348,10 @@ class FsdpHooks:
     @runs_outside_graphs
     def release_transpose_cache(self, module: torch.nn.Module, args: tuple = (), output: Any = None) -> None:
         """Drop the FP8 transposes that ``module``'s own parameters cached in forward."""
-        for param in module.parameters(recurse=False):
-            if is_float8tensor(param):
-                fp8_discard_transpose_cache(param)
+        if self._has_float8_params:
+            for param in module.parameters(recurse=False):
+                if is_float8tensor(param):
+                    fp8_discard_transpose_cache(param)
 
     # --------------------------------------------------------------------------------------------------- gradients
 
@@ -528,7 +536,7 @@ class FsdpHooks:
 
     def _expect_gradients(self) -> None:
         fsdp = self.fsdp
-        self._expects_gradients = True
+        self._expects_gradients = self.backward_was_eager = True
         groups = fsdp.param_and_grad_buffer.parameter_groups
         if self._shards_params:
             self._set_training_states(TrainingState.PRE_BACKWARD)
@@ -563,7 +571,7 @@ class FsdpHooks:
             if self._accumulate_and_reduce(rest):
                 fsdp.grad_reduce_pipeline.reset()
         self.in_backward = self._in_parts = self._expects_gradients = False
-        fsdp.microbatch_count += 1
+        fsdp.__dict__["microbatch_count"] += 1  # bypasses Module.__setattr__, which is slow
         if fsdp.model_auto_sync:
             fsdp.finish_grad_sync()
 
@@ -579,7 +587,7 @@ class FsdpHooks:
         """
         if self.in_backward and not self._caller_ends_backward and torch._C._current_graph_task_id() == -1:
             self._drop_unfinished_backward()
-        if self.fsdp.training and torch.is_grad_enabled():
+        if torch.is_grad_enabled():
             self._forward_was_eager = True
         if self.before_evaluation and not (self.fsdp.training or self.in_backward) and may_replay_evaluation():
             expecting, self.before_evaluation = self.before_evaluation, []
@@ -656,8 +664,7 @@ class FsdpHooks:
         """
         if self._runs_around_replays(handler, module):
             return None
-        replayed = {} if self._forward_was_eager or handler != self.start_backward else {"replayed": True}
-        handler = partial(handler, module, **replayed)
+        handler = partial(handler, module)
         if torch.is_tensor(output):
             output = output.view_as(output)
         elif type(output) is tuple and _are_leaves(output):
@@ -672,6 +679,8 @@ class FsdpHooks:
 
     def _runs_around_replays(self, handler: Callable, module: torch.nn.Module) -> bool:
         """Whether the replay of the backward graph of ``module`` calls ``handler`` itself."""
+        if handler == self.start_backward:
+            return not self._forward_was_eager
         sink = self._sinks.get(module)
         if sink is None or not sink.whole or self.graphed.plan(module) is None:
             return False

@@ -146,6 +146,15 @@ class WholeModel(UnitChain):
             self._guard.check()
         self._hooks.forward_is_replayed()
 
+    def before_backward(self) -> None:
+        """Open the backward pass, and make sure that all buffers are free, and where they were at capture.
+
+        Raises:
+            MovedBufferError: one is not.
+        """
+        self._hooks.start_backward(None, replayed=True)
+        super().before_backward()
+
     def captured_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return with their names the shards of weights and gradients, and where buckets are while they are in use."""
         reductions = self._fsdp.grad_reduce_pipeline

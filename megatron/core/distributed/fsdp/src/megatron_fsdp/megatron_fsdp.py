@@ -58,7 +58,9 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         if self._zeroed_gradients.are_zero():
             return
         self.fsdp_hooks.before_step()
-        for param in self._model_parameters():
+        swap = self._parameter_swap
+        params = self.module.parameters() if swap is None else swap.params(self.is_param_fsdp_distributed)
+        for param in params:
             if param.requires_grad:
                 param.grad_added_to_main_grad = False
         self.param_and_grad_buffer.zero_grad()
@@ -92,6 +94,18 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             self.param_and_grad_buffer.unsharded_gradients.scale()
         super().attach_grad_to_optimizer_state()
 
+    def synchronize_gradient_reduce(self) -> None:
+        """Finish the reduction of gradients; see megatron-core, which then also resets every bucket.
+
+        Replays of the whole model have used none.
+        """
+        hooks = self.fsdp_hooks
+        if hooks.model_passes is None or hooks.backward_was_eager:
+            super().synchronize_gradient_reduce()
+            hooks.backward_was_eager = False
+        else:
+            self.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
+
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Finish the reduction of gradients, and give them to the optimizer; see megatron-core."""
         self._zeroed_gradients.written()
@@ -110,10 +124,12 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         """
         if self.is_param_fsdp_distributed == distributed:
             return
-        if self._parameter_swap is not None:
-            if self._parameter_swap.holds(not distributed):
-                self._parameter_swap.to(distributed)
-                self.is_param_fsdp_distributed = distributed
+        swap = self._parameter_swap
+        if swap is not None:
+            # Looking costs the host time, and only the optimizer runs between the one exchange and the other.
+            if not distributed or swap.holds_raw():
+                swap.to(distributed)
+                self.__dict__["is_param_fsdp_distributed"] = distributed  # bypasses Module.__setattr__, which is slow
                 return
             self._parameter_swap, self._exchanged = None, frozenset()
         exchange_by_name()
@@ -121,11 +137,6 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         if len(self._exchanged) == 2:
             optimizers = dict(self.param_and_grad_buffer.optimizer_named_parameters)
             self._parameter_swap = ParameterSwap(self.module, self.raw_param, optimizers)
-
-    def _model_parameters(self) -> Iterable[torch.nn.Parameter]:
-        """The distinct parameters that the model holds now."""
-        swap, distributed = self._parameter_swap, self.is_param_fsdp_distributed
-        return swap.params(distributed) if swap is not None and swap.holds(distributed) else self.module.parameters()
 
     def capture_graphs(
         self, modules: Iterable[torch.nn.Module], keep_buckets: bool = False
