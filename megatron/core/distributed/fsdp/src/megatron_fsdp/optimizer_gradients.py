@@ -15,7 +15,7 @@ class OptimizerGradients:
     """The gradient of each parameter of an optimizer: a shard of the main gradients, or that shard in another dtype.
 
     megatron-core makes these views anew in every step, and casts each shard into new memory. Here the views are kept,
-    and the casts have memory from ``update`` to ``release``.
+    and the casts have memory from ``update`` to ``release``. Parameters of which this rank has no shard have none.
 
     Attributes:
         in_place: Whether a graph may read the gradients, so that they stay attached and at their addresses.
@@ -33,7 +33,7 @@ class OptimizerGradients:
         self._name = "decoupled_grad" if buffer.use_decoupled_grad else "grad"
         self._params = buffer.optimizer_named_parameters
         self._attached: list[tuple[torch.nn.Parameter, Any]] = []
-        grads, buffers = [], []
+        buffers = []
         cast: list[tuple[Any, Any, torch.Tensor]] = []
         sharded = buffer.bucketing_policy.data_parallel_sharding_strategy != "no_shard"
         for name, param in self._params:
@@ -42,13 +42,15 @@ class OptimizerGradients:
                 continue
             buffers.append(main_grads)
             grad = buffer.dist_main_grad[name]
-            grads.append(grad)
-            self._attached.append((param, grad if grad._local_tensor.numel() else None))
+            if not grad._local_tensor.numel():  # the optimizer sees None
+                continue
+            self._attached.append((param, grad))
             if grad._local_tensor.dtype != main_grads.data.dtype:
                 shard = main_grads.get_item(main_grads.param_idx[param.orig_param], only_shard=sharded)
                 cast.append((main_grads, grad, shard))
         self.storages = GradientStorages([] if in_place else [(bucket, grad) for bucket, grad, _ in cast])
-        self._grads, self._locals = grads, [grad._local_tensor for grad in grads]
+        self._grads = [grad for _, grad in self._attached]
+        self._locals = [grad._local_tensor for grad in self._grads]
         self._casts = PlannedCopies((grad._local_tensor.view(-1), shard) for _, grad, shard in cast)
         self._placement = Placement(dict.fromkeys(buffers))
 
@@ -61,7 +63,7 @@ class OptimizerGradients:
         )
 
     def update(self) -> None:
-        """Let every parameter have its gradient, with the value that the main gradients have now."""
+        """Let every parameter with a shard have its gradient, with the value that the main gradients have now."""
         self.in_place |= torch.cuda.is_current_stream_capturing()
         self.storages.allocate()
         self._casts.run()
