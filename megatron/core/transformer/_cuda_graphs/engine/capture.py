@@ -1,5 +1,6 @@
 """Records CUDA graphs over one memory pool, and recovers from captures that fail."""
 
+import ctypes
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
@@ -22,11 +23,35 @@ def recover_from_failed_capture(pool: tuple, capture: "Capture | None" = None) -
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
     # Only the end of a successful capture takes generators out of capture mode; an empty one will do.
+    record_nothing((capture or Capture(None)).new_graph())
+
+
+def record_nothing(graph: torch.cuda.CUDAGraph, pool: tuple | None = None) -> None:
+    """Begin and end a capture into ``graph``, on a stream of its own and over ``pool``; None for a new one."""
     with torch.cuda.stream(torch.cuda.Stream()), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the graph is empty
-        graph = (capture or Capture(None)).new_graph()
-        graph.capture_begin(capture_error_mode="thread_local")
+        _begin(graph, pool)
         graph.capture_end()
+
+
+def _begin(graph: torch.cuda.CUDAGraph, pool: tuple | None) -> None:
+    # "thread_local": threads that pin memory or watch NCCL may go on.
+    with _never_freed_after_an_error(graph):
+        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
+
+
+@contextmanager
+def _never_freed_after_an_error(graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    """Never free ``graph`` if the context, in which it is registered with generators, ends with an exception.
+
+    A registration allocates memory. If that fails, the graph knows the generator, and the generator does not know the
+    graph, for which torch ends the process when the graph is freed.
+    """
+    try:
+        yield
+    except BaseException:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
+        raise
 
 
 def reclaim_memory_of_other_streams() -> None:
@@ -59,7 +84,7 @@ class Capture:
         """Return an empty graph with every generator registered."""
         graph = torch.cuda.CUDAGraph()
         # Registration allocates tensors that outlive this graph and may be written outside inference mode later.
-        with torch.inference_mode(False):
+        with torch.inference_mode(False), _never_freed_after_an_error(graph):
             for generator in self._generators:
                 graph.register_generator_state(generator)
         return graph
@@ -72,9 +97,8 @@ class Capture:
             RuntimeError: something in the context cannot be captured.
         """
         reclaim_memory_of_other_streams()
-        # "thread_local": threads that pin memory or watch NCCL may go on.
         try:
-            graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+            _begin(graph, self.pool)
             yield
             graph.capture_end()
         except BaseException as error:

@@ -1,10 +1,11 @@
 """Keeps the memory pool of local graphs usable while no graph in it is alive."""
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+
+from ..engine.capture import record_nothing
 
 # By pool; an empty graph, which holds no memory.
 _placeholders: dict[tuple, torch.cuda.CUDAGraph] = {}
@@ -19,10 +20,7 @@ def hold_pool(pool: tuple) -> None:
     if pool in _placeholders:
         return
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.stream(torch.cuda.Stream()), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch warns that the graph is empty
-        graph.capture_begin(pool=pool, capture_error_mode="thread_local")
-        graph.capture_end()
+    record_nothing(graph, pool)
     _placeholders[pool] = graph
 
 

@@ -1,5 +1,8 @@
 """capture: graphs of one pool, and the state of the process after a capture that failed."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 
@@ -50,6 +53,27 @@ def test_a_capture_that_cannot_begin_or_end_leaves_the_next_alone(step, monkeypa
         y = x * 3
     graph.replay()
     assert y.tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize("step", ["register_generator_state", "capture_begin"])
+def test_a_graph_that_a_generator_may_not_know_is_never_freed(step, monkeypatch):
+    """torch ends the process when it is."""
+    graphs: list[weakref.ref] = []
+
+    def fail(graph, *args, **kwargs):
+        graphs.append(weakref.ref(graph))
+        raise torch.OutOfMemoryError
+
+    capture = Capture(None)
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda.CUDAGraph, step, fail)
+        with pytest.raises(torch.OutOfMemoryError), capture.recording(capture.new_graph()):
+            pass
+    gc.collect()
+    assert graphs
+    assert None not in [graph() for graph in graphs]
+    another = weakref.ref(capture.new_graph())
+    assert another() is None
 
 
 def test_the_error_of_a_capture_is_raised_though_nothing_can_be_cleaned_up(monkeypatch):
