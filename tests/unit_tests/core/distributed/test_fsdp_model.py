@@ -17,6 +17,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer impo
 )
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
 from megatron.core.transformer._cuda_graphs.engine import sanitizer
+from tests.support.training import _batches
 
 from .captured_training import WARMED_UP, CapturedModel, captured, graphed, in_use
 from .fsdp_variants import Variant, small
@@ -76,6 +77,27 @@ def test_a_replayed_pass_has_no_hook_at_its_output(ranks):
         ):
             training.step()
         assert (hooked.call_count, ended.call_count) == (0, 1)
+
+
+def test_a_replayed_backward_pass_runs_in_the_thread_that_calls_it(ranks):
+    with captured(graphed(MODEL)) as training:
+        has_threads = torch._C._is_multithreading_enabled
+        batch = next(_batches(training.case, 0))
+
+        def forward():
+            return training.model(batch.tokens, batch.positions, batch.mask, labels=batch.labels)
+
+        training.fsdp.zero_grad_buffer()
+        losses = forward()
+        assert not has_threads()
+        losses.float().mean().backward()
+        training.fsdp.finish_grad_sync()
+        assert has_threads()
+        forward()  # no backward pass follows
+        assert not has_threads()
+        training.model.eval()
+        forward()
+        assert has_threads()
 
 
 def main_grads(training):

@@ -20,6 +20,7 @@ around the module. They carry the sentinels by which ``megatron.core.transformer
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from functools import partial, wraps
 from types import MethodType
 from typing import Any, Literal
@@ -91,6 +92,7 @@ class FsdpHooks:
         self.module_names: dict[torch.nn.Module, str] = {}
         self.model_passes: WholeModel | None = None
         self._forward_was_eager = True  # the last one with gradients; otherwise a replay of the whole model's graph
+        self._without_threads = ExitStack()  # open while autograd runs in the thread that calls it
         self._expects_gradients = False  # the backward pass that is open
         self.backward_was_eager = True
         self.before_evaluation: list[Callable[[tuple, dict[str, Any]], object]] = []
@@ -587,6 +589,7 @@ class FsdpHooks:
         """
         if self.in_backward and not self._caller_ends_backward and torch._C._current_graph_task_id() == -1:
             self._drop_unfinished_backward()
+        self._without_threads.close()
         if torch.is_grad_enabled():
             self._forward_was_eager = True
         if self.before_evaluation and not (self.fsdp.training or self.in_backward) and may_replay_evaluation():
@@ -595,8 +598,17 @@ class FsdpHooks:
                 prepare(args, kwargs)
 
     def forward_is_replayed(self) -> None:
-        """Called within a forward pass that is a replay of the whole model's graph."""
+        """Called within a forward pass that is a replay of the whole model's graph.
+
+        Its backward pass runs in the thread that calls it: handing a loss and one replay over to autograd's thread, and
+        waiting for it, takes longer.
+        """
         self._forward_was_eager = False
+        self._without_threads.enter_context(torch.autograd.set_multithreading_enabled(False))
+
+    def passes_are_over(self) -> None:
+        """Called once the backward passes of a step are over: autograd has its threads again."""
+        self._without_threads.close()
 
     def before_step(self) -> None:
         """Called when gradients are zeroed; drops an unfinished backward pass."""

@@ -109,6 +109,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Finish the reduction of gradients, and give them to the optimizer; see megatron-core."""
         self._zeroed_gradients.written()
+        self.fsdp_hooks.passes_are_over()
         super().finish_grad_sync(force_all_reduce)
 
     def _replace_param_with_distributed_if_needed(self) -> None:
