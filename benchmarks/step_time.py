@@ -18,8 +18,9 @@ Variants:
 
 All variants of configurations with the same ranks run one after the other in the same processes, each with a fresh
 model, the same seed and the same data: first to take times, then again to be profiled. Every step's loss and gradient
-norm must equal the reference's bit for bit. The exit code is 1 where they do not, or where a run failed. Without a GPU
-it trains tiny models on the CPU backend, whose times mean nothing.
+norm must equal the reference's bit for bit. The exit code is 1 where they do not, or where a run failed. On a shared
+host a step that the host bounds takes up to half as long again in one launch as in the next: ``--launches`` compares
+several. Without a GPU it trains tiny models on the CPU backend, whose times mean nothing.
 """
 
 import argparse
@@ -39,6 +40,7 @@ from benchmarks._step_time.launch import run_plan  # noqa: E402
 from benchmarks._step_time.plan import PROFILED_STEPS, Run, plan  # noqa: E402
 from benchmarks._step_time.plot import plot  # noqa: E402
 from benchmarks._step_time.results import Results  # noqa: E402
+from benchmarks._step_time.spread import sentence  # noqa: E402
 from benchmarks.results_file import command_line, write_results  # noqa: E402
 
 CPU_NOTE = "CPU backend: these times say nothing about GPUs."
@@ -56,6 +58,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--variants", nargs="+", metavar="NAME[:VARIABLES[:FLAGS]]", help="default: all that can run")
     parser.add_argument("--steps", type=int, default=40, help="timed steps; times are of their second half")
     parser.add_argument("--expert-parallel", type=int, default=2, help="ranks over which C's experts are spread")
+    parser.add_argument(
+        "--launches", type=int, default=1, help="start the processes so often; times and ratios are medians over them"
+    )
     parser.add_argument("--no-profile", action="store_true", help="take times only")
     parser.add_argument("--top-python", type=int, default=40, help="Python functions that a profile lists")
     parser.add_argument("--stall-seconds", type=float, default=240, help="a run that takes longer has failed")
@@ -64,6 +69,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     args = parser.parse_args(arguments)
     if args.steps <= PROFILED_STEPS:
         parser.error(f"--steps must be more than {PROFILED_STEPS}")
+    if args.launches < 1:
+        parser.error("--launches must be at least 1")
     return args
 
 
@@ -88,21 +95,33 @@ class Benchmark:
         self._planned = 0
 
     def run(self, logs: Path) -> None:
-        """Train everything, in one launch for each layout of ranks."""
-        args = self.args
+        """Train everything, in as many launches for each layout of ranks as were asked for."""
+        plans = [self._plans(profiled=number == 0 and not self.args.no_profile) for number in range(self.args.launches)]
+        self._planned = sum(len(runs) for launch in plans for runs in launch)
+        for number, launch in enumerate(plans):
+            folder = logs
+            if number:
+                self.results.begin_launch()
+                folder = logs / f"launch-{number + 1}"
+                folder.mkdir(exist_ok=True)
+            for runs in launch:
+                run_plan(
+                    runs,
+                    ranks=self.ranks,
+                    on_cpu=self.on_cpu,
+                    logs=folder,
+                    stall_seconds=self.args.stall_seconds,
+                    show=self._keep,
+                )
+
+    def _plans(self, *, profiled: bool) -> list[list[Run]]:
+        """The runs of each layout of ranks."""
         by_layout = sorted(self.configurations, key=lambda each: each.expert_parallel)
+        plans = []
         for _, group in groupby(by_layout, key=lambda each: each.expert_parallel):
             trained = [(each, variant) for each in group for variant in self.variants[each.name]]
-            runs = plan(trained, steps=args.steps, profiled=not args.no_profile, top_python=args.top_python)
-            self._planned = len(runs)
-            run_plan(
-                runs,
-                ranks=self.ranks,
-                on_cpu=self.on_cpu,
-                logs=logs,
-                stall_seconds=args.stall_seconds,
-                show=self._keep,
-            )
+            plans.append(plan(trained, steps=self.args.steps, profiled=profiled, top_python=self.args.top_python))
+        return plans
 
     def _keep(self, run: Run, result: dict[str, Any]) -> None:
         self.results.keep(run, result, self._planned)
@@ -136,7 +155,7 @@ def main() -> int:
     if args.output and not plot(args.output.with_suffix(".png"), found, place):
         print("no plot: matplotlib is not installed")
     for name, rows in found.items():
-        print(f"\n{name}: {place}\n{report.table(rows)}")
+        print("\n".join([f"\n{name}: {place}", report.table(rows), *filter(None, map(sentence, rows))]))
     return int(any(report.failures(row) for rows in found.values() for row in rows))
 
 
