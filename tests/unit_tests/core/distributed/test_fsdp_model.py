@@ -17,10 +17,9 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer impo
 )
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
 from megatron.core.transformer._cuda_graphs.engine import sanitizer
-from tests.support.training import _batches
 
 from .captured_training import WARMED_UP, CapturedModel, captured, graphed, in_use
-from .fsdp_variants import Variant, small
+from .fsdp_variants import Variant, run_backward, small
 from .test_captured_training import Unused, failing
 from .test_fsdp_chain import FLAGS, taken
 
@@ -79,38 +78,20 @@ def test_a_replayed_pass_has_no_hook_at_its_output(ranks):
         assert (hooked.call_count, ended.call_count) == (0, 1)
 
 
-def test_a_replayed_backward_pass_runs_in_the_thread_that_calls_it(ranks):
-    with captured(graphed(MODEL)) as training:
-        has_threads = torch._C._is_multithreading_enabled
-        batch = next(_batches(training.case, 0))
-
-        def forward():
-            return training.model(batch.tokens, batch.positions, batch.mask, labels=batch.labels)
-
-        training.fsdp.zero_grad_buffer()
-        losses = forward()
-        assert not has_threads()
-        losses.float().mean().backward()
-        training.fsdp.finish_grad_sync()
-        assert has_threads()
-        forward()  # no backward pass follows
-        assert not has_threads()
-        training.model.eval()
-        forward()
-        assert has_threads()
-
-
 def main_grads(training):
     return [group.main_grad_buffer.data.clone() for group in training.fsdp.param_and_grad_buffer.parameter_groups]
 
 
-def test_a_pass_in_evaluation_mode_with_gradients_is_complete(ranks):
+@pytest.mark.parametrize("called", ["the wrapper", "the model inside"])
+def test_a_pass_in_evaluation_mode_with_gradients_is_complete(ranks, monkeypatch, called):
     with captured(graphed(MODEL)) as training:
         training.step()
         assert training.helper.model_graphs is not None
         passes = training.helper.model_graphs.passes
         replayed, replays = main_grads(training), passes.replays
         training.model.eval()
+        if called == "the model inside":
+            monkeypatch.setattr(training.fsdp, "forward", training.fsdp.module)
         hooks = training.fsdp.fsdp_hooks
         with mock.patch.object(hooks, "_expect_gradients", wraps=hooks._expect_gradients) as expected:
             training.step()
@@ -172,6 +153,21 @@ def test_gradients_of_a_unit_are_copied_at_once(ranks):
         assert sum(copied) == sum(of_layers) + len(outside(training.fsdp)[1])
 
 
+def add_unused(model):
+    model.decoder.layers[0].mlp = Unused(model.decoder.layers[0].mlp)
+
+
+def test_a_bucket_that_a_pass_of_one_layer_leaves_incomplete_is_an_error_after_replays_too(ranks):
+    case = graphed(MODEL)
+    with captured(case, Variant(case, change=add_unused)) as training:
+        training.step()
+        training.fsdp.zero_grad_buffer()
+        run_backward(training.fsdp, case)
+        training.layers[0](torch.ones(case.sequence, case.micro_batch, case.hidden, device="cuda"))[0].sum().backward()
+        with pytest.raises(AssertionError, match="parameters that are ready"):
+            training.fsdp.finish_grad_sync()
+
+
 def test_every_bucket_is_reduced_in_the_graph(ranks):
     """Also that of a layer with a parameter that nothing reads: only the end of the backward pass completes it."""
     reduced = []
@@ -181,9 +177,6 @@ def test_every_bucket_is_reduced_in_the_graph(ranks):
         if torch.cuda.is_current_stream_capturing():
             reduced.extend(buckets)
         return reduce(pipeline, buckets, **options)
-
-    def add_unused(model):
-        model.decoder.layers[0].mlp = Unused(model.decoder.layers[0].mlp)
 
     case = graphed(MODEL)
     with (

@@ -1,5 +1,6 @@
 """Exchanging raw parameters for the optimizer's gives what megatron-core gives, without looking each up by name."""
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -21,6 +22,16 @@ class OwnSetter(torch.nn.Linear):
 
 def add_own_setter(model):
     model.extra = OwnSetter(3, 3, bias=False).cuda()
+
+
+def replace_norm(model):
+    norm = torch.nn.LayerNorm(model.decoder.final_layernorm.weight.shape)
+    norm.weight, norm.bias = model.decoder.final_layernorm.weight, model.decoder.final_layernorm.bias
+    model.decoder.final_layernorm = norm
+
+
+def remove_bias(model):
+    model.decoder.layers[0].mlp.linear_fc1.bias = None
 
 
 def exchange(fsdp, distributed):
@@ -107,12 +118,29 @@ def test_a_parameter_that_a_user_replaced_is_replaced_as_by_megatron_core(ranks)
     assert held(fsdp) == distributed
 
 
-def test_a_parameter_of_no_name_is_refused_as_by_megatron_core(ranks):
+@pytest.mark.parametrize("distributed", [True, False])
+def test_a_parameter_of_no_name_is_refused_as_by_megatron_core(ranks, distributed):
     fsdp = VARIANTS["optim_grads_params"].build().module
     by_megatron_core(fsdp)
+    exchange(fsdp, not distributed)
     fsdp.module.decoder.layers[0].register_parameter("new", torch.nn.Parameter(torch.zeros(1)))
     with pytest.raises(AssertionError, match="new not found"):
-        fsdp._replace_param_with_distributed_if_needed()
+        exchange(fsdp, distributed)
+
+
+@pytest.mark.parametrize("change", [replace_norm, remove_bias])
+def test_a_model_that_is_changed_while_it_holds_the_optimizers_parameters_gets_its_raw_ones(ranks, change):
+    fsdp, other = (VARIANTS["optim_grads_params"].build().module for _ in range(2))
+    for each in (fsdp, other):
+        by_megatron_core(each)
+        exchange(each, True)
+        change(each.module)
+    assert exchange(fsdp, False)
+    upstream: Any = upstream_class()
+    upstream._replace_param_with_raw_if_needed(other)
+    names = {id(param): name for name, param in fsdp.raw_param.items()}
+    others = {id(param): name for name, param in other.raw_param.items()}
+    assert [(name, names[key]) for name, key in held(fsdp)] == [(name, others[key]) for name, key in held(other)]
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -2,7 +2,7 @@
 
 import ctypes
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 
 import torch
@@ -23,15 +23,22 @@ def recover_from_failed_capture(pool: tuple, capture: "Capture | None" = None) -
         torch._C._cuda_endAllocateToPool(device, pool)
         torch._C._cuda_releasePool(device, pool)
     # Only the end of a successful capture takes generators out of capture mode; an empty one will do.
-    record_nothing((capture or Capture(None)).new_graph())
+    record_nothing((capture or Capture(None)).new_graph)
 
 
-def record_nothing(graph: torch.cuda.CUDAGraph, pool: tuple | None = None) -> None:
-    """Begin and end a capture into ``graph``, on a stream of its own and over ``pool``; None for a new one."""
+def record_nothing(make: Callable[[], torch.cuda.CUDAGraph], pool: tuple | None = None) -> torch.cuda.CUDAGraph:
+    """Return a graph that ``make`` makes, after an empty capture on a stream of its own.
+
+    Args:
+        make: Called on that stream.
+        pool: What the capture allocates from; None for a new pool.
+    """
     with torch.cuda.stream(torch.cuda.Stream()), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that the graph is empty
+        graph = make()
         _begin(graph, pool)
         graph.capture_end()
+    return graph
 
 
 def _begin(graph: torch.cuda.CUDAGraph, pool: tuple | None) -> None:

@@ -32,7 +32,7 @@ class PassOwner(AroundBackward, Protocol):
         """Called right before each replay of the forward graph, on the stream of the forward pass."""
 
     def before_eager_forward(self) -> None:
-        """Called right before a forward pass of training that runs eagerly though there are graphs."""
+        """Called right before a forward pass with gradients that runs eagerly though there are graphs."""
 
     def captured_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
         """Return with their names what tensors the graphs use beside those of the module; called after capture."""
@@ -151,7 +151,7 @@ class WholePasses:
         return 0 if self._replay is None else self._replay.generation
 
     def before_eager_forward(self) -> None:
-        """To be called right before a forward pass of training that runs eagerly though there are graphs."""
+        """To be called right before a forward pass with gradients that runs eagerly though there are graphs."""
         if self._owner is not None:
             self._owner.before_eager_forward()
 

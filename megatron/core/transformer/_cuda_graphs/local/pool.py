@@ -19,9 +19,7 @@ def hold_pool(pool: tuple) -> None:
     """
     if pool in _placeholders:
         return
-    graph = torch.cuda.CUDAGraph()
-    record_nothing(graph, pool)
-    _placeholders[pool] = graph
+    _placeholders[pool] = record_nothing(torch.cuda.CUDAGraph, pool)
 
 
 def let_go_of_pools() -> None:

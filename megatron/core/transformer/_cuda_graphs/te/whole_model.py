@@ -143,10 +143,10 @@ class ModelGraphs:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, by a replay if possible."""
-        if is_training(self._model):
-            inputs = self._inputs(args, kwargs)
-            if inputs is not None:
-                return self.passes(inputs)
+        inputs = self._inputs(args, kwargs) if is_training(self._model) else None
+        if inputs is not None:
+            return self.passes(inputs)
+        if torch.is_grad_enabled():
             self.passes.before_eager_forward()
         return self._eager(*args, **kwargs)
 

@@ -20,7 +20,6 @@ around the module. They carry the sentinels by which ``megatron.core.transformer
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
 from functools import partial, wraps
 from types import MethodType
 from typing import Any, Literal
@@ -76,7 +75,7 @@ class FsdpHooks:
         graphed: The units that run as CUDA graphs, and whether capture is under way.
         awaiting_gradient: Parameters whose gradient this backward pass has not handled yet.
         in_backward: Whether a backward pass of the model is in progress.
-        backward_was_eager: Whether any since the last step was more than a replay of the whole model's graph.
+        backward_was_eager: Whether a gradient has come, since the last step, from more than replays of the whole model.
         module_names: The name of each module in the model, for profiles.
         model_passes: The owner of graphs of the whole model's passes; None without such graphs.
         before_evaluation: Called once with the arguments of the model, and forgotten, before the next forward pass in
@@ -92,7 +91,6 @@ class FsdpHooks:
         self.module_names: dict[torch.nn.Module, str] = {}
         self.model_passes: WholeModel | None = None
         self._forward_was_eager = True  # the last one with gradients; otherwise a replay of the whole model's graph
-        self._without_threads = ExitStack()  # open while autograd runs in the thread that calls it
         self._expects_gradients = False  # the backward pass that is open
         self.backward_was_eager = True
         self.before_evaluation: list[Callable[[tuple, dict[str, Any]], object]] = []
@@ -388,6 +386,7 @@ class FsdpHooks:
 
     def _accumulate_and_reduce(self, params: list[torch.nn.Parameter]) -> bool:
         """Accumulate each gradient, then reduce them if this pass reduces; return whether it does."""
+        self.backward_was_eager = True
         self.accumulate(params)
         fsdp = self.fsdp
         last_microbatch = getattr(fsdp, "is_last_microbatch", False) or fsdp.model_auto_sync
@@ -538,7 +537,7 @@ class FsdpHooks:
 
     def _expect_gradients(self) -> None:
         fsdp = self.fsdp
-        self._expects_gradients = self.backward_was_eager = True
+        self._expects_gradients = True
         groups = fsdp.param_and_grad_buffer.parameter_groups
         if self._shards_params:
             self._set_training_states(TrainingState.PRE_BACKWARD)
@@ -589,7 +588,6 @@ class FsdpHooks:
         """
         if self.in_backward and not self._caller_ends_backward and torch._C._current_graph_task_id() == -1:
             self._drop_unfinished_backward()
-        self._without_threads.close()
         if torch.is_grad_enabled():
             self._forward_was_eager = True
         if self.before_evaluation and not (self.fsdp.training or self.in_backward) and may_replay_evaluation():
@@ -597,18 +595,9 @@ class FsdpHooks:
             for prepare in expecting:
                 prepare(args, kwargs)
 
-    def forward_is_replayed(self) -> None:
-        """Called within a forward pass that is a replay of the whole model's graph.
-
-        Its backward pass runs in the thread that calls it: handing a loss and one replay over to autograd's thread, and
-        waiting for it, takes longer.
-        """
-        self._forward_was_eager = False
-        self._without_threads.enter_context(torch.autograd.set_multithreading_enabled(False))
-
-    def passes_are_over(self) -> None:
-        """Called once the backward passes of a step are over: autograd has its threads again."""
-        self._without_threads.close()
+    def forward_is_replayed(self, replayed: bool) -> None:
+        """Called within a forward pass with gradients, whether it is a replay of the whole model's graph."""
+        self._forward_was_eager = not replayed
 
     def before_step(self) -> None:
         """Called when gradients are zeroed; drops an unfinished backward pass."""

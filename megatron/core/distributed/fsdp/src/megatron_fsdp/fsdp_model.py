@@ -131,7 +131,8 @@ class WholeModel(UnitChain):
             gathers.wait_bucket_ready(bucket, False)
 
     def before_eager_forward(self) -> None:
-        """Called right before a forward pass of training that runs eagerly, where other ranks may replay theirs."""
+        """Called right before a forward pass with gradients that runs eagerly, where other ranks may replay theirs."""
+        self._hooks.forward_is_replayed(False)
         self.start_gather()
 
     def before_forward(self) -> None:
@@ -144,7 +145,7 @@ class WholeModel(UnitChain):
         super().before_forward()
         if self._guard is not None:
             self._guard.check()
-        self._hooks.forward_is_replayed()
+        self._hooks.forward_is_replayed(True)
 
     def before_backward(self) -> None:
         """Open the backward pass, and make sure that all buffers are free, and where they were at capture.

@@ -109,7 +109,6 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Finish the reduction of gradients, and give them to the optimizer; see megatron-core."""
         self._zeroed_gradients.written()
-        self.fsdp_hooks.passes_are_over()
         super().finish_grad_sync(force_all_reduce)
 
     def _replace_param_with_distributed_if_needed(self) -> None:
@@ -125,11 +124,9 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         """
         if self.is_param_fsdp_distributed == distributed:
             return
-        swap = self._parameter_swap
-        if swap is not None:
-            # Looking costs the host time, and only the optimizer runs between the one exchange and the other.
-            if not distributed or swap.holds_raw():
-                swap.to(distributed)
+        if self._parameter_swap is not None:
+            if self._parameter_swap.holds(not distributed):
+                self._parameter_swap.to(distributed)
                 self.__dict__["is_param_fsdp_distributed"] = distributed  # bypasses Module.__setattr__, which is slow
                 return
             self._parameter_swap, self._exchanged = None, frozenset()

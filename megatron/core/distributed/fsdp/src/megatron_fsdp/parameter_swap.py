@@ -61,21 +61,21 @@ class ParameterSwap:
             raw_params, distributed_params = ({name: pair[i] for name, pair in own.items()} for i in (0, 1))
             holders.append(_Holder(module, (raw_params, distributed_params)))
         self._children = _Contents([module._modules for module in modules])
-        params = [[holder.params[kind] for holder in holders] for kind in (0, 1)]
-        self._own = _Contents([module._parameters for module in modules], params[0])
+        own_params = [module._parameters for module in modules]
+        self._contents = [_Contents(own_params, [holder.params[kind] for holder in holders]) for kind in (0, 1)]
         holders = [holder for holder in holders if holder.params[0]]
         # All in one loop, as it runs twice in every step.
         self._directly = [(each.module._parameters, each.params) for each in holders if _sets_directly(each.module)]
         self._by_setattr = [holder for holder in holders if not _sets_directly(holder.module)]
-        self._distinct = [_distinct(_values(each)) for each in params]
+        self._distinct = [_distinct(contents.expected) for contents in self._contents]
 
     def params(self, distributed: bool) -> list[torch.nn.Parameter]:
         """Return the model's distinct parameters, in its order: the optimizer's or the raw ones."""
         return self._distinct[distributed]
 
-    def holds_raw(self) -> bool:
-        """Whether the model has the modules it had, and exactly the raw parameters."""
-        return self._children.unchanged() and self._own.unchanged()
+    def holds(self, distributed: bool) -> bool:
+        """Whether the model has the modules it had, and exactly the optimizer's parameters or exactly the raw ones."""
+        return self._children.unchanged() and self._contents[distributed].unchanged()
 
     def to(self, distributed: bool) -> None:
         """Give every module the optimizer's parameters, or the raw ones."""
