@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from .local_shards import local_tensor
+
 
 class CountedGradients:
     """Which parameters' gradients count.
@@ -25,7 +27,7 @@ class CountedGradients:
         self._params, self._name = params, name
         ids, grads = set(map(id, counted)), self._gradients(params)
         self._present = [grad is not None for grad in grads]
-        self._counts = [id(grad) in ids for grad in grads]
+        self._counts = [id(local_tensor(grad)) in ids for grad in grads]
 
     def of(self, params: list[Any]) -> list[torch.Tensor] | None:
         """Return the local tensors of the gradients that count; None if parameters are others or lack gradients."""
@@ -34,8 +36,7 @@ class CountedGradients:
         grads = self._gradients(params)
         if [grad is not None for grad in grads] != self._present:
             return None
-        return list(compress(grads, self._counts))
+        return [local_tensor(grad) for grad in compress(grads, self._counts)]
 
     def _gradients(self, params: list[Any]) -> list[Any]:
-        grads = [getattr(param, self._name, None) for param in params]
-        return [getattr(grad, "_local_tensor", grad) for grad in grads]
+        return [getattr(param, self._name, None) for param in params]

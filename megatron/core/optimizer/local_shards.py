@@ -39,7 +39,7 @@ class LocalShards:
         self._local_states: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         for param, local in zip(self._params, self._locals, strict=True):
             if param in states:
-                self._local_states[local] = {name: _local(value) for name, value in states[param].items()}
+                self._local_states[local] = {name: local_tensor(value) for name, value in states[param].items()}
         self._without_states = [param for param in self._params if not states.get(param)]
 
     @staticmethod
@@ -78,8 +78,10 @@ class LocalShards:
         """Within it, the optimizer has the local tensors."""
         optimizer = self._optimizer
         name = "decoupled_grad" if self._decoupled else "grad"
-        for grad, local in zip(self._gradients(self._params), self._locals, strict=True):
-            setattr(local, name, None if grad is None else grad._local_tensor)
+        grads = zip(self._locals, self._gradients(self._params), strict=True)
+        given = [(local, grad._local_tensor) for local, grad in grads if grad is not None]
+        for local, grad in given:
+            setattr(local, name, grad)
         overridden = [group["foreach"] for group in optimizer.param_groups if "foreach" in group]
         try:
             optimizer.state = self._local_states
@@ -95,15 +97,16 @@ class LocalShards:
                 group["params"] = params
                 if "foreach" in group:
                     group["foreach"] = overridden.pop(0)
-            for local in self._locals:
+            for local, _ in given:
                 setattr(local, name, None)
 
     def _gradients(self, params: list[Any]) -> list[Any]:
         return [getattr(param, "decoupled_grad", None) if self._decoupled else param.grad for param in params]
 
 
-def _local(value: Any) -> Any:
-    return value._local_tensor if isinstance(value, DTensor) else value
+def local_tensor(value: Any) -> Any:
+    """The local tensor of a ``DTensor``; anything else as it is."""
+    return getattr(value, "_local_tensor", value)
 
 
 def _values(states: Iterable[dict[str, Any]]) -> list[Any]:
