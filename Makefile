@@ -2,6 +2,8 @@
 PYTHON ?= python3.12
 PY ?= .venv/bin/python
 WORKERS ?= auto
+# Of tests whose ranks wait for each other: half as many again as there are processors.
+RANK_WORKERS ?= $(if $(filter auto,$(WORKERS)),$(shell echo $$(( ($$(nproc) * 3 + 1) / 2 ))),$(WORKERS))
 # mypy refuses a folder without Python files.
 TYPED := $(foreach folder,megatron examples tests benchmarks,$(if $(shell find $(folder) -name '*.py' 2>/dev/null),$(folder)))
 CHECKED := $(TYPED) typings setup.py
@@ -60,7 +62,7 @@ test-unit: $(ENVIRONMENT)
 
 # These start processes of their own, one per rank. No GPU is shown, so the tests in tests/gpu say why they are skipped.
 test-integration: $(ENVIRONMENT)
-	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -n $(WORKERS) --dist loadfile $(wildcard tests/integration_tests tests/gpu)
+	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -n $(RANK_WORKERS) --dist loadfile $(wildcard tests/integration_tests tests/gpu)
 
 test-versions: $(OTHER_CORES:%=test-core-%)
 
