@@ -91,7 +91,9 @@ def test_a_pass_in_evaluation_mode_with_gradients_is_complete(ranks, monkeypatch
         replayed, replays = main_grads(training), passes.replays
         training.model.eval()
         if called == "the model inside":
-            monkeypatch.setattr(training.fsdp, "forward", training.fsdp.module)
+            training.fsdp.start_param_sync()
+            inside = training.fsdp.module
+            monkeypatch.setattr(training.fsdp, "forward", lambda *args, **kwargs: inside(*args, **kwargs))
         hooks = training.fsdp.fsdp_hooks
         with mock.patch.object(hooks, "_expect_gradients", wraps=hooks._expect_gradients) as expected:
             training.step()
