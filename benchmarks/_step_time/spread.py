@@ -22,15 +22,13 @@ def over_launches(rows: Sequence[Row]) -> dict[str, Any]:
     if failed is not None or len(rows) == 1:
         return dict(failed or rows[0])
     measured = {key: [row[key] for row in rows if row.get(key) is not None] for key in MEASURED}
-    worst = min(range(len(rows)), key=lambda launch: _equal_steps(rows[launch]))
-    found = dict(rows[worst]) | {key: row for key, row in rows[0].items() if key.startswith("profile")}
-    found |= {key: round(median(values), 3) if values else None for key, values in measured.items()}
-    return found | {"launches": [{key: row.get(key) for key in MEASURED} for row in rows]}
-
-
-def _equal_steps(row: Row) -> float:
-    steps = row.get("equal_steps")
-    return float("inf") if steps is None else float(steps)
+    equal = [row["equal_steps"] for row in rows if row.get("equal_steps") is not None]
+    return {
+        **rows[0],
+        **{key: round(median(values), 3) if values else None for key, values in measured.items()},
+        "equal_steps": min(equal, default=None),
+        "launches": [{key: row.get(key) for key in MEASURED} for row in rows],
+    }
 
 
 def sentence(row: Row) -> str:
