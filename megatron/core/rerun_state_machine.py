@@ -10,6 +10,8 @@ import torch
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
+from .host_agreement import HostAgreement, agreement_of_all_ranks
+
 _upstream: Any = extend(__name__)
 
 if TYPE_CHECKING:  # megatron-core's names
@@ -20,19 +22,28 @@ if TYPE_CHECKING:  # megatron-core's names
 class RerunStateMachine(_upstream.RerunStateMachine):
     """megatron-core's ``RerunStateMachine`` with two differences.
 
-    - Ranks agree on a stream of their own. What they agree on is known to the hosts; on the current stream it would be
-      reduced after all work of the step, and the optimizer's be given to a device that has run idle by then.
+    - What ranks agree on is known to their hosts, so these agree without the device, where they can. On the device it
+      would be reduced after most work of the step, and the optimizer's be given to one that has run idle by then. With
+      ``--disable-gloo-process-groups`` it is reduced there, on a stream of its own.
     - A rerun starts from the same states of the generators that CUDA graphs draw from. megatron-core keeps the
       generators, which go on, and not their states.
     """
 
     _generator_states: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
+    _world: torch.distributed.ProcessGroup | None = None
+    _agreement: HostAgreement | None = None  # of the ranks of _world
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream()
 
     def _reduce_any(self, value: bool | list[bool]) -> bool | tuple[bool, ...]:
+        world = torch.distributed.group.WORLD
+        if self._world is not world:
+            self._world, self._agreement = world, agreement_of_all_ranks()
+        if self._agreement is not None:
+            agreed = self._agreement.any(value if isinstance(value, list) else [value])
+            return agreed if isinstance(value, list) else agreed[0]
         with torch.cuda.stream(self._stream):
             result: bool | tuple[bool, ...] = super()._reduce_any(value)
         return result

@@ -63,7 +63,14 @@ SERIES = (
     Series(
         "2-fsdp",
         "Megatron-FSDP beside per-layer CUDA graphs",
-        ("core/distributed/", "core/optimizer/", "core/datasets/", "core/rerun_state_machine.py"),
+        (
+            "core/distributed/",
+            "core/optimizer/",
+            "core/datasets/",
+            "core/host_agreement.py",
+            "core/rerun_state_machine.py",
+            "core/utils.py",
+        ),
     ),
     Series("3-local-graphs", "Local graphs, TECudaGraphHelper and their flags", ("core/", "training/")),
 )

@@ -37,6 +37,7 @@ REPLACED = {
     "megatron.core.packed_seq_params": set(),
     "megatron.core.rerun_state_machine": {"RerunStateMachine"},
     "megatron.core.transformer.module": {"GraphableMegatronModule"},
+    "megatron.core.utils": {"get_batch_on_this_tp_rank"},
     "megatron.training.argument_utils": {"core_transformer_config_from_args"},
     "megatron.core.transformer.moe.shared_experts": {"FusedSharedExpertMLP", "SharedExpertMLP"},
     "megatron.training.arguments": {"add_megatron_arguments", "_parse_cuda_graph_modules_arg", "validate_args"},

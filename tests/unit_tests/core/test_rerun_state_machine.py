@@ -50,6 +50,36 @@ def test_the_reduction_is_on_another_stream_than_the_step(machine):
     assert stream not in (step, torch.cuda.default_stream())
 
 
+@pytest.mark.parametrize("value", [True, False, [True, False], [False, False, True]])
+def test_hosts_agree_without_the_device(machine, value):
+    from megatron.core import parallel_state
+
+    expected = super(type(machine), machine)._reduce_any(value)
+    parallel_state.initialize_model_parallel()
+    try:
+        with mock.patch.object(dist, "all_reduce", side_effect=AssertionError):
+            assert machine._reduce_any(value) == expected
+            first = machine._agreement
+            assert machine._reduce_any(value) == expected
+        assert machine._agreement is first
+    finally:
+        parallel_state.destroy_model_parallel()
+
+
+def test_a_new_world_has_a_new_agreement(machine):
+    from megatron.core import parallel_state
+
+    parallel_state.initialize_model_parallel()
+    assert machine._reduce_any(True)
+    of_the_first = machine._agreement
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    assert machine._reduce_any(True)
+    assert of_the_first is not None
+    assert machine._agreement is None  # before Megatron has groups again
+
+
 def test_all_reductions_share_a_stream(machine):
     assert machine._stream is machine._stream
 

@@ -1,0 +1,79 @@
+"""Batches of a tensor-parallel rank that is alone: megatron-core's, without its broadcasts."""
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from megatron.core import utils
+
+ALONE: dict[str, Any] = {
+    "has_cu_seqlens": False,
+    "is_hybrid_cp": False,
+    "create_attention_mask_in_dataloader": True,
+    "broadcast_src_rank": 0,
+    "cp_size": 1,
+    "tp_rank": 0,
+    "micro_batch_size": 2,
+    "seq_length": 8,
+    "mtp_on_this_rank": False,
+}
+STAGES: list[dict[str, Any]] = [
+    {},
+    {"pipeline_model_parallel_size": 2, "is_pipeline_first_stage": True},
+    {"pipeline_model_parallel_size": 2, "is_pipeline_last_stage": True},
+    {"pipeline_model_parallel_size": 2, "is_pipeline_last_stage": True, "mtp_on_this_rank": True},
+    {"pipeline_model_parallel_size": 4},
+    {"has_cu_seqlens": True, "pipeline_model_parallel_size": 4},
+    {"has_cu_seqlens": True},
+]
+
+
+def a_batch():
+    tokens = torch.arange(16).view(2, 8)
+    return {
+        "tokens": tokens,
+        "labels": tokens + 1,
+        "loss_mask": torch.ones(2, 8),
+        "position_ids": tokens % 8,
+        "attention_mask": torch.ones(2, 1, 8, 8, dtype=torch.bool),
+        "cu_seqlens": torch.tensor([[0, 4, 8]], dtype=torch.int32),
+        "max_seqlen": torch.tensor([4], dtype=torch.int32),
+    }
+
+
+@pytest.fixture
+def _one_rank():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    with mock.patch("torch.cuda.current_device", return_value="cpu"):
+        yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("stage", STAGES, ids=str)
+@pytest.mark.usefixtures("_one_rank")
+def test_the_batch_is_megatron_cores(stage):
+    options = ALONE | stage | {"broadcast_group": dist.group.WORLD}
+    expected = utils._upstream.get_batch_on_this_tp_rank(a_batch(), **options)
+    found = utils.get_batch_on_this_tp_rank(a_batch(), **options)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name] is None) == (tensor is None)
+        assert tensor is None or torch.equal(found[name], tensor)
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_a_rank_that_is_alone_broadcasts_nothing():
+    batch = a_batch()
+    with mock.patch.object(dist, "broadcast", side_effect=AssertionError):
+        assert utils.get_batch_on_this_tp_rank(batch, **ALONE, broadcast_group=dist.group.WORLD) is batch
+
+
+def test_ranks_that_are_not_alone_broadcast():
+    group = mock.Mock(spec=dist.ProcessGroup)
+    group.size.return_value = 2
+    with mock.patch.object(dist, "broadcast") as broadcast:
+        utils.get_batch_on_this_tp_rank(a_batch(), **ALONE, broadcast_group=group)
+    assert broadcast.call_count == 5
