@@ -4,8 +4,8 @@ A collective on the device can keep hosts waiting: while a CUDA graph runs, the 
 streams hold, a copy of four bytes included, until it has taken in almost all of the graph.
 """
 
+import sys
 from collections.abc import Sequence
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -14,53 +14,64 @@ from megatron.core import parallel_state
 
 
 class HostAgreement:
-    """Agreement of the ranks of ``group``; all must call ``any`` equally often and with as many flags.
+    """Agreement of all ranks, which must call ``any`` equally often and with as many flags.
 
     A rank sends and receives ceil(log2(ranks)) messages: in round k it tells the rank 2^k after it all that it knows,
     and hears from the rank 2^k before it. That is the dissemination barrier of Hensgen, Finkel and Manber ("Two
     algorithms for barrier synchronization", 1988), whose messages carry flags here.
 
     Args:
-        group: A process group of the gloo backend.
-        timeout: How long to wait for a rank.
+        group: A process group of all ranks, of the gloo backend. Its timeout is how long a rank is waited for.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout: timedelta):
-        self._group, self._timeout = group, timeout
+    def __init__(self, group: dist.ProcessGroup):
+        self._group = group
+        self._options = group._get_backend(torch.device("cpu")).options
 
     def any(self, flags: Sequence[bool]) -> tuple[bool, ...]:
         """Return for each of ``flags``, at most 63, whether it is True on any rank.
 
         Raises:
-            RuntimeError: another rank is gone, or was not heard of in time.
+            RuntimeError: another rank is gone, or did not answer in time.
         """
-        group, known, distance = self._group, sum(flag << place for place, flag in enumerate(flags)), 1
-        rank, ranks = group.rank(), group.size()
-        while distance < ranks:
-            before = (rank - distance) % ranks
-            told, heard = (torch.tensor([known], dtype=torch.int64, device="cpu") for _ in range(2))
-            sent = group.send([told], (rank + distance) % ranks, distance)
-            received = group.recv([heard], before, distance)
-            try:
-                received.wait(self._timeout)
-                sent.wait(self._timeout)
-            except RuntimeError as error:
-                raise RuntimeError(
-                    f"rank {before} did not answer: all ranks must agree on whether to run the step again. Look for "
-                    f"its error; if it was only late, raise --distributed-timeout-minutes (now {self._timeout})."
-                ) from error
-            known |= int(heard)
+        known = sum(flag << place for place, flag in enumerate(flags))
+        distance = 1
+        while distance < self._group.size():
+            known |= self._exchange(known, distance)
             distance *= 2
         return tuple(bool(known >> place & 1) for place in range(len(flags)))
 
+    def _exchange(self, known: int, distance: int) -> int:
+        """Tell the rank that is ``distance`` after this one, and return what the one as far before it tells."""
+        group, timeout = self._group, self._options._timeout
+        after, before = ((group.rank() + step) % group.size() for step in (distance, -distance))
+        told, heard = (torch.tensor([known], dtype=torch.int64, device="cpu") for _ in range(2))
+        peer = after
+        try:
+            sent = group.send([told], after, distance)
+            peer = before
+            group.recv([heard], before, distance).wait(timeout)
+            peer = after
+            sent.wait(timeout)
+        except RuntimeError as error:
+            raise RuntimeError(
+                f"rank {peer} did not answer as ranks agreed on whether to run the step again: {error}. Look for "
+                f"its error, or for that of a rank it waits for. If one was only late, for more than {timeout}, raise "
+                "--distributed-timeout-minutes (--distributed-timeout-seconds-after-init)."
+            ) from error
+        return int(heard)
+
 
 def agreement_of_all_ranks() -> HostAgreement | None:
-    """Return how all ranks agree, all of which must call this; None if Megatron has no process groups of hosts.
+    """Return how all ranks agree through Megatron's gloo group of data-parallel ranks; None where they cannot.
 
-    It has none with ``--disable-gloo-process-groups``, nor before ``initialize_model_parallel``.
+    They cannot where Megatron made no such group (``--disable-gloo-process-groups``, GTP weight rematerialization,
+    before ``initialize_model_parallel``), nor under tensor or pipeline parallelism, where it lacks ranks. They do not
+    with ``--inprocess-restart``, which ends waits for devices, but not those for hosts.
     """
-    of_hosts = parallel_state._DATA_PARALLEL_GROUP_WITH_CP_GLOO
-    if of_hosts is None or dist.get_backend(of_hosts) != "gloo":
+    group = parallel_state._DATA_PARALLEL_GROUP_WITH_CP_GLOO
+    if group is None or group not in dist.distributed_c10d._world.pg_map:  # which a new world leaves behind
         return None
-    timeout = of_hosts._get_backend(torch.device("cpu")).options._timeout
-    return HostAgreement(dist.new_group(backend="gloo", timeout=timeout, group_desc="HOST_AGREEMENT"), timeout)
+    if dist.get_backend(group) != "gloo" or group.size() < dist.get_world_size():
+        return None
+    return None if "nvidia_resiliency_ext.inprocess" in sys.modules else HostAgreement(group)

@@ -23,8 +23,8 @@ class RerunStateMachine(_upstream.RerunStateMachine):
     """megatron-core's ``RerunStateMachine`` with two differences.
 
     - What ranks agree on is known to their hosts, so these agree without the device, where they can. On the device it
-      would be reduced after most work of the step, and the optimizer's be given to one that has run idle by then. With
-      ``--disable-gloo-process-groups`` it is reduced there, on a stream of its own.
+      would be reduced after most work of the step, and the optimizer's be given to one that has run idle by then. Where
+      hosts cannot agree (``agreement_of_all_ranks``), it is reduced there, on a stream of its own.
     - A rerun starts from the same states of the generators that CUDA graphs draw from. megatron-core keeps the
       generators, which go on, and not their states.
     """

@@ -22,7 +22,7 @@ def get_batch_on_this_tp_rank(
     is_hybrid_cp: bool,
     create_attention_mask_in_dataloader: bool,
     broadcast_src_rank: int,
-    broadcast_group: torch.distributed.ProcessGroup,
+    broadcast_group: torch.distributed.ProcessGroup | None,
     cp_size: int,
     tp_rank: int,
     micro_batch_size: int,
@@ -37,8 +37,8 @@ def get_batch_on_this_tp_rank(
     A rank that is alone in ``broadcast_group`` and reads all of ``batch`` gets it back: each broadcast costs the host
     as much as a collective between ranks does, right before the forward pass.
     """
-    whole = pipeline_model_parallel_size == 1 or mtp_on_this_rank
-    if broadcast_group.size() == 1 and whole and not (has_cu_seqlens or is_hybrid_cp):
+    reads_all = pipeline_model_parallel_size == 1 or mtp_on_this_rank
+    if reads_all and broadcast_group is not None and broadcast_group.size() == 1:
         return batch
     read: dict[str, torch.Tensor | None] = _upstream.get_batch_on_this_tp_rank(
         batch,

@@ -29,7 +29,7 @@ class Place(NamedTuple):
 
 
 class JoinedBatch(dict[str, torch.Tensor]):
-    """A batch that arrives in another process as a plain ``dict``, its small tensors views of one."""
+    """A batch that arrives in another process as a plain ``dict``; its small tensors are views of one."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         places, end = {}, 0

@@ -1,24 +1,33 @@
 """Ranks agree by messages between their hosts: threads stand for ranks, each with its own gloo group."""
 
+import time
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import product
+from threading import Event
+from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
 from megatron.core.host_agreement import HostAgreement, agreement_of_all_ranks
 
 PATIENCE = timedelta(seconds=20)
+SHORT = timedelta(seconds=1)
 
 
-def on_ranks(ranks, run, timeout=PATIENCE):
-    """What ``run(agreement, rank)`` returns on each rank."""
+def on_ranks(ranks, run):
+    """What ``run(agreement, rank, gloo)`` returns on each rank; ``gloo`` is the backend of its group."""
     store = dist.HashStore()
 
     def of(rank):
-        return run(HostAgreement(dist.ProcessGroupGloo(store, rank, ranks, PATIENCE), timeout), rank)
+        gloo = dist.ProcessGroupGloo(store, rank, ranks, PATIENCE)
+        group = dist.ProcessGroup(store, rank, ranks)
+        group._register_backend(torch.device("cpu"), dist.ProcessGroup.BackendType.GLOO, gloo)
+        group._set_default_backend(dist.ProcessGroup.BackendType.GLOO)
+        return run(HostAgreement(group), rank, gloo)
 
     with ThreadPoolExecutor(ranks) as threads:
         return list(threads.map(of, range(ranks)))
@@ -26,7 +35,7 @@ def on_ranks(ranks, run, timeout=PATIENCE):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
 def test_a_flag_of_any_rank_is_one_of_all(ranks):
-    def run(agreement, rank):
+    def run(agreement, rank, gloo):
         return [agreement.any([rank == asking]) for asking in (None, *range(ranks))]
 
     assert on_ranks(ranks, run) == [[(False,), *[(True,)] * ranks]] * ranks
@@ -36,7 +45,7 @@ def test_flags_are_told_apart():
     mine = list(product([False, True], repeat=3))
     all_of_them = tuple(tuple(mine[step][i] or mine[-step - 1][i] for i in range(3)) for step in range(8))
 
-    def run(agreement, rank):
+    def run(agreement, rank, gloo):
         return tuple(agreement.any(mine[step] if rank == 0 else mine[-step - 1]) for step in range(8))
 
     assert on_ranks(2, run) == [all_of_them] * 2
@@ -44,19 +53,57 @@ def test_flags_are_told_apart():
 
 def test_as_many_flags_as_a_message_holds():
     flags = [False] * 62 + [True]
-    assert on_ranks(2, lambda agreement, rank: agreement.any(flags if rank else [False] * 63)) == [tuple(flags)] * 2
+    of_ranks = [[False] * 63, flags]
+    assert on_ranks(2, lambda agreement, rank, gloo: agreement.any(of_ranks[rank])) == [tuple(flags)] * 2
 
 
-def test_a_rank_that_is_late_is_waited_for_and_one_that_does_not_come_is_an_error():
-    def run(agreement, rank):
+def test_a_rank_that_is_late_is_waited_for():
+    def run(agreement, rank, gloo):
+        time.sleep(0.3 * rank)
+        return agreement.any([rank == 1])
+
+    assert on_ranks(2, run) == [(True,)] * 2
+
+
+def test_the_error_names_the_rank_that_does_not_answer():
+    over = Event()
+
+    def run(agreement, rank, gloo):
+        agreement.any([False])
+        gloo._set_default_timeout(SHORT)  # as update_pg_timeout does after the first step
+        if rank == 1:
+            over.wait(PATIENCE.total_seconds())
+            return None
+        start = time.monotonic()
+        try:
+            with pytest.raises(RuntimeError, match=r"rank 1 did not answer.*for more than 0:00:01"):
+                agreement.any([False])
+        finally:
+            if rank == 2:  # rank 0 waits for rank 1 alone, which this one has waited for as long
+                time.sleep(0.5)
+                over.set()
+        return time.monotonic() - start >= SHORT.total_seconds()
+
+    assert on_ranks(3, run) == [True, None, True]
+
+
+def test_a_rank_that_is_gone_is_named_at_once():
+    gone = Event()
+
+    def run(agreement, rank, gloo):
         agreement.any([False])
         if rank == 0:
+            agreement._group = None
+            gone.set()
             return None
-        with pytest.raises(RuntimeError, match=r"rank 0 did not answer.*raise --distributed-timeout-minutes"):
+        gone.wait(PATIENCE.total_seconds())
+        time.sleep(0.3)  # until its socket is closed
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match="rank 0 did not answer"):
             agreement.any([False])
-        return "said so"
+        return time.monotonic() - start < PATIENCE.total_seconds() / 2
 
-    assert on_ranks(2, run, timedelta(seconds=1)) == [None, "said so"]
+    assert on_ranks(2, run) == [None, True]
 
 
 @pytest.fixture
@@ -67,14 +114,29 @@ def _one_rank():
     dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("of_hosts", [True, False])
 @pytest.mark.usefixtures("_one_rank")
-def test_hosts_agree_where_megatron_has_groups_of_hosts(of_hosts):
+def test_hosts_agree_where_megatron_has_a_gloo_group_of_all_ranks():
     assert agreement_of_all_ranks() is None  # before Megatron has any group
-    timeout = timedelta(minutes=3)
-    parallel_state.initialize_model_parallel(create_gloo_process_groups=of_hosts, distributed_timeout_minutes=3)
+    parallel_state.initialize_model_parallel()
     agreement = agreement_of_all_ranks()
-    assert (agreement is not None) == of_hosts
-    if agreement is not None:
-        assert agreement._timeout == timeout
-        assert agreement.any([True, False]) == (True, False)
+    assert agreement is not None
+    assert agreement._group is parallel_state.get_data_parallel_group_gloo(with_context_parallel=True)
+    assert agreement.any([True, False]) == (True, False)
+    with mock.patch.object(dist, "get_world_size", return_value=2):  # tensor or pipeline parallelism
+        assert agreement_of_all_ranks() is None
+    with mock.patch.dict("sys.modules", {"nvidia_resiliency_ext.inprocess": mock.Mock()}):
+        assert agreement_of_all_ranks() is None
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_hosts_do_not_agree_without_gloo_groups():
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    assert agreement_of_all_ranks() is None
+
+
+@pytest.mark.usefixtures("_one_rank")
+def test_groups_of_a_former_world_are_left_alone():
+    parallel_state.initialize_model_parallel()
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert agreement_of_all_ranks() is None

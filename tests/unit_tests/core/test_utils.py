@@ -28,6 +28,7 @@ STAGES: list[dict[str, Any]] = [
     {"pipeline_model_parallel_size": 4},
     {"has_cu_seqlens": True, "pipeline_model_parallel_size": 4},
     {"has_cu_seqlens": True},
+    {"has_cu_seqlens": True, "is_hybrid_cp": True},
 ]
 
 
@@ -41,6 +42,7 @@ def a_batch():
         "attention_mask": torch.ones(2, 1, 8, 8, dtype=torch.bool),
         "cu_seqlens": torch.tensor([[0, 4, 8]], dtype=torch.int32),
         "max_seqlen": torch.tensor([4], dtype=torch.int32),
+        "local_cp_size": torch.tensor([1], dtype=torch.int32),
     }
 
 
@@ -64,16 +66,16 @@ def test_the_batch_is_megatron_cores(stage):
         assert tensor is None or torch.equal(found[name], tensor)
 
 
+@pytest.mark.parametrize("documents", [False, True])
 @pytest.mark.usefixtures("_one_rank")
-def test_a_rank_that_is_alone_broadcasts_nothing():
-    batch = a_batch()
+def test_a_rank_that_is_alone_broadcasts_nothing(documents):
+    batch, options = a_batch(), ALONE | {"has_cu_seqlens": documents}
     with mock.patch.object(dist, "broadcast", side_effect=AssertionError):
-        assert utils.get_batch_on_this_tp_rank(batch, **ALONE, broadcast_group=dist.group.WORLD) is batch
+        assert utils.get_batch_on_this_tp_rank(batch, **options, broadcast_group=dist.group.WORLD) is batch
 
 
-def test_ranks_that_are_not_alone_broadcast():
-    group = mock.Mock(spec=dist.ProcessGroup)
-    group.size.return_value = 2
+@pytest.mark.parametrize("group", [None, mock.Mock(spec=dist.ProcessGroup, size=lambda: 2)], ids=["world", "two ranks"])
+def test_ranks_that_are_not_alone_broadcast(group):
     with mock.patch.object(dist, "broadcast") as broadcast:
         utils.get_batch_on_this_tp_rank(a_batch(), **ALONE, broadcast_group=group)
     assert broadcast.call_count == 5
