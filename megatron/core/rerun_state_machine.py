@@ -10,7 +10,7 @@ import torch
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
-from .host_agreement import HostAgreement, agreement_of_all_ranks
+from .host_agreement import agreement_of_all_ranks
 
 _upstream: Any = extend(__name__)
 
@@ -30,19 +30,15 @@ class RerunStateMachine(_upstream.RerunStateMachine):
     """
 
     _generator_states: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
-    _world: torch.distributed.ProcessGroup | None = None
-    _agreement: HostAgreement | None = None  # of the ranks of _world
 
     @cached_property
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream()
 
     def _reduce_any(self, value: bool | list[bool]) -> bool | tuple[bool, ...]:
-        world = torch.distributed.group.WORLD
-        if self._world is not world:
-            self._world, self._agreement = world, agreement_of_all_ranks()
-        if self._agreement is not None:
-            agreed = self._agreement.any(value if isinstance(value, list) else [value])
+        agreement = agreement_of_all_ranks()
+        if agreement is not None:
+            agreed = agreement.any(value if isinstance(value, list) else [value])
             return agreed if isinstance(value, list) else agreed[0]
         with torch.cuda.stream(self._stream):
             result: bool | tuple[bool, ...] = super()._reduce_any(value)
