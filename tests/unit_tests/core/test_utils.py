@@ -72,6 +72,8 @@ def test_a_rank_that_is_alone_broadcasts_nothing(documents):
     batch, options = a_batch(), ALONE | {"has_cu_seqlens": documents}
     with mock.patch.object(dist, "broadcast", side_effect=AssertionError):
         assert utils.get_batch_on_this_tp_rank(batch, **options, broadcast_group=dist.group.WORLD) is batch
+        in_places = (batch, documents, False, True, 0, dist.group.WORLD, 1, 0, 2, 8, False)
+        assert utils.get_batch_on_this_tp_rank(*in_places) is batch
 
 
 @pytest.mark.parametrize("group", [None, mock.Mock(spec=dist.ProcessGroup, size=lambda: 2)], ids=["world", "two ranks"])
