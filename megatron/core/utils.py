@@ -12,21 +12,19 @@ import torch
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
-_PARAMETERS = (*inspect.signature(_upstream.get_batch_on_this_tp_rank).parameters,)
 
 if TYPE_CHECKING:  # megatron-core's names
 
     def __getattr__(name: str) -> Any: ...
 
 
-@functools.wraps(_upstream.get_batch_on_this_tp_rank)
 def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> dict[str, torch.Tensor | None]:
     """Return the batch of a micro-batch, broadcast from the first tensor-parallel rank; see megatron-core.
 
     A rank that is alone in ``broadcast_group`` and reads all of ``batch`` gets it back: each broadcast costs the host
     as much as a collective between ranks does, right before the forward pass.
     """
-    given = dict(zip(_PARAMETERS, args, strict=False)) | kwargs
+    given = dict(zip(_parameters(), args, strict=False)) | kwargs
     group = given.get("broadcast_group")
     reads_all = given.get("pipeline_model_parallel_size", 1) == 1 or given.get("mtp_on_this_rank")
     if reads_all and group is not None and group.size() == 1:
@@ -34,3 +32,8 @@ def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> dict[str, torch.Tens
         return alone
     read: dict[str, torch.Tensor | None] = _upstream.get_batch_on_this_tp_rank(*args, **kwargs)
     return read
+
+
+@functools.cache
+def _parameters() -> tuple[str, ...]:
+    return tuple(inspect.signature(_upstream.get_batch_on_this_tp_rank).parameters)
