@@ -17,7 +17,8 @@ class Machine:
 
     Attributes:
         gpus: How many GPUs are visible.
-        name: What golden values measured here are called after: the model of the GPUs, or ``CPU_BACKEND``.
+        name: What golden values measured here are called after: the model of the GPUs, or ``CPU_BACKEND`` with the
+            processor's vector instructions, by which sums round differently, unless they are AVX-512.
     """
 
     gpus: int
@@ -36,7 +37,8 @@ class Machine:
 def this_machine() -> Machine:
     """Return what is visible of this machine."""
     if not torch.cuda.is_available():
-        return Machine(0, CPU_BACKEND)
+        vectors = torch.backends.cpu.get_cpu_capability()
+        return Machine(0, CPU_BACKEND if vectors.startswith("AVX512") else f"{CPU_BACKEND}_{vectors.lower()}")
     return Machine(torch.cuda.device_count(), _short(torch.cuda.get_device_name()))
 
 

@@ -70,7 +70,8 @@ def test_golden_values_are_those_of_the_eager_case(case, file):
     assert eager["graphs"] == 0
 
 
-def test_every_case_for_the_cpu_backend_has_golden_values():
+@pytest.mark.parametrize("machine", ["cpu_backend", "cpu_backend_avx2"])
+def test_every_case_for_the_cpu_backend_has_golden_values(machine):
     of_cpu = [case for case in EVERY.values() if case.on_cpu]
     assert len(of_cpu) >= 3
-    assert [case.name for case in of_cpu if not (case.folder / "golden_values_cpu_backend.json").exists()] == []
+    assert [case.name for case in of_cpu if not (case.folder / f"golden_values_{machine}.json").exists()] == []
