@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 
 from tests.functional_tests._runner.case import CASES
-from tests.functional_tests._runner.machine import this_machine
+from tests.functional_tests._runner.machine import cpu_backend
 from tests.support.launch import TIMEOUT
 
 RUN = CASES.parent / "run.py"
-GOLDEN = f"golden_values_{this_machine().name}.json"
+GOLDEN = f"golden_values_{cpu_backend()}.json"
 PASSING = [
     *(f"gpt_cpu_backend/{name}" for name in ("fsdp_whole_layers", "fsdp_resume", "fsdp_resume_eager")),
     "moe_cpu_backend/fsdp_parts",
