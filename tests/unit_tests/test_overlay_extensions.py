@@ -31,7 +31,7 @@ REPLACED = {
         "StorageResizeBasedBucketAllocator",
         "_create_hfsdp_helper_buffer",
     },
-    "megatron.core.optimizer.clip_grads": {"to_local_if_dtensor"},
+    "megatron.core.optimizer.clip_grads": {"clip_grad_by_total_norm_fp32", "to_local_if_dtensor"},
     "megatron.core.optimizer.distrib_optimizer": {"DistributedOptimizer"},
     "megatron.core.optimizer.optimizer_cuda_graph": {"OptimizerCudaGraphWrapper"},
     "megatron.core.packed_seq_params": set(),

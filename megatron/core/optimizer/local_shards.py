@@ -7,13 +7,15 @@ lets it see the local tensors from the start.
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+
+from .listed_step import ListedStep
 
 _LOCAL = attrgetter("_local_tensor")
 
@@ -31,6 +33,9 @@ class LocalShards:
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._params: list[Any] = list(chain.from_iterable(self._groups))
         self._locals = [torch.nn.Parameter(param._local_tensor, requires_grad=False) for param in self._params]
+        left = iter(self._locals)
+        self._local_groups = [[next(left) for _ in group] for group in self._groups]
+        self._listed: ListedStep | None = None
         states = optimizer.state
         self._states, self._of_params = states, list(states.values())
         self._values = _values(self._of_params)
@@ -75,22 +80,30 @@ class LocalShards:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it, the optimizer has the local tensors."""
+        """Within it, the optimizer has the local tensors: for one step, which it runs whole."""
         optimizer = self._optimizer
         name = "decoupled_grad" if self._decoupled else "grad"
-        grads = zip(self._locals, self._gradients(self._params), strict=True)
-        given = [(local, grad._local_tensor) for local, grad in grads if grad is not None]
+        attached = self._gradients(self._params)
+        grads = [local_tensor(grad) for grad in attached]
+        listed = self._listed_step(grads) if stay(attached) else None
+        groups, given = self._local_groups, zip(self._locals, grads, strict=True)
+        step: AbstractContextManager[None] = nullcontext()
+        if listed is not None and listed.complete:
+            groups, given, step = listed.leaders, listed.led, listed.replay()
+        elif listed is not None:
+            step = listed.record()
+        given = [(local, grad) for local, grad in given if grad is not None]
         for local, grad in given:
             setattr(local, name, grad)
         overridden = [group["foreach"] for group in optimizer.param_groups if "foreach" in group]
         try:
             optimizer.state = self._local_states
-            locals_left = iter(self._locals)
-            for group, params in zip(optimizer.param_groups, self._groups, strict=True):
-                group["params"] = [next(locals_left) for _ in params]
+            for group, params in zip(optimizer.param_groups, groups, strict=True):
+                group["params"] = list(params)
                 if group.get("foreach", False) is None:
                     group["foreach"] = False  # as torch chooses for DTensor: other kernels may round differently
-            yield
+            with step:
+                yield
         finally:
             optimizer.state = self._states
             for group, params in zip(optimizer.param_groups, self._groups, strict=True):
@@ -100,8 +113,25 @@ class LocalShards:
             for local, _ in given:
                 setattr(local, name, None)
 
+    def _listed_step(self, grads: list[torch.Tensor | None]) -> ListedStep | None:
+        """Return what to run a step with ``grads`` by; None if the optimizer runs it by itself."""
+        if not ListedStep.possible(self._optimizer):
+            return None
+        if self._listed is not None and self._listed.fits(grads):
+            return self._listed if self._listed.complete else None  # what could not be listed will not be
+        self._listed = ListedStep(self._optimizer, self._local_groups, grads)
+        return self._listed
+
     def _gradients(self, params: list[Any]) -> list[Any]:
         return [getattr(param, "decoupled_grad", None) if self._decoupled else param.grad for param in params]
+
+
+def stay(grads: Iterable[torch.Tensor | None]) -> bool:
+    """Whether these gradients are the same objects in the next step, so that whoever keeps them keeps no more memory.
+
+    Megatron-FSDP marks those that do.
+    """
+    return all(getattr(grad, "stays", False) for grad in grads if grad is not None)
 
 
 def local_tensor(value: Any) -> Any:

@@ -1,0 +1,118 @@
+"""The step of a fused Adam with the lists of tensors of an earlier step.
+
+TransformerEngine's ``FusedAdam`` asks every parameter, its gradient and its states about themselves in each step, to
+list them for one launch a group. ``ListedStep`` keeps those lists. In later steps the optimizer has one parameter of
+each group, and its launch gets the lists of all: what else a step does, and every number that it computes with, stays
+the optimizer's.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import chain
+from operator import is_
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizer
+
+Lists = list[list[torch.Tensor]]
+LAUNCH = "multi_tensor_adam"  # FusedAdam's attribute: a function of a chunk size, a flag, lists of tensors and numbers
+
+
+class ListedStep:
+    """The launches of an optimizer's step, for later steps with the same tensors.
+
+    Attributes:
+        complete: Whether ``record`` has seen launches that hold every gradient, and nothing but what the optimizer
+            owns. A step that also casts its states, say, is not complete.
+        leaders: Of each group the first parameter with a gradient, in a list, which is empty if there is none.
+        led: Each of these parameters and its gradient.
+    """
+
+    def __init__(self, optimizer: Any, params: Sequence[list[torch.Tensor]], grads: list[torch.Tensor | None]):
+        """Prepare to record.
+
+        Args:
+            optimizer: The optimizer; ``possible`` holds for it.
+            params: The parameters of each of its groups.
+            grads: The gradient of each parameter, one group after another.
+        """
+        self.complete = False
+        self._optimizer, self._grads = optimizer, grads
+        left = iter(grads)
+        given = [[(param, grad) for param, grad in zip(group, left) if grad is not None] for group in params]
+        self.led = [pairs[0] for pairs in given if pairs]
+        self.leaders = [[param for param, _ in pairs[:1]] for pairs in given]
+        self._counts = [len(pairs) for pairs in given if pairs]
+        self._launches: list[list[Lists]] = []  # of each group with gradients
+
+    @staticmethod
+    def possible(optimizer: Any) -> bool:
+        """Whether ``optimizer`` launches as ``FusedAdam`` does, and no hook looks at its parameters in a step."""
+        return LAUNCH in vars(optimizer) and not (
+            optimizer._optimizer_step_pre_hooks
+            or optimizer._optimizer_step_post_hooks
+            or torch_optimizer._global_optimizer_pre_hooks
+            or torch_optimizer._global_optimizer_post_hooks
+        )
+
+    def fits(self, grads: list[torch.Tensor | None]) -> bool:
+        """Whether ``grads`` are those of the step that was, or is to be, recorded."""
+        return len(grads) == len(self._grads) and all(map(is_, grads, self._grads))
+
+    @contextmanager
+    def record(self) -> Iterator[None]:
+        """Within it, the optimizer runs its step on all parameters, and its launches are noted."""
+        seen: list[Lists] = []
+
+        def launch(chunk_size: int, flag: torch.Tensor, lists: Lists, *numbers: Any) -> Any:
+            seen.append(list(map(list, lists)))
+            return original(chunk_size, flag, lists, *numbers)
+
+        with self._launching(launch) as original:
+            yield
+        states = (state.values() for state in self._optimizer.state.values())
+        groups = (group["params"] for group in self._optimizer.param_groups)
+        owned = {tensor.data_ptr() for tensor in chain(*states, *groups, self._grads) if tensor is not None}
+        used = {tensor.data_ptr() for lists in seen for tensor in chain(*lists)}
+        self.complete = self._divide(seen) and used <= owned
+
+    def _divide(self, seen: list[Lists]) -> bool:
+        """Note which launches each group has; return whether they hold as many tensors as there are gradients."""
+        left = iter(seen)
+        for count in self._counts:
+            launches: list[Lists] = []
+            while sum(len(lists[0]) for lists in launches) < count and (lists := next(left, None)) is not None:
+                launches.append(lists)
+            self._launches.append(launches)
+        held = [sum(len(lists[0]) for lists in launches) for launches in self._launches]
+        return held == self._counts and next(left, None) is None
+
+    @contextmanager
+    def replay(self) -> Iterator[None]:
+        """Within it, the optimizer runs its step on ``leaders``, which changes all parameters.
+
+        Raises RuntimeError at its end if the step did not launch for each group: those are not updated then.
+        """
+        left = iter(self._launches)
+
+        def launch(chunk_size: int, flag: torch.Tensor, _: Lists, *numbers: Any) -> None:
+            for lists in next(left):
+                original(chunk_size, flag, lists, *numbers)
+
+        with self._launching(launch) as original:
+            yield
+        if next(left, None) is not None:
+            raise RuntimeError(f"{type(self._optimizer).__name__}.step did not call {LAUNCH} as in the steps before")
+
+    @contextmanager
+    def _launching(self, launch: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+        """Within it, the optimizer launches by ``launch``. Yields by what it did before."""
+        own = vars(self._optimizer)
+        original = own[LAUNCH]
+        own[LAUNCH] = launch
+        try:
+            yield original
+        finally:
+            own[LAUNCH] = original
+

@@ -1,0 +1,78 @@
+"""Steps of TransformerEngine's Adam with kept lists change parameters and states bit for bit as its own do."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+
+from tests.support.gpus import GPUS
+
+if not GPUS:
+    pytest.skip("needs a GPU and TransformerEngine", allow_module_level=True)
+
+from transformer_engine.pytorch.optimizers import FusedAdam
+
+from megatron.core.optimizer.local_shards import LocalShards
+
+SHAPES = ((64, 33), (5,), (70000,), (2, 2))
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cuda", (1,))
+    dist.destroy_process_group()
+
+
+def build(mesh, dtype, **options):
+    generator = torch.Generator("cuda").manual_seed(1)
+
+    def shard(shape):
+        values = torch.randn(shape, generator=generator, device="cuda").to(dtype)
+        return DTensor.from_local(values, mesh, [Shard(0)])
+
+    params = [torch.nn.Parameter(shard(shape)) for shape in SHAPES]
+    for param in params:
+        param.grad = shard(param.shape)
+        param.grad.stays = True
+    groups = [{"params": params[:3]}, {"params": params[3:], "lr": 0.5, "weight_decay": 0.0}]
+    return FusedAdam(groups, lr=0.1, weight_decay=0.1, **options)
+
+
+def tensors(optimizer):
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return [getattr(tensor, "_local_tensor", tensor) for tensor in (*params, *states)]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "options", "listed"),
+    [
+        (torch.float32, {}, True),
+        (torch.float32, {"adam_w_mode": False, "bias_correction": False}, True),
+        (torch.bfloat16, {}, True),
+        (torch.float32, {"exp_avg_dtype": torch.bfloat16}, False),  # its launches may take casts of the states
+    ],
+)
+def test_the_optimizers_bits(mesh, dtype, options, listed):
+    expected, optimizer = build(mesh, dtype, **options), build(mesh, dtype, **options)
+    shards = None
+    for step in range(STEPS):
+        expected.step()
+        if shards is None:
+            optimizer.step()
+            shards = LocalShards(optimizer)
+        else:
+            assert shards.current()
+            with shards.in_place():
+                looked_at = [len(group["params"]) for group in optimizer.param_groups]
+                optimizer.step()
+            if listed:
+                assert looked_at == ([3, 1] if step == 1 else [1, 1])
+        assert [group["step"] for group in optimizer.param_groups] == [step + 1] * 2
+        for one, other in zip(tensors(optimizer), tensors(expected), strict=True):
+            assert torch.equal(one, other)
+        for group in expected.param_groups + optimizer.param_groups:
+            group["lr"] *= 0.9

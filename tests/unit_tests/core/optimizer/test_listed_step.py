@@ -1,0 +1,186 @@
+"""Steps with the lists of an earlier step change parameters and states as the optimizer's own do, bit for bit."""
+
+import pytest
+import torch
+from torch.distributed.tensor import DTensor, Shard
+
+SHAPES = ((4, 3), (5,), (0, 3), (2, 2), (6,), (0,))
+GROUPS = ((0, 1, 2), (3, 4), (5,))  # the last has nothing on this rank
+
+
+class FusedAdam(torch.optim.Optimizer):
+    """Steps as TransformerEngine's does: with lists that it makes anew, some tensors to a launch.
+
+    Attributes:
+        looked_at: Parameters that the last step has looked at.
+        casts: Whether it launches with copies of its states.
+    """
+
+    def __init__(self, params, per_launch=1024, casts=False):
+        super().__init__(params, {"lr": 0.1, "step": 0})
+        self.per_launch, self.casts = per_launch, casts
+        self.multi_tensor_adam = self.launch
+
+    @staticmethod
+    def launch(chunk_size, flag, lists, lr, step):
+        assert chunk_size == 64 and flag.item() == 0
+        for grad, param, momentum in zip(*lists, strict=True):
+            momentum.mul_(0.9).add_(grad)
+            param.sub_(momentum * lr / step)
+
+    @torch.no_grad()
+    def step(self):
+        self.looked_at = 0
+        for group in self.param_groups:
+            group["step"] += 1
+            lists = [], [], []
+            for param in group["params"]:
+                self.looked_at += 1
+                state = self.state[param]
+                if not state:
+                    state["momentum"] = torch.zeros_like(param)
+                if param.grad is None:
+                    continue
+                momentum = state["momentum"].clone() if self.casts else state["momentum"]
+                for tensors, tensor in zip(lists, (param.grad, param, momentum), strict=True):
+                    tensors.append(tensor._local_tensor if isinstance(tensor, DTensor) else tensor.data)
+            for first in range(0, len(lists[0]), self.per_launch):
+                part = [tensors[first : first + self.per_launch] for tensors in lists]
+                self.multi_tensor_adam(64, torch.zeros(1), part, group["lr"], group["step"])
+
+
+@pytest.fixture
+def local_shards():
+    from megatron.core.optimizer import local_shards
+
+    return local_shards.LocalShards
+
+
+@pytest.fixture
+def build(mesh):
+    """Builds an optimizer of three groups of DTensors, always with equal values; every gradient stays the same."""
+
+    def shard(shape, generator):
+        return DTensor.from_local(torch.randn(shape, generator=generator), mesh, [Shard(0)])
+
+    def build(**options):
+        generator = torch.Generator().manual_seed(1)
+        params = [torch.nn.Parameter(shard(shape, generator)) for shape in SHAPES]
+        for param in params:
+            if param.to_local().numel():
+                param.grad = shard(param.shape, generator)
+                param.grad.stays = True
+        return FusedAdam([{"params": [params[number] for number in group]} for group in GROUPS], **options)
+
+    return build
+
+
+def parameters(optimizer):
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def values(optimizer):
+    """All that a step changes."""
+    tensors = [*parameters(optimizer), *(state["momentum"] for state in optimizer.state.values())]
+    return [tensor.to_local().tolist() for tensor in tensors], [group["step"] for group in optimizer.param_groups]
+
+
+@torch.no_grad()
+def prepare(optimizer, number):
+    """Other gradients in the same memory, and another learning rate."""
+    for param in filter(lambda param: param.grad is not None, parameters(optimizer)):
+        param.grad._local_tensor.fill_(number).add_(param.to_local())
+    optimizer.param_groups[number % 2]["lr"] = 1 / number
+
+
+def compared(build, local_shards, steps=5, change=lambda optimizer, number: None, **options):
+    """Train both ways; return how many parameters the steps on local shards have looked at."""
+    expected, optimizer = build(**options), build(**options)
+    looked_at, shards = [], None
+    for number in range(1, steps + 1):
+        for each in (expected, optimizer):
+            prepare(each, number)
+            change(each, number)
+        expected.step()
+        if shards is None or not shards.current():
+            optimizer.step()
+            shards = local_shards(optimizer)
+        else:
+            with shards.in_place():
+                optimizer.step()
+        looked_at.append(optimizer.looked_at)
+        assert values(optimizer) == values(expected)
+    return looked_at
+
+
+@pytest.mark.parametrize("per_launch", [1024, 1])
+def test_later_steps_look_at_one_parameter_of_each_group(build, local_shards, per_launch):
+    assert compared(build, local_shards, per_launch=per_launch) == [6, 6, 2, 2, 2]
+
+
+def test_the_optimizer_gets_its_own_back(build, local_shards):
+    optimizer = build()
+    optimizer.step()
+    params, state, launch = parameters(optimizer), optimizer.state, optimizer.multi_tensor_adam
+    shards = local_shards(optimizer)
+    for _ in range(2):
+        with shards.in_place():
+            optimizer.step()
+        assert all(this is that for this, that in zip(parameters(optimizer), params, strict=True))
+        assert optimizer.state is state and optimizer.multi_tensor_adam is launch
+    with pytest.raises(ZeroDivisionError), shards.in_place():
+        raise ZeroDivisionError
+    assert all(this is that for this, that in zip(parameters(optimizer), params, strict=True))
+    assert optimizer.state is state and optimizer.multi_tensor_adam is launch
+
+
+def test_steps_that_use_other_tensors_are_left_alone(build, local_shards):
+    assert compared(build, local_shards, casts=True) == [6] * 5
+
+
+def test_gradients_that_do_not_stay_are_not_kept(build, local_shards):
+    def change(optimizer, number):
+        for param in filter(lambda param: param.grad is not None, parameters(optimizer)):
+            param.grad = DTensor.from_local(param.grad.to_local().clone(), param.device_mesh, param.placements)
+
+    assert compared(build, local_shards, change=change) == [6] * 5
+
+
+def other_gradient(param):
+    param.grad = DTensor.from_local(torch.ones(param.shape), param.device_mesh, param.placements)
+    param.grad.stays = True
+
+
+def other_memory(param):
+    param.grad._local_tensor = torch.full(param.shape, 2.0)
+
+
+def no_gradient(param):
+    param.grad = None
+
+
+@pytest.mark.parametrize("change", [other_gradient, other_memory, no_gradient])
+def test_other_gradients_are_listed_anew(build, local_shards, change):
+    def change_one(optimizer, number):
+        if number == 4:
+            change(optimizer.param_groups[0]["params"][1])
+
+    assert compared(build, local_shards, steps=6, change=change_one) == [6, 6, 2, 6, 2, 2]
+
+
+def test_a_hook_sees_all_parameters(build, local_shards):
+    def change(optimizer, number):
+        if number == 4:
+            optimizer.register_step_pre_hook(lambda *arguments: None)
+
+    assert compared(build, local_shards, change=change) == [6, 6, 2, 6, 6]
+
+
+def test_a_step_that_does_not_launch_is_an_error(build, local_shards):
+    optimizer = build()
+    optimizer.step()
+    shards = local_shards(optimizer)
+    with shards.in_place():
+        optimizer.step()
+    with pytest.raises(RuntimeError, match="FusedAdam.step did not call multi_tensor_adam"), shards.in_place():
+        pass
