@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, default_collate
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
-from .joined_batch import collate
+from .inline_batch import collate
 
 _upstream: Any = extend(__name__)
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
-    """Return the data loader of ``dataset``; see megatron-core. Batches of its workers are joined on their way."""
+    """Return the data loader of ``dataset``; see megatron-core. Small tensors of its workers are sent within messages."""
     loader = _upstream.build_pretraining_data_loader(dataset, consumed_samples)
     own = isinstance(loader, DataLoader) and loader is not dataset  # not with --dataloader-type external
     if own and loader.num_workers > 0 and loader.collate_fn is default_collate:

@@ -1,4 +1,4 @@
-"""Batches of a data loader's workers arrive as torch's do, with one tensor for all small ones."""
+"""Batches of a data loader's workers arrive as torch's do, without asking for the memory of small tensors."""
 
 from types import SimpleNamespace
 from unittest import mock
@@ -9,7 +9,7 @@ from torch.multiprocessing import reductions
 from torch.utils.data import DataLoader, Dataset, default_collate
 
 from megatron.training.datasets import data_samplers
-from megatron.training.datasets.joined_batch import LARGE, collate
+from megatron.training.datasets.inline_batch import LARGE, collate
 
 
 class Samples(Dataset):
@@ -27,6 +27,7 @@ class Samples(Dataset):
             "tokens": tokens,
             "mask": tokens % 2 == 0,
             "weights": tokens / 3,
+            "half": (tokens / 3).to(torch.bfloat16),
             "number": torch.tensor(index, dtype=torch.int16),
             "none": torch.empty(0, 3),
             "large": torch.full((LARGE // 2,), index, dtype=torch.int8),
@@ -60,20 +61,19 @@ def test_batches_are_those_of_torch(workers):
             assert batch[name].equal(tensor)
 
 
-def test_small_tensors_arrive_as_one_and_a_large_one_by_itself():
-    batch = batches_of(Samples(), collate)[0]
-    storages = {name: tensor.untyped_storage().data_ptr() for name, tensor in batch.items() if tensor.numel()}
-    assert len({at for name, at in storages.items() if name != "large"}) == 1
-    assert storages["large"] not in {at for name, at in storages.items() if name != "large"}
-
-
-@pytest.mark.parametrize(("collate_fn", "received"), [(default_collate, 5), (collate, 2)])
-def test_the_process_receives_the_small_tensors_at_once(collate_fn, received):
+@pytest.mark.parametrize(("collate_fn", "asked"), [(default_collate, 6), (collate, 1)])
+def test_the_process_asks_for_the_memory_of_large_tensors_only(collate_fn, asked):
     batches = iter(DataLoader(Samples(), batch_size=2, num_workers=1, collate_fn=collate_fn))
     rebuild = reductions.rebuild_storage_fd  # which workers name in what they send
     with mock.patch.object(reductions, "rebuild_storage_fd", side_effect=rebuild) as rebuilt:
         next(batches)
-    assert rebuilt.call_count == received
+    assert rebuilt.call_count == asked
+
+
+def test_a_tensor_that_arrived_may_be_written_to():
+    batch = batches_of(Samples(), collate)[0]
+    for tensor in batch.values():
+        assert tensor.fill_(1).eq(1).all()
 
 
 @pytest.mark.parametrize("make", [as_list, with_text])
@@ -101,7 +101,7 @@ def loader_with(monkeypatch, dataset=None, **options):
     return data_samplers.build_pretraining_data_loader(Samples() if dataset is None else dataset, 0)
 
 
-def test_megatrons_loaders_join_batches(monkeypatch):
+def test_megatrons_loaders_send_batches_inline(monkeypatch):
     loader = loader_with(monkeypatch)
     assert loader.collate_fn is collate
     assert next(iter(loader))["tokens"].tolist() == [[0, 1, 2, 3, 4], [1, 2, 3, 4, 5]]
