@@ -5,12 +5,16 @@ streams hold, a copy of four bytes included, until it has taken in almost all of
 """
 
 import sys
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, MutableMapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
+
+TAG = 0x4A71  # of messages, plus their distance: others may send by the same group, most with tag 0
 
 
 class HostAgreement:
@@ -25,8 +29,32 @@ class HostAgreement:
     """
 
     def __init__(self, group: dist.ProcessGroup):
-        self._group = group
+        self._group: Any = weakref.proxy(group)  # which may be destroyed before its agreement
         self._options = group._get_backend(torch.device("cpu")).options
+        self._expected: dict[int, tuple[torch.Tensor, Any]] = {}  # by distance
+
+    def expect(self) -> None:
+        """Make ready to hear from other ranks; optional. What they tell then travels before this rank calls ``any``.
+
+        gloo sends a message when it is expected, so the last rank would wait for those of all others.
+        """
+        for distance in self._distances():
+            if distance not in self._expected:
+                self._expected[distance] = self._receive(distance)
+
+    def _distances(self) -> Iterator[int]:
+        distance = 1
+        while distance < self._group.size():
+            yield distance
+            distance *= 2
+
+    def _peer(self, distance: int) -> int:
+        rank: int = (self._group.rank() + distance) % self._group.size()
+        return rank
+
+    def _receive(self, distance: int) -> tuple[torch.Tensor, Any]:
+        heard = torch.zeros(1, dtype=torch.int64, device="cpu")
+        return heard, self._group.recv([heard], self._peer(-distance), TAG + distance)
 
     def any(self, flags: Sequence[bool]) -> tuple[bool, ...]:
         """Return for each of ``flags``, at most 63, whether it is True on any rank.
@@ -35,22 +63,21 @@ class HostAgreement:
             RuntimeError: another rank is gone, or did not answer in time.
         """
         known = sum(flag << place for place, flag in enumerate(flags))
-        distance = 1
-        while distance < self._group.size():
+        for distance in self._distances():
             known |= self._exchange(known, distance)
-            distance *= 2
         return tuple(bool(known >> place & 1) for place in range(len(flags)))
 
     def _exchange(self, known: int, distance: int) -> int:
         """Tell the rank that is ``distance`` after this one, and return what the one as far before it tells."""
-        group, timeout = self._group, self._options._timeout
-        after, before = ((group.rank() + step) % group.size() for step in (distance, -distance))
-        told, heard = (torch.tensor([known], dtype=torch.int64, device="cpu") for _ in range(2))
+        timeout = self._options._timeout
+        after, before = self._peer(distance), self._peer(-distance)
+        told = torch.tensor([known], dtype=torch.int64, device="cpu")
         peer = after
         try:
-            sent = group.send([told], after, distance)
+            sent = self._group.send([told], after, TAG + distance)
             peer = before
-            group.recv([heard], before, distance).wait(timeout)
+            heard, received = self._expected.pop(distance, None) or self._receive(distance)
+            received.wait(timeout)
             peer = after
             sent.wait(timeout)
         except RuntimeError as error:
@@ -60,6 +87,9 @@ class HostAgreement:
                 "--distributed-timeout-minutes (--distributed-timeout-seconds-after-init)."
             ) from error
         return int(heard)
+
+
+_agreements: MutableMapping[dist.ProcessGroup, HostAgreement] = weakref.WeakKeyDictionary()
 
 
 def agreement_of_all_ranks() -> HostAgreement | None:
@@ -74,4 +104,8 @@ def agreement_of_all_ranks() -> HostAgreement | None:
         return None
     if dist.get_backend(group) != "gloo" or group.size() < dist.get_world_size():
         return None
-    return None if "nvidia_resiliency_ext.inprocess" in sys.modules else HostAgreement(group)
+    if "nvidia_resiliency_ext.inprocess" in sys.modules:
+        return None
+    if group not in _agreements:  # one for all, as each hears what was told first
+        _agreements[group] = HostAgreement(group)
+    return _agreements[group]

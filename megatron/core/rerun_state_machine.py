@@ -35,6 +35,15 @@ class RerunStateMachine(_upstream.RerunStateMachine):
     def _stream(self) -> torch.cuda.Stream:
         return torch.cuda.Stream()
 
+    def should_run_forward_backward(self, data_iterator: Any) -> bool:
+        """Return whether to run the step, or to run it again, which all ranks agree on; see megatron-core."""
+        runs: bool = super().should_run_forward_backward(data_iterator)
+        if runs and self.mode != _upstream.RerunMode.DISABLED:
+            agreement = agreement_of_all_ranks()
+            if agreement is not None:
+                agreement.expect()
+        return runs
+
     def _reduce_any(self, value: bool | list[bool]) -> bool | tuple[bool, ...]:
         agreement = agreement_of_all_ranks()
         if agreement is not None:

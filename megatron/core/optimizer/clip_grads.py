@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 from .clipped_gradients import ClippedGradients
-from .local_shards import stay
+from .kept_gradients import gradients_of, stay
 
 _upstream: Any = extend(__name__)
 # By the first of the parameters, whose gradients are kept no longer than that one lives.
@@ -49,7 +49,7 @@ def _kept_gradients(parameters: Any, name: str) -> ClippedGradients | None:
     """Return the gradients of ``parameters`` if they stay from step to step; ``name`` is the attribute they are in."""
     if not isinstance(parameters, list) or not parameters:
         return None
-    grads = [getattr(param, name, None) for param in parameters]
+    grads = gradients_of(parameters, name)
     kept = _clipped.get(parameters[0])
     if kept is not None and kept.are(grads):
         return kept

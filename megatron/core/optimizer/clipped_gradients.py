@@ -1,46 +1,32 @@
 """What clipping asks each gradient, answered once."""
 
-from operator import is_
 from typing import Any
 
 import torch
 
-from .local_shards import local_tensor
+from .kept_gradients import KeptGradients
 
 
-class ClippedGradients:
-    """The gradients of some parameters, for ``clip_grad_by_total_norm_fp32``.
+class ClippedGradients(KeptGradients):
+    """Gradients for ``clip_grad_by_total_norm_fp32``.
 
     Attributes:
-        params: What it takes for the parameters that have a gradient.
+        params: What it takes for the parameters that have one.
     """
 
-    def __init__(self, grads: list[torch.Tensor | None], name: str):
-        """Keep gradients.
-
-        Args:
-            grads: The gradient of each parameter, a ``DTensor`` or an ordinary tensor.
-            name: The attribute of a parameter that holds it: ``grad`` or ``decoupled_grad``.
-        """
-        self._grads = grads
-        self._locals = [local_tensor(grad) for grad in grads]
-        self.params = [_Parameter(name, _Gradient(grad)) for grad in grads if grad is not None]
-
-    def are(self, grads: list[torch.Tensor | None]) -> bool:
-        """Whether ``grads`` are those that are kept."""
-        return (
-            len(grads) == len(self._grads)
-            and all(map(is_, grads, self._grads))
-            and all(map(is_, map(local_tensor, grads), self._locals))
-        )
+    def __init__(self, grads: list[Any], name: str):
+        """Keep ``grads``, which parameters have as their attribute ``name``; None where one has none."""
+        super().__init__(grads)
+        pairs = zip(grads, self.local, strict=True)
+        self.params = [_Parameter(name, _Gradient(grad, local)) for grad, local in pairs if local is not None]
 
 
 class _Gradient:
     """A gradient whose type and local tensor are known."""
 
-    def __init__(self, grad: torch.Tensor):
+    def __init__(self, grad: torch.Tensor, local: torch.Tensor):
         self._type, self.dtype = grad.type(), grad.dtype
-        self._detached = local_tensor(grad).detach()
+        self._detached = local.detach()
 
     def type(self) -> str:
         return self._type

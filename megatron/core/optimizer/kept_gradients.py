@@ -1,44 +1,50 @@
-"""Gradients of parameters that are the same objects in every step."""
+"""Gradients that are the same objects in every step."""
 
-from collections.abc import Callable, Iterable
-from itertools import compress
+from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
 
-_LOCAL = attrgetter("_local_tensor")
+_LOCAL, _GRAD = attrgetter("_local_tensor"), attrgetter("grad")
 
 
 class KeptGradients:
-    """The gradients of some parameters, ``DTensor``s that stay, and their local tensors.
+    """Gradients of parameters, ``DTensor``s, and their local tensors.
 
     Attributes:
-        grads: The gradient of each parameter, or None.
-        local: The local tensor of each gradient, or None.
+        local: The local tensor of each gradient; None where a parameter has none.
     """
 
-    def __init__(self, params: Iterable[Any], name: str):
-        """Look at ``params``.
+    def __init__(self, grads: list[Any]):
+        """Keep ``grads``, for which ``stay`` holds; None where a parameter has none."""
+        self._grads = grads
+        self._present = [grad for grad in grads if grad is not None]
+        self._present_local = [grad._local_tensor for grad in self._present]
+        self.local: list[torch.Tensor | None] = [None if grad is None else grad._local_tensor for grad in grads]
 
-        Args:
-            params: The parameters.
-            name: Their attribute with a gradient: ``grad`` or ``decoupled_grad``, which a parameter may lack.
-        """
-        self._params, self._read = list(params), gradients_of(name)
-        self.grads = self._read(self._params)
-        self._present = [grad for grad in self.grads if grad is not None]
-        self._local_present = [local_tensor(grad) for grad in self._present]
-        self.local = [None if grad is None else local_tensor(grad) for grad in self.grads]
-
-    def stay(self) -> bool:
-        """Whether whoever keeps the gradients keeps no more memory: Megatron-FSDP marks those that it keeps itself."""
-        return all(getattr(grad, "stays", False) for grad in self._present)
-
-    def unchanged(self, params: list[Any]) -> bool:
-        """Whether ``params`` are the parameters that were looked at, with the same gradients in the same tensors."""
+    def are(self, grads: list[Any]) -> bool:
+        """Whether ``grads`` are the same objects, with the same local tensors."""
         return (
-            _same(params, self._params)
-            and _same(self._read(params), self.grads)
-            and all(map(is_, map(_LOCAL, self._present), self._local_present))
+            len(grads) == len(self._grads)
+            and all(map(is_, grads, self._grads))
+            and all(map(is_, map(_LOCAL, self._present), self._present_local))
         )
+
+
+def gradients_of(params: Sequence[Any], name: str) -> list[Any]:
+    """Return the gradient of each parameter, or None.
+
+    Args:
+        params: The parameters.
+        name: Their attribute that has it: ``grad``, or ``decoupled_grad``, which a parameter may lack.
+    """
+    return list(map(_GRAD, params)) if name == "grad" else [getattr(param, name, None) for param in params]
+
+
+def stay(grads: Iterable[Any]) -> bool:
+    """Whether these gradients are the same objects in the next step, so that whoever keeps them keeps no more memory.
+
+    Megatron-FSDP marks those that do.
+    """
+    return all(getattr(grad, "stays", False) for grad in grads if grad is not None)

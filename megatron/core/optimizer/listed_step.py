@@ -8,42 +8,45 @@ the optimizer's.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import chain
-from operator import is_
+from itertools import chain, islice
 from typing import Any
 
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from .kept_gradients import KeptGradients
+
 Lists = list[list[torch.Tensor]]
 LAUNCH = "multi_tensor_adam"  # FusedAdam's attribute: a function of a chunk size, a flag, lists of tensors and numbers
 
 
-class ListedStep:
+class ListedStep(KeptGradients):
     """The launches of an optimizer's step, for later steps with the same tensors.
 
     Attributes:
         complete: Whether ``record`` has seen launches that hold every gradient, and nothing but what the optimizer
             owns. A step that also casts its states, say, is not complete.
         leaders: Of each group the first parameter with a gradient, in a list, which is empty if there is none.
-        led: Each of these parameters and its gradient.
+        led: Each of these parameters, and the local tensor of its gradient.
     """
 
-    def __init__(self, optimizer: Any, params: Sequence[list[torch.Tensor]], grads: list[torch.Tensor | None]):
+    def __init__(self, optimizer: Any, params: Sequence[list[torch.Tensor]], grads: list[Any]):
         """Prepare to record.
 
         Args:
             optimizer: The optimizer; ``possible`` holds for it.
-            params: The parameters of each of its groups.
-            grads: The gradient of each parameter, one group after another.
+            params: The parameters of each of its groups, not ``DTensor``s.
+            grads: The gradient of each parameter, one group after another, ``DTensor``s for which ``stay`` holds.
         """
+        super().__init__(grads)
         self.complete = False
-        self._optimizer, self._grads = optimizer, grads
-        left = iter(grads)
-        given = [[(param, grad) for param, grad in zip(group, left) if grad is not None] for group in params]
-        self.led = [pairs[0] for pairs in given if pairs]
-        self.leaders = [[param for param, _ in pairs[:1]] for pairs in given]
-        self._counts = [len(pairs) for pairs in given if pairs]
+        self._optimizer = optimizer
+        left = iter(self.local)
+        pairs = [list(zip(group, islice(left, len(group)), strict=True)) for group in params]
+        given = [[(param, grad) for param, grad in group if grad is not None] for group in pairs]
+        self.led = [group[0] for group in given if group]
+        self.leaders = [[param for param, _ in group[:1]] for group in given]
+        self._counts = [len(group) for group in given if group]
         self._launches: list[list[Lists]] = []  # of each group with gradients
 
     @staticmethod
@@ -55,10 +58,6 @@ class ListedStep:
             or torch_optimizer._global_optimizer_pre_hooks
             or torch_optimizer._global_optimizer_post_hooks
         )
-
-    def fits(self, grads: list[torch.Tensor | None]) -> bool:
-        """Whether ``grads`` are those of the step that was, or is to be, recorded."""
-        return len(grads) == len(self._grads) and all(map(is_, grads, self._grads))
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -73,7 +72,7 @@ class ListedStep:
             yield
         states = (state.values() for state in self._optimizer.state.values())
         groups = (group["params"] for group in self._optimizer.param_groups)
-        owned = {tensor.data_ptr() for tensor in chain(*states, *groups, self._grads) if tensor is not None}
+        owned = {tensor.data_ptr() for tensor in chain(*states, *groups, self.local) if tensor is not None}
         used = {tensor.data_ptr() for lists in seen for tensor in chain(*lists)}
         self.complete = self._divide(seen) and used <= owned
 
@@ -115,4 +114,3 @@ class ListedStep:
             yield original
         finally:
             own[LAUNCH] = original
-

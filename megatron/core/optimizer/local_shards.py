@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from .kept_gradients import gradients_of, stay
 from .listed_step import ListedStep
 
 _LOCAL = attrgetter("_local_tensor")
@@ -29,7 +30,7 @@ class LocalShards:
     def __init__(self, optimizer: torch.optim.Optimizer):
         """Find the local tensors of ``optimizer``, which must be ``eligible``."""
         self._optimizer = optimizer
-        self._decoupled = bool(getattr(optimizer, "use_decoupled_grad", False))
+        self._name = "decoupled_grad" if getattr(optimizer, "use_decoupled_grad", False) else "grad"
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._params: list[Any] = list(chain.from_iterable(self._groups))
         self._locals = [torch.nn.Parameter(param._local_tensor, requires_grad=False) for param in self._params]
@@ -75,24 +76,23 @@ class LocalShards:
             and _same(list(states.values()), self._of_params)
             and _same(_values(self._of_params), self._values)
             and all(map(is_, map(_LOCAL, self._wrapped), self._unwrapped))
-            and self._gradients(self._without_states) == [None] * len(self._without_states)
+            and gradients_of(self._without_states, self._name) == [None] * len(self._without_states)
         )
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within it, the optimizer has the local tensors: for one step, which it runs whole."""
         optimizer = self._optimizer
-        name = "decoupled_grad" if self._decoupled else "grad"
-        attached = self._gradients(self._params)
-        grads = [local_tensor(grad) for grad in attached]
-        listed = self._listed_step(grads) if stay(attached) else None
-        groups, given = self._local_groups, zip(self._locals, grads, strict=True)
-        step: AbstractContextManager[None] = nullcontext()
+        name = self._name
+        grads = gradients_of(self._params, name)
+        listed = self._listed_step(grads)
+        step: AbstractContextManager[None]
         if listed is not None and listed.complete:
             groups, given, step = listed.leaders, listed.led, listed.replay()
-        elif listed is not None:
-            step = listed.record()
-        given = [(local, grad) for local, grad in given if grad is not None]
+        else:
+            pairs = zip(self._locals, map(local_tensor, grads), strict=True)
+            groups, given = self._local_groups, [(local, grad) for local, grad in pairs if grad is not None]
+            step = nullcontext() if listed is None else listed.record()
         for local, grad in given:
             setattr(local, name, grad)
         overridden = [group["foreach"] for group in optimizer.param_groups if "foreach" in group]
@@ -113,25 +113,14 @@ class LocalShards:
             for local, _ in given:
                 setattr(local, name, None)
 
-    def _listed_step(self, grads: list[torch.Tensor | None]) -> ListedStep | None:
+    def _listed_step(self, grads: list[Any]) -> ListedStep | None:
         """Return what to run a step with ``grads`` by; None if the optimizer runs it by itself."""
         if not ListedStep.possible(self._optimizer):
             return None
-        if self._listed is not None and self._listed.fits(grads):
+        if self._listed is not None and self._listed.are(grads):
             return self._listed if self._listed.complete else None  # what could not be listed will not be
-        self._listed = ListedStep(self._optimizer, self._local_groups, grads)
+        self._listed = ListedStep(self._optimizer, self._local_groups, grads) if stay(grads) else None
         return self._listed
-
-    def _gradients(self, params: list[Any]) -> list[Any]:
-        return [getattr(param, "decoupled_grad", None) if self._decoupled else param.grad for param in params]
-
-
-def stay(grads: Iterable[torch.Tensor | None]) -> bool:
-    """Whether these gradients are the same objects in the next step, so that whoever keeps them keeps no more memory.
-
-    Megatron-FSDP marks those that do.
-    """
-    return all(getattr(grad, "stays", False) for grad in grads if grad is not None)
 
 
 def local_tensor(value: Any) -> Any:

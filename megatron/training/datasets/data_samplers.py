@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 def build_pretraining_data_loader(dataset: Any, consumed_samples: int) -> Any:
-    """Return the data loader of ``dataset``; see megatron-core. Small tensors of its workers are sent within messages."""
+    """Return the data loader of ``dataset``; see megatron-core. Its workers send small tensors within messages."""
     loader = _upstream.build_pretraining_data_loader(dataset, consumed_samples)
     own = isinstance(loader, DataLoader) and loader is not dataset  # not with --dataloader-type external
     if own and loader.num_workers > 0 and loader.collate_fn is default_collate:

@@ -1,10 +1,11 @@
 """Ranks agree by messages between their hosts: threads stand for ranks, each with its own gloo group."""
 
 import time
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from itertools import product
-from threading import Event
+from threading import Barrier, Event
 from unittest import mock
 
 import pytest
@@ -34,9 +35,16 @@ def on_ranks(ranks, run):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
-def test_a_flag_of_any_rank_is_one_of_all(ranks):
+@pytest.mark.parametrize("expecting", [0, 1, 2], ids=["no rank expects", "rank 0 expects", "all ranks expect"])
+def test_a_flag_of_any_rank_is_one_of_all(ranks, expecting):
     def run(agreement, rank, gloo):
-        return [agreement.any([rank == asking]) for asking in (None, *range(ranks))]
+        agreed = []
+        for asking in (None, *range(ranks)):
+            if expecting == 2 or (expecting == 1 and rank == 0):
+                agreement.expect()
+                agreement.expect()  # a step that failed before ranks agreed, and the next one
+            agreed.append(agreement.any([rank == asking]))
+        return agreed
 
     assert on_ranks(ranks, run) == [[(False,), *[(True,)] * ranks]] * ranks
 
@@ -63,6 +71,30 @@ def test_a_rank_that_is_late_is_waited_for():
         return agreement.any([rank == 1])
 
     assert on_ranks(2, run) == [(True,)] * 2
+
+
+def test_what_a_rank_expects_arrives_before_it_asks():
+    expected = Barrier(2)
+
+    def run(agreement, rank, gloo):
+        agreement.expect()
+        expected.wait()
+        if rank == 0:
+            ((heard, _),) = agreement._expected.values()
+            end = time.monotonic() + PATIENCE.total_seconds()
+            while not heard.item() and time.monotonic() < end:
+                time.sleep(0.001)
+            assert heard.item()
+        return agreement.any([rank == 1])
+
+    assert on_ranks(2, run) == [(True,)] * 2
+
+
+def test_a_rank_may_leave_though_it_expects_to_hear():
+    def run(agreement, rank, gloo):
+        agreement.expect()
+
+    assert on_ranks(2, run) == [None] * 2
 
 
 def test_the_error_names_the_rank_that_does_not_answer():
@@ -93,8 +125,7 @@ def test_a_rank_that_is_gone_is_named_at_once():
     def run(agreement, rank, gloo):
         agreement.any([False])
         if rank == 0:
-            agreement._group = None
-            gone.set()
+            gone.set()  # its group is destroyed as this returns
             return None
         gone.wait(PATIENCE.total_seconds())
         time.sleep(0.3)  # until its socket is closed
@@ -120,7 +151,8 @@ def test_hosts_agree_where_megatron_has_a_gloo_group_of_all_ranks():
     parallel_state.initialize_model_parallel()
     agreement = agreement_of_all_ranks()
     assert agreement is not None
-    assert agreement._group is parallel_state.get_data_parallel_group_gloo(with_context_parallel=True)
+    assert agreement._group == weakref.proxy(parallel_state.get_data_parallel_group_gloo(with_context_parallel=True))
+    assert agreement_of_all_ranks() is agreement
     assert agreement.any([True, False]) == (True, False)
     with mock.patch.object(dist, "get_world_size", return_value=2):  # tensor or pipeline parallelism
         assert agreement_of_all_ranks() is None

@@ -99,3 +99,19 @@ def test_a_step_that_runs_again_draws_the_same_numbers_from_the_tracker(machine)
     assert machine.should_run_forward_backward(None)
     assert draw().equal(first)
     assert not draw().equal(first)
+
+
+@pytest.mark.parametrize(("mode", "expects"), [("VALIDATE_RESULTS", [True, False]), ("DISABLED", [False, False])])
+def test_a_rank_expects_the_others_while_its_step_runs(machine, mode, expects):
+    from megatron.core import host_agreement, parallel_state, rerun_state_machine
+
+    machine.mode = rerun_state_machine.RerunMode[mode]
+    parallel_state.initialize_model_parallel()
+    try:
+        with mock.patch.object(host_agreement.HostAgreement, "expect") as expect:
+            for runs, expected in zip((True, False), expects, strict=True):
+                assert machine.should_run_forward_backward(None) == runs
+                assert expect.called == expected
+                expect.reset_mock()
+    finally:
+        parallel_state.destroy_model_parallel()

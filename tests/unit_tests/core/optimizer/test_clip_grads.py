@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from unittest import mock
 
 import pytest
 import torch
@@ -89,9 +90,10 @@ def test_gradients_are_clipped_as_megatron_core_clips_them(build, clip_grads, st
 def test_gradients_that_stay_are_asked_once(build, clip_grads, monkeypatch):
     params = build(stay=True)
     clipped(clip_grads.clip_grad_by_total_norm_fp32, params, 2.0)
-    asked = []
-    monkeypatch.setattr(clip_grads, "to_local_if_dtensor", lambda grad: asked.append(type(grad)) or grad)
+    to_local = mock.Mock(side_effect=clip_grads.to_local_if_dtensor)
+    monkeypatch.setattr(clip_grads, "to_local_if_dtensor", to_local)
     clipped(clip_grads.clip_grad_by_total_norm_fp32, params, 2.0)
+    asked = [type(call.args[0]) for call in to_local.call_args_list]
     assert len(asked) == 2 and DTensor not in asked
 
 
