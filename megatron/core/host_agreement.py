@@ -76,7 +76,7 @@ class HostAgreement:
         try:
             sent = self._group.send([told], after, TAG + distance)
             peer = before
-            heard, received = self._expected.pop(distance, None) or self._receive(distance)
+            heard, received = self._expected.pop(distance) if distance in self._expected else self._receive(distance)
             received.wait(timeout)
             peer = after
             sent.wait(timeout)

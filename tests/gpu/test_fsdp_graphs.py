@@ -120,6 +120,7 @@ def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
         assert result["replays"] == (
             0 if failed else 2 * (case.get("microbatches_later") or case.get("microbatches", 1))
         )
+        assert bool(result["clipping_replays"]) != (failed or "optimizer_graph" in case)
 
     if engine == "native":
         layers = 0 if "control" in case else case.get("layers", 4) + case.get("mtp", 0)

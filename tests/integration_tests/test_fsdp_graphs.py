@@ -52,6 +52,16 @@ WHOLE_MODEL: list[dict[str, Any]] = [
         {"positions": "yarn", "microbatches": 2},
     )
 ]
+# Beside graphs of the whole model, the norm of gradients and their clipping are one too.
+CLIPPED: list[dict[str, Any]] = [
+    {"layers_per_graph": -1, "norm_on_device": True, **case}
+    for case in (
+        {"dropout": 0.1, "evaluates": True},
+        {"dtype": "bf16", "microbatches": 1, "microbatches_later": 2},
+        {"dtype": "fp16", "microbatches": 2, "steps": 10},  # skipped steps have no clipping
+        {"control": "captured_again", "dtype": "bf16"},
+    )
+]
 MOE: list[dict[str, Any]] = [
     {
         "dtype": dtype,
@@ -142,7 +152,7 @@ VISION: list[dict[str, Any]] = [
     {"vision": True, "evaluates": True},
     {"vision": True, "control": "captured_again"},
 ]
-EQUAL = DENSE + LAYERS_PER_GRAPH + WHOLE_MODEL + MOE + OTHERS + EVALUATED
+EQUAL = DENSE + LAYERS_PER_GRAPH + WHOLE_MODEL + CLIPPED + MOE + OTHERS + EVALUATED
 EQUAL += FP16 + POSITIONS + DENSE_PARTS + EXPERTS + VISION
 
 SURVIVED: list[dict[str, Any]] = [
@@ -194,6 +204,15 @@ def test_graphs_train_bit_for_bit_as_eager(results, case):
     assert result["replays"] == replays_of_a_step(case)
     assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, 0 if case.get("vision") else of_layers)
     assert len(result["losses"]) == case.get("steps", SIZES["steps"])
+
+
+@pytest.mark.parametrize("case", CLIPPED, ids=name_of)
+def test_the_clipping_of_gradients_is_replayed(results, case):
+    assert results[name_of(case)]["clipping_replays"] >= 2
+
+
+def test_clipping_is_not_captured_that_the_host_waits_for(results):
+    assert results[name_of(WHOLE_MODEL[0])]["clipping_replays"] == 0
 
 
 @pytest.mark.parametrize("case", EVALUATED_AGAIN, ids=name_of)

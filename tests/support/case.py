@@ -61,6 +61,7 @@ class Case:
         later_on_one_rank: Whether they are those of the last data-parallel rank only.
         max_captures: How many times graphs are captured, as shapes or numbers of micro-batches change.
         optimizer_graph: Whether the optimizer's step is captured too; eager runs get the same optimizer.
+        norm_on_device: Whether the host does not wait for the gradients' norm, as with TransformerEngine's functions.
         local: Whether graphs are those of ``cuda_graph_impl="local"``: the first step is recorded.
         steps: Optimizer steps.
         warmup: Steps before capture; with ``local`` how often each layer runs before its capture.
@@ -117,6 +118,7 @@ class Case:
     evaluates_often: bool = False
     evaluated_sequence: int = 0
     optimizer_graph: bool = False
+    norm_on_device: bool = False
     local: bool = False
     steps: int = 12
     warmup: int = 3

@@ -142,6 +142,7 @@ def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to
         "graphs": graphed.graphs if graphed else 0,
         "replays": graphed.replays if graphed else 0,
         "evaluation_replays": graphed.evaluation_replays if graphed else [],
+        "clipping_replays": graphed.clipping_replays if graphed else 0,
         "step_replays": graphed.step_replays if graphed else [],
         "losses": graphed.losses if graphed else [],
         "grad_norms": graphed.grad_norms if graphed else [],

@@ -31,6 +31,7 @@ class Trace:
         step_replays: Per step, how often CUDA graphs of layers were replayed.
         evaluations: The losses of each micro-batch of each evaluation.
         evaluation_replays: For each evaluation how often graphs of layers for evaluation were replayed.
+        clipping_replays: How often the last graph of the gradients' norm was replayed.
     """
 
     losses: list[float]
@@ -40,6 +41,7 @@ class Trace:
     step_replays: list[int] = field(default_factory=list)
     evaluations: list[list[float]] = field(default_factory=list)
     evaluation_replays: list[int] = field(default_factory=list)
+    clipping_replays: int = 0
 
     @property
     def replays(self) -> int:
@@ -92,6 +94,10 @@ class Training:
         self.helper: Any = None
         self.patches = ExitStack()  # closed when the training is over
         self._connect()
+        if case.optimizer_graph or case.norm_on_device:
+            from .capturable import capturable_on_this_device
+
+            self.patches.enter_context(capturable_on_this_device())
         if case.optimizer_graph:
             self._capture_optimizer(graphs)
         self._gather_in_hooks(False)
@@ -136,9 +142,6 @@ class Training:
         """Let the optimizer's step be a graph after ``case.warmup`` steps, or only be able to be one."""
         from megatron.core.optimizer import optimizer_cuda_graph
 
-        from .capturable import capturable_on_this_device
-
-        self.patches.enter_context(capturable_on_this_device())
         wrapper = optimizer_cuda_graph.OptimizerCudaGraphWrapper
         steps = self.case.warmup if graphs else self.case.steps
         wrapper.curr_iteration = 0
@@ -289,7 +292,14 @@ class Training:
         shards = [getattr(param, "_local_tensor", param).detach().clone().cpu() for param in params]
         graphs = _local_graphs(self.layers) if self.case.local else _layer_graphs(self.layers)
         of_evaluations = self.evaluations, self.evaluation_replays
-        return Trace(self.losses, self.grad_norms, shards, graphs, self.step_replays, *of_evaluations)
+        clipping = _clipping_replays(self.chunks)
+        return Trace(self.losses, self.grad_norms, shards, graphs, self.step_replays, *of_evaluations, clipping)
+
+
+def _clipping_replays(chunks: list[Any]) -> int:
+    hooks = [getattr(chunk.module, "fsdp_hooks", None) for chunk in chunks]
+    passes = [hook.model_passes for hook in hooks if hook is not None and hook.model_passes is not None]
+    return sum(each.clipping.replays for each in passes)
 
 
 def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | None = None) -> Trace:

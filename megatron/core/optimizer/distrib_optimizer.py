@@ -10,10 +10,12 @@ import torch
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
+from . import clip_grads
 from .clip_grads import count_zeros_fp32
 from .counted_gradients import CountedGradients
 from .counted_ranks import CountedRanks
 from .empty_shards import state_of_every_parameter
+from .kept_gradients import KeptGradients, gradients_of, stay
 from .local_shards import LocalShards, local_tensor
 
 _upstream: Any = extend(__name__)
@@ -32,6 +34,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     _local_shards: LocalShards | None = None
     _counted: dict[str | None, CountedGradients] | None = None
     _counted_ranks: CountedRanks | None = None
+    _kept: KeptGradients | None = None
 
     def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
         """Return the gradients, as local tensors, that count in the norm of a group; see megatron-core."""
@@ -47,6 +50,40 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         name = "decoupled_grad" if self.config.use_precision_aware_optimizer else "grad"
         self._counted[grad_norm_group] = CountedGradients(params, name, grads)
         return grads
+
+    def clip_grad_norm(self, clip_grad: float) -> Any:
+        """Return the norm of the gradients, and clip them; see megatron-core.
+
+        Beside graphs of the whole model's passes that is a graph too, as long as gradients stay where they are.
+        """
+        clip = super().clip_grad_norm
+        passes = self._whole_model_passes()
+        kept = None if passes is None else self._kept_gradients()
+        if kept is None:
+            return clip(clip_grad)
+        return passes.clipping.run([kept, clip_grad, *kept.addresses()], lambda: clip(clip_grad))
+
+    def _whole_model_passes(self) -> Any:
+        """Return the graphs of the whole model's passes, if a norm can be beside them that the host does not wait for.
+
+        None if there are no such graphs, or they are not those of all gradients.
+        """
+        if not self.ddp_config.use_megatron_fsdp or len(self.model_chunks) != 1 or self.is_stub_optimizer:
+            return None
+        if clip_grads.multi_tensor_scale_tensor_impl is None or torch.cuda.is_current_stream_capturing():
+            return None
+        return self.model_chunks[0].module.fsdp_hooks.model_passes
+
+    def _kept_gradients(self) -> KeptGradients | None:
+        """Return the gradients, if they stay from step to step and have one norm."""
+        params = self.get_parameters()
+        grads = gradients_of(params, "decoupled_grad" if self.config.use_precision_aware_optimizer else "grad")
+        if self._kept is None or not self._kept.are(grads):
+            from .optimizer import _get_param_grad_norm_group
+
+            one_norm = not any(map(_get_param_grad_norm_group, params))
+            self._kept = KeptGradients(grads) if one_norm and stay(grads) else None
+        return self._kept
 
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
         """Return the gradients that the loss scale is divided out of, as local tensors; see megatron-core.

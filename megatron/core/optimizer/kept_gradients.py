@@ -1,12 +1,12 @@
 """Gradients that are the same objects in every step."""
 
 from collections.abc import Iterable, Sequence
-from operator import attrgetter, is_
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 import torch
 
-_LOCAL, _GRAD = attrgetter("_local_tensor"), attrgetter("grad")
+_LOCAL, _GRAD, _ADDRESS = attrgetter("_local_tensor"), attrgetter("grad"), methodcaller("data_ptr")
 
 
 class KeptGradients:
@@ -20,7 +20,7 @@ class KeptGradients:
         """Keep ``grads``, for which ``stay`` holds; None where a parameter has none."""
         self._grads = grads
         self._present = [grad for grad in grads if grad is not None]
-        self._present_local = [grad._local_tensor for grad in self._present]
+        self._present_local: list[torch.Tensor] = [grad._local_tensor for grad in self._present]
         self.local: list[torch.Tensor | None] = [None if grad is None else grad._local_tensor for grad in grads]
 
     def are(self, grads: list[Any]) -> bool:
@@ -30,6 +30,10 @@ class KeptGradients:
             and all(map(is_, grads, self._grads))
             and all(map(is_, map(_LOCAL, self._present), self._present_local))
         )
+
+    def addresses(self) -> list[int]:
+        """Return where each gradient is now."""
+        return list(map(_ADDRESS, self._present_local))
 
 
 def gradients_of(params: Sequence[Any], name: str) -> list[Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
+from megatron.core.transformer._cuda_graphs.engine.repeated_work import RepeatedWork
 from megatron_fsdp_cuda_graphs.overlay import upstream
 
 from .fsdp_chain import UnitChain
@@ -31,6 +32,9 @@ class WholeModel(UnitChain):
         hooks: Megatron-FSDP's hooks.
         units: All units, by module.
         begin: Called with what begins: ``before forward``, then each pass that is warmed up or recorded.
+
+    Attributes:
+        clipping: The optimizer's norm and clipping of the gradients, which are where the backward graph left them.
     """
 
     def __init__(self, hooks: "FsdpHooks", units: dict[torch.nn.Module, Unit], begin: Callable[[str], object]):
@@ -42,6 +46,7 @@ class WholeModel(UnitChain):
         self._params_outside = [param for bucket in self._outside for param in groups[bucket].params]
         self._gathers: Sequence[GroupGather] = ()
         self._guard: AddressGuard | None = None
+        self.clipping = RepeatedWork("The norm of gradients and their clipping")
         self._module_of = {param: module for module, unit in units.items() for param in unit.params}
         self._collected: dict[torch.nn.Module, list[torch.nn.Parameter]] = {module: [] for module in units}
 
@@ -176,7 +181,8 @@ class WholeModel(UnitChain):
                 unit.set_training_state(TrainingState.IDLE)
 
     def forget(self) -> None:
-        """Free the graphs of all-gathers: the model runs eagerly from now on."""
+        """Free the other graphs: the model runs eagerly from now on."""
+        self.clipping.reset()
         if self._hooks.model_passes is self:
             self._hooks.model_passes = None
         self._hooks.graphed.forget_gathers(self._outside)

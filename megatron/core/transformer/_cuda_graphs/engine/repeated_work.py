@@ -1,0 +1,78 @@
+"""Work of every step that runs as a CUDA graph once it has been the same for some steps."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .capture import Capture
+
+logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
+
+EAGER_STEPS = 2  # before a capture: allocators and communicators are set up, and addresses have settled
+CAPTURES = 3  # after so many, work whose addresses change is left alone
+
+
+class RepeatedWork:
+    """Work on memory that stays where it is from step to step.
+
+    Args:
+        name: What to call it in messages.
+
+    Attributes:
+        replays: How often its last graph was replayed.
+    """
+
+    def __init__(self, name: str):
+        self._name = name
+        self._key: list[Any] | None = None
+        self._steps = self._captures = self.replays = 0
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._result: torch.Tensor | None = None
+
+    def run(self, key: list[Any], work: Callable[[], Any]) -> Any:
+        """Run ``work`` on the current stream, and return what it returns: a tensor of its own, if it is a tensor.
+
+        Args:
+            key: What the graph is good for: addresses, and numbers that ``work`` computes with on the host.
+            work: Enqueues the work, the same for equal keys. If it cannot be captured it runs eagerly, now and later.
+        """
+        if key != self._key:
+            self.reset()
+            self._key, self._steps = key, 0
+        if self._graph is None:
+            self._steps += 1
+            if self._steps <= EAGER_STEPS or self._captures == CAPTURES or not self._capture(work):
+                return work()
+        assert self._graph is not None and self._result is not None
+        self._graph.replay()
+        self.replays += 1
+        return self._result.clone()
+
+    def _capture(self, work: Callable[[], Any]) -> bool:
+        """Record the graph; return whether there is one."""
+        self._captures += 1
+        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream.wait_stream(current)
+        try:
+            capture = Capture(None, draws=False)
+            with torch.cuda.stream(stream):
+                graph = capture.new_graph()
+                with capture.recording(graph):
+                    result = work()
+            if not isinstance(result, torch.Tensor):
+                raise TypeError(f"it returns {type(result).__name__}, which the host has waited for")
+        except Exception as error:
+            self._captures = CAPTURES
+            logger.warning("%s runs without a CUDA graph: %s", self._name, error)
+            return False
+        current.wait_stream(stream)
+        self._graph, self._result, self.replays = graph, result, 0
+        return True
+
+    def reset(self) -> None:
+        """Free the graph: before the communicators are, that it has collectives of."""
+        if self._graph is not None:
+            self._graph.reset()
+        self._graph = self._result = self._key = None
