@@ -1,9 +1,10 @@
-"""The gradients that a loss scale is divided out of."""
+"""The gradients that a loss scale is divided out of, and those that are clipped in a graph."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor, Shard
 
 
 @pytest.fixture
@@ -38,3 +39,107 @@ def test_otherwise_they_are_megatron_cores(optimizer):
     tensors = [torch.ones(2), torch.ones(3)]
     found = optimizer(tensors, fsdp=False)._collect_main_grad_data_for_unscaling()
     assert [grad.data_ptr() for grad in found] == [tensor.data_ptr() for tensor in tensors]
+
+
+class Passes:
+    """Graphs of the whole model's passes; notes the keys of what would run beside them."""
+
+    def __init__(self):
+        self.clipping, self.keys = self, []
+
+    def run(self, key, work):
+        self.keys.append(key)
+        return work()
+
+
+@pytest.fixture
+def clipping(optimizer, monkeypatch, mesh):
+    """Makes an optimizer with gradients that stay, beside graphs of the whole model, and returns both."""
+    from megatron.core.optimizer import clip_grads
+
+    monkeypatch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", len)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+    def make():
+        grads = [DTensor.from_local(torch.ones(3), mesh, [Shard(0)]) for _ in range(2)]
+        for grad in grads:
+            grad.stays = True
+        made = optimizer([grads[0], None, grads[1]])
+        made.config.use_precision_aware_optimizer = False
+        upstream = next(kind for kind in type(made).__mro__[1:] if "clip_grad_norm" in vars(kind))
+        monkeypatch.setattr(upstream, "clip_grad_norm", lambda self, clip_grad: ("norm", clip_grad))
+        passes = Passes()
+        hooks = SimpleNamespace(model_passes=passes)
+        made.model_chunks = [SimpleNamespace(module=SimpleNamespace(fsdp_hooks=hooks))]
+        return made, passes
+
+    return make
+
+
+def test_gradients_are_clipped_in_a_graph_as_long_as_they_are_the_same(clipping):
+    made, passes = clipping()
+    first, _, last = made.get_parameters()
+    assert [made.clip_grad_norm(bound) for bound in (1.0, 1.0, 2.0)] == [("norm", 1.0), ("norm", 1.0), ("norm", 2.0)]
+    first.grad._local_tensor.set_(torch.ones(3))
+    made.clip_grad_norm(1.0)
+    last.grad._local_tensor = torch.ones(3)
+    made.clip_grad_norm(1.0)
+    same, again, other_bound, other_memory, other_tensor = passes.keys
+    assert same == again
+    assert all(key != same for key in (other_bound, other_memory, other_tensor))
+
+
+def without_fsdp(made, passes, monkeypatch):
+    made.ddp_config.use_megatron_fsdp = False
+
+
+def without_graphs(made, passes, monkeypatch):
+    made.model_chunks[0].module.fsdp_hooks.model_passes = None
+
+
+def of_several_chunks(made, passes, monkeypatch):
+    made.model_chunks *= 2
+
+
+def without_parameters(made, passes, monkeypatch):
+    made.is_stub_optimizer = True
+
+
+def within_a_capture(made, passes, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+
+
+def with_a_norm_on_the_host(made, passes, monkeypatch):
+    from megatron.core.optimizer import clip_grads
+
+    monkeypatch.setattr(clip_grads, "multi_tensor_scale_tensor_impl", None)
+
+
+def with_gradients_that_do_not_stay(made, passes, monkeypatch):
+    made.get_parameters()[0].grad.stays = False
+
+
+def with_norms_of_groups(made, passes, monkeypatch):
+    from megatron.core.optimizer import optimizer
+
+    setattr(made.get_parameters()[1], optimizer.GRAD_NORM_GROUP_ATTR, optimizer.MTP_GRAD_NORM_GROUP)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        without_fsdp,
+        without_graphs,
+        of_several_chunks,
+        without_parameters,
+        within_a_capture,
+        with_a_norm_on_the_host,
+        with_gradients_that_do_not_stay,
+        with_norms_of_groups,
+    ],
+)
+def test_otherwise_gradients_are_clipped_by_megatron_core(clipping, monkeypatch, change):
+    made, passes = clipping()
+    change(made, passes, monkeypatch)
+    assert made.clip_grad_norm(1.0) == ("norm", 1.0)
+    assert passes.keys == []
