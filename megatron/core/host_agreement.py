@@ -1,7 +1,7 @@
 """Ranks that agree on what their hosts know, by messages between the hosts.
 
-A collective on the device can keep hosts waiting: while a CUDA graph runs, the device may begin nothing that other
-streams hold, a copy of four bytes included, until it has taken in almost all of the graph.
+A collective on the device can keep hosts waiting: while it runs the graph of a model's backward pass, which has several
+streams, it may begin nothing that others hold, a copy of four bytes included, until it has taken in almost all of it.
 """
 
 import sys

@@ -53,6 +53,7 @@ class RepeatedWork:
     def _capture(self, work: Callable[[], Any]) -> bool:
         """Record the graph; return whether there is one."""
         self._captures += 1
+        against, result = "", None
         stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
         stream.wait_stream(current)
         try:
@@ -61,11 +62,13 @@ class RepeatedWork:
                 graph = capture.new_graph()
                 with capture.recording(graph):
                     result = work()
-            if not isinstance(result, torch.Tensor):
-                raise TypeError(f"it returns {type(result).__name__}, which the host has waited for")
         except Exception as error:
+            against = f"{type(error).__name__}: {error}"
+        if not against and not isinstance(result, torch.Tensor):
+            against = f"it returns {type(result).__name__}, not a tensor"
+        if against:
             self._captures = CAPTURES
-            logger.warning("%s runs without a CUDA graph: %s", self._name, error)
+            logger.warning(f"{self._name} runs without a CUDA graph: {against}")
             return False
         current.wait_stream(stream)
         self._graph, self._result, self.replays = graph, result, 0
