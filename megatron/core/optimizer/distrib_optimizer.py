@@ -58,7 +58,8 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         """
         clip = super().clip_grad_norm
         passes = self._whole_model_passes()
-        kept = None if passes is None else self._kept_gradients()
+        self._kept = None if passes is None else self._kept_gradients()
+        kept = self._kept
         if kept is None:
             return clip(clip_grad)
         return passes.clipping.run([kept, clip_grad, *kept.addresses()], lambda: clip(clip_grad))
@@ -78,12 +79,12 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         """Return the gradients, if they stay from step to step and have one norm."""
         params = self.get_parameters()
         grads = gradients_of(params, "decoupled_grad" if self.config.use_precision_aware_optimizer else "grad")
-        if self._kept is None or not self._kept.are(grads):
-            from .optimizer import _get_param_grad_norm_group
+        if self._kept is not None and self._kept.are(grads):
+            return self._kept
+        from .optimizer import _get_param_grad_norm_group
 
-            one_norm = not any(map(_get_param_grad_norm_group, params))
-            self._kept = KeptGradients(grads) if one_norm and stay(grads) else None
-        return self._kept
+        one_norm = not any(map(_get_param_grad_norm_group, params))
+        return KeptGradients(grads) if one_norm and stay(grads) else None
 
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:
         """Return the gradients that the loss scale is divided out of, as local tensors; see megatron-core.
