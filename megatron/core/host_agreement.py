@@ -7,6 +7,7 @@ streams, it may begin nothing that others hold, a copy of four bytes included, u
 import sys
 import weakref
 from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -36,11 +37,13 @@ class HostAgreement:
     def expect(self) -> None:
         """Make ready to hear from other ranks; optional. What they tell then travels before this rank calls ``any``.
 
-        gloo sends a message when it is expected, so the last rank would wait for those of all others.
+        gloo sends a message when it is expected, so the last rank would wait for those of all others. If one is gone,
+        ``any`` says so.
         """
         for distance in self._distances():
             if distance not in self._expected:
-                self._expected[distance] = self._receive(distance)
+                with suppress(RuntimeError):
+                    self._expected[distance] = self._receive(distance)
 
     def _distances(self) -> Iterator[int]:
         distance = 1

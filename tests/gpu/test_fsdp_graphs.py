@@ -39,6 +39,7 @@ MORE: list[dict] = [
     {"dtype": "bf16", "layers_per_graph": -1, "optimizer_graph": True, "microbatches": 2},
     {"dtype": "bf16", "layers_per_graph": -1, "control": "captured_again", "dropout": 0.1},
     {"dtype": "bf16", "layers_per_graph": -1, "control": "failed_backward_capture", "dropout": 0.1},
+    {"dtype": "bf16", "layers_per_graph": -1, "control": "clipping_eager_on_one_rank"},
     {"dtype": "bf16", "layers_per_graph": None, "dropout": 0.1, "microbatches": 2, "evaluates_often": True},
     {"dtype": "bf16", "layers_per_graph": None, "sequences_later": [512], "later_on_one_rank": True},
     {"dtype": "bf16", "fused_wgrad": True},

@@ -37,7 +37,8 @@ def build(mesh, dtype, **options):
     for param in params:
         param.grad = shard(param.shape)
         param.grad.stays = True
-    groups = [{"params": params[:3]}, {"params": params[3:], "lr": 0.5, "weight_decay": 0.0}]
+    nowhere = torch.nn.Parameter(shard((2,)))  # no gradient, like a parameter of which the rank has no shard
+    groups = [{"params": params[:3]}, {"params": params[3:], "lr": 0.5, "weight_decay": 0.0}, {"params": [nowhere]}]
     return FusedAdam(groups, lr=0.1, weight_decay=0.1, **options)
 
 
@@ -68,8 +69,8 @@ def test_the_optimizers_bits(mesh, dtype, options):
             with shards.in_place():
                 looked_at = [len(group["params"]) for group in optimizer.param_groups]
                 optimizer.step()
-            assert looked_at == ([3, 1] if step == 1 else [1, 1])
-        assert [group["step"] for group in optimizer.param_groups] == [step + 1] * 2
+            assert looked_at == ([3, 1, 1] if step == 1 else [1, 1, 1])
+        assert [group["step"] for group in optimizer.param_groups] == [step + 1] * 3
         for one, other in zip(tensors(optimizer), tensors(expected), strict=True):
             assert torch.equal(one, other)
         for group in expected.param_groups + optimizer.param_groups:

@@ -60,6 +60,7 @@ CLIPPED: list[dict[str, Any]] = [
         {"dtype": "bf16", "microbatches": 1, "microbatches_later": 2},
         {"dtype": "fp16", "microbatches": 2, "steps": 10},  # skipped steps have no clipping
         {"control": "captured_again", "dtype": "bf16"},
+        {"control": "clipping_eager_on_one_rank", "dtype": "bf16"},
     )
 ]
 MOE: list[dict[str, Any]] = [

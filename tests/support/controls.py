@@ -164,6 +164,14 @@ def captured_again(training: Training) -> None:
     training.helper.create_cudagraphs()
 
 
+def clipping_eager_on_one_rank(training: Training) -> None:
+    """Capture; one rank then clips gradients eagerly where the others replay that."""
+    training.helper.create_cudagraphs()
+    passes = training.chunks[0].module.fsdp_hooks.model_passes
+    if dist.get_rank() == 1:
+        passes.clipping.run = lambda key, work: work()
+
+
 def captured_again_later(training: Training) -> None:
     """Capture, train two steps, delete the graphs, train a step without, and capture again."""
     training.helper.create_cudagraphs()
@@ -455,6 +463,7 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         layer_hook_on_one_rank,
         captured_again,
         captured_again_later,
+        clipping_eager_on_one_rank,
         failed_capture_for_evaluation,
         failed_warm_up_for_evaluation,
         captured_by_two_helpers,

@@ -65,9 +65,9 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         return passes.clipping.run([kept, clip_grad, *kept.addresses()], lambda: clip(clip_grad))
 
     def _whole_model_passes(self) -> Any:
-        """Return the graphs of the whole model's passes, if a norm can be beside them that the host does not wait for.
+        """Return the graphs of the whole model's passes, if clipping can be captured beside them; None if not.
 
-        None if there are no such graphs, or they are not those of all gradients.
+        It cannot within a capture, where the host waits for the norm, or where one optimizer or one chunk is not all.
         """
         if not self.ddp_config.use_megatron_fsdp or len(self.model_chunks) != 1 or self.is_stub_optimizer:
             return None
@@ -83,7 +83,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
             return self._kept
         from .optimizer import _get_param_grad_norm_group
 
-        one_norm = not any(map(_get_param_grad_norm_group, params))
+        one_norm = not any(map(_get_param_grad_norm_group, params))  # others are Python values that a replay leaves out
         return KeptGradients(grads) if one_norm and stay(grads) else None
 
     def _collect_main_grad_data_for_unscaling(self) -> list[torch.Tensor]:

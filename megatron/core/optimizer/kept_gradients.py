@@ -21,14 +21,19 @@ class KeptGradients:
         self._grads = grads
         self._present = [grad for grad in grads if grad is not None]
         self._present_local: list[torch.Tensor] = [grad._local_tensor for grad in self._present]
+        self._aliases = [local.detach() for local in self._present_local]  # of the memory that they have now
         self.local: list[torch.Tensor | None] = [None if grad is None else grad._local_tensor for grad in grads]
 
     def are(self, grads: list[Any]) -> bool:
-        """Whether ``grads`` are the same objects, with the same local tensors."""
+        """Whether ``grads`` are the same objects, with the same local tensors, which have the same memory.
+
+        That may move as ``UntypedStorage.resize_`` moves it.
+        """
         return (
             len(grads) == len(self._grads)
             and all(map(is_, grads, self._grads))
             and all(map(is_, map(_LOCAL, self._present), self._present_local))
+            and self.addresses() == list(map(_ADDRESS, self._aliases))
         )
 
     def addresses(self) -> list[int]:

@@ -2,8 +2,8 @@
 
 TransformerEngine's ``FusedAdam`` asks every parameter, its gradient and its states about themselves in each step, to
 list them for one launch a group. ``ListedStep`` keeps those lists. In later steps the optimizer has one parameter of
-each group, and its launch gets the lists of all: what else a step does, and every number that it computes with, stays
-the optimizer's.
+each group, and a launch gets the lists of all: what else a step does, and every number that it computes with, stays the
+optimizer's.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +26,9 @@ class ListedStep(KeptGradients):
     Attributes:
         complete: Whether ``record`` has seen launches that hold every gradient, and nothing but what the optimizer
             owns. A step that also casts its states, say, is not complete.
-        leaders: Of each group the first parameter with a gradient, in a list, which is empty if there is none.
-        led: Each of these parameters, and the local tensor of its gradient.
+        leaders: Of each group one parameter, in a list: the first with a gradient, or else any, as some versions of
+            ``FusedAdam`` do not count the steps of an empty group.
+        led: Each of them that has a gradient, and the local tensor of that.
     """
 
     def __init__(self, optimizer: Any, params: Sequence[list[torch.Tensor]], grads: list[Any]):
@@ -45,7 +46,7 @@ class ListedStep(KeptGradients):
         pairs = [list(zip(group, islice(left, len(group)), strict=True)) for group in params]
         given = [[(param, grad) for param, grad in group if grad is not None] for group in pairs]
         self.led = [group[0] for group in given if group]
-        self.leaders = [[param for param, _ in group[:1]] for group in given]
+        self.leaders = [[param for param, _ in (some or all_)[:1]] for some, all_ in zip(given, pairs, strict=True)]
         self._counts = [len(group) for group in given if group]
         self._launches: list[list[Lists]] = []  # of each group with gradients
 
@@ -75,6 +76,8 @@ class ListedStep(KeptGradients):
         owned = {tensor.data_ptr() for tensor in chain(*states, *groups, self.local) if tensor is not None}
         used = {tensor.data_ptr() for lists in seen for tensor in chain(*lists)}
         self.complete = self._divide(seen) and used <= owned
+        if not self.complete:
+            self._launches = []  # which may hold more than the optimizer does
 
     def _divide(self, seen: list[Lists]) -> bool:
         """Note which launches each group has; return whether they hold as many tensors as there are gradients."""
@@ -91,17 +94,19 @@ class ListedStep(KeptGradients):
     def replay(self) -> Iterator[None]:
         """Within it, the optimizer runs its step on ``leaders``, which changes all parameters.
 
-        Raises RuntimeError at its end if the step did not launch for each group: those are not updated then.
+        Raises RuntimeError at its end if the step did not launch once for each group with gradients.
         """
-        left = iter(self._launches)
+        launched = 0
 
         def launch(chunk_size: int, flag: torch.Tensor, _: Lists, *numbers: Any) -> None:
-            for lists in next(left):
+            nonlocal launched
+            launched += 1
+            for lists in self._launches[launched - 1] if launched <= len(self._launches) else ():
                 original(chunk_size, flag, lists, *numbers)
 
         with self._launching(launch) as original:
             yield
-        if next(left, None) is not None:
+        if launched != len(self._launches):
             raise RuntimeError(f"{type(self._optimizer).__name__}.step did not call {LAUNCH} as in the steps before")
 
     @contextmanager

@@ -81,7 +81,7 @@ class LocalShards:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it, the optimizer has the local tensors: for one step, which it runs whole."""
+        """Within it, the optimizer has the local tensors. The caller must run exactly one step in it."""
         optimizer = self._optimizer
         name = self._name
         grads = gradients_of(self._params, name)

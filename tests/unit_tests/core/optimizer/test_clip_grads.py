@@ -68,6 +68,10 @@ def other_memory(params):
     params[2].decoupled_grad._local_tensor = torch.full((4,), 3.0)
 
 
+def other_storage(params):
+    params[2].decoupled_grad._local_tensor.set_(torch.full((4,), 3.0))
+
+
 def another_gradient(params):
     give_gradient(params[1], torch.full((4,), 3.0), stay=True)
 
@@ -77,7 +81,7 @@ def no_gradient(params):
 
 
 @pytest.mark.parametrize("stay", [True, False])
-@pytest.mark.parametrize("change", [len, other_gradient, other_memory, another_gradient, no_gradient])
+@pytest.mark.parametrize("change", [len, other_gradient, other_memory, other_storage, another_gradient, no_gradient])
 def test_gradients_are_clipped_as_megatron_core_clips_them(build, clip_grads, stay, change):
     params, expected = build(stay), build(stay)
     for total_norm in (2.0, 0.5, 3.0):

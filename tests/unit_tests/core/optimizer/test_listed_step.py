@@ -32,6 +32,8 @@ class FusedAdam(torch.optim.Optimizer):
     def step(self):
         self.looked_at = 0
         for group in self.param_groups:
+            if not group["params"]:  # as in versions before 2.19
+                continue
             group["step"] += 1
             lists: tuple[list, list, list] = [], [], []
             for param in group["params"]:
@@ -115,7 +117,7 @@ def compared(build, local_shards, steps=5, change=lambda optimizer, number: None
 
 @pytest.mark.parametrize("per_launch", [1024, 1])
 def test_later_steps_look_at_one_parameter_of_each_group(build, local_shards, per_launch):
-    assert compared(build, local_shards, per_launch=per_launch) == [6, 6, 2, 2, 2]
+    assert compared(build, local_shards, per_launch=per_launch) == [6, 6, 3, 3, 3]
 
 
 def test_the_optimizer_gets_its_own_back(build, local_shards):
@@ -155,17 +157,22 @@ def other_memory(param):
     param.grad._local_tensor = torch.full(param.shape, 2.0)
 
 
+@torch.no_grad()
+def other_storage(param):
+    param.grad._local_tensor.set_(torch.full(param.shape, 2.0))
+
+
 def no_gradient(param):
     param.grad = None
 
 
-@pytest.mark.parametrize("change", [other_gradient, other_memory, no_gradient])
+@pytest.mark.parametrize("change", [other_gradient, other_memory, other_storage, no_gradient])
 def test_other_gradients_are_listed_anew(build, local_shards, change):
     def change_one(optimizer, number):
         if number == 4:
             change(optimizer.param_groups[0]["params"][1])
 
-    assert compared(build, local_shards, steps=6, change=change_one) == [6, 6, 2, 6, 2, 2]
+    assert compared(build, local_shards, steps=6, change=change_one) == [6, 6, 3, 6, 3, 3]
 
 
 def test_a_hook_sees_all_parameters(build, local_shards):
@@ -173,7 +180,7 @@ def test_a_hook_sees_all_parameters(build, local_shards):
         if number == 4:
             optimizer.register_step_pre_hook(lambda *arguments: None)
 
-    assert compared(build, local_shards, change=change) == [6, 6, 2, 6, 6]
+    assert compared(build, local_shards, change=change) == [6, 6, 3, 6, 6]
 
 
 def test_a_step_that_does_not_launch_is_an_error(build, local_shards):

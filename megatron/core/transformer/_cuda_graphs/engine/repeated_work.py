@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from .capture import Capture
+from .preserve import pause_gc
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
@@ -36,9 +37,12 @@ class RepeatedWork:
 
         Args:
             key: What the graph is good for: addresses, and numbers that ``work`` computes with on the host.
-            work: Enqueues the work, the same for equal keys. If it cannot be captured it runs eagerly, now and later.
+            work: Enqueues the work, the same for equal keys, and does nothing else that has to be done each time: a
+                replay does not call it. If it cannot be captured it runs eagerly, now and later.
         """
         if key != self._key:
+            if self._graph is not None and self._captures == CAPTURES:
+                logger.warning(f"{self._name} runs without a CUDA graph: its memory has moved {CAPTURES} times")
             self.reset()
             self._key, self._steps = key, 0
         if self._graph is None:
@@ -58,7 +62,7 @@ class RepeatedWork:
         stream.wait_stream(current)
         try:
             capture = Capture(None, draws=False)
-            with torch.cuda.stream(stream):
+            with pause_gc(), torch.cuda.stream(stream):
                 graph = capture.new_graph()
                 with capture.recording(graph):
                     result = work()
@@ -71,7 +75,7 @@ class RepeatedWork:
             logger.warning(f"{self._name} runs without a CUDA graph: {against}")
             return False
         current.wait_stream(stream)
-        self._graph, self._result, self.replays = graph, result, 0
+        self._graph, self._result = graph, result
         return True
 
     def reset(self) -> None:
@@ -79,3 +83,4 @@ class RepeatedWork:
         if self._graph is not None:
             self._graph.reset()
         self._graph = self._result = self._key = None
+        self.replays = 0

@@ -81,9 +81,11 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
 
     def update_main_grads(self) -> None:
         """Attach the main gradients to the optimizer's parameters; see megatron-core."""
-        if self._gradients is not None and self._gradients.unmoved(self):
-            self._gradients.update()
-            return
+        if self._gradients is not None:
+            if self._gradients.unmoved(self):
+                self._gradients.update()
+                return
+            self._gradients.release()  # others may keep these objects until the optimizer has stepped
         super().update_main_grads()
         if self.ddp_config.megatron_fsdp_cuda_graph_mode:  # otherwise ``zero_grad`` frees them
             in_place = self._gradients_in_place or torch.cuda.is_current_stream_capturing()

@@ -1,5 +1,7 @@
 """Work of every step becomes a graph once it has been the same, and goes on eagerly where it cannot."""
 
+import gc
+
 import pytest
 import torch
 
@@ -59,7 +61,7 @@ def test_another_key_is_captured_anew(work, doubling):
     assert work.replays == 1
 
 
-def test_work_that_keeps_changing_is_left_alone(work, doubling):
+def test_work_that_keeps_changing_is_left_alone(work, doubling, caplog):
     for _ in range(CAPTURES + 1):
         doubling.vector = torch.ones(3, device="cuda")
         sums = run(work, doubling, EAGER_STEPS + 2)
@@ -67,6 +69,21 @@ def test_work_that_keeps_changing_is_left_alone(work, doubling):
     calls = doubling.calls
     run(work, doubling, 2)
     assert doubling.calls == calls + 2
+    assert work.replays == 0
+    assert [record.getMessage() for record in caplog.records if "has moved 3 times" in record.getMessage()]
+
+
+def test_garbage_is_not_collected_in_a_capture(work, doubling):
+    collects = []
+
+    def noting():
+        collects.append(gc.isenabled())
+        return doubling()
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        for _ in range(EAGER_STEPS + 1):
+            work.run(doubling.key(), noting)
+    assert collects == [True] * EAGER_STEPS + [False]
 
 
 def read_on_the_host(doubling):
