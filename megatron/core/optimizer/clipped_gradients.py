@@ -22,11 +22,10 @@ class ClippedGradients(KeptGradients):
 
 
 class _Gradient:
-    """A gradient whose type and local tensor are known."""
+    """A gradient whose type and local tensor, detached, are known."""
 
     def __init__(self, grad: torch.Tensor, local: torch.Tensor):
-        self._type, self.dtype = grad.type(), grad.dtype
-        self._detached = local.detach()
+        self._type, self.dtype, self._detached = grad.type(), grad.dtype, local
 
     def type(self) -> str:
         return self._type

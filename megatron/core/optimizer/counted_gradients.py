@@ -1,12 +1,11 @@
 """The gradients that count in the gradient norm, without asking each parameter in every step whether its own does."""
 
 from itertools import compress
-from operator import is_
 from typing import Any
 
 import torch
 
-from .local_shards import local_tensor
+from .kept_gradients import gradients_of, local_tensor, same
 
 
 class CountedGradients:
@@ -25,18 +24,15 @@ class CountedGradients:
             counted: The gradients that count, local tensors.
         """
         self._params, self._name = params, name
-        ids, grads = set(map(id, counted)), self._gradients(params)
+        ids, grads = set(map(id, counted)), gradients_of(params, name)
         self._present = [grad is not None for grad in grads]
         self._counts = [id(local_tensor(grad)) in ids for grad in grads]
 
     def of(self, params: list[Any]) -> list[torch.Tensor] | None:
         """Return the local tensors of the gradients that count; None if parameters are others or lack gradients."""
-        if len(params) != len(self._params) or not all(map(is_, params, self._params)):
+        if not same(params, self._params):
             return None
-        grads = self._gradients(params)
+        grads = gradients_of(params, self._name)
         if [grad is not None for grad in grads] != self._present:
             return None
         return [local_tensor(grad) for grad in compress(grads, self._counts)]
-
-    def _gradients(self, params: list[Any]) -> list[Any]:
-        return [getattr(param, self._name, None) for param in params]

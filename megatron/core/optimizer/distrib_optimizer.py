@@ -15,8 +15,8 @@ from .clip_grads import count_zeros_fp32
 from .counted_gradients import CountedGradients
 from .counted_ranks import CountedRanks
 from .empty_shards import state_of_every_parameter
-from .kept_gradients import KeptGradients, gradients_of, stay
-from .local_shards import LocalShards, local_tensor
+from .kept_gradients import KeptGradients, gradients_of, local_tensor, stay
+from .local_shards import LocalShards
 
 _upstream: Any = extend(__name__)
 
@@ -95,8 +95,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
             grads: list[torch.Tensor] = super()._collect_main_grad_data_for_unscaling()
             return grads
         name = "decoupled_grad" if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
-        found = (getattr(param, name, None) for param in self.get_parameters())
-        return [local_tensor(grad) for grad in found if grad is not None]
+        return [local_tensor(grad) for grad in gradients_of(self.get_parameters(), name) if grad is not None]
 
     def get_grad_stats_parallel_group(self) -> torch.distributed.ProcessGroup:
         """Return the group over which the gradients' norm is summed, and infinities are looked for; see megatron-core.

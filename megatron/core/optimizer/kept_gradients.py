@@ -13,16 +13,16 @@ class KeptGradients:
     """Gradients of parameters, ``DTensor``s, and their local tensors.
 
     Attributes:
-        local: The local tensor of each gradient; None where a parameter has none.
+        local: For each gradient a tensor with the memory that its local tensor had; None where a parameter has none.
     """
 
     def __init__(self, grads: list[Any]):
         """Keep ``grads``, for which ``stay`` holds; None where a parameter has none."""
         self._grads = grads
         self._present = [grad for grad in grads if grad is not None]
-        self._present_local: list[torch.Tensor] = [grad._local_tensor for grad in self._present]
-        self._aliases = [local.detach() for local in self._present_local]  # of the memory that they have now
-        self.local: list[torch.Tensor | None] = [None if grad is None else grad._local_tensor for grad in grads]
+        self._present_local: list[torch.Tensor] = list(map(_LOCAL, self._present))
+        self.local = [None if grad is None else grad._local_tensor.detach() for grad in grads]
+        self._memory = [local for local in self.local if local is not None]
 
     def are(self, grads: list[Any]) -> bool:
         """Whether ``grads`` are the same objects, with the same local tensors, which have the same memory.
@@ -30,15 +30,24 @@ class KeptGradients:
         That may move as ``UntypedStorage.resize_`` moves it.
         """
         return (
-            len(grads) == len(self._grads)
-            and all(map(is_, grads, self._grads))
-            and all(map(is_, map(_LOCAL, self._present), self._present_local))
-            and self.addresses() == list(map(_ADDRESS, self._aliases))
+            same(grads, self._grads)
+            and same(list(map(_LOCAL, self._present)), self._present_local)
+            and self.addresses() == list(map(_ADDRESS, self._memory))
         )
 
     def addresses(self) -> list[int]:
         """Return where each gradient is now."""
         return list(map(_ADDRESS, self._present_local))
+
+
+def same(these: list[Any], those: list[Any]) -> bool:
+    """Whether both lists hold the same objects in the same order."""
+    return len(these) == len(those) and all(map(is_, these, those))
+
+
+def local_tensor(value: Any) -> Any:
+    """The local tensor of a ``DTensor``; anything else as it is."""
+    return getattr(value, "_local_tensor", value)
 
 
 def gradients_of(params: Sequence[Any], name: str) -> list[Any]:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from .kept_gradients import gradients_of, stay
+from .kept_gradients import gradients_of, local_tensor, same, stay
 from .listed_step import ListedStep
 
 _LOCAL = attrgetter("_local_tensor")
@@ -71,10 +71,10 @@ class LocalShards:
         groups, states = self._optimizer.param_groups, self._optimizer.state
         return (
             len(groups) == len(self._groups)
-            and all(_same(group["params"], params) for group, params in zip(groups, self._groups, strict=True))
+            and all(same(group["params"], params) for group, params in zip(groups, self._groups, strict=True))
             and states is self._states
-            and _same(list(states.values()), self._of_params)
-            and _same(_values(self._of_params), self._values)
+            and same(list(states.values()), self._of_params)
+            and same(_values(self._of_params), self._values)
             and all(map(is_, map(_LOCAL, self._wrapped), self._unwrapped))
             and gradients_of(self._without_states, self._name) == [None] * len(self._without_states)
         )
@@ -123,14 +123,5 @@ class LocalShards:
         return self._listed
 
 
-def local_tensor(value: Any) -> Any:
-    """The local tensor of a ``DTensor``; anything else as it is."""
-    return getattr(value, "_local_tensor", value)
-
-
 def _values(states: Iterable[dict[str, Any]]) -> list[Any]:
     return list(chain.from_iterable(map(dict.values, states)))
-
-
-def _same(these: list, those: list) -> bool:
-    return len(these) == len(those) and all(map(is_, these, those))
