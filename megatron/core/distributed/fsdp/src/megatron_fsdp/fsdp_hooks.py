@@ -14,7 +14,8 @@ Other modules gather their own direct parameters before forward and keep them. `
 ``finish_backward`` frame the backward pass of the whole model.
 
 Autograd has no hook that runs before or after the backward pass of a module, so ``attach_*`` insert one into the graph
-around the module. They carry the sentinels by which ``megatron.core.transformer._cuda_graphs.hooks`` finds the handler.
+around the module (``around_backward``). They carry the sentinels by which
+``megatron.core.transformer._cuda_graphs.hooks`` finds the handler.
 """
 
 import warnings
@@ -25,7 +26,6 @@ from types import MethodType
 from typing import Any, Literal
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_map, tree_unflatten
 
 from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer._cuda_graphs.evaluation_mode import may_replay_evaluation
@@ -34,6 +34,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import is_submodule
 from megatron_fsdp_cuda_graphs.overlay import upstream
 
+from .around_backward import call_after_backward, call_before_backward
 from .fsdp_chain import UnitChain
 from .fsdp_gathering_replay import GatheringReplay
 from .fsdp_gradient_sink import UnitSink, sink_takes_all
@@ -46,10 +47,8 @@ from .unsharded_gradients import REDUCES_EVERY_BACKWARD
 
 _upstream = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp")
 TrainingState = _upstream.TrainingState
-RunAfterBackward = _upstream.RegisterFSDPBackwardFunction
 
 LAYERS = (TransformerLayer, MambaLayer)
-_PLAIN = (torch.Tensor, type(None), bool, int, float, str)  # what layers are mostly called with
 
 
 def shown_in_profiles[**P, R](phase: Callable[P, R]) -> Callable[P, R]:
@@ -638,45 +637,17 @@ class FsdpHooks:
     def attach_after_backward(
         self, handler: Callable, module: torch.nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
-        """Forward-pre hook that makes autograd call ``handler(module)`` once ``module``'s backward pass is over.
-
-        It inserts an identity function between the inputs and the module, which must not change them in place.
-        """
+        """Forward-pre hook that makes autograd call ``handler(module)`` once ``module``'s backward pass is over."""
         if not torch.is_grad_enabled() or self._runs_around_replays(handler, module):
             return None
-        leaves, spec = [*args, *kwargs.values()], None
-        if not _are_leaves(leaves):
-            leaves, spec = tree_flatten((args, kwargs))
-        places = [i for i, leaf in enumerate(leaves) if torch.is_tensor(leaf) and leaf.requires_grad]
-        if not places:
-            return None
-        wrapped = RunAfterBackward.apply(partial(handler, module), *(leaves[i] for i in places))
-        for place, tensor in zip(places, wrapped, strict=True):
-            leaves[place] = tensor
-        if spec is not None:
-            return tree_unflatten(leaves, spec)
-        return tuple(leaves[: len(args)]), dict(zip(kwargs, leaves[len(args) :], strict=True))
+        return call_after_backward(partial(handler, module), args, kwargs)
 
     @torch.compiler.disable
     def attach_before_backward(self, handler: Callable, module: torch.nn.Module, inputs: Any, output: Any) -> Any:
-        """Forward hook that makes autograd call ``handler(module, grads)`` at the first gradient of ``output``.
-
-        The output tensors are replaced by views, so that an output that is also an input is a tensor of its own.
-        """
+        """Forward hook that makes autograd call ``handler(module, grads)`` at the first gradient of ``output``."""
         if self._runs_around_replays(handler, module):
             return None
-        handler = partial(handler, module)
-        if torch.is_tensor(output):
-            output = output.view_as(output)
-        elif type(output) is tuple and _are_leaves(output):
-            output = tuple(map(_view_of, output))
-        else:
-            output = tree_map(_view_of, output)
-        tensors = [output] if torch.is_tensor(output) else output if isinstance(output, (tuple, list)) else []
-        torch.autograd.graph.register_multi_grad_hook(
-            [tensor for tensor in tensors if torch.is_tensor(tensor)], handler, mode="any"
-        )
-        return output
+        return call_before_backward(partial(handler, module), output)
 
     def _runs_around_replays(self, handler: Callable, module: torch.nn.Module) -> bool:
         """Whether the replay of the backward graph of ``module`` calls ``handler`` itself."""
@@ -686,15 +657,6 @@ class FsdpHooks:
         if sink is None or not sink.whole or self.graphed.plan(module) is None:
             return False
         return handler in (self.unshard_for_backward, self.release_after_backward)
-
-
-def _are_leaves(values: Sequence[Any]) -> bool:
-    """Whether none of ``values`` is a container with tensors in it: walking through one costs the host many calls."""
-    return all(map(tree_is_leaf, [value for value in values if not isinstance(value, _PLAIN)]))
-
-
-def _view_of(leaf: Any) -> Any:
-    return leaf.view_as(leaf) if torch.is_tensor(leaf) else leaf
 
 
 def _may_replay_evaluation(module: torch.nn.Module) -> bool:
