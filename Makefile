@@ -45,11 +45,12 @@ help:
 
 .venv: $(ENVIRONMENT)
 
-# The stamp is written last: an installation that broke off is made again.
+# The stamp is written last: an installation that broke off is made again. pip would compile one module after another.
 .venv/.installed: setup.py constraints.txt
 	@echo "Installing torch, megatron-core and the tools of this project into .venv"
 	$(PYTHON) -m venv --clear .venv
-	.venv/bin/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
+	.venv/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
+	.venv/bin/python -W ignore -m compileall -qq -j 0 .venv/lib
 	touch $@
 
 demo: $(ENVIRONMENT)

@@ -173,9 +173,10 @@ IMPORTED_FIRST = [
 
 @pytest.fixture(scope="module")
 def imported():
-    """For each of ``IMPORTED_FIRST`` the names of all modules of a process that imports it right after torch."""
+    """For each of ``IMPORTED_FIRST`` the names of all modules of a process that imports it first of Megatron's."""
     code = """
-import importlib, json, os, sys, torch
+import importlib, json, os, sys
+import torch._inductor.compile_fx, torch.distributed.checkpoint, torch.distributed.tensor  # once for all
 for first in sys.argv[1:]:
     if os.fork() == 0:
         importlib.import_module(first)
