@@ -8,8 +8,10 @@ layers, which are not those of experts.
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
+from megatron.core import parallel_state
 from megatron.core.distributed.fsdp.rank_mesh import mesh_of
 
 
@@ -57,8 +59,14 @@ def _ranks(group: dist.ProcessGroup) -> list[int]:
 
 
 def _spanned(*groups: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the group of all ranks that ``groups`` span."""
+    """Return the group of all ranks that ``groups`` span. Its ranks wait as long for each other as those of the first.
+
+    It is one of Megatron's groups: they get the timeouts that change after start-up.
+    """
     ranks = sorted(mesh_of(*groups).flatten().tolist())
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
-    return dist.new_group(ranks, use_local_synchronization=True)
+    device = torch.device(dist.distributed_c10d._get_object_coll_device(groups[0]))
+    options: Any = groups[0]._get_backend(device).options  # None for backends that never wait
+    timeout = None if options is None else options._timeout
+    return parallel_state.create_group(ranks, timeout=timeout, use_local_synchronization=True)

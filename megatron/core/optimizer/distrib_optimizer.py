@@ -47,9 +47,12 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         if known is not None:
             return known
         grads = super().get_grads_for_grad_norm(grad_norm_group)
-        name = "decoupled_grad" if self.config.use_precision_aware_optimizer else "grad"
-        self._counted[grad_norm_group] = CountedGradients(params, name, grads)
+        self._counted[grad_norm_group] = CountedGradients(params, self._gradient_name(), grads)
         return grads
+
+    def _gradient_name(self) -> str:
+        """The attribute that Megatron-FSDP puts a parameter's gradient in, whatever else the precision follows from."""
+        return "decoupled_grad" if self.config.use_precision_aware_optimizer else "grad"
 
     def clip_grad_norm(self, clip_grad: float) -> Any:
         """Return the norm of the gradients, and clip them; see megatron-core.
@@ -78,7 +81,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     def _kept_gradients(self) -> KeptGradients | None:
         """Return the gradients, if they stay from step to step and have one norm."""
         params = self.get_parameters()
-        grads = gradients_of(params, "decoupled_grad" if self.config.use_precision_aware_optimizer else "grad")
+        grads = gradients_of(params, self._gradient_name())
         if self._kept is not None and self._kept.are(grads):
             return self._kept
         from .optimizer import _get_param_grad_norm_group
@@ -94,8 +97,8 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         if not self.ddp_config.use_megatron_fsdp:
             grads: list[torch.Tensor] = super()._collect_main_grad_data_for_unscaling()
             return grads
-        name = "decoupled_grad" if self.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8 else "grad"
-        return [local_tensor(grad) for grad in gradients_of(self.get_parameters(), name) if grad is not None]
+        present = [grad for grad in gradients_of(self.get_parameters(), self._gradient_name()) if grad is not None]
+        return [local_tensor(grad) for grad in present]
 
     def get_grad_stats_parallel_group(self) -> torch.distributed.ProcessGroup:
         """Return the group over which the gradients' norm is summed, and infinities are looked for; see megatron-core.

@@ -5,15 +5,17 @@ by itself takes their local tensors one after another, at the price of a dispatc
 lets it see the local tensors from the start.
 """
 
+import weakref
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from itertools import chain
+from itertools import chain, compress
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.optim import optimizer as torch_optimizer
 
 from .kept_gradients import gradients_of, local_tensor, same, stay
 from .listed_step import ListedStep
@@ -24,7 +26,8 @@ _LOCAL = attrgetter("_local_tensor")
 class LocalShards:
     """The local tensors of an optimizer's parameters and states.
 
-    They share memory with what the optimizer owns, and updates are in place, so nothing is copied back.
+    They share memory with what the optimizer owns, and updates are in place, so nothing is copied back. Once the
+    optimizer lets go of a state, as when states are offloaded or loaded, so do they of all, to free the memory at once.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer):
@@ -38,15 +41,23 @@ class LocalShards:
         self._local_groups = [[next(left) for _ in group] for group in self._groups]
         self._listed: ListedStep | None = None
         states = optimizer.state
-        self._states, self._of_params = states, list(states.values())
-        self._values = _values(self._of_params)
-        self._wrapped = [value for value in (*self._params, *self._values) if isinstance(value, DTensor)]
-        self._unwrapped = [value._local_tensor for value in self._wrapped]
+        self._state_ids = _ids(states)
+        values = _values(states)
+        dropped = weakref.WeakMethod(self._drop)
+        self._values = [weakref.ref(value, lambda _: (drop := dropped()) and drop()) for value in values]
+        self._is_wrapped = [isinstance(value, DTensor) for value in (*self._params, *values)]
+        self._unwrapped = list(map(_LOCAL, compress((*self._params, *values), self._is_wrapped)))
         self._local_states: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         for param, local in zip(self._params, self._locals, strict=True):
             if param in states:
-                self._local_states[local] = {name: local_tensor(value) for name, value in states[param].items()}
+                self._local_states[local] = {name: _alias(value) for name, value in states[param].items()}
         self._without_states = [param for param in self._params if not states.get(param)]
+        self._dropped = False
+
+    def _drop(self) -> None:
+        """Let go of all states."""
+        self._dropped = True
+        self._unwrapped, self._local_states, self._listed = [], defaultdict(dict), None
 
     @staticmethod
     def eligible(optimizer: torch.optim.Optimizer, kinds: Iterable[type]) -> bool:
@@ -62,28 +73,35 @@ class LocalShards:
             and not getattr(optimizer, "master_weights", False)
             and not getattr(optimizer, "_scales", None)  # of states in low precision, by parameter
             and bool(params)
+            and not _has_hooks(optimizer)
             and all(isinstance(param, DTensor) for param in params)
             and all(torch.is_tensor(value) for state in optimizer.state.values() for value in state.values())
         )
 
     def current(self) -> bool:
-        """Whether parameters and states are those that were found, and every parameter with a gradient has states."""
+        """Whether parameters and states are those that were found, and every parameter with a gradient has states.
+
+        Nor may hooks have been added, which would see the local tensors.
+        """
         groups, states = self._optimizer.param_groups, self._optimizer.state
+        values = _values(states)
         return (
-            len(groups) == len(self._groups)
+            not self._dropped
+            and len(groups) == len(self._groups)
             and all(same(group["params"], params) for group, params in zip(groups, self._groups, strict=True))
-            and states is self._states
-            and same(list(states.values()), self._of_params)
-            and same(_values(self._of_params), self._values)
-            and all(map(is_, map(_LOCAL, self._wrapped), self._unwrapped))
+            and _ids(states) == self._state_ids
+            and same(values, [value() for value in self._values])
+            and same(list(map(_LOCAL, compress((*self._params, *values), self._is_wrapped))), self._unwrapped)
             and gradients_of(self._without_states, self._name) == [None] * len(self._without_states)
+            and not _has_hooks(self._optimizer)
         )
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Within it, the optimizer has the local tensors. The caller must run exactly one step in it."""
         optimizer = self._optimizer
-        name = self._name
+        name, states = self._name, optimizer.state
+        own_groups = [group["params"] for group in optimizer.param_groups]
         grads = gradients_of(self._params, name)
         listed = self._listed_step(grads)
         step: AbstractContextManager[None]
@@ -105,8 +123,8 @@ class LocalShards:
             with step:
                 yield
         finally:
-            optimizer.state = self._states
-            for group, params in zip(optimizer.param_groups, self._groups, strict=True):
+            optimizer.state = states
+            for group, params in zip(optimizer.param_groups, own_groups, strict=True):
                 group["params"] = params
                 if "foreach" in group:
                     group["foreach"] = overridden.pop(0)
@@ -123,5 +141,25 @@ class LocalShards:
         return self._listed
 
 
-def _values(states: Iterable[dict[str, Any]]) -> list[Any]:
-    return list(chain.from_iterable(map(dict.values, states)))
+def _ids(states: dict[Any, dict[str, Any]]) -> list[int]:
+    """Which dictionaries these are. They are not kept, as their values are; once those are gone ``current`` is False."""
+    return [id(states), *map(id, states.values())]
+
+
+def _values(states: dict[Any, dict[str, Any]]) -> list[Any]:
+    return list(chain.from_iterable(map(dict.values, states.values())))
+
+
+def _alias(value: torch.Tensor) -> torch.Tensor:
+    """A tensor with the local memory of ``value`` that does not keep ``value`` itself."""
+    return value._local_tensor if isinstance(value, DTensor) else value.detach()
+
+
+def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether hooks look at the optimizer in a step."""
+    return bool(
+        optimizer._optimizer_step_pre_hooks
+        or optimizer._optimizer_step_post_hooks
+        or torch_optimizer._global_optimizer_pre_hooks
+        or torch_optimizer._global_optimizer_post_hooks
+    )

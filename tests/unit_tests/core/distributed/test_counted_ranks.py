@@ -1,11 +1,13 @@
 """The norm of gradients, and how many of them are zero, count each element once."""
 
 import json
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
+from megatron.core import parallel_state
 from tests.support import models
 from tests.unit_tests.cpu_backend.run_ranks import on_ranks
 
@@ -35,8 +37,18 @@ def test_instances_that_shard_gradients_among_them_count_together(four_ranks, ou
     assert ranks_of(built(Variant(small(), sharding=sharding)).get_grad_stats_parallel_group()) == counted
 
 
-def test_ranks_without_the_model_do_not_count(four_ranks, counted_ranks):
+def test_ranks_without_the_model_do_not_count(four_ranks, counted_ranks, monkeypatch):
     four_ranks(1)
+    timeouts = []
+    create = parallel_state.create_group
+
+    def create_group(ranks, timeout, **kwargs):
+        timeouts.append(timeout)
+        return create(ranks, **kwargs)
+
+    monkeypatch.setattr(parallel_state, "create_group", create_group)
+    backend = SimpleNamespace(options=SimpleNamespace(_timeout=timedelta(seconds=77)))
+    monkeypatch.setattr(dist.ProcessGroup, "_get_backend", lambda group, device: backend)
     outer = dist.new_group([0, 2])
     index = SimpleNamespace(hsdp_outer_dp_shard=True, get_outer_fsdp_group=lambda: outer)
     fsdp = SimpleNamespace(
@@ -46,6 +58,8 @@ def test_ranks_without_the_model_do_not_count(four_ranks, counted_ranks):
     )
     found = counted_ranks([SimpleNamespace(module=fsdp)], dist.new_group([0]))
     assert ranks_of(found.group) == [0, 2]
+    assert timeouts == [timedelta(seconds=77)]
+    assert found.group in parallel_state._global_process_group_list
 
 
 # With one group of experts every rank has all gradients; with two the second rank has the experts of the last.

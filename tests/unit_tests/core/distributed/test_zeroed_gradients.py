@@ -50,6 +50,26 @@ def test_a_backward_pass_that_no_reduction_follows_is_zeroed_away(training):
     assert zeroes(fsdp)
 
 
+def test_gradients_of_a_backward_pass_that_is_forgotten_are_zeroed_away(training):
+    fsdp, case = training
+    assert zeroes(fsdp)
+    with torch.autograd._unsafe_preserve_version_counter(tuple(main_gradients(fsdp))):  # as communication writes
+        run_backward(fsdp, case)
+    fsdp.microbatch_count = 0  # it did not come to its end
+    fsdp.fsdp_hooks.forget_backward()
+    assert zeroes(fsdp)
+
+
+def test_a_graph_zeroes_them_whatever_was_before(training, monkeypatch):
+    fsdp, _ = training
+    assert zeroes(fsdp)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert zeroes(fsdp)
+    monkeypatch.undo()
+    assert zeroes(fsdp)  # recorded, but not yet run
+    assert not zeroes(fsdp)
+
+
 def test_what_a_user_writes_is_zeroed_away(training):
     fsdp, _ = training
     assert zeroes(fsdp)

@@ -16,7 +16,10 @@ def optimizer():
         made = DistributedOptimizer.__new__(DistributedOptimizer)
         params = [SimpleNamespace(**{name: grad}) for grad in grads]
         made.ddp_config = SimpleNamespace(use_megatron_fsdp=fsdp)
-        made.config = SimpleNamespace(use_precision_aware_optimizer_no_fp8_or_ds_fp8=name == "decoupled_grad")
+        # Megatron-FSDP goes by the first, with FP8 recipes too for which the second is False.
+        made.config = SimpleNamespace(
+            use_precision_aware_optimizer=name == "decoupled_grad", use_precision_aware_optimizer_no_fp8_or_ds_fp8=False
+        )
         made.is_stub_optimizer = False
         made.optimizer = SimpleNamespace(param_groups=[{"params": params[:1]}, {"params": params[1:]}])
         return made
@@ -65,7 +68,6 @@ def clipping(optimizer, monkeypatch, mesh):
         for grad in grads:
             grad.stays = True
         made = optimizer([grads[0], None, grads[1]])
-        made.config.use_precision_aware_optimizer = False
         upstream = next(kind for kind in type(made).__mro__[1:] if "clip_grad_norm" in vars(kind))
         monkeypatch.setattr(upstream, "clip_grad_norm", lambda self, clip_grad: ("norm", clip_grad))
         passes = Passes()

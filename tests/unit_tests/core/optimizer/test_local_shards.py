@@ -1,6 +1,7 @@
 """An optimizer's step on local shards changes parameters and states as its step on DTensors does, bit for bit."""
 
 import copy
+import weakref
 from unittest import mock
 
 import pytest
@@ -128,8 +129,18 @@ def give_an_empty_parameter_a_gradient(optimizer):
     param.grad = DTensor.from_local(torch.zeros(0, 3), param.device_mesh, param.placements)
 
 
+def remove_parameter(optimizer):
+    optimizer.param_groups[0]["params"].pop()
+
+
+def hook_steps(optimizer):
+    optimizer.register_step_post_hook(lambda *unused: None)
+
+
 CHANGES = (
     load,
+    remove_parameter,
+    hook_steps,
     add_group,
     replace_parameter,
     replace_state,
@@ -139,10 +150,13 @@ CHANGES = (
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_changes_of_the_optimizer_are_noticed(build, local_shards, change):
+@pytest.mark.parametrize("steps", [0, 1])
+def test_changes_of_the_optimizer_are_noticed(build, local_shards, change, steps):
     optimizer = build()
     step(optimizer, 0)
     shards = local_shards(optimizer)
+    for number in range(steps):
+        step(optimizer, number, shards)
     assert shards.current()
     change(optimizer)
     assert not shards.current()
@@ -164,4 +178,42 @@ def test_who_is_eligible(build, local_shards):
         with mock.patch.object(optimizer, name, value, create=True):
             assert not local_shards.eligible(optimizer, KINDS)
     optimizer.state[parameters(optimizer)[0]]["step"] = 1
+    assert not local_shards.eligible(optimizer, KINDS)
+
+
+def offload(optimizer):
+    """As others do who know of no cache."""
+    for state in optimizer.state.values():
+        for name, value in state.items():
+            state[name] = value.clone()
+
+
+@pytest.mark.parametrize("let_go", [load, offload])
+def test_states_that_the_optimizer_lets_go_of_are_freed_at_once(build, local_shards, let_go):
+    optimizer = build()
+    step(optimizer, 0)
+    shards = local_shards(optimizer)
+    step(optimizer, 1, shards)
+    values = [value for state in optimizer.state.values() for value in state.values()]
+    values += [value._local_tensor for value in values if isinstance(value, DTensor)]
+    owned = list(map(weakref.ref, values))
+    del values
+    let_go(optimizer)
+    assert [tensor() for tensor in owned] == [None] * len(owned)
+    assert not shards.current()
+
+
+def test_groups_keep_their_lists(build, local_shards):
+    optimizer = build()
+    step(optimizer, 0)
+    lists = [group["params"] for group in optimizer.param_groups]
+    step(optimizer, 1, local_shards(optimizer))
+    assert all(group["params"] is params for group, params in zip(optimizer.param_groups, lists, strict=True))
+
+
+def test_an_optimizer_with_hooks_shows_them_its_own_tensors(build, local_shards):
+    optimizer = build()
+    step(optimizer, 0)
+    assert local_shards.eligible(optimizer, KINDS)
+    optimizer.register_step_pre_hook(lambda *unused: None)
     assert not local_shards.eligible(optimizer, KINDS)

@@ -40,7 +40,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         self.backward_pre_hooks: dict = {}
         self.grad_acc_hooks: dict = {}
         self.fsdp_hooks = hooks = FsdpHooks(self)
-        self._zeroed_gradients = ZeroedGradients(self)
+        self.zeroed_gradients = ZeroedGradients(self)
         hooks.register(root_module)
         # Schedules that run a layer in parts call these by name.
         self.post_forward_release_module = hooks.release_after_forward
@@ -55,7 +55,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
 
     def zero_grad_buffer(self) -> None:
         """Zero all gradients; see megatron-core. Warns if an exception ended the last backward pass."""
-        if self._zeroed_gradients.are_zero():
+        if self.zeroed_gradients.are_zero():
             return
         self.fsdp_hooks.before_step()
         swap = self._parameter_swap
@@ -64,7 +64,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             if param.requires_grad:
                 param.grad_added_to_main_grad = False
         self.param_and_grad_buffer.zero_grad()
-        self._zeroed_gradients.zeroed()
+        self.zeroed_gradients.zeroed()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Start to gather parameters for the next forward pass; see megatron-core.
@@ -108,7 +108,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Finish the reduction of gradients, and give them to the optimizer; see megatron-core."""
-        self._zeroed_gradients.written()
+        self.zeroed_gradients.written()
         super().finish_grad_sync(force_all_reduce)
 
     def _replace_param_with_distributed_if_needed(self) -> None:
@@ -140,7 +140,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         self, modules: Iterable[torch.nn.Module], keep_buckets: bool = False
     ) -> AbstractContextManager[None]:
         """Return the context in which CUDA graphs of ``modules`` are captured; see ``GraphedUnits.capture``."""
-        self._zeroed_gradients.written()
+        self.zeroed_gradients.written()
         return self.fsdp_hooks.graphed.capture(modules, keep_buckets)
 
     def around_parts(self, module: torch.nn.Module, graphed: Callable[..., Any]) -> Callable[..., Any]:
@@ -193,7 +193,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         Args:
             begin: Called with what begins: ``before forward``, then each ``forward`` and ``backward`` pass.
         """
-        self._zeroed_gradients.written()
+        self.zeroed_gradients.written()
         return self.fsdp_hooks.whole_model(begin)
 
     def forget_graphs(self, modules: Iterable[torch.nn.Module]) -> None:

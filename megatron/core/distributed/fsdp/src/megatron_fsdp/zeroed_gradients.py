@@ -15,8 +15,9 @@ class ZeroedGradients:
         self._in_a_graph = False
 
     def zeroed(self) -> None:
-        """Note that all gradients were zeroed just now."""
-        self._noted = None if self._in_a_graph else self._current()
+        """Note that all gradients were zeroed just now, or will be where a graph captures that."""
+        unknown = self._in_a_graph or torch.cuda.is_current_stream_capturing()
+        self._noted = None if unknown else self._current()
 
     def written(self) -> None:
         """Note that gradients may have been written.
@@ -30,9 +31,11 @@ class ZeroedGradients:
         """Whether gradients are zero: there was no backward pass since ``zeroed``, no ``written``, nor a direct write.
 
         Communication libraries and replayed graphs write without changing a tensor's version; they do so in a backward
-        pass.
+        pass. Within a capture they never are: its replays may come after other steps.
         """
         if self._noted is None or self._fsdp.microbatch_count or self._fsdp.fsdp_hooks.in_backward:
+            return False
+        if torch.cuda.is_current_stream_capturing():
             return False
         (data, versions), (noted, noted_versions) = self._current(), self._noted
         return versions == noted_versions and all(map(is_, data, noted))
