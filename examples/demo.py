@@ -199,7 +199,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, help="training steps of each run (default: 40 on GPUs, 20 on the CPU)")
     options = parser.parse_args(arguments)
     setup = choose(options.device)
-    steps = options.steps or setup.steps
+    steps = setup.steps if options.steps is None else options.steps
     if steps <= GRAPH_WARMUP_STEPS:
         parser.error(f"argument --steps: graphs come after {GRAPH_WARMUP_STEPS} steps; give more than {steps}")
     output = options.output.resolve()

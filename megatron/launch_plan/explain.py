@@ -13,7 +13,7 @@ def main(arguments: Sequence[str]) -> int:
         own, given = own_arguments("explain", "Say which parts of a model flags would put in graphs.", arguments)
         need_no_gpu()
         from .flags import read_flags, said_by
-        from .plan import captures_layers, verdict
+        from .plan import captures_layers, other_graphs, verdict, vocabulary_unknown
 
         flags = read_flags(given, own.world_size)
     except SystemExit as end:
@@ -22,8 +22,11 @@ def main(arguments: Sequence[str]) -> int:
         print("\n".join(verdict(flags)))
         return 1
     if not captures_layers(flags.args):
-        print(f"everything is eager for these commands: --cuda-graph-impl is {flags.args.cuda_graph_impl}; see plan")
+        print(other_graphs(flags.args) or "There are no graphs to explain: --cuda-graph-impl is none; see plan.")
         return 0
+    if unknown := vocabulary_unknown(flags.args):
+        print(unknown, file=sys.stderr)
+        return 2
     try:
         lines = list(_lines(given, flags.args))
     except Exception as error:

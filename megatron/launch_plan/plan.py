@@ -33,6 +33,9 @@ def main(arguments: Sequence[str]) -> int:
     if flags.refused:
         print("\n".join(verdict(flags)))
         return 1
+    if unknown := vocabulary_unknown(flags.args):
+        print(unknown, file=sys.stderr)
+        return 2
     try:
         stages, advice = list(_stages(flags.args, own.every_graph)), list(_advice(given, flags.args))
     except Exception as error:
@@ -61,9 +64,23 @@ def verdict(flags: "Flags") -> Iterator[str]:
     yield f"Ranks: {args.world_size} (--world-size); parallel: {', '.join(f'{k} {v}' for k, v in sizes.items())}"
 
 
+def vocabulary_unknown(args: argparse.Namespace) -> str:
+    """Say what to add where the vocabulary's size follows from the tokenizer; empty if flags say it."""
+    if args.padded_vocab_size is not None or args.vocab_size is not None:
+        return ""
+    return "the tokenizer, which tells a job the size of its vocabulary, is not loaded here: add --padded-vocab-size N"
+
+
 def captures_layers(args: argparse.Namespace) -> bool:
     """Whether the graphs are those that these commands are about."""
     return bool(args.cuda_graph_impl == "transformer_engine")
+
+
+def other_graphs(args: argparse.Namespace) -> str:
+    """Say that these commands know nothing of the graphs that a job captures; empty if it captures none, or layers."""
+    if args.cuda_graph_impl in ("none", "transformer_engine"):
+        return ""
+    return f"These commands know only graphs of --cuda-graph-impl transformer_engine, not of {args.cuda_graph_impl}."
 
 
 def _stages(args: argparse.Namespace, every_graph: bool) -> Iterator[str]:
@@ -73,7 +90,7 @@ def _stages(args: argparse.Namespace, every_graph: bool) -> Iterator[str]:
     from .quiet import quietly
 
     if not captures_layers(args):
-        yield f"No layer would be captured: --cuda-graph-impl is {args.cuda_graph_impl}."
+        yield other_graphs(args) or f"No layer would be captured: --cuda-graph-impl is {args.cuda_graph_impl}."
         return
     for stage in range(args.pipeline_model_parallel_size):
         with quietly(), dry_stage(args, stage) as helper:
@@ -131,6 +148,8 @@ def _advice(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
     from .dry_stage import against_whole_model
     from .flags import read_flags
 
+    if other_graphs(args):
+        return
     if not captures_layers(args):
         change = changes.Change("", [*changes.without(given, "--cuda-graph-impl"), *changes.PER_LAYER])
         after = read_flags(change.arguments, args.world_size)

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, compress
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -142,7 +142,7 @@ class LocalShards:
 
 
 def _ids(states: dict[Any, dict[str, Any]]) -> list[int]:
-    """Which dictionaries these are. They are not kept, as their values are; once those are gone ``current`` is False."""
+    """Which dictionaries these are. Others may get these numbers once these are gone, but with other values."""
     return [id(states), *map(id, states.values())]
 
 

@@ -146,6 +146,26 @@ def test_without_graphs_it_says_what_to_add(capsys, flags):
     assert lines[-1].startswith("- --num-experts with whole layers or moe in graphs")
 
 
+def without_vocabulary(arguments):
+    place = arguments.index("--vocab-size")
+    return [*arguments[:place], *arguments[place + 2 :]]
+
+
+def test_it_asks_for_the_vocabulary_of_a_tokenizer(capsys, flags):
+    given = without_vocabulary(flags(DENSE, "--num-layers 2"))
+    assert plan.main(given) == 2
+    assert "add --padded-vocab-size N" in capsys.readouterr().err
+    assert plan.main([*given, "--padded-vocab-size", "128"]) == 0
+
+
+def test_it_says_which_graphs_it_does_not_know(capsys, flags):
+    local = "--num-layers 2 --cuda-graph-impl local --te-rng-tracker --no-check-for-nan-in-loss-and-grad"
+    code, lines = planned(capsys, flags(SIZES, TRAINING, local))
+    assert code == 0
+    assert "These commands know only graphs of --cuda-graph-impl transformer_engine, not of local." in lines
+    assert lines[-1] == "- none"
+
+
 def test_the_fewest_ranks_are_the_default(capsys, flags):
     more = "--num-layers 2 --tensor-model-parallel-size 2 --sequence-parallel --expert-model-parallel-size 4"
     modules = "--cuda-graph-modules attn"

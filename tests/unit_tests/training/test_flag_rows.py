@@ -107,6 +107,7 @@ EXAMPLES = {
         " --num-layers-per-virtual-pipeline-stage 1"
     ),
     "warm-up to the end": Example("--cuda-graph-warmup-steps 5"),
+    "layers per graph of parts": Example("--cuda-graph-modules attn --cuda-graph-layers-per-graph all"),
     "pipeline": Example("--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"),
     "latent attention": Example("--multi-latent-attention"),
     "context parallel": Example("--context-parallel-size 2"),

@@ -304,8 +304,8 @@ _REFUSED = [
         "delayed weight gradients",
         "--delay-wgrad-compute",
         lambda options: bool(options.get("delay_wgrad_compute")),
-        "--delay-wgrad-compute beside graphs needs --gradient-accumulation-fusion, and that main gradients stay in "
-        "place, which they do not with --overlap-moe-expert-parallel-comm: leave it out",
+        "--delay-wgrad-compute does not work with graphs under Megatron-FSDP: they would add to main gradients, which "
+        "do not stay in place; leave it out",
     ),
     _refused(
         "expert parallel overlap of stages",
@@ -391,7 +391,7 @@ _REFUSED = [
         "negative warm-up",
         "--cuda-graph-warmup-steps below 0",
         lambda options: _warmup(options) < 0,
-        "--cuda-graph-warmup-steps must be 0 or more: no step has a negative number, and nothing would be captured",
+        "--cuda-graph-warmup-steps must be 0 or more",
     ),
     _refused(
         "embedding in two stages",
@@ -410,6 +410,13 @@ _NO_EFFECT = [
         "--cuda-graph-warmup-steps is not less than --train-iters: training ends before anything is captured; set "
         "fewer, or --cuda-graph-impl none",
     ),
+    _no_effect(
+        "layers per graph of parts",
+        "--cuda-graph-layers-per-graph, --cuda-graph-modules",
+        lambda options: bool(options.modules) and options.get("cuda_graph_layers_per_graph") not in (None, 1),
+        "--cuda-graph-layers-per-graph has no effect with --cuda-graph-modules, as parts of layers have graphs of "
+        "their own: leave one out",
+    ),
 ]
 
 _NOT_TRIED = [
@@ -417,7 +424,7 @@ _NOT_TRIED = [
         "other recipes",
         "--fp4-format, --fp8-recipe other than delayed or tensorwise",
         lambda options: bool(options.get("fp4") or options.get("fp8")) and not _quantizes_by_tensor(options),
-        "; it needs GPUs that have such formats",
+        ", for lack of GPUs that support these formats",
     ),
     _not_tried(
         "quantization with torch fsdp2",
@@ -591,7 +598,7 @@ _WORKS = [
         "--use-torch-fsdp2",
         lambda options: not options.get("optimizer_cuda_graph"),
         _TORCH,
-        "layers with graphs are gathered before each pass as ever, but keep the memory of their parameters between "
+        "layers with graphs are gathered before each pass as before, but keep the memory of their parameters between "
         "passes",
         sharding=TORCH_FSDP,
     ),

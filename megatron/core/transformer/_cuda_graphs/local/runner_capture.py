@@ -98,7 +98,7 @@ class RunnerCapture(RunnerState):
         self._fwd_graph = slot.forward_graph
         self._check_leaves(slot)
         if slot.delays_weight_gradients:
-            raise ValueError(f"{self.name}: --delay-wgrad-compute cannot be had with --cuda-graph-impl local")
+            raise ValueError(f"{self.name}: --delay-wgrad-compute does not work with --cuda-graph-impl local")
         self.changes_state = state_before != written_state(self.module)
         self._writes_inputs = versions != [tensor._version for tensor in inputs if not tensor.is_inference()]
         self._output_metas = captured = list(map(ArgMetadata, slot.outputs))

@@ -107,7 +107,8 @@ class MakesArguments:
         missing = [name for name in quantization if name not in self._engine.parameters]
         if missing and quantization["enabled"]:
             raise RuntimeError(
-                f"--fp8 and --fp4 need TransformerEngine 2.19 or newer: its engine knows no {missing[0]!r}"
+                "--fp8-format and --fp4-format need TransformerEngine 2.19 or newer: its engine knows no "
+                f"{missing[0]!r}"
             )
         arguments |= quantization
         if self.config.fine_grained_activation_offloading:
