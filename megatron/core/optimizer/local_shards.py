@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, compress
-from operator import attrgetter
+from operator import attrgetter, call, is_
 from typing import Any
 
 import torch
@@ -41,12 +41,12 @@ class LocalShards:
         self._local_groups = [[next(left) for _ in group] for group in self._groups]
         self._listed: ListedStep | None = None
         states = optimizer.state
-        self._state_ids = _ids(states)
         values = _values(states)
-        dropped = weakref.WeakMethod(self._drop)
-        self._values = [weakref.ref(value, lambda _: (drop := dropped()) and drop()) for value in values]
-        self._is_wrapped = [isinstance(value, DTensor) for value in (*self._params, *values)]
-        self._unwrapped = list(map(_LOCAL, compress((*self._params, *values), self._is_wrapped)))
+        drop = weakref.WeakMethod(self._drop)
+        self._with_states = list(states)
+        self._values = [weakref.ref(value, lambda _: (method := drop()) and method()) for value in values]
+        self._is_wrapped = [isinstance(value, DTensor) for value in values]
+        self._unwrapped = list(map(_LOCAL, chain(self._params, compress(values, self._is_wrapped))))
         self._local_states: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         for param, local in zip(self._params, self._locals, strict=True):
             if param in states:
@@ -89,9 +89,10 @@ class LocalShards:
             not self._dropped
             and len(groups) == len(self._groups)
             and all(same(group["params"], params) for group, params in zip(groups, self._groups, strict=True))
-            and _ids(states) == self._state_ids
-            and same(values, [value() for value in self._values])
-            and same(list(map(_LOCAL, compress((*self._params, *values), self._is_wrapped))), self._unwrapped)
+            and same(list(states), self._with_states)
+            and len(values) == len(self._values)
+            and all(map(is_, values, map(call, self._values)))
+            and all(map(is_, map(_LOCAL, chain(self._params, compress(values, self._is_wrapped))), self._unwrapped))
             and gradients_of(self._without_states, self._name) == [None] * len(self._without_states)
             and not _has_hooks(self._optimizer)
         )
@@ -139,11 +140,6 @@ class LocalShards:
             return self._listed if self._listed.complete else None  # what could not be listed will not be
         self._listed = ListedStep(self._optimizer, self._local_groups, grads) if stay(grads) else None
         return self._listed
-
-
-def _ids(states: dict[Any, dict[str, Any]]) -> list[int]:
-    """Which dictionaries these are. Others may get these numbers once these are gone, but with other values."""
-    return [id(states), *map(id, states.values())]
 
 
 def _values(states: dict[Any, dict[str, Any]]) -> list[Any]:
