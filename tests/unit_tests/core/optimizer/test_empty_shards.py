@@ -56,3 +56,17 @@ def test_a_step_number_that_was_loaded_does_not_stay_behind(optimizer):
 
 def test_before_the_first_step_there_are_no_states(optimizer):
     assert completed(optimizer) == {}
+
+
+def test_a_rank_whose_shards_are_all_empty_learns_of_the_states_from_another(mesh, monkeypatch):
+    empty = torch.nn.Parameter(DTensor.from_local(torch.ones(0, 3), mesh, [Shard(0)]))
+    heard = {"step": torch.tensor(3.0), "exp_avg": torch.float32, "exp_avg_sq": torch.bfloat16}
+
+    def all_gather_object(models, own, group):
+        assert own is None
+        models[:] = [None, heard]
+
+    monkeypatch.setattr(torch.distributed, "all_gather_object", all_gather_object)
+    states = state_of_every_parameter(torch.optim.Adam([empty]), {}, lambda param: EMPTY)[EMPTY]
+    assert (states["step"], states["exp_avg"].dtype, states["exp_avg_sq"].dtype) == (3, torch.float32, torch.bfloat16)
+    assert states["exp_avg"].to_local().shape == (0, 3)
