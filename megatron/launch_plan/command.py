@@ -52,3 +52,18 @@ def need_no_gpu() -> None:
     install()
     with quietly():
         from . import dry_stage  # noqa: F401
+
+
+def not_built(error: Exception) -> int:
+    """Say why the model of accepted flags cannot be built here; return the exit code.
+
+    That is 2 if only this process lacks something: a package, or the size of a vocabulary.
+    """
+    from .dry_stage import UnknownVocabularyError
+    from .flags import said_by
+
+    if isinstance(error, UnknownVocabularyError):
+        print(error, file=sys.stderr)
+        return 2
+    print(f"megatron-core cannot build the model here: {said_by(error)}", file=sys.stderr)
+    return 2 if isinstance(error, ImportError) else 1

@@ -48,6 +48,15 @@ _NEEDS_A_GPU = {
 }
 
 
+class UnknownVocabularyError(Exception):
+    """No flag says how large the vocabulary is, and tokenizers are not loaded."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "the tokenizer, which tells a job the size of its vocabulary, is not loaded here: add --padded-vocab-size N"
+        )
+
+
 @contextlib.contextmanager
 def dry_stage(args: argparse.Namespace, stage: int) -> Iterator[Any]:
     """Build what the first rank of a pipeline stage has, and yield its ``TECudaGraphHelper``.
@@ -57,8 +66,11 @@ def dry_stage(args: argparse.Namespace, stage: int) -> Iterator[Any]:
         stage: The stage, counted from 0.
 
     Raises:
+        UnknownVocabularyError: the vocabulary's size follows from a tokenizer.
         Exception: megatron-core cannot build the model; whatever it raises.
     """
+    if args.padded_vocab_size is None and args.vocab_size is None:
+        raise UnknownVocabularyError
     with ExitStack() as stack:
         stack.enter_context(_rank(args, stage * (args.world_size // args.pipeline_model_parallel_size)))
         stack.enter_context(without_memory())

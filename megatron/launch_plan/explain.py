@@ -1,10 +1,9 @@
 """``python -m megatron_fsdp_cuda_graphs explain``: why each part of a model runs in graphs or eagerly."""
 
 import argparse
-import sys
 from collections.abc import Iterator, Sequence
 
-from .command import need_no_gpu, own_arguments
+from .command import need_no_gpu, not_built, own_arguments
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -12,8 +11,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         own, given = own_arguments("explain", "Say which parts of a model flags would put in graphs.", arguments)
         need_no_gpu()
-        from .flags import read_flags, said_by
-        from .plan import captures_layers, other_graphs, verdict, vocabulary_unknown
+        from .flags import read_flags
+        from .plan import captures_layers, other_graphs, verdict
 
         flags = read_flags(given, own.world_size)
     except SystemExit as end:
@@ -24,14 +23,10 @@ def main(arguments: Sequence[str]) -> int:
     if not captures_layers(flags.args):
         print(other_graphs(flags.args) or "There are no graphs to explain: --cuda-graph-impl is none; see plan.")
         return 0
-    if unknown := vocabulary_unknown(flags.args):
-        print(unknown, file=sys.stderr)
-        return 2
     try:
         lines = list(_lines(given, flags.args))
     except Exception as error:
-        print(f"megatron-core cannot build the model here: {said_by(error)}", file=sys.stderr)
-        return 2 if isinstance(error, ImportError) else 1
+        return not_built(error)
     print("\n".join(lines))
     return 0
 

@@ -1,12 +1,11 @@
 """``python -m megatron_fsdp_cuda_graphs plan``: what flags of ``pretrain_gpt`` would capture and keep in memory."""
 
 import argparse
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .command import need_no_gpu, own_arguments
+from .command import need_no_gpu, not_built, own_arguments
 
 if TYPE_CHECKING:
     from .capture import Captured
@@ -25,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     try:
         own, given = own_arguments("plan", "Say what flags would capture, without a GPU.", arguments)
         need_no_gpu()
-        from .flags import read_flags, said_by
+        from .flags import read_flags
 
         flags = read_flags(given, own.world_size)
     except SystemExit as end:
@@ -33,14 +32,10 @@ def main(arguments: Sequence[str]) -> int:
     if flags.refused:
         print("\n".join(verdict(flags)))
         return 1
-    if unknown := vocabulary_unknown(flags.args):
-        print(unknown, file=sys.stderr)
-        return 2
     try:
         stages, advice = list(_stages(flags.args, own.every_graph)), list(_advice(given, flags.args))
     except Exception as error:
-        print(f"megatron-core cannot build the model here: {said_by(error)}", file=sys.stderr)
-        return 2 if isinstance(error, ImportError) else 1
+        return not_built(error)
     print("\n".join([*verdict(flags), *stages, "", "Flags to add or drop:", *_bulleted(advice or ["none"])]))
     return 0
 
@@ -62,13 +57,6 @@ def verdict(flags: "Flags") -> Iterator[str]:
         "expert": args.expert_model_parallel_size,
     }
     yield f"Ranks: {args.world_size} (--world-size); parallel: {', '.join(f'{k} {v}' for k, v in sizes.items())}"
-
-
-def vocabulary_unknown(args: argparse.Namespace) -> str:
-    """Say what to add where the vocabulary's size follows from the tokenizer; empty if flags say it."""
-    if args.padded_vocab_size is not None or args.vocab_size is not None:
-        return ""
-    return "the tokenizer, which tells a job the size of its vocabulary, is not loaded here: add --padded-vocab-size N"
 
 
 def captures_layers(args: argparse.Namespace) -> bool:

@@ -24,7 +24,7 @@ BY_HAND = "needs GPUs, or a user's machine"
 
 # How commands begin; the file that runs them, and what it calls.
 RUN_BY = {
-    r"pip install -c constraints.txt": ("Makefile", "--constraint constraints.txt --editable"),
+    r"pip install -c constraints.txt": ("Makefile", "pip install --quiet --no-compile --constraint constraints.txt"),
     r"pip install \.": ("tests/unit_tests/test_install.py", '"install"'),
     r"pip uninstall": ("tests/unit_tests/test_install.py", '"uninstall"'),
     r"pip download|unzip": BY_HAND,

@@ -52,11 +52,9 @@ class LocalShards:
             if param in states:
                 self._local_states[local] = {name: _alias(value) for name, value in states[param].items()}
         self._without_states = [param for param in self._params if not states.get(param)]
-        self._dropped = False
 
     def _drop(self) -> None:
-        """Let go of all states."""
-        self._dropped = True
+        """Let go of all states, as one is gone; ``current`` will be False."""
         self._unwrapped, self._local_states, self._listed = [], defaultdict(dict), None
 
     @staticmethod
@@ -86,8 +84,7 @@ class LocalShards:
         groups, states = self._optimizer.param_groups, self._optimizer.state
         values = _values(states)
         return (
-            not self._dropped
-            and len(groups) == len(self._groups)
+            len(groups) == len(self._groups)
             and all(same(group["params"], params) for group, params in zip(groups, self._groups, strict=True))
             and same(list(states), self._with_states)
             and len(values) == len(self._values)

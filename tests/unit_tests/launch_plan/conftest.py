@@ -47,3 +47,10 @@ def flags():
 
     yield split
     gc.collect()  # models own their buffers
+
+
+@pytest.fixture
+def without():
+    from megatron_fsdp_cuda_graphs.launch_plan.changes import without
+
+    return without

@@ -118,10 +118,8 @@ def test_without_graphs(capsys, flags):
     assert "--cuda-graph-impl is none" in capsys.readouterr().out
 
 
-def test_it_asks_for_the_vocabulary_of_a_tokenizer(capsys, flags):
-    given = flags(DENSE, "--num-layers 2", REST)
-    place = given.index("--vocab-size")
-    assert explain.main([*given[:place], *given[place + 2 :]]) == 2
+def test_it_asks_for_the_vocabulary_of_a_tokenizer(capsys, flags, without):
+    assert explain.main(without(flags(DENSE, REST), "--vocab-size")) == 2
     assert "add --padded-vocab-size N" in capsys.readouterr().err
 
 

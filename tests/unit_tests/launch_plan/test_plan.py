@@ -146,16 +146,12 @@ def test_without_graphs_it_says_what_to_add(capsys, flags):
     assert lines[-1].startswith("- --num-experts with whole layers or moe in graphs")
 
 
-def without_vocabulary(arguments):
-    place = arguments.index("--vocab-size")
-    return [*arguments[:place], *arguments[place + 2 :]]
-
-
-def test_it_asks_for_the_vocabulary_of_a_tokenizer(capsys, flags):
-    given = without_vocabulary(flags(DENSE, "--num-layers 2"))
+def test_it_asks_for_the_vocabulary_of_a_tokenizer(capsys, flags, without):
+    given = without(flags(DENSE, "--num-layers 2"), "--vocab-size")
     assert plan.main(given) == 2
     assert "add --padded-vocab-size N" in capsys.readouterr().err
     assert plan.main([*given, "--padded-vocab-size", "128"]) == 0
+    assert plan.main([*without(given, "--cuda-graph-impl"), "--cuda-graph-impl", "none"]) == 0  # builds no model
 
 
 def test_it_says_which_graphs_it_does_not_know(capsys, flags):

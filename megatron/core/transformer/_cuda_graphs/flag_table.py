@@ -304,8 +304,8 @@ _REFUSED = [
         "delayed weight gradients",
         "--delay-wgrad-compute",
         lambda options: bool(options.get("delay_wgrad_compute")),
-        "--delay-wgrad-compute does not work with graphs under Megatron-FSDP: they would add to main gradients, which "
-        "do not stay in place; leave it out",
+        "--delay-wgrad-compute does not work with graphs under Megatron-FSDP: with --overlap-moe-expert-parallel-comm, "
+        "which it needs, main gradients that graphs would add to do not stay in place; leave it out",
     ),
     _refused(
         "expert parallel overlap of stages",
@@ -598,7 +598,7 @@ _WORKS = [
         "--use-torch-fsdp2",
         lambda options: not options.get("optimizer_cuda_graph"),
         _TORCH,
-        "layers with graphs are gathered before each pass as before, but keep the memory of their parameters between "
+        "layers with graphs are still gathered before each pass, but keep the memory of their parameters between "
         "passes",
         sharding=TORCH_FSDP,
     ),

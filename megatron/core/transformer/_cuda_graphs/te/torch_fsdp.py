@@ -1,7 +1,7 @@
 """Layers that torch's FSDP2 shards (``--use-torch-fsdp2``), in graphs.
 
 FSDP2 gathers the parameters of a layer in hooks around its passes, and frees their memory after each. A graph reads
-them at one address, so this memory is kept for layers with graphs: they are gathered before each pass as before, to the
+them at one address, so this memory is kept for layers with graphs: they are still gathered before each pass, to the
 same place. Replays run through the layer's own call, with FSDP2's hooks around them, and backward graphs give gradients
 to the gathered parameters, from which FSDP2 reduces them.
 
