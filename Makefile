@@ -4,6 +4,8 @@ PY ?= .venv/bin/python
 WORKERS ?= auto
 # Of tests whose ranks wait for each other: half as many again as there are processors.
 RANK_WORKERS ?= $(if $(filter auto,$(WORKERS)),$(shell echo $$(( ($$(nproc) * 3 + 1) / 2 ))),$(WORKERS))
+# Tests marked `long`, such as pairs of flags and other instruction sets, run in `make test-all` only.
+QUICK := -m "not long"
 # mypy refuses a folder without Python files.
 TYPED := $(foreach folder,megatron examples tests benchmarks,$(if $(shell find $(folder) -name '*.py' 2>/dev/null),$(folder)))
 CHECKED := $(TYPED) typings setup.py
@@ -28,11 +30,12 @@ PATCH_TESTS ?= $(addprefix tests/unit_tests/,training/test_arguments.py \
 	$(addprefix core/distributed/test_,fsdp_hooks.py step_plans.py) \
 	$(addprefix core/transformer/,test_cuda_graphs.py test_module.py _cuda_graphs/te _cuda_graphs/test_hooks.py))
 
-.PHONY: help .venv demo test test-unit test-integration test-versions test-patch $(OTHER_CORES:%=test-core-%) test-gpu test-functional bench docs lint format clean
+.PHONY: help .venv demo test test-all test-unit test-integration test-versions test-patch $(OTHER_CORES:%=test-core-%) test-gpu test-functional bench docs lint format clean
 
 help:
 	@echo "make demo      train a small GPT under Megatron-FSDP, eager and graphed, and compare"
 	@echo "make test      unit tests and integration tests on the CPU backend"
+	@echo "make test-all  these, those that take long, and the two below: before a release"
 	@echo "make test-versions  unit tests on the other versions of megatron-core that the patch admits"
 	@echo "make test-patch     unit tests in a megatron-core checkout to which the patch series was applied"
 	@echo "make test-gpu  tests on the GPUs of this machine"
@@ -58,18 +61,23 @@ demo: $(ENVIRONMENT)
 
 test: test-unit test-integration
 
+# Everything that needs no GPU, for which CI has no time.
+test-all: QUICK :=
+test-all: test test-versions test-patch demo
+
 test-unit: $(ENVIRONMENT)
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile tests/unit_tests
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) tests/unit_tests
 
 # These start processes of their own, one per rank. No GPU is shown, so the tests in tests/gpu say why they are skipped.
 test-integration: $(ENVIRONMENT)
-	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -n $(RANK_WORKERS) --dist loadfile $(wildcard tests/integration_tests tests/gpu)
+	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -n $(RANK_WORKERS) --dist loadfile $(QUICK) \
+		$(wildcard tests/integration_tests tests/gpu)
 
 test-versions: $(OTHER_CORES:%=test-core-%)
 
 $(filter-out test-core-0.19.1,$(OTHER_CORES:%=test-core-%)): test-core-%: build/cores/%/megatron
 	$(PY) -m megatron_fsdp_cuda_graphs upstream build/cores/$*
-	$(call with_core,$*) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(CORE_TESTS)
+	$(call with_core,$*) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) $(CORE_TESTS)
 
 test-core-0.19.1: test-core-%: build/cores/%/megatron | build/cores/0.19.0/megatron
 	diff -r --exclude package_info.py --exclude __pycache__ build/cores/0.19.0/megatron $<
@@ -90,7 +98,7 @@ test-patch: $(ENVIRONMENT)
 	$(PY) -m megatron_fsdp_cuda_graphs patch-series build/checkout build/patches
 	git -C build/checkout -c user.name=test -c user.email=test@localhost am --quiet $(CURDIR)/build/patches/*/*.patch
 	$(UNPATCHED) $(PY) examples/demo.py --device cpu --steps 8 --output build/patched-demo
-	PATCHED_CHECKOUT=1 $(UNPATCHED) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(PATCH_TESTS) \
+	PATCHED_CHECKOUT=1 $(UNPATCHED) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) $(PATCH_TESTS) \
 		-k "not source_is_found and not in_a_table and not pickles_load"
 
 # Each layout of ranks is started, with torchrun, in processes of its own.

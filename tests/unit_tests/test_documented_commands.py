@@ -20,7 +20,7 @@ COMMAND = re.compile(
     r"|benchmarks/\S+\.sh|\.ci/run"
 )
 FENCED = re.compile(r"^ *```[a-z]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-BY_HAND = "needs GPUs, or a user's machine"
+BY_HAND = "needs GPUs, a user's machine, or more time than CI has"
 
 # How commands begin; the file that runs them, and what it calls.
 RUN_BY = {
@@ -42,6 +42,7 @@ RUN_BY = {
     r"make demo": (".ci/run", "part demo\n"),
     r"make test-versions": (".ci/run", "part test-versions\n"),
     r"make test-patch": (".ci/run", "part test-patch\n"),
+    r"make test-all": BY_HAND,
     r"make test-functional": ("tests/integration_tests/test_functional_cases.py", '"run.py"'),
     r"make PYTHON=NAME": BY_HAND,
     r"make docs": ("tests/unit_tests/test_compatibility.py", "compatibility.md"),
