@@ -84,7 +84,6 @@ def measure(args: argparse.Namespace) -> None:
     if args.cpu:
         from megatron_fsdp_cuda_graphs import cpu_backend
 
-        torch.set_num_threads(1)
         cpu_backend.install()
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -113,9 +113,7 @@ def graph_memory() -> int:
 def main(plan: Path, results: Path, logs: Path) -> None:
     """Train every run of ``plan``."""
     on_cpu = "MEGATRON_STEP_TIME_ON_CPU" in os.environ
-    if on_cpu:
-        torch.set_num_threads(1)
-    else:
+    if not on_cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo" if on_cpu else "nccl")
     worker = Worker(on_cpu=on_cpu, logs=logs)

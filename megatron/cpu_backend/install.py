@@ -30,12 +30,23 @@ def install() -> None:
             "a GPU is visible, and the CPU backend would hide it from this process. Set CUDA_VISIBLE_DEVICES='' to "
             "run on the CPU backend, or run without it."
         )
-    from . import addresses, collectives, compiler, cuda_graph, device, device_names, distributed, generators, streams
+    from . import (
+        addresses,
+        collectives,
+        compiler,
+        cuda_graph,
+        device,
+        device_names,
+        distributed,
+        generators,
+        streams,
+        threads,
+    )
     from . import held_results as held
     from . import transformer_engine as te
 
     memory = (addresses, generators, device_names, cuda_graph)
-    for part in (compiler, te, device, streams, *memory, distributed, collectives, held):
+    for part in (compiler, te, device, streams, *memory, distributed, collectives, held, threads):
         part.install()
     patches.rebind_early_names()
 
@@ -50,10 +61,11 @@ def uninstall() -> None:
     """
     if "megatron_fsdp_cuda_graphs.cpu_backend.cuda_graph" not in sys.modules or not installed():
         return
-    from . import capture_state, generators, streams
+    from . import capture_state, generators, streams, threads
 
     if capture_state.current() is not None:
         raise RuntimeError("end the graph capture under way before the CPU backend is uninstalled")
     generators.uninstall()
+    threads.uninstall()
     streams.set_stream(streams.default_stream())
     patches.undo_all()

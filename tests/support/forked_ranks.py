@@ -16,7 +16,7 @@ from unittest import mock
 from torch.multiprocessing import start_processes
 
 PRELOADED = "tests.support.preloaded"
-OWN = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONFAULTHANDLER": "1"}
+OWN = {"TORCHDYNAMO_DISABLE": "1", "PYTHONFAULTHANDLER": "1"}
 GRACE = 30  # seconds
 
 

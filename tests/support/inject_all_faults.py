@@ -28,7 +28,7 @@ sys.path.insert(0, str(ROOT))
 from benchmarks.results_file import command_line, write_results  # noqa: E402
 
 FAULTS = ROOT / "tests" / "support" / "inject_faults.py"
-ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1"}
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}
 GRACE = 45  # seconds
 WRITE_EVERY = 5  # seconds
 LINES = 40  # shown of a log

@@ -62,7 +62,6 @@ def train(timeout: int, layers_per_graph: int) -> None:
     if on_cpu:
         from megatron_fsdp_cuda_graphs import cpu_backend
 
-        torch.set_num_threads(1)
         cpu_backend.install()
     else:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

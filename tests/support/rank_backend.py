@@ -14,7 +14,6 @@ from megatron_fsdp_cuda_graphs import cpu_backend
 
 on_cpu = cpu_backend.installed() or not torch.cuda.is_available()  # the backend's torch.cuda is available too
 if on_cpu:
-    torch.set_num_threads(1)
     cpu_backend.install()
 
 from .stand_ins import fused_weight_gradient_mlp_cuda  # noqa: E402

@@ -19,7 +19,6 @@ on_cpu = not torch.cuda.is_available()
 if on_cpu:
     from megatron_fsdp_cuda_graphs import cpu_backend
 
-    torch.set_num_threads(1)
     cpu_backend.install()
 
 from megatron.core import parallel_state  # noqa: E402

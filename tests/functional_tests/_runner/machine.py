@@ -17,7 +17,7 @@ class Machine:
 
     Attributes:
         gpus: How many GPUs are visible.
-        name: What golden values measured here are called after: the model of the GPUs, or ``cpu_backend()``.
+        name: What golden values measured here are called after: the model of the GPUs, or ``CPU_BACKEND``.
     """
 
     gpus: int
@@ -36,14 +36,8 @@ class Machine:
 def this_machine() -> Machine:
     """Return what is visible of this machine."""
     if not torch.cuda.is_available():
-        return Machine(0, cpu_backend())
+        return Machine(0, CPU_BACKEND)
     return Machine(torch.cuda.device_count(), _short(torch.cuda.get_device_name()))
-
-
-def cpu_backend() -> str:
-    """Name this processor: by its vector instructions, with which sums round differently, unless they are AVX-512."""
-    vectors = torch.backends.cpu.get_cpu_capability()
-    return CPU_BACKEND if vectors.startswith("AVX512") else f"{CPU_BACKEND}_{vectors.lower()}"
 
 
 def _short(device: str) -> str:

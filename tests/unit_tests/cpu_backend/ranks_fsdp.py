@@ -62,7 +62,6 @@ def step(model: FullyShardedDataParallel, optimizer) -> float:
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
     dist.init_process_group("nccl")
     parallel_state.initialize_model_parallel()
     torch.manual_seed(1234)

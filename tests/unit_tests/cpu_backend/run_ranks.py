@@ -20,7 +20,7 @@ def on_ranks(count: int, script: str, *arguments: str, timeout: int) -> subproce
             *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)),
             *("-m", "megatron_fsdp_cuda_graphs.cpu_backend", str(HERE / script), *arguments),
         ],
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONWARNINGS": "ignore"},
         capture_output=True,
         text=True,
         timeout=timeout,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_fsdp_cuda_graphs.cpu_backend import install, leave, patches
+from megatron_fsdp_cuda_graphs.cpu_backend import install, leave, patches, threads
 from megatron_fsdp_cuda_graphs.cpu_backend.__main__ import main
 
 
@@ -63,6 +63,27 @@ def test_uninstall_gives_torch_its_names_back():
         "install(); print(names() == before); torch.rand(3, device='cuda'); uninstall()\n"
         "print(names() == before, torch.equal(torch.get_rng_state(), state))"
     ) == ["False", "True True"]
+
+
+@pytest.mark.parametrize(("variable", "threads"), [("", "1"), ("3", "3"), ("4,2", "4")])
+def test_an_operator_has_one_thread_unless_the_variable_says_how_many(variable, threads):
+    """On a host with fewer cores too, and in every thread of Python."""
+    done = python(
+        "-c",
+        "import torch\nfrom threading import Thread\n"
+        "from megatron_fsdp_cuda_graphs.cpu_backend import install, uninstall\n"
+        "show = lambda: print(torch.get_num_threads())\n"
+        "torch.set_num_threads(7); install(); show(); other = Thread(target=show); other.start(); other.join()\n"
+        "uninstall(); show()",
+        OMP_NUM_THREADS=variable,
+    )
+    assert done.stdout.split() == [threads, threads, "7"], done.stderr
+
+
+def test_a_number_of_threads_that_is_none_is_refused(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "all")
+    with pytest.raises(ValueError, match="OMP_NUM_THREADS is 'all': set it to a number of threads"):
+        threads.install()
 
 
 def test_a_megatron_imported_before_gets_the_replaced_names():

@@ -18,11 +18,9 @@ def test_a_machine_is_named_after_its_gpus(monkeypatch):
         assert this_machine() == Machine(4, name)
 
 
-@pytest.mark.parametrize(("vectors", "name"), [("AVX512", "cpu_backend"), ("AVX2", "cpu_backend_avx2")])
-def test_without_gpus_it_is_the_cpu_backend_of_the_processor(monkeypatch, vectors, name):
+def test_without_gpus_it_is_the_cpu_backend_whatever_the_processor(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: vectors)
-    assert this_machine() == Machine(0, name)
+    assert this_machine() == Machine(0, "cpu_backend")
 
 
 @pytest.mark.parametrize(

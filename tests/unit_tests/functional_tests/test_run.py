@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.functional_tests import run
-from tests.functional_tests._runner import golden
+from tests.functional_tests._runner import golden, machine
 from tests.functional_tests._runner.case import load
 from tests.functional_tests._runner.machine import Machine
 
@@ -14,10 +14,10 @@ EAGER, GRAPHED = "gpt_cpu_backend/fsdp_eager", "gpt_cpu_backend/fsdp_whole_layer
 
 @pytest.fixture
 def runner(make_found, tmp_path, monkeypatch):
-    """Call ``main`` without GPUs, with trainings of these losses by case; golden values are in ``tmp_path``."""
+    """Call ``main`` with trainings of these losses by case; golden values are in ``tmp_path``."""
     trained: list[list[str]] = []
 
-    def call(*arguments: str, **losses: list[float]) -> int:
+    def call(*arguments: str, gpus: int = 0, **losses: list[float]) -> int:
         def train(cases, *, ended, **how):
             trained.append([case.name for case in cases])
             found = {}
@@ -27,7 +27,8 @@ def runner(make_found, tmp_path, monkeypatch):
                 ended(case, found)
 
         monkeypatch.setattr(run, "train", train)
-        monkeypatch.setattr(run, "this_machine", lambda: Machine(0, "cpu_backend"))
+        monkeypatch.setattr(machine, "_importable", lambda package: True)
+        monkeypatch.setattr(run, "this_machine", lambda: Machine(gpus, "h200" if gpus else "cpu_backend"))
         return run.main([*arguments, "--golden", str(tmp_path)])
 
     call.trained = trained  # type: ignore[attr-defined]
@@ -37,7 +38,10 @@ def runner(make_found, tmp_path, monkeypatch):
 def test_recorded_values_hold_for_the_same_run_and_not_for_another(runner, capsys):
     assert runner(GRAPHED, EAGER, "--record") == 0
     assert runner(GRAPHED, EAGER) == 0
-    assert capsys.readouterr().out.splitlines()[-1].split()[:2] == [EAGER, "yes"]
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[-2:]] == [
+        [EAGER, "yes"],
+        [GRAPHED, "yes"],
+    ]
     assert runner(EAGER, fsdp_eager=[2.0] * 7 + [1.0]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith("    lm loss 8: 0x1.0") for line in lines)
@@ -51,9 +55,18 @@ def test_nothing_is_recorded_of_graphs_that_differ_from_eager_training(runner, t
 
 
 def test_eager_cases_are_trained_where_they_are_asked_for(runner):
-    runner(GRAPHED)
-    assert runner(GRAPHED, "--against-eager") == 0
-    assert runner.trained == [[GRAPHED], [EAGER, GRAPHED]]
+    runner("gpt/fsdp_whole_layers", gpus=2)
+    runner("gpt/fsdp_whole_layers", "--against-eager", gpus=2)
+    assert runner.trained == [["gpt/fsdp_whole_layers"], ["gpt/fsdp_eager", "gpt/fsdp_whole_layers"]]
+
+
+def test_on_the_cpu_backend_a_graphed_case_must_equal_its_eager_one_bit_for_bit(runner, capsys):
+    assert runner(GRAPHED, "--record") == 0
+    rounded = [2.0] * 7 + [2.0 + 2**-22]
+    assert runner(GRAPHED, fsdp_eager=rounded, fsdp_whole_layers=rounded) == 0
+    assert runner(GRAPHED, fsdp_whole_layers=rounded) == 1
+    assert f"{EAGER} 0x1.0" in capsys.readouterr().out
+    assert runner.trained == [[EAGER, GRAPHED]] * 3
 
 
 def test_a_case_that_cannot_run_is_listed_with_the_reason(runner, capsys, tmp_path):

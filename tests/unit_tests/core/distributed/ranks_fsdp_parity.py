@@ -9,7 +9,6 @@ import sys
 import traceback
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
@@ -38,7 +37,6 @@ def compare(variant: Variant) -> dict:
 
 def main() -> None:
     """Compare all variants, those without groups inside groups first."""
-    torch.set_num_threads(1)
     dist.init_process_group("nccl")
     gc.freeze()  # building a model collects garbage: spare it what the imports left
     for instances in (1, 2):

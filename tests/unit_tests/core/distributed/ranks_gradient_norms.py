@@ -9,7 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
@@ -42,7 +41,6 @@ def norms(groups: dict[str, int], changes: dict[str, Any], instances: int) -> li
 
 def main() -> None:
     """Train in every layout."""
-    torch.set_num_threads(1)
     dist.init_process_group("nccl")
     gc.freeze()  # building a model collects garbage: spare it what the imports left
     for name, (groups, changes) in LAYOUTS.items():

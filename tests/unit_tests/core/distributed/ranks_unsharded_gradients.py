@@ -91,7 +91,6 @@ def results(case: Case, sharding: dict[str, Any]) -> dict:
 
 def main() -> None:
     """Train in every layout."""
-    torch.set_num_threads(1)
     dist.init_process_group("nccl")
     gc.freeze()  # building a model collects garbage: spare it what the imports left
     for name, (groups, changes, sharding) in LAYOUTS.items():
