@@ -15,7 +15,8 @@ PAUSE = 2.0
 class CudaGraphScalars:
     """Writes scalars on the graphs of a ``TECudaGraphHelper``, which calls it between steps.
 
-    Every ``--tensorboard-log-interval`` iterations, ``PAUSE`` apart at least, where this rank has writers:
+    Every ``--tensorboard-log-interval`` iterations, ``PAUSE`` apart at least, and when graphs are deleted, as at the
+    end of training, where this rank has writers:
 
     - ``cuda-graphs/replays``: how often forward graphs were replayed since the last values; not with
       TransformerEngine's engine.
@@ -27,12 +28,18 @@ class CudaGraphScalars:
 
     def __init__(self) -> None:
         self._iteration: int | None = None  # the last one that was counted
-        self._written = -PAUSE
+        self._is_written = True  # so is it
+        self._time_written = -PAUSE
         self._eager_steps: Counter[str] = Counter()
         self._replays = 0
 
-    def __call__(self, helper: Any) -> None:
-        """Count the iteration that ended last, once however often this is called after it; write if it is time."""
+    def __call__(self, helper: Any, deleting: bool = False) -> None:
+        """Count the iteration that ended last, once however often this is called after it; write if it is time.
+
+        Args:
+            helper: The helper.
+            deleting: Whether its graphs are about to be deleted, so that what was not written is written now.
+        """
         tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()
         if tensorboard is None and wandb is None:
             return
@@ -42,21 +49,22 @@ class CudaGraphScalars:
         if self._iteration is None:  # no iteration has ended; curr_iteration may be that of an earlier training
             self._iteration = max(getattr(args, "iteration", 0), args.curr_iteration)
             return
-        iteration = args.curr_iteration + 1
-        if iteration <= self._iteration:
-            return
-        self._iteration = iteration
-        reason = helper.eager_reason()
-        if reason:
-            self._eager_steps[reason] += 1
-        if iteration % args.tensorboard_log_interval == 0 and time.monotonic() >= self._written + PAUSE:
-            self._written = time.monotonic()
+        is_due = False
+        if args.curr_iteration + 1 > self._iteration:
+            self._iteration, self._is_written = args.curr_iteration + 1, False
+            reason = helper.eager_reason()
+            if reason:
+                self._eager_steps[reason] += 1
+            waited = time.monotonic() >= self._time_written + PAUSE
+            is_due = waited and self._iteration % args.tensorboard_log_interval == 0
+        if is_due or (deleting and not self._is_written):
+            self._is_written, self._time_written = True, time.monotonic()
             scalars = self._since_last_values(helper)
             if tensorboard is not None:
                 for name, value in scalars.items():
-                    tensorboard.add_scalar(name, value, iteration)
+                    tensorboard.add_scalar(name, value, self._iteration)
             if wandb is not None:
-                wandb.log(scalars, iteration)
+                wandb.log(scalars, self._iteration)
 
     def _since_last_values(self, helper: Any) -> dict[str, float]:
         use = helper.graph_use()

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tests.support.gpus import DETERMINISTIC, GPUS
-from tests.support.kill_a_rank import LAUNCHED, killed_in_mid_replay
+from tests.support.kill_a_rank import LAUNCHED, killed
 from tests.support.launch import inject_faults
 
 if GPUS < 2:
@@ -43,7 +43,7 @@ def test_a_fault_is_an_error_on_every_rank_and_leaves_nothing_behind(tmp_path, o
 
 @pytest.mark.parametrize("layers_per_graph", [0, 1])
 def test_the_watchdog_ends_the_rank_that_outlives_a_killed_one(layers_per_graph):
-    status, seconds, output = killed_in_mid_replay(TIMEOUT, layers_per_graph)
+    status, seconds, output = killed(TIMEOUT, layers_per_graph)
     assert LAUNCHED in output
     assert status not in (0, -9)
     assert seconds < 4 * TIMEOUT

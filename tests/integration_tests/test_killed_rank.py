@@ -1,18 +1,30 @@
-"""A rank that is killed in the middle of a step of replays ends the others with an error."""
+"""A rank that is killed in a capture, or in the middle of a step of replays, ends the others with an error."""
 
 import pytest
 
-from tests.support.kill_a_rank import LAUNCHED, killed_in_mid_replay
+from tests.support.kill_a_rank import LAUNCHED, TIMEOUT_IN_CAPTURE, killed
 
 TIMEOUT = 30  # seconds, of the process groups
 
 
-@pytest.mark.parametrize("layers_per_graph", [0, 1])
-def test_the_other_rank_ends_with_an_error_that_says_so(monkeypatch, layers_per_graph):
+@pytest.fixture(autouse=True)
+def _cpu_ranks(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("TORCHDYNAMO_DISABLE", "1")
-    status, seconds, output = killed_in_mid_replay(TIMEOUT, layers_per_graph)
+
+
+@pytest.mark.parametrize("layers_per_graph", [0, 1])
+def test_the_other_rank_ends_with_an_error_that_says_so(layers_per_graph):
+    status, seconds, output = killed(TIMEOUT, layers_per_graph)
     assert LAUNCHED in output
     assert status not in (0, -9)
     assert seconds < TIMEOUT + 15
     assert "Connection closed by peer" in output or "Connection reset by peer" in output, output[-3000:]
+
+
+def test_in_a_capture_the_time_limit_of_the_process_groups_holds():
+    status, seconds, output = killed(TIMEOUT, 1, in_capture=True)
+    assert LAUNCHED not in output
+    assert status not in (0, -9)
+    assert seconds < TIMEOUT_IN_CAPTURE + 15
+    assert "rank 1 did not come to where rank 0 waited for it in a CUDA graph capture, for 0:00:02" in output

@@ -1,6 +1,7 @@
-"""Kills one of two ranks in the middle of a step of replays, and tells how the other one ends.
+"""Kills one of two ranks in a capture, or in the middle of a step of replays, and tells how the other one ends.
 
     python tests/support/kill_a_rank.py --timeout 30
+    python tests/support/kill_a_rank.py --timeout 30 --in-capture
 
 The ranks are started without torchrun, which would end the survivor too. On GPUs it is NCCL's watchdog that ends it,
 ``--timeout`` seconds later; on the CPU backend, where this runs without two GPUs, gloo notices the closed connection.
@@ -22,20 +23,23 @@ import torch
 import torch.distributed as dist
 
 LAUNCHED = "replays begin"
+TIMEOUT_IN_CAPTURE = 2  # seconds, from before the capture on, as with --distributed-timeout-seconds-after-init
 
 
-def killed_in_mid_replay(timeout: int, layers_per_graph: int) -> tuple[int, float, str]:
+def killed(timeout: int, layers_per_graph: int, in_capture: bool = False) -> tuple[int, float, str]:
     """Return the survivor's exit status, how long it outlived the other in seconds, and what it wrote.
 
     Args:
         timeout: That of the process groups, in seconds.
         layers_per_graph: Layers in a graph; 0 for all.
+        in_capture: Whether it dies in the capture; otherwise it does in a replay.
     """
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     environment = os.environ | {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     command = [sys.executable, __file__, "--timeout", str(timeout), "--layers-per-graph", str(layers_per_graph)]
+    command += ["--in-capture"] * in_capture
     survivor, victim = (
         subprocess.Popen(
             command,
@@ -56,8 +60,24 @@ def killed_in_mid_replay(timeout: int, layers_per_graph: int) -> tuple[int, floa
         victim.kill()
 
 
-def train(timeout: int, layers_per_graph: int) -> None:
-    """Train with graphs; the last rank kills itself before its second replay of the second step with graphs."""
+def kill_at(graphs: type, name: str, call: int) -> None:
+    """Let this process die at a ``call`` of the method ``name`` of ``graphs``, counted from 1."""
+    method, calls = getattr(graphs, name), []
+
+    def die(graph: torch.cuda.CUDAGraph, *args, **kwargs) -> None:
+        calls.append(graph)
+        if len(calls) == call:
+            os.kill(os.getpid(), signal.SIGKILL)
+        method(graph, *args, **kwargs)
+
+    setattr(graphs, name, die)
+
+
+def train(timeout: int, layers_per_graph: int, in_capture: bool) -> None:
+    """Train with graphs; the last rank kills itself.
+
+    It does so before its second replay of the second step with graphs, or before its second graph is captured.
+    """
     on_cpu = torch.cuda.device_count() < 2
     if on_cpu:
         from megatron_fsdp_cuda_graphs import cpu_backend
@@ -76,19 +96,16 @@ def train(timeout: int, layers_per_graph: int) -> None:
     training.make_helper()
     training.step()
     training.step()
+    is_last = dist.get_rank() == dist.get_world_size() - 1
+    if in_capture:
+        parallel_state.update_pg_timeout(timedelta(seconds=TIMEOUT_IN_CAPTURE))
+        if is_last:
+            kill_at(torch.cuda.CUDAGraph, "capture_begin", 2)
     training.capture(lambda training: training.helper.create_cudagraphs())
     training.step()
     print(LAUNCHED, flush=True)
-    if dist.get_rank() == dist.get_world_size() - 1:
-        replay, replays = torch.cuda.CUDAGraph.replay, []
-
-        def die(graph: torch.cuda.CUDAGraph) -> None:
-            replays.append(graph)
-            if len(replays) == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
-            replay(graph)
-
-        torch.cuda.CUDAGraph.replay = die
+    if is_last:
+        kill_at(torch.cuda.CUDAGraph, "replay", 2)
     for _ in range(10):
         training.step()
 
@@ -98,11 +115,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--timeout", type=int, default=30, help="timeout of the process groups in seconds")
     parser.add_argument("--layers-per-graph", type=int, default=0, help="0 for all layers")
+    parser.add_argument("--in-capture", action="store_true", help="kill the rank in the capture, not in a replay")
     args = parser.parse_args()
     if "RANK" in os.environ:
-        train(args.timeout, args.layers_per_graph)
+        train(args.timeout, args.layers_per_graph, args.in_capture)
         return
-    status, seconds, output = killed_in_mid_replay(args.timeout, args.layers_per_graph)
+    status, seconds, output = killed(args.timeout, args.layers_per_graph, args.in_capture)
     print(output[-3000:])
     print(f"the other rank ended {seconds:.1f} s after the one that was killed, with status {status}")
 

@@ -66,8 +66,12 @@ class Loop:
         """Do what ``capture_finished`` does."""
         self._scalars(self.helper)
 
+    def end(self):
+        """Do what ``delete_cuda_graphs`` does."""
+        self._scalars(self.helper, deleting=True)
+
     def train(self, steps, skipped=()):
-        """Train so many steps, but for the iterations that are skipped, and end."""
+        """Train so many steps, but for the iterations that are skipped."""
         first = self.args.iteration
         for iteration in range(first, first + steps):
             self.ask()
@@ -132,6 +136,34 @@ def test_values_are_apart_in_time_and_none_is_lost(loop, monkeypatch):
     training.train(6)
     assert writer.values["replays"] == [(1, 0), (3, 0), (5, 8)]
     assert writer.values["eager-steps/before-capture"] == [(1, 1), (3, 2), (5, 0)]
+
+
+@pytest.mark.parametrize("interval", [1, 4])
+def test_the_end_writes_what_is_left_wherever_it_is(loop, monkeypatch, interval):
+    training, writer = loop(interval=interval)
+    monkeypatch.setattr(cuda_graph_scalars, "PAUSE", 10 * PAUSE)
+    training.train(6)
+    training.end()
+    training.end()
+    first = 1 if interval == 1 else 4
+    assert writer.values["replays"] == [(first, 4 * (first > 3)), (6, 12 - 4 * (first > 3))]
+    assert writer.values["captures"][-1] == (6, 1)
+
+
+def test_the_end_writes_nothing_twice(loop):
+    training, writer = loop()
+    training.train(4)
+    training.end()
+    assert [iteration for iteration, _ in writer.values["captures"]] == [1, 2, 3, 4]
+
+
+def test_the_end_counts_the_last_iteration_if_nothing_asked_after_it(loop):
+    training, writer = loop(interval=4)
+    training.train(4)
+    training.args.curr_iteration = 4
+    training.helper.steps += 1
+    training.end()
+    assert writer.values["replays"] == [(4, 4), (5, 4)]
 
 
 def test_what_an_engine_does_not_show_is_left_out(loop):

@@ -8,8 +8,8 @@ and nothing may be enqueued on a stream that is captured.
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -18,8 +18,6 @@ from torch.distributed import PrefixStore, Store, distributed_c10d
 
 from ..errors import CaptureFailedError
 
-# How long to wait for ranks that neither fail nor get ahead: as long as torch waits for NCCL by default.
-_PATIENCE = timedelta(minutes=10)
 _AGREED = "agreed"
 
 
@@ -65,7 +63,8 @@ type Against = Failure | Objection
 class Ballot:
     """Votes of the ranks of ``group`` in one capture; all must make it, and call ``vote`` equally often.
 
-    A ballot of one rank, or of ranks that cannot communicate (torch's ``fake`` backend), communicates nothing.
+    A rank waits for the others as long as for a collective of the group (``--distributed-timeout-minutes``). A ballot
+    of one rank, or of ranks that cannot communicate (torch's ``fake`` backend), communicates nothing.
     """
 
     def __init__(self, group: torch.distributed.ProcessGroup):
@@ -77,6 +76,9 @@ class Ballot:
             # Each rank counts for itself: one that fails early may begin its next capture before others begin this one.
             capture = store.add(f"captures of rank {group.rank()}", 1)
             self._store = PrefixStore(str(capture), store)
+            backend: Any = group._get_backend(torch.device(distributed_c10d._get_object_coll_device(group)))
+            self._timeout = backend.options._timeout
+            self._own_rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_process_group_ranks(group)
 
     def vote(self, against: Against | None = None) -> Against | None:
         """Return None once all ranks have voted for None; otherwise, at once, what a rank voted first against it.
@@ -84,14 +86,20 @@ class Ballot:
         A failure does not give way to an objection, after which the others would wait for this rank.
 
         Raises:
-            RuntimeError: a rank has not voted for ten minutes.
+            RuntimeError: ranks have not voted for the time limit of the group, or the store is gone.
         """
         if self._store is None:
             return against
-        decided = self._cast(against)
-        # Another rank objected, or Ctrl-C came in the vote before, which had counted.
-        while isinstance(against, Failure) and not isinstance(decided, Failure):
+        try:
             decided = self._cast(against)
+            # Another rank objected, or Ctrl-C came in the vote before, which had counted.
+            while isinstance(against, Failure) and not isinstance(decided, Failure):
+                decided = self._cast(against)
+        except torch.distributed.DistNetworkError as error:
+            raise RuntimeError(
+                f"the store over which ranks agree on a CUDA graph capture is gone ({error}): the process that has it, "
+                "rank 0 or torchrun's on its host, has ended"
+            ) from error
         return decided
 
     def _cast(self, against: Against | None) -> Against | None:
@@ -101,16 +109,19 @@ class Ballot:
         """
         assert self._store is not None
         verdict = str(self._votes + 1)
+        self._store.set(f"{verdict} of rank {self._own_rank}", "")
         if against is not None:
             self._store.compare_set(verdict, "", json.dumps(asdict(against)))
         elif self._store.add(f"{verdict} voters", 1) == self._size:
             self._store.compare_set(verdict, "", _AGREED)
         try:
-            self._store.wait([verdict], _PATIENCE)
+            self._store.wait([verdict], self._timeout)
         except torch.distributed.DistStoreError as error:
+            late = [rank for rank in self._ranks if not self._store.check([f"{verdict} of rank {rank}"])]
             raise RuntimeError(
-                f"a rank that captures CUDA graphs with this one gave no sign of life for {_PATIENCE}: it died, "
-                "waits for another rank, or launches fewer collectives"
+                f"rank {' and '.join(map(str, late))} did not come to where rank {self._own_rank} waited for it in a "
+                f"CUDA graph capture, for {self._timeout}: it died, waits for another rank, or launches fewer "
+                "collectives. If it was only late, raise --distributed-timeout-minutes."
             ) from error
         text = self._store.get(verdict).decode()
         self._votes += 1
@@ -200,8 +211,9 @@ class CaptureAgreement:
             cause, interrupted = f"{type(error).__name__}: {error}", not isinstance(error, Exception)
             agreed = Failure(torch.distributed.get_rank(), self._where, cause, interrupted)
         for ballot in [*self._stage, *([] if self._pipeline is None else [self._pipeline])]:
-            decided = ballot.vote(agreed)
-            agreed = decided if isinstance(decided, Failure) else agreed
+            with suppress(RuntimeError):  # the store is gone, and the others learn that by themselves
+                decided = ballot.vote(agreed)
+                agreed = decided if isinstance(decided, Failure) else agreed
         return agreed.error()
 
     def _vote_of_stage(self, against: Against | None = None) -> Objection | None:

@@ -38,7 +38,7 @@ class CountsUse:
     _capture_finished: bool
     _graphs_created: bool
     _logs_steps = True
-    _step_log: Callable[[Any], None] | None = None
+    _step_log: Callable[[Any, bool], None] | None = None
     _captures = 0
     _stays_eager = NO_LAYERS  # why there are no graphs though capture has finished
     _eager_passes = EagerPasses()  # beside the graphs that there are
@@ -76,12 +76,12 @@ class CountsUse:
         counts: list[Any] = [getattr(graphed, "replays", None) for graphed in graphs]
         return None if None in counts else self._replays_before + sum(counts)
 
-    def _log_step(self) -> None:
+    def _log_step(self, deleting: bool = False) -> None:
         if self._step_log is not None:
-            self._step_log(self)
+            self._step_log(self, deleting)
 
     def _count_before_deletion(self) -> None:
         """Log the last step, and keep the counts of graphs that are about to be deleted."""
-        self._log_step()
+        self._log_step(deleting=True)
         self._replays_before = self._replays(self._graphs_of_training()) or 0
         self._eager_passes, self._eager_passes_seen = EagerPasses(), 0

@@ -58,7 +58,8 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
             CaptureFailedError, ``eager`` warns, and training goes on without graphs. Another one,
             ``cuda_graph_max_captures``, says how often ``create_cudagraphs`` and ``capture_finished`` capture together.
             ``cuda_graph_report`` names a folder to which rank 0 writes what was captured. ``cuda_graph_step_log`` makes
-            what is called with the helper before each step, by ``capture_finished``, and before graphs are deleted.
+            what is called with the helper and whether its graphs are about to be deleted: before that, and before each
+            step, by ``capture_finished``.
         seq_length: Tokens in a sequence.
         micro_batch_size: Sequences in a micro-batch.
         optimizers: Their gradients are zeroed after capture.

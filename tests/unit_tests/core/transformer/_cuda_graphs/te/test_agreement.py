@@ -7,10 +7,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed import HashStore, distributed_c10d
+from torch.distributed import HashStore, TCPStore, distributed_c10d
 
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
-from megatron.core.transformer._cuda_graphs.te import agreement
 from megatron.core.transformer._cuda_graphs.te.agreement import Ballot, CaptureAgreement, Failure, Objection
 
 from .bare_helper import helper
@@ -25,8 +24,11 @@ A_FAULT = RuntimeError("a fault")
 class Group:
     """What of a process group the store needs to know, as the rank has it whose thread this is."""
 
-    def __init__(self, size, name="0"):
-        self._size, self.group_name = size, name
+    def __init__(self, size, name="0", timeout=LIMIT):
+        self._size, self.group_name, self._timeout = size, name, timedelta(seconds=timeout)
+
+    def _get_backend(self, device):
+        return SimpleNamespace(options=SimpleNamespace(_timeout=self._timeout))
 
     def size(self):
         return self._size
@@ -41,6 +43,8 @@ def _store(monkeypatch):
     monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
     monkeypatch.setattr(torch.distributed, "get_backend", lambda group: "nccl")
     monkeypatch.setattr(torch.distributed, "get_rank", rank_of_this_thread)
+    monkeypatch.setattr(torch.distributed, "get_process_group_ranks", lambda group: list(range(group.size())))
+    monkeypatch.setattr(distributed_c10d, "_get_object_coll_device", lambda group: "cpu")
 
 
 def rank_of_this_thread():
@@ -142,11 +146,51 @@ def test_groups_vote_apart():
     assert on_ranks(4, run) == [OUT_OF_MEMORY, OUT_OF_MEMORY, None, None]
 
 
-def test_a_rank_that_never_votes_is_an_error(monkeypatch):
-    monkeypatch.setattr(agreement, "_PATIENCE", timedelta(milliseconds=100))
-    (error, _) = on_ranks(2, lambda rank: Ballot(Group(2)).vote() if rank == 0 else None)
-    assert isinstance(error, RuntimeError)
-    assert "gave no sign of life for 0:00:00.1" in str(error)
+def test_ranks_that_never_vote_are_named_after_the_time_limit_of_the_group():
+    def run(rank):
+        ballot = Ballot(Group(4, timeout=0.1))
+        ballot.vote()  # all are there
+        return ballot.vote() if rank in (0, 2) else None
+
+    first, _, third, _ = on_ranks(4, run)
+    assert {type(error) for error in (first, third)} == {RuntimeError}
+    assert str(first).startswith("rank 1 and 3 did not come to where rank 0 waited for it in a CUDA graph capture")
+    assert ", for 0:00:00.100000: " in str(first)
+    assert "--distributed-timeout-minutes" in str(first)
+    assert "where rank 2 waited" in str(third)
+
+
+def test_all_learn_of_a_rank_that_is_gone_without_waiting_for_it_again():
+    def run(rank):
+        agreed = CaptureAgreement([Group(3, timeout=0.2)], Group(3, "pipeline", timeout=LIMIT))
+        agreed.begin("layer 1, forward")
+        if rank == 2:
+            return None
+        try:
+            agreed.join()
+        except RuntimeError as error:
+            return str(agreed.failed(error))
+
+    start = time.monotonic()
+    first, second, _ = on_ranks(3, run)
+    assert time.monotonic() - start < LIMIT
+    for said in (first, second):
+        assert ", layer 1, forward: RuntimeError: rank 2 did not come" in said
+
+
+def test_a_store_that_is_gone_fails_the_capture_at_once(monkeypatch):
+    server = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = TCPStore("localhost", server.port, is_master=False, wait_for_workers=False)
+    monkeypatch.setattr(distributed_c10d, "_get_default_store", lambda: store)
+    agreed = CaptureAgreement([Group(2)], Group(2, "pipeline"))
+    del server
+    start = time.monotonic()
+    with pytest.raises(
+        RuntimeError, match="the store over which ranks agree on a CUDA graph capture is gone"
+    ) as raised:
+        agreed.join()
+    assert "the store over which ranks agree" in str(agreed.failed(raised.value))
+    assert time.monotonic() - start < LIMIT
 
 
 def test_ranks_that_cannot_communicate_vote_alone(monkeypatch):
@@ -326,12 +370,9 @@ class Interrupted:
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
-@pytest.mark.parametrize("at", range(8))  # a vote makes three or four calls
+@pytest.mark.parametrize("at", range(10))  # a vote makes four or five calls
 @pytest.mark.parametrize(("ranks", "ballot"), [(2, 0), (4, 0), (4, 1)], ids=["one group", "first", "second"])
-def test_ctrl_c_within_a_vote_leaves_no_rank_waiting(monkeypatch, ranks, ballot, at, before):
-    patience = timedelta(seconds=5)
-    monkeypatch.setattr(agreement, "_PATIENCE", patience)
-
+def test_ctrl_c_within_a_vote_leaves_no_rank_waiting(ranks, ballot, at, before):
     def run(rank):
         agreed = CaptureAgreement([Group(2)], None) if ranks == 2 else crossing_groups(rank)
         interrupted = agreed._stage[ballot]
@@ -346,5 +387,5 @@ def test_ctrl_c_within_a_vote_leaves_no_rank_waiting(monkeypatch, ranks, ballot,
 
     start = time.monotonic()
     said = on_ranks(ranks, run)
-    assert time.monotonic() - start < patience.total_seconds()
+    assert time.monotonic() - start < LIMIT
     assert all("failed on rank 1" in text and text.endswith("KeyboardInterrupt: ") for text in said), said
