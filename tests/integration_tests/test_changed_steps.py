@@ -38,6 +38,10 @@ NOT_CAPTURED_AGAIN: list[dict[str, Any]] = [
     ONCE | {"later_on_one_rank": True, "layers_per_graph": None, "evaluates": True},
     ONCE | {"later_on_one_rank": True, "modules": ["attn"], "dtype": "bf16"},
 ]
+INTERLEAVED: list[dict[str, Any]] = [
+    {"passes": 2, "steps": 6, **case}
+    for case in ({"layers_per_graph": None}, {"layers_per_graph": 1}, {"layers_per_graph": -1}, {"fsdp": False})
+]
 PIPELINE: dict[str, Any] = {"layers": 4, "hidden": 32, "steps": 7, "dropout": 0.1, "tied": False}
 MICROBATCHES: list[dict[str, Any]] = [
     {"microbatches": before, "microbatches_later": after, **case}
@@ -58,7 +62,7 @@ WITHOUT_CAPTURES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def data_parallel(compare_runs):
-    cases = GROWING + NOT_CAPTURED_AGAIN
+    cases = GROWING + NOT_CAPTURED_AGAIN + INTERLEAVED
     return by_name(cases, compare_runs([SIZES | case for case in cases]))
 
 
@@ -90,6 +94,14 @@ def test_without_a_lasting_change_on_all_ranks_or_a_capture_left_graphs_are_kept
     assert_as_eager(result)
     unchanged = case.get("later_on_one_rank")  # the first rank, whose replays these are
     assert steps_of_replays(result) == list(range(CAPTURED_AFTER, case["steps"] if unchanged else CAPTURED_AFTER + 1))
+
+
+@pytest.mark.parametrize("case", INTERLEAVED, ids=name_of)
+def test_nothing_is_captured_where_two_forward_passes_come_before_their_backward_passes(data_parallel, case):
+    result = data_parallel[name_of(case)]
+    assert_as_eager(result)
+    assert result["graphs"] == 0
+    assert steps_of_replays(result) == []
 
 
 @pytest.mark.parametrize("case", MICROBATCHES, ids=name_of)

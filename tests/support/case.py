@@ -22,6 +22,7 @@ class Case:
         dtype: ``fp32``, ``bf16`` or ``fp16``; the last with a dynamic loss scale that is too great at first.
         dropout: Probability of hidden and attention dropout.
         microbatches: Micro-batches in a step.
+        passes: Forward passes of a micro-batch before their backward passes.
         microbatches_later: Micro-batches from the second step after capture on; 0 for no change.
         modules: ``cuda_graph_modules``; empty for whole layers.
         layers_per_graph: At most so many whole layers in a graph; 0 for all of them, -1 for the whole model, None for
@@ -73,6 +74,7 @@ class Case:
     dtype: str = "fp32"
     dropout: float = 0.0
     microbatches: int = 1
+    passes: int = 1
     microbatches_later: int = 0
     modules: tuple[str, ...] = ()
     layers_per_graph: int | None = 0

@@ -179,7 +179,12 @@ class Training:
     def _losses(self, model: Callable[..., Any], batch: Any) -> Any:
         """Call ``model``, the model or what plans its passes, on ``batch``."""
         packed = {"packed_seq_params": batch.packed} if self.case.packed else {}
-        return model(batch.tokens, batch.positions, batch.mask, labels=batch.labels, **packed)
+
+        def losses(tokens: torch.Tensor) -> Any:
+            return model(tokens, batch.positions, batch.mask, labels=batch.labels, **packed)
+
+        further = [losses(batch.tokens.roll(number, 0)) for number in range(1, self.case.passes)]
+        return sum(further, losses(batch.tokens))
 
     def _forward_step(self, batches: Iterator[Any], model: torch.nn.Module, return_schedule_plan: bool = False):
         def loss_of(losses):

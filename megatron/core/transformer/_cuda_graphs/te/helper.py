@@ -33,7 +33,8 @@ from .capture_observer import CaptureObserver
 from .captures_again import CapturesAgain
 from .eager_parts import beside_whole_model, eager_parts
 from .evaluation import EvaluationGraphs
-from .graph_use import CAPTURE_FAILED, CountsUse
+from .graph_use import CAPTURE_FAILED, INTERLEAVED_PASSES, CountsUse
+from .interleaved_passes import InterleavedPasses
 from .joined_collectives import joined_collectives
 from .layers import _layer_is_graphable, fsdp_of, language_model_layers, layer_name
 from .torch_fsdp import KeptParameters, kept_parameters
@@ -82,6 +83,7 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
     _every_stage_captures = True  # each pipeline stage has a helper of this class
     _report_name = "capture"
     _observer = CaptureObserver()  # of the last capture
+    _passes: InterleavedPasses | None = None  # where one micro-batch is in flight at a time
     _kept: Mapping[torch.nn.Module, KeptParameters] = {}  # by chunk, from the last capture of layers on
 
     def __init__(
@@ -128,6 +130,8 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
             self._step_log = make_log()
         self._engine = choose_backend(needs_hooks=any(fsdp_of(chunk) is not None for chunk in model))
         self._discover_layers()
+        if self._one_graph_serves_all() and self.chunks_with_decoder and self.chunks_with_decoder[0] is not None:
+            self._passes = InterleavedPasses(self.chunks_with_decoder[0])
         if layers_per_graph(config) is None and not self._against_whole_model():
             self._training_calls = TrainingCalls(self.chunks_with_decoder[0])
 
@@ -187,13 +191,17 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         self._captures += self._graphs_created
         if not self._one_graph_serves_all():
             self._captured_microbatches = get_num_microbatches()
+        if self._graphs_created:
+            self._report_capture(time.time() - start_time)
+
+    def _report_capture(self, seconds: float) -> None:
         captured = f"{sum(len(layer.cuda_graphs) for layer in self.flattened_callables)} layer graphs"
         if self.model_graphs is not None:
             captured = "the whole model"
         log_single_rank(
             logger,
             logging.INFO,
-            f"Captured {captured} with the {self._engine.name} engine in {time.time() - start_time:.2f} s",
+            f"Captured {captured} with the {self._engine.name} engine in {seconds:.2f} s",
         )
         self._observer.finish(self._beside_graphs)
 
@@ -216,6 +224,9 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         having been asked for, layers are captured.
 
         All ranks must call it together.
+
+        Nothing is captured where training so far ran a backward pass after a further forward pass (without pipeline
+        stages): the log says so, and it trains on eagerly.
 
         Gradients are zero afterwards. Under Megatron-FSDP or FSDP2 the next evaluation will capture graphs of its own,
         see ``EvaluationGraphs``. If capture fails on any rank, then on all: hooks, parameters, RNG and capture
@@ -269,14 +280,14 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         """Enter capture mode, capture, and leave it; return when it was entered, as ``time.time()``."""
         try:
             start_time = self._start_capturing()
-            if self.flattened_callables:
+            if not self.flattened_callables:
+                logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
+            elif not self._all_stay_eager():
                 if self._all_capture_whole_model():
                     self._capture_model()
                 else:
                     self._capture_layers()
                 self._graphs_created = True
-            else:
-                logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
             return start_time
         except BaseException:
             if self.config.fine_grained_activation_offloading:
@@ -284,6 +295,20 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
             raise
         finally:
             self._leave_capture_mode()
+
+    def _all_stay_eager(self) -> bool:
+        """Whether no rank captures, as training so far would make replays fail; then log why."""
+        interleaved = self._passes is not None and self._passes.found()
+        reason = self._agreement.objection(
+            "a backward pass followed a further forward pass in training so far, and a graph serves one forward pass "
+            "at a time: run each backward pass before the next forward pass to have graphs"
+            if interleaved
+            else ""
+        )
+        if reason:
+            self._stays_eager = INTERLEAVED_PASSES
+            self._log(logging.WARNING, f"no CUDA graphs are captured, and training goes on eagerly, because {reason}")
+        return bool(reason)
 
     @property
     def _falls_back(self) -> bool:

@@ -19,6 +19,9 @@ class Alone(CaptureAgreement):
     def join(self):
         pass
 
+    def objection(self, reason):
+        return reason
+
     def finish(self):
         pass
 

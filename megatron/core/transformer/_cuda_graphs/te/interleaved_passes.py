@@ -1,0 +1,50 @@
+"""Whether training runs the backward pass of a model after a further forward pass.
+
+Replays of a graph that serves one forward pass at a time would have overwritten what that backward pass reads.
+"""
+
+import weakref
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from .training_calls import is_training
+
+
+class InterleavedPasses:
+    """Watches the passes of ``model`` until ``found`` is asked.
+
+    Args:
+        model: What is captured, or whose layers are, for one micro-batch at a time.
+    """
+
+    def __init__(self, model: torch.nn.Module):
+        watch = weakref.WeakMethod(self._watch)
+
+        def hook(module: torch.nn.Module, args: tuple, output: Any) -> None:
+            watcher = watch()
+            if watcher is not None:
+                watcher(module, output)
+
+        self._handle = model.register_forward_hook(hook)
+        self._passes = 0
+        self._found = False
+
+    def _watch(self, model: torch.nn.Module, output: Any) -> None:
+        if not is_training(model):
+            return
+        self._passes += 1
+        own = self._passes
+
+        def backward_begins(grad: torch.Tensor) -> None:
+            self._found |= own != self._passes
+
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(backward_begins)
+
+    def found(self) -> bool:
+        """Whether a backward pass has run whose forward pass was not the last one. Ends the watch."""
+        self._handle.remove()
+        return self._found
