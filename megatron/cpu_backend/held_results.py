@@ -3,7 +3,8 @@
 gloo completes a collective in threads of its own, which free its tensors beside the main thread; processes that trained
 for long died of heap corruption there. Here the launching thread waits instead. A collective with ``async_op=True``
 works on private memory: until ``wait()`` its outputs hold NaN (integers and bools: zero), so a forgotten wait shows.
-Sends and receives stay asynchronous: pipeline stages launch them in different orders.
+Sends and receives stay asynchronous: pipeline stages launch them in different orders. Sends that nobody waits for are
+kept: gloo drops them with the objects that stand for them, and NCCL sends them all the same.
 """
 
 from __future__ import annotations
@@ -99,6 +100,21 @@ def _launch_barrier(call: Callable) -> Callable:
     return barrier
 
 
+def _launch_send(call: Callable) -> Callable:
+    unfinished: dict[tuple[str, Any, Any], list[dist.Work]] = {}
+
+    @functools.wraps(call)
+    def send(group: dist.ProcessGroup, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work:
+        sends = unfinished.setdefault((group.group_name, rank, tag), [])
+        # A rank receives in the order of sends: what precedes a finished one is finished, waited for or not.
+        finished = [index for index, work in enumerate(sends) if work.is_completed()]
+        del sends[: finished[-1] + 1 if finished else 0]
+        sends.append(call(group, tensors, rank, tag))
+        return sends[-1]
+
+    return send
+
+
 def _wait_and_wrap(call: Callable) -> Callable:
     @functools.wraps(call)
     def wrap(tensor: torch.Tensor) -> torch.Tensor:
@@ -117,4 +133,6 @@ def install() -> None:
     for name in _COLLECTIVES:
         patch(dist.ProcessGroup, name, _launch(name, getattr(dist.ProcessGroup, name)), why)
     patch(dist.ProcessGroup, "barrier", _launch_barrier(dist.ProcessGroup.barrier), why)
+    kept = "gloo drops a send that nobody waits for"
+    patch(dist.ProcessGroup, "send", _launch_send(dist.ProcessGroup.send), kept)
     patch(functional, "_maybe_wrap_tensor", _wait_and_wrap(functional._maybe_wrap_tensor), why)

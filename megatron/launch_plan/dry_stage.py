@@ -21,6 +21,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from megatron.core import num_microbatches_calculator, parallel_state
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
+from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import FSDPDistributedIndex
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
@@ -32,6 +33,7 @@ from megatron.training.argument_utils import gpt_config_from_args, hybrid_config
 from megatron.training.training import get_megatron_ddp_config
 from megatron.training.utils.common_utils import is_hybrid_model
 
+from .parts import Part, parts_of
 from .quiet import quietly
 
 # What TransformerEngine or Apex would do; none of it changes a parameter's shape.
@@ -74,6 +76,8 @@ def dry_stage(args: argparse.Namespace, stage: int) -> Iterator[Any]:
     with ExitStack() as stack:
         stack.enter_context(_rank(args, stage * (args.world_size // args.pipeline_model_parallel_size)))
         stack.enter_context(without_memory())
+        if args.transformer_impl != "local":
+            stack.enter_context(_as_transformer_engine())
         config, models = _models(args)
         helper = TECudaGraphHelper(models, config, args.seq_length, args.micro_batch_size)
         helper._agreement = helper._new_agreement()  # with no other rank
@@ -101,6 +105,12 @@ def against_whole_model(args: argparse.Namespace, whole_layers: bool = False) ->
         if whole_layers:
             helper.config.cuda_graph_modules = []
         return helper._against_whole_model()
+
+
+def parts_of_stage(args: argparse.Namespace, stage: int) -> list[Part]:
+    """Return the parts of a pipeline stage, with which of them run in graphs; see ``dry_stage``."""
+    with quietly(), dry_stage(args, stage) as helper:
+        return parts_of(helper, helper._captures_whole_model())
 
 
 def _models(args: argparse.Namespace) -> tuple[Any, list[torch.nn.Module]]:
@@ -162,11 +172,23 @@ def without_memory() -> Iterator[None]:
         unchecked = {"run_check": False, "update_uneven_dtensor_chunk_meta": False}
         make = param_and_grad_buffer.make_fsdp_dtensor
         replace(param_and_grad_buffer, "make_fsdp_dtensor", lambda *args, **kw: make(*args, **(kw | unchecked)))
+        rank_of_instances = FSDPDistributedIndex.get_logical_hybrid_fsdp_rank
+        replace(FSDPDistributedIndex, "get_logical_hybrid_fsdp_rank", _with_values(rank_of_instances))
         replace(torch.nn.Module, "_apply", _apply)
-        # Megatron's own refuse sequence parallelism, context parallelism and latent attention.
-        replace(WrappedTorchNorm, "__new__", _norm)
-        replace(DotProductAttention, "__init__", _attention)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+        yield
+
+
+@contextlib.contextmanager
+def _as_transformer_engine() -> Iterator[None]:
+    """Let Megatron's own layers take what only TransformerEngine's do.
+
+    That is sequence parallelism (without Apex), context parallelism and latent attention.
+    """
+    with (
+        mock.patch.object(WrappedTorchNorm, "__new__", _norm),
+        mock.patch.object(DotProductAttention, "__init__", _attention),
+    ):
         yield
 
 

@@ -32,14 +32,11 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _lines(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
-    from .dry_stage import dry_stage
-    from .parts import parts_of
-    from .quiet import quietly
+    from .dry_stage import parts_of_stage
 
     remedies: dict[str | None, str] = {}
     for stage in range(args.pipeline_model_parallel_size):
-        with quietly(), dry_stage(args, stage) as helper:
-            parts = parts_of(helper, helper._captures_whole_model())
+        parts = parts_of_stage(args, stage)
         yield f"Pipeline stage {stage + 1} of {args.pipeline_model_parallel_size}"
         for part in parts:
             yield f"  {'graphed' if part.graphed else 'eager':8} {part.name} ({part.count}): {part.why}"

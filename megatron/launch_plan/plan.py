@@ -153,12 +153,31 @@ def _advice(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
     if args.cuda_graph_modules and changes.accepted(dropped, args) is not None:
         yield f"{dropped.words}: whole layers are captured, consecutive ones in one graph"
         return
+    if args.cuda_graph_modules:
+        yield from _parts_to_add(given, args)
+        return
     if not against and wanted is None and not args.cuda_graph_warmup_steps:
         yield f"{changes.LAYERS} {WHOLE_MODEL}: the embedding, the output layer and losses are captured too"
     elif not against and wanted not in (None, WHOLE_MODEL):
         yield f"drop {changes.LAYERS}: the embedding, the output layer and losses are captured too"
     elif isinstance(layers_per_graph(args), int):
         yield f"drop {changes.LAYERS}: all consecutive layers are captured in one graph"
+
+
+def _parts_to_add(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
+    """Yield what ``explain`` says of the parts of layers that run eagerly."""
+    from . import changes
+    from .dry_stage import parts_of_stage
+
+    names: dict[str, str] = {}  # a part is in several stages; those of one layer have one change
+    for stage in range(args.pipeline_model_parallel_size):
+        for part in parts_of_stage(args, stage):
+            if not part.graphed and part.module is not None:
+                names.setdefault(part.module, part.name)
+    for module, name in names.items():
+        change = changes.to_graph(module, given, args)
+        if change is not None:
+            yield f"{change.words}: graphs then hold {name}"
 
 
 def _bulleted(texts: Sequence[str]) -> list[str]:

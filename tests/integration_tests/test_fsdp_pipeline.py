@@ -1,7 +1,7 @@
 """Pipeline stages under Megatron-FSDP, with a graph per layer and micro-batch, train bit for bit as eagerly.
 
 Two stages, each with one chunk of the model (1F1B) or with several that interleave, on two CPU ranks or, with two
-data-parallel ranks a stage, on four.
+data-parallel or tensor-parallel ranks a stage, on four.
 """
 
 from typing import Any
@@ -34,6 +34,10 @@ TWO_RANKS: list[dict[str, Any]] = [
     {"virtual": 2, "layers": 8, "dtype": "bf16", "dropout": 0.1},
 ]
 FAILURES: list[dict[str, Any]] = [FAILURE, FAILURE | {"virtual": 2}]
+TENSOR_PARALLEL: list[dict[str, Any]] = [
+    {"dtype": "bf16", "dropout": 0.1, "evaluates": True},
+    {"virtual": 2, "dropout": 0.1, "modules": ["attn"]},
+]
 DEAD_REPLAY: dict[str, Any] = {"virtual": 2, "control": "dead_replay"}
 
 
@@ -49,6 +53,13 @@ def two_ranks(compare_runs):
     """The same with two data-parallel ranks a stage."""
     cases = [*TWO_RANKS, *FAILURES]
     return by_name(cases, compare_runs([SIZES | case for case in cases], "--pp", "2", ranks=4))
+
+
+@pytest.fixture(scope="module")
+def tensor_parallel(compare_runs):
+    """The same with two tensor-parallel ranks a stage."""
+    results = compare_runs([SIZES | case for case in TENSOR_PARALLEL], "--tp", "2", "--pp", "2", ranks=4)
+    return by_name(TENSOR_PARALLEL, results)
 
 
 def assert_bit_equal(case, result):
@@ -69,6 +80,12 @@ def test_graphs_train_bit_for_bit_as_eager(one_rank, case):
 @pytest.mark.parametrize("case", TWO_RANKS, ids=name_of)
 def test_graphs_train_bit_for_bit_as_eager_with_two_data_parallel_ranks(two_ranks, case):
     assert_bit_equal(case, two_ranks[name_of(case)])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", TENSOR_PARALLEL, ids=name_of)
+def test_graphs_train_bit_for_bit_as_eager_with_two_tensor_parallel_ranks(tensor_parallel, case):
+    assert_bit_equal(case, tensor_parallel[name_of(case)])
 
 
 @pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])

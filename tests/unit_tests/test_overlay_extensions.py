@@ -30,6 +30,7 @@ REPLACED = {
         "ParamAndGradBuffer",
         "StorageResizeBasedBucketAllocator",
         "_create_hfsdp_helper_buffer",
+        "make_fsdp_dtensor",
     },
     "megatron.core.optimizer.clip_grads": {"clip_grad_by_total_norm_fp32", "to_local_if_dtensor"},
     "megatron.core.optimizer.distrib_optimizer": {"DistributedOptimizer"},

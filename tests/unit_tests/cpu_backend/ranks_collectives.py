@@ -121,6 +121,19 @@ def a_polled_or_awaited_future_hands_out_its_results() -> None:
         assert tensor.tolist() == [1, 3, 5, 7]
 
 
+def a_send_that_nobody_waits_for_arrives() -> None:
+    values = [1.0, 2.0, 3.0]
+    if dist.get_rank() == 0:
+        for value in values:
+            dist.isend(torch.full((4,), value, device="cuda"), 1)
+    dist.barrier()  # only now do they meet their receiver
+    if dist.get_rank() == 1:
+        for value in values:
+            received = torch.zeros(4, device="cuda")
+            dist.recv(received, 0)
+            assert received.tolist() == [value] * 4
+
+
 def every_group_has_one_thread() -> None:
     for group in (dist.group.WORLD, dist.new_group([0, 1], backend="nccl")):
         assert group._get_backend(torch.device("cuda")).options._threads == 1
@@ -233,6 +246,7 @@ CASES = [
     a_rank_keeps_its_part_of_what_is_gathered_in_place,
     a_result_is_no_new_version_of_its_tensor,
     a_polled_or_awaited_future_hands_out_its_results,
+    a_send_that_nobody_waits_for_arrives,
     every_group_has_one_thread,
     groups_share_the_device,
     low_precision,

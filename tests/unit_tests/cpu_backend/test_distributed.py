@@ -16,6 +16,7 @@ CASES = [
     "a_rank_keeps_its_part_of_what_is_gathered_in_place",
     "a_result_is_no_new_version_of_its_tensor",
     "a_polled_or_awaited_future_hands_out_its_results",
+    "a_send_that_nobody_waits_for_arrives",
     "every_group_has_one_thread",
     "groups_share_the_device",
     "low_precision",

@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from megatron_fsdp_cuda_graphs import overlay
-from megatron_fsdp_cuda_graphs.launch_plan import plan
+from megatron_fsdp_cuda_graphs.launch_plan import explain, plan
 
 from .conftest import DENSE, EXPERTS, FSDP, GRAPHS, SIZES, TRAINING
 
@@ -88,6 +88,52 @@ def test_parts_of_layers(capsys, flags):
     assert graphs(lines) == ["forward of layer 1", "backward of layer 1"]
     assert "    the graphs' pool is not estimated for these layers" in lines
     assert "- drop --cuda-graph-modules: whole layers are captured, consecutive ones in one graph" in lines
+
+
+def test_parts_to_add_are_those_that_explain_names(capsys, flags):
+    given = flags(DENSE, EXPERTS, "--num-layers 2 --moe-layer-freq ([0,1]) --cuda-graph-modules attn --world-size 2")
+    code, lines = planned(capsys, given)
+    assert code == 0
+    added = lines[lines.index("Flags to add or drop:") + 1 :]
+    assert "- --cuda-graph-modules attn mlp: graphs then hold MLP of dense layers, with the norm before it" in added
+    assert explain.main(given) == 0
+    named = {line.partition("to graph it: ")[2] for line in capsys.readouterr().out.splitlines()}
+    assert {line.removeprefix("- ").partition(":")[0] for line in added} == {
+        words for words in named if words.startswith("--cuda-graph-modules")
+    }
+
+
+def test_instances_that_shard_among_them(capsys, flags):
+    """The ranks of instances are numbers that are read, unlike the values of other tensors."""
+    more = "--num-distributed-optimizer-instances 2 --overlap-grad-reduce --outer-dp-sharding-strategy optim"
+    code, lines = planned(capsys, flags(DENSE, "--num-layers 2 --world-size 4", more))
+    assert code == 0
+    assert graphs(lines) == ["forward of layer 1", "forward of layer 2", "backward of layer 2", "backward of layer 1"]
+
+
+def test_the_whole_model_of_instances(capsys, flags):
+    more = "--num-distributed-optimizer-instances 2 --overlap-grad-reduce --cuda-graph-layers-per-graph model"
+    _, lines = planned(capsys, flags(DENSE, "--num-layers 2 --world-size 4", more))
+    assert [
+        line for line in lines if line.startswith("- --cuda-graph-layers-per-graph model has no effect with --num-")
+    ]
+    assert graphs(lines)[0] == "forward of layer 1"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--context-parallel-size 2", "leave out --transformer-impl local"),
+        ("--multi-latent-attention", "leave out --transformer-impl local"),
+        ("--tensor-model-parallel-size 2 --sequence-parallel", "sequence parallel not supported by torch LayerNorm"),
+        ("--optimizer sgd", "set --optimizer adam"),
+    ],
+)
+def test_what_layers_or_optimizers_do_not_take(capsys, flags, more, said):
+    """These end a job with local layers where it builds its model; sequence parallelism unless there is Apex."""
+    assert plan.main(flags(DENSE, "--num-layers 2 --transformer-impl local --world-size 2", more)) == 1
+    out, err = capsys.readouterr()
+    assert said in out + err
 
 
 def test_long_lists_are_cut(capsys, flags):

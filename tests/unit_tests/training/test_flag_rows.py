@@ -34,6 +34,7 @@ PADDED = "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0"
 PACKED = "--cuda-graph-packed-sequences 4"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
 FUSED = "--no-gradient-accumulation-fusion"
+LOCAL = "--transformer-impl local"
 OVERLAP = "--overlap-moe-expert-parallel-comm --bf16"
 
 
@@ -72,6 +73,13 @@ EXAMPLES = {
     "mamba of a gpt": Example("--cuda-graph-modules attn mamba"),
     "unpadded experts": Example(MOE.replace("--cuda-graph-modules", "")),
     "preprocess that waits": Example(f"{MOE} moe_router moe_preprocess --moe-expert-capacity-factor 1.0"),
+    "sinkhorn router": Example(f"{MOE} attn moe_router --moe-router-load-balancing-type sinkhorn"),
+    "router of chunks": Example(f"{MOE} moe_router --mlp-chunks-for-training 2"),
+    "optimizer without states": Example("--optimizer sgd"),
+    "other optimizers": Example("--optimizer lion"),
+    "whole model of another sharding": Example(
+        "--cuda-graph-layers-per-graph model --data-parallel-sharding-strategy optim_grads"
+    ),
     "full recomputation": Example("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
     "recomputed router": Example(f"{MOE} moe_router {SELECTIVE} moe"),
     "recomputed dropout": Example(f"--attention-dropout 0.1 {SELECTIVE} core_attn"),
@@ -109,13 +117,14 @@ EXAMPLES = {
     "warm-up to the end": Example("--cuda-graph-warmup-steps 5"),
     "layers per graph of parts": Example("--cuda-graph-modules attn --cuda-graph-layers-per-graph all"),
     "pipeline": Example("--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"),
-    "latent attention": Example("--multi-latent-attention"),
-    "context parallel": Example("--context-parallel-size 2"),
+    "latent attention": Example("--multi-latent-attention", left_out=(LOCAL,)),
+    "context parallel": Example("--context-parallel-size 2", left_out=(LOCAL,)),
+    "local layers": Example("--multi-latent-attention"),
     "packed sequences": Example("--sft"),
     "packed sequences in graphs": Example(f"--sft {PACKED} --position-embedding-type none"),
     "packed rows of moe layers": Example(f"{MOE} moe_router --sft --micro-batch-size 2"),
     "packed sequences in rows": Example(f"{PACKED} --micro-batch-size 2"),
-    "packed sequences over ranks": Example(f"{PACKED} --context-parallel-size 2"),
+    "packed sequences over ranks": Example(f"{PACKED} --context-parallel-size 2", left_out=(LOCAL,)),
     "packed sequences without fused rotary embeddings": Example(
         f"{PACKED} --position-embedding-type rope --no-rope-fusion"
     ),

@@ -5,6 +5,7 @@ from typing import Any
 
 from .flag_options import Options
 from .flag_row import TORCH_FSDP, Row, Verdict
+from .own_options import WHOLE_MODEL
 
 Condition = Callable[[Options], bool]
 
@@ -116,6 +117,20 @@ def _has_instances(options: Options) -> bool:
     return int(options.get("num_distributed_optimizer_instances", 1)) > 1
 
 
+def _wants_whole_model(options: Options) -> bool:
+    return bool(options.get("cuda_graph_layers_per_graph") == WHOLE_MODEL)
+
+
+def _routes_by_sinkhorn(options: Options) -> bool:
+    kinds = options.get("moe_router_load_balancing_type", "aux_loss")
+    return options.has_experts and "sinkhorn" in ([kinds] if isinstance(kinds, str) else kinds)
+
+
+def _shards_all(options: Options) -> bool:
+    """Whether parameters are sharded too."""
+    return bool(options.get("data_parallel_sharding_strategy", "no_shard") == "optim_grads_params")
+
+
 def _shards_outside(options: Options) -> bool:
     """Whether instances of hybrid sharding shard gradients among them."""
     return bool(options.get("outer_dp_sharding_strategy", "no_shard") != "no_shard")
@@ -159,10 +174,7 @@ _REFUSED = [
     _refused(
         "fused weight gradients",
         "--data-parallel-sharding-strategy other than optim_grads_params, no --no-gradient-accumulation-fusion",
-        lambda options: (
-            bool(options.get("gradient_accumulation_fusion"))
-            and options.get("data_parallel_sharding_strategy", "no_shard") != "optim_grads_params"
-        ),
+        lambda options: bool(options.get("gradient_accumulation_fusion")) and not _shards_all(options),
         "--no-gradient-accumulation-fusion is required unless --data-parallel-sharding-strategy is "
         "optim_grads_params: only then do the main gradients that a graph would write stay in place",
         graphs=("transformer_engine", "local"),
@@ -215,6 +227,25 @@ _REFUSED = [
         "--num-experts with whole layers or moe in graphs: how many tokens an expert gets differs from step to step, "
         "and the host waits for the number; set --cuda-graph-modules attn moe_router moe_preprocess, or give every "
         "expert as many with --moe-pad-expert-input-to-capacity and --moe-expert-capacity-factor",
+    ),
+    _refused(
+        "sinkhorn router",
+        "--moe-router-load-balancing-type sinkhorn, router in graphs",
+        lambda options: _routes_by_sinkhorn(options) and options.graphs("moe", "moe_router"),
+        "--moe-router-load-balancing-type sinkhorn repeats until the host has seen a small error, which no graph can: "
+        "set --cuda-graph-modules to parts other than moe, moe_router and moe_preprocess, or another "
+        "--moe-router-load-balancing-type",
+    ),
+    _refused(
+        "router of chunks",
+        "--mlp-chunks-for-training above 1, --cuda-graph-modules moe_router",
+        lambda options: (
+            int(options.get("mlp_chunks_for_training", 1)) > 1
+            and options.has_experts
+            and "moe_router" in options.modules
+        ),
+        "--mlp-chunks-for-training routes each chunk by itself, and a graph of moe_router ends at the first one's "
+        "router: leave moe_router out of --cuda-graph-modules, or --mlp-chunks-for-training",
     ),
     _refused(
         "preprocess that waits",
@@ -272,10 +303,7 @@ _REFUSED = [
     _refused(
         "outer shards of unsharded parameters",
         "--outer-dp-sharding-strategy optim, --data-parallel-sharding-strategy other than optim_grads_params",
-        lambda options: (
-            _shards_outside(options)
-            and options.get("data_parallel_sharding_strategy", "no_shard") != "optim_grads_params"
-        ),
+        lambda options: _shards_outside(options) and not _shards_all(options),
         "--outer-dp-sharding-strategy optim shards further what an instance shards: set "
         "--data-parallel-sharding-strategy optim_grads_params, or --outer-dp-sharding-strategy no_shard",
     ),
@@ -394,6 +422,23 @@ _REFUSED = [
         "--cuda-graph-warmup-steps must be 0 or more",
     ),
     _refused(
+        "optimizer without states",
+        "--optimizer sgd",
+        lambda options: options.get("optimizer") == "sgd" and not options.get("optimizer_cpu_offload"),
+        "--optimizer sgd: megatron-core's distributed optimizer, which Megatron-FSDP needs, does not take it, with or "
+        "without graphs; set --optimizer adam",
+    ),
+    _refused(
+        "local layers",
+        "--transformer-impl local with --context-parallel-size above 1 or --multi-latent-attention",
+        lambda options: (
+            options.get("transformer_impl") == "local"
+            and (int(options.get("context_parallel_size", 1)) > 1 or bool(options.get("multi_latent_attention")))
+        ),
+        "--context-parallel-size and --multi-latent-attention need TransformerEngine's attention, with or without "
+        "graphs: leave out --transformer-impl local",
+    ),
+    _refused(
         "embedding in two stages",
         "--pipeline-model-parallel-size above 1, no --untie-embeddings-and-output-weights, or --mtp-num-layers",
         lambda options: options.stages > 1 and _uses_embedding_twice(options),
@@ -417,9 +462,23 @@ _NO_EFFECT = [
         "--cuda-graph-layers-per-graph has no effect with --cuda-graph-modules, as parts of layers have graphs of "
         "their own: leave one out",
     ),
+    _no_effect(
+        "whole model of another sharding",
+        f"--cuda-graph-layers-per-graph {WHOLE_MODEL}, --num-distributed-optimizer-instances above 1 or "
+        "--data-parallel-sharding-strategy other than optim_grads_params",
+        lambda options: _wants_whole_model(options) and (_has_instances(options) or not _shards_all(options)),
+        f"--cuda-graph-layers-per-graph {WHOLE_MODEL} has no effect with --num-distributed-optimizer-instances or with "
+        "--data-parallel-sharding-strategy other than optim_grads_params: layers are captured; leave it out",
+    ),
 ]
 
 _NOT_TRIED = [
+    _not_tried(
+        "other optimizers",
+        "--optimizer lion, soap or a kind of muon, --optimizer-cpu-offload",
+        lambda o: o.get("optimizer", "adam") not in ("adam", "sgd") or bool(o.get("optimizer_cpu_offload")),
+        "",
+    ),
     _not_tried(
         "other recipes",
         "--fp4-format, --fp8-recipe other than delayed or tensorwise",
@@ -534,10 +593,7 @@ _WORKS = [
     _works(
         "fused weight gradients of sharded parameters",
         "no --no-gradient-accumulation-fusion",
-        lambda o: (
-            bool(o.get("gradient_accumulation_fusion"))
-            and o.get("data_parallel_sharding_strategy") == "optim_grads_params"
-        ),
+        lambda o: bool(o.get("gradient_accumulation_fusion")) and _shards_all(o),
         _GPU,
     ),
     _works("multi-token prediction", "--mtp-num-layers", lambda o: bool(o.get("mtp_num_layers")), _CPU),

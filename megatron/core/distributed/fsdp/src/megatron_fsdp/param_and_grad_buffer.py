@@ -64,6 +64,18 @@ def _create_hfsdp_helper_buffer(dp_buffer: Any, *args: Any, **kwargs: Any) -> An
     return helper
 
 
+def make_fsdp_dtensor(*args: Any, run_check: bool = False, **kwargs: Any) -> Any:
+    """Return the DTensor of a parameter's shard; see megatron-core.
+
+    megatron-core lets torch compare dtypes of a tensor-parallel parameter over all ranks of the job, of which another
+    pipeline stage has other parameters. Here only the bounds of shards are checked, among the ranks that have them.
+    """
+    tensor = _upstream.make_fsdp_dtensor(*args, **kwargs)
+    if run_check:
+        _upstream.validate_uneven_dtensor(tensor)
+    return tensor
+
+
 class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
     """megatron-core's ``ParamAndGradBuffer`` that plans once what it does in every step.
 
