@@ -25,18 +25,31 @@ CORE_TESTS := $(addprefix tests/unit_tests/,test_overlay_extensions.py training 
 	$(addprefix local/test_,inference.py manager.py record.py runner.py) \
 	$(addprefix te/test_,backends.py capture_mode.py current_microbatch.py helper.py layers.py order.py sample_inputs.py)))
 
+# Each minor version of torch that setup.py admits, besides that of constraints.txt; the newest last.
+OTHER_TORCHES := 2.12.1 2.13.0 2.14.1 2.15.0
+NEWEST_TORCH := $(lastword $(OTHER_TORCHES))
+# The quick ones of the tests whose subject depends on inner names of torch.
+TORCH_TESTS := $(addprefix tests/unit_tests/,test_doctor.py benchmarks/test_layer_replay.py \
+	$(addprefix cpu_backend/test_,capture.py graphed_callables.py distributed.py) \
+	$(addprefix core/distributed/test_,joined_collectives.py fsdp_dropped_collectives.py))
+# One integration test of each kind.
+TORCH_TRAININGS := $(addprefix tests/integration_tests/test_,fsdp_graphs.py local_graphs.py checkpoints.py torch_fsdp.py)
+
 # Those of `make test-patch`; PATCH_TESTS=tests/unit_tests/core is all that there are.
 PATCH_TESTS ?= $(addprefix tests/unit_tests/,training/test_arguments.py \
 	$(addprefix core/distributed/test_,fsdp_hooks.py step_plans.py) \
 	$(addprefix core/transformer/,test_cuda_graphs.py test_module.py _cuda_graphs/te _cuda_graphs/test_hooks.py))
 
-.PHONY: help .venv demo test test-all test-unit test-integration test-versions test-patch $(OTHER_CORES:%=test-core-%) test-gpu test-functional bench docs lint format clean
+.PHONY: help .venv demo test test-all test-unit test-integration test-versions test-patch $(OTHER_CORES:%=test-core-%) \
+	test-torches test-newest-torch $(OTHER_TORCHES:%=test-torch-%) test-gpu test-functional bench docs lint format clean
 
 help:
 	@echo "make demo      train a small GPT under Megatron-FSDP, eager and graphed, and compare"
 	@echo "make test      unit tests and integration tests on the CPU backend"
-	@echo "make test-all  these, those that take long, and the two below: before a release"
+	@echo "make test-all  all tests that need no GPU, those that take long too: before a release"
 	@echo "make test-versions  unit tests on the other versions of megatron-core that the patch admits"
+	@echo "make test-torches   unit tests, demo and some trainings on the other versions of torch that setup.py admits"
+	@echo "make test-newest-torch  the demo and few tests on the newest of them"
 	@echo "make test-patch     unit tests in a megatron-core checkout to which the patch series was applied"
 	@echo "make test-gpu  tests on the GPUs of this machine"
 	@echo "make test-functional  recipes with golden values, those that this machine can run"
@@ -63,7 +76,7 @@ test: test-unit test-integration
 
 # Everything that needs no GPU, for which CI has no time.
 test-all: QUICK :=
-test-all: test test-versions test-patch demo
+test-all: test test-versions test-torches test-patch demo
 
 test-unit: $(ENVIRONMENT)
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) tests/unit_tests
@@ -88,6 +101,28 @@ with_core = CORE_VERSION=$(1) PYTHONPATH=$(CURDIR)/build/cores/$(1)$(addprefix :
 
 $(OTHER_CORES:%=build/cores/%/megatron): build/cores/%/megatron: | $(ENVIRONMENT)
 	$(PY) -m pip install --quiet --no-deps --target build/cores/$* megatron-core==$*
+
+test-torches: $(OTHER_TORCHES:%=test-torch-%)
+
+$(OTHER_TORCHES:%=test-torch-%): test-torch-%: build/torches/%/.installed
+	$(call with_torch,$*) $(PY) examples/demo.py --device cpu --output build/torches/demo
+	$(call with_torch,$*) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) tests/unit_tests
+	$(call with_torch,$*) $(PY) -m pytest -n $(RANK_WORKERS) --dist loadfile $(QUICK) $(TORCH_TRAININGS)
+
+test-newest-torch: build/torches/$(NEWEST_TORCH)/.installed
+	$(call with_torch,$(NEWEST_TORCH)) $(PY) examples/demo.py --device cpu --output build/torches/demo
+	$(call with_torch,$(NEWEST_TORCH)) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) $(TORCH_TESTS)
+
+# As with_core. No GPU is shown: what else CUDA needs is that of the environment, which fits its own torch.
+with_torch = CUDA_VISIBLE_DEVICES= TORCH_VERSION=$(1) PYTHONPATH=$(CURDIR)/build/torches/$(1)$(addprefix :,$(PYTHONPATH))
+
+# That torch, and of what it requires what it cannot be imported without in the environment's version.
+$(OTHER_TORCHES:%=build/torches/%/.installed): build/torches/%/.installed: | $(ENVIRONMENT)
+	rm -rf build/torches/$*
+	$(PY) -m pip install --quiet --no-compile --no-deps --target build/torches/$* torch==$*
+	$(PY) -m pip install --quiet --no-compile --no-deps --target build/torches/$* \
+		$$(sed -nE 's/^Requires-Dist: (nvidia-(nccl|nvshmem)-cu13==[0-9.]+).*/\1/p' build/torches/$*/torch-*.dist-info/METADATA)
+	touch $@
 
 # The patch as patches, applied to a checkout: the demo and unit tests pass there without the start-up of this project.
 # Left out are tests of that start-up, and of where definitions lie.

@@ -24,8 +24,8 @@ setup(
         *(f"{NAME}.{package}" for package in find_namespace_packages("megatron", exclude=["*__pycache__*"])),
     ],
     # The patch replaces modules of megatron-core, so it takes the versions that it was tested with and no other:
-    # those in megatron/overlay.py, TESTED_VERSIONS.
-    install_requires=["torch>=2.6", "megatron-core>=0.19.0,<=0.19.2", "numpy", "einops", "packaging"],
+    # those in megatron/overlay.py, TESTED_VERSIONS. Those of torch are in megatron/doctor.py, TESTED_TORCH.
+    install_requires=["torch>=2.11,<2.16", "megatron-core>=0.19.0,<=0.19.2", "numpy", "einops", "packaging"],
     extras_require={
         # TransformerEngine is built at installation and needs CUDA's compiler.
         "te": ["transformer-engine[core-cu13,pytorch]>=2.19"],

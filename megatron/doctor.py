@@ -13,8 +13,10 @@ from dataclasses import dataclass, field
 from . import overlay
 from .allocator_check import allocator_problem
 
-# That of constraints.txt, which an installation does not have.
-VERIFIED_TORCH = "2.11"
+# What constraints.txt has, which an installation lacks: all tests passed with these, those on GPUs too.
+VERIFIED_TORCH, VERIFIED_ENGINE = "2.11.0", "2.20.2"
+# Tests on the CPU backend passed with these: the versions that setup.py admits.
+TESTED_TORCH = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 
 @dataclass
@@ -104,9 +106,15 @@ def examine() -> Report:
         report.missing.append(f"torch cannot be imported: {error.__cause__ or error}")
         return report
     report.facts.append(("torch", f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})"))
-    if not torch.__version__.startswith(f"{VERIFIED_TORCH}."):
+    tested = f"torch {TESTED_TORCH[0]} to {TESTED_TORCH[-1]} on the CPU backend"
+    verified = f"torch {VERIFIED_TORCH} with TransformerEngine {VERIFIED_ENGINE} on GPUs"
+    report.facts.append(("tested", f"{tested}; {verified}"))
+    minor = ".".join(torch.__version__.split(".")[:2])
+    if not VERIFIED_TORCH.startswith(f"{minor}."):
+        where = "on GPUs" if minor in TESTED_TORCH else "at all"
         report.limits.append(
-            f"This project is verified with torch {VERIFIED_TORCH}. Compare a short training with eager training first."
+            f"This torch was not tested {where}: {tested} and {verified} were. Compare a short training with eager "
+            "training first."
         )
     _examine_core(report)
     _examine_transformer_engine(report)

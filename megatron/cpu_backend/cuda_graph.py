@@ -47,8 +47,18 @@ class CUDAGraph:
         """How many operators a replay runs."""
         return 0 if self._tape is None else len(self._tape.steps)
 
-    def capture_begin(self, pool: pools.PoolHandle | None = None, capture_error_mode: str = "global") -> None:
+    def capture_begin(
+        self,
+        pool: pools.PoolHandle | None = None,
+        capture_error_mode: str = "global",
+        check_input_liveness: bool = False,
+    ) -> None:
         """Start recording the operators of the current stream.
+
+        Args:
+            pool: Where the graph's memory goes; a pool of its own by default.
+            capture_error_mode: As torch names them; all are the same here.
+            check_input_liveness: Accepted; every replay looks for memory that is gone.
 
         Raises:
             CaptureError: a capture is under way already.
@@ -159,8 +169,8 @@ class CUDAGraph:
     def enable_debug_mode(self) -> None:
         """Accepted; ``debug_dump`` needs no preparation here."""
 
-    def debug_dump(self, debug_path: str) -> None:
-        """Write the names of the graph's operators, one a line, to ``debug_path``."""
+    def debug_dump(self, debug_path: str, *, verbose: bool = True) -> None:
+        """Write the names of the graph's operators, one a line, to ``debug_path``, whatever ``verbose`` is."""
         with open(debug_path, "w", encoding="utf-8") as file:
             file.writelines(f"{name}\n" for name in self._captured().names)
 

@@ -161,6 +161,7 @@ def install() -> None:
         ("new_group", _new_group, "nccl becomes gloo"),
         ("all_reduce", _all_reduce, premul),
         ("reduce_scatter_tensor", _reduce_scatter, premul),
+        *([("reduce_scatter_single", _reduce_scatter, premul)] if hasattr(dist, "reduce_scatter_single") else []),
         ("reduce_scatter", _reduce_scatter, premul),
         ("barrier", _barrier, "gloo's takes no device_ids"),
     ):

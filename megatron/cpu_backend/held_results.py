@@ -19,16 +19,10 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from megatron_fsdp_cuda_graphs.collectives import WRITING
+
 from .patches import patch
 from .poison import poison
-
-# methods of a process group whose first argument holds the tensors that they write
-_GATHERING = ("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base")
-_COLLECTIVES = (
-    *_GATHERING,
-    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "gather", "scatter"),
-    *("reduce_scatter", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base", "alltoall", "alltoall_base"),
-)
 
 
 class HeldWork(dist.Work):
@@ -81,7 +75,7 @@ def _launch(name: str, call: Callable) -> Callable:
             call(group, results, *args, **kwargs).wait()
             outputs = _tensors(written)
             # gathered in place, a rank's own part is its input, which NCCL leaves alone
-            own = [(t.data, t.clone()) for t in _tensors(args)] if name in _GATHERING else []
+            own = [(t.data, t.clone()) for t in _tensors(args)] if "gather" in name else []
             for output in outputs:
                 poison(output.data)
             for tensor, value in own:
@@ -130,7 +124,7 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
 def install() -> None:
     """Wait for every collective of process groups, and every functional one, where it is launched."""
     why = "gloo's threads do not free tensors beside the main thread; results are handed out at wait()"
-    for name in _COLLECTIVES:
+    for name in WRITING:
         patch(dist.ProcessGroup, name, _launch(name, getattr(dist.ProcessGroup, name)), why)
     patch(dist.ProcessGroup, "barrier", _launch_barrier(dist.ProcessGroup.barrier), why)
     kept = "gloo drops a send that nobody waits for"

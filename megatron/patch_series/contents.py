@@ -13,6 +13,7 @@ OWN = __name__.partition(".")[0]  # this package, as imports name it
 MOVED = {
     "overlay": ("megatron.core.original_definitions", Path(__file__).with_name("original_definitions.py")),
     "tensor_alias": ("megatron.core.tensor_alias", ROOT / "tensor_alias.py"),
+    "collectives": ("megatron.core.collectives", ROOT / "collectives.py"),
     "allocator_check": ("megatron.core.allocator_check", ROOT / "allocator_check.py"),
 }
 SEPARATOR = "\n\n# ----- per-layer CUDA graphs: definitions that take the place of those above\n"

@@ -1,6 +1,7 @@
 """What ``python -m megatron_fsdp_cuda_graphs`` says about an environment."""
 
 import os
+import re
 import subprocess
 import sys
 import types
@@ -9,9 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from packaging.specifiers import SpecifierSet
 
 from megatron_fsdp_cuda_graphs import doctor, overlay
 
+ROOT = Path(__file__).parents[2]
 TE_MODULE = "transformer_engine.pytorch"
 
 
@@ -36,6 +39,7 @@ def no_transformer_engine(monkeypatch):
 
 @pytest.fixture
 def two_gpus(monkeypatch):
+    monkeypatch.setattr(torch, "__version__", f"{doctor.VERIFIED_TORCH}+cu130")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "H200")
     for variable in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NCCL_GRAPH_REGISTER"):
@@ -147,15 +151,34 @@ class TestReport:
         assert doctor.main() == code
         assert "Graphs under Megatron-FSDP can" in capsys.readouterr().out
 
-    def test_another_torch_than_the_verified_one_is_a_limit(self, ready, monkeypatch):
-        monkeypatch.setattr(torch, "__version__", "2.15.0+cu132")
+    @pytest.mark.parametrize(
+        ("version", "where"), [("2.15.0+cu132", "on GPUs"), ("2.16.0", "at all"), ("2.1.0", "at all")]
+    )
+    def test_a_torch_that_was_not_tested_is_a_limit_that_says_what_was(self, ready, monkeypatch, version, where):
+        monkeypatch.setattr(torch, "__version__", version)
         report = doctor.examine()
         assert report.ready
-        assert report.limits[0].startswith("This project is verified with torch 2.11.")
+        tested = "torch 2.11 to 2.15 on the CPU backend", "torch 2.11.0 with TransformerEngine 2.20.2 on GPUs"
+        assert report.limits[0].startswith(f"This torch was not tested {where}: {' and '.join(tested)} were.")
+        assert ("tested", "; ".join(tested)) in report.facts
 
-    def test_the_verified_torch_is_that_of_the_constraints(self):
-        constraints = Path(__file__).parents[2] / "constraints.txt"
-        assert f"\ntorch=={doctor.VERIFIED_TORCH}." in constraints.read_text()
+    def test_what_was_tested_on_gpus_is_in_the_constraints(self):
+        constraints = (ROOT / "constraints.txt").read_text().splitlines()
+        assert f"torch=={doctor.VERIFIED_TORCH}" in constraints
+        assert f"transformer-engine=={doctor.VERIFIED_ENGINE}" in constraints
+
+    def test_what_was_tested_on_the_cpu_backend_is_what_setup_admits_and_what_make_tests(self):
+        (admitted,) = re.findall(r'"torch(>=[^"]+)"', (ROOT / "setup.py").read_text())
+        minors = [f"2.{minor}" for minor in range(30) if SpecifierSet(admitted).contains(f"2.{minor}.0")]
+        assert minors == list(doctor.TESTED_TORCH)
+        (others,) = re.findall(r"^OTHER_TORCHES := (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+        assert [version.rpartition(".")[0] for version in others.split()] == minors[1:]
+
+
+def test_the_torch_that_was_asked_for_is_tested():
+    asked = os.environ.get("TORCH_VERSION")
+    minor = f"{asked}+" if asked else tuple(f"{minor}." for minor in doctor.TESTED_TORCH)
+    assert torch.__version__.startswith(minor)
 
 
 class TestModule:

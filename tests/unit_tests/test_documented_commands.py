@@ -41,6 +41,8 @@ RUN_BY = {
     r"make lint": (".ci/run", "part lint\n"),
     r"make demo": (".ci/run", "part demo\n"),
     r"make test-versions": (".ci/run", "part test-versions\n"),
+    r"make test-torches": ("Makefile", "test-torches"),
+    r"make test-newest-torch": (".ci/run", "part test-newest-torch\n"),
     r"make test-patch": (".ci/run", "part test-patch\n"),
     r"make test-all": BY_HAND,
     r"make test-functional": ("tests/integration_tests/test_functional_cases.py", '"run.py"'),

@@ -33,7 +33,8 @@ def test_calls_of_a_forward_replay(calls):
 
 
 def test_calls_of_a_backward_replay(calls):
-    counted = python_calls(calls["backward"])
+    looked_up = Counter({("torch", "_get_user_fn"): 1, ("C", "getattr"): 1})  # by autograd, from torch 2.13 on
+    counted = python_calls(calls["backward"] - looked_up)
     assert counted[layer_replay.PROJECT] <= 3
     assert counted["torch"] <= 1
     assert counted["C"] <= 4

@@ -14,6 +14,13 @@ from megatron_fsdp_cuda_graphs.cpu_backend.held_results import HeldWork
 
 from .fsdp_variants import Variant, small
 
+# What a batch of gathers is launched with: the name of torch 2.13 and later, or that of earlier ones.
+COALESCED_GATHER = next(
+    name
+    for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced")
+    if hasattr(dist.ProcessGroup, name)
+)
+
 
 class Fault(Exception):
     """Raised in a collective."""
@@ -55,7 +62,7 @@ def taken(fsdp):
     ("owner", "name", "launched"),
     [
         (dist, "all_gather_into_tensor", False),
-        (dist.ProcessGroup, "allgather_into_tensor_coalesced", False),
+        (dist.ProcessGroup, COALESCED_GATHER, False),
         (HeldWork, "wait", True),
     ],
 )
@@ -78,7 +85,7 @@ def test_what_is_in_flight_ends_and_gradient_buckets_are_freed(fsdp, layers):
     for param in layers[1].parameters():
         param.main_grad = param.get_main_grad()
     assert all(taken(fsdp))
-    with mock.patch.object(dist.ProcessGroup, "allgather_into_tensor_coalesced", fail):
+    with mock.patch.object(dist.ProcessGroup, COALESCED_GATHER, fail):
         drop_collectives(fsdp)
     assert fsdp.all_gather_pipeline.param_gather_event_map == {}
     assert status_of(fsdp, layers[0]) == {"READY_TO_USE"}

@@ -22,6 +22,7 @@ from megatron.core.transformer._cuda_graphs import for_callers, imported_names, 
 from megatron.core.transformer._cuda_graphs.engine import rng
 from megatron.core.transformer._cuda_graphs.local import buffers, manager, record, runner
 from megatron.core.transformer._cuda_graphs.te import backends, helper
+from megatron_fsdp_cuda_graphs import overlay
 
 from ._cuda_graphs.local.local_graph_cases import batch, runners, stack
 
@@ -82,10 +83,15 @@ def bound_in(statements):
 # ----------------------------------------------------------------------------------------------------------- names
 
 
+def module_of(file):
+    """The name of a file of the tables: the installed patch may be a copy of the clone's."""
+    return file.removesuffix(".py").replace("/", ".")
+
+
 @pytest.mark.parametrize(("file", "name"), DEFINED)
 def test_a_name_is_defined_in_the_file_of_the_table(file, name):
-    module = importlib.import_module(file.removesuffix(".py").replace("/", "."))
-    assert name in bound_at_module_level((TABLES.parents[1] / file).read_text())
+    module = importlib.import_module(module_of(file))
+    assert name in bound_at_module_level(overlay.tree_file(module_of(file)).read_text())
     assert getattr(cuda_graphs, name) is getattr(module, name)
     if isinstance(value := getattr(module, name), FunctionType):  # it could have been imported there
         assert value.__code__.co_filename == module.__file__
@@ -388,7 +394,7 @@ def test_classes_and_functions_are_of_this_module(name):
 @pytest.mark.parametrize(("file", "name"), [(file, name) for file, name in DEFINED if name in OWN])
 def test_source_is_found_in_the_file_that_defines_it(file, name):
     value = getattr(cuda_graphs, name)
-    assert Path(inspect.getfile(value)).resolve() == TABLES.parents[1] / file
+    assert Path(inspect.getfile(value)).resolve() == overlay.tree_file(module_of(file))
     assert re.search(rf"^(class|def) {name}\b", inspect.getsource(value), re.MULTILINE)
 
 

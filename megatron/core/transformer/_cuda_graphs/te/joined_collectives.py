@@ -19,16 +19,11 @@ from typing import Any
 import torch
 from torch.distributed import ProcessGroup, distributed_c10d
 
+from megatron_fsdp_cuda_graphs.collectives import BARRIERS, BEGIN_BATCH, BETWEEN_TWO, END_BATCH, WRITING
+
 from ..launches import launches_of
 
-_COLLECTIVES = (
-    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
-    *("allreduce", "allreduce_coalesced", "alltoall", "alltoall_base", "barrier", "monitored_barrier"),
-    *("broadcast", "gather", "reduce", "scatter"),
-    *("reduce_scatter", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base"),
-)
-_BETWEEN_TWO = ("send", "recv", "recv_anysource")
-_BEGIN_BATCH, _END_BATCH = "_start_coalescing", "_end_coalescing"
+_COLLECTIVES = {*WRITING, *BARRIERS}
 
 
 @contextmanager
@@ -49,9 +44,11 @@ def joined_collectives(join: Callable[[], object]) -> Iterator[None]:
 
     with ExitStack() as stack:
         stack.callback(_forget, batches)
-        for name in (*_COLLECTIVES, *_BETWEEN_TWO, _BEGIN_BATCH, _END_BATCH):
+        for name in (*_COLLECTIVES, *BETWEEN_TWO, BEGIN_BATCH, END_BATCH):
             call = getattr(ProcessGroup, name)
-            stack.callback(setattr, ProcessGroup, name, call)
+            # put back as the class holds it, or not at all: from torch 2.12 on `call` would not bind the group
+            own = vars(ProcessGroup).get(name)
+            stack.callback(*((delattr, ProcessGroup, name) if own is None else (setattr, ProcessGroup, name, own)))
             setattr(ProcessGroup, name, _joined(name, call, joins, join, batches))
         yield
 
@@ -67,10 +64,10 @@ def _joined(
 
     @wraps(call)
     def launch(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        if name == _END_BATCH:
+        if name == END_BATCH:
             batches.discard(group)
         elif group not in batches:
-            if name == _BEGIN_BATCH:
+            if name == BEGIN_BATCH:
                 batches.add(group)
             if joins(group):
                 join()
