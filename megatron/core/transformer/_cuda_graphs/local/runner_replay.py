@@ -37,7 +37,9 @@ class RunnerReplay(RunnerMatching):
         """``replay`` where the parameters were compared too."""
         inputs = tensors_of(args, {name: kwargs[name] for name in self.fwd_graph_input_kwarg_metas})
         outputs = replay_runner(self, is_first_microbatch, *inputs, *self.params_to_backprop)
-        if not torch.is_grad_enabled():  # nothing says when what no graph reads was read: later replays write there
+        # Nothing says when what no graph reads was read, and later replays write there. With grad that is so from the
+        # backward pass on: what leaves the layers may be kept for longer, as a loss is for the log.
+        if self.is_last_layer or not torch.is_grad_enabled():
             outputs = tuple(each.clone() if i in self._unread_outputs else each for i, each in enumerate(outputs))
         if any(output.requires_grad for output in outputs):
             self.status = _GraphStatus.BWD_READY

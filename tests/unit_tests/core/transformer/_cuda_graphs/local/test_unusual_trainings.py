@@ -103,6 +103,31 @@ class TestUnusualTrainings:
         self.compare(run)
 
     @pytest.mark.parametrize("pipeline", [1, 2])
+    def test_what_leaves_the_last_layer_may_be_kept_over_micro_batches_and_steps(self, pipeline):
+        class Loss(Layer):
+            def forward(self, hidden_states, *args, **kwargs):
+                out, _ = super().forward(hidden_states, *args, **kwargs)
+                return out.square().mean(), out.detach()
+
+        def run(graphs):
+            torch.manual_seed(5)
+            use_graphable_rng()
+            first, last = Layer(1, graphs, pipeline).cuda(), Loss(2, graphs, pipeline).cuda()
+            first.is_last_layer = False
+            losses, hidden = [], []
+            for step in range(4):
+                for microbatch in range(3):
+                    loss, out = last(first(batch(step, microbatch))[0])
+                    losses.append(loss.detach())
+                    hidden.append(out)
+                    loss.backward()
+                create_cudagraphs()
+            gradients = [param.grad.tolist() for param in (*first.parameters(), *last.parameters())]
+            return [loss.item() for loss in losses], [out.tolist() for out in hidden], gradients
+
+        self.compare(run)
+
+    @pytest.mark.parametrize("pipeline", [1, 2])
     def test_layers_that_are_not_trained_are_replayed_with_grad_on(self, pipeline):
         def run(graphs):
             model, found = stack(graphs=graphs, pipeline=pipeline), []
