@@ -119,6 +119,25 @@ class TestTraining:
 
 
 class TestStreams:
+    def test_that_are_one_and_the_same_train_as_eagerly(self, both, monkeypatch):
+        """torch's pool has 32 streams, which it gives out in turn: any two may be the same."""
+        only = torch.cuda.Stream()
+        monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **kwargs: only)
+        eager, graphed, model = both(microbatches=2)
+        assert graphed == eager
+        assert len(runners(model)) == 3
+
+    def test_of_graphs_are_those_of_the_process_however_many_graphs_there_are(self, monkeypatch):
+        made, stream = [], torch.cuda.Stream
+        monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **kwargs: made.append(1) or stream(*args, **kwargs))
+        counts = []
+        for count in (1, 12):
+            made.clear()
+            train_sharded(sharded_stack(count=count), steps=2)
+            counts.append(len(made))
+            delete_cuda_graphs()
+        assert counts[1] <= counts[0] <= 4
+
     def test_of_backward_replays_are_waited_for(self):
         assert get_gtp_runner_streams() == []
         model = sharded_stack(count=1)

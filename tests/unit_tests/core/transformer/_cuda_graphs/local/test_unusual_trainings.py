@@ -4,6 +4,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.transformer import cuda_graphs
@@ -99,6 +100,23 @@ class TestUnusualTrainings:
                 found.append([param.grad.tolist() for param in layer.parameters()])
                 layer.zero_grad()
             return found
+
+        self.compare(run)
+
+    @pytest.mark.parametrize("pipeline", [1, 2])
+    @pytest.mark.parametrize(("hidden", "microbatches"), [("all", 2), ("some", 1)])
+    def test_parameters_that_recomputation_hides_from_autograd_get_gradients(self, hidden, microbatches, pipeline):
+        class Recomputed(Layer):
+            def forward(self, hidden_states, *args, **kwargs):
+                out = checkpoint(self.linear, hidden_states, use_reentrant=True, preserve_rng_state=False)
+                return hidden_states + (out if hidden == "all" else out * self.linear.bias), None
+
+        def run(graphs):
+            torch.manual_seed(5)
+            use_graphable_rng()
+            return train(
+                Stack([Recomputed(number, graphs, pipeline) for number in (1, 2)]).cuda(), microbatches=microbatches
+            )
 
         self.compare(run)
 
