@@ -1,7 +1,11 @@
 """What a capture leaves behind, and what a replay does."""
 
+import inspect
+
 import pytest
 import torch
+
+from megatron_fsdp_cuda_graphs.cpu_backend import patches
 
 
 def capture(body, **options):
@@ -245,3 +249,11 @@ def test_a_range_that_a_profile_shows_is_no_work_of_the_graph():
     assert graph.op_count == 1
     graph.replay()
     assert torch.equal(y, torch.full((4,), 2.0, device="cuda"))
+
+
+@pytest.mark.parametrize("name", ["__init__", "capture_begin", "capture_end", "replay", "reset", "pool", "debug_dump"])
+def test_a_method_of_a_graph_takes_what_torchs_takes(name):
+    (torchs,) = {patch.original for patch in patches.APPLIED if patch.name == "CUDAGraph"}
+    method = getattr(torchs, "__new__" if name == "__init__" else name)
+    ours, theirs = (inspect.signature(m).parameters for m in (getattr(torch.cuda.CUDAGraph, name), method))
+    assert list(theirs)[1:] == list(ours)[1 : len(theirs)]
