@@ -45,7 +45,10 @@ RUN_BY = {
     r"make test-newest-torch": (".ci/run", "part test-newest-torch\n"),
     r"make test-patch": (".ci/run", "part test-patch\n"),
     r"make test-all": BY_HAND,
-    r"make test-functional": ("tests/integration_tests/test_functional_cases.py", '"run.py"'),
+    r"make test-functional": (
+        "tests/integration_tests/test_functional_cases.py",
+        "from tests.functional_tests import run",
+    ),
     r"make PYTHON=NAME": BY_HAND,
     r"make docs": ("tests/unit_tests/test_compatibility.py", "compatibility.md"),
     r"make format": (".ci/run", "part lint\n"),  # which wants what it leaves
