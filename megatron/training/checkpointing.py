@@ -1,12 +1,15 @@
-"""Checkpoints that runs with and without graphs load alike.
+"""Checkpoints that runs with and without graphs load alike, and runs with any number of pipeline stages.
 
 Everything else in this module is megatron-core's.
 """
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch.distributed.checkpoint import CheckpointException
 
+from megatron.core import parallel_state
+from megatron.core.distributed.fsdp.global_names import by_global_name, global_name
 from megatron.core.tensor_parallel import convert_cuda_rng_state
 from megatron_fsdp_cuda_graphs.overlay import extend
 
@@ -17,6 +20,65 @@ if TYPE_CHECKING:  # megatron-core's names
     def __getattr__(name: str) -> Any: ...
 
 
+_CHUNKS = "_chunks"  # in a state dict: the chunks of a pipeline stage
+
+
+def get_rng_state(ckpt_format: str, tp_group: Any, pp_group: Any, **others: Any) -> Any:
+    """Return the states of this rank's random number generators, by tensor and pipeline rank; see megatron-core.
+
+    Loading a model of Megatron-FSDP, megatron-core gives no groups, and would ask for those of the first ranks.
+    """
+    tp_group = tp_group or parallel_state.get_tensor_model_parallel_group()
+    pp_group = pp_group or parallel_state.get_pipeline_model_parallel_group()
+    return _upstream.get_rng_state(ckpt_format, tp_group, pp_group, **others)
+
+
+class _Stage:
+    """The chunks of a pipeline stage as one model, whose layers have the numbers of the whole model."""
+
+    def __init__(self, chunks: list[Any]) -> None:
+        self.config = chunks[0].config
+        self._chunks = chunks
+        self._params = by_global_name(chunks, [dict(chunk.named_parameters()) for chunk in chunks])
+
+    def get_parameter(self, name: str) -> Any:
+        return self._params[name]
+
+    def named_modules(self) -> Iterator[tuple[str, Any]]:
+        for chunk in self._chunks:
+            rename = global_name(chunk)
+            yield from ((rename(name), module) for name, module in chunk.named_modules())
+
+
+def generate_state_dict(args: Any, model: list[Any], *more: Any, **others: Any) -> dict[str, Any]:
+    """Return what a checkpoint holds; see megatron-core."""
+    state_dict: dict[str, Any] = _upstream.generate_state_dict(args, model, *more, **others)
+    if args.ckpt_format == "fsdp_dtensor" and args.pipeline_model_parallel_size > 1:
+        state_dict[_CHUNKS] = model
+    return state_dict
+
+
+def preprocess_fsdp_dtensor_state_dict(args: Any, raw_state_dict: dict[str, Any], model: Any) -> dict[str, Any]:
+    """Return ``raw_state_dict`` as it is saved and loaded; see megatron-core.
+
+    Of a pipeline stage it has the parameters of all chunks, by their names in the whole model.
+    """
+    chunks = raw_state_dict.get(_CHUNKS)
+    if chunks is not None:
+        keys = _model_keys(chunks)
+        raw_state_dict = {key: value for key, value in raw_state_dict.items() if key not in (_CHUNKS, *keys)} | {
+            "model": by_global_name(chunks, [raw_state_dict[key] for key in keys])
+        }
+        model = _Stage(chunks)
+    processed: dict[str, Any] = _upstream.preprocess_fsdp_dtensor_state_dict(args, raw_state_dict, model)
+    return processed
+
+
+def _model_keys(chunks: list[Any]) -> list[str]:
+    """The keys of the chunks' parameters in megatron-core's state dict."""
+    return ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+
+
 def _load_base_checkpoint(
     load_dir: str | None, args: Any, rank0: bool = False, sharded_state_dict: Any = None, **others: Any
 ) -> Any:
@@ -25,9 +87,10 @@ def _load_base_checkpoint(
     Raises:
         ValueError: the checkpoint's random number generators are of another kind of device.
     """
-    _expect_tensors(sharded_state_dict or {})
+    asked = sharded_state_dict or {}
+    _expect_tensors(asked)
     try:
-        return _upstream._load_base_checkpoint(load_dir, args, rank0, sharded_state_dict, **others)
+        loaded, *others_loaded = _upstream._load_base_checkpoint(load_dir, args, rank0, sharded_state_dict, **others)
     except CheckpointException as error:
         if "rng_state" not in str(error):
             raise
@@ -35,6 +98,9 @@ def _load_base_checkpoint(
             f"--load {load_dir}: the states of its random number generators do not fit those of this run, as between a "
             "GPU and the CPU backend. Add --no-load-rng; dropout then differs from the run that saved them."
         ) from error
+    if loaded is not None and _CHUNKS in asked:  # what was read is in the tensors that were given
+        loaded |= {key: asked[key] for key in _model_keys(asked[_CHUNKS])}
+    return loaded, *others_loaded
 
 
 def _expect_tensors(state_dict: dict[str, Any]) -> None:

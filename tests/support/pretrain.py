@@ -25,6 +25,7 @@ FLAGS = """
 """
 BATCH = "--global-batch-size 8"
 SCHEDULE = "--step-batch-size-schedule"  # in the place of BATCH, where flags have it
+FP16 = "--fp16"  # in the place of --bf16, where flags have it
 GRAPHS = {False: "--cuda-graph-impl none", True: "--cuda-graph-impl transformer_engine"}
 TIMEOUT = 240  # seconds
 
@@ -50,7 +51,8 @@ class Pretraining:
         data = data or write_documents(folder / "documents", count=100, longest=400)
         self._metrics, self.log = folder / "metrics.jsonl", folder / "log"
         batch = "" if SCHEDULE in flags else BATCH
-        arguments = f"{script} {FLAGS} {batch} {GRAPHS[graphs]} --data-path {data} {flags}".split()
+        common = FLAGS.replace("--bf16", "") if FP16 in flags else FLAGS
+        arguments = f"{script} {common} {batch} {GRAPHS[graphs]} --data-path {data} {flags}".split()
         self._ranks = ForkedRanks(arguments, self.log, environment={"STEP_METRICS_PATH": str(self._metrics)})
 
     def steps(self) -> list[dict[str, Any]]:

@@ -42,7 +42,12 @@ REPLACED = {
     "megatron.training.argument_utils": {"core_transformer_config_from_args"},
     "megatron.core.transformer.moe.shared_experts": {"FusedSharedExpertMLP", "SharedExpertMLP"},
     "megatron.training.arguments": {"add_megatron_arguments", "_parse_cuda_graph_modules_arg", "validate_args"},
-    "megatron.training.checkpointing": {"_load_base_checkpoint"},
+    "megatron.training.checkpointing": {
+        "_load_base_checkpoint",
+        "generate_state_dict",
+        "get_rng_state",
+        "preprocess_fsdp_dtensor_state_dict",
+    },
     "megatron.training.datasets.data_samplers": {"build_pretraining_data_loader"},
     "megatron.training.utils.common_utils": {
         "logical_and_across_model_parallel_group",

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from megatron.core.distributed.fsdp.global_names import by_global_name
+from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_experts_in_state_dict
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 from . import clip_grads
@@ -19,6 +21,8 @@ from .kept_gradients import KeptGradients, gradients_of, local_tensor, stay
 from .local_shards import LocalShards
 
 _upstream: Any = extend(__name__)
+
+_LOSS_SCALE = "grad_scaler"  # in checkpoints
 
 if TYPE_CHECKING:  # megatron-core's names
 
@@ -139,14 +143,35 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         super().offload_to_cpu()
 
     def sharded_param_state_fsdp_dtensor(self, is_loading: bool = False) -> dict[str, Any]:
-        """Return the states and the groups of the parameters, both by parameter name; see megatron-core.
+        """Return the states and the groups of the parameters, both by parameter name, and the loss scale.
 
-        Saving and loading run collectives for each state, so every rank has to have the same ones.
+        Saving and loading run collectives for each state, so every rank has to have the same ones. megatron-core leaves
+        the loss scale out, and a resumed run would begin with --initial-loss-scale again.
         """
         saved: dict[str, Any] = super().sharded_param_state_fsdp_dtensor(is_loading)
         if not self.is_stub_optimizer:
             saved["state"] = state_of_every_parameter(self.optimizer, saved["state"], self._param_name)
+            if self.grad_scaler is not None and (scale := self.grad_scaler.state_dict()):
+                saved[_LOSS_SCALE] = scale
         return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over the states and the loss scale of a checkpoint; see megatron-core."""
+        if self.ddp_config.use_megatron_fsdp and _LOSS_SCALE in state_dict:
+            self.grad_scaler.load_state_dict(state_dict.pop(_LOSS_SCALE))
+        super().load_state_dict(state_dict)
+
+    def _param_name(self, param: torch.nn.Parameter) -> str:
+        """Return a parameter's name in checkpoints; see megatron-core.
+
+        Under Megatron-FSDP it is the one in the whole model, also where this rank has some of its layers only.
+        """
+        if self.ddp_config.use_megatron_fsdp and not hasattr(self, "param_to_name"):
+            params = by_global_name(self.model_chunks, [dict(chunk.named_parameters()) for chunk in self.model_chunks])
+            params = handle_experts_in_state_dict(params, self.model_chunks[0].config.num_moe_experts)
+            self.param_to_name = {param: name for name, param in params.items()}
+        name: str = super()._param_name(param)
+        return name
 
     def step_with_ready_grads(self) -> bool:
         """Step with gradients that are ready, and start to gather parameters; see megatron-core."""

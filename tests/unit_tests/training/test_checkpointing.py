@@ -35,7 +35,7 @@ def test_states_of_generators_are_read_into_tensors(loads, of_ranks):
     generator = torch.Generator().manual_seed(5)
     tensor = torch.zeros(3)
     states = {"rng_tracker_states": {"a": generator, "b": tensor}, "torch_rng_state": tensor}
-    found = loads(lambda folder, args, rank0, state_dict: state_dict, {"rng_state": of_ranks([states])})
+    found, _ = loads(lambda folder, args, rank0, state_dict: (state_dict, None), {"rng_state": of_ranks([states])})
     (ranks,) = found["rng_state"].values() if isinstance(found["rng_state"], dict) else [found["rng_state"]]
     assert torch.equal(ranks[0]["rng_tracker_states"]["a"], generator.get_state())
     assert ranks[0]["rng_tracker_states"]["b"] is tensor
@@ -47,7 +47,8 @@ def test_nothing_is_changed_of_a_state_dict_without_such_states(loads):
 
     for state_dict in (None, {}, {"rng_state": None}, {"rng_state": Sharded()}):
         before = dict(state_dict or {})
-        assert loads(lambda folder, args, rank0, state_dict: state_dict, state_dict) is state_dict
+        loaded, _ = loads(lambda folder, args, rank0, state_dict: (state_dict, None), state_dict)
+        assert loaded is state_dict
         assert (state_dict or {}) == before
 
 
@@ -59,3 +60,81 @@ def test_states_of_another_device_are_refused_by_the_flag(loads):
 def test_other_failures_are_as_they_were(loads):
     with pytest.raises(CheckpointException, match=r"model\.decoder"):
         loads(fails_with("Missing key in checkpoint state_dict: model.decoder"), {})
+
+
+class Chunk(torch.nn.Module):
+    """A chunk of a model with one layer, of this number from 1; ``module.`` is in front of its names."""
+
+    config = types.SimpleNamespace(num_moe_experts=None)
+
+    def __init__(self, number):
+        super().__init__()
+        self.module = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False)])})
+        self.module["layers"][0].layer_number = number
+
+
+@pytest.fixture
+def prepared(monkeypatch):
+    """A function that makes the state dict of a stage's chunks; returns what is saved and the model with its names."""
+
+    def prepare(chunks, stages=2):
+        keys = ["model"] if len(chunks) == 1 else ["model0", "model1"]
+        models = {
+            key: {"layers.0.weight": chunk.module["layers"][0].weight} for key, chunk in zip(keys, chunks, strict=True)
+        }
+        monkeypatch.setattr(checkpointing._upstream, "generate_state_dict", lambda *given: {"iteration": 1, **models})
+        seen = []
+        monkeypatch.setattr(
+            checkpointing._upstream,
+            "preprocess_fsdp_dtensor_state_dict",
+            lambda args, state_dict, model: seen.append(model) or state_dict,
+        )
+        args = types.SimpleNamespace(ckpt_format="fsdp_dtensor", pipeline_model_parallel_size=stages)
+        state_dict = checkpointing.generate_state_dict(args, chunks)
+        return checkpointing.preprocess_fsdp_dtensor_state_dict(args, state_dict, chunks[0]), *seen
+
+    return prepare
+
+
+def test_the_chunks_of_a_stage_are_saved_by_their_layers_numbers(prepared):
+    chunks = [Chunk(2), Chunk(4)]
+    weights = [chunk.module["layers"][0].weight for chunk in chunks]
+    saved, model = prepared(chunks)
+    assert saved == {"iteration": 1, "model": {"layers.1.weight": weights[0], "layers.3.weight": weights[1]}}
+    assert model.get_parameter("module.layers.3.weight") is weights[1]
+    assert dict(model.named_modules())["module.layers.1"] is chunks[0].module["layers"][0]
+    assert model.config is Chunk.config
+
+
+def test_a_stage_of_one_chunk_is_saved_by_its_layers_numbers(prepared):
+    saved, _ = prepared([Chunk(2)])
+    assert saved["model"].keys() == {"layers.1.weight"}
+
+
+def test_without_stages_it_is_megatron_cores(prepared):
+    chunk = Chunk(2)
+    saved, model = prepared([chunk], stages=1)
+    assert saved["model"].keys() == {"layers.0.weight"}
+    assert model is chunk
+
+
+def test_chunks_that_were_read_are_returned_by_megatron_cores_keys(loads):
+    def read(folder, args, rank0, state_dict):
+        return {"model": {}, "iteration": 1}, "name", False, None
+
+    chunks = [Chunk(1), Chunk(2)]
+    given = {checkpointing._CHUNKS: chunks, "model0": {"a": 1}, "model1": {"b": 2}}
+    loaded, *rest = loads(read, given)
+    assert (loaded["model0"], loaded["model1"]) == ({"a": 1}, {"b": 2})
+    assert rest == ["name", False, None]
+
+
+def test_the_states_of_generators_are_those_of_the_ranks_own_place(monkeypatch):
+    groups = {"get_tensor_model_parallel_group": object(), "get_pipeline_model_parallel_group": object()}
+    for name, group in groups.items():
+        monkeypatch.setattr(checkpointing.parallel_state, name, lambda group=group: group)
+    monkeypatch.setattr(checkpointing._upstream, "get_rng_state", lambda *given, **others: (given, others))
+    found = checkpointing.get_rng_state("fsdp_dtensor", None, None, dp_group=1)
+    assert found == (("fsdp_dtensor", *groups.values()), {"dp_group": 1})
+    theirs = object(), object()
+    assert checkpointing.get_rng_state("fsdp_dtensor", *theirs) == (("fsdp_dtensor", *theirs), {})

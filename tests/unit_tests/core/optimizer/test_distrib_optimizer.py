@@ -145,3 +145,54 @@ def test_otherwise_gradients_are_clipped_by_megatron_core(clipping, monkeypatch,
     change(made, passes, monkeypatch)
     assert made.clip_grad_norm(1.0) == ("norm", 1.0)
     assert passes.keys == []
+
+
+def test_a_checkpoint_has_the_loss_scale(optimizer, monkeypatch):
+    from megatron.core.optimizer import distrib_optimizer
+    from megatron.core.optimizer.grad_scaler import ConstantGradScaler, DynamicGradScaler
+
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self, *device: self)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch, "tensor", lambda values, **others: torch.as_tensor(values))
+    upstream, taken = distrib_optimizer._upstream.DistributedOptimizer, []
+    monkeypatch.setattr(upstream, "sharded_param_state_fsdp_dtensor", lambda self, is_loading: {"state": {}})
+    monkeypatch.setattr(upstream, "load_state_dict", lambda self, state_dict: taken.append(state_dict))
+    monkeypatch.setattr(distrib_optimizer, "state_of_every_parameter", lambda optimizer, states, name_of: states)
+
+    def scaled(scale):
+        made = optimizer([])
+        made.grad_scaler = DynamicGradScaler(float(scale), 1.0, 2.0, 0.5, 2, 2)
+        return made
+
+    saving, loading = scaled(8), scaled(4)
+    for found_inf in (False, False, False):
+        saving.grad_scaler.update(found_inf)
+    loading.load_state_dict(saving.sharded_param_state_fsdp_dtensor())
+    assert taken == [{"state": {}}]
+    assert loading.grad_scaler.state_dict() == saving.grad_scaler.state_dict()
+    assert loading.grad_scaler.scale == 16 != scaled(8).grad_scaler.scale
+    loading.load_state_dict({"state": {1: 2}})  # of megatron-core, without one
+    assert taken[1:] == [{"state": {1: 2}}]
+    assert loading.grad_scaler.scale == 16
+    for scaler in (None, ConstantGradScaler(8.0)):
+        saving.grad_scaler = scaler
+        assert saving.sharded_param_state_fsdp_dtensor() == {"state": {}}
+
+
+def test_parameters_are_called_as_in_the_whole_model(optimizer, monkeypatch):
+    from megatron.core.optimizer import distrib_optimizer
+
+    monkeypatch.setattr(distrib_optimizer, "handle_experts_in_state_dict", lambda params, experts: params)
+
+    class Chunk(torch.nn.Module):
+        config = SimpleNamespace(num_moe_experts=None)
+
+        def __init__(self, number):
+            super().__init__()
+            self.layers = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+            self.layers[0].layer_number = number
+
+    made = optimizer([])
+    made.model_chunks = [Chunk(2), Chunk(4)]
+    names = [made._param_name(chunk.layers[0].weight) for chunk in made.model_chunks]
+    assert names == ["layers.1.weight", "layers.3.weight"]

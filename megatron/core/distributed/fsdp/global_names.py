@@ -1,0 +1,54 @@
+"""Names of a model's parameters that do not depend on how pipeline stages share its layers.
+
+A chunk of the model counts its layers from 0. Checkpoints hold the parameters of all stages by name, so each layer has
+to have the number there that it has in the whole model.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+# What wrappers put in front, the outermost list of layers with a layer's place in it, and the rest.
+_PARTS = re.compile(r"((?:module\.)*)((?:.*?\.)??layers)\.(\d+)(?=\.|$)")
+
+
+def global_name(chunk: torch.nn.Module) -> Callable[[str], str]:
+    """Return a function from a name of a module, parameter or state in ``chunk`` to the global name.
+
+    Args:
+        chunk: A chunk of the model, wrapped or not; its layers have ``layer_number``, in the whole model and from 1.
+    """
+    numbers = {}
+    for name, module in chunk.named_modules():
+        parts = _PARTS.fullmatch(name)
+        if parts is not None and hasattr(module, "layer_number"):
+            numbers[parts[2], parts[3]] = module.layer_number - 1
+
+    def replaced(parts: re.Match[str]) -> str:
+        return f"{parts[1]}{parts[2]}.{numbers.get((parts[2], parts[3]), parts[3])}"
+
+    return lambda name: _PARTS.sub(replaced, name, count=1) if _PARTS.match(name) else name
+
+
+def by_global_name(chunks: Sequence[torch.nn.Module], named: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """Return what the chunks of a pipeline stage have by name, in one dictionary by global name.
+
+    Args:
+        chunks: The chunks.
+        named: Of each chunk, values by name.
+
+    Raises:
+        ValueError: two chunks have a value of the same global name.
+    """
+    merged: dict[str, Any] = {}
+    for chunk, values in zip(chunks, named, strict=True):
+        rename = global_name(chunk)
+        for name, value in values.items():
+            if merged.setdefault(rename(name), value) is not value:
+                raise ValueError(
+                    f"{rename(name)} is in two chunks of this pipeline stage, and a checkpoint could hold one of them "
+                    "only: leave out --num-layers-per-virtual-pipeline-stage and --num-virtual-stages-per-pipeline-rank"
+                )
+    return merged

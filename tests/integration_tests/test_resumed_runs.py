@@ -1,0 +1,102 @@
+"""What one run saves another one loads, with graphs or without, and goes on bit for bit as if nothing had ended.
+
+With dropout, so that random numbers count too.
+"""
+
+import re
+from itertools import product
+
+import pytest
+import torch
+from torch.distributed.checkpoint import FileSystemReader, load
+
+from tests.support.pretrain import numbers, pretrain
+
+STEPS, SAVED = 5, 2
+COMMON = f"--train-iters {STEPS} --cuda-graph-warmup-steps 1"  # captured before and after the checkpoint
+STAGES = "--pipeline-model-parallel-size 2 --num-layers 4 --untie-embeddings-and-output-weights"
+EXPERTS = """
+    --num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --disable-bias-linear
+    --moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0
+"""
+LAYOUTS = {
+    "dense": "--swiglu --no-bias-swiglu-fusion",
+    "experts": EXPERTS,
+    "tensor_parallel": "--tensor-model-parallel-size 2",
+    "stages": STAGES,
+    "virtual_stages": f"{STAGES} --num-layers-per-virtual-pipeline-stage 1 --swiglu --no-bias-swiglu-fusion",
+    "hybrid_sharding": "--num-distributed-optimizer-instances 2 --overlap-grad-reduce --overlap-param-gather",
+    # The scale doubles after each two steps, and is another one at the checkpoint than in the beginning.
+    "fp16": "--fp16 --initial-loss-scale 256 --loss-scale-window 2",
+}
+EAGER = "eager"
+KINDS = {EAGER: "", "layers": "--cuda-graph-layers-per-graph 1", "parts": "--cuda-graph-modules attn", "model": ""}
+QUICK = [("virtual_stages", EAGER, "layers")]
+
+
+def run(folder, flags, kind):
+    """Return the metrics of each step, those that must be equal between runs, and the loss scales."""
+    steps = pretrain(folder, flags, graphs=kind != EAGER)
+    return steps, numbers(steps), re.findall(r"loss scale: (\S+)", (folder / "log").read_text())
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A function that trains once with each layout and kind of graphs, saving; returns the checkpoint and the run."""
+    done = {}
+
+    def train(layout, kind):
+        if (layout, kind) not in done:
+            folder = tmp_path_factory.mktemp(f"{layout}-{kind}")
+            flags = f"{COMMON} {LAYOUTS[layout]} {KINDS[kind]} --save {folder / 'saved'} --save-interval {SAVED}"
+            done[layout, kind] = folder / "saved", run(folder / "run", flags, kind)
+        return done[layout, kind]
+
+    return train
+
+
+@pytest.mark.parametrize(
+    ("layout", "saver", "loader"),
+    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.long) for case in product(LAYOUTS, KINDS, KINDS)],
+)
+def test_a_resumed_run_is_equal_to_one_without_an_interruption(saved, tmp_path, layout, saver, loader):
+    checkpoint, (_, *before) = saved(layout, saver)
+    _, (_, expected, scales) = saved(layout, EAGER)
+    assert len(expected) == len(scales) == STEPS
+    assert before == [expected, scales]
+    flags = f"{COMMON} {LAYOUTS[layout]} {KINDS[loader]} --load {checkpoint} --ckpt-step {SAVED}"
+    steps, *resumed = run(tmp_path / "resumed", flags, loader)
+    assert resumed == [expected[SAVED:], scales[SAVED:]]
+    assert [bool(step["graphs"]) for step in steps] == [False] + [loader != EAGER] * (STEPS - SAVED - 1)
+
+
+def tensors(checkpoint):
+    """The model's parameters and the optimizer's states in a checkpoint, by name."""
+    reader = FileSystemReader(checkpoint)
+    described = reader.read_metadata().state_dict_metadata
+    sizes = {key: value.size for key, value in described.items() if key.startswith(("model.", "optimizer.state."))}
+    types = {key: described[key].properties.dtype for key in sizes}
+    read = {key: torch.empty(size, dtype=types[key]) for key, size in sizes.items()}
+    load(read, storage_reader=reader)
+    return read
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stages", ["stages", "virtual_stages"])
+def test_a_checkpoint_of_stages_is_loaded_without_stages_and_back(saved, tmp_path, stages):
+    checkpoint, _ = saved(stages, EAGER)
+    layout = LAYOUTS[stages]
+    without = layout.replace("--pipeline-model-parallel-size 2", "").replace(
+        "--num-layers-per-virtual-pipeline-stage 1", ""
+    )
+    # A run that is done saves what it has loaded.
+    for number, flags in enumerate([without, layout], 1):
+        place = tmp_path / str(number)
+        again = f"--train-iters {SAVED} --override-opt-param-scheduler --save {place} --save-interval {STEPS} {flags}"
+        again += f" --load {checkpoint} --ckpt-step {SAVED}"
+        assert pretrain(tmp_path / f"run{number}", again, graphs=False) == []
+        first, second = (tensors(each / f"iter_{SAVED:07}") for each in (checkpoint, place))
+        assert first.keys() == second.keys()
+        assert len({key for key in first if key.startswith("model.") and "linear_proj.weight" in key}) == 4
+        assert all(torch.equal(first[key], second[key]) for key in first)
+        checkpoint = place

@@ -1,0 +1,69 @@
+"""Names in checkpoints have each layer's number in the whole model."""
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from torch import nn
+
+from megatron.core.distributed.fsdp.global_names import by_global_name, global_name
+
+
+class Layer(nn.Linear):
+    def __init__(self, number):
+        super().__init__(1, 1)
+        self.layer_number = number
+
+
+def chunk(*numbers, wrappers=1, **others):
+    """A chunk of a model with layers of these numbers, from 1, in the whole model; wrapped."""
+    made = nn.ModuleDict({"decoder": nn.ModuleDict({"layers": nn.ModuleList(map(Layer, numbers))}), **others})
+    for _ in range(wrappers):
+        made = nn.ModuleDict({"module": made})
+    return made
+
+
+@pytest.mark.parametrize("wrappers", [0, 1, 3])
+@pytest.mark.parametrize("prefix", ["", "module.", "module.module."])
+def test_a_layer_has_its_number_in_the_whole_model(wrappers, prefix):
+    rename = global_name(chunk(11, 12, wrappers=wrappers))
+    assert rename(f"{prefix}decoder.layers.0.weight") == f"{prefix}decoder.layers.10.weight"
+    assert rename(f"{prefix}decoder.layers.1") == f"{prefix}decoder.layers.11"
+
+
+def test_other_names_are_as_they_were():
+    rename = global_name(
+        chunk(3, embedding=nn.Embedding(2, 2), vision=nn.ModuleDict({"layers": nn.ModuleList([nn.ReLU()])}))
+    )
+    for name in (
+        "",
+        "module.embedding.weight",
+        "module.vision.layers.0.weight",
+        "module.decoder.layers.0x",
+        "decoder.layers",
+    ):
+        assert rename(name) == name
+
+
+def test_of_layers_within_layers_the_outer_ones_have_numbers_of_the_whole_model():
+    block = chunk(3)
+    block["module"]["decoder"]["layers"][0].experts = nn.ModuleDict({"layers": nn.ModuleList([Layer(9)])})
+    assert global_name(block)("decoder.layers.0.experts.layers.0.weight") == "decoder.layers.2.experts.layers.0.weight"
+
+
+def test_the_chunks_of_a_stage_are_one():
+    chunks = [chunk(1), chunk(3)]
+    merged = by_global_name(chunks, [dict(each.named_parameters()) for each in chunks])
+    layers = [each["module"]["decoder"]["layers"][0] for each in chunks]
+    names = {f"module.decoder.layers.{number}.{kind}" for number in (0, 2) for kind in ("weight", "bias")}
+    assert merged.keys() == names
+    assert merged["module.decoder.layers.0.weight"] is layers[0].weight
+    assert merged["module.decoder.layers.2.weight"] is layers[1].weight
+
+
+def test_a_name_in_two_chunks_is_refused():
+    chunks = [chunk(1), chunk(3)]
+    with pytest.raises(
+        ValueError, match=r"embedding\.weight is in two chunks .*--num-virtual-stages-per-pipeline-rank"
+    ):
+        by_global_name(chunks, [{"embedding.weight": 1}, {"embedding.weight": 2}])
