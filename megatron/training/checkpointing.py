@@ -6,10 +6,10 @@ Everything else in this module is megatron-core's.
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from megatron.core import parallel_state
-from megatron.core.distributed.fsdp.global_names import by_global_name, global_name
+from megatron.core.distributed.fsdp.global_names import by_global_name, global_name, layers_of
 from megatron.core.tensor_parallel import convert_cuda_rng_state
 from megatron_fsdp_cuda_graphs.overlay import extend
 
@@ -85,12 +85,13 @@ def _load_base_checkpoint(
     """Load a checkpoint into ``sharded_state_dict``; see megatron-core.
 
     Raises:
-        ValueError: the checkpoint's random number generators are of another kind of device.
+        ValueError: the checkpoint lacks layers of the model, or its random number generators are of another device.
     """
     asked = sharded_state_dict or {}
     _expect_tensors(asked)
+    chunks = asked.get(_CHUNKS) or asked.get("_model")
     try:
-        loaded, *others_loaded = _upstream._load_base_checkpoint(load_dir, args, rank0, sharded_state_dict, **others)
+        loaded, name, *rest = _upstream._load_base_checkpoint(load_dir, args, rank0, sharded_state_dict, **others)
     except CheckpointException as error:
         if "rng_state" not in str(error):
             raise
@@ -98,9 +99,27 @@ def _load_base_checkpoint(
             f"--load {load_dir}: the states of its random number generators do not fit those of this run, as between a "
             "GPU and the CPU backend. Add --no-load-rng; dropout then differs from the run that saved them."
         ) from error
-    if loaded is not None and _CHUNKS in asked:  # what was read is in the tensors that were given
-        loaded |= {key: asked[key] for key in _model_keys(asked[_CHUNKS])}
-    return loaded, *others_loaded
+    if loaded is not None and chunks:
+        given = {key: asked[key] for key in _model_keys(chunks)}
+        if not args.finetune and others.get("gpt_compat_layer_maps") is None:
+            _refuse_missing_layers(name, by_global_name(chunks, given.values()))
+        if len(chunks) > 1:  # megatron-core returns the parameters of one; what was read is in the tensors
+            loaded |= given
+    return loaded, name, *rest
+
+
+def _refuse_missing_layers(checkpoint: str, model: dict[str, Any]) -> None:
+    """Compare the layers of ``model``'s names with those of a checkpoint, as megatron-core lets some be missing."""
+    known = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    saved = layers_of(key.removeprefix("model.") for key in known if key.startswith("model."))
+    for place, numbers in layers_of(model).items():
+        missing = sorted(numbers - saved.get(place, numbers))
+        if missing:
+            raise ValueError(
+                f"--load: {checkpoint} lacks layers {missing} of {place}, counted from 0. It is of a model with fewer, "
+                "or of pipeline stages that were saved by an earlier version of this patch, each over the other: load "
+                "another one, or add --finetune to train these layers from the start"
+            )
 
 
 def _expect_tensors(state_dict: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("megatron.training")
 
-from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint import CheckpointException, save
 
 from megatron.training import checkpointing
 
@@ -16,9 +16,10 @@ from megatron.training import checkpointing
 def loads(monkeypatch):
     """A function that loads a state dict, by a function in the place of megatron-core's own."""
 
-    def load(read, state_dict):
+    def load(read, state_dict, finetune=False, **others):
         monkeypatch.setattr(checkpointing._upstream, "_load_base_checkpoint", read)
-        return checkpointing._load_base_checkpoint("folder", types.SimpleNamespace(), False, state_dict)
+        args = types.SimpleNamespace(finetune=finetune)
+        return checkpointing._load_base_checkpoint("folder", args, False, state_dict, **others)
 
     return load
 
@@ -35,7 +36,9 @@ def test_states_of_generators_are_read_into_tensors(loads, of_ranks):
     generator = torch.Generator().manual_seed(5)
     tensor = torch.zeros(3)
     states = {"rng_tracker_states": {"a": generator, "b": tensor}, "torch_rng_state": tensor}
-    found, _ = loads(lambda folder, args, rank0, state_dict: (state_dict, None), {"rng_state": of_ranks([states])})
+    found, *_ = loads(
+        lambda folder, args, rank0, state_dict: (state_dict, None, None), {"rng_state": of_ranks([states])}
+    )
     (ranks,) = found["rng_state"].values() if isinstance(found["rng_state"], dict) else [found["rng_state"]]
     assert torch.equal(ranks[0]["rng_tracker_states"]["a"], generator.get_state())
     assert ranks[0]["rng_tracker_states"]["b"] is tensor
@@ -47,7 +50,7 @@ def test_nothing_is_changed_of_a_state_dict_without_such_states(loads):
 
     for state_dict in (None, {}, {"rng_state": None}, {"rng_state": Sharded()}):
         before = dict(state_dict or {})
-        loaded, _ = loads(lambda folder, args, rank0, state_dict: (state_dict, None), state_dict)
+        loaded, *_ = loads(lambda folder, args, rank0, state_dict: (state_dict, None, None), state_dict)
         assert loaded is state_dict
         assert (state_dict or {}) == before
 
@@ -118,15 +121,42 @@ def test_without_stages_it_is_megatron_cores(prepared):
     assert model is chunk
 
 
-def test_chunks_that_were_read_are_returned_by_megatron_cores_keys(loads):
-    def read(folder, args, rank0, state_dict):
-        return {"model": {}, "iteration": 1}, "name", False, None
+@pytest.fixture
+def reads_layers(loads, tmp_path):
+    """A function that loads chunks with the layers 1 and 3, counted from 0, of a checkpoint with others."""
 
-    chunks = [Chunk(1), Chunk(2)]
-    given = {checkpointing._CHUNKS: chunks, "model0": {"a": 1}, "model1": {"b": 2}}
-    loaded, *rest = loads(read, given)
-    assert (loaded["model0"], loaded["model1"]) == ({"a": 1}, {"b": 2})
-    assert rest == ["name", False, None]
+    def load(saved, **others):
+        def read(folder, args, rank0, state_dict, **more):
+            return {"model": {}, "iteration": 1}, tmp_path, False, None
+
+        save({"model": {f"{place}.weight": torch.ones(1) for place in saved}}, checkpoint_id=tmp_path, no_dist=True)
+        asked = {"model0": {"module.layers.0.weight": 1}, "model1": {"module.layers.0.weight": 2}}
+        return asked, loads(read, {checkpointing._CHUNKS: [Chunk(2), Chunk(4)], **asked}, **others)
+
+    return load
+
+
+def test_chunks_that_were_read_are_returned_by_megatron_cores_keys(reads_layers):
+    asked, (loaded, *_) = reads_layers(["module.layers.1", "module.layers.3", "module.layers.5"])
+    assert (loaded["model0"], loaded["model1"], loaded["iteration"]) == (*asked.values(), 1)
+
+
+def test_a_checkpoint_without_some_of_the_layers_is_refused(reads_layers):
+    with pytest.raises(ValueError, match=r"--load: .* lacks layers \[3\] of layers, .*earlier version.*--finetune"):
+        reads_layers(["module.layers.0", "module.layers.1"])
+
+
+@pytest.mark.parametrize(
+    ("saved", "others"),
+    [
+        (["module.layers.0"], {"finetune": True}),
+        (["module.layers.0"], {"gpt_compat_layer_maps": {}}),
+        (["module.encoder.layers.0"], {}),
+    ],
+)
+def test_layers_may_be_missing_where_others_are_asked_for(reads_layers, saved, others):
+    asked, (loaded, *_) = reads_layers(saved, **others)
+    assert asked.items() <= loaded.items()
 
 
 def test_the_states_of_generators_are_those_of_the_ranks_own_place(monkeypatch):
