@@ -150,6 +150,7 @@ EXAMPLES = {
     "positions": Example("--position-embedding-type yarn"),
     "fp16": Example("--fp16"),
     "bf16": Example("--bf16"),
+    "checkpoints": Example("--load checkpoints"),
     "dropout": Example("--hidden-dropout 0.1"),
     "recomputation": Example(f"{SELECTIVE} core_attn"),
     "strategies": Example("--data-parallel-sharding-strategy optim_grads"),

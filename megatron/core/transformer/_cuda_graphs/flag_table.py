@@ -23,6 +23,7 @@ _OVERLAP = "tests/integration_tests/test_expert_parallel_overlap.py"
 _PACKED_TEST = "tests/integration_tests/test_packed_sequences.py"
 _HYBRID = "tests/integration_tests/test_hybrid_models.py"
 _PRETRAIN = "tests/integration_tests/test_pretrain_flags.py"
+_RESUMED = "tests/integration_tests/test_resumed_runs.py"
 _WHOLE = "tests/unit_tests/core/distributed/test_unsharded_gradients.py"
 _GPU = "tests/gpu/test_fsdp_graphs.py"
 _GPU_FLAGS = "tests/gpu/test_fsdp_flags.py"
@@ -569,6 +570,13 @@ _WORKS = [
         "with a dynamic scale --cuda-graph-warmup-steps count from the first step that is not skipped",
     ),
     _works("bf16", "--bf16", lambda o: bool(o.get("bf16")), _CPU),
+    _works(
+        "checkpoints",
+        "--save, --load",
+        lambda o: bool(o.get("save") or o.get("load")),
+        _RESUMED,
+        "runs with and without graphs, and with any number of pipeline stages, load each other's checkpoints",
+    ),
     _works("dropout", "--hidden-dropout, --attention-dropout", lambda o: bool(o.get("hidden_dropout")), _CPU),
     _works(
         "recomputation",
