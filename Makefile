@@ -42,7 +42,7 @@ PATCH_TESTS ?= $(addprefix tests/unit_tests/,training/test_arguments.py \
 	$(addprefix core/transformer/,test_cuda_graphs.py test_module.py _cuda_graphs/te _cuda_graphs/test_hooks.py))
 
 .PHONY: help .venv demo test test-all test-unit test-integration test-versions test-patch $(OTHER_CORES:%=test-core-%) \
-	test-torches test-newest-torch $(OTHER_TORCHES:%=test-torch-%) test-gpu test-functional bench docs lint format clean
+	test-torches test-newest-torch test-installed $(OTHER_TORCHES:%=test-torch-%) test-gpu test-functional bench docs lint format clean
 
 help:
 	@echo "make demo      train a small GPT under Megatron-FSDP, eager and graphed, and compare"
@@ -50,6 +50,7 @@ help:
 	@echo "make test-all  all tests that need no GPU, those that take long too: before a release"
 	@echo "make test-versions  unit tests on the other versions of megatron-core that the patch admits"
 	@echo "make test-torches   unit tests, demo and some trainings on the other versions of torch that setup.py admits"
+	@echo "make test-installed  unit tests of a copy that pip installed"
 	@echo "make test-newest-torch  the demo and few tests on the newest of them"
 	@echo "make test-patch     unit tests in a megatron-core checkout to which the patch series was applied"
 	@echo "make test-gpu  tests on the GPUs of this machine"
@@ -77,7 +78,7 @@ test: test-unit test-integration
 
 # Everything that needs no GPU, for which CI has no time.
 test-all: QUICK :=
-test-all: test test-versions test-torches test-patch demo
+test-all: test test-versions test-torches test-installed test-patch demo
 
 test-unit: $(ENVIRONMENT)
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) tests/unit_tests
@@ -102,6 +103,13 @@ with_core = CORE_VERSION=$(1) PYTHONPATH=$(CURDIR)/build/cores/$(1)$(addprefix :
 
 $(OTHER_CORES:%=build/cores/%/megatron): build/cores/%/megatron: | $(ENVIRONMENT)
 	$(PY) -m pip install --quiet --no-deps --target build/cores/$* megatron-core==$*
+
+# A copy that pip made, ahead of this folder on the path, as after `pip install .`.
+test-installed: COPY := PYTHONPATH=$(CURDIR)/build/installed$(addprefix :,$(PYTHONPATH))
+test-installed: $(ENVIRONMENT)
+	rm -rf build/installed
+	$(PY) -m pip install --quiet --no-deps --no-build-isolation --target build/installed .
+	$(COPY) $(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not long" tests/unit_tests
 
 test-torches: $(OTHER_TORCHES:%=test-torch-%)
 

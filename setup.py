@@ -1,5 +1,6 @@
 """Installs the patch's ``megatron/`` tree under its own name, so that megatron-core's files stay untouched."""
 
+import shutil
 from pathlib import Path
 
 from setuptools import find_namespace_packages, setup
@@ -10,6 +11,8 @@ NAME = "megatron_fsdp_cuda_graphs"
 # would call an entry point that is not installed there, and `import torch` would fail.
 METADATA = Path(__file__).with_name("build")
 METADATA.mkdir(exist_ok=True)
+# What an earlier build left would be installed too, modules that are gone since among them.
+shutil.rmtree(METADATA / "lib", ignore_errors=True)
 
 setup(
     name="megatron-fsdp-cuda-graphs",

@@ -42,6 +42,7 @@ RUN_BY = {
     r"make demo": (".ci/run", "part demo\n"),
     r"make test-versions": (".ci/run", "part test-versions\n"),
     r"make test-torches": ("Makefile", "test-torches"),
+    r"make test-installed": ("Makefile", "test-installed"),
     r"make test-newest-torch": (".ci/run", "part test-newest-torch\n"),
     r"make test-patch": (".ci/run", "part test-patch\n"),
     r"make test-all": BY_HAND,

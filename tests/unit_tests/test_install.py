@@ -63,7 +63,9 @@ def copy_of_the_project(folder: Path) -> Path:
     shutil.copytree(ROOT / "megatron", source / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
     for file in ("setup.py", "pyproject.toml", "LICENSE"):
         shutil.copy(ROOT / file, source)
-    return write(source, {"megatron/core/layers.py": PATCHED_LAYERS})
+    # an earlier installation from this folder leaves modules that the project no longer has
+    stale = {f"build/lib/{NAME}/core/removed.py": ""}
+    return write(source, {"megatron/core/layers.py": PATCHED_LAYERS, **stale})
 
 
 def environment_with_torch(folder: Path) -> Path:
