@@ -24,6 +24,7 @@ REPLACED = {
     f"{FSDP}.megatron_fsdp": {"MegatronFSDP"},
     f"{FSDP}.param_and_grad_buffer": {
         "AllGatherPipeline",
+        "DataParallelBuffer",
         "FixedPoolAllocator",
         "GradReducePipeline",
         "MaxPoolAllocator",

@@ -8,6 +8,7 @@ import json
 import sys
 import traceback
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
@@ -18,17 +19,22 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
+from megatron.core.distributed.fsdp import mcore_fsdp_adapter
+from megatron.core.tensor_parallel import layers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
 
 from tests.support import training
 from tests.support.case import Case
+from tests.support.stand_ins import fused_weight_gradient_mlp_cuda
 from tests.support.training import Trace, train
 from tests.unit_tests.core.distributed.fsdp_variants import Variant, small
 
 MICROBATCHES = 4  # the mean of four equal losses is exactly each of them
 EXPERTS: dict[str, Any] = {"experts": 4, "modules": ("attn",)}
 IN_BF16: dict[str, Any] = {"megatron_fsdp_grad_comm_dtype": torch.bfloat16}
+OVERWRITTEN = "nothing sharded, fused"  # known not to add up micro-batches
+REFUSED_WITH_GRAPHS = ("optimizer states sharded, fused", OVERWRITTEN)
 # With each layout the arguments of its process groups, its case, and how gradients are sharded.
 LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
     "two shards": ({}, {}, {}),
@@ -43,6 +49,9 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
         EXPERTS,
         IN_BF16,
     ),
+    "experts of each rank, fused": ({"expert_model_parallel_size": 2}, EXPERTS | {"fused_wgrad": True}, {}),
+    "optimizer states sharded, fused": ({}, {"strategy": "optim", "fused_wgrad": True}, {}),
+    OVERWRITTEN: ({}, {"strategy": "no_shard", "fused_wgrad": True}, {}),
     "experts of each rank, nothing sharded": (
         {"expert_model_parallel_size": 2},
         EXPERTS | {"strategy": "no_shard"},
@@ -68,17 +77,31 @@ def equal_batches(case: Case, step: int) -> Iterator[Any]:
 batches = training._batches
 
 
-def results(case: Case, sharding: dict[str, Any]) -> dict:
-    """The numbers of this rank, and where runs differ that should not; or the error."""
+@contextmanager
+def with_fused_kernels() -> Iterator[None]:
+    """Megatron's own linear layers find their kernel, and megatron-core does not ask for TransformerEngine's."""
+    kernel: dict[str, Any] = {
+        "_grad_accum_fusion_available": True,
+        "fused_weight_gradient_mlp_cuda": fused_weight_gradient_mlp_cuda,
+    }
+    with (
+        mock.patch.multiple(layers, create=True, **kernel),
+        mock.patch.object(mcore_fsdp_adapter, "is_te_min_version", return_value=True),
+    ):
+        yield
+
+
+def results(case: Case, sharding: dict[str, Any], graphs: bool) -> dict:
+    """The numbers of this rank, and where runs differ that should not; or the error. ``graphs`` are for a third run."""
 
     def trained(case: Case, graphs: bool = False) -> Trace:
         with_equal_batches = mock.patch.object(training, "_batches", equal_batches)
-        with Variant(sharding=sharding).in_place(upstream=False), with_equal_batches:
+        with Variant(sharding=sharding).in_place(upstream=False), with_equal_batches, with_fused_kernels():
             return train(case, graphs=graphs)
 
     try:
         once, often = trained(case), trained(replace(case, microbatches=MICROBATCHES))
-        graphed = trained(replace(case, microbatches=MICROBATCHES), graphs=True)
+        graphed = trained(replace(case, microbatches=MICROBATCHES), graphs=graphs)
     except Exception:
         return {"error": traceback.format_exc()}
     return {
@@ -97,7 +120,7 @@ def main() -> None:
         parallel_state.initialize_model_parallel(**groups)
         of_ranks: list = [None] * dist.get_world_size()
         case = small(double_buffer=True, warmup=2, steps=4, **changes)
-        dist.all_gather_object(of_ranks, results(case, sharding))
+        dist.all_gather_object(of_ranks, results(case, sharding, name not in REFUSED_WITH_GRAPHS))
         if dist.get_rank() == 0:
             print(json.dumps({"layout": name, "ranks": of_ranks}), flush=True)
         parallel_state.destroy_model_parallel()

@@ -43,7 +43,7 @@ from .fsdp_model import WholeModel
 from .fsdp_unit import Unit
 from .mixed_precision import fp8_discard_transpose_cache, is_float8tensor
 from .param_and_grad_buffer import PrefetchOrder, _check_nan_in_grad, to_local_if_dtensor
-from .unsharded_gradients import REDUCES_EVERY_BACKWARD
+from .unsharded_gradients import REDUCES_EVERY_BACKWARD, UnshardedGradients
 
 _upstream = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp")
 TrainingState = _upstream.TrainingState
@@ -75,6 +75,7 @@ class FsdpHooks:
         awaiting_gradient: Parameters whose gradient this backward pass has not handled yet.
         in_backward: Whether a backward pass of the model is in progress.
         backward_was_eager: Whether a gradient has come, since the last step, from more than replays of the whole model.
+        backward_has_reduced: Whether a backward pass since the last step has reduced gradients.
         module_names: The name of each module in the model, for profiles.
         model_passes: The owner of graphs of the whole model's passes; None without such graphs.
         before_evaluation: Called once with the arguments of the model, and forgotten, before the next forward pass in
@@ -92,6 +93,7 @@ class FsdpHooks:
         self._forward_was_eager = True  # the last one with gradients; otherwise a replay of the whole model's graph
         self._expects_gradients = False  # the backward pass that is open
         self.backward_was_eager = True
+        self.backward_has_reduced = False
         self.before_evaluation: list[Callable[[tuple, dict[str, Any]], object]] = []
         self._trainable: dict[torch.nn.Parameter, None] = {}  # an ordered set, whose hashes are known
         self._outside_layers: frozenset[torch.nn.Parameter] = frozenset()
@@ -100,6 +102,7 @@ class FsdpHooks:
         self._in_parts = False
         self._unit_types = tuple(fsdp.fsdp_unit_modules)
         self._has_float8_params = False
+        self._in_place: UnshardedGradients = fsdp.param_and_grad_buffer.unsharded_gradients
         self._shards_params = fsdp.data_parallel_sharding_strategy == "optim_grads_params"
 
     def __deepcopy__(self, memo: dict) -> "FsdpHooks":
@@ -272,6 +275,8 @@ class FsdpHooks:
             # Other ranks may replay, and gather the module before what they prefetch.
             gather(prefetch=False)
         gather(prefetch=prefetch)
+        if self._in_place.fused:
+            self._in_place.let_kernels_add(params)
 
     def _parameters_to_gather(
         self, module: torch.nn.Module, direction: Literal["forward", "backward"]
@@ -391,6 +396,7 @@ class FsdpHooks:
         last_microbatch = getattr(fsdp, "is_last_microbatch", False) or fsdp.model_auto_sync
         reduces = last_microbatch or fsdp.data_parallel_sharding_strategy in REDUCES_EVERY_BACKWARD
         if reduces:
+            self.backward_has_reduced = True
             fsdp.grad_reduce_pipeline.reduce_gradients(
                 params,
                 suggested_queue_capacity=fsdp.suggested_RS_queue_capacity,

@@ -97,14 +97,19 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     def synchronize_gradient_reduce(self) -> None:
         """Finish the reduction of gradients; see megatron-core, which then also resets every bucket.
 
-        Replays of the whole model have used none.
+        Replays of the whole model have used none. Without ``overlap_grad_reduce`` megatron-core reduces gradients here,
+        also those that a backward pass has reduced because it was told that it is a step's last.
         """
         hooks = self.fsdp_hooks
-        if hooks.model_passes is None or hooks.backward_was_eager:
+        if hooks.model_passes is not None and not hooks.backward_was_eager:
+            self.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
+            return
+        if self.ddp_config.overlap_grad_reduce or not hooks.backward_has_reduced:
             super().synchronize_gradient_reduce()
-            hooks.backward_was_eager = False
         else:
             self.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
+            self.grad_reduce_pipeline.reset()
+        hooks.backward_was_eager = hooks.backward_has_reduced = False
 
     def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
         """Finish the reduction of gradients, and give them to the optimizer; see megatron-core."""

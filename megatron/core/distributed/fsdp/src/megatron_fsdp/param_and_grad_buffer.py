@@ -54,6 +54,15 @@ class StorageResizeBasedBucketAllocator(_upstream.StorageResizeBasedBucketAlloca
             super().free(bucket_id)
 
 
+class DataParallelBuffer(_upstream.DataParallelBuffer):
+    """megatron-core's ``DataParallelBuffer``, whose whole gradients keep their place."""
+
+    def reset_param_main_grad(self) -> None:
+        """Take ``main_grad`` from parameters whose gradients are sharded: others have no memory that could be freed."""
+        for param in self.params if self.is_data_distributed else ():
+            param.main_grad = None
+
+
 def _create_hfsdp_helper_buffer(dp_buffer: Any, *args: Any, **kwargs: Any) -> Any:
     """Return the buffer of an instance's gradients or weights; see megatron-core, which leaves gradients unscaled.
 

@@ -24,13 +24,22 @@ class UnshardedGradients:
 
     Attributes:
         buckets: The indices of the buckets that they fill.
+        fused: The parameters whose gradients accumulate in place over micro-batches, in models with kernels that write
+            gradients of weights to ``main_grad`` (``--gradient-accumulation-fusion``). None with ``no_shard``, where
+            nothing is gathered.
     """
 
     def __init__(self, buffer: Any):
         self._buffer = buffer
         self.buckets: set[int] = set()
         self._unscaled: dict[int, tuple[Any, float]] = {}  # main gradients and their factor, by bucket
-        if buffer.bucketing_policy.data_parallel_sharding_strategy not in REDUCES_EVERY_BACKWARD:
+        self.fused: frozenset[torch.nn.Parameter] = frozenset()
+        strategy = buffer.bucketing_policy.data_parallel_sharding_strategy
+        if strategy != "no_shard" and any(map(_has_fused_kernels, buffer.module.modules())):
+            groups = [group for group in buffer.parameter_groups if group.requires_grad]
+            in_place = [g for g in groups if not (g.hfsdp_helper_gbuf or g.main_grad_buffer).is_data_distributed]
+            self.fused = frozenset(param for group in in_place for param in group.params)
+        if strategy not in REDUCES_EVERY_BACKWARD:
             return
         for bucket, group in enumerate(buffer.parameter_groups):
             reduced = group.hfsdp_helper_gbuf or group.main_grad_buffer
@@ -41,6 +50,17 @@ class UnshardedGradients:
             if reduced.gradient_scaling_factor not in (None, 1.0) and not buffer.ddp_config.average_in_collective:
                 self._unscaled[bucket] = reduced, reduced.gradient_scaling_factor
                 reduced.gradient_scaling_factor = None
+
+    def let_kernels_add(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Let fused kernels add to those of ``params`` that accumulate.
+
+        megatron-core marks the parameters that it gathers, and kernels overwrite the gradients of marked ones: those of
+        TransformerEngine by one mark, Megatron's own linear layers by the other.
+        """
+        for param in self.fused.intersection(params):
+            param.overwrite_main_grad = False
+            vars(param).pop("__fsdp_param__", None)
+            param.main_grad = param.get_main_grad()
 
     @contextmanager
     def left_in_place(self, buckets: Iterable[int], between_instances: bool) -> Iterator[None]:
@@ -73,3 +93,8 @@ class UnshardedGradients:
         if self._unscaled and not self._buffer.dist_index.use_hybrid_fsdp:
             main_grads, factors = zip(*self._unscaled.values(), strict=True)
             torch._foreach_mul_([each.data for each in main_grads], factors)
+
+
+def _has_fused_kernels(module: Any) -> bool:
+    """Whether ``module`` is a linear layer of Megatron, or of TransformerEngine, with such kernels."""
+    return any(getattr(module, name, False) for name in ("gradient_accumulation_fusion", "fuse_wgrad_accumulation"))

@@ -129,7 +129,12 @@ class TestStreams:
 
     def test_of_graphs_are_those_of_the_process_however_many_graphs_there_are(self, monkeypatch):
         made, stream = [], torch.cuda.Stream
-        monkeypatch.setattr(torch.cuda, "Stream", lambda *args, **kwargs: made.append(1) or stream(*args, **kwargs))
+
+        def note(*args, **kwargs):
+            made.append(stream(*args, **kwargs))
+            return made[-1]
+
+        monkeypatch.setattr(torch.cuda, "Stream", note)
         counts = []
         for count in (1, 12):
             made.clear()
