@@ -65,6 +65,8 @@ EXAMPLES = {
     "torch fsdp2": Example("--use-torch-fsdp2", left_out=(SHARDED,)),
     "optimizer graph of torch fsdp2": Example("--use-torch-fsdp2 --optimizer-cuda-graph", left_out=(SHARDED,)),
     "quantization with torch fsdp2": Example("--use-torch-fsdp2 --fp8-format hybrid", left_out=(SHARDED,)),
+    "checkpoints of torch fsdp2": Example("--use-torch-fsdp2 --load checkpoints", left_out=(SHARDED,)),
+    "checkpoints saved in the background": Example("--save checkpoints --async-save"),
     "unknown module": Example(),  # the parser takes none: set below
     "moe and router": Example(f"{MOE} moe moe_router {PADDED}"),
     "preprocess alone": Example(f"{MOE} moe_preprocess"),

@@ -494,6 +494,19 @@ _NOT_TRIED = [
         sharding=TORCH_FSDP,
     ),
     _not_tried(
+        "checkpoints saved in the background",
+        "--async-save",
+        lambda options: bool(options.get("async_save")),
+        "; its default, --async-strategy nvrx, needs a newer nvidia-resiliency-ext than 0.4.1",
+    ),
+    _not_tried(
+        "checkpoints of torch fsdp2",
+        "--use-torch-fsdp2 with --save or --load",
+        lambda options: bool(options.get("save") or options.get("load")),
+        ": look whether a resumed run goes on with the same losses",
+        sharding=TORCH_FSDP,
+    ),
+    _not_tried(
         "sharded weights",
         "--tensor-parallel-num-weight-shards",
         # megatron-core's validation sets it to the tensor-parallel size where it is not given
@@ -573,7 +586,7 @@ _WORKS = [
     _works(
         "checkpoints",
         "--save, --load",
-        lambda o: bool(o.get("save") or o.get("load")),
+        lambda o: bool(o.get("save") or o.get("load")) and not o.get("async_save"),
         _RESUMED,
         "runs with and without graphs, and with any number of pipeline stages, load each other's checkpoints",
     ),
