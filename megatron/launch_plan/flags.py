@@ -47,8 +47,14 @@ def read_flags(arguments: Sequence[str], world_size: int | None) -> Flags:
         SystemExit: with 2, after argparse's message: a flag is unknown, or has a value that it does not take.
     """
     args = _parse(arguments)
-    args.world_size = world_size or smallest_world(args)
+    fewest = smallest_world(args)
+    args.world_size = world_size or fewest
     flags = Flags(args)
+    if args.world_size % fewest:
+        flags.refused.append(
+            f"--world-size {args.world_size}: the parallel sizes and --num-distributed-optimizer-instances need a "
+            f"multiple of {fewest} ranks"
+        )
     _check(flags)
     try:
         own_options.check_arguments(args)
@@ -65,10 +71,11 @@ def read_flags(arguments: Sequence[str], world_size: int | None) -> Flags:
 
 
 def smallest_world(args: argparse.Namespace) -> int:
-    """Return the fewest ranks that have room for the parallel sizes."""
+    """Return the fewest ranks that have room for the parallel sizes, in each instance of hybrid sharding."""
     dense = args.tensor_model_parallel_size * args.context_parallel_size
     experts = (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) * args.expert_model_parallel_size
-    return math.lcm(dense, experts if args.num_experts else 1) * args.pipeline_model_parallel_size
+    of_stage = math.lcm(dense, experts if args.num_experts else 1) * args.num_distributed_optimizer_instances
+    return of_stage * args.pipeline_model_parallel_size
 
 
 def said_by(error: BaseException) -> str:

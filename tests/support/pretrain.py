@@ -39,21 +39,31 @@ class Pretraining:
         graphs: Whether layers are captured, after three steps unless ``flags`` say otherwise.
         data: The path of a dataset without endings; None for one of a few documents in ``folder``.
         script: What the ranks run.
+        base: The flags before these; ``--global-batch-size`` is given with ``FLAGS`` only.
+        ranks: Processes.
 
     Attributes:
         log: The file of all that it writes.
     """
 
     def __init__(
-        self, folder: Path, flags: str, *, graphs: bool, data: Path | None = None, script: Path = SCRIPT
+        self,
+        folder: Path,
+        flags: str,
+        *,
+        graphs: bool,
+        data: Path | None = None,
+        script: Path = SCRIPT,
+        base: str = FLAGS,
+        ranks: int = 2,
     ) -> None:
         # Mock data has so many samples that shuffling them takes longer than a short training.
         data = data or write_documents(folder / "documents", count=100, longest=400)
         self._metrics, self.log = folder / "metrics.jsonl", folder / "log"
-        batch = "" if SCHEDULE in flags else BATCH
-        common = FLAGS.replace("--bf16", "") if FP16 in flags else FLAGS
+        batch = BATCH if base and SCHEDULE not in flags else ""
+        common = base.replace("--bf16", "") if FP16 in flags else base
         arguments = f"{script} {common} {batch} {GRAPHS[graphs]} --data-path {data} {flags}".split()
-        self._ranks = ForkedRanks(arguments, self.log, environment={"STEP_METRICS_PATH": str(self._metrics)})
+        self._ranks = ForkedRanks(arguments, self.log, ranks, {"STEP_METRICS_PATH": str(self._metrics)})
 
     def steps(self) -> list[dict[str, Any]]:
         """Return the lines of ``step_metrics.StepMetrics`` so far."""

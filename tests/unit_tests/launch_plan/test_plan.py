@@ -216,6 +216,22 @@ def test_the_fewest_ranks_are_the_default(capsys, flags):
     assert lines[1].startswith("Ranks: 8 ")  # and no remark: that tensor parallelism divides weights is none
 
 
+@pytest.mark.parametrize(
+    ("ranks", "more"),
+    [
+        (2, "--tensor-model-parallel-size 2 --num-distributed-optimizer-instances 2 --overlap-grad-reduce"),
+        (2, f"{EXPERTS} --cuda-graph-modules attn --tensor-model-parallel-size 2 --expert-model-parallel-size 2"),
+        (6, f"{EXPERTS} --cuda-graph-modules attn --expert-model-parallel-size 4"),
+    ],
+)
+def test_ranks_that_have_no_room_for_the_parallel_sizes(capsys, flags, ranks, more):
+    """megatron-core notices when a job has started."""
+    code, lines = planned(capsys, flags(DENSE, "--num-layers 2", more, f"--world-size {ranks}"))
+    assert code == 1
+    (said,) = (line for line in lines if line.startswith(f"- --world-size {ranks}: "))
+    assert said.endswith("need a multiple of 4 ranks")
+
+
 def test_a_package_that_is_not_installed(capsys, flags, monkeypatch):
     from megatron_fsdp_cuda_graphs.launch_plan import dry_stage
 

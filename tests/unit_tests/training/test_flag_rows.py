@@ -106,6 +106,10 @@ EXAMPLES = {
         f"{MOE} attn {OVERLAP} --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights",
         left_out=(DOUBLE_BUFFER,),
     ),
+    "expert parallel overlap of overlapped shared experts": Example(
+        f"{MOE} attn {OVERLAP} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap",
+        left_out=(DOUBLE_BUFFER,),
+    ),
     "expert parallel overlap of packed sequences": Example(
         f"{MOE} attn {OVERLAP} {PACKED} --position-embedding-type none", left_out=(DOUBLE_BUFFER,)
     ),
@@ -121,6 +125,15 @@ EXAMPLES = {
     "pipeline": Example("--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"),
     "latent attention": Example("--multi-latent-attention", left_out=(LOCAL,)),
     "context parallel": Example("--context-parallel-size 2", left_out=(LOCAL,)),
+    "experts of tensor parallel ranks": Example(f"{MOE} attn --tensor-model-parallel-size 2"),
+    "checkpoints of gated layers that are not sharded": Example(
+        "--save checkpoints --swiglu --data-parallel-sharding-strategy no_shard"
+    ),
+    "few micro-batches of virtual stages": Example(
+        "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --num-layers 4"
+        " --num-layers-per-virtual-pipeline-stage 1 --microbatch-group-size-per-virtual-pipeline-stage 4"
+        " --global-batch-size 2"
+    ),
     "local layers": Example("--multi-latent-attention"),
     "packed sequences": Example("--sft"),
     "packed sequences in graphs": Example(f"--sft {PACKED} --position-embedding-type none"),

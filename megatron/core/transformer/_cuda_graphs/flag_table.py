@@ -127,6 +127,15 @@ def _routes_by_sinkhorn(options: Options) -> bool:
     return options.has_experts and "sinkhorn" in ([kinds] if isinstance(kinds, str) else kinds)
 
 
+def _groups_too_large(options: Options) -> bool:
+    """Whether stages compute more micro-batches in a row than there are; only megatron-core's validation knows."""
+    at_once = options.get("microbatch_group_size_per_vp_stage")
+    samples, ranks = options.get("global_batch_size"), options.get("data_parallel_size")
+    if not options.interleaves or None in (at_once, samples, ranks):
+        return False
+    return bool(at_once > samples // (options.get("micro_batch_size") * ranks))
+
+
 def _shards_all(options: Options) -> bool:
     """Whether parameters are sharded too."""
     return bool(options.get("data_parallel_sharding_strategy", "no_shard") == "optim_grads_params")
@@ -344,6 +353,13 @@ _REFUSED = [
         "does not support Megatron-FSDP, with or without graphs; leave one out",
     ),
     _refused(
+        "expert parallel overlap of overlapped shared experts",
+        "--overlap-moe-expert-parallel-comm, --moe-shared-expert-overlap",
+        lambda options: _overlaps(options) and bool(options.get("moe_shared_expert_overlap")),
+        "--overlap-moe-expert-parallel-comm lets experts run beside another micro-batch, and megatron-core then takes "
+        "no --moe-shared-expert-overlap, with or without graphs: leave one out",
+    ),
+    _refused(
         "expert parallel overlap of packed sequences",
         "--overlap-moe-expert-parallel-comm, --cuda-graph-packed-sequences",
         lambda options: _overlaps(options) and _packed_in_graphs(options),
@@ -428,6 +444,34 @@ _REFUSED = [
         lambda options: options.get("optimizer") == "sgd" and not options.get("optimizer_cpu_offload"),
         "--optimizer sgd: megatron-core's distributed optimizer, which Megatron-FSDP needs, does not take it, with or "
         "without graphs; set --optimizer adam",
+    ),
+    _refused(
+        "experts of tensor parallel ranks",
+        "--num-experts, --tensor-model-parallel-size above 1, no --sequence-parallel",
+        lambda options: (
+            options.has_experts
+            and int(options.get("tensor_model_parallel_size", 1)) > 1
+            and not options.get("sequence_parallel")
+        ),
+        "--num-experts with --tensor-model-parallel-size: megatron-core's MoE layers train with --sequence-parallel "
+        "only, with or without graphs; add it",
+    ),
+    _refused(
+        "checkpoints of gated layers that are not sharded",
+        "--save, --swiglu, --data-parallel-sharding-strategy no_shard",
+        lambda options: (
+            bool(options.get("save") and options.get("swiglu"))
+            and options.get("data_parallel_sharding_strategy", "no_shard") == "no_shard"
+        ),
+        "--save with --swiglu and --data-parallel-sharding-strategy no_shard: megatron-core cannot save these layers, "
+        "with or without graphs; set another strategy, or leave --save out",
+    ),
+    _refused(
+        "few micro-batches of virtual stages",
+        "--microbatch-group-size-per-virtual-pipeline-stage above the number of micro-batches",
+        _groups_too_large,
+        "--microbatch-group-size-per-virtual-pipeline-stage is more than a step has micro-batches: set it to as many "
+        "at most, or a larger --global-batch-size",
     ),
     _refused(
         "local layers",

@@ -1,0 +1,36 @@
+"""The sets of flags of the pairwise sample."""
+
+import pytest
+
+pytest.importorskip("megatron.core")
+
+from megatron.core.transformer._cuda_graphs.flag_row import MEGATRON_FSDP, Verdict
+from megatron.core.transformer._cuda_graphs.flag_table import TABLE
+from tests.support import pairs
+
+WORKING = {row.name for row in TABLE if row.verdict is Verdict.WORKS and row.sharding == MEGATRON_FSDP}
+
+
+def test_every_row_that_works_has_a_feature_or_needs_what_is_not_there():
+    rows = {name.partition(":")[0] for name in pairs.FEATURES}
+    assert rows | {*pairs.ELSEWHERE} == WORKING | {"job"}
+    assert rows.isdisjoint(pairs.ELSEWHERE)
+
+
+def test_every_feature_is_in_a_stored_set():
+    assert {name for names, _ in pairs.stored() for name in names} == {*pairs.FEATURES}
+
+
+def test_flags_of_features_are_those_of_the_base_and_what_they_set():
+    flags = pairs.command(["job: fp32", "tensor parallel", "router"])
+    assert flags[flags.index("--tensor-model-parallel-size") + 1] == "2"
+    assert flags[flags.index("--cuda-graph-modules") + 1] == "moe_router"
+    assert "--bf16" not in flags
+    assert flags[flags.index("--num-layers") + 1] == "4"
+    assert flags.count("--num-layers") == 1
+
+
+def test_features_that_set_a_flag_differently_are_no_set():
+    assert pairs.joined(["job: fp32", "bf16"]) is None
+    with pytest.raises(ValueError, match="no training has all of job: fp32, bf16"):
+        pairs.command(["job: fp32", "bf16"])
