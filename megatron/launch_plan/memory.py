@@ -134,9 +134,7 @@ def _optimizer(buffer: Any, args: argparse.Namespace) -> Counter[str]:
 
 def _bytes_of_states(args: argparse.Namespace) -> int:
     """The optimizer's states for one element, in bytes."""
-    if args.optimizer == "adam":
-        return int(args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize)
-    return torch.float32.itemsize if args.optimizer == "sgd" and args.sgd_momentum else 0
+    return int(args.exp_avg_dtype.itemsize + args.exp_avg_sq_dtype.itemsize) if args.optimizer == "adam" else 0
 
 
 def _kept_bytes(group: Any) -> int:

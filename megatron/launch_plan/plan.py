@@ -115,7 +115,7 @@ def _memory(found: Counter[str], pool: int | None, args: argparse.Namespace) -> 
     yield "  Memory of a rank, MiB:"
     yield from (f"    {found[kind] / MIB:10.1f}  {words}" for kind, words in KINDS.items() if found[kind])
     yield f"    {sum(found.values()) / MIB:10.1f}  in all"
-    if args.optimizer not in ("adam", "sgd"):
+    if args.optimizer != "adam":
         yield f"    the states of --optimizer {args.optimizer} are not known, and not counted"
     if args.fp8_param_gather or args.fp4_param_gather:
         yield "    quantized parameters are counted as if they were not quantized"

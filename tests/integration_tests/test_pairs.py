@@ -1,6 +1,7 @@
 """Every two rows of the flag table that work, together: bit for bit as eagerly, and ``plan`` says that they fit.
 
-As many pairs as possible are in a training. ``python -m tests.support.pairs`` writes the sets anew.
+As many pairs as possible are in a training. ``python -m tests.support.pairs`` writes the sets anew. ``make test`` has a
+few of them.
 """
 
 import pytest
@@ -8,15 +9,23 @@ import pytest
 from tests.support import pairs
 from tests.support.on_cpu_backend import on_cpu_backend
 
+SETS = pairs.stored()
+QUICK = (18, 41)
+
 
 @pytest.mark.long
 def test_the_stored_sets_have_every_pair_that_fits_together():
     with on_cpu_backend():
-        assert [names for names, _ in pairs.stored()] == pairs.sample()
+        assert [names for names, _ in SETS] == pairs.sample()
 
 
-@pytest.mark.long
-@pytest.mark.parametrize(("names", "ranks"), pairs.stored(), ids=map(str, range(len(pairs.stored()))))
+@pytest.mark.parametrize(
+    ("names", "ranks"),
+    [
+        pytest.param(*each, id=f"{number}", marks=() if number in QUICK else pytest.mark.long)
+        for number, each in enumerate(SETS)
+    ],
+)
 def test_a_set_trains_bit_for_bit_as_eager_and_is_planned(names, ranks, tmp_path, capsys):
     print(f"with {', '.join(names)} on {ranks} ranks")
     pairs.assert_as_eager(names, ranks, tmp_path)

@@ -59,6 +59,7 @@ RUN_BY = {
     r"benchmarks/repeated_runs.sh": BY_HAND,
     r"python benchmarks/step_time.py": ("tests/unit_tests/benchmarks/test_readme_table.py", "step_time"),
     r"python -m tests.support.loop_launches": BY_HAND,
+    r"python -m tests.support.pairs": ("tests/integration_tests/test_pairs.py", "pairs.sample()"),
     r"python -m tests.support.mutate": ("tests/unit_tests/support/test_mutate.py", "tests.support"),
     r"torchrun .*inject_faults.py": ("tests/integration_tests/test_faults_in_capture.py", "inject_faults"),
     r"python examples/prepare_text.py": ("tests/unit_tests/examples/test_prepare_text.py", "prepare_text"),

@@ -128,12 +128,13 @@ def _routes_by_sinkhorn(options: Options) -> bool:
 
 
 def _groups_too_large(options: Options) -> bool:
-    """Whether stages compute more micro-batches in a row than there are; only megatron-core's validation knows."""
-    at_once = options.get("microbatch_group_size_per_vp_stage")
-    samples, ranks = options.get("global_batch_size"), options.get("data_parallel_size")
+    """Whether stages compute more micro-batches in a row than there are; configurations alone do not say."""
+    at_once, ranks = options.get("microbatch_group_size_per_vp_stage"), options.get("world_size")
+    samples = options.get("global_batch_size")
     if not options.interleaves or None in (at_once, samples, ranks):
         return False
-    return bool(at_once > samples // (options.get("micro_batch_size") * ranks))
+    of_batch = options.get("tensor_model_parallel_size", 1) * options.get("context_parallel_size", 1) * options.stages
+    return bool(at_once > samples // (options.get("micro_batch_size", 1) * max(ranks // of_batch, 1)))
 
 
 def _shards_all(options: Options) -> bool:
