@@ -165,14 +165,12 @@ FEATURES: dict[str, Setting] = {
     "packed sequences in graphs": {**PACKED, "--cuda-graph-packed-sequences": "32"},
     "packed sequences beside graphs": {**PACKED, MODULES: "mlp"},
     "job: evaluation": {"--eval-iters": "1", "--eval-interval": "2"},
-    "job: resuming": {"--save": CHECKPOINTS, "--save-interval": str(SAVED)},
+    "checkpoints": {"--save": CHECKPOINTS, "--save-interval": str(SAVED)},
     "job: no warm-up": {"--cuda-graph-warmup-steps": "0"},
 }
 # Features that are in no set together, and why.
 APART = {
-    frozenset(
-        ("optimizer graph", "job: resuming")
-    ): "torch's Adam, in the place of TransformerEngine's, saves learning "
+    frozenset(("optimizer graph", "checkpoints")): "torch's Adam, in the place of TransformerEngine's, saves learning "
     "rates that are tensors, and a new one has numbers"
 }
 # Rows that work of which no feature is: what they need is not there on the CPU backend.
@@ -301,7 +299,7 @@ def train(names: Sequence[str], ranks: int, folder: Path, *, graphs: bool) -> li
         options["script"] = FILE.with_name("pretrain_capturable.py")
     if not graphs:
         arguments = " ".join(_without_graphs(arguments.split()))
-    if "job: resuming" not in names:
+    if "checkpoints" not in names:
         return pretrain(folder / "run", arguments, **options)
     first = pretrain(folder / "first", f"{arguments} --exit-interval {SAVED}", **options)
     return first + pretrain(folder / "resumed", f"{arguments} --load {folder / 'checkpoints'}", **options)
