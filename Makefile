@@ -3,8 +3,8 @@ PYTHON ?= python3.12
 PY ?= .venv/bin/python
 WORKERS ?= auto
 # Of tests whose ranks wait for each other: half as many again as there are processors.
-RANK_WORKERS ?= $(if $(filter auto,$(WORKERS)),$(shell echo $$(( ($$(nproc) * 3 + 1) / 2 ))),$(WORKERS))
-# Tests marked `long`, such as pairs of flags and other instruction sets, run in `make test-all` only.
+RANK_WORKERS ?= $(if $(filter auto,$(WORKERS)),$(shell echo $$(( ($$(OMP_NUM_THREADS= nproc) * 3 + 1) / 2 ))),$(WORKERS))
+# Tests marked `long`, such as pairs of flags, run in `make test-all` only.
 QUICK := -m "not long"
 # mypy refuses a folder without Python files.
 TYPED := $(foreach folder,megatron examples tests benchmarks,$(if $(shell find $(folder) -name '*.py' 2>/dev/null),$(folder)))
@@ -42,12 +42,14 @@ PATCH_TESTS ?= $(addprefix tests/unit_tests/,training/test_arguments.py \
 	$(addprefix core/transformer/,test_cuda_graphs.py test_module.py _cuda_graphs/te _cuda_graphs/test_hooks.py))
 
 .PHONY: help .venv demo test test-all test-unit test-integration test-versions test-patch $(OTHER_CORES:%=test-core-%) \
-	test-torches test-newest-torch test-installed $(OTHER_TORCHES:%=test-torch-%) test-gpu test-functional bench docs lint format clean
+	test-processors test-avx2 test-sse4 test-threads test-torches test-newest-torch test-installed \
+	$(OTHER_TORCHES:%=test-torch-%) test-gpu test-functional bench docs lint format clean
 
 help:
 	@echo "make demo      train a small GPT under Megatron-FSDP, eager and graphed, and compare"
 	@echo "make test      unit tests and integration tests on the CPU backend"
 	@echo "make test-all  all tests that need no GPU, those that take long too: before a release"
+	@echo "make test-processors  make test with other instruction sets and numbers of threads"
 	@echo "make test-versions  unit tests on the other versions of megatron-core that the patch admits"
 	@echo "make test-torches   unit tests, demo and some trainings on the other versions of torch that setup.py admits"
 	@echo "make test-installed  unit tests of a copy that pip installed"
@@ -78,7 +80,7 @@ test: test-unit test-integration
 
 # Everything that needs no GPU, for which CI has no time.
 test-all: QUICK :=
-test-all: test test-versions test-torches test-installed test-patch demo
+test-all: test test-processors test-versions test-torches test-installed test-patch demo
 
 test-unit: $(ENVIRONMENT)
 	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) tests/unit_tests
@@ -87,6 +89,25 @@ test-unit: $(ENVIRONMENT)
 test-integration: $(ENVIRONMENT)
 	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -n $(RANK_WORKERS) --dist loadfile $(QUICK) \
 		$(wildcard tests/integration_tests tests/gpu)
+
+# What processors differ in: with another instruction set or number of threads an operator adds in another order. `test`
+# itself runs with all that this processor has, and one thread. MKL_CBWR is heeded on processors of any maker.
+test-processors: test-avx2 test-sse4 test-threads
+
+test-avx2: export ATEN_CPU_CAPABILITY := avx2
+test-avx2: export ONEDNN_MAX_CPU_ISA := AVX2
+test-avx2: export MKL_CBWR := AVX2
+test-avx2: export OMP_NUM_THREADS := 1
+
+test-sse4: export ATEN_CPU_CAPABILITY := default
+test-sse4: export ONEDNN_MAX_CPU_ISA := SSE41
+test-sse4: export MKL_CBWR := COMPATIBLE
+test-sse4: export OMP_NUM_THREADS := 2
+
+test-threads: export OMP_NUM_THREADS := 4
+
+test-avx2 test-sse4 test-threads:
+	$(MAKE) test
 
 test-versions: $(OTHER_CORES:%=test-core-%)
 

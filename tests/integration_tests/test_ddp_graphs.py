@@ -5,9 +5,11 @@ one model chunk (1F1B) or with two that interleave. Loss and gradient norm of ev
 compared, over 7 steps with capture after 3. The controls break one thing each, and must be noticed.
 """
 
+import os
 from typing import Any
 
 import pytest
+import torch
 
 from tests.support.compared import assert_as_eager, assert_differs_from, by_name
 from tests.support.launch import name_of
@@ -53,6 +55,12 @@ def assert_bit_equal(result, graphs):
 @pytest.mark.parametrize("case", DATA_PARALLEL, ids=name_of)
 def test_data_parallel_graphs_train_bit_for_bit_as_eager(data_parallel, case):
     assert_bit_equal(data_parallel[name_of(case)], graphs=case["layers"] + case.get("mtp", 0))
+
+
+def test_ranks_have_the_instruction_set_and_the_threads_that_the_tests_are_run_with(data_parallel):
+    """``make test-processors`` sets them."""
+    (found,) = {(result["instructions"], result["threads"]) for result in data_parallel.values()}
+    assert found == (torch.backends.cpu.get_cpu_capability(), int(os.environ["OMP_NUM_THREADS"]))
 
 
 @pytest.mark.parametrize("case", PIPELINE, ids=name_of)

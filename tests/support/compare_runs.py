@@ -147,6 +147,8 @@ def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to
         "losses": graphed.losses if graphed else [],
         "grad_norms": graphed.grad_norms if graphed else [],
         "seconds": time.perf_counter() - start,
+        "threads": torch.get_num_threads(),
+        "instructions": torch.backends.cpu.get_cpu_capability(),
     }
 
 

@@ -136,7 +136,7 @@ class Server:
             AssertionError: they did not end by themselves.
         """
         self._jobs.close()
-        self.ranks.ended(60)
+        self.ranks.ended(TIMEOUT)
 
 
 @pytest.fixture(scope="session")

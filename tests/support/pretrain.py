@@ -27,7 +27,7 @@ BATCH = "--global-batch-size 8"
 SCHEDULE = "--step-batch-size-schedule"  # in the place of BATCH, where flags have it
 FP16 = "--fp16"  # in the place of --bf16, where flags have it
 GRAPHS = {False: "--cuda-graph-impl none", True: "--cuda-graph-impl transformer_engine"}
-TIMEOUT = 240  # seconds
+TIMEOUT = 900  # seconds
 
 
 class Pretraining:

@@ -100,7 +100,7 @@ class Sandbox:
             env={**inherited, "PYTHONPATH": path, **environment},
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=600,
         )
 
     def output(self, code: str, ahead: tuple[Path, ...] = (), **environment: str) -> str:

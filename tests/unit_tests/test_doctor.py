@@ -207,7 +207,7 @@ def test_here_it_finds_every_patched_module_in_this_tree():
         env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=600,
     )
     *lines, added = done.stdout.split("Modules of megatron-core:\n")[1].split("\n\n")[0].splitlines()
     states = {name: state for state, name in map(str.split, lines)}

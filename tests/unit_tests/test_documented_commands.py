@@ -45,11 +45,8 @@ RUN_BY = {
     r"make test-installed": ("Makefile", "test-installed"),
     r"make test-newest-torch": (".ci/run", "part test-newest-torch\n"),
     r"make test-patch": (".ci/run", "part test-patch\n"),
-    r"make test-all": BY_HAND,
-    r"make test-functional": (
-        "tests/integration_tests/test_functional_cases.py",
-        "from tests.functional_tests import run",
-    ),
+    r"make (test-all|test-processors|test-avx2|test-sse4|test-threads)": BY_HAND,
+    r"make test-functional": ("tests/integration_tests/test_functional_cases.py", "run.main("),
     r"make PYTHON=NAME": BY_HAND,
     r"make docs": ("tests/unit_tests/test_compatibility.py", "compatibility.md"),
     r"make format": (".ci/run", "part lint\n"),  # which wants what it leaves

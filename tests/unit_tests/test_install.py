@@ -52,7 +52,7 @@ class Installation:
         variables = {**inherited, "PYTHONPATH": os.pathsep.join(map(str, self.path)), **environment}
         command = [str(self.python), *map(dedent, arguments)]
         done = subprocess.run(
-            command, cwd=folder or self.source.parent, env=variables, capture_output=True, text=True, timeout=240
+            command, cwd=folder or self.source.parent, env=variables, capture_output=True, text=True, timeout=600
         )
         assert done.returncode == 0, done.stderr
         return done.stdout.strip()
@@ -90,7 +90,7 @@ def install(kind: str, folder: Path) -> Installation:
     what = built(kind, source) if kind in ("wheel", "sdist") else source
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     offline = ["--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed"]
-    subprocess.run([*pip, *offline, *options, str(what)], check=True, timeout=240, stdin=subprocess.DEVNULL)
+    subprocess.run([*pip, *offline, *options, str(what)], check=True, timeout=600, stdin=subprocess.DEVNULL)
     tree = source / "megatron" if kind == "editable" else site / NAME
     return Installation(python, source, site, tree, (core, site) if kind == "target" else (core,))
 
@@ -103,7 +103,7 @@ def built(kind: str, source: Path) -> Path:
         "wheel": [*wheel, str(folder), "."],
         "sdist": ["setup.py", "--quiet", "sdist", "--dist-dir", str(folder)],
     }
-    subprocess.run([sys.executable, *arguments[kind]], cwd=source, check=True, timeout=240, stdin=subprocess.DEVNULL)
+    subprocess.run([sys.executable, *arguments[kind]], cwd=source, check=True, timeout=600, stdin=subprocess.DEVNULL)
     (file,) = folder.iterdir()
     return file
 
@@ -150,7 +150,7 @@ def test_uninstalled_it_leaves_nothing_and_megatron_core_as_it_was(tmp_path):
     code = "import torch, megatron.core.layers as layers; print(hasattr(layers.Linear, 'graphed'))"
     assert installation.run("-c", code) == "True"
     pip = [sys.executable, "-m", "pip", "--python", str(installation.python)]
-    subprocess.run([*pip, "uninstall", "--quiet", "--yes", "megatron-fsdp-cuda-graphs"], check=True, timeout=240)
+    subprocess.run([*pip, "uninstall", "--quiet", "--yes", "megatron-fsdp-cuda-graphs"], check=True, timeout=600)
     assert [path.name for path in installation.site.iterdir()] == ["borrowed.pth"]
     # torch's own folder, which is borrowed, names the entry point of the installation that runs these tests
     assert installation.run("-c", code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False"

@@ -12,7 +12,7 @@ def test_hosts_and_devices_agree_with_a_graph_and_without(tmp_path):
     output = tmp_path / "results.json"
     sizes = ["--products", "3", "--size", "8", "--times", "2"]
     ranks = ForkedRanks([str(SCRIPT), *sizes, "--output", str(output)], tmp_path / "log")
-    assert ranks.ended(300) == 0, ranks.log_tail()
+    assert ranks.ended(600) == 0, ranks.log_tail()
     rows = json.loads(output.read_text())["results"]
     assert [(row["graph"], row["through"]) for row in rows] == [
         (False, "devices"),

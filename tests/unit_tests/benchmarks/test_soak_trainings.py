@@ -26,7 +26,7 @@ class Process:
 
     def wait(self):
         if not self.status:
-            self.both.wait(30)
+            self.both.wait(600)
             Path(self.env["STEP_METRICS_PATH"]).write_text(json.dumps(self.env["CUDA_VISIBLE_DEVICES"]) + "\n")
         return self.status
 

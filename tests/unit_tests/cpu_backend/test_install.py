@@ -19,7 +19,7 @@ def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
         env={**os.environ, "CUDA_VISIBLE_DEVICES": "", **environment},
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=600,
         check=False,
     )
 

@@ -4,6 +4,7 @@ import pytest
 
 from benchmarks import results_file
 from tests.functional_tests._runner import golden
+from tests.support.rounding import ROUNDING
 
 
 @pytest.fixture
@@ -42,7 +43,7 @@ def test_the_last_bit_of_a_loss_counts(make_case, make_found, written):
 
 def test_on_the_cpu_backend_numbers_may_round_and_no_more(make_case, make_found, written):
     case = make_case(on_cpu=True, bounds={})
-    within = golden.ROUNDING * case.steps
+    within = ROUNDING * case.steps
     assert golden.differences(make_found(3.0 * (1 - within), 2.5 * (1 + 0.9 * within), 2.0), written, case) == []
     (line,) = golden.differences(make_found(3.0, 2.5 * (1 + 1.1 * within), 2.0), written, case)
     assert line.startswith("lm loss 2: ")
@@ -87,6 +88,13 @@ def test_they_are_of_their_versions_and_hardware(make_case, written, monkeypatch
     lines = golden.measured_elsewhere(written, make_case())
     assert [line.split()[0] for line in lines] == ["torch", "hardware"]
     assert lines[1].endswith("here 2 x another GPU")
+
+
+def test_on_the_cpu_backend_they_are_of_torch_for_any_cuda(make_case, written, monkeypatch):
+    here = results_file.versions()
+    monkeypatch.setattr(golden, "versions", lambda: here | {"torch": here["torch"].partition("+")[0] + "+other"})
+    assert [line.split()[0] for line in golden.measured_elsewhere(written, make_case())] == ["torch"]
+    assert golden.measured_elsewhere(written, make_case(on_cpu=True)) == []
 
 
 def test_a_reference_is_compared_in_all_its_numbers_and_nothing_else(make_found):

@@ -1,9 +1,12 @@
 """inject_all_faults: sums of what pairs found, and what is left of pairs that die or stand still."""
 
 import json
+import math
 import signal
 import subprocess
 import sys
+import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -11,7 +14,7 @@ from tests.support import inject_all_faults
 
 # In the place of a pair: the first finds something, the second dies, the third stands still, others find the same.
 PAIR = """
-import json, sys, time
+import json, os, sys, time
 options = dict(zip(sys.argv[1::2], sys.argv[2::2]))
 first = int(options["--first"])
 if first == 1:
@@ -19,7 +22,9 @@ if first == 1:
 case = {"case": "a model", "ranks": 2, "places": {"memory": 7}, "places_left_out": {"memory": 1}, "unreached": 0}
 case |= {"attempts": {"memory, one rank": 2}, "passed": {"memory, one rank": 2}, "steps_compared": 3}
 case |= {"slowest_seconds": first / 10, "problems": []}
-open(options["--output"], "w").write(json.dumps({"results": [case]}))
+with open(options["--output"] + ".new", "w") as file:
+    file.write(json.dumps({"results": [case]}))
+os.rename(file.name, options["--output"])
 if first == 2:
     time.sleep(600)
 """
@@ -27,15 +32,23 @@ if first == 2:
 
 @pytest.fixture
 def run(monkeypatch, tmp_path):
-    """A function that runs so many pairs and returns the exit status and the sums."""
-    launch = subprocess.Popen
+    """A function that runs so many pairs and returns the exit status and the sums.
+
+    The time is up as soon as all pairs have ended, but for one that stands still.
+    """
+    launch, running = subprocess.Popen, []
 
     def start(command, **files):
-        return launch([sys.executable, "-S", "-c", PAIR, *command[command.index("--output") :]], **files)
+        running.append(launch([sys.executable, "-S", "-c", PAIR, *command[command.index("--output") :]], **files))
+        return running[-1]
+
+    def now():
+        ended = [process.poll() is not None for process in running]
+        return math.inf if ended == [True, True, False, True] and (tmp_path / "sums.pairs/2.json").exists() else 0.0
 
     monkeypatch.setattr(subprocess, "Popen", start)
+    monkeypatch.setattr(inject_all_faults, "time", SimpleNamespace(monotonic=now, sleep=time.sleep))
     monkeypatch.setattr(inject_all_faults, "WRITE_EVERY", 0.1)
-    monkeypatch.setattr(inject_all_faults, "GRACE", 2)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     for name, value in inject_all_faults.ON_CPU.items():
         monkeypatch.setenv(name, value)
