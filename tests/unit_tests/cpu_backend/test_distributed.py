@@ -31,7 +31,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def collectives():
     """The output of the run of all collective cases; the first that fails ends it."""
-    return on_two_ranks("ranks_collectives.py", timeout=600)
+    return on_two_ranks("ranks_collectives.py")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -40,7 +40,7 @@ def test_collectives_written_for_nccl_work(collectives, case):
 
 
 def test_a_gpt_trains_under_megatron_fsdp():
-    run = on_two_ranks("ranks_fsdp.py", timeout=600)
+    run = on_two_ranks("ranks_fsdp.py")
     assert run.returncode == 0, run.stderr[-3000:]
     losses = [float(line.split()[1]) for line in run.stdout.splitlines() if line.startswith("loss")]
     assert len(losses) == 8

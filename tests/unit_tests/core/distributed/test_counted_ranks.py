@@ -88,7 +88,7 @@ def test_a_pipeline_stage_without_experts_counts_with_the_others(four_ranks):
 
 @pytest.fixture(scope="module")
 def norms():
-    launch = on_ranks(4, ranks_gradient_norms.__file__, timeout=600)
+    launch = on_ranks(4, ranks_gradient_norms.__file__)
     lines = [json.loads(line) for line in launch.stdout.splitlines() if line.startswith("{")]
     assert len(lines) == len(ranks_gradient_norms.LAYOUTS), launch.stderr[-3000:]
     return {line["layout"]: line for line in lines}

@@ -17,7 +17,7 @@ from .parity_variants import VARIANTS
 
 @pytest.fixture(scope="module")
 def launch():
-    return on_two_ranks(ranks_fsdp_parity.__file__, timeout=600)
+    return on_two_ranks(ranks_fsdp_parity.__file__)
 
 
 @pytest.fixture(scope="module")

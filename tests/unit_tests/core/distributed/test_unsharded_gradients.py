@@ -16,7 +16,7 @@ from .ranks_unsharded_gradients import LAYOUTS, OVERWRITTEN, REFUSED_WITH_GRAPHS
 
 @pytest.fixture(scope="module")
 def launch():
-    return on_two_ranks(ranks_unsharded_gradients.__file__, timeout=600)
+    return on_two_ranks(ranks_unsharded_gradients.__file__)
 
 
 @pytest.fixture(scope="module")
