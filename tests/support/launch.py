@@ -19,7 +19,7 @@ from .forked_ranks import OWN, ForkedRanks
 
 COMPARE = Path(__file__).with_name("compare_runs.py")
 FAULTS = Path(__file__).with_name("inject_faults.py")
-TIMEOUT = 900  # seconds
+TIMEOUT = 3600  # seconds: none that works takes so long, on a busy machine either
 
 
 def name_of(case: dict[str, Any]) -> str:
