@@ -72,8 +72,8 @@ def environment_with_torch(folder: Path) -> Path:
     """Make a virtual environment that borrows torch and setuptools; return its interpreter."""
     venv.create(folder, symlinks=True)
     python = folder / "bin" / "python"
-    borrowed = {str(PACKAGES), str(Path(setuptools.__file__).parents[1])}
-    (site_packages(python) / "borrowed.pth").write_text("\n".join(sorted(borrowed)))
+    borrowed = dict.fromkeys([str(PACKAGES), str(Path(setuptools.__file__).parents[1])])  # this torch is found first
+    (site_packages(python) / "borrowed.pth").write_text("\n".join(borrowed))
     return python
 
 
