@@ -1,8 +1,8 @@
 """Chains: consecutive callables whose passes are recorded in one graph.
 
 The first output of each callable is the first input of the next. What their hooks enqueue, collectives for example, is
-recorded with them. A replay runs the whole chain: the first callable starts it and returns the last one's output, and
-the others hand on what they are given, each in the structure of its own output.
+recorded with them. A replay runs the whole chain: the first callable starts it, and the last one returns its output.
+What passes between them are placeholders, see ``handover``.
 """
 
 from collections.abc import Sequence
@@ -10,13 +10,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
-import torch
 from torch.utils._pytree import tree_unflatten
 
 from .gradient_sink import AroundBackward
 from .slot import GraphedSlot
 
-APART = "Set --cuda-graph-layers-per-graph 1, a graph for each layer,"
 Phase = Literal["forward", "backward"]
 
 
@@ -44,11 +42,12 @@ class Chain:
 
 
 class ChainFollower:
-    """A callable of a chain other than the first: returns its first input, which the chain has computed already.
+    """A callable of a chain other than the first: its call takes and returns what stands for the chain's tensors.
 
     Args:
         slot: The callable for one micro-batch.
         leader: The first of the chain.
+        place: The callable's place in the chain, from 1 on.
 
     Attributes:
         replays: 0: the first one replays.
@@ -56,34 +55,46 @@ class ChainFollower:
 
     replays = 0
 
-    def __init__(self, slot: GraphedSlot, leader: GraphedSlot):
+    def __init__(self, slot: GraphedSlot, leader: GraphedSlot, place: int):
         self.name = slot.name
         self._leader: GraphedSlot | None = leader
+        self._place = place
+        handover = leader.handover
+        assert handover is not None
+        self._handover = handover
+        self._taken: Any = handover.between[place - 1]
+        self._returned: Any = handover.between[place] if place < len(handover.between) else None
         self._returns_one_tensor, self._spec = slot.returns_one_tensor, slot.output_spec
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the first argument, as the callable would return its output.
+        """Return a placeholder, or after the last callable the chain's output, as the callable would its own.
 
         Raises:
-            RuntimeError: after ``reset``; or it is not what the first callable of the chain returned, or a keyword
-                input is not the one that callable was given.
+            RuntimeError: after ``reset``; the callable before was not the last one called, or the first argument is not
+                what that returned; or a keyword input is not the one that the first callable was given, or has changed.
         """
         if self._leader is None or self._leader.forward_graph is None:
             raise RuntimeError(f"the graphs of {self.name} were reset; capture them again to replay them")
-        given = args[0]
-        if not isinstance(given, torch.Tensor) or (given.data_ptr(), given._version) != self._leader.returned:
-            raise RuntimeError(
-                f"{self.name} runs in one graph with the layers before it, and is not given what they returned. "
-                f"{APART} for a model that changes hidden states between layers"
-            )
-        for name, address in self._leader.given.items():
-            if name in kwargs and kwargs[name].data_ptr() != address:
-                raise RuntimeError(
-                    f"{self.name} runs in one graph with the layers before it, which got another {name}. {APART} for a "
-                    f"model whose layers differ in {name}"
-                )
-        return given if self._returns_one_tensor else tree_unflatten((given,), self._spec)
+        handover = self._handover
+        if args[0] is not self._taken or handover.called != self._place:
+            handover.refuse(self._place, args[0])
+        for name, (tensor, version) in handover.given.items():
+            if name in kwargs:
+                given = kwargs[name]
+                if given._version != version or (given is not tensor and given.data_ptr() != tensor.data_ptr()):
+                    handover.refuse_keyword(self._place, name)
+        handover.called += 1
+        returned = self._returned
+        if returned is None:
+            returned = handover.end()
+        return returned if self._returns_one_tensor else tree_unflatten((returned,), self._spec)
+
+    def name_inputs(self, owner: str, names: Sequence[str], advice: str) -> None:
+        """Let errors call the callable ``owner``; its inputs are checked at the first one of the chain."""
+        self.name = owner
+        self._handover.rename(self._place, owner)
 
     def reset(self) -> None:
         """Let go of the chain."""
         self._leader = None
+        self._handover.forget()

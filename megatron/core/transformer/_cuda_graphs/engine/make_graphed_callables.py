@@ -233,13 +233,15 @@ def _followers(plan: Plan, slots: Sequence[GraphedSlot], chains: Mapping[int, Ch
     followers: dict[int, ChainFollower] = {}
     for run in plan.runs:
         leader: GraphedSlot | None = None
+        place = 0
         for step in (step for step in run if step.kind is Pass.FORWARD):
             index = plan.callable_of_slot[step.slot]
             chain = chains.get(index)
             if chain is not None and index == chain.members[0]:
-                leader = slots[step.slot]
+                leader, place = slots[step.slot], 0
             elif chain is not None and leader is not None:
-                followers[step.slot] = ChainFollower(slots[step.slot], leader)
+                place += 1
+                followers[step.slot] = ChainFollower(slots[step.slot], leader, place)
     return followers
 
 

@@ -9,6 +9,7 @@ from .buffers import BufferPool, Lease
 from .capture import Capture, not_recording
 from .chain import Chain
 from .plan import Pass, Plan, Step
+from .replay_order import ReplayOrder
 from .slot import GraphedSlot
 
 
@@ -48,7 +49,7 @@ class CapturePasses:
         self._run(capture)
 
     def _run(self, capture: Capture | None) -> None:
-        grads = _StaticGradients()
+        grads, order = _StaticGradients(), ReplayOrder()
         for steps in recorded_together(self._plan, {} if capture is None else self._chains):
             if capture is not None and len(steps) > 1:
                 self._capture_chain(steps, grads, capture)
@@ -59,6 +60,9 @@ class CapturePasses:
                     self._run_step(steps[0], slot, grads, capture)
             elif capture is not None and self._shares_memory and steps[0].kind is Pass.BACKWARD:
                 self._slots[steps[0].slot].release_outputs()  # in evaluation, where no backward pass runs
+            if capture is not None and steps[0].kind is not Pass.WEIGHT_GRADIENTS:
+                first = steps[0 if steps[0].kind is Pass.FORWARD else -1]  # of a chain
+                self._slots[first.slot].take_turn(order, first.kind)
             for step in steps:
                 # Gradients that backward returns unchanged would be overwritten before they are read.
                 static = self._slots[step.slot].returns_static_gradients

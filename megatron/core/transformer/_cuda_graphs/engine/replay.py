@@ -8,6 +8,7 @@ import torch
 
 from .gradient_sink import AroundBackward
 from .quantization import QuantizedReplay
+from .replay_order import ReplayOrder
 from .sanitizer import Sanitizer
 
 Tensors = tuple[torch.Tensor | None, ...]
@@ -43,9 +44,12 @@ class Replay:
         clone_param_grads: For each of these whether it is returned as a copy.
         quantized: What is done for quantization.
         around_backward: What runs around the replays of the backward graph.
+        order: In what order graphs of the capture are replayed; None for graphs that share no memory with others.
+        turns: The numbers in ``order`` of forward and backward; None for one that leaves all memory as it was.
 
     Attributes:
-        generation: How often the forward graph was replayed: what backward reads is that of the last replay.
+        generation: How often the forward graph was replayed.
+        round: That of ``order`` in which the last forward replay was.
         leaves: The indices of the inputs of the last replay whose gradient becomes their ``grad``.
         sanitizer: Checks memory before each replay; usually None.
     """
@@ -65,6 +69,8 @@ class Replay:
         clone_param_grads: Sequence[bool],
         quantized: QuantizedReplay | None,
         around_backward: AroundBackward | None = None,
+        order: ReplayOrder | None = None,
+        turns: tuple[int, int | None] = (0, 1),
     ):
         self.name = name
         self._forward_graph, self._backward_graph = forward_graph, backward_graph
@@ -84,7 +90,9 @@ class Replay:
         self._grad_params = list(zip(grad_params, clone_param_grads, strict=True))
         self._quantized = quantized
         self._around_backward = around_backward
-        self.generation = 0
+        self._order = ReplayOrder() if order is None else order
+        self._forward_turn, self._backward_turn = turns
+        self.generation = self.round = 0
         self.leaves: list[int] = []
         self.sanitizer: Sanitizer | None = None
 
@@ -94,6 +102,12 @@ class Replay:
         self.place(given)
         self.leaves = [index for index in self._with_grad if given[index].is_leaf and given[index].requires_grad]
         self.generation += 1
+        order, turn = self._order, self._forward_turn
+        if turn <= order.last:
+            order.round += 1
+            order.began = turn
+        order.last = turn
+        self.round = order.round
         self.run(self._forward_graph, "forward", options)
         return tuple([output if output is None else output.detach() for output in self._outputs])
 
@@ -105,13 +119,13 @@ class Replay:
             elif given is not static and (given.stride() != stride or _differ_in_bits(given, static)):
                 static.copy_(given.clone())
 
-    def backward(self, grads: Tensors, options: ReplayOptions | None, generation: int) -> list[torch.Tensor | None]:
+    def backward(self, grads: Tensors, options: ReplayOptions | None, replayed_in: int) -> list[torch.Tensor | None]:
         """Copy the outputs' gradients to their static places and run the backward graph.
 
         Args:
             grads: The gradients of the outputs; None for zeros.
             options: Those of the forward replay.
-            generation: ``generation`` right after the forward replay.
+            replayed_in: ``round`` right after the forward replay.
 
         Raises:
             RuntimeError: there is no backward graph, or the forward graph was replayed again since: backward would
@@ -119,12 +133,14 @@ class Replay:
         """
         if self._backward_graph is None:
             raise RuntimeError(f"{self.name} has no backward graph: it was captured without grad, or reset")
-        if generation != self.generation:
-            raise RuntimeError(
-                f"{self.name}: backward of a replay whose activations a later replay has overwritten. A graph serves "
-                "one forward pass at a time: run its backward before the next forward, or capture the callable once "
-                "for each call, with _order and an entry of sample_args for each."
-            )
+        order, turn = self._order, self._backward_turn
+        if turn is None:
+            turn = order.last
+        elif turn <= order.last:
+            order.refuse(turn, self.name)
+        if replayed_in != order.round:
+            order.refuse(turn, self.name)
+        order.last = turn
         for (static, address, stride), given in zip(self._grad_outputs, grads):  # noqa: B905
             if static is None:
                 continue
@@ -198,7 +214,7 @@ class ReplayNode(torch.autograd.Function):
     @staticmethod
     def forward(ctx, replay, options, *inputs):
         outputs = replay.forward(inputs, options)
-        ctx.replayed = replay, options, replay.generation
+        ctx.replayed = replay, options, replay.round
         ctx.materialize_grads = False
         if replay.not_differentiable:
             ctx.mark_non_differentiable(*(outputs[i] for i in replay.not_differentiable))
@@ -208,8 +224,8 @@ class ReplayNode(torch.autograd.Function):
     def backward(ctx, *grads):
         if torch.is_grad_enabled():  # create_graph=True
             return None, None, *_without_second_derivatives(ctx, grads)
-        replay, options, generation = ctx.replayed
-        return None, None, *replay.backward(grads, options, generation)
+        replay, options, round_ = ctx.replayed
+        return None, None, *replay.backward(grads, options, round_)
 
 
 def _without_second_derivatives(ctx: Any, grads: Tensors) -> list[torch.Tensor | None]:
@@ -218,9 +234,9 @@ def _without_second_derivatives(ctx: Any, grads: Tensors) -> list[torch.Tensor |
     torch's ``once_differentiable`` does so only where ``grads`` require grad, though a gradient also depends on the
     inputs and parameters of the forward pass.
     """
-    replay, options, generation = ctx.replayed
+    replay, options, round_ = ctx.replayed
     with torch.no_grad():
-        results = replay.backward(grads, options, generation)
+        results = replay.backward(grads, options, round_)
     message = f"{replay.name}: CUDA graphs compute first derivatives only; run it eagerly for second ones"
     return [
         grad if grad is None else torch._C._functions.DelayedError(message.encode(), 1)(grad.detach().requires_grad_())

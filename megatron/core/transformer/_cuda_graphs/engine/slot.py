@@ -17,10 +17,13 @@ from .capture_time_hooks import CaptureTimeHooks
 from .connected_leaves import connected_leaves
 from .delayed_wgrad import DelayedWeightGradients, delays_weight_gradients
 from .gradient_sink import GradientSink
+from .handover import Handover, Placeholder
 from .memory import PoolMemory, storage_address, weak_reference
+from .plan import Pass
 from .preserve import allow_nested_backward, hide_grads_and_hooks
 from .quantization import QuantizedReplay
 from .replay import Replay, ReplayOptions, Tensors, replay
+from .replay_order import ReplayOrder
 from .sanitizer import CapturedTensor, Sanitizer, captured, captured_of
 from .streams import refuse_legacy_stream
 
@@ -89,8 +92,7 @@ class GraphedSlot:
         forward_graph: Runs the forward pass; None before capture and after ``reset``.
         backward_graph: Runs the backward pass; None where nothing requires grad.
         weight_gradient_graph: Computes the weight gradients that backward delays; None where it delays none.
-        returned: The address and the version of the first output of a chain's last replay.
-        given: The addresses of the keyword inputs of a chain's last replay.
+        handover: How the chain that starts here passes on its output; None elsewhere.
     """
 
     def __init__(
@@ -126,8 +128,10 @@ class GraphedSlot:
         self._gradient_sink = gradient_sink
         self._owner: Any = None  # of the chain that starts here
         self._together: Sequence[GraphedSlot] = ()  # all of that chain
-        self.returned = (0, 0)
-        self.given: dict[str, int] = {}
+        self._placeholder: Placeholder | None = None  # of the output, in a chain
+        self.handover: Handover | None = None
+        self._order = ReplayOrder()
+        self._turns: dict[Pass, int] = {}
         self.replaced: dict[str, Any] = {}
         self._options = options
         self._autocast = autocast
@@ -405,6 +409,7 @@ class GraphedSlot:
                 f"too, and it takes {sorted(first.kwargs)}, not {sorted(self.kwargs)}. Set "
                 "--cuda-graph-layers-per-graph 1"
             )
+        previous._placeholder = Placeholder(output, previous.name)
         self.args = (output.detach().requires_grad_(), *self.args[1:])
         self.kwargs = {name: first.kwargs[name] for name in self.kwargs}
         self.inputs, self._structure = self._flatten_inputs(self.args, self.kwargs)
@@ -419,7 +424,7 @@ class GraphedSlot:
         self._outputs = self._grad_outputs = ()
 
     def lead(self, chain: "Sequence[GraphedSlot]", owner: Any) -> None:
-        """Become the first of ``chain``: a replay returns the last one's output, in the structure of its own.
+        """Become the first of ``chain``: a replay computes the last one's output.
 
         Args:
             chain: The callables that are recorded together, the first one included.
@@ -427,6 +432,8 @@ class GraphedSlot:
         """
         last = chain[-1]
         self._owner, self._together = owner, chain
+        between = [slot._placeholder for slot in chain[:-1] if slot._placeholder is not None]
+        self.handover = Handover([slot.name for slot in chain], between)
         self._outputs, self._grad_outputs = last._outputs, last._grad_outputs
         self.differentiable = last.differentiable
 
@@ -452,6 +459,8 @@ class GraphedSlot:
             ],
             quantized=self._quantized,
             around_backward=self._gradient_sink if self._owner is None else self._owner,
+            order=self._order,
+            turns=(self._turns.get(Pass.FORWARD, 0), self._turns.get(Pass.BACKWARD)),
         )
         if sanitizer.requested() and self.forward_graph is not None:
             made.sanitizer = Sanitizer(self.name, self._captured_tensors(), self.forward_graph.pool())
@@ -521,10 +530,9 @@ class GraphedSlot:
         if self._owner is not None:
             self._owner.before_forward()
         outputs = replay(self._replay, options, *inputs, *self.params)
-        if self._owner is not None:
-            first: Any = outputs[0]
-            self.returned = first.data_ptr(), first._version
-            self.given = {name: kwargs[name].data_ptr() for name in self.kwargs}
+        if self.handover is not None:
+            given = {name: (kwargs[name], kwargs[name]._version) for name in self.kwargs}
+            outputs = (self.handover.begin(outputs[0], given),)
         if self._returns_tuple:
             return outputs
         return outputs[0] if self._returns_one_tensor else tree_unflatten(outputs, self._output_spec)
@@ -567,6 +575,16 @@ class GraphedSlot:
         """
         if len(names) == len(self._expected):  # inputs that are nested keep their numbers
             self._expected.rename(owner, names.__getitem__, advice)
+        if self.handover is not None:
+            self.handover.rename(0, owner)
+        for number in self._turns.values():
+            self._order.rename(number, owner)
+
+    def take_turn(self, order: ReplayOrder, kind: Pass) -> None:
+        """Take the next number in ``order`` for the pass that has just been recorded."""
+        self._order = order
+        if kind is Pass.FORWARD or not self._options.retain_graph:  # which leaves all as it was
+            self._turns[kind] = order.number(self.name)
 
     def _replay_options(self, kwargs: dict[str, Any]) -> ReplayOptions | None:
         stream, event = kwargs.get("cuda_graph_stream"), kwargs.get("cuda_graph_event")
@@ -634,6 +652,8 @@ class GraphedSlot:
         self._warmup = WarmupRecord()
         self._gradient_sink = self._keep_param_grads = self._owner = None
         self._together = ()
+        if self.handover is not None:
+            self.handover.forget()
         self._outputs = self._grad_outputs = self._grad_inputs = self._grad_params = ()
         if self._replay is not None:
             self._replay.reset()

@@ -1,6 +1,8 @@
 """chains: consecutive callables are recorded in one graph, and train as they do with a graph each."""
 
+import weakref
 from contextlib import contextmanager
+from copy import deepcopy
 from typing import Any
 from unittest import mock
 
@@ -138,22 +140,35 @@ def test_keyword_inputs_are_those_of_the_first():
     assert_same_bits(outputs[:1], outputs[1:])
 
 
-def test_another_keyword_input_than_the_first_callables_is_refused():
-    scale, shift = device_tensor(4, 6, seed=1, grad=False), device_tensor(6, seed=2, grad=False)
-    static = [{"scale": torch.zeros_like(scale), "shift": torch.zeros_like(shift)} for _ in range(2)]
-    slots, _ = captured([Forward(keywords) for _ in range(2)], [range(2)], sample_kwargs=static)
-    hidden = slots[0](device_tensor(4, 6), scale=scale, shift=shift)
-    with pytest.raises(RuntimeError, match=r"callable 1 .*which got another shift\. Set --cuda-graph"):
-        slots[1](hidden, scale=scale, shift=shift.clone())
-    assert slots[1](hidden, scale=scale, shift=shift) is hidden
+@pytest.fixture
+def chained_with_keywords():
+    """Two chained callables, and their keyword inputs; the first one's call returns what it hands on."""
+    layers = [Forward(keywords) for _ in range(2)]
+    given = {"scale": device_tensor(4, 6, seed=1, grad=False), "shift": device_tensor(6, seed=2, grad=False)}
+    static = [{name: torch.zeros_like(tensor) for name, tensor in given.items()} for _ in layers]
+    slots, _ = captured(layers, [range(2)], sample_kwargs=static)
+    yield slots[0](device_tensor(4, 6), **given), slots[1], given
+    del layers
 
 
-def test_an_output_that_was_changed_in_place_is_refused():
-    slots, _ = captured([mlp(), mlp()], [range(2)])
-    with torch.no_grad():
-        hidden = slots[0](device_tensor(4, 6)).add_(1)
-        with pytest.raises(RuntimeError, match="is not given what they returned"):
-            slots[1](hidden)
+def test_another_keyword_input_than_the_first_callables_is_refused(chained_with_keywords):
+    between, second, given = chained_with_keywords
+    with pytest.raises(
+        RuntimeError, match=r"callable 1 .* with callable 0 .*which got another shift\. Set --cuda-graph"
+    ):
+        second(between, scale=given["scale"], shift=given["shift"].clone())
+
+
+def test_another_view_of_a_keyword_input_is_no_other(chained_with_keywords):
+    between, second, given = chained_with_keywords
+    assert second(between, scale=given["scale"], shift=given["shift"].detach()).isfinite().all()
+
+
+def test_a_keyword_input_that_was_changed_in_between_is_refused(chained_with_keywords):
+    between, second, given = chained_with_keywords
+    given["shift"].add_(1)
+    with pytest.raises(RuntimeError, match="got another shift"):
+        second(between, **given)
 
 
 def test_modules_in_evaluation_mode_are_recorded_one_by_one():
@@ -168,21 +183,22 @@ def test_modules_in_evaluation_mode_are_recorded_one_by_one():
 def test_a_callable_that_returns_a_tuple_goes_on_doing_so():
     layers = [Forward(lambda linear, x: (linear(x),)), Forward(lambda linear, x: (linear(x),))]
     slots, _ = captured(layers, [range(2)])
-    (first,) = slots[0](device_tensor(4, 6))
-    (second,) = slots[1](first)
-    assert second is first
+    (between,) = slots[0](device_tensor(4, 6))
+    (output,) = slots[1](between)
+    assert_same_bits([output], [layers[1](layers[0](device_tensor(4, 6))[0])[0]])
 
 
 def test_each_callable_returns_what_it_returns_alone():
     def in_a_tuple(linear, x):
         return (linear(x),)
 
-    layers = [Forward(in_a_tuple), mlp(), Forward(in_a_tuple), mlp()]
+    layers = [Forward(in_a_tuple), mlp(0), Forward(in_a_tuple), mlp(0)]
     slots, _ = captured(layers, [range(2), range(2, 4)])
-    (hidden,) = slots[0](device_tensor(4, 6))
-    assert slots[1](hidden) is hidden
-    (hidden,) = slots[2](hidden)
-    assert slots[3](hidden) is hidden
+    first, second, third, fourth = slots
+    assert_same_bits(
+        [fourth(*third(second(*first(device_tensor(4, 6)))))],
+        [layers[3](*layers[2](layers[1](*layers[0](device_tensor(4, 6)))))],
+    )
 
 
 def test_a_callable_may_take_fewer_keyword_inputs_than_the_first():
@@ -271,11 +287,95 @@ def test_hooks_of_the_callables_run_while_the_chain_is_recorded():
 # ------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_a_follower_refuses_another_tensor_than_the_chain_returns():
+def called(slots, calls):
+    """Call ``slots``: each with what ``calls`` says was returned by another before, -1 being the input."""
+    returned = {-1: device_tensor(4, 6)}
+    for index, given in calls:
+        returned[index] = slots[index](returned[given])
+    return returned
+
+
+@pytest.mark.parametrize(
+    ("calls", "message"),
+    [
+        ([(1, -1)], "callable 1 .* with callable 0 .*given another tensor"),
+        ([(0, -1), (2, 0)], r"callable 2 .* with callable 1 .*given what callable 0 \(Sequential\) returned"),
+        ([(0, -1), (1, 0), (1, 0)], "callable 1 .*The last one that was called is callable 1"),
+        ([(0, -1), (1, 0), (1, 1)], "callable 1 .* with callable 0 .*given what callable 1 "),
+        ([(0, -1), (1, 0), (2, 1), (2, 1)], "callable 2 .*The last one that was called is callable 2"),
+        ([(0, -1), (1, 0), (0, -1), (2, 1)], "callable 2 .*The last one that was called is callable 0"),
+        ([(0, -1), (0, 0)], "what callable 0 .* returned was read or changed"),
+        ([(0, -1), (1, 0), (3, 1)], "what callable 1 .* returned was read or changed"),
+        ([(0, -1), (1, -1)], "callable 1 .* with callable 0 .*given another tensor"),
+        ([(3, -1), (1, 3)], "callable 1 .* with callable 0 .*given another tensor"),
+    ],
+)
+def test_a_callable_that_is_left_out_or_called_twice_or_in_another_order_is_an_error(calls, message):
+    torch.manual_seed(5)
+    layers = [mlp(0) for _ in range(4)]
+    slots, _ = captured(layers, [range(3)])
+    with pytest.raises(RuntimeError, match=message + ".*--cuda-graph-layers-per-graph 1"):
+        called(slots, calls)
+    in_order = [(i, i - 1) for i in range(4)]  # the next pass is none the worse
+    assert_same_bits([called(slots, in_order)[3]], [called(layers, in_order)[3]])
+
+
+USES = {
+    "sum": lambda x: x + 1,
+    "copy": lambda x: torch.zeros(4, 6).copy_(x),
+    "change in place": lambda x: x.add_(1),
+    "detach": lambda x: x.detach(),
+    "data": lambda x: x.data,
+    "set data": lambda x: setattr(x, "data", torch.ones(1)),
+    "slice": lambda x: x[0],
+    "item": lambda x: x.sum().item(),
+    "list": lambda x: x.tolist(),
+    "array": lambda x: x.numpy(),
+    "address": lambda x: x.data_ptr(),
+    "hook": lambda x: x.register_hook(print),
+    "retain_grad": lambda x: x.retain_grad(),
+    "deepcopy": deepcopy,
+    "pickle": lambda x: x.__reduce_ex__(2),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+@pytest.mark.parametrize("grad", [True, False])
+def test_what_passes_between_callables_of_a_chain_cannot_be_used(use, grad):
     slots, _ = captured([mlp(), mlp()], [range(2)])
-    hidden = slots[0](device_tensor(4, 6))
-    with pytest.raises(RuntimeError, match=r"callable 1 .* is not given what they returned\. Set --cuda-graph"):
-        slots[1](hidden * 1)
+    between = slots[0](device_tensor(4, 6))
+    changes_a_leaf = grad and use is USES["change in place"]  # torch's own error comes first
+    with torch.set_grad_enabled(grad):
+        with pytest.raises(
+            RuntimeError, match="a leaf Variable" if changes_a_leaf else r"callable 0 .* is not computed"
+        ):
+            use(between)
+        assert slots[1](between).isfinite().all()
+
+
+def test_what_passes_between_callables_of_a_chain_says_what_it_stands_for():
+    slots, _ = captured([mlp(), mlp()], [range(2)])
+    x = device_tensor(4, 6)
+    between = slots[0](x)
+    assert (between.shape, between.dtype, between.device) == (x.shape, x.dtype, x.device)
+    assert between.requires_grad
+    assert repr(between) == "Placeholder(output of callable 0 (Sequential), shape=(4, 6), dtype=torch.float32)"
+    slots[1](between)
+    assert slots[0](x) is between  # it was made at capture
+
+
+def test_a_chain_holds_its_output_until_its_last_callable_returns_it():
+    slots, _ = captured([mlp(), mlp()], [range(2)])
+    x = device_tensor(4, 6)
+    graph = weakref.ref(slots[1](slots[0](x)).grad_fn)
+    assert graph() is None
+    between = slots[0](x)
+    output = slots[0].handover.output
+    assert slots[1](between) is output
+    assert slots[0].handover.output is None
+    with pytest.raises(RuntimeError, match="given another tensor"):
+        slots[1](x if slots[0](x) is between else None)
+    assert slots[0].handover.output is None
 
 
 def two_outputs(linear, x):

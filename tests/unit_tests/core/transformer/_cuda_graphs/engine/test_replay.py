@@ -100,7 +100,7 @@ def test_forward_passes_without_backward_leave_the_next_step_alone():
 
 
 def test_a_backward_pass_that_retains_its_graph_can_run_again():
-    graphed = make_graphed_callables(lambda x: x * x, (device_tensor(3),))
+    graphed = make_graphed_callables(lambda x: x * x, (device_tensor(3),), retain_graph_in_backward=True)
     x = torch.full((3,), 2.0, device="cuda", requires_grad=True)
     loss = graphed(x).sum()
     loss.backward(retain_graph=True)

@@ -1,0 +1,134 @@
+"""Replays of graphs that share memory come in the order of capture; any may be left out, another order is refused."""
+
+import pytest
+import torch
+
+from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
+
+from .captured_cases import assert_same_bits, copies, device_tensor, mlp
+
+pytestmark = pytest.mark.usefixtures("cpu_backend")
+COUNT = 4
+OVERWRITTEN = r"callable {} .*: backward of a replay .* overwritten, that of callable {} "
+
+
+def captured(microbatches=1, **options):
+    """Four layers, and the slots of each micro-batch, all of which are in flight at a time."""
+    torch.manual_seed(5)
+    layers = [mlp(0) for _ in range(COUNT)]
+    samples = [(device_tensor(4, 6),) for _ in range(COUNT * microbatches)]
+    slots = make_graphed_callables(
+        tuple(layers),
+        samples,
+        _order=[1] * microbatches + [-1] * microbatches,
+        _num_layers_per_chunk=[COUNT],
+        _reuse_graph_input_output_buffers=True,
+        **options,
+    )
+    return layers, [slots[m * COUNT : (m + 1) * COUNT] for m in range(microbatches)]
+
+
+def forward(layers, called, seed=0):
+    """The input, and what each call of the layers ``called`` returns in turn."""
+    returned = [device_tensor(4, 6, seed=seed)]
+    for index in called:
+        returned.append(layers[index](returned[-1]))
+    return returned
+
+
+def gradients(loss, x, layers, **options):
+    params = [param for layer in layers for param in layer.parameters()]
+    return copies(list(torch.autograd.grad(loss, [x, *params], allow_unused=True, **options)))
+
+
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("called", [[0, 1, 2, 3], [0, 2, 3], [1, 3], [0, 3], [2], [0, 1]], ids=str)
+def test_layers_may_be_left_out(microbatches, called):
+    layers, slots = captured(microbatches)
+    for step in range(2):
+        trained = [], []
+        for numbers, calls in zip(trained, (slots, [layers] * microbatches), strict=True):
+            # Each micro-batch leaves out others.
+            passes = [
+                forward(calls[m], called if m % 2 == 0 else range(COUNT), seed=10 * step + m)
+                for m in range(microbatches)
+            ]
+            for x, *between, output in passes:  # an auxiliary loss reads what passes between layers
+                loss = output.square().sum() + sum(hidden.cos().sum() for hidden in between)
+                numbers.extend(gradients(loss, x, layers))
+        assert_same_bits(*trained)
+
+
+@pytest.mark.parametrize(
+    ("called", "message"),
+    [
+        ([0, 2, 1, 3], OVERWRITTEN.format(2, 1)),
+        ([1, 0, 2, 3], OVERWRITTEN.format(1, 0)),
+        ([3, 2, 1, 0], OVERWRITTEN.format(1, 0)),
+        ([0, 1, 1, 2], OVERWRITTEN.format(1, 1)),
+        ([0, 1, 2, 3, 0], OVERWRITTEN.format(3, 0)),
+    ],
+    ids=str,
+)
+def test_another_order_is_an_error_that_names_both_layers(called, message):
+    layers, (slots,) = captured()
+    x, *_, output = forward(slots, called)
+    with pytest.raises(RuntimeError, match=message):
+        gradients(output.sum(), x, layers)
+    numbers = []
+    for calls in (layers, slots):  # the next step is none the worse
+        x, *_, output = forward(calls, range(COUNT))
+        numbers.append(gradients(output.sum(), x, layers))
+    assert_same_bits(*numbers)
+
+
+def test_a_layer_that_overwrote_another_is_noticed_though_its_own_backward_pass_does_not_run():
+    layers, (slots,) = captured()
+    x, first, aside = forward(slots, [0, 2])
+    slots[1](first)
+    with pytest.raises(RuntimeError, match=OVERWRITTEN.format(2, 1)):
+        gradients(aside.sum(), x, layers)
+
+
+def test_a_backward_pass_in_parts_is_an_error_where_the_first_part_overwrites_what_the_second_reads():
+    layers, (slots,) = captured()
+    x, first, *_, output = forward(slots, range(COUNT))
+    gradients(first.sum(), x, layers, retain_graph=True)
+    with pytest.raises(RuntimeError, match=OVERWRITTEN.format(3, 0)):
+        gradients(output.sum(), x, layers)
+
+
+@pytest.mark.parametrize("stops_after", range(1, COUNT))
+def test_a_pass_that_ended_early_changes_nothing(stops_after):
+    layers, (slots,) = captured()
+    numbers = []
+    for calls in (layers, slots):
+        forward(calls, range(stops_after), seed=1)
+        x, *_, output = forward(calls, range(COUNT))
+        numbers.append(gradients(output.sum(), x, layers))
+    assert_same_bits(*numbers)
+
+
+def test_micro_batches_in_another_order_are_an_error():
+    layers, slots = captured(microbatches=2)
+    second = forward(slots[1], range(COUNT))
+    forward(slots[0], range(COUNT))
+    with pytest.raises(RuntimeError, match=OVERWRITTEN.format(3, 0)):
+        gradients(second[-1].sum(), second[0], layers)
+
+
+def test_a_second_backward_pass_needs_a_retained_graph():
+    layers, (slots,) = captured()
+    x, *_, output = forward(slots, range(COUNT))
+    gradients(output.sum(), x, layers, retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"callable 3 .* retain_graph_in_backward=True"):
+        gradients(output.sum(), x, layers)
+
+
+def test_with_a_retained_graph_backward_can_run_again():
+    layers, (slots,) = captured(retain_graph_in_backward=True)
+    x, *_, output = forward(layers, range(COUNT))
+    expected = gradients(output.sum(), x, layers)
+    x, *_, output = forward(slots, range(COUNT))
+    for _ in range(2):
+        assert_same_bits(gradients(output.sum(), x, layers, retain_graph=True), expected)
