@@ -19,12 +19,12 @@ class Placeholder(torch.Tensor):
         name: The callable that returns it.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = torch._C._disabled_torch_function_impl
     made_by: str
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, name: str) -> "Placeholder":
-        made: Placeholder = torch.Tensor._make_wrapper_subclass(  # type: ignore[attr-defined]
+        made: Placeholder = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=True
         )
         torch._C._set_throw_on_mutable_data_ptr(made)  # kernels that are not torch's get no address either
@@ -38,17 +38,17 @@ class Placeholder(torch.Tensor):
 
     def _refuse(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise RuntimeError(
-            f"what {self.made_by} returned was read or changed, and that is not computed apart: the layer runs in one "
-            f"graph with those after it, and only the last one's output exists. {APART} for a model that uses hidden "
-            "states between layers (extract_layer_indices), or leaves layers out"
+            f"what {self.made_by} returned is not computed separately, and cannot be read or changed: the layer runs "
+            f"in one graph with those after it, of which only the last one's output exists. {APART} for a model that "
+            "uses hidden states between layers (extract_layer_indices), or leaves layers out"
         )
 
     # What torch does with a tensor without an operator.
-    data_ptr = register_hook = register_post_accumulate_grad_hook = retain_grad = _refuse  # type: ignore[assignment]
-    tolist = numpy = __deepcopy__ = __reduce_ex__ = _refuse  # type: ignore[assignment]
-    data = property(_refuse, _refuse)  # type: ignore[assignment]
+    data_ptr = register_hook = register_post_accumulate_grad_hook = retain_grad = _refuse
+    tolist = numpy = __deepcopy__ = __reduce_ex__ = _refuse
+    data = property(_refuse, _refuse)
 
-    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+    def __repr__(self, **_: Any) -> str:
         return f"Placeholder(output of {self.made_by}, shape={tuple(self.shape)}, dtype={self.dtype})"
 
 

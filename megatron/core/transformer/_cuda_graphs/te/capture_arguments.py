@@ -22,6 +22,7 @@ from .consecutive_layers import consecutive, with_hooks_of_others
 from .layers import decoder_layers, fsdp_of
 from .order import PassOrder, convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
 from .sample_inputs import LayerInputs, SampleArguments, attention_mask_type, sample_arguments
+from .training_calls import READS
 
 # Iterations that a layer should have had before it is captured, training steps included: as many as torch's own
 # make_graphed_callables runs. (The ten or eleven that are asked for elsewhere are for torch's DistributedDataParallel.)
@@ -48,6 +49,7 @@ class MakesArguments:
     _engine: Backend
     _agreement: CaptureAgreement
     _log: Callable[[int, str], None]
+    _reads_hidden_states: Callable[[], bool]
 
     def _get_sample_arguments(
         self, order: Sequence[float], chunk_id_list: list | None = None
@@ -135,7 +137,11 @@ class MakesArguments:
         chains: list[Chain] = []
         limit = layers_per_graph(config)
         # Ranks whose layers were recorded otherwise would launch their collectives in another order.
-        alone = self._agreement.union(with_hooks_of_others(self.flattened_callables))
+        reads = self._reads_hidden_states()
+        apart = range(len(self.flattened_callables)) if reads else with_hooks_of_others(self.flattened_callables)
+        alone = self._agreement.union({*apart})
+        if reads:
+            self._log(logging.INFO, f"each layer is captured in a graph of its own, because {READS}")
         first = 0
         for chunk, with_decoder, layers in zip(
             self.model, self.chunks_with_decoder, self.callables_per_chunk, strict=True

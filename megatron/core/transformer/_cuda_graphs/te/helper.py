@@ -38,7 +38,7 @@ from .interleaved_passes import InterleavedPasses
 from .joined_collectives import joined_collectives
 from .layers import _layer_is_graphable, fsdp_of, language_model_layers, layer_name
 from .torch_fsdp import KeptParameters, kept_parameters
-from .training_calls import TrainingCalls
+from .training_calls import HiddenStatesReads, TrainingCalls
 from .whole_model import ModelGraphs, capture_whole_model
 from .whole_model_choice import ChoosesWholeModel
 
@@ -132,8 +132,11 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         self._discover_layers()
         if self._one_graph_serves_all() and self.chunks_with_decoder and self.chunks_with_decoder[0] is not None:
             self._passes = InterleavedPasses(self.chunks_with_decoder[0])
-        if layers_per_graph(config) is None and not self._against_whole_model():
-            self._training_calls = TrainingCalls(self.chunks_with_decoder[0])
+        if layers_per_graph(config) is None:
+            if not self._against_whole_model():
+                self._training_calls = TrainingCalls(self.chunks_with_decoder[0])
+            decoders = (getattr(model, "decoder", None) for model in self.chunks_with_decoder)
+            self._hidden_states_reads = HiddenStatesReads(filter(None, decoders))
 
     # --------------------------------------------------------------------------------------------- layers
 

@@ -1,4 +1,4 @@
-"""How a language model is called in training: with what graphs of the whole model take, or with something else."""
+"""How a model is called in training: with what graphs of all of it, or of several layers, take, or otherwise."""
 
 import inspect
 import weakref
@@ -24,6 +24,7 @@ def arguments_by_name(order: Iterable[str], args: tuple, kwargs: Mapping[str, An
 
 
 NONE_SEEN = "it has not been called for training so far"
+READS = "training reads hidden states between layers (extract_layer_indices)"
 
 
 class TrainingCalls:
@@ -76,3 +77,33 @@ def _against(given: Mapping[str, Any]) -> str:
         if not isinstance(tensor, torch.Tensor) or tensor.shape != shape or tensor.dtype != dtype:
             return f"its {name} are not of shape {list(shape)} and {dtype}"
     return ""
+
+
+class HiddenStatesReads:
+    """Watches whether decoders are asked for hidden states between their layers in training, until ``any`` is asked.
+
+    Args:
+        decoders: A ``TransformerBlock``, or what stands in its place, of each chunk of the model.
+    """
+
+    def __init__(self, decoders: Iterable[torch.nn.Module]):
+        watch = weakref.WeakMethod(self._watch)
+
+        # After the call: other hooks may have changed its arguments.
+        def hook(decoder: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+            watcher = watch()
+            if watcher is not None:
+                watcher(decoder, kwargs)
+
+        self._any = False
+        self._handles = [decoder.register_forward_hook(hook, with_kwargs=True) for decoder in decoders]
+
+    def _watch(self, decoder: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
+        if kwargs.get("extract_layer_indices") and is_training(decoder):
+            self._any = True
+
+    def any(self) -> bool:
+        """Whether one was. Ends the watch."""
+        for handle in self._handles:
+            handle.remove()
+        return self._any

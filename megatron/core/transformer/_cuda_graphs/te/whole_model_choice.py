@@ -11,7 +11,7 @@ from ..own_options import WHOLE_MODEL, layers_per_graph
 from .agreement import CaptureAgreement
 from .backends import Backend
 from .layers import fsdp_of
-from .training_calls import NONE_SEEN, TrainingCalls
+from .training_calls import NONE_SEEN, READS, HiddenStatesReads, TrainingCalls
 from .whole_model import against_whole_model, other_method
 
 
@@ -29,6 +29,7 @@ class ChoosesWholeModel:
     _tries_whole_model = False  # though nobody asked for it
     _whole_model_failed = False  # when it was tried
     _training_calls: TrainingCalls | None = None  # of a model that may be captured as a whole
+    _hidden_states_reads: HiddenStatesReads | None = None  # where the number of layers in a graph is left to us
 
     def _captures_whole_model(self) -> bool:
         """Whether this rank would capture the whole model."""
@@ -57,7 +58,12 @@ class ChoosesWholeModel:
     def _against_the_model(self) -> str:
         """Say why this rank does not capture the whole model; empty if it does."""
         calls = "" if layers_per_graph(self.config) else self._against_calls()  # ends the watch in any case
-        return self._against_whole_model() or calls
+        reads = READS if self._reads_hidden_states() else ""
+        return self._against_whole_model() or calls or reads
+
+    def _reads_hidden_states(self) -> bool:
+        """Whether training has read hidden states between layers, so that each layer needs a graph of its own."""
+        return self._hidden_states_reads is not None and self._hidden_states_reads.any()
 
     def _against_calls(self) -> str:
         """Say why training would not replay graphs of the whole model, so that they are captured only if asked for."""

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.te.training_calls import TrainingCalls
+from megatron.core.transformer._cuda_graphs.te.training_calls import HiddenStatesReads, TrainingCalls
 
 
 class Model(torch.nn.Module):
@@ -77,3 +77,39 @@ def test_who_is_forgotten_watches_no_longer(model):
     watcher = TrainingCalls(model)
     del watcher
     model(*FITTING[:3])
+
+
+class Decoder(torch.nn.Module):
+    def forward(self, hidden_states, extract_layer_indices=None):
+        return hidden_states
+
+
+@pytest.mark.parametrize(
+    ("indices", "training", "grad", "read"),
+    [({1}, True, True, True), (set(), True, True, False), ({1}, False, True, False), ({1}, True, False, False)],
+)
+def test_training_that_asks_for_hidden_states_between_layers_is_noticed(indices, training, grad, read):
+    decoders = [Decoder(), Decoder()]
+    reads = HiddenStatesReads(decoders)
+    decoders[0](TOKENS)
+    with torch.set_grad_enabled(grad):
+        decoders[1].train(training)(TOKENS, extract_layer_indices=indices)
+    decoders[1].train()(TOKENS)
+    assert reads.any() == read
+
+
+def test_arguments_that_another_hook_adds_are_noticed():
+    decoder = Decoder()
+    reads = HiddenStatesReads([decoder])
+    decoder.register_forward_pre_hook(lambda _, args, __: (args, {"extract_layer_indices": {0}}), with_kwargs=True)
+    decoder(TOKENS)
+    assert reads.any()
+
+
+def test_once_asked_for_reads_the_watch_is_over():
+    decoder = Decoder()
+    reads = HiddenStatesReads([decoder])
+    assert not reads.any()
+    assert not decoder._forward_hooks
+    decoder(TOKENS, extract_layer_indices={0})
+    assert not reads.any()

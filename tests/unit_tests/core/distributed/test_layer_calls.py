@@ -1,0 +1,112 @@
+"""Decoders that read hidden states between layers, leave layers out, or call them twice or in another order.
+
+What they compute with graphs is what they compute eagerly, or there is an error, and the next step is none the worse.
+"""
+
+import functools
+
+import pytest
+
+from tests.support.training import Training
+
+from .captured_training import CapturedTraining
+from .fsdp_variants import Variant, small
+
+ALL, TWO, ONE = 0, 2, 1  # layers in a graph
+COUNT = 4
+IN_ORDER = (0, 1, 2, 3)
+
+
+def unusual(model):
+    """Let the decoder of ``model`` call the layers ``called``, and add what those of ``reads`` return to its output."""
+
+    class Unusual(type(model.decoder)):
+        called, reads = IN_ORDER, ()
+
+        def forward(self, *args, **kwargs):
+            layers = self._modules["layers"]
+            self._modules["layers"] = [layers[index] for index in self.called]
+            try:
+                output = super().forward(*args, **kwargs, extract_layer_indices=set(self.reads))
+            finally:
+                self._modules["layers"] = layers
+            if not self.reads:
+                return output
+            output, between = output
+            return output + sum(hidden.cos() for hidden in between)
+
+    model.decoder.__class__ = Unusual
+
+
+def trained(per_graph, called, reads, error=None):
+    """Train a step after the capture, with ``called`` and ``reads``, and one more without; eagerly for None."""
+    case = small(layers=COUNT, layers_per_graph=per_graph, warmup=10, microbatches=2)
+    training = CapturedTraining(case, per_graph is not None, Variant(case, change=unusual))
+    try:
+        kind = type(training.fsdp.module.decoder)
+        kind.called, kind.reads = called, reads
+        if error is None:
+            training.step()
+        else:
+            with pytest.raises(RuntimeError, match=error):
+                training.step()
+        kind.called, kind.reads = IN_ORDER, ()
+        training.step()
+        return training.trace()
+    finally:
+        training.delete()
+
+
+eager = functools.cache(functools.partial(trained, None))
+
+
+@pytest.mark.parametrize(
+    ("per_graph", "called", "reads", "replays"),
+    [
+        (ONE, IN_ORDER, (1, 2), 16),
+        (ONE, (0, 2, 3), (1,), 12),
+        (ONE, (1, 3), (), 8),
+        (TWO, IN_ORDER, (1,), 8),  # what the first graph returns
+        (TWO, (2, 3), (), 4),
+    ],
+)
+def test_what_graphs_can_do_is_bit_equal_to_eager(one_rank, per_graph, called, reads, replays):
+    got = trained(per_graph, called, reads)
+    assert eager(called, reads).differences(got) == []
+    assert got.step_replays[1:] == [replays, 4 * COUNT // (per_graph or COUNT)]
+
+
+@pytest.mark.parametrize(
+    ("per_graph", "called", "reads", "error"),
+    [
+        (ALL, IN_ORDER, (1,), r"what layer 2 \(TransformerLayer\) returned is not computed separately"),
+        (ALL, (0, 2, 3), (), r"layer 3 .* with layer 2 .* given what layer 1 \(TransformerLayer\) returned"),
+        (TWO, (0, 1, 2), (), "what layer 3 .* returned is not computed separately"),
+        (ONE, (0, 1, 1, 2, 3), (), "layer 2 .*: backward of a replay .* that of layer 2 "),
+        (ONE, (0, 2, 1, 3), (), "layer 3 .*: backward of a replay .* that of layer 2 "),
+    ],
+)
+def test_what_graphs_cannot_do_is_an_error_that_names_the_layers(one_rank, per_graph, called, reads, error):
+    got = trained(per_graph, called, reads, error)
+    assert got.step_replays[-1] == 4 * COUNT // (per_graph or COUNT)
+    expected = eager(IN_ORDER, ())  # of one step more
+    assert (got.losses, got.grad_norms) == (expected.losses[:2], expected.grad_norms[:2])
+
+
+@pytest.mark.parametrize(("reads", "graphs"), [((1,), COUNT), ((), 1)])
+def test_by_default_training_that_reads_hidden_states_between_layers_gets_a_graph_for_each(
+    one_rank, caplog, reads, graphs
+):
+    case = small(layers=COUNT, layers_per_graph=None, warmup=10)
+    with Variant(case, change=unusual).in_place(upstream=False):
+        training = Training(case, graphs=True)
+    helper = training.make_helper()
+    type(training.chunks[0].module.module.decoder).reads = reads
+    training.step()
+    with caplog.at_level("INFO"):
+        training.capture(lambda training: training.helper.create_cudagraphs())
+    training.step()
+    assert (helper.model_graphs, training.step_replays[-1]) == (None, 2 * graphs)
+    said = [each.message for each in caplog.records if "a graph of its own, because training reads" in each.message]
+    assert len(said) == bool(reads)
+    helper.delete_cuda_graphs()
