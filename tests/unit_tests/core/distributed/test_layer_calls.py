@@ -6,8 +6,9 @@ What they compute with graphs is what they compute eagerly, or there is an error
 import functools
 
 import pytest
+import torch
 
-from tests.support.training import Training
+from tests.support.training import train
 
 from .captured_training import CapturedTraining
 from .fsdp_variants import Variant, small
@@ -93,20 +94,26 @@ def test_what_graphs_cannot_do_is_an_error_that_names_the_layers(one_rank, per_g
     assert (got.losses, got.grad_norms) == (expected.losses[:2], expected.grad_norms[:2])
 
 
-@pytest.mark.parametrize(("reads", "graphs"), [((1,), COUNT), ((), 1)])
+def read_in_hooks(model):
+    """Ask the decoder of ``model`` for hidden states between layers, and add them to its output, in hooks."""
+    indices = {"extract_layer_indices": {1, 2}}
+    model.decoder.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | indices), with_kwargs=True)
+    model.decoder.register_forward_hook(lambda _, args, returned: returned[0] + sum(map(torch.cos, returned[1])))
+
+
+def use_in_hooks(model):
+    """Change the output of the decoder of ``model`` in a hook."""
+    model.decoder.register_forward_hook(lambda _, args, output: output + 1)
+
+
+@pytest.mark.parametrize(("change", "graphs"), [(read_in_hooks, COUNT), (use_in_hooks, 1)])
 def test_by_default_training_that_reads_hidden_states_between_layers_gets_a_graph_for_each(
-    one_rank, caplog, reads, graphs
+    one_rank, caplog, change, graphs
 ):
-    case = small(layers=COUNT, layers_per_graph=None, warmup=10)
-    with Variant(case, change=unusual).in_place(upstream=False):
-        training = Training(case, graphs=True)
-    helper = training.make_helper()
-    type(training.chunks[0].module.module.decoder).reads = reads
-    training.step()
-    with caplog.at_level("INFO"):
-        training.capture(lambda training: training.helper.create_cudagraphs())
-    training.step()
-    assert (helper.model_graphs, training.step_replays[-1]) == (None, 2 * graphs)
+    case = small(layers=COUNT, layers_per_graph=None, warmup=1, steps=3)
+    with caplog.at_level("INFO"), Variant(case, change=change).in_place(upstream=False):
+        eager, graphed = train(case, False), train(case, True)
+    assert eager.differences(graphed) == []
+    assert graphed.replays == 2 * graphs
     said = [each.message for each in caplog.records if "a graph of its own, because training reads" in each.message]
-    assert len(said) == bool(reads)
-    helper.delete_cuda_graphs()
+    assert len(said) == (graphs == COUNT)
