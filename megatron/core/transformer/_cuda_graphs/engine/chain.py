@@ -64,7 +64,8 @@ class ChainFollower:
         self._handover = handover
         self._taken: Any = handover.between[place - 1]
         self._returned: Any = handover.between[place] if place < len(handover.between) else None
-        self._returns_one_tensor, self._spec = slot.returns_one_tensor, slot.output_spec
+        self._returns_one_tensor, self._returns_tuple = slot.returns_one_tensor, slot.returns_tuple
+        self._spec = slot.output_spec
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return a placeholder, or after the last callable the chain's output, as the callable would its own.
@@ -87,7 +88,9 @@ class ChainFollower:
         returned = self._returned
         if returned is None:
             returned = handover.end()
-        return returned if self._returns_one_tensor else tree_unflatten((returned,), self._spec)
+        if self._returns_one_tensor:
+            return returned
+        return (returned,) if self._returns_tuple else tree_unflatten((returned,), self._spec)
 
     def name_inputs(self, owner: str, names: Sequence[str], advice: str) -> None:
         """Let errors call the callable ``owner``; its inputs are checked at the first one of the chain."""

@@ -386,6 +386,11 @@ class GraphedSlot:
         return self._returns_one_tensor
 
     @property
+    def returns_tuple(self) -> bool:
+        """Whether the callable returns a tuple of tensors."""
+        return self._returns_tuple
+
+    @property
     def output_spec(self) -> TreeSpec | None:
         """How the outputs are nested."""
         return self._output_spec

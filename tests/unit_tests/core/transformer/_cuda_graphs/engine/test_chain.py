@@ -1,5 +1,6 @@
 """chains: consecutive callables are recorded in one graph, and train as they do with a graph each."""
 
+import sys
 import weakref
 from contextlib import contextmanager
 from copy import deepcopy
@@ -362,6 +363,36 @@ def test_what_passes_between_callables_of_a_chain_says_what_it_stands_for():
     assert repr(between) == "Placeholder(output of callable 0 (Sequential), shape=(4, 6), dtype=torch.float32)"
     slots[1](between)
     assert slots[0](x) is between  # it was made at capture
+
+
+def in_a_list(linear, x):
+    return [linear(x)]
+
+
+def test_a_callable_that_returns_a_list_goes_on_doing_so():
+    layers = [Forward(in_a_list) for _ in range(3)]
+    slots, _ = captured(layers, [range(3)])
+    hidden = device_tensor(4, 6)
+    for slot in slots:
+        (hidden,) = taken = slot(hidden)
+        assert isinstance(taken, list)
+        taken.clear()  # the next replay returns another one
+    (again,) = slots[2](*slots[1](*slots[0](device_tensor(4, 6))))
+    assert_same_bits([again], [hidden])
+
+
+def test_a_callable_after_the_first_costs_one_call():
+    def in_a_tuple(linear, x):
+        return (linear(x),)
+
+    layers = [Forward(in_a_tuple) for _ in range(3)]
+    slots, _ = captured(layers, [range(3)])
+    (hidden,) = slots[0](device_tensor(4, 6))
+    calls = []
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    slots[2](*slots[1](hidden))
+    sys.setprofile(None)
+    assert calls == ["__call__", "__call__", "end", "forget"]
 
 
 def test_a_chain_holds_its_output_until_its_last_callable_returns_it():
