@@ -50,6 +50,7 @@ class MakesArguments:
     _agreement: CaptureAgreement
     _log: Callable[[int, str], None]
     _reads_hidden_states: Callable[[], bool]
+    _layers_of: Callable[[torch.nn.Module], tuple[Any, list[tuple[torch.nn.Module, bool]]]]
 
     def _get_sample_arguments(
         self, order: Sequence[float], chunk_id_list: list | None = None
@@ -177,11 +178,19 @@ class MakesArguments:
         if self.config.overlap_moe_expert_parallel_comm:
             # Layers of two chunks interleave: every layer becomes a chunk of its own.
             order, chunk_id_list = get_overlap_moe_expert_parallel_comm_order(
-                chunks, num_layers, self.config.delay_wgrad_compute and self._captures_weight_gradients()
+                chunks,
+                num_layers,
+                self.config.delay_wgrad_compute and self._captures_weight_gradients(),
+                list(map(self._places, self.model, self.callables_per_chunk)),
             )
             passes = PassOrder(order, [1] * sum(num_layers), order.count(1), chunk_id_list)
         self._log(logging.DEBUG, f"order of passes {passes.order}")
         return passes
+
+    def _places(self, chunk: torch.nn.Module, captured: Sequence[torch.nn.Module]) -> list[int | None]:
+        """Return for each layer of ``chunk`` its place among those that are ``captured``, or None."""
+        place = {layer: index for index, layer in enumerate(captured)}
+        return [place.get(layer) for layer, _ in self._layers_of(chunk)[1]]
 
     def _one_graph_serves_all(self) -> bool:
         """Whether only one micro-batch is in flight at a time, as without pipeline stages."""

@@ -53,7 +53,10 @@ def convert_schedule_table_to_order(
 
 
 def get_overlap_moe_expert_parallel_comm_order(
-    order: Sequence[int], num_layers_per_chunk: Sequence[int], capture_wgrad_graph: bool
+    order: Sequence[int],
+    num_layers_per_chunk: Sequence[int],
+    capture_wgrad_graph: bool,
+    captured: Sequence[Sequence[int | None]] | None = None,
 ) -> tuple[list[float], list[list[int] | None]]:
     """Return the order of layers under ``--overlap-moe-expert-parallel-comm``: each layer is a chunk of its own.
 
@@ -64,6 +67,8 @@ def get_overlap_moe_expert_parallel_comm_order(
         num_layers_per_chunk: The number of captured layers of each chunk.
         capture_wgrad_graph: Whether weight gradients have graphs of their own. They follow their layer's backward pass,
             but those of a chunk's first layer, the last of its backward pass, follow the forward pass beside it.
+        captured: For each chunk, for each of its layers, its place among those that are captured, or None: layers that
+            are not take their turns too. None if all layers are captured.
 
     Returns:
         The order of layers, and for each of its steps ``[chunk, layer of the chunk]``, counted from 0, of a forward
@@ -78,22 +83,26 @@ def get_overlap_moe_expert_parallel_comm_order(
     [1, 2, 3, 1, -3, -3.5, -2, -2.5, -1, -1.5, -1, -1.5]
     """
     first_layer = [0, *accumulate(num_layers_per_chunk)]
+    places: Sequence[Sequence[int | None]] = [range(count) for count in num_layers_per_chunk]
+    places = places if captured is None else captured
     steps: list[float] = []
     layers: list[list[int] | None] = []
 
     def forward(chunk: int, layer: int) -> None:
-        if layer < num_layers_per_chunk[chunk - 1]:
-            steps.append(first_layer[chunk - 1] + layer + 1)
-            layers.append([chunk - 1, layer])
+        place = places[chunk - 1][layer] if layer < len(places[chunk - 1]) else None
+        if place is not None:
+            steps.append(first_layer[chunk - 1] + place + 1)
+            layers.append([chunk - 1, place])
 
     def backward(chunk: int, layer: int, half: bool = False) -> None:
-        if 0 <= layer < num_layers_per_chunk[chunk - 1] and (capture_wgrad_graph or not half):
-            steps.append(-(first_layer[chunk - 1] + layer + 1) - (0.5 if half else 0))
+        place = places[chunk - 1][layer] if 0 <= layer < len(places[chunk - 1]) else None
+        if place is not None and (capture_wgrad_graph or not half):
+            steps.append(-(first_layer[chunk - 1] + place + 1) - (0.5 if half else 0))
             layers.append(None)
 
     for back, fore in _alternating(order):
-        layers_back = num_layers_per_chunk[back - 1] if back else 0
-        layers_fore = num_layers_per_chunk[fore - 1] if fore else 0
+        layers_back = len(places[back - 1]) if back else 0
+        layers_fore = len(places[fore - 1]) if fore else 0
         for turn in range(max(layers_back, layers_fore)):
             if fore:
                 forward(fore, turn)

@@ -86,6 +86,12 @@ def test_weight_gradients_of_the_last_layer_wait_for_the_forward_pass_beside_the
     assert steps == [1, 2, -1, 3, 4, -1.5, -4, -4.5, -3, -3.5, -2, -2.5]
 
 
+def test_layers_that_are_not_captured_take_their_turns_too():
+    """The first of three layers: the last one's backward pass comes before the second one's forward pass beside it."""
+    order = get_overlap_moe_expert_parallel_comm_order([1, -1, 1, -1], [2], False, [[None, 0, 1]])
+    assert order == ([1, 2, -2, 1, -1, 2, -2, -1], [[0, 0], [0, 1], None, [0, 0], None, [0, 1], None, None])
+
+
 def test_a_plan_follows_an_order_of_layers():
     order, _ = get_overlap_moe_expert_parallel_comm_order([1, 2, -2, 1, -1, 2, -2, -1], [1, 2], True)
     assert len(ordered_plan(order, 1, 3).steps) == len(order)
