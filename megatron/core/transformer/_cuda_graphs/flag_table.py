@@ -668,6 +668,8 @@ _WORKS = [
         "--optimizer-cuda-graph",
         lambda o: bool(o.get("optimizer_cuda_graph")) and not _scales_loss(o),
         _GPU,
+        "where torch's Adam is in the place of TransformerEngine's a checkpoint of it cannot be loaded: learning rates "
+        "in it are tensors",
     ),
     _works(
         "tensor parallel",
