@@ -2,8 +2,10 @@
 
 import logging
 import sys
-from argparse import Namespace
+from argparse import ArgumentParser, Namespace
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from itertools import combinations
 from pathlib import Path
 
@@ -197,13 +199,23 @@ def _cpu_backend():
         yield
 
 
+@cache
+def parser() -> ArgumentParser:
+    """All flags, which take longer to list than to parse."""
+    from megatron.training.arguments import add_megatron_arguments
+
+    return add_megatron_arguments(ArgumentParser(allow_abbrev=False))
+
+
 def parsed(line: str) -> Namespace:
     """The flags of a command line, not yet validated."""
-    from megatron.training.arguments import parse_args
+    from megatron.training import arguments
 
+    listed = parser()
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(sys, "argv", ["train.py", *line.split()])
-        return parse_args()
+        patched.setattr(arguments, "add_megatron_arguments", lambda _: listed)
+        return deepcopy(arguments.parse_args())  # lists of defaults are the parser's
 
 
 @pytest.fixture(scope="module")

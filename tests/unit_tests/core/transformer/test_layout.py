@@ -7,6 +7,7 @@ matter.
 import ast
 import graphlib
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,11 @@ FILES = _files()
 FSDP_FILES = [f"{MEGATRON_FSDP}.{path.stem}" for path in _path_of(MEGATRON_FSDP).with_suffix("").glob("*.py")]
 
 
+@cache
+def _parsed(name: str) -> ast.Module:
+    return ast.parse(_path_of(name).read_text())
+
+
 def _nodes(tree: ast.AST, inside_functions: bool) -> Iterator[ast.AST]:
     for node in ast.iter_child_nodes(tree):
         if inside_functions or not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
@@ -64,9 +70,10 @@ def _imports(name: str, *, inside_functions: bool = True) -> set[str]:
     return _all_imports(name, inside_functions=inside_functions) & set(FILES)
 
 
+@cache
 def _all_imports(name: str, *, inside_functions: bool) -> set[str]:
     found: set[str] = set()
-    for node in _nodes(ast.parse(_path_of(name).read_text()), inside_functions):
+    for node in _nodes(_parsed(name), inside_functions):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
