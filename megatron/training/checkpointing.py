@@ -1,4 +1,4 @@
-"""Checkpoints that runs with and without graphs load alike, and runs with any number of pipeline stages.
+"""Checkpoints that runs with and without graphs load alike, with layers by their numbers in the whole model.
 
 Everything else in this module is megatron-core's.
 """
