@@ -12,7 +12,6 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer._cuda_graphs.dispatcher_state import preserve_dispatcher_state
 from megatron.core.transformer._cuda_graphs.evaluation_graph import EvaluationGraph
 from megatron.core.transformer._cuda_graphs.evaluation_mode import may_replay_evaluation
-from megatron.core.transformer._cuda_graphs.hooks import number_of_hooks
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.packed_sequences import from_static_offsets, to_inputs
 from megatron_fsdp_cuda_graphs.overlay import extend
@@ -35,13 +34,14 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
     - Static inputs have the dtype of the model's hidden states, not always bf16.
     - Arguments of a replay are checked by the graph itself, and TransformerEngine is not needed for it.
     - Under pipeline parallelism another number of micro-batches than at capture is refused.
-    - A pass whose hidden states have another shape than at capture runs eagerly, where graphs allow it.
+    - A pass that the graphs do not fit runs eagerly, where that is possible: one whose hidden states have another shape
+      than at capture, or one after something changed that only an eager pass reads (``ReplayConditions``).
     - With ``--cuda-graph-packed-sequences`` graphs of attention take the offsets of packed sequences.
     - Evaluation replays a graph of its own, if there is one and it fits the call.
 
     Attributes:
         evaluation_graph: The graph that evaluation replays; None without one.
-        runs_eagerly: Whether the last call had graphs and did not replay them for its shape; until the next call.
+        runs_eagerly: Whether the last call had graphs that did not fit it; until the next call.
     """
 
     evaluation_graph: EvaluationGraph | None = None
@@ -58,33 +58,30 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
             replays = self.training and self.config.cuda_graph_impl == "transformer_engine"
         else:
             replays = decide(*args, **kwargs)
+        graph: Any = self.cuda_graphs[0] if self.cuda_graphs else None
+        if not isinstance(graph, LayerGraph):  # one that others made has no conditions
+            graph = None
         if replays:
-            graph: Any = self.cuda_graphs[0]
-            # a graph of someone else has none
-            only_shape, recorded, packed = getattr(graph, "asked_before_calls", (None, None, None))
-            hidden_states: Any = args[0] if args else kwargs.get("hidden_states")
-            eagerly = only_shape is not None and getattr(hidden_states, "shape", only_shape) != only_shape
-            if self.runs_eagerly is not eagerly:
-                self.__dict__["runs_eagerly"] = eagerly
-            if eagerly:  # megatron-core's own call would decide again
-                graph.warn_of_shape(hidden_states.shape)
-                return super(_upstream.GraphableMegatronModule, self).__call__(*args, **kwargs)
-            if packed is not None:
-                kwargs = to_inputs(graph.name, kwargs, packed, self._tokens(hidden_states))
-            if recorded is not None:
-                if number_of_hooks(self) != recorded:
-                    raise RuntimeError(
-                        f"{type(self).__name__} has got or lost hooks since it was captured with its neighbours, where "
-                        "hooks do not run at replays. Register them before capture, or set "
-                        "--cuda-graph-layers-per-graph 1"
-                    )
-                return self._te_cuda_graph_replay(*args, **kwargs)
+            if graph is not None:
+                hidden_states: Any = args[0] if args else kwargs.get("hidden_states")
+                eagerly = not graph.fits(hidden_states)
+                if self.runs_eagerly is not eagerly:
+                    self.__dict__["runs_eagerly"] = eagerly
+                if eagerly:  # megatron-core's own call would decide again
+                    with preserve_dispatcher_state(self):
+                        return super(_upstream.GraphableMegatronModule, self).__call__(*args, **kwargs)
+                if graph.packed is not None:
+                    kwargs = to_inputs(graph.name, kwargs, graph.packed, self._tokens(hidden_states))
+                if graph.recorded_hooks:
+                    return self._te_cuda_graph_replay(*args, **kwargs)
             forward = self._te_cuda_graph_replay
-        elif self._may_replay_evaluation(decide):
-            forward = self._evaluate
         else:
-            with preserve_dispatcher_state(self):
-                return super().__call__(*args, **kwargs)
+            if graph is not None:
+                graph.skipped()
+            if not self._may_replay_evaluation(decide):
+                with preserve_dispatcher_state(self):
+                    return super().__call__(*args, **kwargs)
+            forward = self._evaluate
         # torch runs the hooks around the current `forward`. Not through __call__, which would run the eager layer that
         # `Module.compile` has compiled.
         own = self.__dict__.get("forward")  # a compiled or wrapped one that a user set on this layer
@@ -111,7 +108,7 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         graph = self.evaluation_graph
         with preserve_dispatcher_state(self):
-            if graph is None or not graph.fits(args, kwargs):
+            if graph is None or not graph.accepts(args, kwargs):
                 return type(self).forward(self, *args, **kwargs)
             own = self.__dict__
             of_training = {"cuda_graphs": self.cuda_graphs, "config": self.config}
@@ -140,6 +137,8 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
         graph = self.cuda_graphs[microbatch % len(self.cuda_graphs)]
         if not isinstance(graph, LayerGraph):  # put there by someone else
             return super()._te_cuda_graph_replay(*args, **kwargs)
+        if self.config.overlap_moe_expert_parallel_comm:  # its schedule does not call layers
+            graph.fits(None)
         expected = graph.num_microbatches
         # Fewer micro-batches change the order of passes too, and a graph might overwrite memory that others still read.
         if expected is not None and (

@@ -11,7 +11,6 @@ from megatron.core.utils import log_single_rank
 from .dispatcher_state import DispatcherState
 from .engine.addresses import AddressGuard, MovedBufferError
 from .expected_inputs import ExpectedInputs
-from .hooks import HOOK_KINDS
 from .layer_graph import LayerGraph
 
 logger = logging.getLogger(__name__)
@@ -23,7 +22,6 @@ class EvaluationGraph(LayerGraph):
     What it returns are new tensors, as of an eager layer.
 
     Args:
-        layer: The layer, with its hooks in place.
         name: The layer's name in errors and in the log.
         graphed: The engine's callable, captured in evaluation mode.
         sample_args: Its static positional inputs: the hidden states.
@@ -35,7 +33,6 @@ class EvaluationGraph(LayerGraph):
 
     def __init__(
         self,
-        layer: torch.nn.Module,
         name: str,
         graphed: Any,
         sample_args: tuple[torch.Tensor],
@@ -47,15 +44,13 @@ class EvaluationGraph(LayerGraph):
         super().__init__(f"{name} in evaluation", graphed, sample_args, sample_kwargs, keeps_values=True, **options)
         self._inputs = ExpectedInputs(name, (*sample_args, *sample_kwargs.values()), str)
         self._in_place, self._dispatcher = in_place, dispatcher
-        inside = [module for module in layer.modules() if module is not layer]
-        self._hooks = [getattr(module, f"_{kind}") for module in inside for kind in HOOK_KINDS]
-        self._num_hooks = sum(map(len, self._hooks))
         self._warned = False
 
-    def fits(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    def accepts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether a replay computes what the layer would in this call, with its parameters gathered."""
-        # In a replay no hook on a module inside the layer runs.
-        if sum(map(len, self._hooks)) != self._num_hooks or torch.nn.modules.module._has_any_global_hook():
+        if self._conditions is not None and self._conditions.have_changed():
+            if news := self._conditions.news():
+                logger.warning(f"{self.name} runs eagerly: {news}")
             return False
         given = dict(kwargs)
         inputs = list(args) if args else [given.pop("hidden_states", None)]
@@ -67,7 +62,7 @@ class EvaluationGraph(LayerGraph):
             return self._nothing_moved()
         shape = getattr(inputs[0], "shape", self._shape)
         if shape is not None and shape != self._shape:
-            self.warn_of_shape(shape)
+            self._warn_of_shape(shape)
         return False
 
     def _nothing_moved(self) -> bool:

@@ -51,6 +51,11 @@ def must_run_outside(hook: Callable) -> bool:
     return True
 
 
+def is_of_ddp(hook: Callable) -> bool:
+    """Whether ``hook`` waits for parameters for ``DistributedDataParallel``, which comes and goes with evaluations."""
+    return getattr(hook, "__module__", None) == "megatron.core.distributed.distributed_data_parallel"
+
+
 def has_other_hooks(module: torch.nn.Module) -> bool:
     """Whether ``module`` has hooks beside those that shard it, or torch has hooks for all modules."""
     hooks = (hook for name in _HOOK_DICTS for hook in getattr(module, name).values())
@@ -67,22 +72,6 @@ def number_of_hooks(module: torch.nn.Module) -> int:
         + len(attributes["_backward_pre_hooks"])
         + len(attributes["_backward_hooks"])
     )
-
-
-class HookCount:
-    """Notices hooks that modules get or lose.
-
-    Args:
-        modules: The modules.
-    """
-
-    def __init__(self, modules: Iterable[torch.nn.Module]):
-        self._hooks = [getattr(module, name) for module in modules for name in _HOOK_DICTS]
-        self._count = sum(map(len, self._hooks))
-
-    def has_changed(self) -> bool:
-        """Whether there are more or fewer hooks now."""
-        return sum(map(len, self._hooks)) != self._count
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from .engine.addresses import AddressGuard
 from .errors import ArgumentError
 from .expected_inputs import ExpectedInputs
 from .packed_sequences import PackedUse
+from .replay_conditions import ReplayConditions
 
 # Inputs that only attention reads; layers without attention receive them too.
 _ATTENTION_INPUTS = frozenset(
@@ -49,15 +50,17 @@ class LayerGraph:
         keeps_values: Whether the values at capture are kept beside ``given``: other layers that share these tensors,
             those of another chunk of the model, may be given a value where this one never is.
         guard: Checked at the first micro-batch of each step; None for no check.
-        recorded_hooks: How many hooks the layer has, if the graphs hold what they do, and further layers: they do not
-            run at replays. None if they do.
+        conditions: What the captured passes read of the layer, or of all layers of its chain; None for no check.
+        follows: Whether the layer was recorded with those before it, which compare ``conditions``.
+        recorded_hooks: Whether the graphs hold what the layer's own hooks do, which then do not run around replays.
+        may_run_eagerly: Whether a pass that the graphs do not fit may run eagerly among replays.
         eager_passes: Counts passes of another shape than at capture, which run eagerly, one for all layers; None if
-            they may not run eagerly.
-        packed: What the graphs do with packed sequences; None if there are none, or they are none of their business.
+            they may not.
+        packed: What the graphs do with packed sequences; None if there are none, or attention is not captured.
 
     Attributes:
-        asked_before_calls: The shape of the hidden states of passes that are replayed, None if no other may run
-            eagerly; ``recorded_hooks``; and ``packed``.
+        recorded_hooks: The argument.
+        packed: The argument.
         graphed: The engine's callable.
         name: The layer's name in errors.
     """
@@ -75,13 +78,18 @@ class LayerGraph:
         given: dict[int, torch.Tensor | None] | None = None,
         keeps_values: bool = False,
         guard: AddressGuard | None = None,
-        recorded_hooks: int | None = None,
+        conditions: ReplayConditions | None = None,
+        follows: bool = False,
+        recorded_hooks: bool = False,
+        may_run_eagerly: bool = False,
         eager_passes: EagerPasses | None = None,
         packed: PackedUse | None = None,
     ):
         self._eager_passes = EagerPasses() if eager_passes is None else eager_passes
         self._shape = sample_args[0].shape if sample_args else None
-        self.asked_before_calls = None if eager_passes is None else self._shape, recorded_hooks, packed
+        self._only_shape = None if eager_passes is None else self._shape
+        self._conditions, self._follows, self._may_run_eagerly = conditions, follows, may_run_eagerly
+        self.recorded_hooks, self.packed = recorded_hooks, packed
         self.name = name
         self.graphed = graphed
         self._num_args = len(sample_args)
@@ -106,7 +114,40 @@ class LayerGraph:
         """Replay on ``args`` and ``kwargs``: see ``replay``."""
         return self.replay(args, kwargs)
 
-    def warn_of_shape(self, shape: torch.Size) -> None:
+    def fits(self, hidden_states: Any) -> bool:
+        """Whether a replay on ``hidden_states`` computes what the layer would. If not, log why, once for each reason.
+
+        Raises:
+            RuntimeError: it does not, and the layer must not run eagerly among replays.
+        """
+        shape = self._only_shape
+        if shape is not None and getattr(hidden_states, "shape", shape) != shape:
+            self._warn_of_shape(hidden_states.shape)
+            return False
+        conditions = self._conditions
+        if conditions is None:
+            return True
+        if self._follows:
+            return not conditions.changed
+        if not conditions.have_changed():
+            return True
+        self._eager_passes.total += 1
+        if not self._may_run_eagerly:
+            raise RuntimeError(
+                f"{self.name}: {conditions.changes()}. What these graphs hold cannot run eagerly for a while: change "
+                "it back, or call delete_cuda_graphs() and, to have graphs again, create_cudagraphs()"
+            )
+        news = conditions.news()
+        if news:
+            logger.warning(f"{self.name} runs eagerly: {news}")
+        return False
+
+    def skipped(self) -> None:
+        """Note that this pass is not replayed though the graph may fit; then layers that follow are not, either."""
+        if self._conditions is not None and not self._follows:
+            self._conditions.changed = True
+
+    def _warn_of_shape(self, shape: torch.Size) -> None:
         """Note that a pass whose hidden states have another ``shape`` runs eagerly; warn of it once for each shape.
 
         So it does in every layer of the model, as hidden states keep their shape from one layer to the next.
@@ -171,7 +212,7 @@ class LayerGraph:
     def reset(self) -> None:
         """Free the graphs."""
         self.graphed.reset()
-        self._guard = None
+        self._guard = self._conditions = None
         self._keywords = []
 
 

@@ -40,6 +40,9 @@ def in_use(fsdp) -> dict:
 NOTHING: dict[str, dict] = {"parameters": {}, "gradients": {}}
 
 
+REPLAYED: dict[str, dict] = {"forward": {}, "backward": {"replayed": True}}  # how hooks are told of a replay
+
+
 def forward_of(hooks, layer):
     """What runs around a captured forward."""
     hooks.unshard_for_forward(layer)
@@ -273,7 +276,7 @@ def test_units_are_gathered_where_their_graphs_read(fsdp, layers, direction):
     capture(fsdp, layers)
     with replaying(fsdp, layers, direction) as hooks:
         for layer in layers if direction == "forward" else reversed(layers):
-            getattr(hooks, f"unshard_for_{direction}")(layer)
+            getattr(hooks, f"unshard_for_{direction}")(layer, **REPLAYED[direction])
             getattr(hooks, f"release_after_{direction}")(layer)
 
 
@@ -303,7 +306,7 @@ def test_a_moved_parameter_is_an_error_that_names_it_and_the_flags(fsdp, layers,
         name = rf"decoder\.layers\.1\.mlp\.linear_fc1\.weight \(in {direction}\)"
         elsewhere = mock.patch.object(gathers, "wait_bucket_ready", gathered_elsewhere)
         with elsewhere, pytest.raises(MovedBufferError, match=name) as error:
-            getattr(hooks, f"unshard_for_{direction}")(layers[1])
+            getattr(hooks, f"unshard_for_{direction}")(layers[1], **REPLAYED[direction])
     assert all(flag in str(error.value) for flag in FLAGS)
 
 
@@ -352,7 +355,7 @@ def test_no_main_gradient_points_to_a_released_buffer_after_capture(fsdp, layers
 def test_fused_gradients_are_claimed_where_the_graph_writes_before_backward(fsdp, layers):
     places = capture(fsdp, layers, fused=FUSED)
     with replaying(fsdp, layers) as hooks:
-        hooks.unshard_for_backward(layers[3])
+        hooks.unshard_for_backward(layers[3], replayed=True)
         assert [layers[3].get_parameter(name).main_grad.data_ptr() for name in FUSED] == places[layers[3]]
 
 
@@ -361,8 +364,8 @@ def test_fused_gradients_of_every_later_backward_are_claimed(fsdp, layers):
     with replaying(fsdp, layers) as hooks:
         fused = [layers[3].get_parameter(name) for name in FUSED]
         for _ in range(2):
+            hooks.unshard_for_backward(layers[3], replayed=True)
             assert list(map(id, hooks.graphed.fused_gradients(layers[3]))) == list(map(id, fused))
-            hooks.unshard_for_backward(layers[3])
             hooks.release_after_backward(layers[3])
 
 
@@ -375,7 +378,7 @@ def test_the_backward_of_a_unit_that_is_not_captured_notes_nothing_while_capturi
 def test_gradients_that_no_graph_writes_are_not_claimed(fsdp, layers):
     capture(fsdp, layers, fused=FUSED)
     with replaying(fsdp, layers) as hooks:
-        hooks.unshard_for_backward(layers[3])
+        hooks.unshard_for_backward(layers[3], replayed=True)
         assert getattr(layers[3].mlp.linear_fc1.bias, "main_grad", None) is None
 
 
@@ -386,14 +389,14 @@ def test_a_moved_main_gradient_is_an_error_that_names_it_and_the_flags(fsdp, lay
         elsewhere = mock.patch.object(moved, "get_main_grad", return_value=torch.zeros_like(moved))
         name = r"main gradient of decoder\.layers\.3\.mlp\.linear_fc2\.weight"
         with elsewhere, pytest.raises(MovedBufferError, match=name) as e:
-            hooks.unshard_for_backward(layers[3])
+            hooks.unshard_for_backward(layers[3], replayed=True)
     assert all(flag in str(e.value) for flag in FLAGS)
 
 
 def test_a_gradient_that_a_graph_wrote_is_kept_when_autograd_reports_it(fsdp, layers):
     capture(fsdp, layers, fused=FUSED)
     with replaying(fsdp, layers) as hooks:
-        hooks.unshard_for_backward(layers[3])
+        hooks.unshard_for_backward(layers[3], replayed=True)
         fused, plain = layers[3].mlp.linear_fc1.weight, layers[3].mlp.linear_fc1.bias
         fused.main_grad.fill_(3.0)  # the graph
         for param in (fused, plain):
@@ -408,7 +411,7 @@ def test_a_gradient_that_a_graph_wrote_is_kept_when_autograd_reports_it(fsdp, la
 def test_gradients_of_a_graph_are_handled_together_at_the_end_of_its_units_backward(fsdp, layers):
     capture(fsdp, layers)
     with replaying(fsdp, layers) as hooks:
-        hooks.unshard_for_backward(layers[3])
+        hooks.unshard_for_backward(layers[3], replayed=True)
         params = list(layers[3].parameters())
         handled = []
         with mock.patch.object(
@@ -426,7 +429,7 @@ def test_gradients_of_a_graph_are_handled_together_at_the_end_of_its_units_backw
 def test_gradients_that_wait_for_a_unit_without_end_are_handled_at_the_end_of_backward(fsdp, layers):
     capture(fsdp, layers)
     with replaying(fsdp, layers) as hooks:
-        hooks.unshard_for_backward(layers[3])
+        hooks.unshard_for_backward(layers[3], replayed=True)
         params = list(layers[3].parameters())
         hooks.awaiting_gradient = set(params)
         for param in params:
@@ -470,7 +473,7 @@ def test_a_graphed_layer_gathers_for_its_children_which_do_not_run(ranks, strate
     fsdp.start_param_sync()
     gathers, buffer = fsdp.all_gather_pipeline, fsdp.param_and_grad_buffer
     with mock.patch.object(gathers, "wait_bucket_ready", wraps=gathers.wait_bucket_ready) as wait:
-        getattr(fsdp.fsdp_hooks, f"unshard_for_{direction}")(layer)
+        getattr(fsdp.fsdp_hooks, f"unshard_for_{direction}")(layer, **REPLAYED[direction])
     assert {call.args[0] for call in wait.call_args_list} == {
         buffer.param_to_param_group[param] for param in layer.parameters()
     }

@@ -105,7 +105,7 @@ class ForEvaluation:
     def __init__(self, layer, fits=True):
         self._layer, self._fits = layer, fits
 
-    def fits(self, args, kwargs):
+    def accepts(self, args, kwargs):
         self._layer.events.append("asked")
         return self._fits
 
@@ -189,17 +189,34 @@ def test_an_eager_pass_of_an_moe_layer_with_graphs_leaves_its_token_dispatcher_a
     assert dispatcher.hidden_shape == "of the graphs"
 
 
+class Kept(LayerGraph):
+    """Graphs that tell what they were given."""
+
+    def __init__(self):
+        super().__init__("layer", None, (X,), {}, has_attention=True)
+
+        self.asked = []
+
+    def fits(self, hidden_states):
+        self.asked.append(hidden_states)
+        return hidden_states.shape == X.shape
+
+    def replay(self, args, kwargs):
+        return args, kwargs
+
+
 def test_a_call_that_does_not_fit_the_graphs_runs_eagerly_with_hooks_and_says_so_until_the_next(layer):
-    warned: list[torch.Size] = []
-    layer.cuda_graphs[0].asked_before_calls = X.shape, None, None
-    layer.cuda_graphs[0].warn_of_shape = warned.append
+    graphs = Kept()
+    asked = graphs.asked = []
+    layer.cuda_graphs = [graphs]
     layer.register_forward_hook(lambda module, args, output: layer.events.append("after"))
     other = torch.zeros(3)
     assert layer(other) is other
     assert layer.events == ["eager", "after"]
     assert layer.runs_eagerly
-    assert warned == [other.shape]
-    assert layer(X) == "first"
+    assert len(asked) == 1 and asked[0] is other
+    (given,), _ = layer(X)
+    assert given is X
     assert not layer.runs_eagerly
 
 
@@ -225,16 +242,6 @@ def test_a_user_may_decide_for_one_layer_whether_its_graphs_replay(layer):
 def test_with_another_implementation_of_graphs_a_layer_runs_eagerly(layer):
     layer.config.cuda_graph_impl = "none"
     assert layer(X) is X
-
-
-class Kept(LayerGraph):
-    """Graphs that tell what they were given."""
-
-    def __init__(self):
-        super().__init__("layer", None, (X,), {}, has_attention=True)
-
-    def replay(self, args, kwargs):
-        return args, kwargs
 
 
 @pytest.mark.parametrize("microbatch", [0, 1])

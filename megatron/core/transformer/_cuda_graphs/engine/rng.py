@@ -102,6 +102,39 @@ def generator_states() -> list[torch.Generator]:
     return list(dict.fromkeys(states))
 
 
+class GraphStates:
+    """The states of Megatron's RNG tracker that graphs draw from: those that it has when this is made.
+
+    A graph draws from the state objects of its capture. ``set_states`` of the tracker and a new seed put others in
+    their place, from which eager passes draw.
+    """
+
+    def __init__(self) -> None:
+        self._states = dict(_tracked())
+
+    def adopt(self) -> None:
+        """Where the tracker has another state now, let graphs continue from its value, and the tracker from theirs.
+
+        No fork of the tracker must be open.
+        """
+        tracked = _tracked()
+        for name, ours in self._states.items():
+            theirs = tracked.get(name, ours)
+            if theirs is ours:
+                continue
+            value = theirs if isinstance(theirs, torch.Tensor) else theirs.get_state()
+            if not torch.equal(value, ours.get_state()):  # a fork leaves another object that shares the state
+                ours.set_state(value)
+            tracked[name] = ours
+
+
+def _tracked() -> dict[str, Any]:
+    """The states of Megatron's RNG tracker, by name; empty without a tracker."""
+    tracker = tensor_parallel_random._CUDA_RNG_STATE_TRACKER
+    states: dict[str, Any] = getattr(tracker, "states_", {})
+    return states
+
+
 def make_generators_safe() -> None:
     """Let graphs use all generators, also those whose states were set under ``torch.inference_mode``."""
     for generator in [torch.cuda.default_generators[torch.cuda.current_device()], *generator_states()]:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from ..engine.rng import generator_states, preserve_rng
+from ..replay_conditions import AttributeReads, ReplayConditions
 from .arguments import leaves_of
 
 
@@ -34,14 +35,18 @@ class Evaluation:
 
     def __init__(self) -> None:
         self.is_as_training: bool | None = None
+        self._conditions: ReplayConditions | None = None
 
-    def compare(self, eager: Callable[[], Any], replay: Callable[[], Any]) -> Any:
-        """Run ``eager`` and ``replay``, and compare their outputs and the number of random draws.
+    def compare(self, module: torch.nn.Module, eager: Callable[[], Any], replay: Callable[[], Any]) -> Any:
+        """Run ``eager`` and ``replay`` of ``module``, and compare their outputs and the number of random draws.
 
         The host waits for both, so this runs once per runner. Returns the result of ``eager``.
         """
+        reads = AttributeReads()
         before = _random_state()
-        expected = eager()
+        with reads.noted([module]):
+            expected = eager()
+        self._conditions = ReplayConditions([module], reads, parameters=False)
         drawn = _random_state()
         with preserve_rng():
             for generator, value in zip(_generators(), before, strict=True):
@@ -50,6 +55,10 @@ class Evaluation:
             draws_as_many = all(map(torch.equal, _random_state(), drawn))
         self.is_as_training = draws_as_many and _are_equal(leaves_of(expected), leaves_of(found))
         return expected
+
+    def has_changed(self) -> bool:
+        """Whether the module reads something else now than when it was compared."""
+        return self._conditions is not None and self._conditions.have_changed()
 
 
 def _generators() -> list[torch.Generator]:

@@ -16,6 +16,7 @@ from ..engine.streams import leave_default_stream
 from ..errors import NoGraphError, OptionsError, UnsupportedError
 from ..evaluation_mode import may_replay_evaluation
 from ..fsdp_checks import refuse_fsdp_hooks
+from ..hooks import is_of_ddp
 from .arguments import ArgMetadata, described, tensors_of, with_tensors
 from .capture_mode import capture_mode
 from .inference import key_of, states_of
@@ -24,8 +25,6 @@ from .pool import allocating_from, let_go_of_pools
 from .record import _CudagraphGlobalRecord
 from .runner import _CudaGraphRunner
 from .sharded_weights import forget_replay_streams, gather_into_pool
-
-_DDP = "megatron.core.distributed.distributed_data_parallel"
 
 
 class CudaGraphManager(torch.nn.Module):
@@ -112,7 +111,7 @@ class CudaGraphManager(torch.nn.Module):
             UnsupportedError: ``module`` has another forward-pre hook, which replays would not run.
         """
         for hook in module._forward_pre_hooks.values():
-            if getattr(hook, "__module__", None) != _DDP:
+            if not is_of_ddp(hook):
                 raise UnsupportedError(
                     f"{type(module).__name__} has a forward-pre hook ({hook!r}), which a CUDA graph does not run. "
                     "--cuda-graph-impl local allows only hooks of DistributedDataParallel: remove the hook; with "
@@ -259,7 +258,9 @@ class CudaGraphManager(torch.nn.Module):
             return self._run_eagerly(module, args, kwargs)
         if runner.evaluation.is_as_training is None:
             return runner.evaluation.compare(
-                lambda: self._run_eagerly(module, args, kwargs), lambda: runner.replay_checked(False, args, kwargs)
+                runner.module,
+                lambda: self._run_eagerly(module, args, kwargs),
+                lambda: runner.replay_checked(False, args, kwargs),
             )
         output = runner.replay_checked(False, args, kwargs)
         return output if runner.returns_tuple else output[0]

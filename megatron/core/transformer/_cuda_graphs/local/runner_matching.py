@@ -42,7 +42,8 @@ class RunnerMatching(RunnerState):
         Quantization keeps statistics of training passes. With sharded weights all layers must run alike, and some may
         have to run eagerly.
         """
-        differs = self.evaluation.is_as_training is False or self.changes_state or self._quantization or self._sharded
+        as_compared = self.evaluation.is_as_training is not False and not self.evaluation.has_changed()
+        differs = not as_compared or self.changes_state or self._quantization or self._sharded
         is_free = self.fwd_graph is not None and self.status is _GraphStatus.FWD_READY
         if differs or not is_free or self._session.turns.in_flight:
             return False

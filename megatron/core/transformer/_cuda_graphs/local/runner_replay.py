@@ -31,6 +31,7 @@ class RunnerReplay(RunnerMatching):
         """``replay_graph_capture`` on arguments that were compared already."""
         if self.turn.bit:  # inference does without gradient buffers
             self._session.check_parameters()
+            self._session.check_conditions(self)
         return self.replay_checked(is_first_microbatch, args, kwargs)
 
     def replay_checked(self, is_first_microbatch: bool, args: tuple, kwargs: dict[str, Any]) -> tuple:

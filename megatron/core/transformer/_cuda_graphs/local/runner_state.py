@@ -10,6 +10,7 @@ from ..engine.quantization import Quantization, QuantizedReplay
 from ..engine.rng import current_rng_state
 from ..engine.slot import GraphedSlot, WarmupRecord
 from ..errors import CallOrderError
+from ..replay_conditions import autocast_in_force
 from .arguments import ArgMetadata, _check_supported_type, described, metas_of
 from .forward_only import Evaluation
 from .nodes import LocalReplay, _GraphStatus
@@ -105,6 +106,7 @@ class RunnerState(torch.nn.Module):
         self.parts: tuple[torch.nn.Module, ...] = ()
         self._rng_state = current_rng_state()
         self._autocast: Callable[[], AbstractContextManager] = nullcontext
+        self.autocast = autocast_in_force()
         self._output_addresses: list[int] = []
         self._input_surface: tuple[torch.Tensor, ...] = ()
         self._fwd_graph: Any = None

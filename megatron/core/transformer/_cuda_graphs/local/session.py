@@ -7,7 +7,9 @@ from typing import Any, Protocol
 import torch
 
 from ..engine.memory import release_cached_memory
+from ..engine.rng import GraphStates
 from ..engine.slot import WarmupRecord
+from ..replay_conditions import AttributeReads, ReplayConditions
 from .arguments import CudagraphBufferMetadata, metas_of
 from .buffers import StaticBuffers, StaticInput
 from .parameter_guard import ParameterGuard
@@ -21,6 +23,7 @@ class Runner(Protocol):
     module: torch.nn.Module
     function: Hashable
     backward_pass: int
+    autocast: list[Any]  # in force when the runner was recorded
 
     @property
     def name(self) -> str:
@@ -68,6 +71,8 @@ class CaptureSession:
         self._users: dict[int, int] = {}
         self._read: set[int] = set()
         self._guards: dict[Hashable, ParameterGuard] = {}
+        self._conditions: dict[Hashable, ReplayConditions] = {}
+        self._rng_states: GraphStates | None = None
         self._checked = self._checked_with_grad = False
 
     # -------------------------------------------------------------------------------------------------- capture
@@ -79,6 +84,27 @@ class CaptureSession:
             RuntimeError: a pass cannot be captured; ``capturing`` names it.
         """
         self.turns.take_order(record)
+        runners: list[Runner] = [entry[0] for entry in record if entry[1] == "fwd"]
+        one_for_each_function = {runner.function: runner for runner in runners}
+        reads = AttributeReads()
+        with reads.noted({runner.module for runner in runners}):
+            self._capture(record)
+        self.capturing = None
+        self._users = self._users_of_tensors(record)
+        for runner in runners:
+            runner.finish()
+        self._conditions = {
+            function: ReplayConditions(
+                [runner.module], reads, name=runner.name, parameters=False, autocast=runner.autocast
+            )
+            for function, runner in one_for_each_function.items()
+        }
+        self._rng_states = GraphStates()
+        self._guards = {
+            function: ParameterGuard(runner.name, runner.module) for function, runner in one_for_each_function.items()
+        }
+
+    def _capture(self, record: Sequence[tuple]) -> None:
         self._warm_up(record)
         release_cached_memory()
         last_backward: dict[Hashable, Runner] = {}
@@ -93,15 +119,6 @@ class CaptureSession:
                 if previous is not None:
                     previous.release_escaping_gradients()
                 last_backward[runner.function] = runner
-        self.capturing = None
-        self._users = self._users_of_tensors(record)
-        runners: list[Runner] = [entry[0] for entry in record if entry[1] == "fwd"]
-        for runner in runners:
-            runner.finish()
-        one_for_each_function = {runner.function: runner for runner in runners}
-        self._guards = {
-            function: ParameterGuard(runner.name, runner.module) for function, runner in one_for_each_function.items()
-        }
 
     def _warm_up(self, record: Sequence[tuple]) -> None:
         """Run every function once for each kind of arguments, so that setup in a first call is not captured."""
@@ -160,6 +177,8 @@ class CaptureSession:
     def begin_step(self) -> None:
         """Begin a step: no pass is in flight, parameters may have moved, and static inputs may be stale."""
         self.turns.end_all()
+        if self._rng_states is not None:
+            self._rng_states.adopt()
         self._checked = self._checked_with_grad = False
         for static in self._static_inputs.values():
             static.forget()
@@ -176,6 +195,19 @@ class CaptureSession:
         for guard in self._guards.values():
             guard.check(grad_enabled)
         self._checked, self._checked_with_grad = True, grad_enabled
+
+    def check_conditions(self, runner: Runner) -> None:
+        """Make sure that the graphs of ``runner`` compute what its module would in training now.
+
+        Raises:
+            RuntimeError: something that they do not notice has changed since capture; names it.
+        """
+        conditions = self._conditions.get(runner.function)
+        if conditions is not None and conditions.have_changed():
+            raise RuntimeError(
+                f"{conditions.changes()} (--cuda-graph-impl local). Change it back, or call delete_cuda_graphs(): the "
+                "next step is recorded anew."
+            )
 
     def has_parameters_of(self, function: Hashable) -> bool:
         """Whether the parameters of ``function`` are where they were at capture. Evaluation may swap them."""

@@ -1,6 +1,7 @@
 """Graphs attached to layers, with what guards them, and taken away again."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -10,8 +11,8 @@ import torch
 from ..eager_passes import EagerPasses
 from ..engine.addresses import AddressGuard
 from ..engine.chain import Chain
-from ..hooks import number_of_hooks
 from ..layer_graph import LayerGraph, LayerGraphs, static_inputs
+from ..replay_conditions import AttributeReads, ReplayConditions
 from .address_guard import GuardedLayer, guard_layers
 from .layers import fsdp_of, layer_name
 from .sample_inputs import SampleArguments, captures_attention, default_kwargs, packed_use
@@ -37,12 +38,21 @@ class CapturedLayers:
     samples: Sequence[SampleArguments]
     chains: Sequence[Chain] = ()
 
-    def attach(self, fused: bool, num_microbatches: int | None, eager_passes: EagerPasses | None) -> None:
+    def attach(
+        self,
+        conditions: Sequence[ReplayConditions],
+        fused: bool,
+        num_microbatches: int | None,
+        may_run_eagerly: bool,
+        eager_passes: EagerPasses | None,
+    ) -> None:
         """Give layers their graphs.
 
         Args:
+            conditions: For each layer what its passes read; layers of one chain share theirs.
             fused: Whether backward graphs add to ``param.main_grad`` (``--gradient-accumulation-fusion``).
             num_microbatches: The micro-batches of steps that the graphs are for; None for any number.
+            may_run_eagerly: Whether a layer may run eagerly after something changed that a replay would not notice.
             eager_passes: Counts passes of other shapes; None if these may not run eagerly.
         """
         layers = [layer for own in self.layers for layer in own]
@@ -64,7 +74,10 @@ class CapturedLayers:
                     given=given,
                     keeps_values=len(self.chunks) > 1,  # only the first and the last chunk of a model read batches
                     guard=guards[index],
-                    recorded_hooks=number_of_hooks(layer) if index in first_of else None,
+                    conditions=conditions[index],
+                    follows=first_of.get(index, index) != index,
+                    recorded_hooks=index in first_of,
+                    may_run_eagerly=may_run_eagerly,
                     eager_passes=eager_passes,
                     packed=packed_use(layer),
                 )
@@ -95,6 +108,38 @@ class CapturedLayers:
             together = [] if index in followers else [layers[i] for i in members.get(index, [index])]
             guards.append(guard_layers(together, inputs))
         return guards
+
+
+@contextmanager
+def noted_conditions(
+    layers: Sequence[torch.nn.Module], chains: Sequence[Chain], elsewhere: Collection[torch.nn.Module]
+) -> Iterator[list[ReplayConditions]]:
+    """Note what the passes of ``layers`` read that are captured in this context.
+
+    Args:
+        layers: The layers, which have their hooks again at the end of the context.
+        chains: Those that are recorded in one graph.
+        elsewhere: Layers that have other parameters when they are called than at capture.
+
+    Yields:
+        What is empty until the end of the context: for each layer its conditions, one object for a chain.
+    """
+    conditions: list[Any] = []
+    reads = AttributeReads()
+    with reads.noted(layers):
+        yield conditions
+    names = list(map(layer_name, layers, range(len(layers))))
+    conditions += [None] * len(layers)
+    for chain in chains:
+        first, last = chain.members[0], chain.members[-1]
+        members = [layers[index] for index in chain.members]
+        together = ReplayConditions(members, reads, name=f"{names[first]} to {names[last]}")
+        for index in chain.members:
+            conditions[index] = together
+    for index, layer in enumerate(layers):
+        if conditions[index] is None:
+            parameters = layer not in elsewhere
+            conditions[index] = ReplayConditions([layer], reads, [layer], names[index], parameters=parameters)
 
 
 def slots_of_layers(num_layers_per_chunk: Sequence[int], num_microbatches: int) -> list[range]:

@@ -115,13 +115,17 @@ class CapturesAgain:
             return self._no_capture_left()
         return f", until all steps have had one shape, {STEPS} or more: then graphs are captured for it"
 
-    def _may_run_eagerly(self) -> bool:
-        """Whether passes between replays may run eagerly: not where these hand on state that replays then lack."""
+    def _may_skip_replays(self) -> bool:
+        """Whether a pass between replays may run eagerly: not where these hand on state that replays then lack."""
         config = self.config
         stateful = (config.fp8, config.fp4, config.delay_wgrad_compute, config.fine_grained_activation_offloading)
+        return self._one_graph_serves_all() and not any(stateful)
+
+    def _may_change_shape(self) -> bool:
+        """Whether such a pass may have another shape, too."""
         # The token dispatcher keeps the shapes of its last pass, which the part after the graph reads.
-        dispatches = {CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess} & {*config.cuda_graph_modules}
-        return self._one_graph_serves_all() and not any(stateful) and not dispatches
+        dispatches = {CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess} & {*self.config.cuda_graph_modules}
+        return self._may_skip_replays() and not dispatches
 
     def _watch_eager_passes(self, tokens: int, calls: int) -> EagerPasses:
         """Return what counts passes of other shapes than that of the graphs that are about to be attached.

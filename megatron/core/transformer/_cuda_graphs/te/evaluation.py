@@ -22,6 +22,7 @@ from ..errors import CaptureFailedError, UnsupportedError
 from ..evaluation_graph import EvaluationGraph
 from ..hooks import extracted_hooks, has_other_hooks
 from ..own_options import packed_sequences
+from ..replay_conditions import AttributeReads, ReplayConditions
 from .agreement import CaptureAgreement
 from .joined_collectives import joined_collectives
 from .sample_inputs import LayerInputs, attention_mask_type, captures_attention, default_kwargs, sample_arguments
@@ -183,10 +184,12 @@ class EvaluationGraphs:
         keywords = [kwargs for _, kwargs in samples]
         absent = default_kwargs(layers, keywords)
         guards: dict[torch.nn.Module, AddressGuard] = {}
+        reads = AttributeReads()
         with (
             _capture_mode(layers) as dispatchers,
             self._sharding.capture_evaluation_graphs(layers),
             extracted_hooks(layers) as hooks,
+            reads.noted(layers),
         ):
             graphed = make_graphed_callables(
                 layers,
@@ -206,12 +209,12 @@ class EvaluationGraphs:
         eager_passes = EagerPasses()
         return [
             EvaluationGraph(
-                layer,
                 name,
                 graphed[index],
                 *samples[index],
                 guards[layer],
                 dispatchers[layer],
+                conditions=ReplayConditions([layer], reads, [layer], name, forward_replaced=True, parameters=False),
                 has_attention=captures_attention(layer),
                 absent=absent[index],
                 given=given,

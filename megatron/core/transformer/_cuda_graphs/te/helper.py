@@ -2,6 +2,7 @@
 
 import logging
 import time
+import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -17,15 +18,16 @@ from megatron_fsdp_cuda_graphs.allocator_check import allocator_problem
 from .. import state
 from ..engine.memory import release_cached_memory
 from ..engine.preserve import preserve_buffers
-from ..engine.rng import preserve_rng
+from ..engine.rng import GraphStates, preserve_rng
 from ..engine.te_engine import recover_te_engine
 from ..errors import CallOrderError, CaptureFailedError, OptionsError
 from ..flag_table import PARTS_OF_OVERLAP
 from ..fsdp_checks import check_fsdp_options
 from ..hooks import extracted_hooks
 from ..own_options import FALLBACKS, layers_per_graph, max_captures
+from ..replay_conditions import ReplayConditions
 from .agreement import CaptureAgreement, naming_hooks
-from .attached_graphs import CapturedLayers, detach_graphs, gather_in_replays, slots_of_layers
+from .attached_graphs import CapturedLayers, detach_graphs, gather_in_replays, noted_conditions, slots_of_layers
 from .backends import choose_backend
 from .capture_arguments import MakesArguments
 from .capture_mode import EntersCaptureMode, offload_interface
@@ -85,6 +87,8 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
     _observer = CaptureObserver()  # of the last capture
     _passes: InterleavedPasses | None = None  # where one micro-batch is in flight at a time
     _kept: Mapping[torch.nn.Module, KeptParameters] = {}  # by chunk, from the last capture of layers on
+    _rng_states: GraphStates | None = None  # of the graphs that there are
+    _rng_hooks: Sequence[Any] = ()
 
     def __init__(
         self,
@@ -177,6 +181,8 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
             CaptureFailedError: as ``create_cudagraphs``.
         """
         self._log_step()
+        if self._rng_states is not None:  # some schedules call layers, not the model
+            self._rng_states.adopt()
         if self._capture_finished:
             self._fit_coming_step()
         return self._capture_finished
@@ -191,6 +197,8 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         """Release cached memory and log how long capture took."""
         release_cached_memory()
         self._capture_finished = True
+        if self._graphs_created:
+            self._follow_rng_tracker()
         self._captures += self._graphs_created
         if not self._one_graph_serves_all():
             self._captured_microbatches = get_num_microbatches()
@@ -207,6 +215,19 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
             f"Captured {captured} with the {self._engine.name} engine in {seconds:.2f} s",
         )
         self._observer.finish(self._beside_graphs)
+
+    def _follow_rng_tracker(self) -> None:
+        """Let graphs draw from what Megatron's RNG tracker has when a model is called: no fork is open then."""
+        self._rng_states = states = GraphStates()
+        weak = weakref.ref(states)  # the hook is copied with the model
+
+        def adopt(*call: Any) -> None:
+            states = weak()
+            if states is not None:
+                states.adopt()
+
+        models = [model for model in self.chunks_with_decoder if model is not None]
+        self._rng_hooks = [model.register_forward_pre_hook(adopt) for model in models]
 
     def _beside_graphs(self) -> dict[str, Any]:
         """What the report says of the model beside the graphs of its layers."""
@@ -356,11 +377,13 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         self._observer.expect(arguments, names)
         # As the decoder does under sequence parallelism.
         rng = get_cuda_rng_tracker().fork() if self.config.sequence_parallel else nullcontext()
+        elsewhere = {layer for chunk in self._kept for layer in chunk.modules()}
         # TransformerEngine's engine leaves warm-up's draws and buffer updates behind.
         with (
             preserve_rng(),
             preserve_buffers(layers),
             self._fsdp_capture(),
+            noted_conditions(layers, arguments.get("chains", ()), elsewhere) as conditions,
             extracted_hooks(layers) as hooks,
             rng,
         ):
@@ -371,7 +394,7 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
                 graphs = self._engine.capture(layers, sample_args, **arguments)
             self._observer.passes_end()
         try:
-            self._attach_graphs(graphs, sample_args, arguments)
+            self._attach_graphs(graphs, sample_args, arguments, conditions)
             if self.config.overlap_moe_expert_parallel_comm:
                 gather_in_replays(self.model, self.callables_per_chunk)
             self._expect_evaluation()
@@ -380,16 +403,23 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
             self._detach_graphs()
             raise
 
-    def _attach_graphs(self, graphs: Sequence[Any], sample_args: Sequence[tuple], arguments: dict[str, Any]) -> None:
+    def _attach_graphs(
+        self,
+        graphs: Sequence[Any],
+        sample_args: Sequence[tuple],
+        arguments: dict[str, Any],
+        conditions: Sequence[ReplayConditions],
+    ) -> None:
         """Give layers their graphs.
 
         Args:
             graphs: The engine's, in the order of its callables.
             sample_args: The static positional inputs of each.
             arguments: The engine's keyword arguments.
+            conditions: For each layer what its passes read.
         """
         eager_passes = None
-        if self._may_run_eagerly():
+        if self._may_change_shape():
             tokens, calls = sample_args[0][0].shape[0], len(self.flattened_callables)
             eager_passes = self._watch_eager_passes(tokens, calls)
         CapturedLayers(
@@ -400,8 +430,10 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
             list(zip(sample_args, arguments["sample_kwargs"], strict=True)),
             arguments.get("chains", ()),
         ).attach(
+            conditions,
             self.config.gradient_accumulation_fusion,
             None if self._one_graph_serves_all() else self.num_microbatches,
+            self._may_skip_replays(),
             eager_passes,
         )
 
@@ -464,7 +496,10 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         if self.model_graphs is not None:
             self.model_graphs.reset()
             self.model_graphs = None
-        self._changed_shapes = self._captured_microbatches = None
+        self._changed_shapes = self._captured_microbatches = self._rng_states = None
+        for hook in self._rng_hooks:
+            hook.remove()
+        self._rng_hooks = ()
         self._detach_graphs()
         self._graphs_created = False
         self._capture_finished = False

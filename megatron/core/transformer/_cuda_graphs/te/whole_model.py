@@ -14,8 +14,9 @@ from megatron.core.transformer.enums import AttnMaskType
 from ..eager_passes import EagerPasses
 from ..engine.whole_passes import WholePasses
 from ..expected_inputs import ExpectedInputs
-from ..hooks import HookCount, has_other_hooks
+from ..hooks import has_other_hooks
 from ..own_options import packed_sequences
+from ..replay_conditions import AttributeReads, ReplayConditions
 from .layers import _layer_is_graphable, decoder_layers
 from .sample_inputs import attention_mask_type
 from .training_calls import INPUTS, UNUSED, arguments_by_name, is_training
@@ -107,8 +108,8 @@ def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[st
 class ModelGraphs:
     """Stands for the ``forward`` of a language model, and replays its graphs where they fit the call.
 
-    They fit calls for training that give labels, tensors as at capture, and nothing else that losses depend on. The
-    model runs eagerly in any other call, an evaluation for example.
+    They fit calls for training that give labels, tensors as at capture, and nothing else that losses depend on, as long
+    as the modules are what they were. The model runs eagerly in any other call, an evaluation for example.
 
     Args:
         model: The language model.
@@ -116,6 +117,7 @@ class ModelGraphs:
         inputs: Their static inputs.
         kept: Tensors that the graphs read and others may let go of.
         eager_passes: Counts calls for training with tensors of another shape than at capture.
+        conditions: What the captured passes read of the model's modules.
 
     Attributes:
         passes: The graphs.
@@ -128,8 +130,9 @@ class ModelGraphs:
         inputs: Mapping[str, torch.Tensor],
         kept: Sequence[Any],
         eager_passes: EagerPasses,
+        conditions: ReplayConditions,
     ):
-        self.passes, self._eager_passes = passes, eager_passes
+        self.passes, self._eager_passes, self._conditions = passes, eager_passes, conditions
         self._model, self._kept = model, kept
         self._eager: Callable[..., Any] = model.forward
         self._order = list(inspect.signature(self._eager).parameters)
@@ -137,7 +140,6 @@ class ModelGraphs:
         self._mask, self._shape = inputs.get("attention_mask"), inputs["labels"].shape
         self._mask_given = False
         self._expected = ExpectedInputs(type(model).__name__, list(inputs.values()), self._names.__getitem__)
-        self._hooks = HookCount(module for module in model.modules() if module is not model)  # its own run
         self._warned = False
         model.__dict__["forward"] = self
 
@@ -166,22 +168,22 @@ class ModelGraphs:
             elif not self._mask_given:
                 inputs[place] = self._mask
         others = [name for name, value in given.items() if value is not None]
-        hooks_changed = self._hooks.has_changed()
-        if not (others or hooks_changed) and self._expected.accepts(inputs):
+        changed = self._conditions.have_changed()
+        if not (others or changed) and self._expected.accepts(inputs):
             return inputs
-        reason = f"it was captured without {', '.join(others)}"
-        if hooks_changed:
-            reason = "a module in it has got or lost hooks, which do not run in replays"
-        elif not others:
-            reason = "other tensors than at capture"
-            if labels.shape != self._shape:
-                reason += self._eager_passes.outlook
         if not others and labels.shape != self._shape:
             self._eager_passes.note(labels.shape[1], labels.shape[0])
         else:
             self._eager_passes.total += 1
-        if not self._warned:
+        reason = ""
+        if changed:
+            reason = self._conditions.news()
+        elif not self._warned:
             self._warned = True
+            reason = f"it was captured without {', '.join(others)}" if others else "other tensors than at capture"
+            if labels.shape != self._shape and not others:
+                reason += self._eager_passes.outlook
+        if reason:
             logger.warning(
                 f"{type(self._model).__name__} runs eagerly where its CUDA graphs do not fit the call: {reason}"
             )
@@ -193,6 +195,7 @@ class ModelGraphs:
             del self._model.__dict__["forward"]
         self.passes.reset()
         self._kept, self._mask = (), None
+        self._conditions.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
         """A copied model runs eagerly."""
@@ -219,13 +222,16 @@ def capture_whole_model(
     inputs = sample_inputs(model, seq_length, micro_batch_size)
     passes = WholePasses(type(model).__name__, inputs, owner)
     kept: list[Any] = []  # rotary embeddings are cached where they are computed, and may leave the cache
+    reads = AttributeReads()
     try:
-        with owner.capture(), ExitStack() as stack:
-            for module in model.modules():
-                if isinstance(module, RotaryEmbedding):
-                    stack.callback(module.register_forward_hook(lambda *call: kept.append(call[-1])).remove)
-            passes.capture(model.forward, model, num_warmup_iters)
+        with owner.capture():
+            with reads.noted([model]), ExitStack() as stack:
+                for module in model.modules():
+                    if isinstance(module, RotaryEmbedding):
+                        stack.callback(module.register_forward_hook(lambda *call: kept.append(call[-1])).remove)
+                passes.capture(model.forward, model, num_warmup_iters)
+            conditions = ReplayConditions([model], reads, [model], forward_replaced=True, buffers=True)
     except BaseException:
         passes.reset()
         raise
-    return ModelGraphs(model, passes, inputs, kept, eager_passes)
+    return ModelGraphs(model, passes, inputs, kept, eager_passes, conditions)

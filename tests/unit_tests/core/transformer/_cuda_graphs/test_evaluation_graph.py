@@ -10,6 +10,7 @@ import torch
 from megatron.core.transformer._cuda_graphs.dispatcher_state import DispatcherState
 from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
 from megatron.core.transformer._cuda_graphs.evaluation_graph import EvaluationGraph
+from megatron.core.transformer._cuda_graphs.replay_conditions import AttributeReads, ReplayConditions
 
 HIDDEN, MASK = torch.zeros(8, 2, 4), torch.zeros(1, 1, 8, 8, dtype=torch.bool)
 
@@ -46,8 +47,18 @@ def graph(layer):
 def evaluation_graph(layer, has_attention=True):
     guard = AddressGuard(lambda: [layer.inner.weight], lambda index: "inner.weight", "")
     keywords, dispatcher = {"attention_mask": MASK}, DispatcherState(layer)
+    reads = AttributeReads()
+    reads.of[id(layer.inner)] = {"forward"}
+    conditions = ReplayConditions([layer], reads, [layer], "layer 3", forward_replaced=True, parameters=False)
     return EvaluationGraph(
-        layer, "layer 3", Graphed(), (HIDDEN,), keywords, guard, dispatcher, has_attention=has_attention
+        "layer 3",
+        Graphed(),
+        (HIDDEN,),
+        keywords,
+        guard,
+        dispatcher,
+        has_attention=has_attention,
+        conditions=conditions,
     )
 
 
@@ -62,7 +73,7 @@ def evaluation_graph(layer, has_attention=True):
     ids=["as captured", "by keyword", "no mask", "None"],
 )
 def test_tensors_as_at_capture_fit(graph, call):
-    assert graph.fits(*call)
+    assert graph.accepts(*call)
 
 
 @pytest.mark.parametrize(
@@ -80,47 +91,47 @@ def test_tensors_as_at_capture_fit(graph, call):
     ids=["shape", "dtype", "nothing", "two inputs", "shape of a mask", "no tensor", "other keyword", "for attention"],
 )
 def test_other_arguments_do_not_fit(graph, call):
-    assert not graph.fits(*call)
+    assert not graph.accepts(*call)
 
 
 def test_inputs_of_attention_fit_a_graph_without_attention(layer):
-    assert evaluation_graph(layer, has_attention=False).fits((HIDDEN,), {"rotary_pos_emb": HIDDEN})
+    assert evaluation_graph(layer, has_attention=False).accepts((HIDDEN,), {"rotary_pos_emb": HIDDEN})
 
 
 def test_a_hook_on_a_module_inside_the_layer_does_not_fit_while_it_is_there(graph, layer):
     handle = layer.inner.register_forward_hook(lambda *call: None)
-    assert not graph.fits((HIDDEN,), {})
+    assert not graph.accepts((HIDDEN,), {})
     handle.remove()
-    assert graph.fits((HIDDEN,), {})
+    assert graph.accepts((HIDDEN,), {})
 
 
 def test_a_hook_on_the_layer_itself_runs_around_replays_and_fits(graph, layer):
     layer.register_forward_hook(lambda *call: None)
-    assert graph.fits((HIDDEN,), {})
+    assert graph.accepts((HIDDEN,), {})
 
 
 def test_a_hook_on_all_modules_does_not_fit_while_it_is_there(graph):
     handle = torch.nn.modules.module.register_module_forward_hook(lambda *call: None)
     try:
-        assert not graph.fits((HIDDEN,), {})
+        assert not graph.accepts((HIDDEN,), {})
     finally:
         handle.remove()
-    assert graph.fits((HIDDEN,), {})
+    assert graph.accepts((HIDDEN,), {})
 
 
 def test_a_parameter_that_moved_does_not_fit_and_is_named_once(graph, layer, caplog):
     layer.inner.weight = torch.nn.Parameter(torch.zeros(2, 2))
     with caplog.at_level(logging.WARNING):
-        assert not graph.fits((HIDDEN,), {})
-        assert not graph.fits((HIDDEN,), {})
+        assert not graph.accepts((HIDDEN,), {})
+        assert not graph.accepts((HIDDEN,), {})
     (record,) = caplog.records
     assert record.message.startswith("layer 3 in evaluation runs eagerly: CUDA graphs use inner.weight at ")
 
 
 def test_another_shape_is_named_once(graph, caplog):
     with caplog.at_level(logging.WARNING):
-        graph.fits((HIDDEN[:4],), {})
-        graph.fits((HIDDEN[:4],), {})
+        graph.accepts((HIDDEN[:4],), {})
+        graph.accepts((HIDDEN[:4],), {})
     (message,) = caplog.messages
     assert message.startswith(
         "layer 3 in evaluation was captured with hidden_states of (8, 2, 4). Passes with (4, 2, 4) run eagerly"
@@ -152,7 +163,7 @@ def test_a_replay_returns_tensors_that_the_next_one_leaves_alone(graph):
 
 def test_without_a_mask_a_replay_reads_the_one_at_capture_whatever_others_were_given(graph):
     graph.replay((HIDDEN,), {"attention_mask": ~MASK})
-    assert graph.fits((HIDDEN,), {})
+    assert graph.accepts((HIDDEN,), {})
     graph.replay((HIDDEN,), {})
     ((_, given), (_, absent)) = graph.graphed.calls
     assert torch.equal(given["attention_mask"], ~MASK)

@@ -230,9 +230,9 @@ def test_a_shape_that_is_new_is_logged(caplog):
     passes = EagerPasses(", until tomorrow")
     layers = [graph_with(passes), graph_with(passes)]
     for graph in [*layers, *layers]:
-        assert graph.asked_before_calls == (HIDDEN.shape, None, None)
-        graph.warn_of_shape(HIDDEN[:4].shape)
-    layers[0].warn_of_shape(HIDDEN[:2].shape)
+        assert graph.fits(HIDDEN)
+        assert not graph.fits(HIDDEN[:4])
+    assert not layers[0].fits(HIDDEN[:2])
     first, second = caplog.messages
     assert "captured with hidden_states of (8, 2, 4). Passes with (4, 2, 4) run eagerly" in first
     assert first.endswith("in all layers, until tomorrow")
@@ -242,9 +242,9 @@ def test_a_shape_that_is_new_is_logged(caplog):
 def test_passes_of_another_shape_are_counted():
     passes = EagerPasses()
     for _ in range(3):
-        graph_with(passes).warn_of_shape(HIDDEN[:4].shape)
+        graph_with(passes).fits(HIDDEN[:4])
     assert passes.shape_of_all(3) == (4, 2)
 
 
 def test_where_passes_may_not_run_eagerly_every_shape_is_given_to_the_graph():
-    assert graph_with(None).asked_before_calls == (None, None, None)
+    assert graph_with(None).fits(HIDDEN[:4])

@@ -63,7 +63,7 @@ class UnitSink:
     def before_backward(self) -> None:
         """Gather parameters and claim buckets before a replay of the whole module."""
         if self.whole:
-            self._hooks.unshard_for_backward(self._module)
+            self._hooks.unshard_for_backward(self._module, replayed=True)
 
     def after_backward(self) -> None:
         """Note the gradients, and reduce and release after a replay of the whole module."""
@@ -76,6 +76,11 @@ class UnitSink:
 def sink_takes_all(unit: Unit) -> bool:
     """Whether the sink of a whole ``unit`` takes every gradient."""
     return not any(map(_handled_later, unit.params))
+
+
+def has_gradient_hooks(param: torch.Tensor) -> bool:
+    """Whether ``param`` has hooks beside the one of Megatron-FSDP: autograd calls them, and no graph does."""
+    return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
 
 
 def _handled_later(param: torch.Tensor) -> bool:

@@ -35,6 +35,8 @@ class GraphedUnit:
         fused: An ordered set (dict keys) of the parameters whose main gradients fused kernels in the backward graph
             update.
         main_grad_guard: The addresses of these main gradients; None before a backward pass was captured.
+        replays_backward: Whether the backward pass that began last is that of a replay; what the module is now may be
+            that of a later forward pass.
         collected: Parameters whose gradients are complete but not handled yet, until all of the unit's are.
         kept: The buckets that keep their memory as long as there are graphs.
     """
@@ -44,6 +46,7 @@ class GraphedUnit:
     written: frozenset[torch.nn.Parameter] = frozenset()
     fused: dict[torch.nn.Parameter, None] = field(default_factory=dict)
     main_grad_guard: AddressGuard | None = None
+    replays_backward: bool = False
     collected: list[torch.nn.Parameter] = field(default_factory=list)
     kept: frozenset[int] = frozenset()
 
@@ -73,6 +76,7 @@ class GraphedUnits:
         self._module_of: dict[torch.nn.Parameter, torch.nn.Module] = {}  # of units whose gradients are collected
         self._holds_gradients: torch.nn.Module | None = None
         self._ran_backward: set[torch.nn.Module] = set()  # during this capture
+        self._begun: set[torch.nn.Module] = set()  # in this backward pass of the model
         self._plans = UnitPlans(fsdp)
         self._uncaptured: list[int] = []  # buckets of units outside the last capture
         # Modules of these types have a post-backward hook that handles collected gradients.
@@ -264,12 +268,44 @@ class GraphedUnits:
 
     # ---------------------------------------------------------------------------------------------- called by hooks
 
-    def plan(self, module: torch.nn.Module) -> UnitPlan | None:
-        """Return the plan of ``module`` if it runs as a graph now, or is recorded with a chain, and has one."""
+    def replays(self, module: torch.nn.Module, direction: Direction = "forward") -> bool:
+        """Whether ``module`` runs as a graph: in the forward pass it is called for, or in its last backward pass."""
+        unit = self._graphed_units.get(module)
+        if unit is None or self.capturing:
+            return False
+        if direction == "backward":
+            return unit.replays_backward
+        own = vars(module)
+        return module.training and bool(own.get("cuda_graphs")) and not own.get("runs_eagerly", False)
+
+    def open_backward(self) -> None:
+        """Note that a backward pass of the model begins."""
+        self._begun.clear()
+
+    def begin_backward(self, module: torch.nn.Module, replayed: bool) -> None:
+        """Note that the backward pass of ``module`` begins, of a forward pass that was ``replayed`` or was not.
+
+        Raises:
+            RuntimeError: the same backward pass of the model has one of the other kind, too: their gradients would be
+                summed in two places.
+        """
+        unit = self._graphed_units.get(module)
+        if unit is None or self.capturing:
+            return
+        if module in self._begun and unit.replays_backward is not replayed:
+            raise RuntimeError(
+                f"{type(module).__name__}: one backward pass has a forward pass that CUDA graphs replayed and one that "
+                "ran eagerly (of another shape, say). Call backward() for each loss by itself"
+            )
+        self._begun.add(module)
+        unit.replays_backward = replayed
+
+    def plan(self, module: torch.nn.Module, direction: Direction = "forward") -> UnitPlan | None:
+        """Return the plan of ``module`` if it has one and runs as a graph, or is recorded with a chain."""
         if self.recorded_chain is not None:
             return self.recorded_chain.plans.get(module)
         plan = self._plans.of(module)
-        return plan if plan is not None and _replays(module) and not self.capturing else None
+        return plan if plan is not None and self.replays(module, direction) else None
 
     def plain_plans(self, units: Mapping[torch.nn.Module, Unit]) -> dict[torch.nn.Module, UnitPlan]:
         """Return plans for ``units`` that are about to be recorded as a chain."""
@@ -296,18 +332,18 @@ class GraphedUnits:
         """Note that the backward graph of ``module`` writes the gradients of ``params`` to their buckets itself."""
         self._graphed_units[module].written |= frozenset(params)
 
-    def covers(self, module: torch.nn.Module) -> bool:
-        """Whether ``module`` runs as a graph now, or is being captured."""
-        return module in self._graphed_units and (self.capturing or _replays(module))
+    def covers(self, module: torch.nn.Module, direction: Direction = "forward") -> bool:
+        """Whether ``module`` runs as a graph, or is being captured."""
+        return module in self._graphed_units and (self.capturing or self.replays(module, direction))
 
     def params_of(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
         """Return the parameters that are gathered for the graphs of ``module``, be they for evaluation only."""
         unit = self._graphed_units.get(module)
         return list(module.parameters() if unit is None else unit.params)
 
-    def runs_eagerly(self, module: torch.nn.Module) -> bool:
-        """Whether ``module`` has graphs and does not run as one now, as its inputs have another shape."""
-        return module in self._graphed_units and not self.capturing and module.training and not _replays(module)
+    def runs_backward_eagerly(self, module: torch.nn.Module) -> bool:
+        """Whether ``module`` has graphs and its backward pass is none of theirs."""
+        return module in self._graphed_units and not self.capturing and not self.replays(module, "backward")
 
     def parameters_gathered(self, module: torch.nn.Module, direction: Direction) -> None:
         """Record the addresses of the parameters of ``module`` at capture; compare them before a replay.
@@ -320,7 +356,7 @@ class GraphedUnits:
         if self.capturing:  # for evaluation also modules that have no graphs of their own for training
             self.settle()  # prefetches too: no collective may be in flight while a graph records
             self._release_uncaptured()
-        if not self.covers(module):
+        if not self.covers(module, direction):
             return
         unit = self._graphed_units[module]
         guard = unit.guards.get(direction)
@@ -334,7 +370,7 @@ class GraphedUnits:
 
     def fused_gradients(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
         """Return the parameters whose main gradients the replay of ``module``'s backward graph writes."""
-        return list(self._graphed_units[module].fused) if self.covers(module) and not self.capturing else []
+        return list(self._graphed_units[module].fused) if self.replays(module, "backward") else []
 
     def gradients_claimed(self, module: torch.nn.Module) -> None:
         """Compare the addresses of the main gradients that the graph of ``module`` will write.
@@ -350,7 +386,7 @@ class GraphedUnits:
     def mark_fused_gradient(self, param: torch.nn.Parameter) -> None:
         """Set the flag of the fused kernel on ``param`` if a graph has added its gradient to its main gradient."""
         module = self._module_of.get(param)
-        if module is not None and param in self._graphed_units[module].fused:
+        if module is not None and param in self._graphed_units[module].fused and self.replays(module, "backward"):
             param.grad_added_to_main_grad = True
 
     def collect_gradient(self, param: torch.nn.Parameter) -> bool:
@@ -361,7 +397,7 @@ class GraphedUnits:
         if self.recorded_chain is not None:
             return self.recorded_chain.collect(param)
         module = self._module_of.get(param)
-        if module is None or not _replays(module):
+        if module is None or not self.replays(module, "backward"):
             return False
         self._graphed_units[module].collected.append(param)
         return True
@@ -417,7 +453,3 @@ class GraphedUnits:
 
 def _whole(module: torch.nn.Module) -> GraphedUnit:
     return GraphedUnit(tuple(module.parameters()))
-
-
-def _replays(module: torch.nn.Module) -> bool:
-    return module.training and bool(getattr(module, "cuda_graphs", None)) and not getattr(module, "runs_eagerly", False)

@@ -37,7 +37,7 @@ from megatron_fsdp_cuda_graphs.overlay import upstream
 from .around_backward import call_after_backward, call_before_backward
 from .fsdp_chain import UnitChain
 from .fsdp_gathering_replay import GatheringReplay
-from .fsdp_gradient_sink import UnitSink, sink_takes_all
+from .fsdp_gradient_sink import UnitSink, has_gradient_hooks, sink_takes_all
 from .fsdp_graphed_units import GraphedUnits
 from .fsdp_model import WholeModel
 from .fsdp_unit import Unit
@@ -222,7 +222,7 @@ class FsdpHooks:
         recomputing = module._training_state == TrainingState.PRE_BACKWARD
         if not recomputing:
             module.__dict__["_training_state"] = TrainingState.FORWARD
-            plan = self.graphed.plan(module)
+            plan = self.graphed.plan(module, "forward")
             if plan is not None:
                 plan.gather("forward")
                 self.graphed.parameters_gathered(module, "forward")
@@ -233,14 +233,17 @@ class FsdpHooks:
     @torch.compiler.disable
     @runs_outside_graphs
     @shown_in_profiles
-    def unshard_for_backward(self, module: torch.nn.Module, grad: torch.Tensor | None = None) -> None:
-        """Gather the parameters of ``module`` for its backward pass."""
+    def unshard_for_backward(
+        self, module: torch.nn.Module, grad: torch.Tensor | None = None, *, replayed: bool = False
+    ) -> None:
+        """Gather the parameters of ``module`` for its backward pass, that of a forward pass that was ``replayed``."""
+        self.graphed.begin_backward(module, replayed)
         if module in self._fsdp_units:
             self._fsdp_units[module].set_training_state(TrainingState.PRE_BACKWARD)
         else:  # fine-grained hooks are on every module
             for submodule in module.modules():
                 submodule._training_state = TrainingState.PRE_BACKWARD
-        plan = self.graphed.plan(module)
+        plan = self.graphed.plan(module, "backward")
         if plan is not None:
             plan.gather("backward")
         else:
@@ -271,7 +274,7 @@ class FsdpHooks:
             prefetch_order=PrefetchOrder.BACKWARD_PASS_ORDER if backward else PrefetchOrder.FORWARD_PASS_ORDER,
             bwd=backward,
         )
-        if backward and self.graphed.runs_eagerly(module):
+        if backward and self.graphed.runs_backward_eagerly(module):
             # Other ranks may replay, and gather the module before what they prefetch.
             gather(prefetch=False)
         gather(prefetch=prefetch)
@@ -282,7 +285,7 @@ class FsdpHooks:
         self, module: torch.nn.Module, direction: Literal["forward", "backward"]
     ) -> list[torch.nn.Parameter]:
         fsdp = self.fsdp
-        if self.graphed.covers(module):  # in a graph no submodule gathers for itself
+        if self.graphed.covers(module, direction):  # in a graph no submodule gathers for itself
             return self.graphed.params_of(module)
         fine_grained = (
             fsdp.enable_fine_grained_param_gather_hook
@@ -304,7 +307,7 @@ class FsdpHooks:
         recomputing = module._training_state == TrainingState.PRE_BACKWARD
         if not recomputing:
             module.__dict__["_training_state"] = TrainingState.IDLE
-            plan = self.graphed.plan(module)
+            plan = self.graphed.plan(module, "forward")
             if plan is not None:
                 plan.release()
                 return
@@ -315,7 +318,7 @@ class FsdpHooks:
     def release_after_backward(self, module: torch.nn.Module) -> None:
         """Handle the unit's collected gradients, and release both of its parameter buckets."""
         self.handle_gradients(self.graphed.collected_gradients(module))
-        plan = self.graphed.plan(module)
+        plan = self.graphed.plan(module, "backward")
         if plan is not None:
             self.handle_gradients(plan.left)
             plan.reduce()
@@ -457,9 +460,10 @@ class FsdpHooks:
             module: A module that is about to be captured.
             whole: Whether its graphs hold all that it computes.
         """
-        if module not in self._fsdp_units or not self.graphed.can_have_plan(self._fsdp_units[module]):
+        unit = self._fsdp_units.get(module)
+        if unit is None or not self.graphed.can_have_plan(unit) or any(map(has_gradient_hooks, unit.params)):
             return None
-        self._sinks[module] = sink = UnitSink(self, module, self._fsdp_units[module], whole)
+        self._sinks[module] = sink = UnitSink(self, module, unit, whole)
         return sink
 
     def around_parts(self, module: torch.nn.Module, graphed: Callable[..., Any]) -> Callable[..., Any]:
@@ -493,7 +497,7 @@ class FsdpHooks:
         if fsdp.model_auto_sync:
             return "Megatron-FSDP synchronizes the model in every micro-batch"
         for param in self._trainable:
-            if param._backward_hooks or len(param._post_accumulate_grad_hooks or ()) > 1:
+            if has_gradient_hooks(param):
                 return f"parameter {fsdp.param_to_name[param]} has hooks"
             if getattr(param, "skip_backward_post_hook", False):
                 return f"the weight gradient of {fsdp.param_to_name[param]} is delayed"
@@ -505,7 +509,7 @@ class FsdpHooks:
 
     def gradients_written(self, module: torch.nn.Module) -> None:
         """Called when the backward graph of ``module`` has written gradients to their buckets."""
-        plan = self.graphed.plan(module)
+        plan = self.graphed.plan(module, "backward")
         for param in () if plan is None else plan.written:
             param.grad_added_to_main_grad = True
 
@@ -534,6 +538,7 @@ class FsdpHooks:
         if self.graphed.capturing:
             return
         if not self.in_backward:
+            self.graphed.open_backward()
             self.in_backward, self._caller_ends_backward = True, skip_backward_hook
             if not skip_backward_hook:
                 torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
@@ -654,14 +659,17 @@ class FsdpHooks:
         """Forward hook that makes autograd call ``handler(module, grads)`` at the first gradient of ``output``."""
         if self._runs_around_replays(handler, module):
             return None
-        return call_before_backward(partial(handler, module), output)
+        call = partial(handler, module)
+        if handler == self.unshard_for_backward:
+            call = partial(call, replayed=self.graphed.replays(module))
+        return call_before_backward(call, output)
 
     def _runs_around_replays(self, handler: Callable, module: torch.nn.Module) -> bool:
         """Whether the replay of the backward graph of ``module`` calls ``handler`` itself."""
         if handler == self.start_backward:
             return not self._forward_was_eager
         sink = self._sinks.get(module)
-        if sink is None or not sink.whole or self.graphed.plan(module) is None:
+        if sink is None or not sink.whole or self.graphed.plan(module, "forward") is None:
             return False
         return handler in (self.unshard_for_backward, self.release_after_backward)
 

@@ -598,7 +598,7 @@ def test_a_language_model_within_a_larger_one_is_not_captured_whole():
 def test_passes_of_another_shape_run_eagerly_unless_replays_need_what_they_would_have_left(changes, stages, allowed):
     plain = {"fp8": None, "fp4": None, "delay_wgrad_compute": False, "fine_grained_activation_offloading": False}
     options = config(**{**plain, "overlap_moe_expert_parallel_comm": False, "cuda_graph_modules": [], **changes})
-    assert helper(config=options, pp_group=SimpleNamespace(size=lambda: stages))._may_run_eagerly() is allowed
+    assert helper(config=options, pp_group=SimpleNamespace(size=lambda: stages))._may_change_shape() is allowed
 
 
 # --------------------------------------------------------------------------------------------------- changed steps

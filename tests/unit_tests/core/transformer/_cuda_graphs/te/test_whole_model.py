@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.eager_passes import EagerPasses
+from megatron.core.transformer._cuda_graphs.replay_conditions import AttributeReads, ReplayConditions
 from megatron.core.transformer._cuda_graphs.te.whole_model import ModelGraphs
 
 SHAPE = 2, 8
@@ -58,7 +59,8 @@ def graphed(with_mask=True, eager_passes=None):
     static = {"input_ids": ids(), "position_ids": ids(), "attention_mask": mask(), "labels": ids()}
     if not with_mask:
         del static["attention_mask"]
-    return model, ModelGraphs(model, passes, static, (), eager_passes or EagerPasses()), static
+    conditions = ReplayConditions([model], AttributeReads(), [model], forward_replaced=True)
+    return model, ModelGraphs(model, passes, static, (), eager_passes or EagerPasses(), conditions), static
 
 
 def replays(model, *args, **kwargs):

@@ -1,0 +1,325 @@
+"""Whether a replay still computes what the captured modules would: what their forward pass reads, compared.
+
+A graph holds the operations of one forward pass. What decided which operations those were (training flags, hooks,
+``forward`` functions, dropout probabilities and other attributes, parameters, autocast) is read by each eager pass, and
+by no replay. ``ReplayConditions`` records it at capture. The values of tensors are not part of it: replays read those.
+"""
+
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from itertools import chain, repeat
+from operator import attrgetter, call, is_, itemgetter
+from typing import Any
+
+import torch
+from torch.nn.modules import module as torch_module
+
+from .hooks import HOOK_KINDS, is_of_ddp
+
+# Compared by themselves, or set by Megatron and by us from step to step.
+_NOT_COMPARED = frozenset(
+    ("training", "forward", "cuda_graphs", "evaluation_graph", "current_microbatch", "runs_eagerly")
+)
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: a class of C, none of Megatron's configurations
+_GLOBAL_HOOKS = [
+    getattr(torch_module, f"_global_{kind}") for kind in HOOK_KINDS if hasattr(torch_module, f"_global_{kind}")
+]
+
+
+class AttributeReads:
+    """The public attributes that forward passes read of modules and of their configurations.
+
+    Attributes:
+        of: The names, by the ``id`` of the object. What a pass sets itself is left out: that is its result.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[int, set[str]] = {}
+
+    @contextmanager
+    def noted(self, roots: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """Note what is read of all modules, and of the configurations of those in ``roots``, in this context."""
+        written: dict[int, set[str]] = {}
+        kinds = {torch.nn.Module, *(type(vars(module)["config"]) for module in _with_configs(roots))}
+        with ExitStack() as stack:
+            for kind in kinds:
+                if kind.__flags__ & _IMMUTABLE:
+                    continue
+                for name, noted in (("__getattribute__", self.of), ("__setattr__", written)):
+                    own = vars(kind).get(name)
+                    setattr(kind, name, _noting(getattr(kind, name), noted))
+                    stack.callback(*((delattr, kind, name) if own is None else (setattr, kind, name, own)))
+            yield
+        for owner, names in written.items():
+            self.of.get(owner, set()).difference_update(names)
+
+    def ran(self, module: torch.nn.Module) -> bool:
+        """Whether a pass read anything of ``module`` itself: walks through a model read what all modules have."""
+        return any(name == "forward" or not hasattr(torch.nn.Module, name) for name in self.of.get(id(module), ()))
+
+
+def _with_configs(roots: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    return [module for root in roots for module in root.modules() if vars(module).get("config") is not None]
+
+
+def _noting(access: Callable[..., Any], noted: dict[int, set[str]]) -> Callable[..., Any]:
+    def access_noted(owner: Any, name: str, *value: Any) -> Any:
+        if not name.startswith("_"):
+            noted.setdefault(id(owner), set()).add(name)
+        return access(owner, name, *value)
+
+    return access_noted
+
+
+class _Aspect:
+    """One kind of thing that is compared.
+
+    Args:
+        names: What a warning calls each thing.
+        look: Returns the things there are now, always in the same order.
+        then: Those at capture; by default what ``look`` returns.
+        alive: What must not be freed meanwhile: another object would get its ``id``.
+    """
+
+    def __init__(
+        self, names: Sequence[str], look: Callable[[], list[Any]], then: list[Any] | None = None, alive: Any = None
+    ):
+        self._names, self._look, self._then, self._alive = names, look, look() if then is None else then, alive
+
+    def has_changed(self) -> bool:
+        try:
+            return self._look() != self._then
+        except Exception:  # an attribute is gone, or is a tensor now, which compares element by element
+            return True
+
+    def change(self) -> str:
+        """The name of the first thing that has changed."""
+        try:
+            now = self._look()
+        except Exception:
+            now = []
+        pairs = zip(self._names, now, self._then, strict=False)
+        return next((name for name, one, other in pairs if _differ(one, other)), self._names[-1])
+
+
+def _differ(one: Any, other: Any) -> bool:
+    try:
+        return one is not other and bool(one != other)
+    except Exception:
+        return True
+
+
+class ReplayConditions:
+    """What the forward passes of some modules read, at capture and now.
+
+    To be made right after the capture, when hooks are in place and parameters are those that replays find. Modules that
+    did not run in the capture are not compared: they run after replays as ever.
+
+    Args:
+        roots: The captured modules, which share ``name``; what is inside of them belongs to them.
+        reads: What the captured passes read.
+        run_hooks: Those whose own hooks run around replays.
+        name: What warnings call the modules.
+        forward_replaced: Whether replays take the place of the ``forward`` of ``roots`` by the time of a comparison.
+        parameters: Whether parameters are compared, as they are not where others come and go.
+        buffers: Whether buffers are compared: not where an ``AddressGuard`` is checked.
+        autocast: What ``autocast_in_force`` returned for the captured passes; by default what it returns now.
+
+    Attributes:
+        changed: What ``have_changed`` returned last; layers that follow in a chain read it.
+    """
+
+    def __init__(
+        self,
+        roots: Sequence[torch.nn.Module],
+        reads: AttributeReads,
+        run_hooks: Collection[torch.nn.Module] = (),
+        name: str = "",
+        *,
+        forward_replaced: bool = False,
+        parameters: bool = True,
+        buffers: bool = False,
+        autocast: list[Any] | None = None,
+    ):
+        self.changed = False
+        self._told: set[str] = set()
+        self._aspects: list[_Aspect] = []
+        self._modules = {
+            module: ".".join(filter(None, (name, inner))) or type(module).__name__
+            for root in roots
+            for inner, module in root.named_modules()
+            if module is root or any(map(reads.ran, module.modules()))
+        }
+        self._compare("the class of", self._modules.values(), partial(_each, type, list(self._modules)))
+        own = {module: name for module, name in self._modules.items() if not (forward_replaced and module in roots)}
+        spaces = [module.__dict__ for module in own]
+        self._compare("forward of", own.values(), lambda: list(map(dict.get, spaces, repeat("forward"))))
+        self._compare_contents("the modules in", "_modules")
+        self._compare_hooks({module: name for module, name in self._modules.items() if module not in run_hooks})
+        if parameters:
+            self._compare_contents("the parameters of", "_parameters")
+            self._compare_parameters()
+        if buffers:
+            self._compare_contents("the buffers of", "_buffers")
+        for_all = ["hooks for all modules"] * len(_GLOBAL_HOOKS)
+        self._aspects.append(_Aspect(for_all, lambda: _GLOBAL_HOOKS, list(map(dict, _GLOBAL_HOOKS))))
+        self._aspects.append(_Aspect(["autocast"] * 4, autocast_in_force, autocast))
+        self._compare_attributes(reads)
+
+    def _compare(self, what: str, names: Iterable[str], look: Callable[[], list[Any]], then: Any = None) -> None:
+        described = [f"{what} {name}".strip() for name in names]
+        if described:
+            self._aspects.append(_Aspect(described, look, then))
+
+    def _compare_contents(self, what: str, kind: str) -> None:
+        """Compare by identity what the modules have in their dictionary ``kind``."""
+        contents = [(getattr(module, kind), name) for module, name in self._modules.items()]
+        places = [(own, key, f"{what} {name}") for own, name in contents for key in own]
+        if places:
+            owners, keys, names = (list(column) for column in zip(*places, strict=True))
+            then = list(map(dict.get, owners, keys))
+            same = [True] * len(then)
+            self._aspects.append(_Aspect(names, lambda: list(map(is_, map(dict.get, owners, keys), then)), same))
+        dicts = [own for own, _ in contents]
+        sizes = [f"{what} {name}" for _, name in contents]
+        self._aspects.append(_Sizes(sizes, dicts))
+
+    def _compare_hooks(self, modules: Mapping[torch.nn.Module, str]) -> None:
+        dicts = [(getattr(module, f"_{kind}"), name) for module, name in modules.items() for kind in HOOK_KINDS]
+        if dicts:
+            self._aspects.append(_Hooks([f"hooks of {name}" for _, name in dicts], [hooks for hooks, _ in dicts]))
+
+    def _compare_parameters(self) -> None:
+        named = {
+            param: f"{name}.{key}"
+            for module, name in self._modules.items()
+            for key, param in module._parameters.items()
+            if param is not None
+        }
+        params = list(named)
+        self._compare("requires_grad of", named.values(), partial(_each, attrgetter("requires_grad"), params))
+        of_grads, of_sums = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
+        # torch makes an empty dictionary where there was None.
+        then = [dict(hooks) if hooks else None for hooks in map(of_grads, params)]
+        self._compare("hooks of", named.values(), lambda: [hooks or None for hooks in map(of_grads, params)], then)
+        then = [hooks and dict(hooks) for hooks in map(of_sums, params)]
+        self._compare("hooks of", named.values(), partial(_each, of_sums, params), then)
+
+    def _compare_attributes(self, reads: AttributeReads) -> None:
+        spaces: list[tuple[str, dict[str, Any], set[str]]] = []
+        absent: dict[tuple[str, type, str], Any] = {}
+        for module, name in self._modules.items():
+            own, kind = vars(module), type(module)
+            read = reads.of.get(id(module), set()) - _NOT_COMPARED
+            if _is_of_transformer_engine(kind):  # sets much of its own from pass to pass
+                read = {attribute for attribute in own if "dropout" in attribute}
+            spaces.append((name, own, {"training"} | read & own.keys()))
+            inherited = {each for each in read - own.keys() if hasattr(kind, each)}
+            absent |= {(name, kind, each): own for each in inherited if not hasattr(torch.nn.Module, each)}
+        configs = {id(vars(module)["config"]): vars(module)["config"] for module in _with_configs(self._modules)}
+        for key, config in configs.items():
+            read = {each for each in reads.of.get(key, ()) if not each.startswith("cuda_graph")}
+            spaces.append(("the configuration", vars(config), read & vars(config).keys()))
+        self._compare_values(spaces)
+        names = [f"{attribute} of {name}" for name, _, attribute in absent]
+        methods = [attribute for _, _, attribute in absent]
+        owners = list(absent.values())
+        self._compare("", names, lambda: list(map(dict.get, owners, methods)))
+        of_classes = list(dict.fromkeys((kind, attribute) for _, kind, attribute in absent))
+        kinds, methods_of_kinds = [kind for kind, _ in of_classes], [attribute for _, attribute in of_classes]
+        names = [f"{attribute} of {kind.__name__}" for kind, attribute in of_classes]
+        self._compare("", names, lambda: list(map(getattr, kinds, methods_of_kinds)))
+
+    def _compare_values(self, spaces: Iterable[tuple[str, dict[str, Any], set[str]]]) -> None:
+        """Compare attributes in namespaces, each given with its owner's name and the names of what was read."""
+        names: list[str] = []
+        getters: list[Callable[[Any], Any]] = []
+        owners: list[dict[str, Any]] = []
+        for owner, own, read in spaces:
+            if read:
+                compared = [*read, *read][: max(2, len(read))]  # of one name alone itemgetter makes no tuple
+                names += [f"{attribute} of {owner}" for attribute in compared]
+                getters.append(itemgetter(*compared))
+                owners.append(own)
+        self._compare("", names, lambda: list(chain.from_iterable(map(call, getters, owners))))
+
+    def have_changed(self) -> bool:
+        """Whether anything is not what it was at capture. It runs before each replay."""
+        self.changed = any(aspect.has_changed() for aspect in self._aspects)
+        return self.changed
+
+    def changes(self) -> str:
+        """Say what has changed, in a sentence."""
+        return self._sentence(list(dict.fromkeys(aspect.change() for aspect in self._aspects if aspect.has_changed())))
+
+    def news(self) -> str:
+        """Say what has changed that was not said before, in a sentence; empty if there is nothing."""
+        changes = dict.fromkeys(aspect.change() for aspect in self._aspects if aspect.has_changed())
+        new = [change for change in changes if change not in self._told]
+        self._told.update(new)
+        return self._sentence(new) if new else ""
+
+    @staticmethod
+    def _sentence(changes: Sequence[str]) -> str:
+        return f"{', '.join(changes)} changed after capture, which a replay would not notice"
+
+    def forget(self) -> None:
+        """Let go of everything; nothing counts as changed any more."""
+        self._aspects, self._modules = [], {}
+
+
+class _Sizes(_Aspect):
+    """How much is in all containers together: most of them are small, and looked at in one call."""
+
+    def __init__(self, names: Sequence[str], containers: Sequence[Any]):
+        super().__init__(names, lambda: [sum(map(len, containers))])
+        self._sizes, self._containers = list(map(len, containers)), containers
+
+    def change(self) -> str:
+        pairs = zip(self._names, self._containers, self._sizes, strict=True)
+        return next((name for name, container, size in pairs if len(container) != size), self._names[0])
+
+
+class _Hooks(_Sizes):
+    """Hooks of modules. Those of ``DistributedDataParallel`` may come and go."""
+
+    def __init__(self, names: Sequence[str], dicts: Sequence[dict[int, Callable]]):
+        super().__init__(names, dicts)
+        self._own = list(map(_without_ddp, dicts))
+        self._note()
+
+    def _note(self) -> None:
+        self._filled = [hooks for hooks in self._containers if hooks]
+        self._copies, self._then = list(map(dict, self._filled)), self._look()
+
+    def has_changed(self) -> bool:
+        if self._look() == self._then and self._filled == self._copies:
+            return False
+        if list(map(_without_ddp, self._containers)) != self._own:
+            return True
+        self._note()
+        return False
+
+    def change(self) -> str:
+        pairs = zip(self._names, self._containers, self._own, strict=True)
+        return next(name for name, hooks, own in pairs if _without_ddp(hooks) != own)
+
+
+def _without_ddp(hooks: dict[int, Callable]) -> dict[int, Callable]:
+    return {key: hook for key, hook in hooks.items() if not is_of_ddp(hook)}
+
+
+def _each(look: Callable[[Any], Any], things: Iterable[Any]) -> list[Any]:
+    return list(map(look, things))
+
+
+def autocast_in_force() -> list[Any]:
+    """Whether autocast is on for CUDA and for the CPU, and to which types."""
+    is_enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    on = [is_enabled("cuda"), is_enabled("cpu")]
+    return [*on, *(dtype(kind) for kind, enabled in zip(("cuda", "cpu"), on, strict=True) if enabled)]
+
+
+def _is_of_transformer_engine(kind: type) -> bool:
+    return any(base.__module__.startswith("transformer_engine.") for base in kind.__mro__)

@@ -1,0 +1,326 @@
+"""What changes between capture and a replay, and must not go unnoticed: the result is eager's, or an error.
+
+Each change is made to a training with graphs and to its eager twin, in this process, as one rank.
+"""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+from megatron.core.transformer._cuda_graphs.replay_conditions import AttributeReads
+
+from .captured_training import CapturedTraining, graphed
+
+MODEL, ALL, ONE = -1, 0, 1
+SCOPES = {
+    "model": graphed(MODEL, dropout=0.1),
+    "all layers": graphed(ALL, dropout=0.1),
+    "a layer": graphed(ONE, dropout=0.1),
+    "parts": graphed(ONE, dropout=0.1, modules=("attn",)),
+}
+
+
+@pytest.fixture(params=SCOPES)
+def scope(request):
+    return SCOPES[request.param]
+
+
+def middle(training):
+    """The layer that is changed: it is neither the first nor the last."""
+    return training.layers[1]
+
+
+def compare(case, change, kind=CapturedTraining):
+    """Train eagerly and with graphs, with ``change`` after the first step beside graphs; return what differs.
+
+    What ``change`` returns, if anything, is a handle that takes it back before the last step.
+    """
+    traces = []
+    for graphs in (False, True):
+        training = kind(case, graphs)
+        handle = None
+        try:
+            training.step()
+            handle = change(training)
+            training.step()
+            training.step()
+        finally:
+            if handle is not None and hasattr(handle, "remove"):
+                handle.remove()
+                training.step()
+            training.delete()
+        traces.append(training.trace())
+    return traces[0].differences(traces[1])
+
+
+def other_forward(training):
+    layer = middle(training)
+    mlp = type(layer.mlp).forward
+    layer.mlp.forward = lambda *args, **kwargs: tuple(
+        out if out is None else out * 2 for out in mlp(layer.mlp, *args, **kwargs)
+    )
+
+
+def other_forward_of_the_layer(training):
+    layer = middle(training)
+    forward = type(layer).forward
+
+    def doubled(*args, **kwargs):
+        output, context = forward(layer, *args, **kwargs)
+        return output * 2, context
+
+    layer.forward = doubled
+
+
+def doubling(module, args, output):
+    return output * 2 if isinstance(module, torch.nn.LayerNorm) or "Norm" in type(module).__name__ else None
+
+
+def doubling_first(module, args):
+    return (args[0] * 2, *args[1:]) if "Norm" in type(module).__name__ else None
+
+
+class Autocast:
+    """Autocast, until it is removed."""
+
+    def __init__(self):
+        self._context = torch.autocast("cpu", torch.bfloat16)
+        self._context.__enter__()
+
+    def remove(self):
+        self._context.__exit__(None, None, None)
+
+
+CHANGES = {
+    "mode of a layer": lambda training: middle(training).eval(),
+    "mode of a dropout": lambda training: middle(training).self_attention.core_attention.attention_dropout.eval(),
+    "dropout of attention": lambda training: setattr(
+        middle(training).self_attention.core_attention.attention_dropout, "p", 0.5
+    ),
+    "dropout of hidden states": lambda training: setattr(middle(training), "hidden_dropout", 0.5),
+    "forward hook inside a layer": lambda training: middle(training).self_attention.linear_proj.register_forward_hook(
+        lambda module, args, output: (output[0] * 2, output[1])
+    ),
+    "hook of a layer": lambda training: middle(training).register_forward_hook(
+        lambda module, args, output: (output[0] * 2, output[1])
+    ),
+    "backward hook inside a layer": lambda training: middle(
+        training
+    ).self_attention.linear_proj.register_full_backward_hook(lambda module, given, got: (given[0] * 2, *given[1:])),
+    "hook of a parameter": lambda training: middle(training).self_attention.linear_proj.weight.register_hook(
+        lambda grad: grad * 2
+    ),
+    "forward of a part": other_forward,
+    "forward of a layer": other_forward_of_the_layer,
+    "hook of all modules": lambda training: register_module_forward_hook(doubling),
+    "hook before all modules": lambda training: register_module_forward_pre_hook(doubling_first),
+    "autocast": lambda training: Autocast(),
+    "a part exchanged": lambda training: setattr(middle(training), "self_attn_bda", _no_bias_dropout),
+    "scale of attention": lambda training: setattr(
+        middle(training).self_attention.core_attention.scale_mask_softmax, "scale", 3.0
+    ),
+    "activation function": lambda training: setattr(middle(training).mlp, "activation_func", torch.tanh),
+}
+
+
+def _no_bias_dropout(training, fused):
+    return lambda with_bias, residual, probability: residual + with_bias[0]
+
+
+def changed(value):
+    """Another value of the same kind."""
+    if isinstance(value, bool):
+        return not value
+    return value + type(value)(1) if isinstance(value, (int, float)) else object()
+
+
+def conditions_of(training, evaluation):
+    """The conditions of the graphs that hold the middle layer."""
+    if evaluation:
+        return middle(training).evaluation_graph._conditions
+    graphs = training.helper.model_graphs
+    return middle(training).cuda_graphs[0]._conditions if graphs is None else graphs._conditions
+
+
+@contextmanager
+def running_eagerly(training):
+    """Layers run without their graphs, and nothing needs gradients."""
+    kept = [(vars(layer), layer.cuda_graphs, layer.evaluation_graph) for layer in training.layers]
+    for own, _, _ in kept:
+        own.update(cuda_graphs=[], evaluation_graph=None)
+    with torch.no_grad(), torch.cuda.stream(training.stream):
+        yield
+    for own, graphs, evaluation in kept:
+        own.update(cuda_graphs=graphs, evaluation_graph=evaluation)
+
+
+@pytest.mark.parametrize("evaluation", [False, True])
+def test_every_public_attribute_that_a_forward_pass_reads_is_compared(one_rank, scope, evaluation):
+    training = CapturedTraining(scope)
+    if evaluation:
+        training.evaluate()
+        training.chunks[0].eval()
+    conditions = conditions_of(training, evaluation)
+    reads, layer, unnoticed = AttributeReads(), middle(training), []
+    assert not conditions.have_changed()
+    with reads.noted([layer]), running_eagerly(training):
+        losses_of(training, 7)
+    looked_at = 0
+    parts = [layer.self_attention] if scope.modules else [layer]
+    for owner in (inside for part in parts for inside in part.modules()):
+        for name in sorted(reads.of.get(id(owner), set()) & vars(owner).keys() - {"cuda_graphs", "evaluation_graph"}):
+            value = vars(owner)[name]
+            vars(owner)[name] = changed(value)
+            looked_at += 1
+            if not conditions.have_changed():
+                unnoticed.append(f"{name} of {type(owner).__name__}: {value!r}")
+            vars(owner)[name] = value
+    assert not conditions.have_changed()
+    training.chunks[0].train()
+    training.delete()
+    assert looked_at > 40 and unnoticed == []
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_noticed(one_rank, scope, name):
+    assert compare(scope, CHANGES[name]) == []
+
+
+def of_another_length(training, step):
+    """The losses of a batch of half the sequence length."""
+    batch = next(training._batches(step))
+    half = training.case.sequence // 2
+    mask = batch.mask[..., :half, :half].contiguous()
+    tokens, positions, labels = (each[:, :half].contiguous() for each in (batch.tokens, batch.positions, batch.labels))
+    return training.chunks[0](tokens, positions, mask, labels=labels).float().mean()
+
+
+def losses_of(training, step):
+    return training._losses(training.chunks[0], next(training._batches(step))).float().mean()
+
+
+def two_shapes(training):
+    first, second = losses_of(training, 7), of_another_length(training, 8)
+    second.backward()
+    first.backward()
+
+
+def evaluation_in_between(training):
+    loss = losses_of(training, 7)
+    training.chunks[0].eval()
+    loss.backward()
+    training.chunks[0].train()
+
+
+def evaluation_pass_in_between(training):
+    loss = losses_of(training, 7)
+    training.chunks[0].eval()
+    with torch.no_grad():
+        losses_of(training, 8)
+    training.chunks[0].train()
+    loss.backward()
+
+
+def eager_then_replay(training):
+    first, second = of_another_length(training, 7), losses_of(training, 8)
+    second.backward()
+    first.backward()
+
+
+@pytest.mark.parametrize(
+    "passes",
+    [two_shapes, eager_then_replay, evaluation_in_between, evaluation_pass_in_between],
+    ids=lambda passes: passes.__name__,
+)
+def test_a_backward_pass_is_of_the_kind_of_its_own_forward_pass(one_rank, scope, passes):
+    found = []
+    for graphs in (False, True):
+        training = CapturedTraining(scope, graphs)
+        training.step()
+        with torch.cuda.stream(training.stream):
+            training.fsdp.zero_grad_buffer()
+            training.optimizer.zero_grad()
+            passes(training)
+            training.fsdp.finish_grad_sync()
+        params = [param for group in training.optimizer.param_groups for param in group["params"]]
+        found.append([param.grad.clone() for param in params])
+        training.delete()
+    assert all(map(torch.equal, *found))
+
+
+def test_a_replay_and_an_eager_pass_in_one_backward_pass_are_refused(one_rank):
+    training = CapturedTraining(SCOPES["a layer"])
+    with torch.cuda.stream(training.stream):
+        loss = losses_of(training, 7) + of_another_length(training, 8)
+        with pytest.raises(RuntimeError, match="Call backward\\(\\) for each loss by itself"):
+            loss.backward()
+    training.delete()
+
+
+class HookedBefore(CapturedTraining):
+    """A training in which a parameter has a hook before the capture."""
+
+    def capture(self, capture):
+        self.fsdp._replace_param_with_raw_if_needed()
+        CHANGES["hook of a parameter"](self)
+        super().capture(capture)
+
+
+def test_hooks_of_parameters_that_were_there_before_capture_run(one_rank, scope):
+    if scope is SCOPES["model"]:  # asked for, and refused for its hooks: layers are captured, each by itself
+        scope = SCOPES["all layers"]
+    traces = []
+    for graphs in (False, True):
+        training = HookedBefore(scope, graphs)
+        if not graphs:
+            CHANGES["hook of a parameter"](training)
+        for _ in range(2):
+            training.step()
+        traces.append(training.trace())
+        training.delete()
+    assert traces[0].differences(traces[1]) == []
+    assert traces[1].replays > 0
+
+
+def dropping_out(training):
+    """An evaluation in which the first layer drops out, as in Monte Carlo dropout."""
+    training.chunks[0].eval()
+    for module in training.layers[0].modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.train()
+    with torch.no_grad(), torch.cuda.stream(training.stream):
+        training.evaluations.append([losses_of(training, 7).item()])
+    training.chunks[0].train()
+
+
+def evaluated_with_a_hook(training):
+    handle = CHANGES["forward hook inside a layer"](training)
+    training.evaluate()
+    handle.remove()
+
+
+@pytest.mark.parametrize("change", [dropping_out, evaluated_with_a_hook], ids=lambda change: change.__name__)
+def test_what_changes_in_evaluation_is_noticed(one_rank, scope, change):
+    def evaluate(training):
+        training.evaluate()  # the first one captures
+        change(training)
+        training.evaluate()
+
+    assert compare(scope, evaluate) == []
+
+
+def saved_states(training):
+    tracker = get_cuda_rng_tracker()
+    tracker.set_states({name: state.clone_state() for name, state in tracker.get_states().items()})
+
+
+def other_seed(training):
+    model_parallel_cuda_manual_seed(99, use_cudagraphable_rng=True, force_reset_rng=True)
+
+
+@pytest.mark.parametrize("change", [saved_states, other_seed], ids=lambda change: change.__name__)
+def test_graphs_draw_from_states_that_the_rng_tracker_was_given(one_rank, scope, change):
+    assert compare(scope, change) == []
