@@ -4,6 +4,7 @@ Each change is made to a training with graphs and to its eager twin, in this pro
 """
 
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 import torch
@@ -34,9 +35,12 @@ def middle(training):
 
 
 def compare(case, change, kind=CapturedTraining):
-    """Train eagerly and with graphs, with ``change`` after the first step beside graphs; return what differs.
+    """Train eagerly and with graphs, with ``change`` after the first step beside graphs.
 
     What ``change`` returns, if anything, is a handle that takes it back before the last step.
+
+    Returns:
+        What differs, and what became of replays: ``replays`` go on, ``some`` do, or all passes run ``eagerly``.
     """
     traces = []
     for graphs in (False, True):
@@ -53,7 +57,9 @@ def compare(case, change, kind=CapturedTraining):
                 training.step()
             training.delete()
         traces.append(training.trace())
-    return traces[0].differences(traces[1])
+    before, after = traces[1].step_replays[1:3]
+    outcome = "replays" if after == before else "some" if after else "eagerly"
+    return traces[0].differences(traces[1]), outcome
 
 
 def other_forward(training):
@@ -184,9 +190,21 @@ def test_every_public_attribute_that_a_forward_pass_reads_is_compared(one_rank, 
     assert looked_at > 40 and unnoticed == []
 
 
+def documented():
+    """The outcomes in the documents, by change and scope."""
+    page = (Path(__file__).resolve().parents[4] / "docs" / "using.md").read_text()
+    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in page.splitlines() if row.startswith("| ")]
+    start = next(index for index, row in enumerate(rows) if row[0] == "changed after capture")
+    scopes = rows[start][1:]
+    return {row[0]: dict(zip(scopes, row[1:], strict=True)) for row in rows[start + 1 : start + 1 + len(CHANGES)]}
+
+
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_change_is_noticed(one_rank, scope, name):
-    assert compare(scope, CHANGES[name]) == []
+@pytest.mark.parametrize("of", SCOPES)
+def test_after_a_change_training_is_eagers_and_replays_are_as_documented(one_rank, of, name):
+    differences, outcome = compare(SCOPES[of], CHANGES[name])
+    assert differences == []
+    assert outcome == documented()[name][of]
 
 
 def of_another_length(training, step):
@@ -309,7 +327,7 @@ def test_what_changes_in_evaluation_is_noticed(one_rank, scope, change):
         change(training)
         training.evaluate()
 
-    assert compare(scope, evaluate) == []
+    assert compare(scope, evaluate)[0] == []
 
 
 def saved_states(training):
@@ -323,4 +341,4 @@ def other_seed(training):
 
 @pytest.mark.parametrize("change", [saved_states, other_seed], ids=lambda change: change.__name__)
 def test_graphs_draw_from_states_that_the_rng_tracker_was_given(one_rank, scope, change):
-    assert compare(scope, change) == []
+    assert compare(scope, change)[0] == []

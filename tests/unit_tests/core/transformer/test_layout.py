@@ -23,7 +23,7 @@ LAYERS = (
         f"{PACKAGE}.{name}"
         for name in (
             *("state", "errors", "own_options", "expected_inputs", "eager_passes", "hooks", "packed_sequences"),
-            *("evaluation_mode", "dispatcher_state", "launches"),
+            *("evaluation_mode", "dispatcher_state", "launches", "replay_conditions"),
             *("flag_options", "flag_row", "flag_table", "fsdp_checks"),
         )
     },

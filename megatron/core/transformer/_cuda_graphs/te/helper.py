@@ -197,8 +197,6 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         """Release cached memory and log how long capture took."""
         release_cached_memory()
         self._capture_finished = True
-        if self._graphs_created:
-            self._follow_rng_tracker()
         self._captures += self._graphs_created
         if not self._one_graph_serves_all():
             self._captured_microbatches = get_num_microbatches()
@@ -361,6 +359,7 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
                 self._watch_eager_passes(tokens=self.seq_length, calls=1),
             )
         self._expect_evaluation()
+        self._follow_rng_tracker()
         self._observer.captured_model(self.model_graphs.passes)
 
     def _capture_layers(self) -> None:
@@ -398,6 +397,7 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
             if self.config.overlap_moe_expert_parallel_comm:
                 gather_in_replays(self.model, self.callables_per_chunk)
             self._expect_evaluation()
+            self._follow_rng_tracker()
             self._observer.captured_layers(self.callables_per_chunk, names, graphs, sample_args, arguments)
         except BaseException:
             self._detach_graphs()
