@@ -9,6 +9,7 @@ pytest.importorskip("megatron.training")
 
 from torch.distributed.checkpoint import CheckpointException, save
 
+from megatron.core import parallel_state
 from megatron.training import checkpointing
 
 
@@ -87,11 +88,12 @@ def prepared(monkeypatch):
         }
         monkeypatch.setattr(checkpointing._upstream, "generate_state_dict", lambda *given: {"iteration": 1, **models})
         seen = []
-        monkeypatch.setattr(
-            checkpointing._upstream,
-            "preprocess_fsdp_dtensor_state_dict",
-            lambda args, state_dict, model: seen.append(model) or state_dict,
-        )
+
+        def preprocess(args, state_dict, model):
+            seen.append(model)
+            return state_dict
+
+        monkeypatch.setattr(checkpointing._upstream, "preprocess_fsdp_dtensor_state_dict", preprocess)
         args = types.SimpleNamespace(ckpt_format="fsdp_dtensor", pipeline_model_parallel_size=stages)
         state_dict = checkpointing.generate_state_dict(args, chunks)
         return checkpointing.preprocess_fsdp_dtensor_state_dict(args, state_dict, chunks[0]), *seen
@@ -162,7 +164,7 @@ def test_layers_may_be_missing_where_others_are_asked_for(reads_layers, saved, o
 def test_the_states_of_generators_are_those_of_the_ranks_own_place(monkeypatch):
     groups = {"get_tensor_model_parallel_group": object(), "get_pipeline_model_parallel_group": object()}
     for name, group in groups.items():
-        monkeypatch.setattr(checkpointing.parallel_state, name, lambda group=group: group)
+        monkeypatch.setattr(parallel_state, name, lambda group=group: group)
     monkeypatch.setattr(checkpointing._upstream, "get_rng_state", lambda *given, **others: (given, others))
     found = checkpointing.get_rng_state("fsdp_dtensor", None, None, dp_group=1)
     assert found == (("fsdp_dtensor", *groups.values()), {"dp_group": 1})

@@ -4,6 +4,7 @@ What they compute with graphs is what they compute eagerly, or there is an error
 """
 
 import functools
+from typing import Any
 
 import pytest
 import torch
@@ -21,7 +22,9 @@ IN_ORDER = (0, 1, 2, 3)
 def unusual(model):
     """Let the decoder of ``model`` call the layers ``called``, and add what those of ``reads`` return to its output."""
 
-    class Unusual(type(model.decoder)):
+    own_kind: Any = type(model.decoder)
+
+    class Unusual(own_kind):
         called, reads = IN_ORDER, ()
 
         def forward(self, *args, **kwargs):

@@ -46,7 +46,7 @@ def gradients(loss, x, layers, **options):
 def test_layers_may_be_left_out(microbatches, called):
     layers, slots = captured(microbatches)
     for step in range(2):
-        trained = [], []
+        trained: tuple[list, list] = [], []
         for numbers, calls in zip(trained, (slots, [layers] * microbatches), strict=True):
             # Each micro-batch leaves out others.
             passes = [
