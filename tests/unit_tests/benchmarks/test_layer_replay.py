@@ -27,7 +27,7 @@ def python_calls(calls: Counter[layer_replay.Call]) -> Counter[str]:
 
 def test_calls_of_a_forward_replay(calls):
     counted = python_calls(calls["forward"])
-    assert counted[layer_replay.PROJECT] <= 11
+    assert counted[layer_replay.PROJECT] <= 12  # with the question whether the graph fits
     assert counted["torch"] <= 4  # of torch.nn.Module's own call
     assert counted["C"] <= 34
 

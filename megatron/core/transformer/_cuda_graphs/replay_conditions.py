@@ -79,27 +79,30 @@ class _Aspect:
         names: What a warning calls each thing.
         look: Returns the things there are now, always in the same order.
         then: Those at capture; by default what ``look`` returns.
-        alive: What must not be freed meanwhile: another object would get its ``id``.
+
+    Attributes:
+        look: The argument.
+        then: The argument, or what ``look`` returned.
     """
 
-    def __init__(
-        self, names: Sequence[str], look: Callable[[], list[Any]], then: list[Any] | None = None, alive: Any = None
-    ):
-        self._names, self._look, self._then, self._alive = names, look, look() if then is None else then, alive
+    def __init__(self, names: Sequence[Any], look: Callable[[], list[Any]], then: list[Any] | None = None):
+        self._names: Sequence[Any] = names
+        self.look, self.then = look, look() if then is None else then
 
     def has_changed(self) -> bool:
+        """Whether a thing is not what it was at capture."""
         try:
-            return self._look() != self._then
+            return self.look() != self.then
         except Exception:  # an attribute is gone, or is a tensor now, which compares element by element
             return True
 
     def change(self) -> str:
         """The name of the first thing that has changed."""
         try:
-            now = self._look()
+            now = self.look()
         except Exception:
             now = []
-        pairs = zip(self._names, now, self._then, strict=False)
+        pairs = zip(self._names, now, self.then, strict=False)
         return next((name for name, one, other in pairs if _differ(one, other)), self._names[-1])
 
 
@@ -166,6 +169,7 @@ class ReplayConditions:
         self._aspects.append(_Aspect(for_all, lambda: _GLOBAL_HOOKS, list(map(dict, _GLOBAL_HOOKS))))
         self._aspects.append(_Aspect(["autocast"] * 4, autocast_in_force, autocast))
         self._compare_attributes(reads)
+        self._looks, self._then = [aspect.look for aspect in self._aspects], [aspect.then for aspect in self._aspects]
 
     def _compare(self, what: str, names: Iterable[str], look: Callable[[], list[Any]], then: Any = None) -> None:
         described = [f"{what} {name}".strip() for name in names]
@@ -199,12 +203,16 @@ class ReplayConditions:
         }
         params = list(named)
         self._compare("requires_grad of", named.values(), partial(_each, attrgetter("requires_grad"), params))
-        of_grads, of_sums = attrgetter("_backward_hooks"), attrgetter("_post_accumulate_grad_hooks")
-        # torch makes an empty dictionary where there was None.
-        then = [dict(hooks) if hooks else None for hooks in map(of_grads, params)]
-        self._compare("hooks of", named.values(), lambda: [hooks or None for hooks in map(of_grads, params)], then)
-        then = [hooks and dict(hooks) for hooks in map(of_sums, params)]
-        self._compare("hooks of", named.values(), partial(_each, of_sums, params), then)
+        # torch makes the dictionary of a parameter's hooks with the first one, and keeps it.
+        for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            hooks_of = attrgetter(kind)
+            dicts = [hooks for hooks in map(hooks_of, params) if hooks]
+            names = [f"hooks of {named[param]}" for param in params if hooks_of(param)]
+            if dicts:
+                self._aspects.append(_Aspect(names, partial(list, dicts), list(map(dict, dicts))))
+            others = {param: f"hooks of {named[param]}" for param in params if not hooks_of(param)}
+            if others:
+                self._aspects.append(_Without(others, hooks_of))
 
     def _compare_attributes(self, reads: AttributeReads) -> None:
         spaces: list[tuple[str, dict[str, Any], set[str]]] = []
@@ -233,20 +241,28 @@ class ReplayConditions:
 
     def _compare_values(self, spaces: Iterable[tuple[str, dict[str, Any], set[str]]]) -> None:
         """Compare attributes in namespaces, each given with its owner's name and the names of what was read."""
-        names: list[str] = []
+        names: list[list[str]] = []
         getters: list[Callable[[Any], Any]] = []
         owners: list[dict[str, Any]] = []
         for owner, own, read in spaces:
             if read:
                 compared = [*read, *read][: max(2, len(read))]  # of one name alone itemgetter makes no tuple
-                names += [f"{attribute} of {owner}" for attribute in compared]
+                names.append([f"{attribute} of {owner}" for attribute in compared])
                 getters.append(itemgetter(*compared))
                 owners.append(own)
-        self._compare("", names, lambda: list(chain.from_iterable(map(call, getters, owners))))
+        if names:
+            self._aspects.append(_Values(names, lambda: list(map(call, getters, owners))))
 
     def have_changed(self) -> bool:
         """Whether anything is not what it was at capture. It runs before each replay."""
-        self.changed = any(aspect.has_changed() for aspect in self._aspects)
+        try:  # no function call per aspect beside its own
+            self.changed = [look() for look in self._looks] != self._then
+        except Exception:  # see ``_Aspect.has_changed``
+            self.changed = True
+        if self.changed:
+            self.changed = any(aspect.has_changed() for aspect in self._aspects)
+            if not self.changed:
+                self._then = [aspect.then for aspect in self._aspects]
         return self.changed
 
     def changes(self) -> str:
@@ -266,43 +282,68 @@ class ReplayConditions:
 
     def forget(self) -> None:
         """Let go of everything; nothing counts as changed any more."""
-        self._aspects, self._modules = [], {}
+        self._aspects, self._looks, self._then, self._modules = [], [], [], {}
+
+
+class _Values(_Aspect):
+    """Several things of each owner, in a tuple; the names are in a list for each owner."""
+
+    def change(self) -> str:
+        owners = zip(self._names, self.look(), self.then, strict=True)
+        pairs = chain.from_iterable(zip(*each, strict=True) for each in owners)
+        return next(name for name, one, other in pairs if _differ(one, other))
 
 
 class _Sizes(_Aspect):
-    """How much is in all containers together: most of them are small, and looked at in one call."""
+    """How much is in containers. Most are empty and stay so: one call looks at all of these."""
 
     def __init__(self, names: Sequence[str], containers: Sequence[Any]):
-        super().__init__(names, lambda: [sum(map(len, containers))])
+        empty, filled = [each for each in containers if not each], [each for each in containers if each]
+        super().__init__(names, lambda: [any(empty), *map(len, filled)])
         self._sizes, self._containers = list(map(len, containers)), containers
 
     def change(self) -> str:
         pairs = zip(self._names, self._containers, self._sizes, strict=True)
-        return next((name for name, container, size in pairs if len(container) != size), self._names[0])
+        return next(name for name, container, size in pairs if len(container) != size)
 
 
-class _Hooks(_Sizes):
+class _Without(_Aspect):
+    """Things, each with its name, of which ``of`` returned nothing at capture."""
+
+    def __init__(self, names: Mapping[Any, str], of: Callable[[Any], Any]):
+        things = list(names)
+        super().__init__(list(names.values()), lambda: [any(map(of, things))])
+        self._things, self._of = things, of
+
+    def change(self) -> str:
+        return next(name for name, thing in zip(self._names, self._things, strict=True) if self._of(thing))
+
+
+class _Hooks(_Aspect):
     """Hooks of modules. Those of ``DistributedDataParallel`` may come and go."""
 
     def __init__(self, names: Sequence[str], dicts: Sequence[dict[int, Callable]]):
-        super().__init__(names, dicts)
-        self._own = list(map(_without_ddp, dicts))
-        self._note()
+        self._dicts, self._own = dicts, list(map(_without_ddp, dicts))
+        super().__init__(names, self._now, self._copied())
 
-    def _note(self) -> None:
-        self._filled = [hooks for hooks in self._containers if hooks]
-        self._copies, self._then = list(map(dict, self._filled)), self._look()
+    def _copied(self) -> list[Any]:
+        self._empty = [hooks for hooks in self._dicts if not hooks]  # most of them
+        self._filled = [hooks for hooks in self._dicts if hooks]
+        return [False, *map(dict, self._filled)]
+
+    def _now(self) -> list[Any]:
+        return [any(self._empty), *self._filled]
 
     def has_changed(self) -> bool:
-        if self._look() == self._then and self._filled == self._copies:
+        if self.look() == self.then:
             return False
-        if list(map(_without_ddp, self._containers)) != self._own:
+        if list(map(_without_ddp, self._dicts)) != self._own:
             return True
-        self._note()
+        self.then = self._copied()
         return False
 
     def change(self) -> str:
-        pairs = zip(self._names, self._containers, self._own, strict=True)
+        pairs = zip(self._names, self._dicts, self._own, strict=True)
         return next(name for name, hooks, own in pairs if _without_ddp(hooks) != own)
 
 

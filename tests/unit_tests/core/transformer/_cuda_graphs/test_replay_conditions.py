@@ -1,0 +1,154 @@
+"""ReplayConditions: changes of modules are noticed, and named."""
+
+import pytest
+import torch
+
+from megatron.core.transformer._cuda_graphs.replay_conditions import AttributeReads, ReplayConditions
+
+
+class Config:
+    """A configuration; its class is Python's."""
+
+    def __init__(self):
+        self.scale = 2.0
+        self.unread = 1
+
+
+class Inner(torch.nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.config, self.bias = config, 1.0
+        self.dropout = torch.nn.Dropout(0.0)
+        self.register_buffer("shift", torch.zeros(2))
+
+    def forward(self, x):
+        return self.dropout(x * self.config.scale + self.amount() + self.shift)
+
+    def amount(self):
+        return self.bias
+
+
+class Outer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        config = Config()
+        self.linear, self.inner, self.unused = torch.nn.Linear(2, 2), Inner(config), Inner(config)
+
+    def forward(self, x):
+        return self.inner(self.linear(x))
+
+
+@pytest.fixture
+def outer():
+    return Outer()
+
+
+@pytest.fixture
+def conditions(outer):
+    reads = AttributeReads()
+    with reads.noted([outer]):
+        outer(torch.ones(2))
+    return ReplayConditions([outer], reads, [outer], "layer 3", buffers=True)
+
+
+def other_forward(outer):
+    outer.inner.forward = lambda x: x
+
+
+def other_method(outer):
+    outer.inner.amount = lambda: 5.0
+
+
+CHANGES = {
+    "training of layer 3.inner.dropout": lambda outer: outer.inner.dropout.eval(),
+    "p of layer 3.inner.dropout": lambda outer: setattr(outer.inner.dropout, "p", 0.5),
+    "bias of layer 3.inner": lambda outer: setattr(outer.inner, "bias", torch.ones(3)),
+    "scale of the configuration": lambda outer: setattr(outer.inner.config, "scale", 3.0),
+    "forward of layer 3.inner": other_forward,
+    "amount of layer 3.inner": other_method,
+    "the class of layer 3.inner": lambda outer: setattr(outer.inner, "__class__", type("Other", (Inner,), {})),
+    "the modules in layer 3": lambda outer: setattr(outer, "linear", torch.nn.Linear(2, 2)),
+    "the parameters of layer 3.linear": lambda outer: setattr(
+        outer.linear, "weight", torch.nn.Parameter(outer.linear.weight.detach())
+    ),
+    "the buffers of layer 3.inner": lambda outer: setattr(outer.inner, "shift", torch.zeros(2)),
+    "requires_grad of layer 3.linear.bias": lambda outer: outer.linear.bias.requires_grad_(False),
+    "hooks of layer 3.linear.bias": lambda outer: outer.linear.bias.register_hook(lambda grad: None),
+    "hooks of layer 3.linear": lambda outer: outer.linear.register_forward_hook(lambda *call: None),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_change_is_noticed_and_named_once(outer, conditions, name):
+    assert not conditions.have_changed()
+    CHANGES[name](outer)
+    assert conditions.have_changed()
+    assert name in conditions.changes()
+    assert conditions.news() == conditions.changes()
+    assert conditions.news() == ""
+
+
+def test_what_is_changed_back_is_as_it_was(outer, conditions):
+    handle = outer.linear.register_forward_hook(lambda *call: None)
+    assert conditions.have_changed()
+    handle.remove()
+    assert not conditions.have_changed()
+
+
+def test_another_hook_in_the_place_of_one_is_a_change(outer):
+    outer.linear.register_forward_hook(lambda *call: None)
+    reads = AttributeReads()
+    reads.of[id(outer.linear)] = {"forward"}
+    conditions = ReplayConditions([outer], reads)
+    assert not conditions.have_changed()
+    (key,) = outer.linear._forward_hooks
+    outer.linear._forward_hooks[key] = lambda *call: None
+    assert conditions.have_changed()
+
+
+def test_hooks_of_distributed_data_parallel_come_and_go(outer, conditions):
+    def hook(module, args):
+        pass
+
+    hook.__module__ = "megatron.core.distributed.distributed_data_parallel"
+    handle = outer.linear.register_forward_pre_hook(hook)
+    assert not conditions.have_changed()
+    outer.linear.register_forward_hook(lambda *call: None)
+    handle.remove()
+    assert conditions.have_changed()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda outer: outer.unused.dropout.eval(),
+        lambda outer: outer.unused.register_forward_hook(lambda *call: None),
+        lambda outer: setattr(outer.inner.config, "unread", 2),
+        lambda outer: outer.register_forward_hook(lambda *call: None),
+    ],
+    ids=["a module that did not run", "its hook", "an attribute that was not read", "a hook that runs around replays"],
+)
+def test_what_a_replay_does_not_leave_out_is_no_change(outer, conditions, change):
+    change(outer)
+    assert not conditions.have_changed()
+
+
+def test_autocast_is_compared_with_that_of_the_capture(outer):
+    with torch.autocast("cpu", torch.bfloat16):
+        conditions = ReplayConditions([outer], AttributeReads())
+        assert not conditions.have_changed()
+    assert conditions.have_changed()
+    assert "autocast" in conditions.changes()
+
+
+def test_modules_and_configurations_are_as_before_after_reads_were_noted(outer, conditions):
+    for kind in (torch.nn.Module, Config):
+        assert "__getattribute__" not in vars(kind)
+    assert "__setattr__" not in vars(Config)
+    assert torch.nn.Module.__setattr__.__qualname__ == "Module.__setattr__"
+
+
+def test_what_was_forgotten_has_not_changed(outer, conditions):
+    conditions.forget()
+    outer.inner.dropout.eval()
+    assert not conditions.have_changed()
