@@ -89,6 +89,7 @@ def test_order_graphs_and_buffers_are_those_of_a_capture(command, ranks, stage, 
     gc.collect()
 
     monkeypatch.setattr(dry_stage, "without_memory", nullcontext)
+    monkeypatch.setattr(dry_stage, "_as_transformer_engine", nullcontext)
     with dry_stage.dry_stage(flags.args, stage) as helper, torch.cuda.stream(torch.cuda.Stream()):
         buffers = dry_stage.fsdp_buffers(helper)
         for group in (group for buffer in buffers for group in buffer.parameter_groups):
@@ -123,6 +124,7 @@ def test_weights_that_stay_in_place_are_those_of_a_capture(monkeypatch):
         found = memory.fsdp_memory(dry_stage.fsdp_buffers(helper), flags.args)
 
     monkeypatch.setattr(dry_stage, "without_memory", nullcontext)
+    monkeypatch.setattr(dry_stage, "_as_transformer_engine", nullcontext)
     with dry_stage.dry_stage(flags.args, 0) as helper, torch.cuda.stream(torch.cuda.Stream()):
         (buffer,) = dry_stage.fsdp_buffers(helper)
         for group in buffer.parameter_groups:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from ..hooks import runs_outside_graphs
+
 # Arguments of GPTModel that its losses depend on and that may differ from call to call.
 INPUTS = ("input_ids", "position_ids", "attention_mask", "labels")
 # Its losses do not depend on these.
@@ -90,6 +92,7 @@ class HiddenStatesReads:
         watch = weakref.WeakMethod(self._watch)
 
         # After the call: other hooks may have changed its arguments.
+        @runs_outside_graphs  # it is no reason against a graph
         def hook(decoder: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
             watcher = watch()
             if watcher is not None:
