@@ -3,10 +3,9 @@
 With a graph per layer, losses and gradient norms are those of eager training, bit for bit.
 """
 
-import json
-
 import pytest
 
+from tests.support.pairs import heterogeneous_layers
 from tests.support.pretrain import numbers, pretrain
 
 STEPS = 6
@@ -16,27 +15,8 @@ STEPS = 6
 def heterogeneous(tmp_path_factory):
     """Flags of a model of four layers: the second has no attention, the third no MLP."""
 
-    def layer(attention: bool, multiple: float | None) -> dict:
-        return {
-            "attention": {"n_heads_in_group": 2 if attention else None, "no_op": not attention},
-            "ffn": {"ffn_mult": multiple, "no_op": multiple is None},
-        }
-
     path = tmp_path_factory.mktemp("heterogeneous") / "layers.json"
-    path.write_text(
-        json.dumps(
-            {
-                "hidden_act": "silu",
-                "hidden_size": 64,
-                "num_hidden_layers": 4,
-                "num_attention_heads": 4,
-                "tie_word_embeddings": False,
-                "rope_theta": 10000,
-                "rope_scaling": {"factor": 8.0},
-                "block_configs": [layer(True, 1.0), layer(False, 2.0), layer(True, None), layer(True, 1.0)],
-            }
-        )
-    )
+    path.write_text(heterogeneous_layers())
     return f"""
         --train-iters {STEPS} --no-bias-swiglu-fusion
         --heterogeneous-layers-config-path {path} --num-layers 4 --swiglu --normalization RMSNorm

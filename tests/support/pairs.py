@@ -51,7 +51,9 @@ PACKED: Setting = {
 PARTS = "attn moe_router moe_preprocess"
 
 
-def _heterogeneous() -> Setting:
+def heterogeneous_layers() -> str:
+    """Four layers, the second without attention, the third without an MLP, as a flag of Megatron takes them."""
+
     def layer(attention: bool, multiple: float | None) -> dict[str, Any]:
         return {
             "attention": {"n_heads_in_group": 2 if attention else None, "no_op": not attention},
@@ -68,8 +70,12 @@ def _heterogeneous() -> Setting:
         "rope_scaling": {"factor": 8.0},
         "block_configs": [layer(True, 1.0), layer(False, 2.0), layer(True, None), layer(True, 1.0)],
     }
+    return json.dumps(model, separators=(",", ":"))
+
+
+def _heterogeneous() -> Setting:
     return {
-        "--heterogeneous-layers-config-encoded-json": json.dumps(model, separators=(",", ":")),
+        "--heterogeneous-layers-config-encoded-json": heterogeneous_layers(),
         "--no-bias-swiglu-fusion": True,
         "--swiglu": True,
         "--normalization": "RMSNorm",
