@@ -97,7 +97,8 @@ def _load_base_checkpoint(
             raise
         raise ValueError(
             f"--load {load_dir}: the states of its random number generators do not fit those of this run, as between a "
-            "GPU and the CPU backend. Add --no-load-rng; dropout then differs from the run that saved them."
+            "GPU and the CPU backend, or where it was saved with fewer tensor or pipeline ranks. Add --no-load-rng; "
+            "dropout then differs from the run that saved them."
         ) from error
     if loaded is not None and chunks:
         given = {key: asked[key] for key in _model_keys(chunks)}

@@ -633,7 +633,7 @@ _WORKS = [
         "--save, --load",
         lambda o: bool(o.get("save") or o.get("load")) and not o.get("async_save"),
         _RESUMED,
-        "runs with and without graphs load each other's checkpoints; another number of pipeline stages is not verified",
+        "runs with and without graphs load each other's checkpoints; of two pipeline stages into one and back, too",
     ),
     _works("dropout", "--hidden-dropout, --attention-dropout", lambda o: bool(o.get("hidden_dropout")), _CPU),
     _works(
