@@ -3,6 +3,7 @@
 Each change is made to a training with graphs and to its eager twin, in this process, as one rank.
 """
 
+import json
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -12,16 +13,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer._cuda_graphs.replay_conditions import AttributeReads
+from tests.unit_tests.cpu_backend.run_ranks import on_two_ranks
 
-from .captured_training import CapturedTraining, graphed
-
-MODEL, ALL, ONE = -1, 0, 1
-SCOPES = {
-    "model": graphed(MODEL, dropout=0.1),
-    "all layers": graphed(ALL, dropout=0.1),
-    "a layer": graphed(ONE, dropout=0.1),
-    "parts": graphed(ONE, dropout=0.1, modules=("attn",)),
-}
+from . import ranks_kinds_of_passes
+from .captured_training import CapturedTraining
+from .kinds_of_passes import PASSES, SCOPES, losses_of, of_another_length
 
 
 @pytest.fixture(params=SCOPES)
@@ -207,66 +203,17 @@ def test_after_a_change_training_is_eagers_and_replays_are_as_documented(one_ran
     assert outcome == documented()[name][of]
 
 
-def of_another_length(training, step):
-    """The losses of a batch of half the sequence length."""
-    batch = next(training._batches(step))
-    half = training.case.sequence // 2
-    mask = batch.mask[..., :half, :half].contiguous()
-    tokens, positions, labels = (each[:, :half].contiguous() for each in (batch.tokens, batch.positions, batch.labels))
-    return training.chunks[0](tokens, positions, mask, labels=labels).float().mean()
+@pytest.fixture(scope="module")
+def two_ranks():
+    launch = on_two_ranks(ranks_kinds_of_passes.__file__)
+    lines = [json.loads(line) for line in launch.stdout.splitlines() if line.startswith("{")]
+    return {(line["scope"], line["passes"]): line["ranks"] for line in lines}
 
 
-def losses_of(training, step):
-    return training._losses(training.chunks[0], next(training._batches(step))).float().mean()
-
-
-def two_shapes(training):
-    first, second = losses_of(training, 7), of_another_length(training, 8)
-    second.backward()
-    first.backward()
-
-
-def evaluation_in_between(training):
-    loss = losses_of(training, 7)
-    training.chunks[0].eval()
-    loss.backward()
-    training.chunks[0].train()
-
-
-def evaluation_pass_in_between(training):
-    loss = losses_of(training, 7)
-    training.chunks[0].eval()
-    with torch.no_grad():
-        losses_of(training, 8)
-    training.chunks[0].train()
-    loss.backward()
-
-
-def eager_then_replay(training):
-    first, second = of_another_length(training, 7), losses_of(training, 8)
-    second.backward()
-    first.backward()
-
-
-@pytest.mark.parametrize(
-    "passes",
-    [two_shapes, eager_then_replay, evaluation_in_between, evaluation_pass_in_between],
-    ids=lambda passes: passes.__name__,
-)
-def test_a_backward_pass_is_of_the_kind_of_its_own_forward_pass(one_rank, scope, passes):
-    found = []
-    for graphs in (False, True):
-        training = CapturedTraining(scope, graphs)
-        training.step()
-        with torch.cuda.stream(training.stream):
-            training.fsdp.zero_grad_buffer()
-            training.optimizer.zero_grad()
-            passes(training)
-            training.fsdp.finish_grad_sync()
-        params = [param for group in training.optimizer.param_groups for param in group["params"]]
-        found.append([param.grad.clone() for param in params])
-        training.delete()
-    assert all(map(torch.equal, *found))
+@pytest.mark.parametrize("passes", PASSES)
+@pytest.mark.parametrize("of", SCOPES)
+def test_a_backward_pass_is_of_the_kind_of_its_own_forward_pass(two_ranks, of, passes):
+    assert two_ranks[of, passes] == [0, 0]
 
 
 def test_a_replay_and_an_eager_pass_in_one_backward_pass_are_refused(one_rank):

@@ -1,0 +1,49 @@
+"""Two ranks: forward passes that replay and others that do not, with their backward passes after both.
+
+Run by test_changes_after_capture.py, which reads the JSON lines that the first rank prints.
+"""
+
+import gc
+import json
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megatron.core import parallel_state
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
+
+from tests.unit_tests.core.distributed.captured_training import CapturedTraining
+from tests.unit_tests.core.distributed.kinds_of_passes import PASSES, SCOPES, gradients_of
+
+
+def differences(case: Any, passes: Any) -> Any:
+    """How many gradients of this rank differ between eager training and graphs; an error's text if there was one."""
+    try:
+        eager, graphs = (gradients_of(CapturedTraining(case, on), passes) for on in (False, True))
+    except Exception:
+        return traceback.format_exc()[-1500:]
+    return sum(not torch.equal(one, other) for one, other in zip(eager, graphs, strict=True))
+
+
+def main() -> None:
+    """Run every pattern of passes with every kind of graph."""
+    dist.init_process_group("nccl")
+    gc.freeze()
+    parallel_state.initialize_model_parallel()
+    for scope, case in SCOPES.items():
+        for name, passes in PASSES.items():
+            of_ranks: list = [None] * dist.get_world_size()
+            dist.all_gather_object(of_ranks, differences(case, passes))
+            if dist.get_rank() == 0:
+                print(json.dumps({"scope": scope, "passes": name, "ranks": of_ranks}), flush=True)
+    parallel_state.destroy_model_parallel()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
