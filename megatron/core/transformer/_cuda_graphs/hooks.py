@@ -16,6 +16,7 @@ layer's hooks become capture-time hooks in two phases:
 ``restore`` puts back the copies of phase 1, which phase 2 does not modify.
 """
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -39,6 +40,18 @@ HookDicts = dict[str, dict[int, Callable[..., None]]]
 def runs_outside_graphs(hook: Callable) -> Callable:
     """Mark ``hook`` as one that must never run while a graph records, whichever module it is registered on."""
     setattr(hook, _RUNS_OUTSIDE, True)
+    return hook
+
+
+def calls_weakly(method: Callable[..., Any]) -> Callable[..., None]:
+    """Return a hook that calls ``method`` as long as its object lives: a copied module has the hook, not the object."""
+    weak = weakref.WeakMethod(method)
+
+    def hook(*call: Any) -> None:
+        alive = weak()
+        if alive is not None:
+            alive(*call)
+
     return hook
 
 

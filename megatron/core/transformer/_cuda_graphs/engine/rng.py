@@ -112,10 +112,10 @@ class GraphStates:
     def __init__(self) -> None:
         self._states = dict(_tracked())
 
-    def adopt(self) -> None:
+    def adopt(self, *call: object) -> None:
         """Where the tracker has another state now, let graphs continue from its value, and the tracker from theirs.
 
-        No fork of the tracker must be open.
+        No fork of the tracker must be open. As a hook it gets a module's call, which it does not use.
         """
         tracked = _tracked()
         for name, ours in self._states.items():

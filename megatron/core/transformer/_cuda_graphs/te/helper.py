@@ -2,7 +2,6 @@
 
 import logging
 import time
-import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -23,7 +22,7 @@ from ..engine.te_engine import recover_te_engine
 from ..errors import CallOrderError, CaptureFailedError, OptionsError
 from ..flag_table import PARTS_OF_OVERLAP
 from ..fsdp_checks import check_fsdp_options
-from ..hooks import extracted_hooks
+from ..hooks import calls_weakly, extracted_hooks
 from ..own_options import FALLBACKS, layers_per_graph, max_captures
 from ..replay_conditions import ReplayConditions
 from .agreement import CaptureAgreement, naming_hooks
@@ -216,14 +215,8 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
 
     def _follow_rng_tracker(self) -> None:
         """Let graphs draw from what Megatron's RNG tracker has when a model is called: no fork is open then."""
-        self._rng_states = states = GraphStates()
-        weak = weakref.ref(states)  # the hook is copied with the model
-
-        def adopt(*call: Any) -> None:
-            states = weak()
-            if states is not None:
-                states.adopt()
-
+        self._rng_states = GraphStates()
+        adopt = calls_weakly(self._rng_states.adopt)
         models = [model for model in self.chunks_with_decoder if model is not None]
         self._rng_hooks = [model.register_forward_pre_hook(adopt) for model in models]
 

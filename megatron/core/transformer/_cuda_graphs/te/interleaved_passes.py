@@ -3,12 +3,12 @@
 Replays of a graph that serves one forward pass at a time would have overwritten what that backward pass reads.
 """
 
-import weakref
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ..hooks import calls_weakly
 from .training_calls import is_training
 
 
@@ -20,18 +20,11 @@ class InterleavedPasses:
     """
 
     def __init__(self, model: torch.nn.Module):
-        watch = weakref.WeakMethod(self._watch)
-
-        def hook(module: torch.nn.Module, args: tuple, output: Any) -> None:
-            watcher = watch()
-            if watcher is not None:
-                watcher(module, output)
-
-        self._handle = model.register_forward_hook(hook)
+        self._handle = model.register_forward_hook(calls_weakly(self._watch))
         self._passes = 0
         self._found = False
 
-    def _watch(self, model: torch.nn.Module, output: Any) -> None:
+    def _watch(self, model: torch.nn.Module, args: tuple, output: Any) -> None:
         if not is_training(model):
             return
         self._passes += 1

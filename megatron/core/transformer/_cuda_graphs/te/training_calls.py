@@ -1,13 +1,12 @@
 """How a model is called in training: with what graphs of all of it, or of several layers, take, or otherwise."""
 
 import inspect
-import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
-from ..hooks import runs_outside_graphs
+from ..hooks import calls_weakly, runs_outside_graphs
 
 # Arguments of GPTModel that its losses depend on and that may differ from call to call.
 INPUTS = ("input_ids", "position_ids", "attention_mask", "labels")
@@ -37,16 +36,9 @@ class TrainingCalls:
     """
 
     def __init__(self, model: torch.nn.Module):
-        order, watch = list(inspect.signature(model.forward).parameters), weakref.WeakMethod(self._watch)
-        self._order = order
+        self._order = list(inspect.signature(model.forward).parameters)
         self._against = NONE_SEEN
-
-        def hook(module: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            watcher = watch()
-            if watcher is not None:
-                watcher(module, args, kwargs)
-
-        self._handle = model.register_forward_pre_hook(hook, with_kwargs=True)
+        self._handle = model.register_forward_pre_hook(calls_weakly(self._watch), with_kwargs=True)
         self._unfit = ""
 
     def _watch(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -89,19 +81,12 @@ class HiddenStatesReads:
     """
 
     def __init__(self, decoders: Iterable[torch.nn.Module]):
-        watch = weakref.WeakMethod(self._watch)
-
-        # After the call: other hooks may have changed its arguments.
-        @runs_outside_graphs  # it is no reason against a graph
-        def hook(decoder: torch.nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
-            watcher = watch()
-            if watcher is not None:
-                watcher(decoder, kwargs)
-
+        # After the call: other hooks may have changed its arguments. It is no reason against a graph.
+        hook = runs_outside_graphs(calls_weakly(self._watch))
         self._any = False
         self._handles = [decoder.register_forward_hook(hook, with_kwargs=True) for decoder in decoders]
 
-    def _watch(self, decoder: torch.nn.Module, kwargs: Mapping[str, Any]) -> None:
+    def _watch(self, decoder: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
         if kwargs.get("extract_layer_indices") and is_training(decoder):
             self._any = True
 
