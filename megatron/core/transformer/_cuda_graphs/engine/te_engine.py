@@ -30,7 +30,8 @@ def recover_te_engine(pool: tuple, modules: Sequence[torch.nn.Module], recipe: A
     """Clean up after a failed capture of TransformerEngine's engine, which does not do so itself.
 
     It leaves its stream current, garbage collection off, torch in capture mode, its own capture flag set, another
-    ``__call__`` on the classes of the modules, and the FP8 statistics of warm-up.
+    ``__call__`` on the classes of the modules, its forward hooks on all that they consist of, and the FP8 statistics of
+    warm-up.
 
     Args:
         pool: The memory pool that the engine captures into.
@@ -39,6 +40,8 @@ def recover_te_engine(pool: tuple, modules: Sequence[torch.nn.Module], recipe: A
     """
     stream, gc_enabled = torch.cuda.current_stream(), gc.isenabled()
     calls = {kind: vars(kind).get("__call__") for kind in map(type, modules)}
+    parts = [part for module in modules for part in module.modules()]
+    hooks = [list(part._forward_hooks) for part in parts]
     graph = sys.modules.get("transformer_engine.pytorch.graph")
     statistics = graph.save_fp8_tensors(modules, recipe) if graph is not None and recipe is not None else None
     try:
@@ -49,6 +52,9 @@ def recover_te_engine(pool: tuple, modules: Sequence[torch.nn.Module], recipe: A
                 setattr(kind, "__call__", call)  # noqa: B010
             elif "__call__" in vars(kind):
                 del kind.__call__
+        for part, before in zip(parts, hooks, strict=True):
+            for added in part._forward_hooks.keys() - set(before):
+                del part._forward_hooks[added]
         if graph is not None:
             graph.set_capture_end()
             graph.restore_fp8_tensors(modules, statistics)

@@ -69,6 +69,22 @@ def test_training_goes_on_eagerly_after_a_failed_engine():
     assert_same_bits(train(CASES["dropout"], None), first)
 
 
+def test_after_a_failure_the_modules_have_the_hooks_that_they_had():
+    module = torch.nn.Sequential(torch.nn.Linear(1, 1))
+    module[0].register_forward_hook(lambda *call: None)
+    before = [dict(part._forward_hooks) for part in module.modules()]
+
+    def engine_that_fails():
+        with recover_te_engine(torch.cuda.graph_pool_handle(), [module]):
+            for part in module.modules():
+                part.register_forward_hook(lambda *call: None)
+            raise Failure
+
+    with pytest.raises(Failure):
+        engine_that_fails()
+    assert [dict(part._forward_hooks) for part in module.modules()] == before
+
+
 class _Layer(torch.nn.Module):
     pass
 
