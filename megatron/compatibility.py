@@ -1,4 +1,4 @@
-"""Writes ``docs/compatibility.md``: which flags work with per-layer CUDA graphs of a sharded model.
+"""Writes ``docs/compatibility.md``: which flags work with CUDA graphs of a sharded model, by topic.
 
 python -m megatron_fsdp_cuda_graphs.compatibility > docs/compatibility.md
 """
@@ -9,38 +9,79 @@ from megatron.core.transformer._cuda_graphs.flag_row import Row, Verdict
 from megatron.core.transformer._cuda_graphs.flag_table import TABLE
 
 HEAD = """\
-# Flags and per-layer CUDA graphs under Megatron-FSDP
+# Which flags work with CUDA graphs
 
-Made by `make docs` from `megatron/core/transformer/_cuda_graphs/flag_table.py`; the checks of arguments read the same
-table. It is about `--cuda-graph-impl transformer_engine` with `--use-megatron-fsdp`, unless a row says otherwise. All
-flags of a job that are refused are listed at once, and no job starts with one. What is in no row is not checked.
+This page is about `--cuda-graph-impl transformer_engine` with `--use-megatron-fsdp`, or with `--use-torch-fsdp2` where
+a row says so.
+
+- **works**: the same bits as without graphs, shown by the test behind the link. What ran on which GPUs is in
+  [measurements.md](measurements.md).
+- **refused**: an error with these words before anything runs. All refused flags of a job are listed at once.
+- **no effect**, **not tried**: a warning with these words.
+
+A flag without a row is passed through untested.
+
+`make docs` writes this page from `megatron/core/transformer/_cuda_graphs/flag_table.py`, which the checks of arguments
+read too.
 """
-SECTIONS = {
-    Verdict.WORKS: "Works, bit for bit as without graphs",
-    Verdict.REFUSED: "Refused before anything runs, with these words",
-    Verdict.NO_EFFECT: "No effect: a warning with these words",
-    Verdict.NOT_TRIED: "Not tried: a warning with these words",
+# How the flags of a topic's rows begin; the first topic that fits.
+TOPICS: dict[str, tuple[str, ...]] = {
+    "What graphs hold": ("--cuda-graph-impl", "--cuda-graph-modules", "--cuda-graph-layers", "--cuda-graph-warmup"),
+    "Sharding and Megatron-FSDP's buffers": (
+        "--fsdp-",
+        "--data-parallel-sharding",
+        "--num-distributed-optimizer",
+        "--outer-dp",
+        "fused gradient accumulation",
+        "--use-nccl-ub",
+    ),
+    "torch's FSDP2": ("--use-torch-fsdp2",),
+    "Mixture of experts": ("--num-experts", "--moe-", "--mlp-chunks", "--expert-", "--overlap-moe", "--delay-wgrad"),
+    "Tensor, pipeline and context parallelism": (
+        "--tensor-",
+        "--pipeline-",
+        "--num-layers-per-virtual",
+        "--microbatch-group",
+        "--context-",
+    ),
+    "Models": (
+        "tied embeddings",
+        "--position-",
+        "--hybrid-",
+        "--heterogeneous-",
+        "--mtp-",
+        "--multi-latent",
+        "--transformer-impl",
+        "--hidden-dropout",
+    ),
+    "Packed sequences": ("--cuda-graph-packed", "--sft"),
+    "Precision": ("--bf16", "--fp16", "--fp8-", "--fp4-"),
+    "Recomputation": ("--recompute-",),
+    "Optimizer and checkpoints": ("--optimizer", "--save", "--async-save"),
+    "Other flags": ("",),
 }
 
 
 def page(table: Iterable[Row] = TABLE) -> str:
     """Return the page for the rows of ``table``, as Markdown."""
-    rows = list(table)
+    by_topic: dict[str, list[Row]] = {title: [] for title in TOPICS}
+    for row in table:
+        by_topic[next(title for title, flags in TOPICS.items() if row.flags.startswith(flags))].append(row)
     parts = [HEAD]
-    for verdict, title in SECTIONS.items():
-        found = [row for row in rows if row.verdict is verdict]
-        if found:
-            parts.append("\n".join([f"## {title}", "", *_table(found), ""]))
+    for title, rows in by_topic.items():
+        if rows:
+            rows.sort(key=lambda row: list(Verdict).index(row.verdict))
+            lines = [f"| {_cell(row.flags)} | {_verdict(row)} | {_cell(row.words)} |" for row in rows]
+            parts.append(
+                "\n".join([f"## {title}", "", "| flags | verdict | what to know |", "|---|---|---|", *lines, ""])
+            )
     return "\n".join(parts)
 
 
-def _table(rows: Iterable[Row]) -> list[str]:
-    lines = ["| flags | what to know | test |", "|---|---|---|"]
-    return lines + [f"| {_cell(row.flags)} | {_cell(row.words)} | {_shown(row)} |" for row in rows]
-
-
-def _shown(row: Row) -> str:
-    return f"`{row.shown}`" if row.shown else "none"
+def _verdict(row: Row) -> str:
+    if row.verdict is Verdict.WORKS and row.shown:
+        return f"[works](../{row.shown})"
+    return row.verdict.value
 
 
 def _cell(text: str) -> str:

@@ -161,7 +161,7 @@ def _quantizes_by_tensor(options: Options) -> bool:
 _REFUSED = [
     _refused(
         "double buffer",
-        "no --fsdp-double-buffer",
+        "--fsdp-double-buffer missing",
         lambda options: not options.double_buffer and not _overlaps(options),
         "--fsdp-double-buffer is required: without it parameters are gathered to another address in every iteration, "
         "and a graph reads the old one",
@@ -169,7 +169,7 @@ _REFUSED = [
     ),
     _refused(
         "persistent fallback",
-        "no --fsdp-db-use-persist-buf-on-alloc-fail",
+        "--fsdp-db-use-persist-buf-on-alloc-fail missing",
         lambda options: not options.get("fsdp_db_use_persist_buf_on_alloc_fail") and not _overlaps(options),
         "--fsdp-db-use-persist-buf-on-alloc-fail is required: without it a bucket that does not fit the double buffer "
         "is allocated anew in every iteration, and replaying a graph then is an illegal memory access",
@@ -184,7 +184,7 @@ _REFUSED = [
     ),
     _refused(
         "fused weight gradients",
-        "--data-parallel-sharding-strategy other than optim_grads_params, no --no-gradient-accumulation-fusion",
+        "--data-parallel-sharding-strategy other than optim_grads_params, fused gradient accumulation",
         lambda options: bool(options.get("gradient_accumulation_fusion")) and not _shards_all(options),
         "--no-gradient-accumulation-fusion is required unless --data-parallel-sharding-strategy is "
         "optim_grads_params: only then do the main gradients that a graph would write stay in place",
@@ -204,13 +204,13 @@ _REFUSED = [
     ),
     _refused(
         "preprocess alone",
-        "--cuda-graph-modules moe_preprocess",
+        "--cuda-graph-modules moe_preprocess without moe_router",
         lambda options: "moe_preprocess" in options.modules and "moe_router" not in options.modules,
         "--cuda-graph-modules has moe_preprocess, which continues the router's graph: add moe_router",
     ),
     _refused(
         "moe modules of a dense model",
-        "--cuda-graph-modules moe, moe_router or moe_preprocess, no --num-experts",
+        "--cuda-graph-modules moe, moe_router or moe_preprocess, dense model",
         lambda options: (
             not options.has_experts and not options.modules.isdisjoint(("moe", "moe_router", "moe_preprocess"))
         ),
@@ -226,7 +226,7 @@ _REFUSED = [
     ),
     _refused(
         "mamba of a gpt",
-        "--cuda-graph-modules mamba, no --hybrid-layer-pattern",
+        "--cuda-graph-modules mamba, --hybrid-layer-pattern missing",
         lambda options: "mamba" in options.modules and _not_hybrid(options),
         "--cuda-graph-modules has mamba, and the model has no Mamba layers: leave mamba out, or set "
         "--hybrid-layer-pattern",
@@ -288,14 +288,14 @@ _REFUSED = [
     ),
     _refused(
         "recomputed mlp with bias",
-        "--recompute-modules mlp, no --disable-bias-linear",
+        "--recompute-modules mlp, --disable-bias-linear missing",
         lambda options: options.recomputes("mlp") and bool(options.get("add_bias_linear", True)),
         "--recompute-modules has mlp, whose bias is a parameter that the recomputation returns; its backward pass then "
         "never ends, with or without graphs: add --disable-bias-linear, or leave mlp out",
     ),
     _refused(
         "instances without overlap",
-        "--num-distributed-optimizer-instances above 1, no --overlap-grad-reduce",
+        "--num-distributed-optimizer-instances above 1, --overlap-grad-reduce missing",
         # not where a configuration says so: its loop may tell the last micro-batch itself
         lambda options: (
             _has_instances(options) and options.get("overlap_grad_reduce") is False and options.knows("train_iters")
@@ -305,7 +305,7 @@ _REFUSED = [
     ),
     _refused(
         "outer shards of one instance",
-        "--outer-dp-sharding-strategy optim, no --num-distributed-optimizer-instances above 1",
+        "--outer-dp-sharding-strategy optim, one instance",
         lambda options: _shards_outside(options) and not _has_instances(options),
         "--outer-dp-sharding-strategy optim shards between instances, of which there is one, and megatron-core then "
         "lacks their buffers: set --num-distributed-optimizer-instances above 1, or --outer-dp-sharding-strategy "
@@ -334,7 +334,7 @@ _REFUSED = [
     ),
     _refused(
         "expert parallel overlap with fused weight gradients",
-        "--overlap-moe-expert-parallel-comm, no --no-gradient-accumulation-fusion",
+        "--overlap-moe-expert-parallel-comm, fused gradient accumulation",
         lambda options: _overlaps(options) and bool(options.get("gradient_accumulation_fusion")),
         "--no-gradient-accumulation-fusion is required with --overlap-moe-expert-parallel-comm: without a double "
         "buffer the main gradients that a graph would write are elsewhere in every iteration",
@@ -369,7 +369,7 @@ _REFUSED = [
     ),
     _refused(
         "packed sequences",
-        "--sft or --dataloader-inter-document-masking, attention in graphs, no --cuda-graph-packed-sequences",
+        "--sft or --dataloader-inter-document-masking, attention in graphs, --cuda-graph-packed-sequences missing",
         lambda options: _packs(options) and options.graphs("attn") and not options.get(_PACKED),
         "--sft and --dataloader-inter-document-masking pack sequences, and graphs of attention read the lengths of a "
         "fixed number of them: set --cuda-graph-packed-sequences to as many as a micro-batch may have, "
@@ -448,7 +448,7 @@ _REFUSED = [
     ),
     _refused(
         "experts of tensor parallel ranks",
-        "--num-experts, --tensor-model-parallel-size above 1, no --sequence-parallel",
+        "--num-experts, --tensor-model-parallel-size above 1, --sequence-parallel missing",
         lambda options: (
             options.has_experts
             and int(options.get("tensor_model_parallel_size", 1)) > 1
@@ -486,7 +486,7 @@ _REFUSED = [
     ),
     _refused(
         "embedding in two stages",
-        "--pipeline-model-parallel-size above 1, no --untie-embeddings-and-output-weights, or --mtp-num-layers",
+        "--pipeline-model-parallel-size above 1, tied embeddings or --mtp-num-layers",
         lambda options: options.stages > 1 and _uses_embedding_twice(options),
         "--pipeline-model-parallel-size: the first and the last stage share the embedding, and Megatron-FSDP shards "
         "it differently in each; add --untie-embeddings-and-output-weights, and leave --mtp-num-layers out",
@@ -563,7 +563,12 @@ _NOT_TRIED = [
 ]
 
 _WORKS = [
-    _works("whole layers", "no --cuda-graph-modules, dense", lambda o: not o.modules and not o.has_experts, _CPU),
+    _works(
+        "whole layers",
+        "--cuda-graph-modules not given, dense model",
+        lambda o: not o.modules and not o.has_experts,
+        _CPU,
+    ),
     _works("attention", "--cuda-graph-modules attn", lambda o: o.modules == {"attn"}, _CPU),
     _works("mlp", "--cuda-graph-modules mlp, dense layers", lambda o: "mlp" in o.modules and o.has_dense_layers, _CPU),
     _works("router", "--cuda-graph-modules moe_router", lambda o: o.modules == {"moe_router"} and o.has_experts, _CPU),
@@ -587,7 +592,7 @@ _WORKS = [
     ),
     _works(
         "tied embeddings",
-        "no --untie-embeddings-and-output-weights",
+        "tied embeddings (--untie-embeddings-and-output-weights not given)",
         lambda o: _ties_embedding(o) and o.stages == 1,
         _CPU,
     ),
@@ -658,7 +663,7 @@ _WORKS = [
     ),
     _works(
         "fused weight gradients of sharded parameters",
-        "no --no-gradient-accumulation-fusion",
+        "fused gradient accumulation (--no-gradient-accumulation-fusion not given)",
         lambda o: bool(o.get("gradient_accumulation_fusion")) and _shards_all(o),
         _GPU,
     ),
