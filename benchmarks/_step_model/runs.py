@@ -13,10 +13,10 @@ from benchmarks._step_time import configurations
 from .step import ALL_LAYERS, EAGER, FULL_ITERATION, PER_LAYER
 from .workload import Workload
 
-ALL = "native:MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH=all"
+ALL = "native::--cuda-graph-layers-per-graph=all"
 MODES = {
     "eager": EAGER,
-    "native:MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH=1": PER_LAYER,
+    "native::--cuda-graph-layers-per-graph=1": PER_LAYER,
     ALL: ALL_LAYERS,
     "native": ALL_LAYERS,  # in files without ``ALL``; in others it has graphs of the whole model
     "full_iteration": FULL_ITERATION,

@@ -16,7 +16,7 @@ NAMES = {
 }
 PACKAGES = ("torch", "megatron-core", "transformer-engine")
 WITH_OPTIMIZER = "+optimizer"
-LAYERS_PER_GRAPH = "native:MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH="
+LAYERS_PER_GRAPH = "native::--cuda-graph-layers-per-graph="
 HEADER = (
     "ms per step",
     "to eager",

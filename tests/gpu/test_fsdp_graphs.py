@@ -29,7 +29,7 @@ MORE: list[dict] = [
     {"dtype": "bf16", "dropout": 0.1, "microbatches": 2},
     {"dtype": "bf16", "dropout": 0.1, "warmup": 0},
     {"dtype": "bf16", "dropout": 0.1, "microbatches": 2, "layers_per_graph": 1},
-    {"dtype": "bf16", "layers_per_graph": 2, "layers": 5, "evaluates": True},
+    {"dtype": "bf16", "layers_per_graph": 1, "layers": 5, "evaluates": True},
     {"dtype": "bf16", "layers_per_graph": -1, "layers": 5},
     {"dtype": "bf16", "layers_per_graph": -1, "dropout": 0.1, "microbatches": 2, "evaluates": True},
     {"dtype": "fp32", "layers_per_graph": -1, "microbatches": 1, "microbatches_later": 2, "warmup": 0},

@@ -20,7 +20,7 @@ DATA_PARALLEL: list[tuple[dict[str, Any], int, int]] = [
     ({"pattern": "*-M-*M", "dtype": "bf16", "dropout": 0.1, "microbatches": 2}, 6, 1),
     ({"pattern": "MM-*M", "positions": "none", "evaluates": True, "dropout": 0.1}, 5, 2),
     ({"pattern": "M*-M", "layers_per_graph": 1, "sequences_later": [16, 32]}, 4, 4),
-    ({"pattern": "M*-M", "layers_per_graph": 2, "dropout": 0.1}, 4, 3),
+    ({"pattern": "M*-M", "dropout": 0.1}, 4, 2),
     ({"pattern": "M*-M", "layers_per_graph": -1}, 4, 2),
     ({"pattern": "M-*M", "modules": ["mamba"], "dropout": 0.1}, 2, 2),
     ({"pattern": "M-*M", "modules": ["attn", "mlp"], "microbatches": 2}, 2, 2),

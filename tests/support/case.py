@@ -7,7 +7,6 @@ import torch
 
 VOCABULARY = 128
 EVALUATION = 10_000  # the batches of evaluations are those of this step and the ones after it
-LAYERS_VARIABLE = "MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH"
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class Case:
         passes: Forward passes of a micro-batch before their backward passes.
         microbatches_later: Micro-batches from the second step after capture on; 0 for no change.
         modules: ``cuda_graph_modules``; empty for whole layers.
-        layers_per_graph: At most so many whole layers in a graph; 0 for all of them, -1 for the whole model, None for
+        layers_per_graph: 1 for a graph of each whole layer; 0 for one of all of them, -1 for the whole model, None for
             what is the default.
         experts: MoE experts; 0 for a dense model.
         moe_layer_freq: 1 for experts in every layer, or 1 and 0 for layers with and without.
@@ -134,10 +133,10 @@ class Case:
         return self.microbatches_later or self.microbatches if step > self.warmup else self.microbatches
 
     @property
-    def environment(self) -> dict[str, str]:
-        """The environment variables that say how many layers a graph holds."""
-        most = self.layers_per_graph
-        return {} if most is None else {LAYERS_VARIABLE: {0: "all", -1: "model"}.get(most, str(most))}
+    def cuda_graph_layers_per_graph(self) -> str | int | None:
+        """The configuration's attribute of this name."""
+        given: dict[int | None, str | int | None] = {0: "all", -1: "model", 1: 1, None: None}
+        return given[self.layers_per_graph]
 
     def sequence_of(self, step: int) -> int:
         """How many tokens the sequences of ``step`` have."""

@@ -93,6 +93,7 @@ def transformer_config(case: Case, graphs: bool):
         **moe,
     )
     config.cuda_graph_max_captures = case.max_captures
+    config.cuda_graph_layers_per_graph = case.cuda_graph_layers_per_graph
     if case.positions == "yarn":
         vars(config).update(YARN)  # megatron.training sets them as attributes too
     config.cuda_graph_packed_sequences = case.packed or None

@@ -100,7 +100,7 @@ BASE: Setting = {
 # By the row's name, with what differs from another feature of the row.
 FEATURES: dict[str, Setting] = {
     "whole layers": {MODULES: False, "--num-experts": False, LAYERS: "all"},
-    "whole layers: two in a graph": {MODULES: False, LAYERS: "2"},
+    "whole layers: one in a graph": {MODULES: False, LAYERS: "1"},
     "whole layers: the whole model": {MODULES: False, LAYERS: "model"},
     "attention": {MODULES: "attn"},
     "mlp": {MODULES: "mlp", "--num-experts": False},

@@ -4,7 +4,6 @@ The model is under Megatron-FSDP, or under DistributedDataParallel with the dist
 pipeline stages. The code is written for ``torch.cuda``; on CPU ranks it runs once the CPU backend is installed.
 """
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
@@ -198,8 +197,7 @@ class Training:
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
         check = mock.patch.object(te_helper, "check_fsdp_options")
-        environment = mock.patch.dict(os.environ, self.case.environment)
-        with environment, check if self.case.unchecked else nullcontext():
+        with check if self.case.unchecked else nullcontext():
             self.helper = TECudaGraphHelper(
                 self.chunks, self.config, self.case.sequence, self.case.micro_batch, [self.optimizer]
             )
@@ -223,7 +221,8 @@ class Training:
         first_step_done = bool(self.losses)
         if first_step_done:
             self._gather_in_hooks(False)
-        with torch.cuda.stream(self.stream), mock.patch.dict(os.environ, self.case.environment):
+        self.config.cuda_graph_layers_per_graph = self.case.cuda_graph_layers_per_graph  # another since the last one
+        with torch.cuda.stream(self.stream):
             capture(self)
         if first_step_done:
             self._gather_in_hooks(True)
@@ -231,7 +230,7 @@ class Training:
     def capture_finished(self) -> bool:
         """Ask the helper before a step, as megatron.training does."""
         self._set_microbatches(len(self.losses))
-        with torch.cuda.stream(self.stream), mock.patch.dict(os.environ, self.case.environment):
+        with torch.cuda.stream(self.stream):
             finished: bool = self.helper.capture_finished()
         return finished
 

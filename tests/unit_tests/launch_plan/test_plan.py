@@ -48,18 +48,18 @@ def test_all_layers(capsys, flags, more, advice):
     assert lines[-1].startswith(advice)
 
 
-def test_layers_per_graph(capsys, flags):
-    code, lines = planned(capsys, flags(DENSE, "--num-layers 5 --cuda-graph-layers-per-graph 2 --world-size 2"))
+def test_one_layer_per_graph(capsys, flags):
+    code, lines = planned(capsys, flags(DENSE, "--num-layers 2 --cuda-graph-layers-per-graph 1 --world-size 2"))
     assert code == 0
     assert graphs(lines) == [
-        *("forward of layers 1 to 2", "forward of layers 3 to 4", "forward of layer 5"),
-        *("backward of layer 5", "backward of layers 4 to 3", "backward of layers 2 to 1"),
+        *("forward of layer 1", "forward of layer 2"),
+        *("backward of layer 2", "backward of layer 1"),
     ]
     assert "- drop --cuda-graph-layers-per-graph: the embedding, the output layer and losses are captured too" in lines
 
 
-def test_layers_per_graph_of_a_model_that_cannot_be_captured_whole(capsys, flags):
-    more = "--num-layers 5 --cuda-graph-layers-per-graph 2 --mtp-num-layers 1"
+def test_one_layer_per_graph_of_a_model_that_cannot_be_captured_whole(capsys, flags):
+    more = "--num-layers 5 --cuda-graph-layers-per-graph 1 --mtp-num-layers 1"
     _, lines = planned(capsys, flags(DENSE, more, "--world-size 2"))
     assert "- drop --cuda-graph-layers-per-graph: all consecutive layers are captured in one graph" in lines
 

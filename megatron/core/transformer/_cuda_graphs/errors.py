@@ -2,7 +2,7 @@
 
 
 class OptionsError(ValueError, AssertionError):
-    """An option or environment variable rules out CUDA graphs."""
+    """An option rules out CUDA graphs."""
 
 
 class CallOrderError(RuntimeError, AssertionError):

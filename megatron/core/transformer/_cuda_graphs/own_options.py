@@ -7,15 +7,15 @@ A configuration has them as attributes ``cuda_graph_fallback``, ``cuda_graph_lay
 """
 
 import argparse
-import os
 from typing import Any, Literal
 
+from .errors import OptionsError
+
 FALLBACKS = ("error", "eager")
-LAYERS_VARIABLE = "MEGATRON_CUDA_GRAPH_LAYERS_PER_GRAPH"
 WHOLE_MODEL: Literal["model"] = "model"
 ALL_LAYERS: Literal["all"] = "all"
 CAPTURES_FLAG = "--cuda-graph-max-captures"
-LayersPerGraph = int | Literal["all", "model"]
+LayersPerGraph = Literal["all", "model", 1]
 _LAYERS_FLAG = "--cuda-graph-layers-per-graph"
 PACKED_FLAG = "--cuda-graph-packed-sequences"
 # A schedule of sequence lengths or batch sizes has a handful of stages; what changes more often would gain little from
@@ -35,11 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     )
     group.add_argument(
         _LAYERS_FLAG,
-        metavar=f"K|{ALL_LAYERS}|{WHOLE_MODEL}",
-        help="With --use-megatron-fsdp and --cuda-graph-impl transformer_engine: how many consecutive layers are "
-        f"recorded in one CUDA graph, {ALL_LAYERS} for no limit, or {WHOLE_MODEL} for all that a dense model computes, "
-        f"from tokens to losses. Default: {WHOLE_MODEL} if the steps before capture call the model as such graphs can "
-        f"be replayed, otherwise {ALL_LAYERS}. Also the environment variable {LAYERS_VARIABLE}.",
+        metavar=f"{ALL_LAYERS}|{WHOLE_MODEL}|1",
+        help="With --use-megatron-fsdp and --cuda-graph-impl transformer_engine: what is recorded in one CUDA graph: "
+        f"{ALL_LAYERS} for {ALL_LAYERS} consecutive layers, {WHOLE_MODEL} for all that a dense model computes, from "
+        "tokens to losses, or 1 for a graph of each layer. "
+        f"Default: {WHOLE_MODEL} if the steps before capture call the model as such graphs can be replayed, otherwise "
+        f"{ALL_LAYERS}.",
     )
     group.add_argument(
         PACKED_FLAG,
@@ -86,10 +87,8 @@ def check_arguments(args: Any) -> None:
             raise ValueError(
                 f"{flag} needs --cuda-graph-impl transformer_engine, got {args.cuda_graph_impl}: leave it out"
             )
-    given = getattr(args, "cuda_graph_layers_per_graph", None)
-    if given is None:
+    if layers_per_graph(args) is None:
         return
-    _parsed(given, _LAYERS_FLAG)
     if not args.use_megatron_fsdp or args.cuda_graph_impl != "transformer_engine":
         raise ValueError(
             f"{_LAYERS_FLAG} needs --use-megatron-fsdp and --cuda-graph-impl transformer_engine: leave it out"
@@ -118,17 +117,16 @@ def max_captures(options: Any) -> int:
 
 
 def layers_per_graph(config: Any) -> LayersPerGraph | None:
-    """The greatest number of layers in one graph, ``all``, ``model`` for the whole model, or None if nothing is said.
-
-    The environment variable counts if ``config`` says nothing.
+    """What one graph holds: ``all`` consecutive layers, the whole ``model``, or 1 layer; None if nothing is said.
 
     Raises:
-        ValueError: it is neither a positive integer nor ``all`` or ``model``.
+        OptionsError: it is something else; names the flag.
     """
     given = getattr(config, "cuda_graph_layers_per_graph", None)
-    if given is not None:
-        return _parsed(given, _LAYERS_FLAG)
-    return _parsed(os.environ.get(LAYERS_VARIABLE, ""), LAYERS_VARIABLE)
+    known: dict[str, LayersPerGraph] = {ALL_LAYERS: ALL_LAYERS, WHOLE_MODEL: WHOLE_MODEL, "1": 1}
+    if given is None or str(given) in known:
+        return known.get(str(given))
+    raise OptionsError(f"{_LAYERS_FLAG} {given} is not supported: use {ALL_LAYERS}, {WHOLE_MODEL} or 1")
 
 
 def packed_sequences(config: Any) -> int | None:
@@ -141,19 +139,3 @@ def packed_sequences(config: Any) -> int | None:
     if given is not None and given < 1:
         raise ValueError(f"{PACKED_FLAG} must be a positive number of sequences, got {given}")
     return given
-
-
-def _parsed(given: int | str, name: str) -> LayersPerGraph | None:
-    text = str(given)
-    if not text:
-        return None
-    if text == WHOLE_MODEL:
-        return WHOLE_MODEL
-    if text == ALL_LAYERS:
-        return ALL_LAYERS
-    if not text.isdecimal() or int(text) < 1:
-        raise ValueError(
-            f"{name} must be a positive number of layers, {ALL_LAYERS!r} for all layers, or {WHOLE_MODEL!r} for the "
-            f"whole model, got {text!r}"
-        )
-    return int(text)

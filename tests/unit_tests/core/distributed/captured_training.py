@@ -1,13 +1,11 @@
 """Trainings in this process, eager or with graphs, whose every number can be compared."""
 
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from unittest import mock
 
 import torch
 
-from tests.support.case import LAYERS_VARIABLE, Case
+from tests.support.case import Case
 from tests.support.training import Trace, Training
 
 from .fsdp_variants import Variant, run_backward, small
@@ -65,8 +63,7 @@ class CapturedModel:
         self.layers = list(self.fsdp.module.decoder.layers)
         self.step()
         self.helper = TECudaGraphHelper([self.model], self.model.config, case.sequence, case.micro_batch)
-        with mock.patch.dict(os.environ, {LAYERS_VARIABLE: str(case.layers)} | case.environment):
-            self.helper.create_cudagraphs()
+        self.helper.create_cudagraphs()
 
     def step(self) -> None:
         """Run the passes of a step."""

@@ -16,7 +16,7 @@ from .captured_training import CapturedTraining, graphed
 from .fsdp_variants import Variant
 
 LAYERS = 3
-ALL, TWO, ONE, MODEL = 0, 2, 1, -1  # layers in a graph
+ALL, ONE, MODEL = 0, 1, -1  # layers in a graph
 
 
 class Captured:
@@ -79,7 +79,7 @@ ORDER = [(layer, 0, "forward") for layer in range(LAYERS)] + [(layer, 0, "backwa
 
 @pytest.mark.parametrize(
     ("layers_per_graph", "chains", "graphs"),
-    [(ALL, [0, 0, 0], [1, 0, 0]), (TWO, [0, 0, None], [1, 0, 1]), (ONE, [None] * 3, [1, 1, 1])],
+    [(ALL, [0, 0, 0], [1, 0, 0]), (ONE, [None] * 3, [1, 1, 1])],
 )
 def test_graphs_of_layers(capture, layers_per_graph, chains, graphs):
     captured = capture(layers_per_graph)

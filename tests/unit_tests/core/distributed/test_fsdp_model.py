@@ -1,7 +1,6 @@
 """Graphs of a whole model under Megatron-FSDP: what they find before a replay and leave, and what prevents them."""
 
 import logging
-import os
 import warnings
 import weakref
 from typing import Any
@@ -35,8 +34,7 @@ def outside(fsdp):
 
 
 def capture_again(training):
-    with mock.patch.dict(os.environ, training.case.environment):
-        training.helper.create_cudagraphs()
+    training.helper.create_cudagraphs()
 
 
 def status(fsdp):

@@ -14,7 +14,7 @@ from megatron.core.transformer._cuda_graphs.te.graph_use import BEFORE_CAPTURE, 
 from .captured_training import CapturedTraining, graphed
 from .fsdp_variants import small
 
-FORWARD_REPLAYS = {0: 1, 2: 2, 1: 3, -1: 1}  # of a micro-batch, by the layers of a graph; -1 is the whole model
+FORWARD_REPLAYS = {0: 1, 1: 3, -1: 1}  # of a micro-batch, by the layers of a graph; -1 is the whole model
 MICROBATCHES = 2
 
 

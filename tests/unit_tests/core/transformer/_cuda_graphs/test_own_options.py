@@ -1,4 +1,4 @@
-"""own_options: the flags, what a configuration has of them, and the environment variable."""
+"""own_options: the flags, and what a configuration has of them."""
 
 import argparse
 from types import SimpleNamespace
@@ -6,17 +6,12 @@ from types import SimpleNamespace
 import pytest
 
 from megatron.core.transformer._cuda_graphs import own_options
+from megatron.core.transformer._cuda_graphs.errors import OptionsError
 from megatron.core.transformer._cuda_graphs.own_options import (
-    LAYERS_VARIABLE,
     layers_per_graph,
     max_captures,
     packed_sequences,
 )
-
-
-@pytest.fixture(autouse=True)
-def _no_variable(monkeypatch):
-    monkeypatch.delenv(LAYERS_VARIABLE, raising=False)
 
 
 def parsed(*flags):
@@ -70,12 +65,10 @@ def test_a_report_needs_graphs_that_it_is_about(impl):
         own_options.check_arguments(args)
 
 
-@pytest.mark.parametrize(("value", "expected"), [("1", 1), ("12", 12), ("all", "all"), ("model", "model")])
-def test_layers_of_a_graph_from_flag_and_variable(monkeypatch, value, expected):
+@pytest.mark.parametrize(("value", "expected"), [("1", 1), ("all", "all"), ("model", "model")])
+def test_layers_of_a_graph(value, expected):
+    own_options.check_arguments(parsed("--cuda-graph-layers-per-graph", value))
     assert layers_per_graph(config("--cuda-graph-layers-per-graph", value)) == expected
-    monkeypatch.setenv(LAYERS_VARIABLE, value)
-    assert layers_per_graph(config()) == expected
-    assert layers_per_graph(config("--cuda-graph-layers-per-graph", "3")) == 3
 
 
 def test_packed_sequences_are_for_graphs_and_for_eager_trainings_to_compare_with():
@@ -95,28 +88,22 @@ def test_packed_sequences_from_the_flag():
         own_options.check_arguments(parsed("--cuda-graph-packed-sequences=0"))
 
 
-def test_an_empty_variable_is_no_limit(monkeypatch):
-    monkeypatch.setenv(LAYERS_VARIABLE, "")
-    assert layers_per_graph(config()) is None
-
-
 def test_whoever_makes_a_configuration_may_give_a_number():
-    assert layers_per_graph(SimpleNamespace(cuda_graph_layers_per_graph=2)) == 2
+    assert layers_per_graph(SimpleNamespace(cuda_graph_layers_per_graph=1)) == 1
 
 
-@pytest.mark.parametrize("value", ["0", "-1", "two", "1.5", " ", "Model"])
-def test_what_is_no_number_of_layers_is_refused_by_its_name(monkeypatch, value):
-    words = f"must be a positive number of layers, 'all' for all layers, or 'model' for the whole model, got '{value}'"
-    with pytest.raises(ValueError, match=f"--cuda-graph-layers-per-graph {words}"):
+@pytest.mark.parametrize("value", ["0", "-1", "2", "12", "two", "1.0", "", " ", "Model"])
+def test_other_numbers_of_layers_are_refused(value):
+    words = f"^--cuda-graph-layers-per-graph {value} is not supported: use all, model or 1$"
+    with pytest.raises(OptionsError, match=words):
         own_options.check_arguments(parsed(f"--cuda-graph-layers-per-graph={value}"))
-    monkeypatch.setenv(LAYERS_VARIABLE, value)
-    with pytest.raises(ValueError, match=f"{LAYERS_VARIABLE} {words}"):
-        layers_per_graph(config())
+    with pytest.raises(OptionsError, match=words):
+        layers_per_graph(SimpleNamespace(cuda_graph_layers_per_graph=value))
 
 
 @pytest.mark.parametrize("other", [{"use_megatron_fsdp": False}, {"cuda_graph_impl": "local"}])
 def test_the_flag_needs_graphs_that_it_is_about(other):
-    args = parsed("--cuda-graph-layers-per-graph", "2")
+    args = parsed("--cuda-graph-layers-per-graph", "1")
     own_options.check_arguments(args)
     vars(args).update(other)
     with pytest.raises(ValueError, match="--cuda-graph-layers-per-graph needs --use-megatron-fsdp"):
