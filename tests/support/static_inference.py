@@ -99,7 +99,9 @@ def generate(graphs: bool, batches: tuple[int, ...] = (2, 3, 2)) -> tuple[list, 
                     runtime_gather_output=True,
                 )
     runners = [entry[0] for entry in _CudagraphGlobalRecord.cudagraph_inference_record]
-    shared = len({runner._slot.inputs[0].data_ptr() for runner in runners} & _CudagraphGlobalRecord.inference.outputs)
+    shared = len(
+        {runner.fwd_graph_input_surface[0].data_ptr() for runner in runners} & _CudagraphGlobalRecord.inference.outputs
+    )
     delete_cuda_graphs()
     return found, len(runners), shared
 

@@ -30,24 +30,22 @@ from ._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
 from ._cuda_graphs.engine.rng import _clone_nested_tensors, _ensure_generator_state_is_cudagraph_safe
 from ._cuda_graphs.for_callers import (
     _backup_grads_before_capture,
+    _determine_if_first_last_layer_of_this_vp_chunk,
     _restore_grads_after_capture,
     _set_skip_fp8_weight_update_tensor,
+    annotate_first_last_layer,
     create_strong_ref,
     make_weakref,
 )
 from ._cuda_graphs.imported_names import *  # noqa: F403
-from ._cuda_graphs.local import buffers as _buffers
+from ._cuda_graphs.local import memory as _memory
 from ._cuda_graphs.local.arguments import ArgMetadata, CudagraphBufferMetadata, _check_supported_type, tree_map
-from ._cuda_graphs.local.first_last_layer import (
-    _determine_if_first_last_layer_of_this_vp_chunk,
-    annotate_first_last_layer,
-)
 from ._cuda_graphs.local.manager import CudaGraphManager, alloc_tensor_from_graph_mempool, delete_cuda_graphs
+from ._cuda_graphs.local.memory import TensorReusePool
 from ._cuda_graphs.local.nodes import _CudagraphRecordNode, _CudagraphReplayNode, _GraphStatus
 from ._cuda_graphs.local.record import _CudagraphGlobalRecord, create_cudagraphs, logger
 from ._cuda_graphs.local.runner import _CudaGraphRunner
 from ._cuda_graphs.local.sharded_weights import _GTP_RUNNER_STREAMS, get_gtp_runner_streams
-from ._cuda_graphs.local.tensor_reuse_pool import TensorReusePool
 from ._cuda_graphs.te.current_microbatch import set_current_microbatch
 from ._cuda_graphs.te.helper import TECudaGraphHelper
 from ._cuda_graphs.te.layers import _layer_is_graphable
@@ -112,8 +110,8 @@ bwd_buffer_reuse_ref_count: int
 _VARIABLES = {
     "_IS_GRAPH_CAPTURING": _state,
     "_IS_GRAPH_WARMUP": _state,
-    "fwd_buffer_reuse_ref_count": _buffers,
-    "bwd_buffer_reuse_ref_count": _buffers,
+    "fwd_buffer_reuse_ref_count": _memory,
+    "bwd_buffer_reuse_ref_count": _memory,
 }
 
 

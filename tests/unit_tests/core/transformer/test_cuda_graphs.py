@@ -20,7 +20,7 @@ import megatron.core
 from megatron.core.transformer import _cuda_graphs, cuda_graphs
 from megatron.core.transformer._cuda_graphs import for_callers, imported_names, state
 from megatron.core.transformer._cuda_graphs.engine import rng
-from megatron.core.transformer._cuda_graphs.local import buffers, manager, record, runner
+from megatron.core.transformer._cuda_graphs.local import manager, memory, record, runner
 from megatron.core.transformer._cuda_graphs.te import backends, helper
 from megatron_fsdp_cuda_graphs import overlay
 
@@ -32,8 +32,8 @@ UPSTREAM = Path(megatron.core.__path__[0]) / "transformer" / "cuda_graphs.py"
 VARIABLES = {
     "_IS_GRAPH_CAPTURING": state,
     "_IS_GRAPH_WARMUP": state,
-    "fwd_buffer_reuse_ref_count": buffers,
-    "bwd_buffer_reuse_ref_count": buffers,
+    "fwd_buffer_reuse_ref_count": memory,
+    "bwd_buffer_reuse_ref_count": memory,
 }
 
 
@@ -269,7 +269,7 @@ PATCHED: dict[str, tuple[str, list[ModuleType]]] = {
     "logger": ("logger", [record, helper]),
     "module": ("time", [helper, record]),
     "variable": ("_IS_GRAPH_CAPTURING", [state]),
-    "another variable": ("fwd_buffer_reuse_ref_count", [buffers]),
+    "another variable": ("fwd_buffer_reuse_ref_count", [memory]),
 }
 
 

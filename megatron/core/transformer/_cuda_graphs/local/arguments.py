@@ -1,4 +1,4 @@
-"""Arguments of graphed modules: metadata that stands for tensors, and traversal of nested arguments."""
+"""Arguments of graphed modules: metadata that stands for tensors, traversal of nested arguments, their comparison."""
 
 import copy
 import dataclasses
@@ -31,6 +31,8 @@ class CudagraphBufferMetadata:
         is_saved_for_backward: Whether its memory is kept until a backward pass, as for every input of a pass with
             gradients, even if autograd does not save it.
         recording: Identifies the recording. Tensors may outlive it; metadata of another recording is stale.
+        users: The runners that need its value until their backward pass, as bits (``Turn.bit``).
+        is_placed: Whether replays put its value into its static tensor for an earlier input.
     """
 
     is_cudagraph_input: bool = False
@@ -42,6 +44,8 @@ class CudagraphBufferMetadata:
     bwd_cudagraph_buffer: torch.Tensor | None = None
     is_saved_for_backward: bool = False
     recording: object | None = None
+    users: int = 0
+    is_placed: bool = False
 
 
 class ArgMetadata:
@@ -50,8 +54,8 @@ class ArgMetadata:
     Attributes:
         type: The argument's type.
         value: The address of a tensor; any other argument itself.
-        shape, stride, dtype, device, requires_grad: Of a tensor. A tensor whose elements overlap or leave gaps gets the
-            strides of a contiguous one.
+        shape, stride, dtype, device, requires_grad: Of a tensor. A tensor whose elements overlap or leave gaps gets
+            strides without either.
         cg_buffer_metadata: The tensor's ``CudagraphBufferMetadata``, if it has one: the same object, not a copy.
     """
 
@@ -62,7 +66,7 @@ class ArgMetadata:
             return
         self.value = arg.data_ptr()
         self.shape, self.dtype, self.device = arg.shape, arg.dtype, arg.device
-        self.stride = arg.stride() if _is_dense(arg) else _contiguous_stride(arg.shape)
+        self.stride = arg.stride() if arg.is_contiguous() else _dense_stride(arg)
         self.requires_grad = arg.requires_grad
         if hasattr(arg, "cg_buffer_metadata"):
             self.cg_buffer_metadata: CudagraphBufferMetadata = arg.cg_buffer_metadata
@@ -84,23 +88,16 @@ class ArgMetadata:
         return zeros.requires_grad_(self.requires_grad)
 
 
-def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements of ``tensor`` fill its memory without gaps or overlaps, in any order of dimensions."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size != 1 and stride != expected:
-            return False
-        expected *= size
-    return True
+def _dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of ``tensor`` in memory of its own: dimensions in the same order, without gaps or overlaps."""
+    return torch.empty_like(torch.empty_strided(tensor.shape, tensor.stride(), device="meta")).stride()
 
 
-def _contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.append(strides[-1] * max(size, 1))
-    return tuple(reversed(strides)) if shape else ()
+def metadata_of(meta: ArgMetadata) -> CudagraphBufferMetadata:
+    """Return the metadata of the tensor that ``meta`` describes; new one if the tensor was in no recorded step."""
+    if not hasattr(meta, "cg_buffer_metadata"):
+        meta.cg_buffer_metadata = CudagraphBufferMetadata()
+    return meta.cg_buffer_metadata
 
 
 def tree_map(func: Callable[[Any], Any], tree: Any) -> Any:
@@ -116,7 +113,7 @@ def tree_map(func: Callable[[Any], Any], tree: Any) -> Any:
         return {key: tree_map(func, item) for key, item in tree.items()}
     if tree is None or isinstance(tree, _LEAVES):
         return func(tree)
-    if _is_dataclass(tree):
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
         mapped = copy.copy(tree)
         for field in dataclasses.fields(tree):
             object.__setattr__(mapped, field.name, tree_map(func, getattr(tree, field.name)))  # it may be frozen
@@ -166,10 +163,6 @@ def _arguments(args: Any, kwargs: Mapping[str, Any] | None) -> list[Any]:
     return positional + list((kwargs or {}).values())
 
 
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
-
-
 _SCALARS: tuple[type, ...] = (torch.Tensor, type(None), bool, int, float, str, Enum, torch.dtype, ArgMetadata)
 if dist.is_available():
     _SCALARS += (dist.ProcessGroup,)
@@ -198,3 +191,81 @@ def is_inference_context(value: Any) -> bool:
     from megatron.core.inference.contexts import BaseInferenceContext  # imports this module
 
     return isinstance(value, BaseInferenceContext)
+
+
+def mismatches(
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    captured_args: Sequence[Any],
+    captured_kwargs: Mapping[str, Any],
+    grad_enabled: bool,
+) -> list[str]:
+    """Return a line for each difference; an empty list if the graph can be replayed with these arguments.
+
+    Tensors must have the captured shape, dtype and device. Where gradients are wanted, one that was captured without
+    ``requires_grad`` must not require grad. Everything else must be equal to what was captured, of the same type.
+
+    Args:
+        args, kwargs: Of the call.
+        captured_args, captured_kwargs: Of the captured call, with descriptions in the place of tensors.
+        grad_enabled: Whether the call is to be differentiated.
+
+    Raises:
+        ArgumentTypeError: an argument has a type that graphs cannot take.
+    """
+    found: list[str] = []
+    if len(args) != len(captured_args):
+        found.append(f"{len(args)} positional arguments, captured with {len(captured_args)}")
+    else:
+        for index, (given, captured) in enumerate(zip(args, captured_args, strict=True)):
+            _compare(given, captured, f"args[{index}]", grad_enabled, found)
+    if kwargs.keys() != captured_kwargs.keys():
+        missing, unexpected = captured_kwargs.keys() - kwargs.keys(), kwargs.keys() - captured_kwargs.keys()
+        found += [f"keyword {name!r} is missing: it was given at capture" for name in sorted(missing)]
+        found += [f"keyword {name!r} was not given at capture" for name in sorted(unexpected)]
+    for name, captured in captured_kwargs.items():
+        if name in kwargs:
+            _compare(kwargs[name], captured, f"kwargs[{name!r}]", grad_enabled, found)
+    return found
+
+
+def _compare(given: Any, captured: Any, where: str, grad_enabled: bool, found: list[str]) -> None:
+    if isinstance(captured, ArgMetadata) and isinstance(given, torch.Tensor):
+        if given.shape != captured.shape:
+            found.append(f"{where}: shape {tuple(given.shape)}, captured with {tuple(captured.shape)}")
+        if given.dtype != captured.dtype:
+            found.append(f"{where}: {given.dtype}, captured with {captured.dtype}")
+        if given.device != captured.device:
+            found.append(f"{where}: device {given.device}, captured with {captured.device}")
+        if grad_enabled and given.requires_grad and not captured.requires_grad:
+            found.append(f"{where}: requires grad, captured without: the graph computes no gradient of it")
+    elif isinstance(captured, ArgMetadata):
+        found.append(f"{where}: {type(given).__name__}, captured with a tensor")
+    elif given is captured:
+        return
+    elif type(given) is not type(captured):
+        _check_supported_type(ArgMetadata(given))
+        found.append(f"{where}: {type(given).__name__}, captured with {type(captured).__name__}")
+    elif (parts := _parts(given)) is not None:
+        captured_parts = _parts(captured) or {}
+        if parts.keys() != captured_parts.keys():
+            found.append(f"{where}: entries {', '.join(parts)}, captured with {', '.join(captured_parts)}")
+            return
+        for part, value in parts.items():
+            _compare(value, captured_parts[part], f"{where}{part}", grad_enabled, found)
+    elif is_inference_context(given):  # a graph writes to the caches of the context at capture
+        found.append(f"{where}: another {type(given).__name__} than at capture; delete_cuda_graphs() frees its graphs")
+    elif given != captured:
+        _check_supported_type(ArgMetadata(given))
+        found.append(f"{where}: {given!r}, captured with {captured!r}")
+
+
+def _parts(value: Any) -> dict[str, Any] | None:
+    """What a tuple, list, dict or dataclass consists of, by how it is written behind ``value``; None for others."""
+    if isinstance(value, (tuple, list)):
+        return {f"[{index}]": item for index, item in enumerate(value)}
+    if isinstance(value, dict):
+        return {f"[{key!r}]": item for key, item in value.items()}
+    if dataclasses.is_dataclass(value):
+        return {f".{field.name}": getattr(value, field.name) for field in dataclasses.fields(value)}
+    return None

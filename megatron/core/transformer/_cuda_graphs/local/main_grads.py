@@ -1,7 +1,8 @@
 """Main gradients (``param.main_grad``, of ``DistributedDataParallel``) in captured backward passes."""
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 
@@ -39,27 +40,23 @@ def accumulate_into_main_grads(
     return left
 
 
-@contextmanager
-def track_fused_accumulation(params: Sequence[torch.Tensor]) -> Iterator[None]:
+def track_fused_accumulation(params: Sequence[torch.Tensor]) -> AbstractContextManager:
     """Clear the flags of ``params`` that mark fused accumulation, and restore them at the end."""
-    flags = [(param, getattr(param, _ADDED)) for param in params if hasattr(param, _ADDED)]
-    for param, _ in flags:
-        setattr(param, _ADDED, False)
-    try:
-        yield
-    finally:
-        for param, flag in flags:
-            setattr(param, _ADDED, flag)
+    return _replaced(params, _ADDED, lambda flag: False)
+
+
+def scratch_main_grads(params: Sequence[torch.Tensor]) -> AbstractContextManager:
+    """Replace the main gradients of ``params`` by scratch tensors, so that additions to them are dropped."""
+    return _replaced(params, "main_grad", torch.zeros_like)
 
 
 @contextmanager
-def scratch_main_grads(params: Sequence[torch.Tensor]) -> Iterator[None]:
-    """Replace the main gradients of ``params`` by scratch tensors, so that additions to them are dropped."""
-    main_grads = [(param, param.main_grad) for param in params if getattr(param, "main_grad", None) is not None]
-    for param, main_grad in main_grads:
-        param.main_grad = torch.zeros_like(main_grad)
+def _replaced(params: Sequence[torch.Tensor], name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
+    values = [(param, getattr(param, name)) for param in params if getattr(param, name, None) is not None]
+    for param, value in values:
+        setattr(param, name, replacement(value))
     try:
         yield
     finally:
-        for param, main_grad in main_grads:
-            param.main_grad = main_grad
+        for param, value in values:
+            setattr(param, name, value)

@@ -3,6 +3,7 @@
 import copy
 import gc
 from collections.abc import Callable, Collection, Hashable, Iterator
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -18,11 +19,10 @@ from ..evaluation_mode import may_replay_evaluation
 from ..fsdp_checks import refuse_fsdp_hooks
 from ..hooks import is_of_ddp
 from .arguments import ArgMetadata, described, tensors_of, with_tensors
-from .capture_mode import capture_mode
 from .inference import key_of, states_of
+from .memory import hold_pool, let_go_of_pools
 from .nodes import _GraphStatus
-from .pool import allocating_from, let_go_of_pools
-from .record import _CudagraphGlobalRecord
+from .record import _CudagraphGlobalRecord, capture_mode
 from .runner import _CudaGraphRunner
 from .sharded_weights import forget_replay_streams, gather_into_pool
 
@@ -88,7 +88,7 @@ class CudaGraphManager(torch.nn.Module):
         self.func: Callable | None = None
         if function_name is not None:
             self.func = getattr(base_module, function_name)
-            setattr(base_module, function_name, _GraphedFunction(self, base_module, self.func))
+            setattr(base_module, function_name, partial(self._call_function, base_module))  # copied with its module
         _CudagraphGlobalRecord.managers.add(self)
         _memory_pool()
         leave_default_stream()
@@ -244,6 +244,15 @@ class CudaGraphManager(torch.nn.Module):
             self.is_first_microbatch = False
         return output
 
+    def _call_function(
+        self, base_module: Any, *args: Any, eager: bool = False, cache_key: Hashable | None = None, **kwargs: Any
+    ) -> Any:
+        """Run the function that this manager replaces; see ``function_name``."""
+        if eager:
+            return self._run_eagerly(base_module, args, kwargs)
+        output = self(base_module, args, kwargs, cache_key=cache_key)
+        return output[0] if isinstance(output, tuple) and len(output) == 1 else output
+
     def _run_eagerly(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         if self.func is not None:
             return self.func(*args, **kwargs)
@@ -262,8 +271,7 @@ class CudaGraphManager(torch.nn.Module):
                 lambda: self._run_eagerly(module, args, kwargs),
                 lambda: runner.replay_checked(False, args, kwargs),
             )
-        output = runner.replay_checked(False, args, kwargs)
-        return output if runner.returns_tuple else output[0]
+        return runner.replay_checked(False, args, kwargs)
 
     def _replay(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         # Also without grad: the first pass of a recomputed layer reads gathered parameters too.
@@ -279,8 +287,7 @@ class CudaGraphManager(torch.nn.Module):
             return self._run_eagerly(module, args, kwargs)
         if not self.reuse_cudagraphs:  # otherwise its arguments were compared already
             runner.refuse_mismatch(args, kwargs)
-        output = runner.replay(self.is_first_microbatch, args, kwargs)
-        return output if runner.returns_tuple else output[0]
+        return runner.replay(self.is_first_microbatch, args, kwargs)
 
     # ------------------------------------------------------------------------------------------------- inference
 
@@ -293,12 +300,12 @@ class CudaGraphManager(torch.nn.Module):
 
     def _capture_inline(self, runner: _CudaGraphRunner, args: tuple, kwargs: dict[str, Any]) -> None:
         record = _CudagraphGlobalRecord
-        runner.begin_capture(record.inference.session, WarmupRecord())
+        capture = runner.begin_capture(record.inference.session, WarmupRecord())
         given = tensors_of(args, {name: kwargs[name] for name in runner.fwd_graph_input_kwarg_metas})
         try:
             with capture_mode():
                 with preserve_tensors(states_of(kwargs.get("inference_context"), runner.base_module)):
-                    runner.warm_up([tensor.detach().clone() for tensor in given])
+                    capture.warm_up([tensor.detach().clone() for tensor in given], runner.num_warmup_steps)
                 static = [record.inference.input_for(tensor) for tensor in given]
                 values, named = with_tensors((args, kwargs), iter(static))
                 runner.create_fwd_graph(values, named, clone_inputs=False)
@@ -306,7 +313,7 @@ class CudaGraphManager(torch.nn.Module):
             runner.reset()
             raise
         runner.finish()
-        record.inference.outputs |= runner.output_addresses
+        record.inference.outputs |= {output.data_ptr() for output in runner.fwd_graph_output_surface if output.numel()}
         record.cudagraph_inference_record.append((runner, "fwd", described(args), described(kwargs)))
 
     # ------------------------------------------------------------------------------------------------- life cycle
@@ -337,22 +344,6 @@ class CudaGraphManager(torch.nn.Module):
             runner.reset()
         self.cudagraph_runners = []
         self.custom_cudagraphs_lookup_table = _RunnersByKey()
-
-
-class _GraphedFunction:
-    """Replaces a method of a module by calls of its manager. Unlike a closure it is copied along with its module.
-
-    It takes two more keywords: ``eager=True`` runs the method without graphs, ``cache_key`` selects the graph.
-    """
-
-    def __init__(self, manager: CudaGraphManager, base_module: Any, func: Callable):
-        self._manager, self._base_module, self._func = manager, base_module, func
-
-    def __call__(self, *args: Any, eager: bool = False, cache_key: Hashable | None = None, **kwargs: Any) -> Any:
-        if eager:
-            return self._func(*args, **kwargs)
-        output = self._manager(self._base_module, args, kwargs, cache_key=cache_key)
-        return output[0] if isinstance(output, tuple) and len(output) == 1 else output
 
 
 class _RunnersByKey(dict[Hashable, "_CudaGraphRunner | None"]):
@@ -386,8 +377,14 @@ def alloc_tensor_from_graph_mempool(meta: ArgMetadata) -> torch.Tensor:
 
     After the tensor is freed, graphs that are captured later may use its memory.
     """
-    with allocating_from(_memory_pool()):
+    pool, device = _memory_pool(), torch.cuda.current_device()
+    hold_pool(pool)
+    torch._C._cuda_beginAllocateCurrentThreadToPool(device, pool)
+    try:
         tensor = meta.zeros_like()
+    finally:
+        torch._C._cuda_endAllocateToPool(device, pool)
+        torch._C._cuda_releasePool(device, pool)  # drops the use count that beginAllocate added
     vars(tensor)["is_from_global_mempool"] = True  # for make_weakref
     return tensor
 

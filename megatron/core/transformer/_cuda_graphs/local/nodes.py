@@ -1,14 +1,14 @@
-"""The autograd nodes of local graphs: one for recorded passes, one for replays."""
+"""The autograd nodes of a runner, for recorded passes and for replays, and how its graphs are replayed."""
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from ..engine.replay import Replay, ReplayNode, ReplayOptions, fast_apply
+from ..engine.replay import Replay, ReplayNode, fast_apply
 from ..errors import NoGraphError
-from .buffers import StaticInput
+from .memory import StaticInput
 from .turns import Turns
 
 
@@ -19,41 +19,7 @@ class _GraphStatus(Enum):
     BWD_READY = 1
 
 
-class RecordedRunner(Protocol):
-    """The interface of a runner for the node of a recorded pass."""
-
-    @property
-    def name(self) -> str:
-        """What errors call it."""
-
-    def expect(self, status: _GraphStatus) -> None:
-        """Refuse a pass that is not due."""
-
-    def record_backward(self) -> None:
-        """Note that the backward pass runs."""
-
-
-class ReplayedRunner(Protocol):
-    """The interface of a runner for the node of a replay."""
-
-    @property
-    def name(self) -> str:
-        """What errors call it."""
-
-    def begin_forward(self) -> "LocalReplay":
-        """Check that the forward graph may be replayed, and return what replays it."""
-
-    def replay_options(self, is_first_microbatch: bool) -> ReplayOptions | None:
-        """Return the options of the replay."""
-
-    def begin_backward(self) -> None:
-        """Check that the backward graph may be replayed."""
-
-    def end_backward(self) -> None:
-        """Note that the backward graph was replayed."""
-
-
-def _refuse_second_derivatives(runner: RecordedRunner | ReplayedRunner) -> None:
+def _refuse_second_derivatives(runner: Any) -> None:
     if torch.is_grad_enabled():  # autograd records a backward pass with create_graph=True only
         raise RuntimeError(
             f"{runner.name}: create_graph=True asks for second derivatives, which CUDA graphs do not compute. Train "
@@ -65,7 +31,7 @@ class _CudagraphRecordNode(torch.autograd.Function):
     """An identity on the outputs of a recorded module, whose backward runs when that of a replay would."""
 
     @staticmethod
-    def forward(ctx: Any, runner: RecordedRunner, *inputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, runner: Any, *inputs: torch.Tensor) -> Any:
         """Return ``inputs``, the outputs of the module that require grad, unchanged.
 
         Raises:
@@ -97,7 +63,7 @@ class _CudagraphReplayNode(ReplayNode):
     """
 
     @staticmethod
-    def forward(ctx: Any, runner: ReplayedRunner, is_first_microbatch: bool, *inputs: torch.Tensor) -> Any:
+    def forward(ctx: Any, runner: Any, is_first_microbatch: bool, *inputs: torch.Tensor) -> Any:
         """Replay the forward graph of ``runner``.
 
         Args:
@@ -111,7 +77,7 @@ class _CudagraphReplayNode(ReplayNode):
                 runners still need.
         """
         ctx.runner = runner
-        return ReplayNode.forward(ctx, runner.begin_forward(), runner.replay_options(is_first_microbatch), *inputs)
+        return ReplayNode.forward(ctx, *runner.begin_forward(is_first_microbatch), *inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:

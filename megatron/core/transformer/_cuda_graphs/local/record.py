@@ -3,37 +3,40 @@
 import logging
 import time
 import weakref
-from collections.abc import Collection
-from typing import Any, Protocol
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
 from megatron.core.utils import log_single_rank
 
-from ..engine.streams import return_to_default_stream
+from .. import state
+from ..engine.preserve import pause_gc
+from ..engine.rng import make_generators_safe, preserve_rng
+from ..engine.streams import capture_stream, return_to_default_stream
+from ..engine.te_engine import transformer_engine_flag
 from ..errors import CallOrderError
-from .buffers import reset_counts
-from .capture_mode import capture_mode
 from .inference import InferenceGraphs
+from .memory import reset_counts
 from .session import CaptureSession
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 
-class Manager(Protocol):
-    """The interface of a ``CudaGraphManager`` for the record."""
+@contextmanager
+def capture_mode() -> Iterator[None]:
+    """Say that graphs are being captured, on their own stream; generators and garbage collection are restored.
 
-    def begin_step(self) -> None:
-        """Begin a step with no runner busy."""
-
-    def reset(self) -> None:
-        """Forget all runners."""
-
-    def forget_recorded(self, runners: Collection[Any]) -> None:
-        """Forget those of ``runners`` that the manager has."""
-
-    def capture_failed(self, runners: Collection[Any]) -> None:
-        """Run eagerly from now on, if the manager has one of ``runners``."""
+    No garbage is collected before: inference captures many graphs one by one, and it takes longer than that.
+    """
+    state._set_capture_start()
+    try:
+        with pause_gc(), preserve_rng(), transformer_engine_flag(), capture_stream():
+            make_generators_safe()
+            yield
+    finally:
+        state._set_capture_end()
 
 
 class _CudagraphGlobalRecord:

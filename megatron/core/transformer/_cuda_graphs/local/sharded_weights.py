@@ -33,13 +33,6 @@ def get_gtp_runner_streams() -> list[torch.cuda.Stream]:
     return _GTP_RUNNER_STREAMS
 
 
-def note_replay_stream() -> None:
-    """Add the current stream to those of ``get_gtp_runner_streams``."""
-    stream = torch.cuda.current_stream()
-    if stream not in _GTP_RUNNER_STREAMS:
-        _GTP_RUNNER_STREAMS.append(stream)
-
-
 def forget_replay_streams() -> None:
     """Empty the list of ``get_gtp_runner_streams``."""
     _GTP_RUNNER_STREAMS.clear()
@@ -151,8 +144,8 @@ class ShardedWeights:
 
     def end_backward_replay(self) -> None:
         """Signal to data parallelism which main gradients are complete, as the eager backward pass does."""
-        if self:
-            note_replay_stream()
+        if self._params and (stream := torch.cuda.current_stream()) not in _GTP_RUNNER_STREAMS:
+            _GTP_RUNNER_STREAMS.append(stream)
         for weight in self._completed:
             weight.grad = None
             if hasattr(weight, "grad_added_to_main_grad"):

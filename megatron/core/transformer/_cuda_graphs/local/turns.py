@@ -1,6 +1,5 @@
 """The recorded order of passes: graphs that share memory must be replayed in the order of their capture."""
 
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -12,7 +11,7 @@ class Turn:
     Attributes:
         name: The runner's name in errors.
         number: Its place among all forward passes.
-        bit: Its bit in such sets; 0 without a backward graph.
+        bit: Its bit in such sets; 0 if it was not recorded.
         busy_at_forward, busy_at_backward: The runners that were between their forward and backward pass when its own
             pass was recorded. Graphs may use the memory of all others.
     """
@@ -33,27 +32,20 @@ class Turns:
 
     def __init__(self) -> None:
         self.in_flight = 0
-        self._turns: dict[Hashable, Turn] = {}
+        self._recorded: list[Turn] = []
 
-    def take_order(self, record: Sequence[tuple]) -> None:
-        """Set the order from the recorded ``(runner, "fwd", ...)`` and ``(runner, "bwd")``."""
-        with_backward = {entry[0] for entry in record if entry[1] == "bwd"}
-        busy = 0
-        self._turns = {}
-        for runner, kind, *_ in record:
-            if kind == "fwd":
-                number = len(self._turns)
-                turn = Turn(runner.name, number, 1 << number if runner in with_backward else 0, busy)
-                self._turns[runner] = turn
-                busy |= turn.bit
-            else:
-                turn = self._turns[runner]
-                busy &= ~turn.bit
-                turn.busy_at_backward = busy
+    def record_forward(self, name: str) -> Turn:
+        """Return the turn of a runner with this name, whose forward pass runs now in the step that is recorded."""
+        number = len(self._recorded)
+        turn = Turn(name, number, 1 << number, self.in_flight)
+        self._recorded.append(turn)
+        self.begin(turn)
+        return turn
 
-    def of(self, runner: Hashable) -> Turn:
-        """Return the turn of ``runner``; one that is always allowed if the runner was not recorded."""
-        return self._turns.get(runner) or Turn()
+    def record_backward(self, turn: Turn) -> None:
+        """Note that the backward pass runs now in the step that is recorded."""
+        self.end(turn)
+        turn.busy_at_backward = self.in_flight
 
     def check_forward(self, turn: Turn) -> None:
         """Check that a forward replay overwrites nothing that a backward pass still reads.
@@ -79,12 +71,8 @@ class Turns:
         """Note that the backward pass has run."""
         self.in_flight &= ~turn.bit
 
-    def end_all(self) -> None:
-        """Clear ``in_flight`` at the end of a step: pending backward passes will not run any more."""
-        self.in_flight = 0
-
     def _refuse(self, turn: Turn, others: int) -> NoReturn:
-        other = next(other for other in self._turns.values() if other.bit & others)
+        other = next(other for other in self._recorded if other.bit & others)
         raise RuntimeError(
             f"{turn.name} would overwrite memory of {other.name}, which waits for its backward pass: passes do not "
             "follow each other as in the step that was recorded. With --cuda-graph-impl local every step needs the "

@@ -74,7 +74,7 @@ class TestInference:
             hidden, _ = first(batch(0), cache_key=0)
             second(hidden, cache_key=0)
         (one,), (two,) = (layer.manager.custom_cudagraphs_lookup_table.values() for layer in (first, second))
-        assert two._slot.inputs[0].data_ptr() == one._slot.outputs[0].data_ptr()
+        assert two.fwd_graph_input_surface[0].data_ptr() == one.fwd_graph_output_surface[0].data_ptr()
 
     def test_layers_read_a_tensor_that_all_of_them_take_in_one_place(self):
         layers, references = [self.inline() for _ in range(2)], stack(count=2, graphs=False).layers.eval()
@@ -87,8 +87,9 @@ class TestInference:
             ):
                 assert torch.equal(layer(batch(step), scale=given, cache_key=0)[0], reference(batch(step), given)[0])
         (one,), (two,) = (layer.manager.custom_cudagraphs_lookup_table.values() for layer in layers)
-        assert one._slot.inputs[1].data_ptr() == two._slot.inputs[1].data_ptr()
-        assert one._slot.inputs[0].data_ptr() != two._slot.inputs[0].data_ptr()
+        one, two = (runner.fwd_graph_input_surface for runner in (one, two))
+        assert one[1].data_ptr() == two[1].data_ptr()
+        assert one[0].data_ptr() != two[0].data_ptr()
 
     def test_generators_that_were_set_in_inference_mode_can_be_used(self):
         layer = self.inline()

@@ -1,4 +1,4 @@
-"""mismatch: each difference between a call and the captured one is a line that says where and what."""
+"""mismatches: each difference between a call and the captured one is a line that says where and what."""
 
 import dataclasses
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from megatron.core.inference.contexts.static_context import StaticInferenceContext
-from megatron.core.transformer._cuda_graphs.local.arguments import ArgMetadata, described
-from megatron.core.transformer._cuda_graphs.local.mismatch import mismatches
+from megatron.core.transformer._cuda_graphs.local.arguments import described, mismatches
 
 
 @dataclasses.dataclass
@@ -17,8 +16,7 @@ class Packed:
 
 
 def compare(given, captured, grad_enabled=False):
-    meta = ArgMetadata(captured if isinstance(captured, torch.Tensor) else described(captured))
-    return mismatches((given,), {}, [meta], {}, grad_enabled)
+    return mismatches((given,), {}, [described(captured)], {}, grad_enabled)
 
 
 SAME = [
@@ -49,9 +47,9 @@ def test_equal_arguments_have_none(argument):
         (torch.ones(2), None, "args[0]: Tensor, captured with NoneType"),
         (1, True, "args[0]: int, captured with bool"),
         ("a", "b", "args[0]: 'a', captured with 'b'"),
-        ((1,), (1, 2), "args[0]: 1 entries, captured with 2"),
+        ((1,), (1, 2), "args[0]: entries [0], captured with [0], [1]"),
         ((1, 3), (1, 2), "args[0][1]: 3, captured with 2"),
-        ({"a": 1}, {"b": 1}, "args[0]: keys ['a'], captured with ['b']"),
+        ({"a": 1}, {"b": 1}, "args[0]: entries ['a'], captured with ['b']"),
         ({"a": 1}, {"a": 2}, "args[0]['a']: 1, captured with 2"),
         (Packed(torch.ones(2), 1), Packed(torch.ones(2), 2), "args[0].count: 1, captured with 2"),
         (Packed(torch.ones(3), 1), Packed(torch.ones(2), 1), "args[0].lengths: shape (3,), captured with (2,)"),
@@ -63,8 +61,8 @@ def test_each_is_one_line(given, captured, line):
 
 
 def test_all_are_named_at_once():
-    captured = {"a": ArgMetadata(1), "b": ArgMetadata(torch.ones(2)), "c": ArgMetadata(2)}
-    assert mismatches((), {"a": 2, "b": torch.ones(3).int(), "d": 1}, [ArgMetadata(1)], captured, False) == [
+    captured = described({"a": 1, "b": torch.ones(2), "c": 2})
+    assert mismatches((), {"a": 2, "b": torch.ones(3).int(), "d": 1}, [1], captured, False) == [
         "0 positional arguments, captured with 1",
         "keyword 'c' is missing: it was given at capture",
         "keyword 'd' was not given at capture",

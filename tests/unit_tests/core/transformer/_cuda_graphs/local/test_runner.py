@@ -1,11 +1,21 @@
 """_CudaGraphRunner: layers are recorded in the first step, replayed from the second, and compute as eagerly."""
 
+import sys
+import weakref
+from collections import Counter
+from pathlib import Path
+
 import pytest
 import torch
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+from megatron.core.transformer import _cuda_graphs
 from megatron.core.transformer.cuda_graphs import (
+    ArgMetadata,
+    _CudaGraphRunner,
+    _GraphStatus,
     create_cudagraphs,
+    delete_cuda_graphs,
 )
 
 from .local_graph_cases import (
@@ -16,6 +26,8 @@ from .local_graph_cases import (
     batch,
     eager_calls,
     record,
+    recorded_runners,
+    runners,
     stack,
     train,
     use_graphable_rng,
@@ -164,3 +176,258 @@ class _Scaled(Stack):
             x, _ = layer(x, scale=scale, **kwargs)
             x = x * 1.5
         return self.after(x)
+
+
+class TestMetadata:
+    def test_of_inputs_of_a_pass_with_gradients_says_that_they_are_saved(self):
+        model, x = stack(), batch(0).requires_grad_()
+        hidden, _ = model.layers[0](x)
+        model.layers[1](hidden)
+        assert x.cg_buffer_metadata.is_saved_for_backward
+        assert (hidden.cg_buffer_metadata.is_cudagraph_output, hidden.cg_buffer_metadata.is_saved_for_backward) == (
+            True,
+            True,
+        )
+
+    def test_of_inputs_of_a_pass_without_gradients_says_that_they_are_not(self):
+        model, x = stack(count=1), batch(0)
+        with torch.no_grad():
+            model.layers[0](x)
+        assert not x.cg_buffer_metadata.is_saved_for_backward
+
+
+def test_after_a_replay_each_parameter_has_the_event_that_its_gradient_waits_for():
+    model = stack()
+    for param in model.parameters():
+        param.main_grad = torch.zeros_like(param)
+    record(model)
+    model(batch(1)).sum().backward()
+    (runner, *_) = runners(model)
+    event = runner.bwd_graph_replay_complete_event
+    assert {param._cudagraph_wgrad_ready_event for param in model.layers[0].parameters()} == {event}
+    delete_cuda_graphs()
+    assert not any(hasattr(param, "_cudagraph_wgrad_ready_event") for param in model.parameters())
+
+
+def test_a_backward_pass_after_its_graphs_were_deleted_says_so():
+    model = stack()
+    record(model)
+    loss = model(batch(1)).sum()
+    delete_cuda_graphs()
+    with pytest.raises(RuntimeError, match=r"deleted after the forward pass.*between steps"):
+        loss.backward()
+
+
+def test_without_grad_graphs_are_replayed():
+    model = stack()
+    record(model)
+    before = eager_calls(model)
+    with torch.no_grad():
+        out = model(batch(1))
+    assert eager_calls(model) == before
+    model.eval()
+    assert torch.equal(out, model(batch(1)))
+
+
+class TestGraphs:
+    @pytest.mark.parametrize("name", ["fwd_graph", "bwd_graph"])
+    @pytest.mark.parametrize("how", ["delete", "assign None"])
+    def test_are_freed_when_one_is_given_up(self, name, how):
+        runner, *_ = recorded_runners()
+        graphs = [weakref.ref(runner.fwd_graph), weakref.ref(runner.bwd_graph)]
+        if how == "delete":
+            delattr(runner, name)
+        else:
+            setattr(runner, name, None)
+        assert [graph() for graph in graphs] == [None, None]
+        assert (runner.fwd_graph, runner.bwd_graph) == (None, None)
+
+    def test_can_be_deleted_twice_and_before_they_are_captured(self):
+        model = stack(count=1)
+        model(batch(0))
+        (runner,) = runners(model)
+        for _ in range(2):
+            assert hasattr(runner, "fwd_graph")
+            del runner.fwd_graph, runner.bwd_graph
+
+    def test_without_them_a_replay_is_refused(self):
+        model = stack(count=1)
+        record(model)
+        (runner,) = runners(model)
+        del runner.fwd_graph
+        with pytest.raises(RuntimeError, match="has no CUDA graph to replay"):
+            model(batch(1))
+
+    def test_of_another_kind_may_be_assigned(self):
+        runner, *_ = recorded_runners()
+        runner.fwd_graph = other = object()
+        assert runner.fwd_graph is other
+
+
+def test_is_written_as_its_layer_and_shapes():
+    runner, *_ = recorded_runners(scale=torch.ones(1, HIDDEN).cuda())
+    assert str(runner) == "layer 1 (Layer) on (3, 8), (1, 8)"
+
+
+def test_recording_capture_and_replay_add_no_attribute():
+    model = stack(count=1)
+    record(model)
+    model(batch(1)).sum().backward()
+    (used,) = runners(model)
+    new = _CudaGraphRunner(model.layers[0], used.mempool, (batch(0),), {}, None, True)
+    assert set(vars(used)) == set(vars(new))
+
+
+class TestSurfaces:
+    def test_the_input_surface_is_static_inputs_and_then_parameters(self):
+        for runner in recorded_runners(scale=torch.ones(1, HIDDEN).cuda()):
+            assert runner.num_dgrads == 2
+            inputs = runner.fwd_graph_input_surface[: runner.num_dgrads]
+            assert [each.data_ptr() for each in inputs] == [each.data_ptr() for each in runner.capture.slot.inputs]
+            assert runner.fwd_graph_input_surface[runner.num_dgrads :] == runner.params_to_backprop
+
+    def test_an_input_is_copied_for_the_first_of_the_graphs_that_take_it(self):
+        skips = [
+            [tensor.can_skip_replay_copy for tensor in runner.fwd_graph_input_surface[: runner.num_dgrads]]
+            for runner in recorded_runners(scale=torch.ones(1, HIDDEN).cuda())
+        ]
+        # the hidden states of later layers are where the layers before put them
+        assert skips == [[False, False], [True, True], [True, True]]
+
+    def test_a_tensor_that_one_call_takes_twice_is_copied_once(self):
+        use_graphable_rng()
+        layer, x = Layer().cuda(), batch(0)
+        layer(x, scale=x)[0].sum().backward()
+        create_cudagraphs()
+        (runner,) = layer.cudagraph_manager.cudagraph_runners
+        first, second = runner.fwd_graph_input_surface[:2]
+        assert (first.can_skip_replay_copy, second.can_skip_replay_copy) == (False, True)
+        assert first.data_ptr() == second.data_ptr()
+
+    def test_outputs_are_the_static_ones_in_the_structure_of_the_call(self):
+        runner, following, _ = recorded_runners()
+        hidden, nothing = runner.fwd_graph_outputs
+        assert nothing is None
+        assert hidden.data_ptr() == runner.fwd_graph_output_surface[0].data_ptr()
+        assert hidden.data_ptr() == following.fwd_graph_input_surface[0].data_ptr()
+
+    def test_static_gradients_of_inputs_are_those_of_the_outputs_before(self):
+        runner, following, _ = recorded_runners()
+        (grad,) = runner.static_grad_outputs
+        assert grad.data_ptr() == following.static_grad_inputs[0].data_ptr()
+
+    def test_are_empty_after_the_graphs_are_deleted(self):
+        runner, *_ = recorded_runners()
+        delete_cuda_graphs()
+        assert (runner.fwd_graph_outputs, runner.num_dgrads) == (None, 0)
+        for name in ("input_surface", "output_surface"):
+            assert getattr(runner, f"fwd_graph_{name}") == ()
+        assert (runner.static_grad_outputs, runner.static_grad_inputs) == ((), ())
+
+
+class TestArguments:
+    def test_tensors_of_arguments_are_found_in_containers(self):
+        runner, *_ = recorded_runners()
+        one, two, three = torch.ones(1), torch.ones(2), torch.ones(3)
+        assert runner.get_tensors(({"a": [one]}, None), {"b": (two, 7)}) == (one, two)
+        assert runner.get_tensors(three) == (three,)
+
+    def test_a_type_that_no_graph_takes_is_refused_where_types_are_checked(self):
+        runner, *_ = recorded_runners()
+        with pytest.raises(TypeError, match="an argument of type object"):
+            runner.get_tensors((object(),))
+        assert runner.get_tensors((object(),), check_types=False) == ()
+
+    def test_descriptions_among_arguments_are_found(self):
+        runner, *_ = recorded_runners()
+        one, two = ArgMetadata(torch.ones(1)), ArgMetadata(torch.ones(2))
+        assert runner.get_arg_metas(((one, 5),), {"b": two}) == [one, two]
+
+    def test_a_tensor_becomes_a_list(self):
+        runner, *_ = recorded_runners()
+        one = torch.ones(1)
+        assert (runner.to_list(one), runner.to_list((one, 2))) == ([one], [one, 2])
+
+
+class TestPythonCalls:
+    """Each replay runs in every step of every layer, and the host waits for it."""
+
+    def count(self, run):
+        """The calls of functions of this package that ``run`` makes, and its result."""
+        package = str(Path(_cuda_graphs.__path__[0]))
+        calls: Counter[str] = Counter()
+
+        def note(frame, event, argument):
+            if event == "call" and frame.f_code.co_filename.startswith(package):
+                calls[frame.f_code.co_name] += 1
+
+        sys.setprofile(note)
+        try:
+            result = run()
+        finally:
+            sys.setprofile(None)
+        return calls.total(), result
+
+    @pytest.mark.parametrize(("pipeline", "most"), [(1, 50), (2, 52)])
+    def test_of_the_replays_of_a_layer(self, pipeline, most):
+        model = stack(count=4, pipeline=pipeline)
+        record(model)
+        model(batch(1)).sum().backward()  # the first pass of a step compares parameters
+        forward, loss = self.count(lambda: model(batch(1, 1)).sum())
+        backward, _ = self.count(lambda: loss.backward())
+        assert 0 < forward <= 4 * most
+        assert 0 < backward <= 4 * 12
+
+
+class TestSecondDerivatives:
+    @pytest.mark.parametrize("steps", [0, 1], ids=["while a step is recorded", "in a replay"])
+    def test_are_refused_by_the_name_of_their_flag(self, steps):
+        model, x = stack(count=1), batch(0).requires_grad_()
+        for _ in range(steps):
+            model(x).sum().backward()
+            create_cudagraphs()
+        with pytest.raises(RuntimeError, match=r"layer 1 \(Layer\): create_graph=True"):
+            torch.autograd.grad(model(x).sum(), x, create_graph=True)
+
+
+class TestStatus:
+    def test_changes_with_each_pass(self):
+        model = stack(count=1)
+        (runner,) = (record(model), runners(model))[1]
+        assert runner.status is _GraphStatus.FWD_READY
+        loss = model(batch(1)).sum()
+        assert runner.status is _GraphStatus.BWD_READY
+        loss.backward()
+        assert runner.status is _GraphStatus.FWD_READY
+
+    def test_a_second_forward_pass_needs_a_second_runner(self):
+        model = stack(count=1)
+        record(model)
+        model(batch(1))
+        with pytest.raises(RuntimeError, match="it waits for its backward pass"):
+            model(batch(1))
+
+    def test_a_second_backward_pass_is_refused(self):
+        model = stack(count=1)
+        record(model)
+        loss = model(batch(1)).sum()
+        loss.backward(retain_graph=True)
+        with pytest.raises(RuntimeError, match="a backward pass, but its forward pass comes next"):
+            loss.backward()
+
+    def test_at_the_end_of_a_step_no_runner_is_busy(self):
+        model = stack(count=1)
+        record(model)
+        model(batch(1))
+        create_cudagraphs()
+        model(batch(1))
+
+    def test_a_forward_pass_that_was_recorded_without_backward_has_no_backward_graph(self):
+        model = stack(count=1)
+        model(batch(0))
+        create_cudagraphs()
+        (runner,) = runners(model)
+        assert runner.fwd_graph is not None
+        assert runner.bwd_graph is None
+        with pytest.raises(RuntimeError, match="it was recorded without a backward pass"):
+            model(batch(1))

@@ -44,13 +44,13 @@ class TestBuffers:
         model = stack()
         record(model)
         first, second, _ = runners(model)
-        assert second._slot.inputs[0].data_ptr() == first._slot.outputs[0].data_ptr()
+        assert second.fwd_graph_input_surface[0].data_ptr() == first.fwd_graph_output_surface[0].data_ptr()
 
     def test_a_layer_reads_the_gradient_where_the_one_after_puts_it(self):
         model = stack()
         record(model)
         first, second, _ = runners(model)
-        assert first._slot._grad_outputs[0].data_ptr() == second._slot.grad_inputs[0].data_ptr()
+        assert first.static_grad_outputs[0].data_ptr() == second.static_grad_inputs[0].data_ptr()
 
     def test_a_tensor_that_all_layers_take_has_one_static_place_and_is_copied_once(self):
         model = stack()
@@ -85,7 +85,7 @@ class TestBuffers:
         # A weak reference has a storage of its own, which the pool of the graphs does not know.
         owned = pool_of(CudaGraphManager.global_mempool)._owned
         for runner in runners(model):
-            slot = runner._slot
+            slot = runner.capture.slot
             tensors = [*slot.inputs, *slot.outputs, *slot.grad_inputs, *slot._grad_params]
             kept = [tensor for tensor in tensors if tensor is not None and tensor.untyped_storage()._cdata in owned]
             assert len(kept) == (runner.base_module is model.layers[0])  # the gradient that goes to eager code
@@ -94,11 +94,11 @@ class TestBuffers:
         model = stack()
         record(model)
         addresses = [
-            [grad.data_ptr() for grad in runner._slot.grad_inputs if grad is not None] for runner in runners(model)
+            [grad.data_ptr() for grad in runner.static_grad_inputs if grad is not None] for runner in runners(model)
         ]
         owned = pool_of(CudaGraphManager.global_mempool)._owned
         for runner, (address,) in zip(runners(model)[:-1], addresses[1:], strict=True):
-            (grad,) = (grad for grad in runner._slot._grad_outputs if grad is not None)
+            (grad,) = runner.static_grad_outputs
             assert grad.data_ptr() == address
             assert grad.untyped_storage()._cdata not in owned
 

@@ -1,10 +1,8 @@
 """Turns: with several micro-batches in flight graphs are replayed in the order of their capture."""
 
-from dataclasses import dataclass
-
 import pytest
 
-from megatron.core.transformer._cuda_graphs.local.turns import Turns
+from megatron.core.transformer._cuda_graphs.local.turns import Turn, Turns
 from megatron.core.transformer.cuda_graphs import (
     _CudagraphGlobalRecord,
     create_cudagraphs,
@@ -19,46 +17,35 @@ from .local_graph_cases import (
 pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
 
-@dataclass(frozen=True)
-class Runner:
-    """All that the order knows of a runner."""
-
-    name: str
-
-
 class TestTurns:
-    """The order of passes by itself, of runners that are no more than names."""
+    """The order of passes by itself."""
 
-    def taken(self, *passes):
-        """Turns that took over ``passes``, each of a letter and "F" or "B", and its runners."""
-        runners = {name: Runner(name=name) for name, _ in passes}
-        turns = Turns()
-        turns.take_order([(runners[name], "fwd" if kind == "F" else "bwd") for name, kind in passes])
-        return turns, {name: turns.of(runner) for name, runner in runners.items()}
+    def recorded(self, *passes):
+        """Turns of a step with ``passes``, each of a letter and "F" or "B", and the turn of each letter."""
+        turns, of = Turns(), {}
+        for name, kind in passes:
+            if kind == "F":
+                of[name] = turns.record_forward(name)
+            else:
+                turns.record_backward(of[name])
+        turns.in_flight = 0
+        return turns, of
 
     def test_are_those_of_the_passes_recorded(self):
-        turns, of = self.taken("aF", "bF", "cF", "aB", "bB")
-        assert turns.in_flight == 0
+        _, of = self.recorded("aF", "bF", "cF", "aB", "bB")
         assert [of[name].number for name in "abc"] == [0, 1, 2]
-        assert [of[name].bit for name in "abc"] == [1, 2, 0]  # c has no backward pass
+        assert [of[name].bit for name in "abc"] == [1, 2, 4]
         assert [of[name].busy_at_forward for name in "abc"] == [0, 1, 3]
-        assert [of[name].busy_at_backward for name in "abc"] == [2, 0, -1]
-
-    def test_of_an_earlier_recording_are_forgotten(self):
-        turns, _ = self.taken("aF", "aB")
-        runner = Runner(name="b")
-        turns.take_order([(runner, "fwd"), (runner, "bwd")])
-        assert (turns.of(runner).number, turns.of(runner).bit) == (0, 1)
+        assert [of[name].busy_at_backward for name in "abc"] == [6, 4, -1]  # c has no backward pass
 
     def test_of_a_runner_that_was_not_recorded_come_at_any_time(self):
-        turns, of = self.taken("aF", "aB")
+        turns, of = self.recorded("aF", "aB")
         turns.begin(of["a"])
-        other = turns.of(Runner(name="other"))
-        turns.check_forward(other)
-        turns.check_backward(other)
+        turns.check_forward(Turn())
+        turns.check_backward(Turn())
 
     def test_are_kept_in_every_order_that_has_no_more_in_flight_than_was_recorded(self):
-        turns, of = self.taken("aF", "bF", "aB", "bB")
+        turns, of = self.recorded("aF", "bF", "aB", "bB")
         turns.check_forward(of["a"])
         turns.begin(of["a"])
         turns.check_forward(of["b"])
@@ -72,7 +59,7 @@ class TestTurns:
         turns.begin(of["a"])
         with pytest.raises(RuntimeError, match=r"^b would overwrite memory of a,"):
             turns.check_backward(of["b"])
-        turns.end_all()
+        turns.in_flight = 0
         turns.check_forward(of["a"])
 
 
@@ -130,4 +117,4 @@ class TestPipeline:
         assert len(first) == 5
         # the inputs of two micro-batches in flight and, while one of them goes back, the gradient of its output
         assert len(_CudagraphGlobalRecord.tensor_reuse_pool.tensor_strong_refs) == 3
-        assert len({runner._slot.inputs[0].data_ptr() for runner in first}) == 3
+        assert len({runner.fwd_graph_input_surface[0].data_ptr() for runner in first}) == 3

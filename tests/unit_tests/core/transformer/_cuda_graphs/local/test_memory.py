@@ -1,4 +1,4 @@
-"""buffers and tensor_reuse_pool: no static tensor serves two at a time, and none too many are made."""
+"""memory: no static tensor serves two at a time, and none too many are made."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -8,10 +8,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.core.transformer._cuda_graphs.local import buffers
+from megatron.core.transformer._cuda_graphs.local import memory
 from megatron.core.transformer._cuda_graphs.local.arguments import ArgMetadata, CudagraphBufferMetadata
-from megatron.core.transformer._cuda_graphs.local.buffers import StaticBuffers, StaticInput, reset_counts
-from megatron.core.transformer._cuda_graphs.local.tensor_reuse_pool import TensorReusePool
+from megatron.core.transformer._cuda_graphs.local.memory import (
+    StaticBuffers,
+    StaticInput,
+    TensorReusePool,
+    reset_counts,
+)
 
 
 def meta(shape=(2, 3), uses=1, **changes):
@@ -89,7 +93,7 @@ class Simulation:
 
     def __init__(self):
         reset_counts()
-        self.buffers = StaticBuffers(TensorReusePool())
+        self.buffers = StaticBuffers()
         self.holds: dict[int, object] = {}
         self.owned: list[torch.Tensor] = []
 
@@ -114,10 +118,10 @@ class Simulation:
         made = [torch.empty(2, 3) for _ in graph.inputs]
         self.owned += made
         for index in self.buffers.lend_grads(graph.inputs, made):
-            self.buffers.let_go(made[index])
+            self.buffers.pool.let_go(made[index])
         self.buffers.inputs_read(graph.inputs)
         for output in graph.made:
-            self.buffers.let_go(output)
+            self.buffers.pool.let_go(output)
 
 
 @st.composite
@@ -179,13 +183,13 @@ def test_no_static_tensor_is_overwritten_while_it_is_needed_and_no_more_are_made
                 linked_after = graph.linked
     assert len(simulation.buffers.pool.tensor_strong_refs) == most
     assert len(simulation.buffers.pool.pool) == most
-    assert buffers.fwd_buffer_reuse_ref_count == 0
-    assert buffers.bwd_buffer_reuse_ref_count == 0
+    assert memory.fwd_buffer_reuse_ref_count == 0
+    assert memory.bwd_buffer_reuse_ref_count == 0
 
 
 class TestStaticBuffers:
     def test_a_tensor_that_several_graphs_take_has_one_place_until_the_last_has_read_it(self):
-        buffers, shared = StaticBuffers(TensorReusePool()), meta(uses=2)
+        buffers, shared = StaticBuffers(), meta(uses=2)
         (first,), (second,) = buffers.inputs([shared]), buffers.inputs([shared])
         assert first.data_ptr() == second.data_ptr()
         buffers.inputs_read([shared])
@@ -194,24 +198,24 @@ class TestStaticBuffers:
         assert [tensor.data_ptr() for tensor in buffers.pool.pool] == [first.data_ptr()]
 
     def test_memory_that_a_graph_hands_on_is_not_given_back_before_that_is_let_go(self):
-        buffers, given_in = StaticBuffers(TensorReusePool()), meta()
+        buffers, given_in = StaticBuffers(), meta()
         (static,) = buffers.inputs([given_in])
         output = meta(is_cudagraph_output=True)
         buffers.lend_outputs([output], [static])
         buffers.inputs_read([given_in])
         assert not buffers.pool.pool
-        buffers.let_go(static)
+        buffers.pool.let_go(static)
         assert len(buffers.pool.pool) == 1
 
     def test_memory_that_was_given_back_cannot_be_held(self):
-        buffers, given_in = StaticBuffers(TensorReusePool()), meta()
+        buffers, given_in = StaticBuffers(), meta()
         (static,) = buffers.inputs([given_in])
         buffers.inputs_read([given_in])
         with pytest.raises(ValueError, match="used after it was given back"):
             buffers.pool.hold(static)
 
     def test_a_gradient_that_is_handed_on_is_not_given_back_before_it_was_read(self):
-        buffers = StaticBuffers(TensorReusePool())
+        buffers = StaticBuffers()
         output, following = meta(is_cudagraph_output=True), meta(is_cudagraph_output=True)
         (grad,) = buffers.grads_of_outputs([following])
         assert buffers.lend_grads([output], [grad]) == set()
@@ -223,7 +227,7 @@ class TestStaticBuffers:
         assert len(buffers.pool.pool) == 1
 
     def test_an_input_requires_grad_as_the_recorded_one_did(self):
-        buffers = StaticBuffers(TensorReusePool())
+        buffers = StaticBuffers()
         wants, wants_not = buffers.inputs([meta(requires_grad=True), meta()])
         assert wants.requires_grad
         assert not wants_not.requires_grad

@@ -77,19 +77,19 @@ class TestRefusals:
         use_graphable_rng()
         layer = Borrowing().cuda()
         layer(batch(0))[0].sum().backward()
-        with pytest.raises(ValueError, match=r"layer 1 \(Borrowing\) computes with a parameter of shape \(8,"):
+        with pytest.raises(
+            RuntimeError, match=r"layer 1 \(Borrowing\) uses a tensor of shape \(8,.*give it as an input"
+        ):
             create_cudagraphs()
 
 
 def test_connected_parameters_are_those_that_an_output_depends_on():
-    model = stack(count=1, graphs=False)
+    model = stack(count=1)
     layer = model.layers[0]
     layer.unused = torch.nn.Linear(HIDDEN, HIDDEN)
-    graphed = stack(count=1)
-    record(graphed)
-    (runner,) = runners(graphed)
-    runner.module = layer
-    assert runner.get_connected_params(layer(batch(0))) == tuple(layer.linear.parameters())
+    record(model)
+    (runner,) = runners(model)
+    assert runner.get_connected_params(layer.forward(batch(0))) == tuple(layer.linear.parameters())
 
 
 def test_the_context_of_quantization_is_empty_without_it():

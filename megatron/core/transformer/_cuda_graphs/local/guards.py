@@ -1,13 +1,12 @@
-"""Detects that a module's parameters or buffers changed since its graphs were captured.
+"""Whether graphs still compute what their module would: what they use, and what its passes read, is compared."""
 
-Static inputs belong to the graphs' pool and cannot move.
-"""
-
-from typing import NoReturn
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 import torch
 
 from ..engine.addresses import AddressGuard, places_of
+from ..replay_conditions import AttributeReads, ReplayConditions
 
 _ADVICE = (
     "Call delete_cuda_graphs() after moving, replacing, freezing or unfreezing parameters, or moving buffers or "
@@ -15,15 +14,19 @@ _ADVICE = (
 )
 
 
-class ParameterGuard:
-    """Compares the parameters of a module, their main gradients, and buffers with those at construction.
+class FunctionGuard:
+    """Compares the parameters of a module, their main gradients, buffers, and attributes with those at construction.
+
+    Static inputs are not compared: they belong to the graphs' pool and cannot move.
 
     Args:
-        name: The module's name in errors.
-        module: The module. Its parameters are looked up at each check, so that replaced ones are detected.
+        name: What errors call the function.
+        module: Its module. Parameters are looked up at each check, so that replaced ones are detected.
+        reads: The attributes that the captured passes read.
+        autocast: What ``autocast_in_force`` returned for the recorded pass.
     """
 
-    def __init__(self, name: str, module: torch.nn.Module):
+    def __init__(self, name: str, module: torch.nn.Module, reads: AttributeReads, autocast: Sequence[Any]):
         self._name = name
         self._places = places_of(module, "_parameters")
         # Some modules make a buffer only when they first need it.
@@ -31,9 +34,31 @@ class ParameterGuard:
         self._params = self._current()
         self._requires_grad = [param is not None and param.requires_grad for param in self._params]
         self._addresses = AddressGuard(self._tensors, self._describe, f"(--cuda-graph-impl local) {_ADVICE}")
+        self._conditions = ReplayConditions([module], reads, name=name, parameters=False, autocast=list(autocast))
+        self._checked_with_grad: bool | None = None  # in this step; None before the first check
 
-    def check(self, grad_enabled: bool) -> None:
-        """Compare.
+    def begin_step(self) -> None:
+        """Begin a step: parameters may have moved."""
+        self._checked_with_grad = None
+
+    def check(self) -> None:
+        """Compare what passes read, before each replay, and parameters before the first one of a step.
+
+        Raises:
+            RuntimeError: something has changed since capture; names it.
+        """
+        grad_enabled = torch.is_grad_enabled()
+        if self._checked_with_grad is None or (grad_enabled and not self._checked_with_grad):
+            self.check_parameters(grad_enabled)
+            self._checked_with_grad = grad_enabled
+        if self._conditions.have_changed():
+            raise RuntimeError(
+                f"{self._conditions.changes()} (--cuda-graph-impl local). Change it back, or call "
+                "delete_cuda_graphs(): the next step is recorded anew."
+            )
+
+    def check_parameters(self, grad_enabled: bool) -> None:
+        """Compare parameters and buffers.
 
         Args:
             grad_enabled: Whether gradients are computed; ``requires_grad`` is compared only then.
@@ -51,6 +76,14 @@ class ParameterGuard:
                 self._refuse(name, "was replaced")
             elif grad_enabled and param is not None and param.requires_grad != required_grad:
                 self._refuse(name, "was frozen" if required_grad else "was unfrozen")
+
+    def has_parameters(self) -> bool:
+        """Whether the parameters are where they were at capture. Evaluation may swap them."""
+        try:
+            self.check_parameters(False)
+        except RuntimeError:
+            return False
+        return True
 
     def _refuse(self, name: str, change: str) -> NoReturn:
         raise RuntimeError(

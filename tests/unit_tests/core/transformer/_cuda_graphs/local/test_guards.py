@@ -1,10 +1,11 @@
-"""ParameterGuard: replays are refused once parameters are not what they were at capture."""
+"""FunctionGuard: replays are refused once parameters are not what they were at capture."""
 
 import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
-from megatron.core.transformer._cuda_graphs.local.parameter_guard import ParameterGuard
+from megatron.core.transformer._cuda_graphs.local.guards import FunctionGuard
+from megatron.core.transformer._cuda_graphs.replay_conditions import AttributeReads, autocast_in_force
 from megatron.core.transformer.cuda_graphs import create_cudagraphs, delete_cuda_graphs
 
 from .local_graph_cases import batch, record, stack
@@ -17,56 +18,60 @@ def module():
     return module
 
 
+def guard_of(module):
+    return FunctionGuard("layer 1", module, AttributeReads(), autocast_in_force())
+
+
 @pytest.fixture
 def guard(module):
     module[0].weight.main_grad = torch.zeros(2, 2)
-    return ParameterGuard("layer 1", module)
+    return guard_of(module)
 
 
 def test_parameters_as_at_capture_pass(guard):
-    guard.check(grad_enabled=True)
+    guard.check_parameters(grad_enabled=True)
 
 
 def test_a_parameter_that_moved_is_named(guard, module):
     module[1].weight.data = torch.zeros(2, 2)
     with pytest.raises(MovedBufferError, match=r"parameter 1\.weight of layer 1"):
-        guard.check(grad_enabled=False)
+        guard.check_parameters(grad_enabled=False)
 
 
 @pytest.mark.parametrize("there", [True, False])
 def test_a_main_gradient_that_moved_or_went_is_named(guard, module, there):
     module[0].weight.main_grad = torch.zeros(2, 2) if there else None
     with pytest.raises(MovedBufferError, match=r"main_grad of parameter 0\.weight of layer 1"):
-        guard.check(grad_enabled=False)
+        guard.check_parameters(grad_enabled=False)
 
 
 def test_a_buffer_that_moved_is_named(module):
     module[1].register_buffer("count", torch.zeros(2))
-    guard = ParameterGuard("layer 1", module)
+    guard = guard_of(module)
     module[1].count = module[1].count.clone()
     with pytest.raises(MovedBufferError, match=r"buffer 1\.count of layer 1"):
-        guard.check(grad_enabled=False)
+        guard.check_parameters(grad_enabled=False)
 
 
 def test_a_buffer_that_is_made_later_is_none_of_the_graphs(module):
     module[1].register_buffer("cache", None)
-    guard = ParameterGuard("layer 1", module)
+    guard = guard_of(module)
     module[1].cache = torch.zeros(2)
-    guard.check(grad_enabled=False)
+    guard.check_parameters(grad_enabled=False)
 
 
 def test_another_parameter_on_the_same_memory_is_named(guard, module):
     module[1].weight = torch.nn.Parameter(module[1].weight.data)
     with pytest.raises(RuntimeError, match=r"parameter 1\.weight was replaced"):
-        guard.check(grad_enabled=False)
+        guard.check_parameters(grad_enabled=False)
 
 
 @pytest.mark.parametrize(("index", "change"), [(0, "was frozen"), (1, "was unfrozen")])
 def test_a_parameter_that_was_frozen_or_unfrozen_is_named_where_gradients_are_computed(guard, module, index, change):
     module[index].bias.requires_grad_(bool(index))
-    guard.check(grad_enabled=False)
+    guard.check_parameters(grad_enabled=False)
     with pytest.raises(RuntimeError, match=rf"parameter {index}\.bias {change} .*delete_cuda_graphs\(\)"):
-        guard.check(grad_enabled=True)
+        guard.check_parameters(grad_enabled=True)
 
 
 @pytest.mark.usefixtures("cpu_backend", "no_graphs")

@@ -1,0 +1,248 @@
+"""The warm-up and the capture of one recorded call: its forward and its backward pass."""
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+
+from .. import state
+from ..engine.capture import Capture, not_recording
+from ..engine.capture_time_hooks import CaptureTimeHooks
+from ..engine.connected_leaves import connected_leaves
+from ..engine.preserve import preserve_buffers, preserve_moe_metrics
+from ..engine.quantization import QuantizedReplay
+from ..engine.slot import CaptureOptions, GraphedSlot, WarmupRecord
+from .arguments import ArgMetadata, described, metas_of, tensors_of
+from .call import RecordedCall
+from .main_grads import accumulate_into_main_grads, scratch_main_grads, track_fused_accumulation
+from .memory import StaticBuffers, hold_pool
+from .sharded_weights import ShardedWeights
+
+
+class CallCapture:
+    """Warms a call up, and captures its forward and its backward graph.
+
+    A ``CaptureSession`` warms up all calls, then captures their passes in the order of the record.
+
+    Args:
+        call: The call.
+        buffers: The static tensors of the session.
+        pool: The memory pool of the graphs.
+        sharded: The weights of the module that are sharded over ranks.
+        differentiates: Whether there is a backward pass.
+        retain_graph: Whether the backward pass keeps autograd's graph.
+        warmup: What passes of the same function have shown, or will show; shared with its other captures.
+
+    Attributes:
+        call: The argument.
+        inputs, outputs: Descriptions of the tensors that the forward graph takes, and of those that it returns.
+        slot: The graphs with their static tensors; None before the capture.
+        quantized: What replays do for quantization; None without it.
+        shared_params: Parameters whose gradients are left to autograd, as other calls give them one in the same
+            backward pass.
+        changes_state: Whether the forward graph writes buffers of the module, or metrics of MoE layers.
+        writes_inputs: Whether the forward graph writes its inputs.
+    """
+
+    def __init__(
+        self,
+        call: RecordedCall,
+        buffers: StaticBuffers,
+        pool: tuple,
+        sharded: ShardedWeights,
+        *,
+        differentiates: bool,
+        retain_graph: bool,
+        warmup: WarmupRecord,
+    ):
+        self.call = call
+        self.inputs: list[ArgMetadata] = []
+        self.outputs: list[ArgMetadata] = []
+        self.slot: GraphedSlot | None = None
+        self.quantized: QuantizedReplay | None = None
+        self.shared_params: tuple[torch.Tensor, ...] = ()
+        self.changes_state = self.writes_inputs = False
+        self._buffers, self._pool, self._sharded = buffers, pool, sharded
+        self._differentiates, self._retain_graph, self._warmup = differentiates, retain_graph, warmup
+        self._output_addresses: list[int] = []
+        self._escaping: set[int] = set()  # gradients that no graph reads
+
+    def warm_up(self, inputs: Sequence[torch.Tensor], steps: int) -> tuple[torch.Tensor, ...]:
+        """Run forward and backward ``steps`` times on ``inputs``; nothing that they compute is kept.
+
+        Returns:
+            The parameters that got a gradient; all of them where nothing ran.
+        """
+        slot = self._new_slot(inputs)
+        trained = slot.params
+        with (
+            self._passes(),
+            preserve_buffers([self.call.module] if self._differentiates else []),
+            preserve_moe_metrics(),
+            scratch_main_grads((*slot.params, *self._sharded.with_neighbors())),
+            _warming_up(),
+        ):
+            for _ in range(self._sharded.warmup_steps(steps)):
+                with self.call.surroundings():
+                    slot.forward(self._sharded.forward(not_recording))
+                if self._differentiates:
+                    backward = self._sharded.backward(not_recording, finalizes=False)
+                    slot.backward(backward, lambda outputs: tuple(map(torch.zeros_like, outputs)))
+                    trained = slot.trained_params
+                slot.drop_results()
+            self._sharded.settle()
+        return trained
+
+    def forward(self, args: Any, kwargs: Any, outputs: Any, clone_inputs: bool) -> torch.cuda.CUDAGraph | None:
+        """Capture the forward graph, and return it.
+
+        Args:
+            args, kwargs: The arguments, tensors or their descriptions.
+            outputs: Descriptions of what the recorded call returned; None where nothing was recorded.
+            clone_inputs: Whether the graph gets static inputs of its own, or reads the tensors among the arguments.
+
+        Raises:
+            ValueError: modules delay their weight gradients.
+            RuntimeError: the function returns other tensors than when it was recorded.
+        """
+        name, module = self.call.name, self.call.module
+        hold_pool(self._pool)
+        self.inputs = metas_of(described(args), described(kwargs))
+        static = self._buffers.inputs(self.inputs) if clone_inputs else [t.detach() for t in tensors_of(args, kwargs)]
+        versions, state_before = _versions(static), _written_state(module)
+        self.slot = slot = self._new_slot(static)
+        with self._passes(), self.call.surroundings(), torch.profiler.record_function(f"{name} forward for capture"):
+            capture = Capture(self._pool)  # its graphs know the generator state that is in use now
+            slot.forward(self._sharded.forward(capture.recording), capture.new_graph())
+        if slot.delays_weight_gradients:
+            raise ValueError(f"{name}: --delay-wgrad-compute does not work with --cuda-graph-impl local")
+        self.changes_state = state_before != _written_state(module)
+        self.writes_inputs = versions != _versions(static)
+        captured = list(map(ArgMetadata, slot.outputs))
+        self.outputs = captured if outputs is None else metas_of(outputs)
+        kinds, recorded = ([(tuple(m.shape), m.dtype) for m in metas] for metas in (captured, self.outputs))
+        if kinds != recorded:
+            raise RuntimeError(
+                f"{name} returned {kinds} in capture and {recorded} when it was recorded: what it returns must not "
+                "depend on whether graphs are captured"
+            )
+        self._output_addresses = [output.data_ptr() for output in tensors_of(slot.outputs)]
+        self._buffers.lend_outputs(self.outputs, tensors_of(slot.outputs))
+        if not self._differentiates:  # outputs stay held: they may alias inputs and have no known last reader
+            self._buffers.inputs_read(self.inputs)
+        return slot.forward_graph
+
+    def backward(self) -> torch.cuda.CUDAGraph | None:
+        """Capture the backward graph, after the forward graph, and return it.
+
+        Raises:
+            ValueError: the backward pass moves what the forward pass returned.
+        """
+        slot, buffers = self.slot, self._buffers
+        assert slot is not None
+        outputs = tensors_of(slot.outputs)
+        metas = [meta for meta, output in zip(self.outputs, outputs, strict=True) if output.requires_grad]
+        grads = buffers.grads_of_outputs(metas)
+        capture = Capture(self._pool)
+        if self._sharded:  # autograd's graph does not show parameters of what is computed again in backward
+            own = (param for part in self._warmup.ran or () for param in part.parameters(recurse=False))
+            self._sharded.note_backward((*connected_params(self.call.module, outputs), *own))
+        with (
+            self._passes(),
+            track_fused_accumulation((*slot.params, *self._sharded.with_neighbors())),
+            torch.profiler.record_function(f"{self.call.name} backward for capture"),
+        ):
+            recording = self._sharded.backward(capture.recording)
+            slot.backward(recording, lambda outputs: tuple(grads), capture.new_graph())
+        if self._output_addresses != [output.data_ptr() for output in outputs]:
+            raise ValueError(
+                f"{self.call.name} returns memory that is taken away before its backward pass and computed again "
+                "elsewhere, where replays would look for it. Leave layernorm out of --recompute-modules."
+            )
+        self._escaping = buffers.lend_grads(self.inputs, slot.grad_inputs)
+        buffers.grads_of_outputs_read(metas, grads)  # last: a gradient may be passed on as it is
+        buffers.inputs_read(self.inputs)
+        for output in outputs:
+            buffers.pool.let_go(output)
+        slot.release_outputs()
+        slot.release_inputs()
+        slot.release_grad_outputs()
+        slot.release_gradients(keep=self._escaping)
+        return slot.backward_graph
+
+    def release_escaping_gradients(self) -> None:
+        """Let later captures use the memory of the gradients that no graph reads.
+
+        They have been read when a later backward pass of the same module runs.
+        """
+        if self.slot is not None and self._escaping:
+            for index in self._escaping:
+                self._buffers.pool.let_go(self.slot.grad_inputs[index])
+            self.slot.release_gradients()
+            self._escaping = set()
+
+    @property
+    def parts(self) -> tuple[torch.nn.Module, ...]:
+        """The modules that ran in the forward pass."""
+        return self._warmup.ran or ()
+
+    def reset(self) -> None:
+        """Free the graphs and their static tensors."""
+        if self.slot is not None:
+            self.slot.reset()
+        self.slot = None
+
+    def _new_slot(self, inputs: Sequence[torch.Tensor]) -> GraphedSlot:
+        quantization = self.call.quantization
+        self.quantized = None if quantization is None else quantization.of_callable(0)
+        return GraphedSlot(
+            self.call.name,
+            self.call.repeat,
+            tuple(inputs),
+            {},
+            hooks=CaptureTimeHooks(self.call.name, None),
+            options=CaptureOptions(allow_unused_input=True, retain_graph=self._retain_graph),
+            autocast=self.call.quantized,
+            quantized=self.quantized,
+            module=self.call.module,
+            keep_param_grads=partial(accumulate_into_main_grads, shared=self.shared_params),
+            warmup_record=self._warmup,
+        )
+
+    @contextmanager
+    def _passes(self) -> Iterator[None]:
+        """Surround passes of warm-up or capture: grad mode, and statistics of quantization preserved."""
+        quantization = self.call.quantization
+        kept = nullcontext() if quantization is None else quantization.preserve_statistics([self.call.module])
+        with nullcontext() if self._differentiates else torch.no_grad(), kept:
+            yield
+
+
+def connected_params(module: torch.nn.Module, outputs: Any) -> tuple[torch.nn.Parameter, ...]:
+    """The parameters of ``module`` from which ``outputs`` were computed, by autograd's graph, in their order."""
+    leaves = {id(leaf) for leaf in connected_leaves(tensors_of(outputs))}
+    return tuple(param for param in module.parameters() if id(param) in leaves)
+
+
+def _written_state(module: torch.nn.Module) -> list[tuple[int, int]]:
+    """The addresses and versions of what a pass of ``module`` may write: its buffers, and the metrics of MoE layers."""
+    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    metrics = {} if logging is None else logging.get_moe_metrics_tracker().metrics
+    tensors = (*module.buffers(), *(entry.values for entry in metrics.values()))
+    return [(tensor.data_ptr(), tensor._version) for tensor in tensors if not tensor.is_inference()]
+
+
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+
+@contextmanager
+def _warming_up() -> Iterator[None]:
+    state._set_warmup_start()
+    try:
+        yield
+    finally:
+        state._set_warmup_end()

@@ -1,0 +1,273 @@
+"""The memory of local graphs: their pool, and static tensors, which graphs use in turn.
+
+Static tensors are lent during capture, in the order in which the graphs will be replayed. One is free once the last
+graph that may read it has been captured: graphs that are captured later replay later.
+"""
+
+import weakref
+from collections.abc import Iterable, Sequence
+from copy import copy
+from dataclasses import dataclass
+
+import torch
+
+from ..engine.buffers import BufferPool, Lease
+from ..engine.capture import record_nothing
+from ..engine.memory import storage_address
+from .arguments import ArgMetadata, metadata_of
+
+# By pool: an empty graph, which holds no memory.
+_placeholders: dict[tuple, torch.cuda.CUDAGraph] = {}
+# The numbers of static values and static gradients that graphs still to be captured will read. At the end of a capture
+# the first is zero; so is the second, unless the graph that would read a gradient has no recorded backward pass.
+fwd_buffer_reuse_ref_count = 0
+bwd_buffer_reuse_ref_count = 0
+
+
+def hold_pool(pool: tuple) -> None:
+    """Keep ``pool`` usable until ``let_go_of_pools``; to be called before the first capture into it.
+
+    torch refuses to capture into a pool all of whose graphs have been freed (an internal assertion of its allocators
+    for the device and for pinned memory). Models come and go, and the pool stays: an empty graph keeps it in use.
+    """
+    if pool not in _placeholders:
+        _placeholders[pool] = record_nothing(torch.cuda.CUDAGraph, pool)
+
+
+def let_go_of_pools() -> None:
+    """Let torch free the memory of the pools once no graph and no tensor uses it."""
+    while _placeholders:
+        _placeholders.popitem()[1].reset()
+
+
+class TensorReusePool:
+    """Lends static inputs and gradients, and keeps all of them alive.
+
+    A returned tensor serves the next request for the same shape, strides, dtype and device. Returning a tensor asserts
+    that from then on only replays of its next borrower read or write it.
+
+    Attributes:
+        tensor_strong_refs: Every tensor that the pool has made.
+        tensor_strong_refs_dataptrs: Their addresses.
+    """
+
+    def __init__(self) -> None:
+        self.tensor_strong_refs: list[torch.Tensor] = []
+        self.tensor_strong_refs_dataptrs: set[int] = set()
+        self._buffers = BufferPool[torch.Tensor]()
+        self._leases: dict[int, Lease[torch.Tensor]] = {}  # by address
+
+    @property
+    def pool(self) -> list[torch.Tensor]:
+        """The tensors that are free."""
+        return self._buffers.free()
+
+    def insert(self, tensor: torch.Tensor) -> None:
+        """Return ``tensor`` to the pool; its memory is free after the last holder has done so.
+
+        Raises:
+            ValueError: it is not from this pool, or was returned already.
+        """
+        if not self.owns(tensor):
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is given back to a pool that did not lend it")
+        lease = self._leases[tensor.data_ptr()]
+        if not lease.holders:
+            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is given back twice")
+        self._buffers.release(lease)
+
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` has the address of one of this pool's tensors."""
+        return tensor.data_ptr() in self.tensor_strong_refs_dataptrs
+
+    def get(self, meta: ArgMetadata) -> torch.Tensor:
+        """Lend a tensor described by ``meta``: the one that has been free for longest, or a new one."""
+        key = meta.shape, meta.stride, meta.dtype, meta.device
+        lease = self._buffers.acquire(key, lambda: meta.zeros_like().detach())
+        tensor = lease.buffers
+        if tensor.numel() and not self.owns(tensor):  # empty tensors have no distinct address
+            self.tensor_strong_refs.append(tensor)
+            self.tensor_strong_refs_dataptrs.add(tensor.data_ptr())
+            self._leases[tensor.data_ptr()] = lease
+        return tensor.detach().requires_grad_(meta.requires_grad)
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Add a holder of the memory of ``tensor``, if it is a view of a tensor of this pool.
+
+        Raises:
+            ValueError: the memory is free already.
+        """
+        lease = self._leases.get(storage_address(tensor))
+        if lease is not None:
+            self._buffers.retain(lease)
+
+    def let_go(self, tensor: torch.Tensor) -> None:
+        """Remove a holder of the memory of ``tensor``, if it is a view of a tensor of this pool.
+
+        Raises:
+            ValueError: the memory is free already.
+        """
+        lease = self._leases.get(storage_address(tensor))
+        if lease is not None:
+            self._buffers.release(lease)
+
+
+@dataclass(slots=True, eq=False)
+class StaticInput:
+    """A static input; one object for all graphs that read it.
+
+    Attributes:
+        tensor: The static tensor, without grad.
+        only_copied_to: Whether only ``put`` writes it. A tensor that several graphs of a step take is then copied once,
+            unless its version changes in between.
+        given: The tensor that was copied to it, with its version; None if it may hold something else.
+    """
+
+    tensor: torch.Tensor
+    only_copied_to: bool
+    given: tuple[weakref.ref, int] | None = None
+
+    def put(self, given: torch.Tensor, in_use: bool) -> bool:
+        """Copy ``given`` to the static tensor, unless that holds its value already.
+
+        Args:
+            given: The value.
+            in_use: Whether the current value will still be read.
+
+        Returns:
+            False, with nothing copied, if that would overwrite a value in use.
+        """
+        here = given.data_ptr() == self.tensor.data_ptr()
+        if here and given.stride() == self.tensor.stride():
+            return True
+        version = -1 if given.is_inference() else given._version
+        last = self.given
+        if last is not None and last[0]() is given and last[1] == version >= 0:
+            return True
+        if in_use:
+            return False
+        self.tensor.copy_(given.clone() if here else given)
+        if self.only_copied_to:
+            self.given = weakref.ref(given), version
+        return True
+
+
+class StaticBuffers:
+    """Finds the static inputs of graphs and the static gradients of their outputs.
+
+    If a graph returns a tensor that another takes, both use the first graph's output; its gradient is the output of the
+    second one's backward graph. All others come from ``pool``.
+
+    Attributes:
+        pool: The pool.
+    """
+
+    def __init__(self) -> None:
+        self.pool = TensorReusePool()
+        self._gradients: set[int] = set()  # addresses of tensors that were ever lent as gradients
+        self._inputs: dict[int, StaticInput] = {}  # by address
+
+    def inputs(self, metas: Sequence[ArgMetadata]) -> list[torch.Tensor]:
+        """Return the static inputs of a graph that takes tensors like ``metas``."""
+        global fwd_buffer_reuse_ref_count
+        tensors = []
+        for meta in metas:
+            known = metadata_of(meta)
+            if known.fwd_cudagraph_buffer is None:
+                known.fwd_cudagraph_buffer = self.pool.get(meta)
+                known.capture_reuse_count = max(known.input_use_count, 1)
+                fwd_buffer_reuse_ref_count += 1
+            tensors.append(known.fwd_cudagraph_buffer.detach().requires_grad_(meta.requires_grad))
+        return tensors
+
+    def inputs_read(self, metas: Iterable[ArgMetadata]) -> None:
+        """Release the static inputs for ``metas``, after the capture of the last graph of a runner that reads them."""
+        global fwd_buffer_reuse_ref_count
+        for meta in metas:
+            known = metadata_of(meta)
+            known.capture_reuse_count -= 1
+            if known.capture_reuse_count == 0 and known.fwd_cudagraph_buffer is not None:
+                self.pool.let_go(known.fwd_cudagraph_buffer)
+                known.fwd_cudagraph_buffer = None
+                fwd_buffer_reuse_ref_count -= 1
+
+    def lend_outputs(self, metas: Sequence[ArgMetadata], outputs: Sequence[torch.Tensor]) -> None:
+        """Hold ``outputs``, described by ``metas``, and let graphs that take them read them in place."""
+        global fwd_buffer_reuse_ref_count
+        for meta, output in zip(metas, outputs, strict=True):
+            self.pool.hold(output)
+            known = metadata_of(meta)
+            if known.cudagraph_reuse_ref_count and known.fwd_cudagraph_buffer is None:
+                self.pool.hold(output)
+                known.fwd_cudagraph_buffer = output.detach()
+                known.capture_reuse_count = known.cudagraph_reuse_ref_count
+                fwd_buffer_reuse_ref_count += 1
+
+    def grads_of_outputs(self, metas: Iterable[ArgMetadata]) -> list[torch.Tensor]:
+        """Return the static gradients of the outputs described by ``metas``, all of which require grad."""
+        grads = []
+        for meta in metas:
+            lent = metadata_of(meta).bwd_cudagraph_buffer
+            if lent is None:
+                described = copy(meta)
+                described.requires_grad = False
+                lent = self.pool.get(described)
+                self._gradients.add(lent.data_ptr())
+            grads.append(lent)
+        return grads
+
+    def grads_of_outputs_read(self, metas: Sequence[ArgMetadata], grads: Iterable[torch.Tensor]) -> None:
+        """Release ``grads``, from ``grads_of_outputs``, after the capture of the backward graph that reads them."""
+        global bwd_buffer_reuse_ref_count
+        for meta, grad in zip(metas, grads, strict=True):
+            known = metadata_of(meta)
+            if known.bwd_cudagraph_buffer is not None:
+                known.bwd_cudagraph_buffer = None
+                bwd_buffer_reuse_ref_count -= 1
+            self.pool.let_go(grad)
+
+    def lend_grads(self, metas: Sequence[ArgMetadata], grads: Sequence[torch.Tensor | None]) -> set[int]:
+        """Hold ``grads``, which a backward graph computes, and let the graphs that return ``metas`` read them in place.
+
+        Returns:
+            The indices of the gradients that no graph reads; their last reader is not known. A gradient that is shared
+            by two inputs is read in place for one only, as autograd may add to that of the other.
+        """
+        global bwd_buffer_reuse_ref_count
+        escaping: set[int] = set()
+        lent: set[int] = set()
+        for index, (meta, grad) in enumerate(zip(metas, grads, strict=True)):
+            if grad is None:
+                continue
+            self.pool.hold(grad)
+            known = metadata_of(meta)
+            if known.is_cudagraph_output and known.bwd_cudagraph_buffer is None and storage_address(grad) not in lent:
+                lent.add(storage_address(grad))
+                known.bwd_cudagraph_buffer = grad
+                bwd_buffer_reuse_ref_count += 1
+            else:
+                escaping.add(index)
+        return escaping
+
+    def input_of(self, tensor: torch.Tensor, is_written: bool) -> StaticInput:
+        """Return the ``StaticInput`` for ``tensor``, from ``inputs``: one object for all graphs that read it.
+
+        Args:
+            tensor: The static tensor.
+            is_written: Whether the graph writes its inputs.
+        """
+        address = tensor.data_ptr()
+        only_copied_to = self.pool.owns(tensor) and address not in self._gradients
+        static = self._inputs.setdefault(address, StaticInput(tensor.detach(), only_copied_to))
+        static.only_copied_to &= not is_written
+        return static
+
+    def forget_values(self) -> None:
+        """Forget what static inputs hold, at the end of a step: optimizers may change tensors, not their versions."""
+        for static in self._inputs.values():
+            static.given = None
+
+
+def reset_counts() -> None:
+    """Set the counts to zero, for a new recording."""
+    global fwd_buffer_reuse_ref_count, bwd_buffer_reuse_ref_count
+    fwd_buffer_reuse_ref_count = bwd_buffer_reuse_ref_count = 0
