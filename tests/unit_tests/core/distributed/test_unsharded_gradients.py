@@ -45,7 +45,7 @@ def test_equal_micro_batches_train_bit_for_bit_as_one(ranks_of, layout):
 
 
 def test_with_nothing_sharded_megatrons_own_fused_kernels_keep_the_last_micro_batch_only(ranks_of):
-    """A known fault of megatron-core, which docs/using.md names."""
+    """A known fault of megatron-core, which docs/limits.md names."""
     for rank in ranks_of(OVERWRITTEN):
         assert rank["differences"] != []
 
@@ -157,7 +157,7 @@ def test_gradients_of_experts_of_one_rank_are_scaled_once(four_ranks, again, fac
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_layers_are_units_only_where_parameters_are_sharded(four_ranks, strategy):
-    """A known limit of megatron-core, which docs/using.md names."""
+    """A known limit of megatron-core, which docs/limits.md names."""
     four_ranks(1)
     units = Variant(small(strategy=strategy)).build().module.fsdp_unit_modules
     assert bool(units) == (strategy == "optim_grads_params")
