@@ -165,7 +165,7 @@ test-patch: $(ENVIRONMENT)
 	$(PY) -m megatron_fsdp_cuda_graphs patch-series build/checkout build/patches
 	git -C build/checkout -c user.name=test -c user.email=test@localhost am --quiet $(CURDIR)/build/patches/*/*.patch
 	$(UNPATCHED) $(PY) examples/demo.py --device cpu --steps 8 --output build/patched-demo
-	PATCHED_CHECKOUT=1 $(UNPATCHED) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) $(PATCH_TESTS) \
+	$(UNPATCHED) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) $(PATCH_TESTS) \
 		-k "not source_is_found and not in_a_table and not pickles_load"
 
 # Each layout of ranks is started, with torchrun, in processes of its own.

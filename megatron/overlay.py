@@ -39,8 +39,10 @@ from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from operator import attrgetter
 from pathlib import Path
-from types import CodeType, FunctionType, ModuleType, SimpleNamespace
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
+
+from . import public_names
 
 ROOT = Path(__file__).resolve().parent
 PACKAGES = ("core", "training")  # of megatron-core; other folders of this tree are the patch's own
@@ -399,24 +401,14 @@ def is_patched(module: ModuleType) -> bool:
     return _extension(module) is not None or module.__file__ == str(tree_file(module.__name__))
 
 
-_published: dict[tuple[str, str], str] = {}  # by module and name of a class, the file that defines it
-
-
-def publish(definition: type | FunctionType, name: str) -> None:
-    """Make ``definition`` one of the module ``name``, by which pickles then name it. Its source is still found."""
-    if isinstance(definition, type):  # a function knows its file itself
-        _published[name, definition.__qualname__] = inspect.getfile(definition)
-    definition.__module__ = name
-
-
 def _getfile_of_both(getfile: Callable[[Any], str]) -> Callable[[Any], str]:
     """Return ``inspect.getfile`` that knows two files of an extended module, and the files of published classes."""
 
     @functools.wraps(getfile)
     def wrapper(object: Any) -> str:
         name = getattr(object, "__module__", "") if isinstance(object, type) else ""
-        if name and (name, object.__qualname__) in _published:
-            return _published[name, object.__qualname__]
+        if name and (name, object.__qualname__) in public_names.files:
+            return public_names.files[name, object.__qualname__]
         module = sys.modules.get(name)
         extension = _extension(module)
         if extension is not None and extension.defines(object):

@@ -11,12 +11,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 GPU_TESTS = Path(__file__).parent / "gpu"
 
-if os.environ.get("PATCHED_CHECKOUT"):  # of megatron-core with the patch in its files: see `make test-patch`
-    from megatron.core import original_definitions
-    from megatron_fsdp_cuda_graphs import overlay
-
-    overlay.upstream = original_definitions.upstream
-
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     on_gpu = [item for item in items if item.path.is_relative_to(GPU_TESTS)]

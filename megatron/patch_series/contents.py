@@ -1,22 +1,21 @@
 """The files of a Megatron-LM checkout with the patch in it."""
 
-import ast
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..overlay import ROOT, TESTED_VERSIONS, patched_modules, tree_file
+from .splice import splice
 
 OWN = __name__.partition(".")[0]  # this package, as imports name it
 # Modules of this package that files of the patch import, and where they go.
 MOVED = {
-    "overlay": ("megatron.core.original_definitions", Path(__file__).with_name("original_definitions.py")),
+    "public_names": ("megatron.core.public_names", ROOT / "public_names.py"),
     "tensor_alias": ("megatron.core.tensor_alias", ROOT / "tensor_alias.py"),
     "collectives": ("megatron.core.collectives", ROOT / "collectives.py"),
     "allocator_check": ("megatron.core.allocator_check", ROOT / "allocator_check.py"),
 }
-SEPARATOR = "\n\n# ----- per-layer CUDA graphs: definitions that take the place of those above\n"
 
 
 @dataclass(frozen=True)
@@ -57,7 +56,7 @@ SERIES = (
             "core/transformer/_cuda_graphs/engine/",
             "core/transformer/_cuda_graphs/errors.py",
             "core/transformer/_cuda_graphs/__init__.py",
-            "core/original_definitions.py",
+            "core/public_names.py",
             "core/tensor_alias.py",
         ),
     ),
@@ -122,23 +121,15 @@ def _file(checkout: Path, name: str, text: str, is_package: bool = False, extend
     there = checkout / path
     before = there.read_text() if there.is_file() else None
     if extends and before is not None:
-        # Before the imports of the part below: some of what they import reads the definitions above.
-        begin = f"from {MOVED['overlay'][0]} import extend\n\nextend(__name__)\n"
-        text = before.rstrip("\n") + SEPARATOR + begin + _without_docstring(text)
+        text = splice(before, text)
     return File(str(path), text, before)
 
 
 def _without_overlay(text: str) -> str:
     """Let imports of this package's modules name the places of those in the checkout."""
+    text = text.replace(f"from {OWN}.overlay import extend\n", "")
     for module, (target, _) in MOVED.items():
         text = text.replace(f"from {OWN}.{module} import", f"from {target} import")
     if OWN in "\n".join(line for line in text.splitlines() if "import" in line):
         raise ValueError(f"a file of the patch imports {OWN} in a way that has no place in a checkout")
-    return text
-
-
-def _without_docstring(text: str) -> str:
-    first = ast.parse(text).body[0]
-    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-        return "".join(text.splitlines(keepends=True)[first.end_lineno :])
     return text

@@ -20,7 +20,8 @@ if TYPE_CHECKING:  # names that are megatron-core's own
 
 def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add megatron-core's arguments to ``parser``, and this project's own of CUDA graphs; return it."""
-    return own_options.add_arguments(_upstream.add_megatron_arguments(parser))
+    parser = _upstream.add_megatron_arguments(parser)
+    return own_options.add_arguments(parser)
 
 
 def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:

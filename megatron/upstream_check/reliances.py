@@ -66,13 +66,9 @@ def _of_file(name: str, path: Path) -> Iterator[Reliance]:
 
 
 def _original(node: ast.expr, name: str) -> str:
-    """Return the module that ``extend(__name__)`` or ``upstream("...")`` stands for; empty for anything else."""
-    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
-        return ""
-    if node.func.id == "extend":
-        return name
-    given = node.args[0] if node.func.id == "upstream" and node.args else None
-    return str(given.value) if isinstance(given, ast.Constant) else ""
+    """Return the module that ``extend(__name__)`` stands for; empty for anything else."""
+    function = node.func if isinstance(node, ast.Call) else None
+    return name if isinstance(function, ast.Name) and function.id == "extend" else ""
 
 
 def _overridden(tree: ast.Module, name: str, file: str, originals: dict[str, str]) -> Iterator[Reliance]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from textwrap import dedent
 
 ROOT = Path(__file__).resolve().parents[2]
-OVERLAY = ROOT / "megatron" / "overlay.py"
+OVERLAY = tuple(ROOT / "megatron" / f"{name}.py" for name in ("overlay", "public_names"))
 
 # Calls the patch's entry point at its end, as torch's autoload does.
 TORCH = "from megatron_fsdp_cuda_graphs.overlay import activate\nactivate()\n"
@@ -77,7 +77,8 @@ class Sandbox:
         sandbox = cls(folder)
         write(sandbox.site, {**core_files(), "torch/__init__.py": TORCH})
         write(sandbox.patch, {"core/layers.py": PATCHED_LAYERS})
-        shutil.copy(OVERLAY, sandbox.patch)
+        for file in OVERLAY:
+            shutil.copy(file, sandbox.patch)
         return sandbox
 
     @property

@@ -373,7 +373,7 @@ class TestInspection:
         write(inspected.folder, {"mine.py": "class Mine:\n    size = 1\n"})
         code = """
             import inspect, megatron.core.layers, mine
-            from megatron_fsdp_cuda_graphs.overlay import publish
+            from megatron_fsdp_cuda_graphs.public_names import publish
             for _ in range(2):
                 publish(mine.Mine, "megatron.core.layers")
             print(mine.Mine.__module__, inspect.getsource(mine.Mine))

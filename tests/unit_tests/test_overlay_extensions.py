@@ -21,7 +21,7 @@ REPLACED = {
         "_get_dp_tp_mesh",
         "_get_hsdp_tp_mesh",
     },
-    f"{FSDP}.megatron_fsdp": {"MegatronFSDP"},
+    f"{FSDP}.megatron_fsdp": {"MegatronFSDP", "RegisterFSDPBackwardFunction", "TrainingState"},
     f"{FSDP}.param_and_grad_buffer": {
         "AllGatherPipeline",
         "DataParallelBuffer",

@@ -51,10 +51,10 @@ def test_the_version_that_the_patch_is_made_for_breaks_nothing(run):
 
 
 def test_a_name_that_is_gone_would_break(other, run):
-    change(other, FSDP, "class TrainingState", "class StateOfTraining")
+    change(other, FSDP, "def setup_delayed_wgrad_acc_hook", "def set_up_hook")
     status, text = run()
     assert status == 1
-    assert f"gone: {FSDP[:-3].replace('/', '.')}.TrainingState (core/distributed/fsdp/src/" in text
+    assert f"gone: {FSDP[:-3].replace('/', '.')}.setup_delayed_wgrad_acc_hook (core/distributed/fsdp/src/" in text
 
 
 def test_a_module_that_is_gone_would_break(other, run):
@@ -116,7 +116,7 @@ def test_a_folder_without_megatron_core_is_named(tmp_path, capsys):
 def test_what_the_patch_relies_on_is_found():
     found = {(each.module.rpartition(".")[2], each.path, each.overridden) for each in reliances()}
     assert ("megatron_fsdp", "MegatronFSDP.forward", True) in found  # a method of an extended class
-    assert ("megatron_fsdp", "TrainingState", False) in found  # read from `upstream(...)`
+    assert ("megatron_fsdp", "setup_delayed_wgrad_acc_hook", False) in found  # read from `extend(...)`
     assert ("arguments", "validate_args", True) in found  # a function
     assert ("num_microbatches_calculator", "get_num_microbatches", False) in found  # imported
 

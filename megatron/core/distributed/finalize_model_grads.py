@@ -39,9 +39,7 @@ def reset_model_temporary_tensors(config: Any, model: Sequence[torch.nn.Module])
         if chunk not in _holders:
             found = [module for module in chunk.modules() if any(hasattr(module, name) for name in _RESET)]
             _holders[chunk] = _Holders(found)
-    reset = [_holders[chunk] for chunk in model if _holders[chunk]]
-    if reset:
-        _upstream.reset_model_temporary_tensors(config, reset)
+    _upstream.reset_model_temporary_tensors(config, [_holders[chunk] for chunk in model if _holders[chunk]])
 
 
 def _allreduce_replicated_grads_over_gtp_remat_group(
@@ -52,5 +50,6 @@ def _allreduce_replicated_grads_over_gtp_remat_group(
         parallel_state.get_gtp_weight_remat_group(check_initialized=False),
         parallel_state.get_expert_gtp_weight_remat_group(check_initialized=False),
     )
-    if any(group is not None and group.size() > 1 for group in groups):
-        _upstream._allreduce_replicated_grads_over_gtp_remat_group(model, calculate_per_token_loss)
+    if not any(group is not None and group.size() > 1 for group in groups):
+        return
+    _upstream._allreduce_replicated_grads_over_gtp_remat_group(model, calculate_per_token_loss)

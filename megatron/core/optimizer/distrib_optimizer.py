@@ -98,11 +98,11 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
 
         Under Megatron-FSDP a parameter of which this rank has no shard has no gradient here.
         """
-        if not self.ddp_config.use_megatron_fsdp:
-            grads: list[torch.Tensor] = super()._collect_main_grad_data_for_unscaling()
-            return grads
-        present = [grad for grad in gradients_of(self.get_parameters(), self._gradient_name()) if grad is not None]
-        return [local_tensor(grad) for grad in present]
+        if self.ddp_config.use_megatron_fsdp:
+            present = [grad for grad in gradients_of(self.get_parameters(), self._gradient_name()) if grad is not None]
+            return [local_tensor(grad) for grad in present]
+        grads: list[torch.Tensor] = super()._collect_main_grad_data_for_unscaling()
+        return grads
 
     def get_grad_stats_parallel_group(self) -> torch.distributed.ProcessGroup:
         """Return the group over which the gradients' norm is summed, and infinities are looked for; see megatron-core.

@@ -10,7 +10,7 @@ import sys
 from types import FunctionType, ModuleType
 from typing import Any
 
-from megatron_fsdp_cuda_graphs.overlay import publish as _publish
+from megatron_fsdp_cuda_graphs.public_names import publish as _publish
 
 # First, because the imports below load modules of megatron-core that import these from this module.
 from ._cuda_graphs import state as _state

@@ -17,8 +17,6 @@ from megatron.core.transformer._cuda_graphs.packed_sequences import from_static_
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
-# megatron-core's decision whether a layer replays; subclasses and users may put another one in its place.
-_decision = _upstream.GraphableMegatronModule._should_call_te_cudagraph
 
 
 if TYPE_CHECKING:  # megatron-core's names
@@ -160,6 +158,10 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
         for hook, hook_args in self.cuda_graph_manual_hooks:
             hook(*hook_args)
         return graph.replay(args, kwargs)
+
+
+# megatron-core's decision whether a layer replays; subclasses and users may put another one in its place.
+_decision = _upstream.GraphableMegatronModule._should_call_te_cudagraph
 
 
 def _hidden_states_dtype(config: Any) -> torch.dtype:

@@ -19,10 +19,10 @@ if TYPE_CHECKING:  # megatron-core's names
 
 def logical_and_across_model_parallel_group(input: bool, group: torch.distributed.ProcessGroup | None = None) -> bool:
     """Return whether ``input`` is True on all ranks of ``group``; see megatron-core."""
-    if _has_other_ranks(group):
-        result: bool = _upstream.logical_and_across_model_parallel_group(input, group)
-        return result
-    return input is True
+    if not _has_other_ranks(group):
+        return input is True
+    result: bool = _upstream.logical_and_across_model_parallel_group(input, group)
+    return result
 
 
 def reduce_max_stat_across_model_parallel_group(
@@ -38,13 +38,13 @@ def reduce_max_stat_across_model_parallel_group(
         A float, rounded to float32; None if no rank has one. If ``group`` is this rank alone and ``stat`` a tensor, a
         float32 tensor of no dimension: the host waits for it only once its value is asked for.
     """
-    if _has_other_ranks(group):
-        result: float | None = _upstream.reduce_max_stat_across_model_parallel_group(stat, group)
-        return result
-    if isinstance(stat, torch.Tensor):
-        return stat.detach().to(torch.float32, copy=True).view(())  # a graph may write to the original again
-    value = -1.0 if stat is None else torch.tensor(float(stat), dtype=torch.float32, device="cpu").item()
-    return None if value == -1.0 else value
+    if not _has_other_ranks(group):
+        if isinstance(stat, torch.Tensor):
+            return stat.detach().to(torch.float32, copy=True).view(())  # a graph may write to the original again
+        value = -1.0 if stat is None else torch.tensor(float(stat), dtype=torch.float32, device="cpu").item()
+        return None if value == -1.0 else value
+    result: float | None = _upstream.reduce_max_stat_across_model_parallel_group(stat, group)
+    return result
 
 
 def _has_other_ranks(group: torch.distributed.ProcessGroup | None) -> bool:

@@ -6,11 +6,20 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_is_leaf, tree_map, tree_unflatten
 
-from megatron_fsdp_cuda_graphs.overlay import upstream
 
-RunAfterBackward = upstream(
-    "megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp"
-).RegisterFSDPBackwardFunction
+class RunAfterBackward(torch.autograd.Function):
+    """An identity function of tensors, whose backward pass first calls a handler."""
+
+    @staticmethod
+    def forward(ctx: Any, handler: Callable[[], object], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.handler = handler
+        return tensors
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.handler()
+        return None, *grads
+
 
 _PLAIN = (torch.Tensor, type(None), bool, int, float, str)  # what layers are mostly called with
 

@@ -6,19 +6,16 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from megatron_fsdp_cuda_graphs.overlay import upstream
-
 from .bucket_places import BucketPlaces
 from .fsdp_dropped_collectives import drop_collectives
 from .fsdp_recorded_collectives import TO_GATHER
 from .fsdp_unit import Unit
 from .fsdp_unit_plan import UnitPlan
 from .gradient_storages import GradientStorages
+from .training_state import TrainingState
 
 if TYPE_CHECKING:
     from .fsdp_hooks import FsdpHooks
-
-TrainingState = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp").TrainingState
 
 
 class UnitChain:

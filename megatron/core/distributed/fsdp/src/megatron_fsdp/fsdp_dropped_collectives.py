@@ -5,9 +5,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-from megatron_fsdp_cuda_graphs.overlay import upstream
-
-BucketStatus = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer").BucketStatus
+from .param_and_grad_buffer import BucketStatus
 
 
 def drop_collectives(fsdp: Any, *, finished: bool = True) -> None:

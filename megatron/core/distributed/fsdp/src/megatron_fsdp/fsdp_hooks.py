@@ -32,7 +32,6 @@ from megatron.core.transformer._cuda_graphs.evaluation_mode import may_replay_ev
 from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_HANDLER, BACKWARD_PRE_HANDLER, runs_outside_graphs
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import is_submodule
-from megatron_fsdp_cuda_graphs.overlay import upstream
 
 from .around_backward import call_after_backward, call_before_backward
 from .fsdp_chain import UnitChain
@@ -43,10 +42,8 @@ from .fsdp_model import WholeModel
 from .fsdp_unit import Unit
 from .mixed_precision import fp8_discard_transpose_cache, is_float8tensor
 from .param_and_grad_buffer import PrefetchOrder, _check_nan_in_grad, to_local_if_dtensor
+from .training_state import TrainingState
 from .unsharded_gradients import REDUCES_EVERY_BACKWARD, UnshardedGradients
-
-_upstream = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp")
-TrainingState = _upstream.TrainingState
 
 LAYERS = (TransformerLayer, MambaLayer)
 
@@ -121,7 +118,6 @@ class FsdpHooks:
         for name, module in root.named_modules():
             last = module
             self.module_names[module] = name
-            _upstream.setup_delayed_wgrad_acc_hook(module, self.handle_gradients)
             if fsdp.enable_fine_grained_param_gather_hook:
                 self._register_forward_unshard(module)
             if fsdp.enable_fine_grained_param_gather_backward_hook:

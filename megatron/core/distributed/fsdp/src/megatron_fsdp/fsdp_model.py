@@ -8,17 +8,15 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
 from megatron.core.transformer._cuda_graphs.engine.repeated_work import RepeatedWork
-from megatron_fsdp_cuda_graphs.overlay import upstream
 
 from .fsdp_chain import UnitChain
 from .fsdp_dropped_collectives import take_back_unlaunched
 from .fsdp_unit import ADVICE, Unit
 from .fsdp_unit_plan import GroupGather
+from .training_state import TrainingState
 
 if TYPE_CHECKING:
     from .fsdp_hooks import FsdpHooks
-
-TrainingState = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp").TrainingState
 
 
 class WholeModel(UnitChain):

@@ -13,11 +13,10 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 from megatron.core.transformer._cuda_graphs.engine.capture import Capture
-from megatron_fsdp_cuda_graphs.overlay import upstream
 
 from .fsdp_unit import ADVICE
+from .param_and_grad_buffer import BucketStatus
 
-BucketStatus = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer").BucketStatus
 TO_GATHER = (BucketStatus.EMPTY, BucketStatus.PRESERVED)
 
 

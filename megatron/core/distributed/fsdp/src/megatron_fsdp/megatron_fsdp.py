@@ -11,10 +11,12 @@ import torch
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
+from .around_backward import RunAfterBackward as RegisterFSDPBackwardFunction  # noqa: F401, for those who import it
 from .fsdp_chain import UnitChain
 from .fsdp_hooks import FsdpHooks
 from .fsdp_model import WholeModel
 from .parameter_swap import ParameterSwap
+from .training_state import TrainingState  # noqa: F401
 from .zeroed_gradients import ZeroedGradients
 
 _upstream: Any = extend(__name__)
@@ -42,6 +44,8 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         self.fsdp_hooks = hooks = FsdpHooks(self)
         self.zeroed_gradients = ZeroedGradients(self)
         hooks.register(root_module)
+        for module in root_module.modules():
+            _upstream.setup_delayed_wgrad_acc_hook(module, hooks.handle_gradients)
         # Schedules that run a layer in parts call these by name.
         self.post_forward_release_module = hooks.release_after_forward
         self.post_backward_release_module = hooks.release_after_backward

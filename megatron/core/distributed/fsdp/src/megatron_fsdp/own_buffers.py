@@ -6,29 +6,22 @@ a second model would gather its parameters to the buffers of the first, or repla
 
 import weakref
 from itertools import count
-from typing import Any
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
 
 _numbers = count()
 
 
-class OwnBuffers:
-    """Makes the buffers of one of megatron-core's allocators its own: named for it alone, freed when it goes.
+def name_of_own_buffers(allocator: object, name: str) -> str:
+    """Return a name for buffers of ``allocator`` alone, which are freed when it goes.
 
-    To be inherited before the allocator.
+    Args:
+        allocator: One of megatron-core's allocators with fixed buffers.
+        name: What its buffers are for, the first part of the names that it would give them.
     """
-
-    def __init__(self, name: str, *args: Any, **kwargs: Any):
-        """Make the allocator.
-
-        Args:
-            name: What the buffers are for, the first part of their names.
-            args, kwargs: The allocator's other arguments.
-        """
-        own = f"{name}_of_allocator_{next(_numbers)}"
-        super().__init__(own, *args, **kwargs)  # type: ignore[call-arg]
-        weakref.finalize(self, _free, f"{own}_").atexit = False
+    own = f"{name}_of_allocator_{next(_numbers)}"
+    weakref.finalize(allocator, _free, f"{own}_").atexit = False
+    return own
 
 
 def _free(prefix: str) -> None:

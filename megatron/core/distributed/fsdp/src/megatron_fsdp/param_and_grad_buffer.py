@@ -17,7 +17,7 @@ from megatron_fsdp_cuda_graphs.overlay import extend
 
 from .gradient_storages import GradientStorages
 from .optimizer_gradients import OptimizerGradients
-from .own_buffers import OwnBuffers
+from .own_buffers import name_of_own_buffers
 from .unsharded_gradients import UnshardedGradients
 from .weight_copies import WeightCopies
 
@@ -29,12 +29,18 @@ if TYPE_CHECKING:  # megatron-core's names
     def __getattr__(name: str) -> Any: ...
 
 
-class FixedPoolAllocator(OwnBuffers, _upstream.FixedPoolAllocator):
+class FixedPoolAllocator(_upstream.FixedPoolAllocator):
     """megatron-core's ``FixedPoolAllocator`` (buffers for units of one size) with buffers of its own."""
 
+    def __init__(self, name: str, *args: Any, **kwargs: Any):
+        super().__init__(name_of_own_buffers(self, name), *args, **kwargs)
 
-class MaxPoolAllocator(OwnBuffers, _upstream.MaxPoolAllocator):
+
+class MaxPoolAllocator(_upstream.MaxPoolAllocator):
     """megatron-core's ``MaxPoolAllocator`` (buffers for units of any size) with buffers of its own."""
+
+    def __init__(self, name: str, *args: Any, **kwargs: Any):
+        super().__init__(name_of_own_buffers(self, name), *args, **kwargs)
 
 
 class StorageResizeBasedBucketAllocator(_upstream.StorageResizeBasedBucketAllocator):
@@ -50,8 +56,9 @@ class StorageResizeBasedBucketAllocator(_upstream.StorageResizeBasedBucketAlloca
 
     def free(self, bucket_id: int) -> None:
         """Free the memory of a bucket, unless it is kept."""
-        if bucket_id not in self.kept:
-            super().free(bucket_id)
+        if bucket_id in self.kept:
+            return
+        super().free(bucket_id)
 
 
 class DataParallelBuffer(_upstream.DataParallelBuffer):

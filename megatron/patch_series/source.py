@@ -1,0 +1,67 @@
+"""The text of a Python file and its statements."""
+
+import ast
+from collections.abc import Iterator
+from itertools import takewhile
+
+
+class Source:
+    """The text of a file, and its statements.
+
+    Attributes:
+        lines: Its lines, the first of which has the number 1.
+        body: Its statements.
+        names: With each name that it binds the statement that does.
+    """
+
+    def __init__(self, text: str) -> None:
+        self.lines = text.splitlines()
+        self.body = ast.parse(text).body
+        self.names = {name: node for node in self.body for name in bound(node)}
+
+    def text(self, first: int, last: int) -> str:
+        """Return the text from line number ``first`` to line number ``last``."""
+        return "".join(f"{line}\n" for line in self.lines[first - 1 : last])
+
+    def code(self, node: ast.stmt) -> str:
+        """Return the text of a statement, with its decorators and the comments right above it."""
+        return self.text(self.above(first_line(node)), node.end_lineno or 0)
+
+    def above(self, line: int) -> int:
+        """Return the number of the first of the comments that end right above ``line``; ``line`` without comments."""
+        before = reversed(self.lines[: line - 1])
+        return line - sum(1 for _ in takewhile(lambda text: text.lstrip().startswith("#"), before))
+
+
+def first_line(node: ast.stmt) -> int:
+    """Return the number of the first line of a statement, its decorators included."""
+    decorators = getattr(node, "decorator_list", ())
+    return decorators[0].lineno if decorators else node.lineno
+
+
+def bound(node: ast.stmt) -> dict[str, None]:
+    """Return the names that a statement of a file or a class binds, in order."""
+    return dict.fromkeys(_bound(node))
+
+
+def _bound(node: ast.AST) -> Iterator[str]:
+    match node:
+        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            yield node.name
+        case ast.Assign() | ast.AnnAssign():
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            yield from (name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
+        case ast.Import() | ast.ImportFrom():
+            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
+        case ast.Try() | ast.If() | ast.With():
+            for each in ast.iter_child_nodes(node):
+                for statement in each.body if isinstance(each, ast.ExceptHandler) else [each]:
+                    yield from _bound(statement)
+
+
+def used_names(node: ast.AST) -> set[str]:
+    """Return the names and attributes in a statement."""
+    nodes = list(ast.walk(node))
+    return {each.id for each in nodes if isinstance(each, ast.Name)} | {
+        each.attr for each in nodes if isinstance(each, ast.Attribute)
+    }
