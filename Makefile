@@ -33,8 +33,9 @@ TORCH_TESTS := $(addprefix tests/unit_tests/,test_doctor.py::test_the_torch_that
 	benchmarks/test_layer_replay.py \
 	$(addprefix cpu_backend/test_,capture.py graphed_callables.py distributed.py::test_collectives_written_for_nccl_work) \
 	$(addprefix core/distributed/test_,joined_collectives.py fsdp_dropped_collectives.py))
-# One integration test of each kind.
-TORCH_TRAININGS := $(addprefix tests/integration_tests/test_,fsdp_graphs.py local_graphs.py checkpoints.py torch_fsdp.py)
+# One integration test of each kind, and the scripts.
+TORCH_TRAININGS := $(addprefix tests/integration_tests/,benchmarks \
+	$(addprefix test_,fsdp_graphs.py local_graphs.py checkpoints.py torch_fsdp.py install.py))
 
 # Those of `make test-patch`; PATCH_TESTS=tests/unit_tests/core is all that there are.
 PATCH_TESTS ?= $(addprefix tests/unit_tests/,training/test_arguments.py \
@@ -132,14 +133,14 @@ test-installed: COPY := PYTHONPATH=$(CURDIR)/build/installed$(addprefix :,$(PYTH
 test-installed: $(ENVIRONMENT)
 	rm -rf build/installed
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation --target build/installed .
-	$(COPY) $(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not long" tests/unit_tests
+	$(COPY) $(PY) -m pytest -n $(WORKERS) --dist loadfile tests/unit_tests
 
 test-torches: $(OTHER_TORCHES:%=test-torch-%)
 
 $(OTHER_TORCHES:%=test-torch-%): test-torch-%: build/torches/%/.installed
 	$(call with_torch,$*) $(PY) examples/demo.py --device cpu --steps 8 --output build/torches/demo
-	$(call with_torch,$*) $(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not long" tests/unit_tests
-	$(call with_torch,$*) $(PY) -m pytest -n $(RANK_WORKERS) --dist loadfile -m "not long" $(TORCH_TRAININGS)
+	$(call with_torch,$*) $(PY) -m pytest -n $(WORKERS) --dist loadfile tests/unit_tests
+	$(call with_torch,$*) $(PY) -m pytest -n $(RANK_WORKERS) --dist loadfile $(TORCH_TRAININGS)
 
 test-newest-torch: build/torches/$(NEWEST_TORCH)/.installed
 	$(call with_torch,$(NEWEST_TORCH)) $(PY) examples/demo.py --device cpu --steps 8 --output build/torches/demo

@@ -25,8 +25,8 @@ BY_HAND = "needs GPUs, a user's machine, or more time than CI has"
 # How commands begin; the file that runs them, and what it calls.
 RUN_BY = {
     r"pip install -c constraints.txt": ("Makefile", "pip install --quiet --no-compile --constraint constraints.txt"),
-    r"pip install \.": ("tests/unit_tests/test_install.py", '"install"'),
-    r"pip uninstall": ("tests/unit_tests/test_install.py", '"uninstall"'),
+    r"pip install \.": ("tests/integration_tests/test_install.py", '"install"'),
+    r"pip uninstall": ("tests/integration_tests/test_install.py", '"uninstall"'),
     r"pip download|unzip": BY_HAND,
     r"python -m megatron_fsdp_cuda_graphs( {2}.*)?": ("tests/unit_tests/test_doctor.py", '"megatron_fsdp_cuda_graphs"'),
     r"python -m megatron_fsdp_cuda_graphs (plan|explain)": (

@@ -1,18 +1,11 @@
 """scaling: what grows with layers and with micro-batches."""
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks._step_time import growth
 from benchmarks.scaling import sizes
-
-SCRIPT = Path(__file__).parents[3] / "benchmarks" / "scaling.py"
 
 
 def row(layers: int, micro_batches: int, variant: str = "native", **figures: Any) -> dict[str, Any]:
@@ -91,23 +84,3 @@ def test_nothing_is_said_of_memory_that_is_not_measured():
 def test_a_variant_that_failed_is_left_out():
     rows = [row(8, 1), {"variant": "te", "layers": 8, "micro_batches": 1, "error": "no"}]
     assert growth.with_layers(rows).keys() == {"native"}
-
-
-def test_all_models_are_trained_in_one_launch_and_equal_eager(tmp_path):
-    chosen = ["--layers", "1", "--micro-batches", "1", "2", "--steps", "14", "--no-profile"]
-    output = tmp_path / "growth.json"
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *chosen, "--output", str(output), "--logs", str(tmp_path / "logs")],
-        env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(output.read_text())
-    trained = [(each["variant"], each["layers"], each["micro_batches"]) for each in found["models"]]
-    assert trained == [("eager", 1, 1), ("native", 1, 1), ("eager", 1, 2), ("native", 1, 2)]
-    assert [each["equal_steps"] for each in found["models"] if each["variant"] == "native"] == [14, 14]
-    assert len(list((tmp_path / "logs").glob("*.log"))) == 1
-    assert found["note"] in done.stdout

@@ -41,6 +41,7 @@ def lines(metrics) -> list[dict]:
     return [json.loads(line) for line in metrics.path.read_text().splitlines()]
 
 
+@pytest.mark.long
 def test_the_script_does_without_the_patch(examples):
     environment = os.environ | {"MEGATRON_FSDP_CUDA_GRAPHS": "0"}
     done = subprocess.run(

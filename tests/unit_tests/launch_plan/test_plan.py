@@ -271,7 +271,7 @@ def test_a_flag_that_is_missing(capsys):
     assert "- megatron-core: --micro-batch-size is required" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("command", ["plan", "explain"])
+@pytest.mark.parametrize("command", ["plan", pytest.param("explain", marks=pytest.mark.long)])
 def test_exit_codes_of_the_commands(command, flags):
     """As scripts see them; nothing but the plan is printed."""
     call = [sys.executable, "-m", "megatron_fsdp_cuda_graphs", command, *flags(DENSE, "--num-layers 2")]

@@ -216,6 +216,7 @@ class TestUnusualTrainings:
 
         self.compare(run)
 
+    @pytest.mark.long  # megatron-core compiles an extension for it
     def test_an_output_whose_memory_is_given_back_and_computed_again(self):
         class Recomputing(Layer):
             def forward(self, hidden_states, *args, **kwargs):

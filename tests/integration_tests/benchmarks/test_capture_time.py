@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "capture_time.py"
 
 
+@pytest.mark.long
 def test_every_engine_that_is_there_captures_layers_of_each_count(tmp_path):
     out = tmp_path / "results.json"
     sizes = ["--layers", "1", "3", "--hidden", "64", "--sequence", "8", "--rounds", "2", "--warmup", "1"]

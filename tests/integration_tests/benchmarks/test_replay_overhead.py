@@ -5,9 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "replay_overhead.py"
 
 
+@pytest.mark.long
 def test_every_engine_that_is_there_is_timed_and_weighed(tmp_path):
     output = tmp_path / "results.json"
     sizes = ["--callables", "1", "3", "--repeats", "2", "--rounds", "2", "--memory-hidden", "8"]

@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "local_graphs.py"
 SMALL = ["--rounds", "1", "--steps", "3", "--layers", "2", "--hidden", "64", "--sequence", "16"]
 
 
+@pytest.mark.long
 def test_figures_and_ratios_of_all_variants_are_written(tmp_path):
     output = tmp_path / "figures.json"
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"}

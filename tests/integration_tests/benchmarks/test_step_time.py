@@ -12,6 +12,8 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks" / "step_time.py"
 STEPS = 14
 OTHER_SEED = "native::--seed 1"
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):

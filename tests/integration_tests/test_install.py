@@ -113,7 +113,13 @@ def installed(tmp_path_factory) -> Callable[[str], Installation]:
     return functools.cache(lambda kind: install(kind, tmp_path_factory.mktemp(kind)))
 
 
-@pytest.fixture(params=["editable", "regular", "target", "wheel", "sdist"])
+@pytest.fixture(
+    params=[
+        "editable",
+        "regular",
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("target", "wheel", "sdist")),
+    ]
+)
 def installation(request, installed) -> Installation:
     return installed(request.param)
 

@@ -1,0 +1,32 @@
+"""soak: a short one on the CPU backend is bit-equal over an interruption."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+
+
+@pytest.mark.long
+def test_a_short_soak_is_bit_equal_over_an_interruption(tmp_path):
+    output = tmp_path / "soak.json"
+    command = [sys.executable, str(BENCHMARKS / "soak.py"), "--output", str(output), "--configurations", "moe"]
+    sizes = "--ranks 1 --at-once 2 --moe-steps 10 --evaluate-every 4 --save-every 5 --hidden 32 --sequence 16"
+    done = subprocess.run(
+        [*command, *sizes.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(output.read_text())["moe"]
+    assert found["differing_steps"] == found["without_graphs"] == []
+    assert found["sha256_graphed"] == found["sha256_eager"]
+    lengths = {run: len(mib) for run, mib in found["reserved_mib"].items()}
+    assert lengths == {"eager": 10, "graphed": 5, "resumed": 5}
+    assert output.with_suffix(".png").exists()
