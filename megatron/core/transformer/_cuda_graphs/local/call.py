@@ -27,6 +27,7 @@ class RecordedCall:
         function: What is called, for comparison with other calls.
         func: The same as a function.
         args, kwargs: The arguments, with descriptions in the place of tensors.
+        metas: These descriptions.
         returned: What the function returned last in warm-up or capture, described likewise.
         quantization: That of the recorded pass, set by its runner; None without, and for calls that are not recorded.
         autocast: What ``autocast_in_force`` returned at construction.
@@ -45,16 +46,17 @@ class RecordedCall:
         self.function = (base_module, func)
         self.func: Callable = func or partial(torch.nn.Module.__call__, base_module)
         self.args, self.kwargs = described(list(args)), described(dict(kwargs))
+        self.metas = metas_of(self.args, self.kwargs)
         self.returned: Any = None
         self.quantization: Quantization | None = None
         self.autocast = autocast_in_force()
         self._rng_state = current_rng_state()
-        kind = next((meta.device.type for meta in metas_of(self.args, self.kwargs)), "cuda")
+        kind = self.metas[0].device.type if self.metas else "cuda"
         enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
         self._as_autocast = partial(torch.autocast, kind, dtype=dtype, enabled=enabled, cache_enabled=False)
 
     def __str__(self) -> str:
-        shapes = ", ".join(str(tuple(meta.shape)) for meta in metas_of(self.args, self.kwargs))
+        shapes = ", ".join(str(tuple(meta.shape)) for meta in self.metas)
         return f"{self.name} on {shapes or 'no tensors'}"
 
     @contextmanager

@@ -12,9 +12,12 @@ from .. import state
 from ..engine.capture import Capture, not_recording
 from ..engine.capture_time_hooks import CaptureTimeHooks
 from ..engine.connected_leaves import connected_leaves
-from ..engine.preserve import preserve_buffers, preserve_moe_metrics
+from ..engine.preserve import pause_gc, preserve_buffers, preserve_moe_metrics
 from ..engine.quantization import QuantizedReplay
+from ..engine.rng import make_generators_safe, preserve_rng
 from ..engine.slot import CaptureOptions, GraphedSlot, WarmupRecord
+from ..engine.streams import capture_stream
+from ..engine.te_engine import transformer_engine_flag
 from .arguments import ArgMetadata, described, metas_of, tensors_of
 from .call import RecordedCall
 from .main_grads import accumulate_into_main_grads, scratch_main_grads, track_fused_accumulation
@@ -237,6 +240,21 @@ def _written_state(module: torch.nn.Module) -> list[tuple[int, int]]:
 
 def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
     return [tensor._version for tensor in tensors if not tensor.is_inference()]
+
+
+@contextmanager
+def capture_mode() -> Iterator[None]:
+    """Say that graphs are being captured, on their own stream; generators and garbage collection are restored.
+
+    No garbage is collected before: inference captures many graphs one by one, and it takes longer than that.
+    """
+    state._set_capture_start()
+    try:
+        with pause_gc(), preserve_rng(), transformer_engine_flag(), capture_stream():
+            make_generators_safe()
+            yield
+    finally:
+        state._set_capture_end()
 
 
 @contextmanager

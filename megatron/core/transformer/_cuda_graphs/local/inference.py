@@ -1,4 +1,4 @@
-"""Graphs for inference: their keys, their static inputs, and the states that their capture must preserve."""
+"""Graphs for inference: their keys, their capture at the first call, and their static inputs."""
 
 from collections.abc import Hashable
 from typing import Any
@@ -6,7 +6,10 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from .arguments import tensors_of
+from ..engine.preserve import preserve_tensors
+from ..engine.slot import WarmupRecord
+from .arguments import tensors_of, with_tensors
+from .capture import capture_mode
 from .session import CaptureSession
 
 
@@ -23,7 +26,23 @@ class InferenceGraphs:
         self.outputs: set[int] = set()
         self._inputs = WeakTensorKeyDictionary()
 
-    def input_for(self, given: torch.Tensor) -> torch.Tensor:
+    def capture(self, runner: Any, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Capture the forward graph of ``runner`` for a call with these arguments."""
+        capture = runner.begin_capture(self.session, WarmupRecord())
+        given = tensors_of(args, {name: kwargs[name] for name in runner.call.kwargs})
+        try:
+            with capture_mode():
+                with preserve_tensors(_states_of(kwargs.get("inference_context"), runner.base_module)):
+                    capture.warm_up([tensor.detach().clone() for tensor in given], runner.num_warmup_steps)
+                values, named = with_tensors((args, kwargs), map(self._input_for, given))
+                runner.create_fwd_graph(values, named, clone_inputs=False)
+        except BaseException:
+            runner.reset()
+            raise
+        runner.finish()
+        self.outputs |= {output.data_ptr() for output in runner.fwd_graph_output_surface if output.numel()}
+
+    def _input_for(self, given: torch.Tensor) -> torch.Tensor:
         """Return the static tensor for the input ``given``: the output of another graph, or one of its own.
 
         Graphs that are captured with the same tensor share its static tensor: every replay copies its inputs first. A
@@ -39,7 +58,7 @@ class InferenceGraphs:
         return static
 
 
-def states_of(context: Any, module: Any) -> tuple[torch.Tensor, ...]:
+def _states_of(context: Any, module: Any) -> tuple[torch.Tensor, ...]:
     """Return the states of ``module`` in a static-batching context: Mamba's advance in every call.
 
     Those of all layers if ``module`` has no layer number, or no states under it.

@@ -10,19 +10,17 @@ import torch
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from ..engine.preserve import preserve_tensors
 from ..engine.rng import check_rng_tracker
-from ..engine.slot import WarmupRecord
 from ..engine.streams import leave_default_stream
 from ..errors import NoGraphError, OptionsError, UnsupportedError
 from ..evaluation_mode import may_replay_evaluation
 from ..fsdp_checks import refuse_fsdp_hooks
 from ..hooks import is_of_ddp
-from .arguments import ArgMetadata, described, tensors_of, with_tensors
-from .inference import key_of, states_of
+from .arguments import ArgMetadata, described
+from .inference import key_of
 from .memory import hold_pool, let_go_of_pools
 from .nodes import _GraphStatus
-from .record import _CudagraphGlobalRecord, capture_mode
+from .record import _CudagraphGlobalRecord
 from .runner import _CudaGraphRunner
 from .sharded_weights import forget_replay_streams, gather_into_pool
 
@@ -75,7 +73,9 @@ class CudaGraphManager(torch.nn.Module):
         num_warmup_steps: int | None = None,
     ):
         super().__init__()
-        _check(config)
+        if config.cuda_graph_impl != "local":
+            raise OptionsError(f"CudaGraphManager needs --cuda-graph-impl local, got {config.cuda_graph_impl!r}")
+        check_rng_tracker()
         self.need_backward = need_backward
         self.pg_collection = pg_collection or ProcessGroupCollection.use_mpu_process_groups()
         self.reuse_cudagraphs = self.pg_collection.pp.size() == 1
@@ -292,29 +292,13 @@ class CudaGraphManager(torch.nn.Module):
     # ------------------------------------------------------------------------------------------------- inference
 
     def _run_inline(self, module: Any, args: tuple, kwargs: dict[str, Any], key: Hashable | None) -> tuple:
+        record = _CudagraphGlobalRecord
         with torch.no_grad():
             runner = self.get_cudagraph_runner(module, args, kwargs, True, cache_key=key)
             if runner.fwd_graph is None or not runner.fwd_graph_recorded:
-                self._capture_inline(runner, args, kwargs)
+                record.inference.capture(runner, args, kwargs)
+                record.cudagraph_inference_record.append((runner, "fwd", described(args), described(kwargs)))
             return runner.replay_graph_capture(self.is_first_microbatch, args, kwargs)
-
-    def _capture_inline(self, runner: _CudaGraphRunner, args: tuple, kwargs: dict[str, Any]) -> None:
-        record = _CudagraphGlobalRecord
-        capture = runner.begin_capture(record.inference.session, WarmupRecord())
-        given = tensors_of(args, {name: kwargs[name] for name in runner.fwd_graph_input_kwarg_metas})
-        try:
-            with capture_mode():
-                with preserve_tensors(states_of(kwargs.get("inference_context"), runner.base_module)):
-                    capture.warm_up([tensor.detach().clone() for tensor in given], runner.num_warmup_steps)
-                static = [record.inference.input_for(tensor) for tensor in given]
-                values, named = with_tensors((args, kwargs), iter(static))
-                runner.create_fwd_graph(values, named, clone_inputs=False)
-        except BaseException:
-            runner.reset()
-            raise
-        runner.finish()
-        record.inference.outputs |= {output.data_ptr() for output in runner.fwd_graph_output_surface if output.numel()}
-        record.cudagraph_inference_record.append((runner, "fwd", described(args), described(kwargs)))
 
     # ------------------------------------------------------------------------------------------------- life cycle
 
@@ -399,9 +383,3 @@ def _memory_pool() -> tuple:
 def _forget_pool() -> None:
     CudaGraphManager.global_mempool = None
     let_go_of_pools()
-
-
-def _check(config: Any) -> None:
-    if config.cuda_graph_impl != "local":
-        raise OptionsError(f"CudaGraphManager needs --cuda-graph-impl local, got {config.cuda_graph_impl!r}")
-    check_rng_tracker()

@@ -45,17 +45,21 @@ class TensorReusePool:
 
     A returned tensor serves the next request for the same shape, strides, dtype and device. Returning a tensor asserts
     that from then on only replays of its next borrower read or write it.
-
-    Attributes:
-        tensor_strong_refs: Every tensor that the pool has made.
-        tensor_strong_refs_dataptrs: Their addresses.
     """
 
     def __init__(self) -> None:
-        self.tensor_strong_refs: list[torch.Tensor] = []
-        self.tensor_strong_refs_dataptrs: set[int] = set()
         self._buffers = BufferPool[torch.Tensor]()
         self._leases: dict[int, Lease[torch.Tensor]] = {}  # by address
+
+    @property
+    def tensor_strong_refs(self) -> list[torch.Tensor]:
+        """Every tensor that the pool has made."""
+        return [lease.buffers for lease in self._leases.values()]
+
+    @property
+    def tensor_strong_refs_dataptrs(self) -> set[int]:
+        """Their addresses."""
+        return set(self._leases)
 
     @property
     def pool(self) -> list[torch.Tensor]:
@@ -70,14 +74,11 @@ class TensorReusePool:
         """
         if not self.owns(tensor):
             raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is given back to a pool that did not lend it")
-        lease = self._leases[tensor.data_ptr()]
-        if not lease.holders:
-            raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is given back twice")
-        self._buffers.release(lease)
+        self._buffers.release(self._leases[tensor.data_ptr()])
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` has the address of one of this pool's tensors."""
-        return tensor.data_ptr() in self.tensor_strong_refs_dataptrs
+        return tensor.data_ptr() in self._leases
 
     def get(self, meta: ArgMetadata) -> torch.Tensor:
         """Lend a tensor described by ``meta``: the one that has been free for longest, or a new one."""
@@ -85,8 +86,6 @@ class TensorReusePool:
         lease = self._buffers.acquire(key, lambda: meta.zeros_like().detach())
         tensor = lease.buffers
         if tensor.numel() and not self.owns(tensor):  # empty tensors have no distinct address
-            self.tensor_strong_refs.append(tensor)
-            self.tensor_strong_refs_dataptrs.add(tensor.data_ptr())
             self._leases[tensor.data_ptr()] = lease
         return tensor.detach().requires_grad_(meta.requires_grad)
 

@@ -19,14 +19,6 @@ class _GraphStatus(Enum):
     BWD_READY = 1
 
 
-def _refuse_second_derivatives(runner: Any) -> None:
-    if torch.is_grad_enabled():  # autograd records a backward pass with create_graph=True only
-        raise RuntimeError(
-            f"{runner.name}: create_graph=True asks for second derivatives, which CUDA graphs do not compute. Train "
-            "with --cuda-graph-impl none."
-        )
-
-
 class _CudagraphRecordNode(torch.autograd.Function):
     """An identity on the outputs of a recorded module, whose backward runs when that of a replay would."""
 
@@ -48,9 +40,8 @@ class _CudagraphRecordNode(torch.autograd.Function):
         """Record the runner's first backward pass; return ``grads`` unchanged.
 
         Raises:
-            RuntimeError: the runner waits for its forward pass, or second derivatives are wanted.
+            RuntimeError: the runner waits for its forward pass.
         """
-        _refuse_second_derivatives(ctx.runner)
         ctx.runner.record_backward()
         return None, *grads
 
@@ -84,13 +75,11 @@ class _CudagraphReplayNode(ReplayNode):
         """Replay the backward graph.
 
         Raises:
-            RuntimeError: the runner has no such graph, or waits for its forward pass, or second derivatives are wanted.
+            RuntimeError: the runner has no such graph, or waits for its forward pass.
         """
-        runner = ctx.runner
-        _refuse_second_derivatives(runner)
-        runner.begin_backward()
+        ctx.runner.begin_backward()
         results = ReplayNode.backward(ctx, *grads)
-        runner.end_backward()
+        ctx.runner.end_backward()
         return results
 
 

@@ -3,40 +3,20 @@
 import logging
 import time
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from megatron.core.utils import log_single_rank
 
-from .. import state
-from ..engine.preserve import pause_gc
-from ..engine.rng import make_generators_safe, preserve_rng
-from ..engine.streams import capture_stream, return_to_default_stream
-from ..engine.te_engine import transformer_engine_flag
+from ..engine.streams import return_to_default_stream
 from ..errors import CallOrderError
+from .capture import capture_mode
 from .inference import InferenceGraphs
 from .memory import reset_counts
 from .session import CaptureSession
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
-
-
-@contextmanager
-def capture_mode() -> Iterator[None]:
-    """Say that graphs are being captured, on their own stream; generators and garbage collection are restored.
-
-    No garbage is collected before: inference captures many graphs one by one, and it takes longer than that.
-    """
-    state._set_capture_start()
-    try:
-        with pause_gc(), preserve_rng(), transformer_engine_flag(), capture_stream():
-            make_generators_safe()
-            yield
-    finally:
-        state._set_capture_end()
 
 
 class _CudagraphGlobalRecord:

@@ -1,7 +1,7 @@
 """What the runners of one recording share: the capture of their graphs, static memory, passes in flight."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from ..engine.memory import release_cached_memory
 from ..engine.rng import GraphStates
 from ..engine.slot import WarmupRecord
 from ..replay_conditions import AttributeReads
-from .arguments import metadata_of, metas_of
+from .arguments import metadata_of
 from .capture import CallCapture
 from .guards import FunctionGuard
 from .memory import StaticBuffers
@@ -65,24 +65,26 @@ class CaptureSession:
     def _warm_up(self, record: Sequence[tuple]) -> None:
         """Run every function once for each kind of arguments, so that setup in a first call is not captured."""
         with_backward = {entry[0] for entry in record if entry[1] == "bwd"}
-        trained: dict[Hashable, tuple[torch.Tensor, ...]] = {}
-        params: dict[Any, tuple[torch.Tensor, ...]] = {}
-        found: dict[Hashable, WarmupRecord] = {}
-        captures = {}
-        for runner, kind, *arguments in record:
-            if kind != "fwd":
-                continue
-            metas = metas_of(*arguments[:2])
-            key = (runner.function, runner in with_backward, *((meta.shape, meta.dtype) for meta in metas))
-            captures[runner] = runner.begin_capture(self, found.setdefault(key, WarmupRecord()))
-            if key not in trained:
-                self.capturing = str(runner)
-                trained[key] = captures[runner].warm_up([meta.zeros_like() for meta in metas], runner.num_warmup_steps)
-            if runner in with_backward:
-                params[runner] = trained[key]
+        alike: defaultdict[Hashable, list[Any]] = defaultdict(list)
+        for runner, kind, *_ in record:
+            if kind == "fwd":
+                kinds = ((meta.shape, meta.dtype) for meta in runner.call.metas)
+                alike[runner.function, runner in with_backward, *kinds].append(runner)
+        users: defaultdict[tuple[int, torch.Tensor], list[CallCapture]] = defaultdict(list)
+        for runners in alike.values():
+            warmup = WarmupRecord()
+            captures = [runner.begin_capture(self, warmup) for runner in runners]
+            self.capturing = str(runners[0])
+            inputs = [meta.zeros_like() for meta in runners[0].call.metas]
+            trained = captures[0].warm_up(inputs, runners[0].num_warmup_steps)
+            for runner, capture in zip(runners, captures, strict=True):
+                for param in trained if runner in with_backward else ():
+                    users[runner.backward_pass, param].append(capture)
+        # A layer that is called twice in a pass has two runners; layers may share weights.
+        for (_, param), together in users.items():
+            for capture in together if len(together) > 1 else ():
+                capture.shared_params += (param,)
         self.capturing = None
-        for runner, shared in _shared_params(params).items():
-            captures[runner].shared_params = tuple(shared)
 
     def _capture_passes(self, record: Sequence[tuple]) -> None:
         last_backward: dict[Hashable, CallCapture] = {}
@@ -106,19 +108,3 @@ class CaptureSession:
         for guard in self.guards.values():
             guard.begin_step()
         self.buffers.forget_values()
-
-
-def _shared_params(trained: Mapping[Any, Sequence[torch.Tensor]]) -> dict[Any, list[torch.Tensor]]:
-    """Return for each runner the ``trained`` parameters that it shares with another runner of the same backward pass.
-
-    A layer that is called twice in a pass has two runners; layers may share weights.
-    """
-    users: defaultdict[tuple[int, torch.Tensor], list[Any]] = defaultdict(list)
-    for runner, params in trained.items():
-        for param in params:
-            users[runner.backward_pass, param].append(runner)
-    shared: defaultdict[Any, list[torch.Tensor]] = defaultdict(list)
-    for (_, param), together in users.items():
-        for runner in together if len(together) > 1 else ():
-            shared[runner].append(param)
-    return dict(shared)

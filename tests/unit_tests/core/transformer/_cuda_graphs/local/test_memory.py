@@ -69,7 +69,7 @@ class TestTensorReusePool:
         pool = TensorReusePool()
         lent = pool.get(meta())
         pool.insert(lent)
-        with pytest.raises(ValueError, match=r"shape \(2, 3\) is given back twice"):
+        with pytest.raises(ValueError, match="given back twice"):
             pool.insert(lent)
 
     @given(st.lists(st.tuples(st.booleans(), st.integers(0, 3), st.sampled_from([(2, 3), (3, 2), (4,)]))))

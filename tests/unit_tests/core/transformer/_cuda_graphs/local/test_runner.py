@@ -380,14 +380,21 @@ class TestPythonCalls:
 
 
 class TestSecondDerivatives:
-    @pytest.mark.parametrize("steps", [0, 1], ids=["while a step is recorded", "in a replay"])
-    def test_are_refused_by_the_name_of_their_flag(self, steps):
+    def test_are_computed_in_the_step_that_is_recorded(self):
+        def second(graphs):
+            x = batch(0).requires_grad_()
+            (first,) = torch.autograd.grad(stack(count=1, graphs=graphs)(x).sum(), x, create_graph=True)
+            return torch.autograd.grad(first.square().sum(), x)[0].tolist()
+
+        assert second(graphs=True) == second(graphs=False)
+
+    def test_are_refused_of_a_replay(self):
         model, x = stack(count=1), batch(0).requires_grad_()
-        for _ in range(steps):
-            model(x).sum().backward()
-            create_cudagraphs()
-        with pytest.raises(RuntimeError, match=r"layer 1 \(Layer\): create_graph=True"):
-            torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        model(x).sum().backward()
+        create_cudagraphs()
+        (first,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match=r"layer 1 \(Layer\): CUDA graphs compute first derivatives only"):
+            first.sum().backward()
 
 
 class TestStatus:
