@@ -3,7 +3,6 @@
 Everything else in this module is megatron-core's.
 """
 
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,18 +21,14 @@ if TYPE_CHECKING:  # megatron-core's names
 class RerunStateMachine(_upstream.RerunStateMachine):
     """megatron-core's ``RerunStateMachine`` with two differences.
 
-    - What ranks agree on is known to their hosts, so these agree without the device, where they can. On the device it
-      would be reduced after most work of the step, and the optimizer's be given to one that has run idle by then. Where
-      hosts cannot agree (``agreement_of_all_ranks``), it is reduced there, on a stream of its own.
+    - What ranks agree on is known to their hosts, so these agree without the device, where they can
+      (``agreement_of_all_ranks``). On the device it would be reduced after most work of the step, and the optimizer's
+      be given to one that has run idle by then.
     - A rerun starts from the same states of the generators that CUDA graphs draw from. megatron-core keeps the
       generators, which go on, and not their states.
     """
 
     _generator_states: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
-
-    @cached_property
-    def _stream(self) -> torch.cuda.Stream:
-        return torch.cuda.Stream()
 
     def should_run_forward_backward(self, data_iterator: Any) -> bool:
         """Return whether to run the step, or to run it again, which all ranks agree on; see megatron-core."""
@@ -49,8 +44,7 @@ class RerunStateMachine(_upstream.RerunStateMachine):
         if agreement is not None:
             agreed = agreement.any(value if isinstance(value, list) else [value])
             return agreed if isinstance(value, list) else agreed[0]
-        with torch.cuda.stream(self._stream):
-            result: bool | tuple[bool, ...] = super()._reduce_any(value)
+        result: bool | tuple[bool, ...] = super()._reduce_any(value)
         return result
 
     def _save_state(self) -> None:

@@ -70,7 +70,6 @@ SERIES = (
             "core/host_agreement.py",
             "core/rerun_state_machine.py",
             "core/utils.py",
-            "training/datasets/",
         ),
     ),
     Series("3-local-graphs", "Local graphs, TECudaGraphHelper and their flags", ("core/", "training/")),

@@ -33,7 +33,6 @@ REPLACED = {
         "_create_hfsdp_helper_buffer",
         "make_fsdp_dtensor",
     },
-    "megatron.core.optimizer.clip_grads": {"clip_grad_by_total_norm_fp32", "to_local_if_dtensor"},
     "megatron.core.optimizer.distrib_optimizer": {"DistributedOptimizer"},
     "megatron.core.optimizer.optimizer_cuda_graph": {"OptimizerCudaGraphWrapper"},
     "megatron.core.packed_seq_params": set(),
@@ -49,7 +48,6 @@ REPLACED = {
         "get_rng_state",
         "preprocess_fsdp_dtensor_state_dict",
     },
-    "megatron.training.datasets.data_samplers": {"build_pretraining_data_loader"},
     "megatron.training.utils.common_utils": {
         "logical_and_across_model_parallel_group",
         "reduce_max_stat_across_model_parallel_group",

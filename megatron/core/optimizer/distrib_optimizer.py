@@ -14,7 +14,6 @@ from megatron_fsdp_cuda_graphs.overlay import extend
 
 from . import clip_grads
 from .clip_grads import count_zeros_fp32
-from .counted_gradients import CountedGradients
 from .counted_ranks import CountedRanks
 from .empty_shards import state_of_every_parameter
 from .kept_gradients import KeptGradients, gradients_of, local_tensor, stay
@@ -36,23 +35,8 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     """
 
     _local_shards: LocalShards | None = None
-    _counted: dict[str | None, CountedGradients] | None = None
     _counted_ranks: CountedRanks | None = None
     _kept: KeptGradients | None = None
-
-    def get_grads_for_grad_norm(self, grad_norm_group: str | None = None) -> list[torch.Tensor]:
-        """Return the gradients, as local tensors, that count in the norm of a group; see megatron-core."""
-        if not self.ddp_config.use_megatron_fsdp:
-            grads: list[torch.Tensor] = super().get_grads_for_grad_norm(grad_norm_group)
-            return grads
-        self._counted = self._counted or {}
-        params = self.get_parameters()
-        known = self._counted[grad_norm_group].of(params) if grad_norm_group in self._counted else None
-        if known is not None:
-            return known
-        grads = super().get_grads_for_grad_norm(grad_norm_group)
-        self._counted[grad_norm_group] = CountedGradients(params, self._gradient_name(), grads)
-        return grads
 
     def _gradient_name(self) -> str:
         """The attribute that Megatron-FSDP puts a parameter's gradient in, whatever else the precision follows from."""

@@ -33,23 +33,6 @@ def test_the_result_is_megatron_cores(machine, value):
     assert machine._reduce_any(value) == expected
 
 
-def test_the_reduction_is_on_another_stream_than_the_step(machine):
-    seen = []
-    reduce = dist.all_reduce
-
-    def all_reduce(*args, **kwargs):
-        seen.append(torch.cuda.current_stream())
-        return reduce(*args, **kwargs)
-
-    with torch.cuda.stream(torch.cuda.Stream()), mock.patch.object(dist, "all_reduce", all_reduce):
-        step = torch.cuda.current_stream()
-        assert machine.should_run_forward_backward(None)
-        assert not machine.should_run_forward_backward(None)
-        assert torch.cuda.current_stream() == step
-    (stream,) = seen
-    assert stream not in (step, torch.cuda.default_stream())
-
-
 @pytest.mark.parametrize("value", [True, False, [True, False], [False, False, True]])
 def test_hosts_agree_without_the_device(machine, value):
     from megatron.core import parallel_state
@@ -73,8 +56,9 @@ def test_groups_come_and_go(machine):
         parallel_state.destroy_model_parallel()
 
 
-def test_all_reductions_share_a_stream(machine):
-    assert machine._stream is machine._stream
+def test_a_step_runs_once(machine):
+    assert machine.should_run_forward_backward(None)
+    assert not machine.should_run_forward_backward(None)
 
 
 def test_a_step_that_is_to_run_again_runs_again(machine):

@@ -637,7 +637,6 @@ class FsdpHooks:
         fsdp.grad_reduce_pipeline.reset()
         self._set_training_states(TrainingState.IDLE)
         self.graphed.release_all()
-        fsdp.zeroed_gradients.written()
 
     # ------------------------------------------------------------------------------- around a module, into autograd
 

@@ -17,7 +17,6 @@ from .fsdp_hooks import FsdpHooks
 from .fsdp_model import WholeModel
 from .parameter_swap import ParameterSwap
 from .training_state import TrainingState  # noqa: F401
-from .zeroed_gradients import ZeroedGradients
 
 _upstream: Any = extend(__name__)
 
@@ -42,7 +41,6 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         self.backward_pre_hooks: dict = {}
         self.grad_acc_hooks: dict = {}
         self.fsdp_hooks = hooks = FsdpHooks(self)
-        self.zeroed_gradients = ZeroedGradients(self)
         hooks.register(root_module)
         for module in root_module.modules():
             _upstream.setup_delayed_wgrad_acc_hook(module, hooks.handle_gradients)
@@ -59,8 +57,6 @@ class MegatronFSDP(_upstream.MegatronFSDP):
 
     def zero_grad_buffer(self) -> None:
         """Zero all gradients; see megatron-core. Warns if an exception ended the last backward pass."""
-        if self.zeroed_gradients.are_zero():
-            return
         self.fsdp_hooks.before_step()
         swap = self._parameter_swap
         params = self.module.parameters() if swap is None else swap.params(self.is_param_fsdp_distributed)
@@ -68,7 +64,6 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             if param.requires_grad:
                 param.grad_added_to_main_grad = False
         self.param_and_grad_buffer.zero_grad()
-        self.zeroed_gradients.zeroed()
 
     def start_param_sync(self, *unused: Any, force_sync: bool = False, force_dispatch: bool = False) -> None:
         """Start to gather parameters for the next forward pass; see megatron-core.
@@ -115,11 +110,6 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             self.grad_reduce_pipeline.reset()
         hooks.backward_was_eager = hooks.backward_has_reduced = False
 
-    def finish_grad_sync(self, force_all_reduce: bool | None = False) -> None:
-        """Finish the reduction of gradients, and give them to the optimizer; see megatron-core."""
-        self.zeroed_gradients.written()
-        super().finish_grad_sync(force_all_reduce)
-
     def _replace_param_with_distributed_if_needed(self) -> None:
         self._exchange_parameters(True, super()._replace_param_with_distributed_if_needed)
 
@@ -149,7 +139,6 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         self, modules: Iterable[torch.nn.Module], keep_buckets: bool = False
     ) -> AbstractContextManager[None]:
         """Return the context in which CUDA graphs of ``modules`` are captured; see ``GraphedUnits.capture``."""
-        self.zeroed_gradients.written()
         return self.fsdp_hooks.graphed.capture(modules, keep_buckets)
 
     def around_parts(self, module: torch.nn.Module, graphed: Callable[..., Any]) -> Callable[..., Any]:
@@ -202,7 +191,6 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         Args:
             begin: Called with what begins: ``before forward``, then each ``forward`` and ``backward`` pass.
         """
-        self.zeroed_gradients.written()
         return self.fsdp_hooks.whole_model(begin)
 
     def forget_graphs(self, modules: Iterable[torch.nn.Module]) -> None:
