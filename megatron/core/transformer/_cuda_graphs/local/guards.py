@@ -33,7 +33,9 @@ class FunctionGuard:
         self._buffers = [place for place in places_of(module, "_buffers") if place.tensor is not None]
         self._params = self._current()
         self._requires_grad = [param is not None and param.requires_grad for param in self._params]
-        self._addresses = AddressGuard(self._tensors, self._describe, f"(--cuda-graph-impl local) {_ADVICE}")
+        kinds = [("parameter", self._places), ("main_grad of parameter", self._places), ("buffer", self._buffers)]
+        names = [f"{kind} {place.name} of {name}" for kind, places in kinds for place in places]
+        self._addresses = AddressGuard(self._tensors, names.__getitem__, f"(--cuda-graph-impl local) {_ADVICE}")
         self._conditions = ReplayConditions([module], reads, name=name, parameters=False, autocast=list(autocast))
         self._checked_with_grad: bool | None = None  # in this step; None before the first check
 
@@ -98,8 +100,3 @@ class FunctionGuard:
         current = self._current()
         main_grads = [None if param is None else getattr(param, "main_grad", None) for param in current]
         return [*current, *main_grads, *(owner.get(key) for _, owner, key in self._buffers)]
-
-    def _describe(self, index: int) -> str:
-        kinds = [("parameter", self._places), ("main_grad of parameter", self._places), ("buffer", self._buffers)]
-        names = [f"{kind} {place.name}" for kind, places in kinds for place in places]
-        return f"{names[index]} of {self._name}"

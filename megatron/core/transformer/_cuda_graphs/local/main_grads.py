@@ -24,20 +24,20 @@ def accumulate_into_main_grads(
     Returns:
         The gradients of parameters that are shared or have no main gradient; None for the others.
     """
-    left: list[torch.Tensor | None] = []
-    for param, grad in zip(params, grads, strict=True):
+
+    def left(param: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
         main_grad = getattr(param, "main_grad", None)
         if main_grad is None or grad is None:
-            left.append(grad)
-        elif getattr(param, _ADDED, False) or getattr(param, "is_gtp_weight_remat", False):
-            left.append(None)
-        elif any(param is each for each in shared):
-            left.append(grad)
-        else:
-            left.append(None)
-            with torch.no_grad():
-                main_grad.add_(grad)
-    return left
+            return grad
+        if getattr(param, _ADDED, False) or getattr(param, "is_gtp_weight_remat", False):
+            return None
+        if any(param is each for each in shared):
+            return grad
+        with torch.no_grad():
+            main_grad.add_(grad)
+        return None
+
+    return [left(param, grad) for param, grad in zip(params, grads, strict=True)]
 
 
 def track_fused_accumulation(params: Sequence[torch.Tensor]) -> AbstractContextManager:

@@ -4,6 +4,7 @@ import copy
 import gc
 from collections.abc import Callable, Collection, Hashable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any, ClassVar
 
 import torch
@@ -143,19 +144,14 @@ class CudaGraphManager(torch.nn.Module):
                 runner = self._new_runner(megatron_module, args, kwargs, cache_key)
                 self.custom_cudagraphs_lookup_table[cache_key] = runner
             return runner
-        if reuse_cudagraphs:
-            for runner in self._without_key():
-                fits = runner.status is _GraphStatus.FWD_READY and runner.can_differentiate(wants_grad, args, kwargs)
-                if fits and not runner.get_mismatch_errors(args, kwargs):
-                    return runner
-        elif created:
-            runner = next(self._without_key(), None)
-            if runner is not None:
-                self._refuse_busy(runner)
-                if not runner.can_differentiate(wants_grad, args, kwargs):
-                    raise NoGraphError(self._why_none(megatron_module, args, kwargs, wants_grad))
-                self.cudagraph_runners.remove(runner)
-                self.cudagraph_runners.append(runner)
+        # Under pipeline parallelism graphs are replayed in the order in which their micro-batches were recorded.
+        candidates = self._without_key() if reuse_cudagraphs else islice(self._without_key(), int(created))
+        for runner in candidates:
+            fits = runner.status is _GraphStatus.FWD_READY and runner.can_differentiate(wants_grad, args, kwargs)
+            if fits and not runner.get_mismatch_errors(args, kwargs):
+                if not reuse_cudagraphs:
+                    self.cudagraph_runners.remove(runner)
+                    self.cudagraph_runners.append(runner)
                 return runner
         if created and not self._inline_capture:
             raise NoGraphError(self._why_none(megatron_module, args, kwargs, wants_grad))
@@ -163,22 +159,6 @@ class CudaGraphManager(torch.nn.Module):
 
     def _without_key(self) -> Iterator[_CudaGraphRunner]:
         return (runner for runner in self.cudagraph_runners if runner.cache_key is None)
-
-    def _refuse_busy(self, runner: _CudaGraphRunner) -> None:
-        if runner.status is not _GraphStatus.FWD_READY:
-            raise NoGraphError(
-                f"{runner.name} has CUDA graphs for {len(list(self._without_key()))} micro-batches, all of which wait "
-                "for their backward passes. Under pipeline parallelism --cuda-graph-impl local allows no more "
-                "micro-batches in a step than the first one had (--global-batch-size, --rampup-batch-size)."
-            )
-
-    def _refuse_unrecorded(self, module: Any) -> None:
-        if self.need_backward and torch.is_grad_enabled():
-            raise NoGraphError(
-                f"{type(module).__name__} is to be trained after the CUDA graphs were captured (--cuda-graph-impl "
-                "local), and did not run in the step that was recorded: it is another model's, a copy, or new. Call "
-                "delete_cuda_graphs() first: the next step is recorded anew, with all that runs in it."
-            )
 
     def _new_runner(
         self, module: Any, args: tuple, kwargs: dict[str, Any], cache_key: Hashable | None = None
@@ -192,9 +172,10 @@ class CudaGraphManager(torch.nn.Module):
     def _why_none(self, module: Any, args: tuple, kwargs: dict[str, Any], wants_grad: bool) -> str:
         lines = [
             f"no CUDA graph of {type(module).__name__} is for this call. With --cuda-graph-impl local every step needs "
-            "the same --seq-length, --micro-batch-size and order of passes as the first one, and under pipeline "
-            "parallelism the same --global-batch-size if activations are recomputed (--recompute-modules). After "
-            "delete_cuda_graphs() the next step is recorded again."
+            "the same --seq-length, --micro-batch-size and order of passes as the first one. Under pipeline "
+            "parallelism it may have no more micro-batches (--global-batch-size, --rampup-batch-size), and needs as "
+            "many if activations are recomputed (--recompute-modules). After delete_cuda_graphs() the next step is "
+            "recorded again."
         ]
         for runner in self._without_key():
             problems = runner.get_mismatch_errors(args, kwargs)
@@ -219,8 +200,7 @@ class CudaGraphManager(torch.nn.Module):
             The output of the module; always a tuple if the call is one of inference.
 
         Raises:
-            ArgumentError: arguments differ from those at capture; lists the differences.
-            NoGraphError: no graph fits this call.
+            NoGraphError: no graph fits this call; lists how its arguments differ from those at capture.
             RuntimeError: a replay is not possible now.
         """
         context = kwargs.get("inference_context")
@@ -277,7 +257,12 @@ class CudaGraphManager(torch.nn.Module):
         # Also without grad: the first pass of a recomputed layer reads gathered parameters too.
         recorded = next(self._without_key(), None)
         if recorded is None:
-            self._refuse_unrecorded(module)
+            if self.need_backward and torch.is_grad_enabled():
+                raise NoGraphError(
+                    f"{type(module).__name__} is to be trained after the CUDA graphs were captured (--cuda-graph-impl "
+                    "local), and did not run in the step that was recorded: it is another model's, a copy, or new. "
+                    "Call delete_cuda_graphs() first: the next step is recorded anew, with all that runs in it."
+                )
             return self._run_eagerly(module, args, kwargs)
         for part in recorded.parts:
             if part._forward_pre_hooks:
@@ -285,8 +270,6 @@ class CudaGraphManager(torch.nn.Module):
         runner = self.get_cudagraph_runner(module, args, kwargs, self.reuse_cudagraphs)
         if runner.must_run_eagerly_without_grad():
             return self._run_eagerly(module, args, kwargs)
-        if not self.reuse_cudagraphs:  # otherwise its arguments were compared already
-            runner.refuse_mismatch(args, kwargs)
         return runner.replay(self.is_first_microbatch, args, kwargs)
 
     # ------------------------------------------------------------------------------------------------- inference

@@ -290,16 +290,6 @@ class _CudaGraphRunner(torch.nn.Module):
         call = self.call
         return mismatches(args, kwargs, call.args, call.kwargs, self.grad_enabled and torch.is_grad_enabled())
 
-    def refuse_mismatch(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Refuse arguments that are not like those at capture.
-
-        Raises:
-            ArgumentError: says which, and how.
-        """
-        problems = self.get_mismatch_errors(args, kwargs)
-        if problems:
-            raise ArgumentError(f"{self.name} cannot replay its CUDA graph:\n" + "\n".join(problems))
-
     def can_differentiate(self, wants_grad: bool, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Whether a replay on these arguments has the gradients that ``wants_grad`` asks for, or needs none."""
         if self.grad_enabled or not wants_grad:
@@ -354,7 +344,9 @@ class _CudaGraphRunner(torch.nn.Module):
             ArgumentError: arguments do not match; says which, and how.
             RuntimeError: a replay is not possible now; see ``_CudagraphReplayNode``.
         """
-        self.refuse_mismatch(args, kwargs)
+        problems = self.get_mismatch_errors(args, kwargs)
+        if problems:
+            raise ArgumentError(f"{self.name} cannot replay its CUDA graph:\n" + "\n".join(problems))
         output = self.replay(is_first_microbatch, args, kwargs)
         return output if isinstance(output, tuple) else (output,)
 

@@ -77,7 +77,7 @@ class TestArguments:
     def test_in_a_pipeline_they_are_named_too(self):
         model = stack(count=1, pipeline=2)
         record(model)
-        with pytest.raises(ValueError, match=r"args\[0\]: shape \(4, 8\), captured with \(3, 8\)"):
+        with pytest.raises(RuntimeError, match=r"args\[0\]: shape \(4, 8\), captured with \(3, 8\)"):
             model(batch(1, size=4))
 
     def test_of_a_type_that_no_graph_takes_are_refused_when_recorded(self):

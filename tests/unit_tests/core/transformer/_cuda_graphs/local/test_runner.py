@@ -368,15 +368,15 @@ class TestPythonCalls:
             sys.setprofile(None)
         return calls.total(), result
 
-    @pytest.mark.parametrize(("pipeline", "most"), [(1, 50), (2, 52)])
-    def test_of_the_replays_of_a_layer(self, pipeline, most):
+    @pytest.mark.parametrize("pipeline", [1, 2])
+    def test_of_the_replays_of_a_layer(self, pipeline):
         model = stack(count=4, pipeline=pipeline)
         record(model)
         model(batch(1)).sum().backward()  # the first pass of a step compares parameters
         forward, loss = self.count(lambda: model(batch(1, 1)).sum())
         backward, _ = self.count(lambda: loss.backward())
-        assert 0 < forward <= 4 * most
-        assert 0 < backward <= 4 * 12
+        assert 0 < forward <= 4 * 50
+        assert 0 < backward <= 4 * 11
 
 
 class TestSecondDerivatives:
