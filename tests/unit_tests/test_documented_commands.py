@@ -54,7 +54,7 @@ RUN_BY = {
     r"pre-commit": BY_HAND,
     r"\.ci/run": BY_HAND,
     r"benchmarks/repeated_runs.sh": BY_HAND,
-    r"python benchmarks/step_time.py": ("tests/unit_tests/benchmarks/test_step_time.py", "step_time.py"),
+    r"python benchmarks/step_time.py": ("tests/integration_tests/benchmarks/test_step_time.py", "step_time.py"),
     r"python -m tests.support.loop_launches": BY_HAND,
     r"python -m tests.support.pairs": ("tests/integration_tests/test_pairs.py", "pairs.sample()"),
     r"python -m tests.support.mutate": ("tests/unit_tests/support/test_mutate.py", "tests.support"),
