@@ -5,8 +5,7 @@ python -m megatron_fsdp_cuda_graphs.compatibility > docs/compatibility.md
 
 from collections.abc import Iterable
 
-from megatron.core.transformer._cuda_graphs.flag_row import Row, Verdict
-from megatron.core.transformer._cuda_graphs.flag_table import TABLE
+from megatron.core.transformer._cuda_graphs.flags.table import TABLE, Row, Verdict
 
 HEAD = """\
 # Which flags work with CUDA graphs
@@ -21,7 +20,7 @@ a row says so.
 
 A flag without a row is passed through untested.
 
-`make docs` writes this page from `megatron/core/transformer/_cuda_graphs/flag_table.py`, which the checks of arguments
+`make docs` writes this page from `megatron/core/transformer/_cuda_graphs/flags/table.py`, which the checks of arguments
 read too.
 """
 # How the flags of a topic's rows begin; the first topic that fits.

@@ -4,8 +4,8 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.core.transformer._cuda_graphs.flag_options import Options
-from megatron.core.transformer._cuda_graphs.own_options import WHOLE_MODEL
+from megatron.core.transformer._cuda_graphs.flags.options import Options
+from megatron.core.transformer._cuda_graphs.flags.own import WHOLE_MODEL
 
 from .flags import read_flags
 

@@ -12,9 +12,9 @@ from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.transformer._cuda_graphs import own_options
-from megatron.core.transformer._cuda_graphs.flag_row import Verdict
-from megatron.core.transformer._cuda_graphs.fsdp_checks import rows_of_flags
+from megatron.core.transformer._cuda_graphs.flags import own
+from megatron.core.transformer._cuda_graphs.flags.checks import rows_of_flags
+from megatron.core.transformer._cuda_graphs.flags.table import Verdict
 from megatron.training import arguments as megatron_arguments
 
 from ..overlay import upstream
@@ -57,7 +57,7 @@ def read_flags(arguments: Sequence[str], world_size: int | None) -> Flags:
         )
     _check(flags)
     try:
-        own_options.check_arguments(args)
+        own.check_arguments(args)
     except ValueError as error:
         flags.refused.append(str(error))
     try:

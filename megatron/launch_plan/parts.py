@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.transformer._cuda_graphs.flag_options import Options
+from megatron.core.transformer._cuda_graphs.flags.options import Options
 from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
 from megatron.core.transformer._cuda_graphs.te.layers import _modules_of
 

@@ -130,7 +130,7 @@ def _memory(found: Counter[str], pool: int | None, args: argparse.Namespace) -> 
 
 def _advice(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
     """Yield changes of flags that put more into graphs, or into fewer."""
-    from megatron.core.transformer._cuda_graphs.own_options import WHOLE_MODEL, layers_per_graph
+    from megatron.core.transformer._cuda_graphs.flags.own import WHOLE_MODEL, layers_per_graph
 
     from . import changes
     from .dry_stage import against_whole_model

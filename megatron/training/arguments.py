@@ -6,9 +6,9 @@ Everything else of megatron-core's module of this path is megatron-core's own.
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from megatron.core.transformer._cuda_graphs import own_options
-from megatron.core.transformer._cuda_graphs.flag_table import MODULES
-from megatron.core.transformer._cuda_graphs.fsdp_checks import check_flags, warn_of_flags
+from megatron.core.transformer._cuda_graphs.flags import own
+from megatron.core.transformer._cuda_graphs.flags.checks import check_flags, warn_of_flags
+from megatron.core.transformer._cuda_graphs.flags.table import MODULES
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # names that are megatron-core's own
 def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add megatron-core's arguments to ``parser``, and this project's own of CUDA graphs; return it."""
     parser = _upstream.add_megatron_arguments(parser)
-    return own_options.add_arguments(parser)
+    return own.add_arguments(parser)
 
 
 def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:
@@ -35,7 +35,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     """
     check_flags(args)
     args = _upstream.validate_args(args, defaults or {})
-    own_options.check_arguments(args)
+    own.check_arguments(args)
     check_flags(args)
     warn_of_flags(args)
     return args

@@ -7,8 +7,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron.core.transformer._cuda_graphs.flag_row import Row, Verdict
-from megatron.core.transformer._cuda_graphs.flag_table import TABLE
+from megatron.core.transformer._cuda_graphs.flags.table import TABLE, Row, Verdict
 from megatron_fsdp_cuda_graphs.compatibility import page
 
 COMMITTED = Path(__file__).parents[2] / "docs" / "compatibility.md"
@@ -19,7 +18,7 @@ def test_the_committed_page_is_up_to_date():
 
 
 def row(flags: str = "--bf16", verdict: Verdict = Verdict.WORKS, words: str = "", shown: str = "") -> Row:
-    return Row("name", flags, verdict, lambda options: True, words, shown)
+    return Row("name", flags, verdict, words, shown)
 
 
 def lines_of(table: Iterable[Row]) -> list[str]:

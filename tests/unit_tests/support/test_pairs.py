@@ -4,8 +4,7 @@ import pytest
 
 pytest.importorskip("megatron.core")
 
-from megatron.core.transformer._cuda_graphs.flag_row import MEGATRON_FSDP, Verdict
-from megatron.core.transformer._cuda_graphs.flag_table import TABLE
+from megatron.core.transformer._cuda_graphs.flags.table import MEGATRON_FSDP, TABLE, Verdict
 from tests.support import pairs
 
 WORKING = {row.name for row in TABLE if row.verdict is Verdict.WORKS and row.sharding == MEGATRON_FSDP}

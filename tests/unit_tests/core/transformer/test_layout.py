@@ -22,9 +22,8 @@ LAYERS = (
     {
         f"{PACKAGE}.{name}"
         for name in (
-            *("state", "errors", "own_options", "expected_inputs", "eager_passes", "hooks", "packed_sequences"),
+            *("state", "errors", "expected_inputs", "eager_passes", "hooks", "packed_sequences", "flags"),
             *("evaluation_mode", "dispatcher_state", "launches", "replay_conditions"),
-            *("flag_options", "flag_row", "flag_table", "fsdp_checks"),
         )
     },
     {f"{PACKAGE}.report"},

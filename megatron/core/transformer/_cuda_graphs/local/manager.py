@@ -15,7 +15,7 @@ from ..engine.rng import check_rng_tracker
 from ..engine.streams import leave_default_stream
 from ..errors import NoGraphError, OptionsError, UnsupportedError
 from ..evaluation_mode import may_replay_evaluation
-from ..fsdp_checks import refuse_fsdp_hooks
+from ..flags.checks import refuse_fsdp_hooks
 from ..hooks import is_of_ddp
 from .arguments import ArgMetadata, described
 from .inference import key_of

@@ -14,7 +14,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 from ..engine.chain import Chain
 from ..engine.plan import ordered_plan
 from ..errors import ArgumentError
-from ..own_options import layers_per_graph
+from ..flags.own import layers_per_graph
 from .agreement import CaptureAgreement
 from .backends import Backend
 from .capture_mode import offload_interface

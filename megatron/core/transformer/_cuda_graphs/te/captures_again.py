@@ -12,7 +12,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.utils import log_single_rank
 
 from ..eager_passes import EagerPasses
-from ..own_options import CAPTURES_FLAG, max_captures
+from ..flags.own import CAPTURES_FLAG, max_captures
 from .changed_shapes import STEPS, ChangedShapes
 from .graph_use import CAPTURES_USED_UP
 

@@ -20,8 +20,8 @@ from ..engine.make_graphed_callables import make_graphed_callables
 from ..engine.plan import ordered_plan
 from ..errors import CaptureFailedError, UnsupportedError
 from ..evaluation_graph import EvaluationGraph
+from ..flags.own import packed_sequences
 from ..hooks import extracted_hooks, has_other_hooks
-from ..own_options import packed_sequences
 from ..replay_conditions import AttributeReads, ReplayConditions
 from .agreement import CaptureAgreement
 from .joined_collectives import joined_collectives

@@ -20,10 +20,10 @@ from ..engine.preserve import preserve_buffers
 from ..engine.rng import GraphStates, preserve_rng
 from ..engine.te_engine import recover_te_engine
 from ..errors import CallOrderError, CaptureFailedError, OptionsError
-from ..flag_table import PARTS_OF_OVERLAP
-from ..fsdp_checks import check_fsdp_options
+from ..flags.checks import check_fsdp_options
+from ..flags.own import check_values, layers_per_graph
+from ..flags.table import PARTS_OF_OVERLAP
 from ..hooks import calls_weakly, extracted_hooks
-from ..own_options import FALLBACKS, layers_per_graph, max_captures
 from ..replay_conditions import ReplayConditions
 from .agreement import CaptureAgreement, naming_hooks
 from .attached_graphs import CapturedLayers, detach_graphs, gather_in_replays, noted_conditions, slots_of_layers
@@ -102,10 +102,7 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
             raise OptionsError(
                 f"TECudaGraphHelper needs --cuda-graph-impl transformer_engine, got {config.cuda_graph_impl!r}"
             )
-        if getattr(config, "cuda_graph_fallback", "error") not in FALLBACKS:
-            raise OptionsError(f"--cuda-graph-fallback must be one of {FALLBACKS}, got {config.cuda_graph_fallback!r}")
-        layers_per_graph(config)
-        max_captures(config)
+        check_values(config)
         if problem := allocator_problem():
             raise OptionsError(problem)
         if config.overlap_moe_expert_parallel_comm and not config.cuda_graph_modules:

@@ -14,8 +14,8 @@ from megatron.core.transformer.enums import AttnMaskType
 from ..eager_passes import EagerPasses
 from ..engine.whole_passes import WholePasses
 from ..expected_inputs import ExpectedInputs
+from ..flags.own import packed_sequences
 from ..hooks import has_other_hooks
-from ..own_options import packed_sequences
 from ..replay_conditions import AttributeReads, ReplayConditions
 from .layers import _layer_is_graphable, decoder_layers
 from .sample_inputs import attention_mask_type

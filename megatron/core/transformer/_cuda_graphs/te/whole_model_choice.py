@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import CaptureFailedError
-from ..own_options import WHOLE_MODEL, layers_per_graph
+from ..flags.own import WHOLE_MODEL, layers_per_graph
 from .agreement import CaptureAgreement
 from .backends import Backend
 from .layers import fsdp_of

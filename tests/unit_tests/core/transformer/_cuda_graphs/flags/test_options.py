@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.core.transformer._cuda_graphs.flag_options import Options
+from megatron.core.transformer._cuda_graphs.flags.options import Options
 from megatron.core.transformer.enums import CudaGraphModule
 
 

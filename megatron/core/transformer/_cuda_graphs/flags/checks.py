@@ -7,10 +7,9 @@ import torch
 
 from megatron.core.utils import log_single_rank
 
-from .flag_options import Options
-from .flag_row import MEGATRON_FSDP, TORCH_FSDP, Row, Verdict
-from .flag_table import TABLE
-from .hooks import must_run_outside
+from ..hooks import must_run_outside
+from .options import Options
+from .table import MEGATRON_FSDP, TABLE, TORCH_FSDP, Row, Verdict
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 

@@ -1,13 +1,57 @@
 """The flags that were tried together with a sharded model and per-layer CUDA graphs: one table for checks and docs."""
 
+import enum
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from .flag_options import Options
-from .flag_row import TORCH_FSDP, Row, Verdict
-from .own_options import WHOLE_MODEL
+from .options import Options
+from .own import WHOLE_MODEL
 
+MEGATRON_FSDP = "--use-megatron-fsdp"
+TORCH_FSDP = "--use-torch-fsdp2"
 Condition = Callable[[Options], bool]
+
+
+class Verdict(enum.Enum):
+    """What is known of flags together with per-layer graphs."""
+
+    WORKS = "works"
+    REFUSED = "refused"
+    NO_EFFECT = "no effect"
+    NOT_TRIED = "not tried"
+
+
+@dataclass(frozen=True)
+class Row:
+    """What happens to some flags together with a sharded model and per-layer graphs.
+
+    Attributes:
+        name: Of the row, for tests.
+        flags: The flags, as typed.
+        verdict: What is known of them.
+        words: The line that a user gets: the flag at fault, why, and what to do. Of what works, a remark or nothing.
+        shown: The test that shows it, as a path in this repository.
+        when: Whether options are of this row; None for what works, of which nothing is said.
+        graphs: The values of ``--cuda-graph-impl`` that the row is about.
+        sharding: The flag that shards the model.
+    """
+
+    name: str
+    flags: str
+    verdict: Verdict
+    words: str
+    shown: str
+    when: Condition | None = None
+    graphs: tuple[str, ...] = ("transformer_engine",)
+    sharding: str = MEGATRON_FSDP
+
+    def applies(self, options: Options, sharding: str) -> bool:
+        """Whether something is to be said of ``options`` of a model that the flag ``sharding`` shards."""
+        if self.when is None or sharding != self.sharding or options.implementation not in self.graphs:
+            return False
+        return self.when(options)
+
 
 PARTS_OF_OVERLAP = (
     "--overlap-moe-expert-parallel-comm runs layers in parts, of which graphs can hold those before the tokens are "
@@ -31,27 +75,23 @@ _PACKED = "cuda_graph_packed_sequences"
 
 
 def _refused(name: str, flags: str, when: Condition, words: str, **other: Any) -> Row:
-    return Row(name, flags, Verdict.REFUSED, when, words, _CHECK, **other)
+    return Row(name, flags, Verdict.REFUSED, words, _CHECK, when, **other)
 
 
-def _works(name: str, flags: str, when: Condition, shown: str, words: str = "", **other: Any) -> Row:
-    return Row(name, flags, Verdict.WORKS, when, words, shown, **other)
+def _works(name: str, flags: str, shown: str, words: str = "", **other: Any) -> Row:
+    return Row(name, flags, Verdict.WORKS, words, shown, **other)
 
 
-def _not_tried(name: str, flags: str, when: Condition, words: str, shown: str = "", **other: Any) -> Row:
-    return Row(name, flags, Verdict.NOT_TRIED, when, f"{flags}: not tried with graphs{words}", shown, **other)
+def _not_tried(name: str, flags: str, when: Condition, words: str = "", **other: Any) -> Row:
+    return Row(name, flags, Verdict.NOT_TRIED, f"{flags}: not tried with graphs{words}", "", when, **other)
 
 
 def _no_effect(name: str, flags: str, when: Condition, words: str) -> Row:
-    return Row(name, flags, Verdict.NO_EFFECT, when, words, _CHECK)
+    return Row(name, flags, Verdict.NO_EFFECT, words, _CHECK, when)
 
 
 def _warmup(options: Options) -> int:
     return int(options.get("cuda_graph_warmup_steps", 3))
-
-
-def _unpadded_experts(options: Options) -> bool:
-    return options.has_experts and options.graphs("moe") and not options.pads_experts
 
 
 def _preprocess_waits(options: Options) -> bool:
@@ -69,18 +109,10 @@ def _random_recompute(options: Options) -> bool:
     return bool(attention or (options.get("hidden_dropout", 0.0) and (mlp or moe)))
 
 
-def _scales_loss(options: Options) -> bool:
-    return bool(options.get("fp16") or options.get("loss_scale"))
-
-
 def _not_hybrid(options: Options) -> bool:
     """Whether the model surely has no Mamba layers; configurations alone do not say."""
     patterns = ("hybrid_layer_pattern", "hybrid_override_pattern", "spec")
     return options.knows("hybrid_layer_pattern") and not any(options.get(name) for name in patterns)
-
-
-def _pattern(options: Options) -> str:
-    return str(options.get("hybrid_layer_pattern") or options.get("hybrid_override_pattern") or "")
 
 
 def _packs(options: Options) -> bool:
@@ -91,14 +123,10 @@ def _packed_in_graphs(options: Options) -> bool:
     return bool(options.get(_PACKED)) and options.graphs("attn")
 
 
-def _ties_embedding(options: Options) -> bool:
-    """Whether the output layer has the embedding's weights; configurations alone do not say."""
-    untied = "untie_embeddings_and_output_weights"
-    return options.knows(untied) and not options.get(untied)
-
-
 def _uses_embedding_twice(options: Options) -> bool:
-    return _ties_embedding(options) or bool(options.get("mtp_num_layers"))
+    """Whether the last stage uses the embedding's weights too; configurations alone do not say that of its output."""
+    untied = "untie_embeddings_and_output_weights"
+    return (options.knows(untied) and not options.get(untied)) or bool(options.get("mtp_num_layers"))
 
 
 def _overlaps(options: Options) -> bool:
@@ -106,20 +134,8 @@ def _overlaps(options: Options) -> bool:
     return bool(options.get("overlap_moe_expert_parallel_comm"))
 
 
-def _overlaps_in_double_buffer(options: Options) -> bool:
-    return _overlaps(options) and options.double_buffer
-
-
-def _overlaps_whole_layers(options: Options) -> bool:
-    return _overlaps(options) and (not options.modules or not options.modules.isdisjoint(("mlp", "moe")))
-
-
 def _has_instances(options: Options) -> bool:
-    return int(options.get("num_distributed_optimizer_instances", 1)) > 1
-
-
-def _wants_whole_model(options: Options) -> bool:
-    return bool(options.get("cuda_graph_layers_per_graph") == WHOLE_MODEL)
+    return options.several("num_distributed_optimizer_instances")
 
 
 def _routes_by_sinkhorn(options: Options) -> bool:
@@ -145,11 +161,6 @@ def _shards_all(options: Options) -> bool:
 def _shards_outside(options: Options) -> bool:
     """Whether instances of hybrid sharding shard gradients among them."""
     return bool(options.get("outer_dp_sharding_strategy", "no_shard") != "no_shard")
-
-
-def _heterogeneous(options: Options) -> bool:
-    names = ("heterogeneous_layers_config_path", "heterogeneous_layers_config_encoded_json")
-    return any(options.get(name) for name in (*names, "heterogeneous_block_specs"))
 
 
 def _quantizes_by_tensor(options: Options) -> bool:
@@ -234,7 +245,7 @@ _REFUSED = [
     _refused(
         "unpadded experts",
         "--num-experts, with whole layers or --cuda-graph-modules moe, not padded",
-        _unpadded_experts,
+        lambda options: options.has_experts and options.graphs("moe") and not options.pads_experts,
         "--num-experts with whole layers or moe in graphs: how many tokens an expert gets differs from step to step, "
         "and the host waits for the number; set --cuda-graph-modules attn moe_router moe_preprocess, or give every "
         "expert as many with --moe-pad-expert-input-to-capacity and --moe-expert-capacity-factor",
@@ -251,9 +262,7 @@ _REFUSED = [
         "router of chunks",
         "--mlp-chunks-for-training above 1, --cuda-graph-modules moe_router",
         lambda options: (
-            int(options.get("mlp_chunks_for_training", 1)) > 1
-            and options.has_experts
-            and "moe_router" in options.modules
+            options.several("mlp_chunks_for_training") and options.has_experts and "moe_router" in options.modules
         ),
         "--mlp-chunks-for-training routes each chunk by itself, and a graph of moe_router ends at the first one's "
         "router: leave moe_router out of --cuda-graph-modules, or --mlp-chunks-for-training",
@@ -321,7 +330,7 @@ _REFUSED = [
     _refused(
         "expert parallel overlap in a double buffer",
         "--overlap-moe-expert-parallel-comm, --fsdp-double-buffer",
-        _overlaps_in_double_buffer,
+        lambda options: _overlaps(options) and options.double_buffer,
         "--overlap-moe-expert-parallel-comm computes two micro-batches at a time, in more layers than a double buffer "
         "has room for: leave out --fsdp-double-buffer, and --use-nccl-ub and --megatron-fsdp-max-pool-double-buffer, "
         "which imply it; the weights that graphs read stay in place without it",
@@ -329,7 +338,7 @@ _REFUSED = [
     _refused(
         "expert parallel overlap of whole layers",
         "--overlap-moe-expert-parallel-comm, whole layers or --cuda-graph-modules mlp or moe",
-        _overlaps_whole_layers,
+        lambda options: _overlaps(options) and options.graphs("mlp", "moe"),
         PARTS_OF_OVERLAP,
     ),
     _refused(
@@ -381,8 +390,8 @@ _REFUSED = [
         lambda options: (
             _packs(options)
             and options.has_experts
-            and int(options.get("micro_batch_size", 1)) > 1
-            and any(options.graphs(part) for part in ("moe", "moe_router"))
+            and options.several("micro_batch_size")
+            and options.graphs("moe", "moe_router")
         ),
         "--sft and --dataloader-inter-document-masking put the sequences of a micro-batch into one row, and MoE layers "
         "in graphs do not know how many they are: set --micro-batch-size 1, or --cuda-graph-modules without moe and "
@@ -391,13 +400,13 @@ _REFUSED = [
     _refused(
         "packed sequences in rows",
         "--cuda-graph-packed-sequences, --micro-batch-size above 1",
-        lambda options: _packed_in_graphs(options) and int(options.get("micro_batch_size", 1)) > 1,
+        lambda options: _packed_in_graphs(options) and options.several("micro_batch_size"),
         "--cuda-graph-packed-sequences needs sequences in one row: set --micro-batch-size 1, and a longer --seq-length",
     ),
     _refused(
         "packed sequences over ranks",
         "--cuda-graph-packed-sequences, --context-parallel-size",
-        lambda options: _packed_in_graphs(options) and int(options.get("context_parallel_size", 1)) > 1,
+        lambda options: _packed_in_graphs(options) and options.several("context_parallel_size"),
         "--cuda-graph-packed-sequences needs whole sequences on each rank: leave --context-parallel-size out",
     ),
     _refused(
@@ -414,14 +423,20 @@ _REFUSED = [
     _refused(
         "packed sequences of mamba layers",
         "--cuda-graph-packed-sequences, Mamba layers in graphs",
-        lambda options: _packed_in_graphs(options) and "M" in _pattern(options) and options.graphs("mamba"),
+        lambda options: (
+            _packed_in_graphs(options)
+            and "M" in (options.get("hybrid_layer_pattern") or options.get("hybrid_override_pattern") or "")
+            and options.graphs("mamba")
+        ),
         "--cuda-graph-packed-sequences is for attention, and graphs of Mamba layers take no lengths: set "
         "--cuda-graph-modules to parts other than mamba",
     ),
     _refused(
         "optimizer graph with a loss scale",
         "--optimizer-cuda-graph with --fp16 or --loss-scale",
-        lambda options: bool(options.get("optimizer_cuda_graph")) and _scales_loss(options),
+        lambda options: (
+            bool(options.get("optimizer_cuda_graph")) and bool(options.get("fp16") or options.get("loss_scale"))
+        ),
         "--optimizer-cuda-graph puts the optimizer's step in a graph, in which with a loss scale the host would read "
         "whether gradients are finite: leave it out, or use --bf16 without --loss-scale",
     ),
@@ -451,7 +466,7 @@ _REFUSED = [
         "--num-experts, --tensor-model-parallel-size above 1, --sequence-parallel missing",
         lambda options: (
             options.has_experts
-            and int(options.get("tensor_model_parallel_size", 1)) > 1
+            and options.several("tensor_model_parallel_size")
             and not options.get("sequence_parallel")
         ),
         "--num-experts with --tensor-model-parallel-size: megatron-core's MoE layers train with --sequence-parallel "
@@ -479,7 +494,7 @@ _REFUSED = [
         "--transformer-impl local with --context-parallel-size above 1 or --multi-latent-attention",
         lambda options: (
             options.get("transformer_impl") == "local"
-            and (int(options.get("context_parallel_size", 1)) > 1 or bool(options.get("multi_latent_attention")))
+            and (options.several("context_parallel_size") or bool(options.get("multi_latent_attention")))
         ),
         "--context-parallel-size and --multi-latent-attention need TransformerEngine's attention, with or without "
         "graphs: leave out --transformer-impl local",
@@ -504,7 +519,7 @@ _NO_EFFECT = [
     _no_effect(
         "layers per graph of parts",
         "--cuda-graph-layers-per-graph, --cuda-graph-modules",
-        lambda options: bool(options.modules) and options.get("cuda_graph_layers_per_graph") not in (None, 1),
+        lambda options: bool(options.modules) and str(options.get("cuda_graph_layers_per_graph", 1)) != "1",
         "--cuda-graph-layers-per-graph has no effect with --cuda-graph-modules, as parts of layers have graphs of "
         "their own: leave one out",
     ),
@@ -512,7 +527,10 @@ _NO_EFFECT = [
         "whole model of another sharding",
         f"--cuda-graph-layers-per-graph {WHOLE_MODEL}, --num-distributed-optimizer-instances above 1 or "
         "--data-parallel-sharding-strategy other than optim_grads_params",
-        lambda options: _wants_whole_model(options) and (_has_instances(options) or not _shards_all(options)),
+        lambda options: (
+            options.get("cuda_graph_layers_per_graph") == WHOLE_MODEL
+            and (_has_instances(options) or not _shards_all(options))
+        ),
         f"--cuda-graph-layers-per-graph {WHOLE_MODEL} has no effect with --num-distributed-optimizer-instances or with "
         "--data-parallel-sharding-strategy other than optim_grads_params: layers are captured; leave it out",
     ),
@@ -523,7 +541,6 @@ _NOT_TRIED = [
         "other optimizers",
         "--optimizer lion, soap or a kind of muon, --optimizer-cpu-offload",
         lambda o: o.get("optimizer", "adam") not in ("adam", "sgd") or bool(o.get("optimizer_cpu_offload")),
-        "",
     ),
     _not_tried(
         "other recipes",
@@ -563,56 +580,24 @@ _NOT_TRIED = [
 ]
 
 _WORKS = [
-    _works(
-        "whole layers",
-        "--cuda-graph-modules not given, dense model",
-        lambda o: not o.modules and not o.has_experts,
-        _CPU,
-    ),
-    _works("attention", "--cuda-graph-modules attn", lambda o: o.modules == {"attn"}, _CPU),
-    _works("mlp", "--cuda-graph-modules mlp, dense layers", lambda o: "mlp" in o.modules and o.has_dense_layers, _CPU),
-    _works("router", "--cuda-graph-modules moe_router", lambda o: o.modules == {"moe_router"} and o.has_experts, _CPU),
-    _works(
-        "up to the dispatch",
-        "--cuda-graph-modules attn moe_router moe_preprocess",
-        lambda o: {"moe_router", "moe_preprocess"} <= o.modules and o.has_experts and not _preprocess_waits(o),
-        _CPU,
-    ),
-    _works(
-        "padded experts",
-        "--moe-pad-expert-input-to-capacity, whole layers or --cuda-graph-modules moe",
-        lambda o: o.has_experts and o.graphs("moe") and o.pads_experts,
-        _CPU,
-    ),
-    _works(
-        "overlapped shared experts",
-        "--moe-shared-expert-overlap",
-        lambda o: bool(o.get("moe_shared_expert_overlap")),
-        _CPU,
-    ),
-    _works(
-        "tied embeddings",
-        "tied embeddings (--untie-embeddings-and-output-weights not given)",
-        lambda o: _ties_embedding(o) and o.stages == 1,
-        _CPU,
-    ),
-    _works(
-        "positions",
-        "--position-embedding-type learned_absolute, rope, yarn, mrope or none",
-        lambda o: o.get("position_embedding_type") in ("learned_absolute", "rope", "yarn", "mrope", "none"),
-        _CPU,
-    ),
+    _works("whole layers", "--cuda-graph-modules not given, dense model", _CPU),
+    _works("attention", "--cuda-graph-modules attn", _CPU),
+    _works("mlp", "--cuda-graph-modules mlp, dense layers", _CPU),
+    _works("router", "--cuda-graph-modules moe_router", _CPU),
+    _works("up to the dispatch", "--cuda-graph-modules attn moe_router moe_preprocess", _CPU),
+    _works("padded experts", "--moe-pad-expert-input-to-capacity, whole layers or --cuda-graph-modules moe", _CPU),
+    _works("overlapped shared experts", "--moe-shared-expert-overlap", _CPU),
+    _works("tied embeddings", "tied embeddings (--untie-embeddings-and-output-weights not given)", _CPU),
+    _works("positions", "--position-embedding-type learned_absolute, rope, yarn, mrope or none", _CPU),
     _works(
         "hybrid models",
         "--hybrid-layer-pattern",
-        lambda options: bool(_pattern(options)),
         _HYBRID,
         "Mamba layers were tried with another mixer than that of mamba-ssm",
     ),
     _works(
         "packed sequences in graphs",
         "--cuda-graph-packed-sequences",
-        _packed_in_graphs,
         _PACKED_TEST,
         "whoever makes the batches calls megatron.core.packed_seq_params.pad_packed_seq_params, in the eager training "
         "of a comparison too",
@@ -620,43 +605,29 @@ _WORKS = [
     _works(
         "packed sequences beside graphs",
         "--sft or --dataloader-inter-document-masking, attention not in graphs",
-        lambda options: _packs(options) and not options.graphs("attn"),
         _PACKED_TEST,
         "verified on the CPU backend only, with another attention than TransformerEngine's",
     ),
-    _works("heterogeneous layers", "--heterogeneous-layers-config-path", _heterogeneous, _PRETRAIN),
+    _works("heterogeneous layers", "--heterogeneous-layers-config-path", _PRETRAIN),
     _works(
         "fp16",
         "--fp16, with a dynamic or a constant loss scale",
-        lambda o: bool(o.get("fp16")),
         _CPU,
         "with a dynamic scale --cuda-graph-warmup-steps count from the first step that is not skipped",
     ),
-    _works("bf16", "--bf16", lambda o: bool(o.get("bf16")), _CPU),
+    _works("bf16", "--bf16", _CPU),
     _works(
         "checkpoints",
         "--save, --load",
-        lambda o: bool(o.get("save") or o.get("load")) and not o.get("async_save"),
         _RESUMED,
         "runs with and without graphs load each other's checkpoints; of two pipeline stages into one and back, too",
     ),
-    _works("dropout", "--hidden-dropout, --attention-dropout", lambda o: bool(o.get("hidden_dropout")), _CPU),
-    _works(
-        "recomputation",
-        "--recompute-modules core_attn, mlp, layernorm",
-        lambda o: o.recomputes("core_attn", "mlp", "layernorm"),
-        _GPU,
-    ),
-    _works(
-        "strategies",
-        "--data-parallel-sharding-strategy",
-        lambda o: bool(o.get("data_parallel_sharding_strategy")),
-        _CPU,
-    ),
+    _works("dropout", "--hidden-dropout, --attention-dropout", _CPU),
+    _works("recomputation", "--recompute-modules core_attn, mlp, layernorm", _GPU),
+    _works("strategies", "--data-parallel-sharding-strategy", _CPU),
     _works(
         "hybrid sharding",
         "--num-distributed-optimizer-instances, --outer-dp-sharding-strategy",
-        lambda o: _has_instances(o) and bool(o.get("overlap_grad_reduce")),
         _WHOLE,
         "with --outer-dp-sharding-strategy optim the patch scales gradients and clips them as without instances, which "
         "megatron-core does not",
@@ -664,35 +635,24 @@ _WORKS = [
     _works(
         "fused weight gradients of sharded parameters",
         "fused gradient accumulation (--no-gradient-accumulation-fusion not given)",
-        lambda o: bool(o.get("gradient_accumulation_fusion")) and _shards_all(o),
         _GPU,
     ),
-    _works("multi-token prediction", "--mtp-num-layers", lambda o: bool(o.get("mtp_num_layers")), _CPU),
+    _works("multi-token prediction", "--mtp-num-layers", _CPU),
     _works(
         "optimizer graph",
         "--optimizer-cuda-graph",
-        lambda o: bool(o.get("optimizer_cuda_graph")) and not _scales_loss(o),
         _GPU,
         "where torch's Adam is in the place of TransformerEngine's a checkpoint of it cannot be loaded: learning rates "
         "in it are tensors",
     ),
+    _works("tensor parallel", "--tensor-model-parallel-size, --sequence-parallel", _GPU),
+    _works("pipeline", "--pipeline-model-parallel-size", _STAGES),
     _works(
-        "tensor parallel",
-        "--tensor-model-parallel-size, --sequence-parallel",
-        lambda o: int(o.get("tensor_model_parallel_size", 1)) > 1,
-        _GPU,
-    ),
-    _works("pipeline", "--pipeline-model-parallel-size", lambda o: o.stages > 1, _STAGES),
-    _works(
-        "interleaved stages",
-        "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank",
-        lambda o: o.interleaves,
-        _STAGES,
+        "interleaved stages", "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank", _STAGES
     ),
     _works(
         "expert parallel",
         "--expert-model-parallel-size, --expert-tensor-parallel-size",
-        lambda o: int(o.get("expert_model_parallel_size", 1)) > 1,
         _GPU,
         "with --data-parallel-sharding-strategy no_shard the patch clips by a norm of the experts of all ranks, which "
         "megatron-core does not",
@@ -700,44 +660,22 @@ _WORKS = [
     _works(
         "expert parallel overlap",
         "--overlap-moe-expert-parallel-comm, --cuda-graph-modules attn, moe_router or moe_preprocess",
-        lambda o: _overlaps(o) and not _overlaps_in_double_buffer(o) and not _overlaps_whole_layers(o),
         _OVERLAP,
         "weights other than experts stay in memory, gathered, from capture on",
     ),
-    _works(
-        "fp8",
-        "--fp8-format, --fp8-recipe delayed or tensorwise",
-        _quantizes_by_tensor,
-        _GPU,
-    ),
-    _works(
-        "fp8 parameters",
-        "--fp8-param-gather, --fp8-recipe delayed or tensorwise",
-        lambda o: _quantizes_by_tensor(o) and bool(o.get("fp8_param_gather") or o.get("fp8_param")),
-        _GPU_FLAGS,
-    ),
-    _works(
-        "context parallel",
-        "--context-parallel-size",
-        lambda options: int(options.get("context_parallel_size", 1)) > 1,
-        _GPU_FLAGS,
-    ),
+    _works("fp8", "--fp8-format, --fp8-recipe delayed or tensorwise", _GPU),
+    _works("fp8 parameters", "--fp8-param-gather, --fp8-recipe delayed or tensorwise", _GPU_FLAGS),
+    _works("context parallel", "--context-parallel-size", _GPU_FLAGS),
     _works(
         "torch fsdp2",
         "--use-torch-fsdp2",
-        lambda options: not options.get("optimizer_cuda_graph"),
         _TORCH,
         "layers with graphs are still gathered before each pass, but keep the memory of their parameters between "
         "passes",
         sharding=TORCH_FSDP,
     ),
-    _works("user buffers", "--use-nccl-ub", lambda options: bool(options.get("nccl_ub")), _GPU_FLAGS),
-    _works(
-        "latent attention",
-        "--multi-latent-attention",
-        lambda options: bool(options.get("multi_latent_attention")),
-        _GPU_FLAGS,
-    ),
+    _works("user buffers", "--use-nccl-ub", _GPU_FLAGS),
+    _works("latent attention", "--multi-latent-attention", _GPU_FLAGS),
 ]
 
 TABLE = (*_REFUSED, *_NO_EFFECT, *_NOT_TRIED, *_WORKS)

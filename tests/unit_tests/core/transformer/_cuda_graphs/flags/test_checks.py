@@ -1,4 +1,4 @@
-"""fsdp_checks: what Megatron-FSDP must be told for per-layer graphs."""
+"""What Megatron-FSDP must be told for per-layer graphs."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.flag_table import TABLE
-from megatron.core.transformer._cuda_graphs.fsdp_checks import check_fsdp_options, refuse_fsdp_hooks
+from megatron.core.transformer._cuda_graphs.flags.checks import check_fsdp_options, refuse_fsdp_hooks
+from megatron.core.transformer._cuda_graphs.flags.table import TABLE
 from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_HANDLER, BACKWARD_PRE_HANDLER, runs_outside_graphs
 from megatron.core.transformer.enums import CudaGraphModule
 

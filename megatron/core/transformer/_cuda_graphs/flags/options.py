@@ -35,6 +35,10 @@ class Options:
         """Whether a source has the option, be its value None."""
         return any(hasattr(source, name) for source in self._sources)
 
+    def several(self, name: str) -> bool:
+        """Whether the option is a number above 1."""
+        return int(self.get(name, 1)) > 1
+
     @property
     def implementation(self) -> str:
         """``none``, ``transformer_engine``, ``local`` or ``full_iteration``, as in ``--cuda-graph-impl``."""
@@ -71,7 +75,7 @@ class Options:
     @property
     def has_experts(self) -> bool:
         """Whether there are MoE layers."""
-        return int(self.get("num_moe_experts", 0)) > 1
+        return self.several("num_moe_experts")
 
     @property
     def has_dense_layers(self) -> bool:
@@ -94,7 +98,7 @@ class Options:
         """Whether a pipeline stage has several chunks of the model."""
         names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
         return (
-            any(self.get(name) for name in names) or int(self.get("virtual_pipeline_model_parallel_size", 1)) > 1
+            any(self.get(name) for name in names) or self.several("virtual_pipeline_model_parallel_size")
         ) and self.stages > 1
 
     def recomputes(self, *modules: str) -> bool:
