@@ -88,11 +88,12 @@ class CallCapture:
             scratch_main_grads((*slot.params, *self._sharded.with_neighbors())),
             _warming_up(),
         ):
-            for _ in range(self._sharded.warmup_steps(steps)):
+            # The second step finds sharded weights gathered by the first.
+            for _ in range(max(steps, 2) if self._sharded else steps):
                 with self.call.surroundings():
-                    slot.forward(self._sharded.forward(not_recording))
+                    slot.forward(self._sharded.completing(not_recording, reductions=False))
                 if self._differentiates:
-                    backward = self._sharded.backward(not_recording, finalizes=False)
+                    backward = self._sharded.completing(not_recording, reductions=True, finalizes=False)
                     slot.backward(backward, lambda outputs: tuple(map(torch.zeros_like, outputs)))
                     trained = slot.trained_params
                 slot.drop_results()
@@ -119,7 +120,7 @@ class CallCapture:
         self.slot = slot = self._new_slot(static)
         with self._passes(), self.call.surroundings(), torch.profiler.record_function(f"{name} forward for capture"):
             capture = Capture(self._pool)  # its graphs know the generator state that is in use now
-            slot.forward(self._sharded.forward(capture.recording), capture.new_graph())
+            slot.forward(self._sharded.completing(capture.recording, reductions=False), capture.new_graph())
         if slot.delays_weight_gradients:
             raise ValueError(f"{name}: --delay-wgrad-compute does not work with --cuda-graph-impl local")
         self.changes_state = state_before != _written_state(module)
@@ -158,7 +159,7 @@ class CallCapture:
             track_fused_accumulation((*slot.params, *self._sharded.with_neighbors())),
             torch.profiler.record_function(f"{self.call.name} backward for capture"),
         ):
-            recording = self._sharded.backward(capture.recording)
+            recording = self._sharded.completing(capture.recording, reductions=True)
             slot.backward(recording, lambda outputs: tuple(grads), capture.new_graph())
         if self._output_addresses != [output.data_ptr() for output in outputs]:
             raise ValueError(

@@ -51,32 +51,21 @@ class ShardedWeights:
         module: The module of the runner.
     """
 
-    def __init__(self, module: Any):
-        params = module.parameters() if isinstance(module, torch.nn.Module) else ()
-        self._params = [param for param in params if getattr(param, "is_gtp_weight_remat", False)]
+    def __init__(self, module: torch.nn.Module):
+        self._params = [param for param in module.parameters() if getattr(param, "is_gtp_weight_remat", False)]
         self._completed: list[Any] = []
 
     def __bool__(self) -> bool:
         return bool(self._params)
 
-    def warmup_steps(self, steps: int) -> int:
-        """Return ``steps``, but at least two with sharded weights: the second finds them gathered by the first."""
-        return max(steps, 2) if self else steps
-
-    def forward(self, recording: Recording) -> Recording:
-        """Return ``recording`` with the gathers of a forward pass complete at its end."""
-        return self._completing(recording, reductions=False, finalizes=False)
-
-    def backward(self, recording: Recording, finalizes: bool = True) -> Recording:
-        """Return ``recording`` with the gathers and reductions of a backward pass complete at its end.
+    def completing(self, recording: Recording, *, reductions: bool, finalizes: bool = True) -> Recording:
+        """Return ``recording`` with the communication that a pass starts complete at its end.
 
         Args:
-            recording: The context in which autograd runs.
+            recording: The context in which the pass runs.
+            reductions: Whether gradients are reduced, as in a backward pass, besides weights gathered.
             finalizes: Whether the last reduced gradients are added to main gradients.
         """
-        return self._completing(recording, reductions=True, finalizes=finalizes)
-
-    def _completing(self, recording: Recording, reductions: bool, finalizes: bool) -> Recording:
         if not self:
             return recording
 
