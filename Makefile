@@ -37,12 +37,7 @@ TORCH_TESTS := $(addprefix tests/unit_tests/,test_doctor.py::test_the_torch_that
 TORCH_TRAININGS := $(addprefix tests/integration_tests/,benchmarks \
 	$(addprefix test_,fsdp_graphs.py local_graphs.py checkpoints.py torch_fsdp.py install.py))
 
-# Those of `make test-patch`; PATCH_TESTS=tests/unit_tests/core is all that there are.
-PATCH_TESTS ?= $(addprefix tests/unit_tests/,training/test_arguments.py \
-	$(addprefix core/distributed/test_,fsdp_hooks.py step_plans.py) \
-	$(addprefix core/transformer/,test_cuda_graphs.py test_module.py _cuda_graphs/te _cuda_graphs/test_hooks.py))
-
-.PHONY: help .venv demo test test-all test-unit test-integration test-versions test-patch $(OTHER_CORES:%=test-core-%) \
+.PHONY: help .venv demo test test-all test-unit test-integration test-versions test-patch test-patch-quick $(OTHER_CORES:%=test-core-%) \
 	test-processors test-avx2 test-sse4 test-threads test-torches test-newest-torch test-installed \
 	$(OTHER_TORCHES:%=test-torch-%) test-gpu test-functional bench docs lint format clean
 
@@ -55,7 +50,8 @@ help:
 	@echo "make test-torches   unit tests, demo and some trainings on the other versions of torch that setup.py admits"
 	@echo "make test-installed  unit tests of a copy that pip installed"
 	@echo "make test-newest-torch  the demo and few tests on the newest of them"
-	@echo "make test-patch     unit tests in a megatron-core checkout to which the patch series was applied"
+	@echo "make test-patch     apply the patch series to a megatron-core checkout, patch by patch: import, train, test"
+	@echo "make test-patch-quick  the same for the first three patches and the last"
 	@echo "make test-gpu  tests on the GPUs of this machine"
 	@echo "make test-functional  recipes with golden values, those that this machine can run"
 	@echo "make bench     time of a step of each kind, on the GPUs of this machine"
@@ -157,17 +153,10 @@ $(OTHER_TORCHES:%=build/torches/%/.installed): build/torches/%/.installed: | $(E
 		$$(sed -nE 's/^Requires-Dist: (nvidia-(nccl|nvshmem)-cu13==[0-9.]+).*/\1/p' build/torches/$*/torch-*.dist-info/METADATA)
 	touch $@
 
-# The patch as patches, applied to a checkout: the demo and unit tests pass there without the start-up of this project.
-# Left out are tests of that start-up, and of where definitions lie.
-test-patch: UNPATCHED := MEGATRON_FSDP_CUDA_GRAPHS=0 PYTHONPATH=$(CURDIR)/build/checkout$(addprefix :,$(PYTHONPATH))
-test-patch: $(ENVIRONMENT)
-	rm -rf build/checkout build/patches
-	$(PY) tests/support/checkout.py build/checkout
-	$(PY) -m megatron_fsdp_cuda_graphs patch-series build/checkout build/patches
-	git -C build/checkout -c user.name=test -c user.email=test@localhost am --quiet $(CURDIR)/build/patches/*/*.patch
-	$(UNPATCHED) $(PY) examples/demo.py --device cpu --steps 8 --output build/patched-demo
-	$(UNPATCHED) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) $(PATCH_TESTS) \
-		-k "not source_is_found and not in_a_table and not pickles_load"
+# The patch as patches, applied to a checkout one by one, without the start-up of this project.
+test-patch test-patch-quick: $(ENVIRONMENT)
+	rm -rf build/series
+	$(PY) -m tests.support.patch_by_patch build/series $(if $(findstring quick,$@),--quick)
 
 # Each layout of ranks is started, with torchrun, in processes of its own.
 test-gpu: $(ENVIRONMENT)

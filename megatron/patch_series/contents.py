@@ -1,21 +1,19 @@
-"""The files of a Megatron-LM checkout with the patch in it."""
+"""The files of a Megatron-LM checkout with the patches in it."""
 
+import ast
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..overlay import ROOT, TESTED_VERSIONS, patched_modules, tree_file
+from .series import SERIES, Patch
+from .source import Source
 from .splice import splice
 
 OWN = __name__.partition(".")[0]  # this package, as imports name it
 # Modules of this package that files of the patch import, and where they go.
-MOVED = {
-    "public_names": ("megatron.core.public_names", ROOT / "public_names.py"),
-    "tensor_alias": ("megatron.core.tensor_alias", ROOT / "tensor_alias.py"),
-    "collectives": ("megatron.core.collectives", ROOT / "collectives.py"),
-    "allocator_check": ("megatron.core.allocator_check", ROOT / "allocator_check.py"),
-}
+MOVED = {name: f"megatron.core.{name}" for name in ("public_names", "tensor_alias", "collectives", "allocator_check")}
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,7 @@ class File:
 
     Attributes:
         path: Where it is, below the checkout.
-        text: Its content with the patch.
+        text: Its content with a patch.
         before: Its content without; None if it is new.
     """
 
@@ -33,73 +31,133 @@ class File:
     before: str | None
 
 
-@dataclass(frozen=True)
-class Series:
-    """A part of the changes.
-
-    Attributes:
-        name: Of its folder.
-        title: What it is about.
-        folders: Files below ``megatron`` whose paths begin with one of these belong to it.
-    """
-
-    name: str
-    title: str
-    folders: tuple[str, ...]
-
-
-SERIES = (
-    Series(
-        "1-engine",
-        "Capture engine with hooks that run outside capture",
-        (
-            "core/transformer/_cuda_graphs/engine/",
-            "core/transformer/_cuda_graphs/errors.py",
-            "core/transformer/_cuda_graphs/__init__.py",
-            "core/public_names.py",
-            "core/tensor_alias.py",
-        ),
-    ),
-    Series(
-        "2-fsdp",
-        "Megatron-FSDP beside per-layer CUDA graphs",
-        (
-            "core/distributed/",
-            "core/optimizer/",
-            "core/datasets/",
-            "core/host_agreement.py",
-            "core/rerun_state_machine.py",
-            "core/utils.py",
-        ),
-    ),
-    Series("3-local-graphs", "Local graphs, TECudaGraphHelper and their flags", ("core/", "training/")),
-)
-
-
-def files(checkout: Path) -> Iterator[File]:
-    """Yield the files that the patch changes or adds.
+def patches(checkout: Path, series: tuple[Patch, ...] = SERIES) -> Iterator[tuple[Patch, list[File]]]:
+    """Yield each patch with the files that it changes or adds, on top of those before it.
 
     Args:
         checkout: It holds ``megatron/core``; it is read only.
+        series: The patches.
 
     Raises:
         FileNotFoundError: it does not.
         ValueError: it is a version that the patch was not tested with.
     """
     _check_version(checkout)
-    for target, source in MOVED.values():
-        yield _file(checkout, target, source.read_text())
-    for name in patched_modules():
-        path = tree_file(name)
-        assert path is not None
-        text = path.read_text()
-        yield _file(checkout, name, _without_overlay(text), path.name == "__init__.py", "= extend(__name__)" in text)
+    tree = _Tree(checkout)
+    for patch in series:
+        before = dict(tree.texts)
+        tree.apply(patch)
+        yield (
+            patch,
+            [
+                File(tree.path(name), text, before.get(name, tree.theirs[name]))
+                for name, text in sorted(tree.texts.items())
+                if text != before.get(name, tree.theirs[name])
+            ],
+        )
 
 
-def series_of(path: str) -> Series:
-    """Return the series of the file at ``path``, below the checkout."""
-    below = path.removeprefix("megatron/")
-    return next(series for series in SERIES if below.startswith(series.folders))
+def with_all(patches: Iterable[tuple[Patch, list[File]]]) -> list[File]:
+    """Return the files of all of them, each as the last leaves it and as it was before the first."""
+    changed: dict[str, File] = {}
+    for _, files in patches:
+        for file in files:
+            changed[file.path] = replace(file, before=changed.get(file.path, file).before)
+    return list(changed.values())
+
+
+class _Tree:
+    """The modules that the patches change or add.
+
+    Attributes:
+        theirs: megatron-core's text of each; None of those that are added.
+        texts: The text of those that are changed or added so far.
+    """
+
+    def __init__(self, checkout: Path) -> None:
+        self._files = {name: tree_file(name) for name in patched_modules()}
+        self._files |= {target: ROOT / f"{name}.py" for name, target in MOVED.items()}
+        self._ours = {
+            name: _without_overlay(file.read_text()) for name, file in self._files.items() if file is not None
+        }
+        found = {name: checkout / self.path(name) for name in self._files}
+        self.theirs = {name: file.read_text() if file.is_file() else None for name, file in found.items()}
+        self.texts: dict[str, str] = {}
+        self._changed: dict[str, set[str]] = {}  # definitions, by extended module
+        self._whole: set[str] = set()
+
+    def path(self, name: str) -> str:
+        """Return where a module is, below the checkout."""
+        file, path = self._files[name], Path(*name.split("."))
+        return str(path / "__init__.py" if file is not None and file.name == "__init__.py" else path.with_suffix(".py"))
+
+    def apply(self, patch: Patch) -> None:
+        """Change and add what ``patch`` does, and what that imports."""
+        roots = tuple(f"megatron/{root}" for root in patch.roots)
+        todo = [name for name in self._files if self.path(name).startswith(roots) and name not in self._whole]
+        self._whole.update(todo)
+        for name, definitions in patch.changes.items():
+            self._changed.setdefault(name, set()).update(definitions)
+            todo.append(name)
+        while todo:
+            name = todo.pop()
+            self.texts[name] = self._text(name)
+            todo += self._imported_by(name)
+        for name in self._files:
+            if self.theirs[name] is not None and not self._extends(name) and name not in self._whole:
+                text = self._partly(name)
+                if text != self.theirs[name]:
+                    self.texts[name] = text
+
+    def _extends(self, name: str) -> bool:
+        return self.theirs[name] is not None and "= extend(__name__)" in self._ours[name]
+
+    def _text(self, name: str) -> str:
+        theirs = self.theirs[name]
+        if theirs is None or not self._extends(name):
+            return self._ours[name]
+        return splice(theirs, self._ours[name], None if name in self._whole else self._changed[name])
+
+    def _imported_by(self, name: str) -> Iterator[str]:
+        """Yield the modules that have to be there, or to define more, for the imports of the module ``name``."""
+        is_package = self.path(name).endswith("__init__.py")
+        for module, imported in imports(self.texts[name], name if is_package else name.rpartition(".")[0]):
+            for other in (module, f"{module}.{imported}"):
+                parents = [".".join(other.split(".")[:end]) for end in range(3, other.count(".") + 2)]
+                for each in parents:
+                    if each in self._files and self.theirs[each] is None and each not in self._whole:
+                        self._whole.add(each)
+                        yield each
+            if module in self._files and self._extends(module) and module not in self._whole:
+                theirs = self.theirs[module] or ""
+                known = self._changed.setdefault(module, set())
+                ours = Source(self._ours[module]).names.keys() - Source(theirs).names.keys()
+                if imported in ours - known:
+                    known.add(imported)
+                    yield module
+
+    def _partly(self, name: str) -> str:
+        """Return a module that is replaced as a whole later: what files that are there define, it imports from them."""
+        package = name.rpartition(".")[0]
+        nodes = [node for node in ast.parse(self._ours[name]).body if isinstance(node, ast.ImportFrom)]
+        there = [node for node in nodes if _module(node, package) in self._whole and node.names[0].name != "*"]
+        return splice(self.theirs[name] or "", "\n".join(map(ast.unparse, there)))
+
+
+def imports(text: str, package: str) -> Iterator[tuple[str, str]]:
+    """Yield the modules that a file imports from, at any place, with each name."""
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom):
+            yield from ((_module(node, package), alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+
+
+def _module(node: ast.ImportFrom, package: str) -> str:
+    parts = package.split(".")
+    return ".".join(
+        [*parts[: len(parts) - node.level + 1], *filter(None, [node.module])] if node.level else [node.module or ""]
+    )
 
 
 def _check_version(checkout: Path) -> None:
@@ -115,19 +173,10 @@ def _check_version(checkout: Path) -> None:
         )
 
 
-def _file(checkout: Path, name: str, text: str, is_package: bool = False, extends: bool = False) -> File:
-    path = Path(*name.split("."), "__init__.py") if is_package else Path(*name.split(".")).with_suffix(".py")
-    there = checkout / path
-    before = there.read_text() if there.is_file() else None
-    if extends and before is not None:
-        text = splice(before, text)
-    return File(str(path), text, before)
-
-
 def _without_overlay(text: str) -> str:
     """Let imports of this package's modules name the places of those in the checkout."""
     text = text.replace(f"from {OWN}.overlay import extend\n", "")
-    for module, (target, _) in MOVED.items():
+    for module, target in MOVED.items():
         text = text.replace(f"from {OWN}.{module} import", f"from {target} import")
     if OWN in "\n".join(line for line in text.splitlines() if "import" in line):
         raise ValueError(f"a file of the patch imports {OWN} in a way that has no place in a checkout")

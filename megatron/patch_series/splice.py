@@ -62,7 +62,8 @@ def splice(theirs: str, ours: str, names: Collection[str] | None = None) -> str:
             result.insert(place, node, renamed(own.code(node)), gap=2)
             continue
         place = there.end_lineno or 0
-    imported = {name for node in own.body if isinstance(node, ast.ImportFrom) for name in bound(node)}
+    nodes = own.body if names is None else []
+    imported = {name for node in nodes if isinstance(node, ast.ImportFrom) for name in bound(node)}
     moved = {name for name in imported if isinstance(source.names.get(name), Function | ast.ClassDef)}
     for name in moved:
         result.replace(source.names[name], "")
@@ -131,7 +132,10 @@ def _available(own: Source, source: Source) -> Nodes:
 
 def _wanted(available: Nodes, names: Collection[str], source: Source) -> Nodes:
     """Return those of ``available`` that have ``names``, and what they use that megatron-core does not have."""
-    new = {name for name in available if _of_class(source, *name.rpartition(".")[::2]) is None}
+    new = {name: name for name in available if _of_class(source, *name.rpartition(".")[::2]) is None}
+    for name, nodes in available.items():  # attributes that a method sets
+        if owner := name.rpartition(".")[0]:
+            new = {f"{owner}.{attribute}": name for node in nodes for attribute in _set_by(node)} | new
     wanted: Nodes = {}
     todo = list(names)
     while todo:
@@ -143,8 +147,14 @@ def _wanted(available: Nodes, names: Collection[str], source: Source) -> Nodes:
         wanted[name] = available[name]
         owner = name.rpartition(".")[0]
         for used in (used for node in available[name] for used in used_names(node)):
-            todo += [each for each in (used, f"{owner}.{used}") if each in new]
+            todo += [new[each] for each in (used, f"{owner}.{used}") if each in new]
     return wanted
+
+
+def _set_by(node: ast.stmt) -> list[str]:
+    """Return the attributes that a method sets on its object."""
+    nodes = (each for each in ast.walk(node) if isinstance(each, ast.Attribute) and isinstance(each.ctx, ast.Store))
+    return [each.attr for each in nodes if isinstance(each.value, ast.Name) and each.value.id == "self"]
 
 
 def _of_class(source: Source, owner: str, name: str) -> ast.stmt | None:

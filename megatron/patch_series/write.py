@@ -4,18 +4,20 @@ import subprocess
 import tempfile
 from collections.abc import Iterable
 from pathlib import Path
+from textwrap import fill
 
-from .contents import SERIES, File, series_of
+from .contents import File
+from .series import Patch
 
 IDENTITY = ("-c", "user.name=Megatron-FSDP CUDA graphs", "-c", "user.email=patches@localhost")
 NOTE = "Made from the overlay of megatron-fsdp-cuda-graphs by its command patch-series."
 
 
-def write_series(files: Iterable[File], output: Path) -> list[Path]:
-    """Write a folder of patches for each series, for ``git am`` in this order; return the patches.
+def write_series(patches: Iterable[tuple[Patch, list[File]]], output: Path) -> list[Path]:
+    """Write the patches, in folders of their series, for ``git am`` in this order; return their paths.
 
     Args:
-        files: What the checkout is to have.
+        patches: Each with the files that it changes or adds, on top of those before it.
         output: A folder, which is made; it must be empty.
 
     Raises:
@@ -25,29 +27,26 @@ def write_series(files: Iterable[File], output: Path) -> list[Path]:
     output.mkdir(parents=True, exist_ok=True)
     if any(output.iterdir()):
         raise FileExistsError(f"{output} is not empty: name another folder for the patches")
-    by_series: dict[str, list[File]] = {series.name: [] for series in SERIES}
-    for file in files:
-        by_series[series_of(file.path).name].append(file)
-    patches = []
+    written = []
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
         _git(scratch, "init", "--quiet")
-        for file in (each for group in by_series.values() for each in group if each.before is not None):
-            _put(scratch, file.path, file.before or "")
         _commit(scratch, "megatron-core")
-        for series in SERIES:
-            group = by_series[series.name]
-            new, changed = ([file for file in group if (file.before is None) is is_new] for is_new in (True, False))
-            for part, what in ((new, "new files"), (changed, "changed files")):
-                for file in part:
-                    _put(scratch, file.path, file.text)
-                if part:
-                    _commit(scratch, f"{series.title}: {what}")
-            count = sum(map(bool, (new, changed)))
-            target = output / series.name
-            _git(scratch, "format-patch", "--quiet", "--output-directory", str(target.resolve()), f"-{count}")
-            patches += sorted(target.iterdir())
-    return patches
+        for patch, files in patches:
+            for before in (True, False):
+                for file in files:
+                    if not before or file.before is not None:
+                        _put(scratch, file.path, (file.before if before else file.text) or "")
+                if before:
+                    _commit(scratch, "megatron-core's own files")
+            _commit(scratch, patch.title, fill(patch.why, 72))
+            target = (output / patch.folder).resolve()
+            number = len(list(target.glob("*.patch"))) + 1
+            _git(
+                scratch, "format-patch", "--quiet", f"--start-number={number}", "--output-directory", str(target), "-1"
+            )
+            written.append(max(target.iterdir()))
+    return written
 
 
 def _put(root: Path, path: str, text: str) -> None:
@@ -56,9 +55,10 @@ def _put(root: Path, path: str, text: str) -> None:
     target.write_text(text)
 
 
-def _commit(root: Path, title: str) -> None:
+def _commit(root: Path, title: str, *paragraphs: str) -> None:
+    message = [option for text in (title, *paragraphs, NOTE) for option in ("--message", text)]
     _git(root, "add", "--all", "--force")
-    _git(root, *IDENTITY, "commit", "--quiet", "--allow-empty", "--message", title, "--message", NOTE)
+    _git(root, *IDENTITY, "commit", "--quiet", "--allow-empty", *message)
 
 
 def _git(root: Path, *arguments: str) -> None:

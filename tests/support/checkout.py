@@ -22,6 +22,7 @@ def main(folder: Path) -> None:
         ("init", "--quiet"),
         ("add", "--all", "--force"),
         ("-c", "user.name=test", "-c", "user.email=test@localhost", "commit", "--quiet", "--message", "megatron-core"),
+        ("tag", "megatron-core"),
     ):
         subprocess.run(["git", "-C", str(folder), *arguments], check=True)
 

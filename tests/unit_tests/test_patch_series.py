@@ -12,15 +12,27 @@ import pytest
 
 from megatron_fsdp_cuda_graphs import overlay
 from megatron_fsdp_cuda_graphs.patch_series import cli, contents
+from megatron_fsdp_cuda_graphs.patch_series.series import SERIES
 
 INSTALLED = Path(overlay.find_core().origin).parents[2]
 
 
+@pytest.fixture(scope="module")
+def patches():
+    return list(contents.patches(INSTALLED))
+
+
+@pytest.fixture(scope="module")
+def files(patches):
+    """The files that all patches change or add, with all of them."""
+    return contents.with_all(patches)
+
+
 @pytest.fixture
-def checkout(tmp_path):
+def checkout(tmp_path, files):
     """A git repository of the files that the patch changes, and of the version."""
     folder = tmp_path / "checkout"
-    changed = [file.path for file in contents.files(INSTALLED) if file.before is not None]
+    changed = [file.path for file in files if file.before is not None]
     for path in [*changed, "megatron/core/package_info.py"]:
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(INSTALLED / path, folder / path)
@@ -36,15 +48,43 @@ def git(folder, *arguments):
     return done.stdout
 
 
-def test_git_am_takes_all_patches(checkout, tmp_path, capsys):
+def test_git_am_takes_all_patches(checkout, files, tmp_path, capsys):
     assert cli.main([str(checkout), str(tmp_path / "patches")]) == 0
-    patches = sorted((tmp_path / "patches").glob("*/*.patch"))
-    assert {patch.parent.name for patch in patches} == {"1-engine", "2-fsdp", "3-local-graphs"}
-    assert all(str(patch) in capsys.readouterr().out for patch in patches[:1])
-    git(checkout, "am", "--quiet", *map(str, patches))
-    for file in contents.files(INSTALLED):
+    written = sorted((tmp_path / "patches").glob("*/*.patch"))
+    assert capsys.readouterr().out.splitlines()[: len(SERIES)] == list(map(str, written))
+    assert [patch.parent.name for patch in written] == [patch.folder for patch in SERIES]
+    for patch in written:
+        if patch.parent.name == SERIES[0].folder:
+            git(checkout, "apply", "--check", str(patch))  # alone
+    git(checkout, "am", "--quiet", *map(str, written))
+    for file in files:
         assert (checkout / file.path).read_text() == file.text
     assert git(checkout, "status", "--porcelain") == ""
+
+
+def test_faults_of_megatron_core_are_mended_before_anything_is_captured(patches):
+    mended = [changed for patch, changed in patches if patch.folder == SERIES[0].folder]
+    assert len(mended) > 5
+    assert not any("_cuda_graphs" in file.path or "_cuda_graphs" in file.text for files in mended for file in files)
+
+
+def test_every_patch_has_tests_that_are_there(patches):
+    for patch, changed in patches:
+        assert changed
+        assert patch.tests
+        assert all((Path(__file__).parent / path).exists() for path in patch.tests), patch.title
+
+
+def test_a_patch_imports_only_what_is_there(patches):
+    added = {file.path for _, changed in patches for file in changed if file.before is None}
+    there = set()
+    for patch, changed in patches:
+        there |= {file.path for file in changed}
+        for file in changed:
+            package = file.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".").rpartition(".")[0]
+            for module, name in contents.imports(file.text, package):
+                needed = {f"{each.replace('.', '/')}.py" for each in (module, f"{module}.{name}")}
+                assert needed & added <= there, (patch.title, file.path)
 
 
 def test_the_commands_of_the_readme(checkout, tmp_path, monkeypatch):
@@ -56,34 +96,34 @@ def test_the_commands_of_the_readme(checkout, tmp_path, monkeypatch):
     make, apply = re.findall(r"^    (.*PATCHES.*)$", readme, re.MULTILINE)
     for command in (make.replace("python", sys.executable, 1), apply):
         subprocess.run(command, shell=True, cwd=tmp_path, check=True, capture_output=True)
-    assert len(git(tmp_path / "MEGATRON_LM_CHECKOUT", "log", "--oneline").splitlines()) == 1 + 5
+    assert len(git(tmp_path / "MEGATRON_LM_CHECKOUT", "log", "--oneline").splitlines()) == 1 + len(SERIES)
 
 
-def test_every_file_of_the_patch_is_in_the_series_and_needs_nothing_else_of_this_project():
-    files = {file.path: file for file in contents.files(INSTALLED)}
+def test_every_file_of_the_patch_is_in_the_series_and_needs_nothing_else_of_this_project(files):
+    files = {file.path: file for file in files}
     assert len(files) == len(overlay.patched_modules()) + len(contents.MOVED)
-    assert [file for file in files.values() if "megatron_fsdp_cuda_graphs.overlay" in file.text] == []
+    assert [path for path, file in files.items() if "import megatron_fsdp_cuda_graphs" in file.text] == []
     changed = {path for path, file in files.items() if file.before is not None}
     assert {path[:-3].replace("/", ".") for path in changed} == {
         name for name in overlay.patched_modules() if overlay.change(name) != "added"
     }
 
 
-def test_nothing_of_the_overlay_is_left():
-    for file in contents.files(INSTALLED):
+def test_nothing_of_the_overlay_is_left(files):
+    for file in files:
         assert not re.search(r"\b_upstream\b|extend\(__name__\)", file.text), file.path
 
 
-def test_no_definition_is_dead_above_another():
-    for file in contents.files(INSTALLED):
+def test_no_definition_is_dead_above_another(files):
+    for file in files:
         bodies = (node.body for node in ast.walk(ast.parse(file.text)) if isinstance(node, ast.Module | ast.ClassDef))
         for body in bodies:
             names = [node.name for node in body if isinstance(node, ast.FunctionDef) and not node.decorator_list]
             assert len({*names}) == len(names), (file.path, sorted(names))
 
 
-def test_no_name_is_undefined_and_no_import_of_ours_unused(tmp_path):
-    changed = {file.path: file for file in contents.files(INSTALLED) if file.before is not None}
+def test_no_name_is_undefined_and_no_import_of_ours_unused(files, tmp_path):
+    changed = {file.path: file for file in files if file.before is not None}
     before = messages({path: file.before for path, file in changed.items()}, tmp_path / "before")
     found = messages({path: file.text for path, file in changed.items()}, tmp_path / "after") - before
     imported = re.compile(r"`(?:.*\.)?(\w+)` imported but unused")  # megatron-core's may be unused now

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.core.distributed.fsdp.global_names import by_global_name
+from megatron.core.optimizer.empty_shards import state_of_every_parameter
 from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_experts_in_state_dict
 from megatron_fsdp_cuda_graphs.overlay import extend
 
+from ..distributed.fsdp.global_names import by_global_name
 from . import clip_grads
 from .clip_grads import count_zeros_fp32
 from .counted_ranks import CountedRanks
-from .empty_shards import state_of_every_parameter
 from .kept_gradients import KeptGradients, gradients_of, local_tensor, stay
 from .local_shards import LocalShards
 

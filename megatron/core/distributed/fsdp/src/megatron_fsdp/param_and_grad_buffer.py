@@ -7,7 +7,6 @@ released are not released again, and the copies around the optimizer's step are 
 Everything else in this module is megatron-core's.
 """
 
-from collections.abc import Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -15,9 +14,9 @@ import torch
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
+from .buffer_names import name_of_own_buffers
 from .gradient_storages import GradientStorages
 from .optimizer_gradients import OptimizerGradients
-from .own_buffers import name_of_own_buffers
 from .unsharded_gradients import UnshardedGradients
 from .weight_copies import WeightCopies
 
@@ -188,7 +187,7 @@ class GradReducePipeline(_upstream.GradReducePipeline):
         super().__init__(*args, **kwargs)
         self.recorded: dict[int, Any] = {}
 
-    def _enforce_double_buffer_limit(self, add_buckets: Iterable[int]) -> None:
+    def _enforce_double_buffer_limit(self, add_buckets: list[int]) -> None:
         """Release gradient buckets for ``add_buckets``, and let the current stream wait for their reductions.
 
         megatron-core releases a bucket as soon as its reduction is queued, and only the reduction stream waits for its

@@ -1,0 +1,199 @@
+"""Which changes each patch makes, in the order in which they are applied.
+
+A patch brings definitions or whole files that are named here, and the files of ours that these import. After each of
+them everything can be imported, and eager training is what it was before, but for the fault that it mends.
+"""
+
+from dataclasses import dataclass, field
+
+FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
+OPTIMIZER = "megatron.core.optimizer.distrib_optimizer"
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A patch.
+
+    Attributes:
+        folder: The series that it is in, a folder.
+        title: The first line of its message.
+        why: The rest of it.
+        changes: Of modules of megatron-core the definitions that it changes, ``f`` and ``Class.m``.
+        roots: It also brings all that there is below these paths in ``megatron``, as far as it is not there yet.
+        tests: Files and folders with tests of it, below ``tests/unit_tests``.
+        which: Which of these tests, as pytest's ``-k``; empty for all.
+    """
+
+    folder: str
+    title: str
+    why: str
+    changes: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    roots: tuple[str, ...] = ()
+    tests: tuple[str, ...] = ()
+    which: str = ""
+
+
+FAULTS = (
+    Patch(
+        "1-faults",
+        "Megatron-FSDP: each model has double buffers of its own",
+        "The allocators keep their buffers in a dictionary of the process, by a name that is the same for all "
+        "models: a second model gathers its parameters to the buffers of the first, or replaces them by larger "
+        "ones.",
+        {f"{FSDP}.param_and_grad_buffer": ("FixedPoolAllocator.__init__", "MaxPoolAllocator.__init__")},
+        tests=("core/distributed/test_buffer_names.py",),
+        which="two_models",
+    ),
+    Patch(
+        "1-faults",
+        "Megatron-FSDP: a gradient bucket is not written while a reduction reads it",
+        "With double buffers a bucket is released as soon as its reduction is queued, and only the reduction "
+        "stream waits for its end. The current stream, which runs ahead, then writes the next unit's gradients to "
+        "that bucket.",
+        {f"{FSDP}.param_and_grad_buffer": ("GradReducePipeline._enforce_double_buffer_limit",)},
+        tests=("core/distributed/test_grad_reduce_pipeline.py",),
+    ),
+    Patch(
+        "1-faults",
+        "Megatron-FSDP: gradients that a rank has whole are scaled once in a step",
+        "They are those of experts where each rank has experts of its own, and all gradients where an instance of "
+        "hybrid sharding is one rank. They accumulate in place and were scaled after each micro-batch, the "
+        "earlier ones again with each later; where gradients are communicated in another dtype, they were added "
+        "to themselves.",
+        {
+            f"{FSDP}.param_and_grad_buffer": (
+                "DataParallelBuffer.reset_param_main_grad",
+                "_create_hfsdp_helper_buffer",
+                "ParamAndGradBuffer.__init__",
+                "GradReducePipeline._bucket_group_gradient_reduce",
+            ),
+            f"{FSDP}.megatron_fsdp": ("MegatronFSDP.attach_grad_to_optimizer_state",),
+        },
+        tests=("core/distributed/test_unsharded_gradients.py",),
+        which="scaled or dtype",
+    ),
+    Patch(
+        "1-faults",
+        "Megatron-FSDP: the gradients' norm counts each element once",
+        "It was summed over the ranks of an instance, which have only some of the shards with the outer strategy "
+        "optim; and with no_shard over ranks that lack the experts of others, so that ranks clipped the same "
+        "weights by different norms.",
+        {
+            OPTIMIZER: tuple(
+                f"DistributedOptimizer.{name}"
+                for name in ("get_grad_stats_parallel_group", "_filter_grads_for_norm", "count_zeros")
+            )
+        },
+        tests=("core/distributed/test_counted_ranks.py",),
+        which="not norms_are",
+    ),
+    Patch(
+        "1-faults",
+        "Megatron-FSDP: checkpoints have the states of empty shards, and the loss scale",
+        "Saving and loading run collectives for each state, and ranks without an element of a parameter had none: "
+        "they waited for each other. Without the loss scale a resumed run began with --initial-loss-scale again.",
+        {
+            OPTIMIZER: tuple(
+                f"DistributedOptimizer.{name}" for name in ("sharded_param_state_fsdp_dtensor", "load_state_dict")
+            )
+        },
+        tests=("core/optimizer/test_empty_shards.py",),
+    ),
+    Patch(
+        "1-faults",
+        "Megatron-FSDP: meshes have the ranks of a pipeline stage",
+        "They were laid over all ranks of the job, of which a pipeline stage has only some.",
+        {
+            "megatron.core.distributed.fsdp.mcore_fsdp_adapter": ("_get_dp_tp_mesh", "_get_hsdp_tp_mesh"),
+            f"{FSDP}.param_and_grad_buffer": ("make_fsdp_dtensor",),
+        },
+        tests=("core/distributed/test_mcore_fsdp_adapter.py",),
+        which="not megatron_cores",
+    ),
+    Patch(
+        "1-faults",
+        "Megatron-FSDP: checkpoints name a pipeline stage's layers as the whole model does",
+        "Each stage counted its layers from 0, and stages saved theirs over each other's.",
+        {
+            "megatron.training.checkpointing": (
+                "get_rng_state",
+                "generate_state_dict",
+                "preprocess_fsdp_dtensor_state_dict",
+                "_load_base_checkpoint",
+            ),
+            OPTIMIZER: ("DistributedOptimizer._param_name",),
+        },
+        tests=("core/distributed/test_global_names.py",),
+    ),
+    Patch(
+        "1-faults",
+        "Reruns draw the same random numbers from generators that CUDA graphs use",
+        "A rerun started from the generators, which had gone on, and not from their states.",
+        {"megatron.core.rerun_state_machine": ("RerunStateMachine._save_state", "RerunStateMachine._restore_state")},
+        tests=("core/test_rerun_state_machine.py",),
+        which="draws or runs_again",
+    ),
+    Patch(
+        "1-faults",
+        "Dataset helpers that are compiled are not compiled again",
+        "Wheels have the compiled helper and not the Makefile: without a check the process ended although there "
+        "was nothing to build.",
+        {"megatron.core.datasets.utils": ("compile_helpers",)},
+        tests=("core/datasets/test_compile_helpers.py",),
+    ),
+)
+
+GRAPHS = "core/transformer/_cuda_graphs/"
+SERIES = (
+    *FAULTS,
+    Patch(
+        "2-engine",
+        "Capture engine with hooks that run outside capture",
+        "make_graphed_callables with TransformerEngine's signature: hooks are taken away for capture, run around "
+        "each pass and are restored; passes may be recorded in one graph. Nothing is captured with it yet.",
+        roots=(f"{GRAPHS}engine/",),
+        tests=("core/transformer/_cuda_graphs/engine", "core/transformer/_cuda_graphs/test_hooks.py"),
+    ),
+    Patch(
+        "3-fsdp",
+        "Megatron-FSDP with named hooks, which run around graphs",
+        "Its hooks are methods of one object, found by sentinels. Units whose passes are graphs have planned "
+        "collectives; eager passes are what they were.",
+        roots=("core/distributed/fsdp/",),
+        tests=("core/distributed/test_fsdp_hooks.py", "core/distributed/test_parameter_swap.py"),
+    ),
+    Patch(
+        "4-layers",
+        "--cuda-graph-impl transformer_engine: graphs of layers and of the model, also under Megatron-FSDP",
+        "A replay goes through the layer's own call, so that its hooks run around it; what it would not notice is "
+        "compared before. Flags that do not fit are named before anything runs.",
+        roots=(
+            f"{GRAPHS}te/",
+            "core/transformer/module.py",
+            "core/transformer/moe/",
+            "core/packed_seq_params.py",
+            "training/arg",
+        ),
+        tests=("core/transformer/test_module.py", "core/transformer/_cuda_graphs/te", "training/test_arguments.py"),
+    ),
+    Patch(
+        "5-local-graphs",
+        "--cuda-graph-impl local by the same engine",
+        "Layers run eagerly in the first step, which notes the order of passes; their graphs are captured in it.",
+        roots=(GRAPHS, "core/transformer/"),
+        tests=("core/transformer/test_cuda_graphs.py", "core/transformer/_cuda_graphs/local"),
+    ),
+    Patch(
+        "6-step",
+        "The rest of the step costs the host less",
+        "Batches, statistics and agreements that need no collective or no copy do without; the optimizer steps on "
+        "local shards, and what it looks up in every step is looked up once.",
+        roots=("core/", "training/"),
+        tests=(
+            "core/optimizer",
+            "core/test_utils.py",
+            "core/test_host_agreement.py",
+            "core/test_rerun_state_machine.py",
+        ),
+    ),
+)

@@ -1,0 +1,111 @@
+"""Applies the patches one by one to a checkout: after each everything imports, eager training is what it was without,
+and its tests pass. Each of those that mend a fault is also applied alone.
+
+    python -m tests.support.patch_by_patch FOLDER [--quick]
+
+With --quick only the first three patches and the last are looked at, each on top of those before it, and training is
+compared after the last.
+"""
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from megatron_fsdp_cuda_graphs.patch_series.series import SERIES, Patch
+
+from .eager_training import CASES
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+# A pretraining, a model, and what all patches change: imported after each patch, in one process.
+EVERYTHING = ("megatron.training.training", "megatron.core.models.gpt", "megatron.core.distributed.fsdp")
+# Of tests: they compare with megatron-core's own definitions, which a checkout with the patch has not, or are about the
+# place of sources.
+WITHOUT = "not megatron_cores and not source_is_found and not in_a_table and not pickles_load"
+
+
+class Checkout:
+    """A git repository of megatron-core's files, and commands that import from it without this project's start-up."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        path = os.pathsep.join(filter(None, [str(folder), str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+        self._environment = os.environ | {"MEGATRON_FSDP_CUDA_GRAPHS": "0", "PYTHONPATH": path}
+        self._environment |= {"PYTHONWARNINGS": "ignore", "CUDA_VISIBLE_DEVICES": ""}
+
+    def git(self, *arguments: str) -> str:
+        """Run git in it; return what it writes."""
+        identity = ("-c", "user.name=test", "-c", "user.email=test@localhost")
+        command = ["git", "-C", str(self.folder), *identity, *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True).stdout
+
+    def python(self, *arguments: str) -> str:
+        """Run Python; return its output. Ends this process with the end of it if it fails."""
+        command = [sys.executable, *arguments]
+        done = subprocess.run(command, env=self._environment, cwd=REPOSITORY, capture_output=True, text=True)
+        if done.returncode:
+            raise SystemExit(f"{done.stdout[-6000:]}{done.stderr[-6000:]}\nfailed: {' '.join(arguments)}")
+        return done.stdout
+
+    def eager(self) -> list[str]:
+        """Return what eager training computes."""
+        code = (
+            "from tests.unit_tests.cpu_backend.run_ranks import on_two_ranks;"
+            "done = on_two_ranks('../../support/eager_training.py');"
+            "print(done.stdout); raise SystemExit(done.returncode)"
+        )
+        return [line for line in self.python("-c", code).splitlines() if line.partition(":")[0] in CASES]
+
+    def test(self, patch: Patch) -> None:
+        """Run the tests of ``patch``."""
+        which = " and ".join(filter(None, [patch.which and f"({patch.which})", WITHOUT]))
+        paths = [f"tests/unit_tests/{path}" for path in patch.tests]
+        self.python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not long", *paths, "-k", which)
+
+
+def look_at(checkout: Checkout, patch: Patch, expected: list[str] | None, what: str) -> None:
+    """Import what the last commit changes, train if something is ``expected``, and test."""
+    start = time.monotonic()
+    changed = checkout.git("diff", "--name-only", "HEAD~1").split()
+    modules = [path.removesuffix(".py").removesuffix("/__init__").replace("/", ".") for path in changed]
+    checkout.python(str(REPOSITORY / "tests/support/import_each.py"), *modules, *EVERYTHING)
+    computed = None if expected is None else checkout.eager()
+    if computed != expected:
+        raise SystemExit("\n".join([f"{what}: eager training differs", *(expected or ()), "and", *(computed or ())]))
+    checkout.test(patch)
+    trained = "" if expected is None else "eager training is the same, "
+    print(f"{what}: {len(modules)} modules import, {trained}its tests pass", end="")
+    print(f" ({time.monotonic() - start:.0f} s)", flush=True)
+
+
+def main() -> None:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="a new folder for the checkout and the patches")
+    parser.add_argument("--quick", action="store_true")
+    args = parser.parse_args()
+    checkout, patches = Checkout(args.folder / "checkout"), args.folder / "patches"
+    subprocess.run([sys.executable, str(REPOSITORY / "tests/support/checkout.py"), str(checkout.folder)], check=True)
+    command = [sys.executable, "-m", "megatron_fsdp_cuda_graphs", "patch-series", str(checkout.folder), str(patches)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    files = sorted(patches.glob("*/*.patch"))
+    assert len(files) == len(SERIES)
+    expected = checkout.eager()
+    assert len(expected) == len(CASES), expected
+    for patch, file in zip(SERIES, files, strict=True):
+        if patch.changes and not args.quick:
+            checkout.git("checkout", "--quiet", "-B", "alone", "megatron-core")
+            checkout.git("am", "--quiet", str(file.resolve()))
+            look_at(checkout, patch, expected, f"alone, {file.name}")
+    checkout.git("checkout", "--quiet", "-B", "series", "megatron-core")
+    for patch, file in zip(SERIES, files, strict=True):
+        checkout.git("am", "--quiet", str(file.resolve()))
+        if not args.quick or patch in (*SERIES[:3], SERIES[-1]):
+            trains = not args.quick or patch is SERIES[-1]
+            look_at(checkout, patch, expected if trains else None, f"{file.parent.name}/{file.name}")
+
+
+if __name__ == "__main__":
+    main()
