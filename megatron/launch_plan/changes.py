@@ -69,14 +69,14 @@ def to_graph(module: str, arguments: Sequence[str], args: argparse.Namespace) ->
 
 
 def to_graph_all(
-    arguments: Sequence[str], args: argparse.Namespace, against: Callable[[argparse.Namespace], str]
+    arguments: Sequence[str], args: argparse.Namespace, blocker: Callable[[argparse.Namespace], str]
 ) -> Change | None:
     """Return the smallest known change with which a graph holds the whole model; None if there is none.
 
     Args:
         arguments: The flags as they are.
         args: The same, validated.
-        against: Says why the whole model cannot be captured with given arguments; empty if it can.
+        blocker: Returns why the whole model cannot be captured with given arguments; empty if it can.
     """
     words, rest = [], [*arguments]
     for flag, is_given in ((MODULES, Options(args).modules), (LAYERS, args.cuda_graph_layers_per_graph is not None)):
@@ -88,7 +88,7 @@ def to_graph_all(
         rest += (LAYERS, WHOLE_MODEL)
     change = Change(", ".join(words), rest)
     after = accepted(change, args)
-    return change if words and after is not None and not against(after) else None
+    return change if words and after is not None and not blocker(after) else None
 
 
 def _candidates(module: str, arguments: Sequence[str], modules: frozenset[str]) -> Iterator[Change]:

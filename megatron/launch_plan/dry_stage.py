@@ -94,7 +94,7 @@ def fsdp_buffers(helper: TECudaGraphHelper) -> list[Any]:
     return [fsdp.param_and_grad_buffer for fsdp in sharded if fsdp is not None]
 
 
-def against_whole_model(args: argparse.Namespace, whole_layers: bool = False) -> str:
+def whole_model_blocker(args: argparse.Namespace, whole_layers: bool = False) -> str:
     """Say why the whole model cannot be captured; empty if it can.
 
     Args:

@@ -48,10 +48,10 @@ def _lines(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
 
 def _remedy(module: str | None, given: Sequence[str], args: argparse.Namespace) -> str:
     from . import changes
-    from .dry_stage import against_whole_model
+    from .dry_stage import whole_model_blocker
 
     if module is not None:
         change = changes.to_graph(module, given, args)
         return change.words if change is not None else "no change of flags is known that the checks accept"
-    change = changes.to_graph_all(given, args, against_whole_model)
-    return change.words if change is not None else f"not possible: {against_whole_model(args, whole_layers=True)}"
+    change = changes.to_graph_all(given, args, whole_model_blocker)
+    return change.words if change is not None else f"not possible: {whole_model_blocker(args, whole_layers=True)}"

@@ -133,7 +133,7 @@ def _advice(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
     from megatron.core.transformer._cuda_graphs.flags.own import WHOLE_MODEL, layers_per_graph
 
     from . import changes
-    from .dry_stage import against_whole_model
+    from .dry_stage import whole_model_blocker
     from .flags import read_flags
 
     if other_graphs(args):
@@ -145,9 +145,9 @@ def _advice(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
         yield from after.refused
         return
     wanted: Any = args.cuda_graph_layers_per_graph
-    against = against_whole_model(args)
-    if wanted == WHOLE_MODEL and against:
-        yield f"drop {changes.LAYERS} {wanted}: layers are captured instead, because {against}"
+    blocker = whole_model_blocker(args)
+    if wanted == WHOLE_MODEL and blocker:
+        yield f"drop {changes.LAYERS} {wanted}: layers are captured instead, because {blocker}"
         return
     dropped = changes.Change(f"drop {changes.MODULES}", changes.without(given, changes.MODULES))
     if args.cuda_graph_modules and changes.accepted(dropped, args) is not None:
@@ -156,9 +156,9 @@ def _advice(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
     if args.cuda_graph_modules:
         yield from _parts_to_add(given, args)
         return
-    if not against and wanted is None and not args.cuda_graph_warmup_steps:
+    if not blocker and wanted is None and not args.cuda_graph_warmup_steps:
         yield f"{changes.LAYERS} {WHOLE_MODEL}: the embedding, the output layer and losses are captured too"
-    elif not against and wanted not in (None, WHOLE_MODEL):
+    elif not blocker and wanted not in (None, WHOLE_MODEL):
         yield f"drop {changes.LAYERS}: the embedding, the output layer and losses are captured too"
     elif isinstance(layers_per_graph(args), int):
         yield f"drop {changes.LAYERS}: all consecutive layers are captured in one graph"

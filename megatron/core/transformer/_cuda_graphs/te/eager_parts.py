@@ -40,7 +40,7 @@ def eager_parts(
         for layer in [*decoder_layers(model), *mtp_layers(model)]:
             if layer not in own:
                 number = getattr(layer, "layer_number", "?")
-                yield EagerPart(f"layer {number} ({type(layer).__name__}){where}", _against_layer(layer, modules))
+                yield EagerPart(f"layer {number} ({type(layer).__name__}){where}", _why_eager(layer, modules))
         for name, module in () if model is None else _outside_layers(model):
             yield EagerPart(f"{name} ({type(module).__name__}){where}", _OUTSIDE)
     yield from _evaluation(evaluation)
@@ -57,12 +57,12 @@ def beside_whole_model(evaluation: Sequence[EvaluationGraphs]) -> Iterator[Eager
 def _evaluation(evaluation: Sequence[EvaluationGraphs]) -> Iterator[EagerPart]:
     if not evaluation:
         yield EagerPart("evaluation", "only language models under Megatron-FSDP or torch's FSDP2 have graphs for it")
-    for against in {graphs.against(): None for graphs in evaluation}:
-        if against:
-            yield EagerPart("evaluation", against)
+    for blocker in {graphs.blocker(): None for graphs in evaluation}:
+        if blocker:
+            yield EagerPart("evaluation", blocker)
 
 
-def _against_layer(layer: torch.nn.Module, modules: str) -> str:
+def _why_eager(layer: torch.nn.Module, modules: str) -> str:
     if not isinstance(layer, GraphableMegatronModule):
         return "it is no GraphableMegatronModule"
     if modules:

@@ -52,25 +52,29 @@ class Sharding(Protocol):
         ...
 
 
-def against_evaluation_graphs(config: Any) -> str:
-    """Say why evaluation cannot have graphs; empty if it can.
+def _repeats_router(config: Any) -> bool:
+    """Whether a graph ends at a router that evaluation runs once more, or for each piece of its tokens."""
+    repeats = config.recompute_granularity or config.mlp_chunks_for_training > 1
+    return CudaGraphModule.moe_router in config.cuda_graph_modules and bool(repeats)
 
-    Args:
-        config: The model's ``TransformerConfig``.
-    """
-    in_part = CudaGraphModule.moe_router in config.cuda_graph_modules
-    again, in_pieces = config.recompute_granularity, config.mlp_chunks_for_training > 1
-    for reason, applies in (
-        ("graphs of FP4 were not tried in evaluation", config.fp4),
-        ("parameters are in FP8, whose places in memory are not known (--fp8-param-gather)", config.fp8_param),
-        ("sequences are packed", packed_sequences(config) is not None),
-        ("weight gradients are delayed (--delay-wgrad-compute)", config.delay_wgrad_compute),
-        ("activations are offloaded", config.fine_grained_activation_offloading),
-        ("MoE layers are captured in part, and run in part again or in pieces", in_part and (again or in_pieces)),
-    ):
-        if applies:
-            return reason
-    return ""
+
+# What in a model's ``TransformerConfig`` rules graphs of evaluation out, and the reason; the first one counts.
+_BLOCKERS: tuple[tuple[Callable[[Any], object], str], ...] = (
+    (lambda config: config.fp4, "graphs of FP4 were not tried in evaluation"),
+    (
+        lambda config: config.fp8_param,
+        "parameters are in FP8, whose places in memory are not known (--fp8-param-gather)",
+    ),
+    (lambda config: packed_sequences(config) is not None, "sequences are packed"),
+    (lambda config: config.delay_wgrad_compute, "weight gradients are delayed (--delay-wgrad-compute)"),
+    (lambda config: config.fine_grained_activation_offloading, "activations are offloaded"),
+    (_repeats_router, "MoE layers are captured in part, and run in part again or in pieces"),
+)
+
+
+def evaluation_blocker(config: Any) -> str:
+    """Return why evaluation cannot have graphs with this ``TransformerConfig``; empty if it can."""
+    return next((reason for applies, reason in _BLOCKERS if applies(config)), "")
 
 
 def shape_of_call(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[int, int] | None:
@@ -109,7 +113,7 @@ class EvaluationGraphs:
         shape: Tokens in a sequence and sequences in a micro-batch, in training.
         quantization: The arguments of ``make_graphed_callables`` that say how the layers are quantized.
         new_agreement: Makes what the ranks of this pipeline stage agree by.
-        against: Why no graphs are to be captured; empty if they are.
+        blocker: Why no graphs are to be captured; empty if they are.
     """
 
     def __init__(
@@ -121,17 +125,17 @@ class EvaluationGraphs:
         shape: tuple[int, int],
         quantization: dict[str, Any],
         new_agreement: Callable[[], CaptureAgreement],
-        against: str,
+        blocker: str,
     ):
         self._config, self._sharding = config, sharding
         self._model, self._layers = model, list(layers)
         self._shape, self._quantization, self._new_agreement = shape, quantization, new_agreement
-        self._against = against
+        self._blocker = blocker
         sharding.expect_evaluation(self.capture)
 
-    def against(self) -> str:
-        """Say why the configuration rules graphs out; empty if it does not."""
-        return self._against or against_evaluation_graphs(self._config)
+    def blocker(self) -> str:
+        """Return why there are no graphs to capture; empty if there are."""
+        return self._blocker or evaluation_blocker(self._config)
 
     def capture(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Capture, or log why not. All ranks of the pipeline stage must call it together, in evaluation mode.
@@ -142,10 +146,10 @@ class EvaluationGraphs:
         """
         if not self._layers:  # reset
             return
-        against = self.against()
+        blocker = self.blocker()
         layers = [layer for _, layer in self._layers]
-        if against:
-            log_single_rank(logger, logging.INFO, f"Evaluation runs eagerly, because {against}")
+        if blocker:
+            log_single_rank(logger, logging.INFO, f"Evaluation runs eagerly, because {blocker}")
             return
         agreement = self._new_agreement()
         graphs: list[EvaluationGraph] = []

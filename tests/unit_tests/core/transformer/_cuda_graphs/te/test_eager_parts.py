@@ -71,9 +71,9 @@ def test_the_whole_model():
 
 
 def test_reasons_against_evaluation_are_given_once():
-    several = [SimpleNamespace(against=lambda: "FP8")] * 2
+    several = [SimpleNamespace(blocker=lambda: "FP8")] * 2
     assert parts(evaluation=several)["evaluation"] == "FP8"
-    assert "evaluation" not in parts(evaluation=[SimpleNamespace(against=lambda: "")])
+    assert "evaluation" not in parts(evaluation=[SimpleNamespace(blocker=lambda: "")])
 
 
 def test_chunks_are_told_apart():

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.models.gpt import GPTModel
-from megatron.core.transformer._cuda_graphs.te.evaluation import against_evaluation_graphs, shape_of_call
+from megatron.core.transformer._cuda_graphs.te.evaluation import evaluation_blocker, shape_of_call
 from megatron.core.transformer.enums import CudaGraphModule
 
 
@@ -24,8 +24,8 @@ def config(**changes):
     return SimpleNamespace(**plain | changes)
 
 
-def against(**changes):
-    return against_evaluation_graphs(config(**changes))
+def blocker(**changes):
+    return evaluation_blocker(config(**changes))
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def against(**changes):
     ids=["layers", "recompute", "router", "FP8"],
 )
 def test_evaluation_can_have_graphs(changes):
-    assert against(**changes) == ""
+    assert blocker(**changes) == ""
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_evaluation_can_have_graphs(changes):
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_reason_is_named_where_it_cannot(changes, reason):
-    assert reason in against(**changes)
+    assert reason in blocker(**changes)
 
 
 TOKENS = torch.zeros(2, 8, dtype=torch.int64)
