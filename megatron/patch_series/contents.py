@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..overlay import ROOT, TESTED_VERSIONS, patched_modules, tree_file
+from .narrow import narrowed
 from .series import SERIES, Patch
 from .source import Source
 from .splice import splice
@@ -40,7 +41,7 @@ def patches(checkout: Path, series: tuple[Patch, ...] = SERIES) -> Iterator[tupl
 
     Raises:
         FileNotFoundError: it does not.
-        ValueError: it is a version that the patch was not tested with.
+        ValueError: it is a version that the patch was not tested with; or there is no ruff.
     """
     _check_version(checkout)
     tree = _Tree(checkout)
@@ -77,9 +78,8 @@ class _Tree:
     def __init__(self, checkout: Path) -> None:
         self._files = {name: tree_file(name) for name in patched_modules()}
         self._files |= {target: ROOT / f"{name}.py" for name, target in MOVED.items()}
-        self._ours = {
-            name: _without_overlay(file.read_text()) for name, file in self._files.items() if file is not None
-        }
+        ours = {name: _without_overlay(file.read_text()) for name, file in self._files.items() if file is not None}
+        self._ours = narrowed(ours)
         found = {name: checkout / self.path(name) for name in self._files}
         self.theirs = {name: file.read_text() if file.is_file() else None for name, file in found.items()}
         self.texts: dict[str, str] = {}

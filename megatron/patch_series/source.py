@@ -65,3 +65,8 @@ def used_names(node: ast.AST) -> set[str]:
     return {each.id for each in nodes if isinstance(each, ast.Name)} | {
         each.attr for each in nodes if isinstance(each, ast.Attribute)
     }
+
+
+def is_text(node: ast.stmt) -> bool:
+    """Whether a statement is a docstring."""
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)

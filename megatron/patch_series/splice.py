@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from itertools import takewhile
 
 from .imports import with_imports
-from .source import Source, bound, first_line, used_names
+from .source import Source, bound, first_line, is_text, used_names
 
 Function = ast.FunctionDef
 Nodes = dict[str, list[ast.stmt]]
@@ -236,7 +236,7 @@ def _joined(
     own: Source, node: Function, source: Source, there: Function, reference: str, renamed: Callable[[str], str]
 ) -> str | None:
     """Return megatron-core's function with what ours does before and after calling it; None if it cannot be had so."""
-    body, theirs = ([each for each in function.body if not _is_text(each)] for function in (node, there))
+    body, theirs = ([each for each in function.body if not is_text(each)] for function in (node, there))
     at = next((i for i, each in enumerate(body) if re.search(reference, ast.unparse(each))), 0)
     call, result = _call(body[at]), next(iter(bound(body[at])), None)
     if call is None or not re.fullmatch(reference, ast.unparse(call.func)):
@@ -321,7 +321,3 @@ def _names(body: Collection[ast.stmt], context: type[ast.expr_context] = ast.exp
 
 def _original(name: str) -> str:
     return f"_original_{name.strip('_')}"
-
-
-def _is_text(node: ast.stmt) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)

@@ -74,15 +74,15 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         gathers = self.ddp_config.fsdp_all_gather_in_start_param_sync  # or does a graph of the whole pass?
         if gathers and torch.cuda.is_current_stream_capturing():
             return
-        if not gathers or force_sync or not self.ddp_config.overlap_param_gather:
-            super().start_param_sync(*unused, force_sync=force_sync, force_dispatch=force_dispatch)
+        if gathers and not force_sync and self.ddp_config.overlap_param_gather:
+            self._replace_param_with_raw_if_needed()
+            if self.fsdp_hooks.model_passes is not None:
+                self.fsdp_hooks.model_passes.start_gather()
+            elif self.data_parallel_sharding_strategy != "no_shard":
+                first = next(self.module.parameters())
+                self.all_gather_and_wait_parameters_ready(params=[first], prefetch=True, wait_bucket_ready=False)
             return
-        self._replace_param_with_raw_if_needed()
-        if self.fsdp_hooks.model_passes is not None:
-            self.fsdp_hooks.model_passes.start_gather()
-        elif self.data_parallel_sharding_strategy != "no_shard":
-            first = next(self.module.parameters())
-            self.all_gather_and_wait_parameters_ready(params=[first], prefetch=True, wait_bucket_ready=False)
+        super().start_param_sync(*unused, force_sync=force_sync, force_dispatch=force_dispatch)
 
     def attach_grad_to_optimizer_state(self) -> None:
         """Give the gradients, which have been reduced, to the optimizer; see megatron-core.
