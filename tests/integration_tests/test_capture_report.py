@@ -5,10 +5,12 @@ import json
 import pytest
 
 from tests.support.pretrain import FLAGS, numbers, pretrain
+from tests.support.sample import mostly_long
 
 LAYERS, HIDDEN, SEQUENCE, MICRO_BATCH = 3, 64, 32, 2  # of FLAGS
 BYTES = 2  # of a bf16 number
 FSDP_HOOKS = {"forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"}
+QUICK = ("--cuda-graph-layers-per-graph 1", "--cuda-graph-layers-per-graph model")
 TRAIN = "--train-iters 4 --cuda-graph-warmup-steps 2"
 
 
@@ -22,7 +24,10 @@ def eager(tmp_path_factory):
     return pretrain(tmp_path_factory.mktemp("eager") / "run", TRAIN, graphs=False)
 
 
-@pytest.fixture(scope="module", params=[f"--cuda-graph-layers-per-graph {count}" for count in ("all", "1", "model")])
+@pytest.fixture(
+    scope="module",
+    params=mostly_long((f"--cuda-graph-layers-per-graph {count}" for count in ("all", "1", "model")), *QUICK),
+)
 def reported(request, eager, tmp_path_factory):
     """A training with graphs: the flag, its report, its page and its log."""
     folder = tmp_path_factory.mktemp("graphs")

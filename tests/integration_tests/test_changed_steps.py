@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import STEPS
-from tests.support.compared import assert_as_eager, by_name
+from tests.support.compared import Trained, assert_as_eager
 from tests.support.launch import name_of
 from tests.support.pretrain import numbers, pretrain
+from tests.support.sample import mostly_long
 
 CAPTURED_AFTER = 3
 # Ranks compare shapes every STEPS steps from a capture on, and capture a step later. A change a step after a capture is
@@ -62,21 +63,19 @@ WITHOUT_CAPTURES: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def data_parallel(compare_runs):
-    cases = GROWING + NOT_CAPTURED_AGAIN + INTERLEAVED
-    return by_name(cases, compare_runs([SIZES | case for case in cases]))
+    return Trained(GROWING + NOT_CAPTURED_AGAIN + INTERLEAVED, compare_runs, SIZES)
 
 
 @pytest.fixture(scope="module")
 def pipeline(compare_runs):
-    cases = MICROBATCHES + WITHOUT_CAPTURES
-    return by_name(cases, compare_runs([PIPELINE | case for case in cases], "--pp", "2"))
+    return Trained(MICROBATCHES + WITHOUT_CAPTURES, compare_runs, PIPELINE, "--pp", "2")
 
 
 def steps_of_replays(result):
     return [step for step, replays in enumerate(result["step_replays"]) if replays]
 
 
-@pytest.mark.parametrize("case", GROWING, ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(GROWING, GROWING[1]), ids=name_of)
 def test_graphs_are_captured_for_each_sequence_length(data_parallel, case):
     result = data_parallel[name_of(case)]
     assert_as_eager(result)
@@ -88,7 +87,7 @@ def test_graphs_are_captured_for_each_sequence_length(data_parallel, case):
     assert steps_of_replays(result) == replayed
 
 
-@pytest.mark.parametrize("case", NOT_CAPTURED_AGAIN, ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(NOT_CAPTURED_AGAIN, NOT_CAPTURED_AGAIN[3]), ids=name_of)
 def test_without_a_lasting_change_on_all_ranks_or_a_capture_left_graphs_are_kept(data_parallel, case):
     result = data_parallel[name_of(case)]
     assert_as_eager(result)
@@ -96,7 +95,7 @@ def test_without_a_lasting_change_on_all_ranks_or_a_capture_left_graphs_are_kept
     assert steps_of_replays(result) == list(range(CAPTURED_AFTER, case["steps"] if unchanged else CAPTURED_AFTER + 1))
 
 
-@pytest.mark.parametrize("case", INTERLEAVED, ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(INTERLEAVED, INTERLEAVED[0]), ids=name_of)
 def test_nothing_is_captured_where_two_forward_passes_come_before_their_backward_passes(data_parallel, case):
     result = data_parallel[name_of(case)]
     assert_as_eager(result)
@@ -104,7 +103,7 @@ def test_nothing_is_captured_where_two_forward_passes_come_before_their_backward
     assert steps_of_replays(result) == []
 
 
-@pytest.mark.parametrize("case", MICROBATCHES, ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(MICROBATCHES, MICROBATCHES[0]), ids=name_of)
 def test_graphs_are_captured_for_each_number_of_micro_batches(pipeline, case):
     result = pipeline[name_of(case)]
     assert_as_eager(result)
@@ -113,7 +112,7 @@ def test_graphs_are_captured_for_each_number_of_micro_batches(pipeline, case):
     assert result["step_replays"] == [0] * CAPTURED_AFTER + [passes * case["microbatches"], *after]
 
 
-@pytest.mark.parametrize("case", WITHOUT_CAPTURES, ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(WITHOUT_CAPTURES, WITHOUT_CAPTURES[0]), ids=name_of)
 def test_without_a_capture_left_another_number_of_micro_batches_runs_eagerly(pipeline, case):
     result = pipeline[name_of(case)]
     assert_as_eager(result)

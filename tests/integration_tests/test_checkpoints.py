@@ -5,6 +5,7 @@ import re
 import pytest
 
 from tests.support.pretrain import numbers, pretrain
+from tests.support.sample import mostly_long
 
 # An evaluation ends step 4, right before the checkpoint that the second run loads.
 FLAGS = """
@@ -50,7 +51,10 @@ def test_its_evaluations_are_equal_to_eager_ones_and_have_graphs(folder, eager, 
 
 
 # A run with graphs has other generators than an eager one, and saves them in another form.
-@pytest.mark.parametrize(("saved", "graphs"), [("graphed", False), ("graphed", True), ("eagerly", True)])
+@pytest.mark.parametrize(
+    ("saved", "graphs"),
+    mostly_long([("graphed", False), ("graphed", True), ("eagerly", True)], ("eagerly", True)),
+)
 def test_a_resumed_run_is_equal_to_one_without_an_interruption(folder, eager, saving, saved, graphs):
     flags = f"{FLAGS} --load {folder / saved} --ckpt-step {SAVED}"
     resumed = pretrain(folder / f"{saved}_{graphs}", flags, graphs=graphs)

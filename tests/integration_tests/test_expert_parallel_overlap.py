@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared import assert_as_eager, assert_differs_from, assert_went_on_eagerly, by_name
+from tests.support.compared import Trained, assert_as_eager, assert_differs_from, assert_went_on_eagerly
 from tests.support.evaluations import replays_of_evaluations
 from tests.support.launch import name_of
+from tests.support.sample import mostly_long
 
 BEFORE_EXPERTS = ["attn", "moe_router", "moe_preprocess"]
 OVERLAP: dict[str, Any] = {"ep_overlap": True, "double_buffer": False}
@@ -63,11 +64,10 @@ SHARDED += IN_TURN
 
 @pytest.fixture(scope="module")
 def train(compare_runs):
-    """Trains cases on two ranks with two experts each, and returns the results by name."""
+    """A function that returns the results of cases on two ranks with two experts each, by name."""
 
     def run(cases, **common):
-        results = compare_runs([SIZES | common | case for case in cases], "--ep", "2")
-        return by_name(cases, results)
+        return Trained(cases, compare_runs, SIZES | common, "--ep", "2")
 
     return run
 
@@ -75,6 +75,11 @@ def train(compare_runs):
 @pytest.fixture(scope="module")
 def sharded(train):
     return train([*SHARDED, *SURVIVED, NOT_GATHERED, DEAD], **OVERLAP)
+
+
+@pytest.fixture(scope="module")
+def in_turn(train):
+    return train(IN_TURN)
 
 
 @pytest.fixture(scope="module")
@@ -92,23 +97,22 @@ def assert_bit_equal(result, case, evaluation_graphs=True):
     assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, layers if evaluation_graphs else 0)
 
 
-@pytest.mark.parametrize("case", SHARDED, ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(SHARDED, SHARDED[4], SHARDED[9], IN_TURN[-1]), ids=name_of)
 def test_graphs_under_fsdp_train_bit_for_bit_as_eager(sharded, case):
     assert_bit_equal(sharded[name_of(case)], case)
 
 
-@pytest.mark.parametrize("case", DDP, ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(DDP, DDP[1]), ids=name_of)
 def test_graphs_without_fsdp_train_bit_for_bit_as_eager(ddp, case):
     assert_bit_equal(ddp[name_of(case)], case, evaluation_graphs=False)
 
 
-def test_the_overlap_changes_no_gradient(train, sharded):
+@pytest.mark.parametrize("case", mostly_long(IN_TURN, IN_TURN[-1]), ids=name_of)
+def test_the_overlap_changes_no_gradient(in_turn, sharded, case):
     """Embedding, output layer and multi-token prediction run in autograd passes of their own, and share parameters."""
-    in_turn = train(IN_TURN)
-    for name, result in in_turn.items():
-        assert not result["error"]
-        overlapped = sharded[name]
-        assert (overlapped["losses"], overlapped["grad_norms"]) == (result["losses"], result["grad_norms"])
+    result, overlapped = in_turn[name_of(case)], sharded[name_of(case)]
+    assert not result["error"]
+    assert (overlapped["losses"], overlapped["grad_norms"]) == (result["losses"], result["grad_norms"])
 
 
 @pytest.mark.parametrize("case", SURVIVED, ids=name_of)

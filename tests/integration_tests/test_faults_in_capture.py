@@ -7,8 +7,21 @@ from typing import Any
 
 import pytest
 
+from tests.support.compared import Trained
 from tests.support.launch import inject_faults, name_of
+from tests.support.sample import mostly_long
 
+PLACES = {
+    "anywhere": ("--stride", "401", "--layers-per-graph", "0", "1", "-1"),
+    "somewhere": ("--stride", "503", "--layers-per-graph", "0", "-1"),
+    "collectives": ("--matching", "ProcessGroup", "--kinds", "exception", "--layers-per-graph", "1", "-1"),
+    "torch's FSDP2": ("--case", '{"torch_fsdp": true, "tied": false}', "--layers-per-graph", "0", "--stride", "181"),
+    "tensor parallel": ("--tp", "2", "--stride", "301", "--layers-per-graph", "1", "-1"),
+    "expert parallel": (
+        *("--ep", "2", "--case", '{"experts": 4, "capacity": 1.0}', "--layers-per-graph", "1", "--stride", "301"),
+    ),
+}
+QUICK = ("somewhere", "collectives", "torch's FSDP2")
 # Layers that communicate in warm-up: on two tensor-parallel ranks, in attention and in the MLP.
 BETWEEN_COLLECTIVES: list[dict[str, Any]] = [
     {"control": f"failed_{phase}_between_collectives", "layers_per_graph": layers, "dropout": 0.1, "steps": 6}
@@ -25,14 +38,7 @@ FOR_EVALUATION: dict[str, Any] = {
 
 @pytest.mark.parametrize(
     "options",
-    [
-        ("--stride", "401", "--layers-per-graph", "0", "1", "-1"),
-        ("--matching", "ProcessGroup", "--kinds", "exception", "--layers-per-graph", "1", "-1"),
-        ("--case", '{"torch_fsdp": true, "tied": false}', "--layers-per-graph", "0", "--stride", "181"),
-        ("--tp", "2", "--stride", "301", "--layers-per-graph", "1", "-1"),
-        ("--ep", "2", "--case", '{"experts": 4, "capacity": 1.0}', "--layers-per-graph", "1", "--stride", "301"),
-    ],
-    ids=["anywhere", "collectives", "torch's FSDP2", "tensor parallel", "expert parallel"],
+    [pytest.param(each, id=name, marks=[] if name in QUICK else pytest.mark.long) for name, each in PLACES.items()],
 )
 def test_a_fault_is_an_error_on_every_rank_and_leaves_nothing_behind(tmp_path, options):
     for result in inject_faults(*options, ranks=2, folder=tmp_path, environment={"CUDA_VISIBLE_DEVICES": ""}):
@@ -45,12 +51,12 @@ def test_a_fault_is_an_error_on_every_rank_and_leaves_nothing_behind(tmp_path, o
 @pytest.fixture(scope="module")
 def between_collectives(compare_runs):
     """The result of each case, by its name."""
-    cases = [*BETWEEN_COLLECTIVES, FOR_EVALUATION]
-    results = compare_runs(cases, "--tp", "2")
-    return {name_of(case): result for case, result in zip(cases, results, strict=True)}
+    return Trained([*BETWEEN_COLLECTIVES, FOR_EVALUATION], compare_runs, {}, "--tp", "2")
 
 
-@pytest.mark.parametrize("case", BETWEEN_COLLECTIVES, ids=name_of)
+@pytest.mark.parametrize(
+    "case", mostly_long(BETWEEN_COLLECTIVES, BETWEEN_COLLECTIVES[0], BETWEEN_COLLECTIVES[3]), ids=name_of
+)
 def test_a_rank_that_fails_in_warm_up_between_collectives_of_a_layer_leaves_no_other_waiting(between_collectives, case):
     result = between_collectives[name_of(case)]
     assert not result["error"]

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared import assert_as_eager, assert_differs_from, assert_went_on_eagerly, by_name
+from tests.support.compared import Trained, assert_as_eager, assert_differs_from, assert_went_on_eagerly
 from tests.support.evaluations import replays_of_evaluations
 from tests.support.launch import name_of
+from tests.support.sample import mostly_long
 
 SIZES: dict[str, Any] = {"layers": 3, "steps": 7}
 # For whole layers every pair of values of dtype, dropout and micro-batches.
@@ -152,6 +153,20 @@ VISION: list[dict[str, Any]] = [
 ]
 EQUAL = DENSE + LAYERS_PER_GRAPH + WHOLE_MODEL + CLIPPED + MOE + OTHERS + EVALUATED
 EQUAL += FP16 + POSITIONS + DENSE_PARTS + EXPERTS + VISION
+# In `make test` too: what none of its sets of flags has (test_pairs.py), and each control.
+QUICK: list[dict[str, Any]] = [
+    *(DENSE[1], WHOLE_MODEL[0], *CLIPPED[3:], FP16[0], VISION[-1]),
+    {"layers_per_graph": -1, "dtype": "bf16", "dropout": 0.1, "microbatches": 4, "microbatches_later": 1}
+    | {"evaluates": True},
+    {"layers_per_graph": -1, "control": "captured_again", "dropout": 0.1},
+    {"control": "captured_again_later", "dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
+    {"control": "captured_by_two_helpers", "dropout": 0.1, "evaluates": True},
+    {"control": "beside_an_equal_model"},
+    {"control": "beside_a_larger_model"},
+    {**SHORTER, "dropout": 0.1, "modules": ["attn"]},
+    {"evaluates_often": True, **DENSE[1]},
+    {"evaluates_often": True, "evaluated_sequence": 48, "positions": "mrope", "microbatches": 2},
+]
 
 SURVIVED: list[dict[str, Any]] = [
     {"control": "failed_forward_capture", "dropout": 0.1},
@@ -189,10 +204,10 @@ def results(compare_runs):
     """The result of each case, by its name."""
     on_one_rank = [FAILED_EVALUATION, OBJECTION, *HOOKED]
     cases = [*EQUAL, *on_one_rank, *SURVIVED, *({"control": name} for name in NOTICED), *DEAD]
-    return by_name(cases, compare_runs([SIZES | case for case in cases]))
+    return Trained(cases, compare_runs, SIZES)
 
 
-@pytest.mark.parametrize("case", EQUAL, ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(EQUAL, *QUICK), ids=name_of)
 def test_graphs_train_bit_for_bit_as_eager(results, case):
     result = results[name_of(case)]
     assert_as_eager(result)
@@ -204,7 +219,7 @@ def test_graphs_train_bit_for_bit_as_eager(results, case):
     assert len(result["losses"]) == case.get("steps", SIZES["steps"])
 
 
-@pytest.mark.parametrize("case", CLIPPED, ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(CLIPPED, *CLIPPED[3:]), ids=name_of)
 def test_the_clipping_of_gradients_is_replayed(results, case):
     assert results[name_of(case)]["clipping_replays"] >= 2
 
@@ -213,7 +228,7 @@ def test_clipping_is_not_captured_that_the_host_waits_for(results):
     assert results[name_of(WHOLE_MODEL[0])]["clipping_replays"] == 0
 
 
-@pytest.mark.parametrize("case", EVALUATED_AGAIN, ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(EVALUATED_AGAIN, DENSE[1]), ids=name_of)
 def test_evaluation_does_not_change_training(results, case):
     result, trained = results[name_of({"evaluates_often": True, **case})], results[name_of(case)]
     assert (result["losses"], result["grad_norms"]) == (trained["losses"], trained["grad_norms"])
@@ -233,7 +248,7 @@ def test_where_one_rank_cannot_capture_the_whole_model_all_capture_layers(result
     assert result["replays"] == 2  # all layers in one graph
 
 
-@pytest.mark.parametrize("case", HOOKED, ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(HOOKED, HOOKED[0]), ids=name_of)
 def test_where_one_rank_cannot_record_a_layer_with_others_no_rank_does(results, case):
     result = results[name_of(case)]
     assert_as_eager(result)
@@ -241,7 +256,7 @@ def test_where_one_rank_cannot_record_a_layer_with_others_no_rank_does(results, 
     assert result["replays"] == 2 * 3 * case.get("microbatches", 1)
 
 
-@pytest.mark.parametrize("case", FP16, ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(FP16, FP16[0]), ids=name_of)
 def test_a_loss_scale_that_is_too_great_skips_steps_before_and_after_capture(results, case):
     norms = results[name_of(case)]["grad_norms"]
     assert norms[0] < 0  # a skipped step, see training.Trace
@@ -263,13 +278,13 @@ def replays_of_a_step(case):
     return 2 * (pieces + case.get("mtp", 0)) * microbatches
 
 
-@pytest.mark.parametrize("case", SURVIVED, ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(SURVIVED, SURVIVED[0], SURVIVED[2], SURVIVED[5]), ids=name_of)
 def test_training_goes_on_eagerly_after_a_failed_capture(results, case):
     result = results[name_of(case)]
     assert_went_on_eagerly(result)
 
 
-@pytest.mark.parametrize("case", DEAD, ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(DEAD, *DEAD[1:3]), ids=name_of)
 def test_a_replay_that_does_nothing_changes_the_loss(results, case):
     assert_differs_from(results[name_of(case)], 3)
 

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared import assert_as_eager, assert_differs_from, assert_went_on_eagerly, by_name
+from tests.support.compared import Trained, assert_as_eager, assert_differs_from, assert_went_on_eagerly
 from tests.support.evaluations import replays_of_evaluations
 from tests.support.launch import name_of
+from tests.support.sample import each_once, mostly_long
 
 SIZES: dict[str, Any] = {"layers": 4, "steps": 6, "microbatches": 4, "tied": False}
 MOE: dict[str, Any] = {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"]}
@@ -44,22 +45,19 @@ DEAD_REPLAY: dict[str, Any] = {"virtual": 2, "control": "dead_replay"}
 @pytest.fixture(scope="module")
 def one_rank(compare_runs):
     """The result of each case with one data-parallel rank a stage, by its name."""
-    cases = [*ONE_RANK, *FAILURES, DEAD_REPLAY]
-    return by_name(cases, compare_runs([SIZES | case for case in cases], "--pp", "2"))
+    return Trained([*ONE_RANK, *FAILURES, DEAD_REPLAY], compare_runs, SIZES, "--pp", "2")
 
 
 @pytest.fixture(scope="module")
 def two_ranks(compare_runs):
     """The same with two data-parallel ranks a stage."""
-    cases = [*TWO_RANKS, *FAILURES]
-    return by_name(cases, compare_runs([SIZES | case for case in cases], "--pp", "2", ranks=4))
+    return Trained([*TWO_RANKS, *FAILURES], compare_runs, SIZES, "--pp", "2", ranks=4)
 
 
 @pytest.fixture(scope="module")
 def tensor_parallel(compare_runs):
     """The same with two tensor-parallel ranks a stage."""
-    results = compare_runs([SIZES | case for case in TENSOR_PARALLEL], "--tp", "2", "--pp", "2", ranks=4)
-    return by_name(TENSOR_PARALLEL, results)
+    return Trained(TENSOR_PARALLEL, compare_runs, SIZES, "--tp", "2", "--pp", "2", ranks=4)
 
 
 def assert_bit_equal(case, result):
@@ -72,11 +70,12 @@ def assert_bit_equal(case, result):
     assert result["evaluation_replays"] == replays_of_evaluations(case, for_evaluation)
 
 
-@pytest.mark.parametrize("case", ONE_RANK, ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(ONE_RANK, ONE_RANK[1]), ids=name_of)
 def test_graphs_train_bit_for_bit_as_eager(one_rank, case):
     assert_bit_equal(case, one_rank[name_of(case)])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", TWO_RANKS, ids=name_of)
 def test_graphs_train_bit_for_bit_as_eager_with_two_data_parallel_ranks(two_ranks, case):
     assert_bit_equal(case, two_ranks[name_of(case)])
@@ -88,8 +87,7 @@ def test_graphs_train_bit_for_bit_as_eager_with_two_tensor_parallel_ranks(tensor
     assert_bit_equal(case, tensor_parallel[name_of(case)])
 
 
-@pytest.mark.parametrize("ranks", ["one_rank", "two_ranks"])
-@pytest.mark.parametrize("case", FAILURES, ids=name_of)
+@pytest.mark.parametrize(("case", "ranks"), each_once(FAILURES, ["one_rank", "two_ranks"]))
 def test_after_a_failure_on_one_rank_all_stages_go_on_without_graphs(case, ranks, request):
     result = request.getfixturevalue(ranks)[name_of(case)]
     assert_went_on_eagerly(result)

@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared import assert_as_eager, assert_differs_from, by_name
+from tests.support.compared import Trained, assert_as_eager, assert_differs_from
 from tests.support.launch import name_of
 from tests.support.pretrain import numbers, pretrain
+from tests.support.sample import mostly_long
 
 SIZES: dict[str, Any] = {"steps": 8}
 PADDED = {"experts": 4, "capacity": 1.0}
@@ -42,16 +43,13 @@ BETWEEN = {"tied": False, "microbatches": 4}
 def results(compare_runs):
     """The result of each case on data-parallel ranks, by its name."""
     cases = [case for case, *_ in DATA_PARALLEL] + [{"pattern": "M*-M", "control": "dead_replay"}]
-    found = compare_runs([SIZES | case for case in cases])
-    return by_name(cases, found)
+    return Trained(cases, compare_runs, SIZES)
 
 
 @pytest.fixture(scope="module")
 def stages(compare_runs):
     """The result of each case with two pipeline stages, by its name."""
-    cases = [case for case, _ in STAGES]
-    found = compare_runs([SIZES | BETWEEN | case for case in cases], "--pp", "2")
-    return by_name(cases, found)
+    return Trained([case for case, _ in STAGES], compare_runs, SIZES | BETWEEN, "--pp", "2")
 
 
 def assert_equal(result):
@@ -59,7 +57,11 @@ def assert_equal(result):
     assert len(result["losses"]) == SIZES["steps"]
 
 
-@pytest.mark.parametrize(("case", "graphs", "pieces"), DATA_PARALLEL, ids=[name_of(case) for case, *_ in DATA_PARALLEL])
+@pytest.mark.parametrize(
+    ("case", "graphs", "pieces"),
+    mostly_long(DATA_PARALLEL, DATA_PARALLEL[1], DATA_PARALLEL[8], DATA_PARALLEL[10]),
+    ids=[name_of(case) for case, *_ in DATA_PARALLEL],
+)
 def test_a_hybrid_model_trains_bit_for_bit_as_eager(results, case, graphs, pieces):
     result = results[name_of(case)]
     assert_equal(result)
@@ -69,7 +71,7 @@ def test_a_hybrid_model_trains_bit_for_bit_as_eager(results, case, graphs, piece
     assert result["evaluation_replays"] == ([replays] if case.get("evaluates") else [])
 
 
-@pytest.mark.parametrize(("case", "graphs"), STAGES, ids=[name_of(case) for case, _ in STAGES])
+@pytest.mark.parametrize(("case", "graphs"), mostly_long(STAGES, STAGES[1]), ids=[name_of(case) for case, _ in STAGES])
 def test_pipeline_stages_of_a_hybrid_model_train_bit_for_bit_as_eager(stages, case, graphs):
     result = stages[name_of(case)]
     assert_equal(result)
@@ -80,6 +82,7 @@ def test_a_replay_that_does_nothing_changes_the_loss(results):
     assert_differs_from(results["pattern=M*-M control=dead_replay"], 3)
 
 
+@pytest.mark.long
 def test_pretraining_by_flags_is_bit_equal_to_eager(tmp_path):
     flags = """
         --train-iters 6 --hybrid-layer-pattern M-*M --spec tests.support.hybrid_spec local

@@ -11,6 +11,7 @@ CAPTURED_AFTER = 3
 MANY = 24  # steps: the signal comes before the last
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "flags",
     [
@@ -74,8 +75,12 @@ def diverging_eagerly(diverging):
 
 @pytest.mark.parametrize(
     ("flags", "captured"),
-    [("--cuda-graph-layers-per-graph all", "Captured 3 layer graphs"), ("", "Captured the whole model")],
-    ids=["layers", "model"],
+    [
+        pytest.param(
+            "--cuda-graph-layers-per-graph all", "Captured 3 layer graphs", id="layers", marks=pytest.mark.long
+        ),
+        pytest.param("", "Captured the whole model", id="model"),
+    ],
 )
 def test_a_loss_that_is_nan_is_the_error_that_it_is_eagerly(diverging, diverging_eagerly, flags, captured):
     steps, said, _ = diverging_eagerly

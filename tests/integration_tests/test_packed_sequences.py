@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared import assert_as_eager, by_name
+from tests.support.compared import Trained, assert_as_eager
 from tests.support.documents import write_documents
 from tests.support.launch import name_of
 from tests.support.pretrain import numbers, pretrain
+from tests.support.sample import mostly_long
 
 SIZES: dict[str, Any] = {"layers": 3, "steps": 6, "micro_batch": 1, "packed": 5, "positions": "none"}
 # With each case the pieces of layers that are replayed together in a micro-batch.
@@ -40,9 +41,7 @@ STAGES: list[dict[str, Any]] = [{"layers": 4, "tied": False, "microbatches": 4, 
 @pytest.fixture(scope="module")
 def results(compare_runs):
     """The result of each case on data-parallel ranks, by its name."""
-    cases = [*(case for case, _ in CASES), OTHER_SHAPES]
-    found = compare_runs([SIZES | case for case in cases])
-    return by_name(cases, found)
+    return Trained([*(case for case, _ in CASES), OTHER_SHAPES], compare_runs, SIZES)
 
 
 def assert_equal(result):
@@ -50,7 +49,11 @@ def assert_equal(result):
     assert len(result["losses"]) == SIZES["steps"]
 
 
-@pytest.mark.parametrize(("case", "pieces"), CASES, ids=[name_of(case) or "whole layers" for case, _ in CASES])
+@pytest.mark.parametrize(
+    ("case", "pieces"),
+    mostly_long(CASES, CASES[1], CASES[-1]),
+    ids=[name_of(case) or "whole layers" for case, _ in CASES],
+)
 def test_one_capture_serves_all_lengths(results, case, pieces):
     result = results[name_of(case)]
     assert_equal(result)
@@ -63,6 +66,7 @@ def test_batches_of_another_length_run_eagerly(results):
     assert results[name_of(OTHER_SHAPES)]["graphs"] == 3
 
 
+@pytest.mark.long
 def test_pipeline_stages_read_packed_sequences_too(compare_runs):
     (result,) = compare_runs([SIZES | case for case in STAGES], "--pp", "2")
     assert_equal(result)
@@ -75,6 +79,7 @@ def test_where_the_host_reads_lengths_the_capture_fails_and_names_it(compare_run
     assert "Tensor.tolist copies device data to the host" in result["error"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("layout", LAYOUTS, ids=["data parallel", "tensor parallel", "four stages on two ranks"])
 def test_pretraining_with_attention_within_documents_is_bit_equal_to_eager(tmp_path, layout):
     data = write_documents(tmp_path / "documents", count=500, longest=20)  # several in each sample

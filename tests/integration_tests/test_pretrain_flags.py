@@ -10,6 +10,8 @@ from tests.support.pretrain import numbers, pretrain
 
 STEPS = 6
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def heterogeneous(tmp_path_factory):

@@ -31,7 +31,8 @@ LAYOUTS = {
 }
 EAGER = "eager"
 KINDS = {EAGER: "", "layers": "--cuda-graph-layers-per-graph 1", "parts": "--cuda-graph-modules attn", "model": ""}
-QUICK = [("virtual_stages", EAGER, "layers")]
+
+pytestmark = pytest.mark.long
 
 
 def run(folder, flags, kind):
@@ -55,10 +56,7 @@ def saved(tmp_path_factory):
     return train
 
 
-@pytest.mark.parametrize(
-    ("layout", "saver", "loader"),
-    [pytest.param(*case, marks=[] if case in QUICK else pytest.mark.long) for case in product(LAYOUTS, KINDS, KINDS)],
-)
+@pytest.mark.parametrize(("layout", "saver", "loader"), product(LAYOUTS, KINDS, KINDS))
 def test_a_resumed_run_is_equal_to_one_without_an_interruption(saved, tmp_path, layout, saver, loader):
     checkpoint, (_, *before) = saved(layout, saver)
     _, (_, expected, scales) = saved(layout, EAGER)
@@ -81,7 +79,6 @@ def tensors(checkpoint):
     return read
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("stages", ["stages", "virtual_stages"])
 def test_a_checkpoint_of_stages_is_loaded_without_stages_and_back(saved, tmp_path, stages):
     checkpoint, _ = saved(stages, EAGER)

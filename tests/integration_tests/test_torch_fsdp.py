@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared import assert_as_eager, assert_differs_from, assert_went_on_eagerly, by_name
+from tests.support.compared import Trained, assert_as_eager, assert_differs_from, assert_went_on_eagerly
 from tests.support.evaluations import replays_of_evaluations
 from tests.support.launch import name_of
+from tests.support.sample import mostly_long
 
 TORCH: dict[str, Any] = {"torch_fsdp": True, "tied": False, "layers": 3, "hidden": 32, "sequence": 16, "steps": 7}
 EQUAL: list[dict[str, Any]] = [
@@ -37,12 +38,10 @@ DEAD: dict[str, Any] = {"control": "dead_replay"}
 @pytest.fixture(scope="module")
 def results(compare_runs):
     """The result of each case, by its name."""
-    cases = [*EQUAL, *SURVIVED, FAILED_EVALUATION, DEAD]
-    found = compare_runs([TORCH | case for case in cases])
-    return by_name(cases, found)
+    return Trained([*EQUAL, *SURVIVED, FAILED_EVALUATION, DEAD], compare_runs, TORCH)
 
 
-@pytest.mark.parametrize("case", EQUAL, ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(EQUAL, EQUAL[1], EQUAL[4], EQUAL[6], EQUAL[-1]), ids=name_of)
 def test_graphs_train_bit_for_bit_as_eager(results, case):
     result = results[name_of(case)]
     assert_as_eager(result)

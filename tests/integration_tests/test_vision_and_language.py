@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from tests.support.compared import assert_as_eager, assert_differs_from, by_name
+from tests.support.compared import Trained, assert_as_eager, assert_differs_from
 from tests.support.launch import name_of
+from tests.support.sample import mostly_long
 
 SIZES: dict[str, Any] = {"captions": True, "layers": 2, "steps": 7, "micro_batch": 1}
 # With each case the pieces of layers that are replayed together in a micro-batch.
@@ -27,12 +28,12 @@ DEAD: dict[str, Any] = {"control": "dead_replay"}
 @pytest.fixture(scope="module")
 def results(compare_runs):
     """The result of each case, by its name."""
-    cases = [*(case for case, _ in EQUAL), FAILED, DEAD]
-    found = compare_runs([SIZES | case for case in cases])
-    return by_name(cases, found)
+    return Trained([*(case for case, _ in EQUAL), FAILED, DEAD], compare_runs, SIZES)
 
 
-@pytest.mark.parametrize(("case", "pieces"), EQUAL, ids=[name_of(case) for case, _ in EQUAL])
+@pytest.mark.parametrize(
+    ("case", "pieces"), mostly_long(EQUAL, EQUAL[0], EQUAL[1]), ids=[name_of(case) for case, _ in EQUAL]
+)
 def test_both_train_bit_for_bit_as_eager(results, case, pieces):
     result = results[name_of(case)]
     assert_as_eager(result)

@@ -40,8 +40,9 @@ def main() -> None:
     if not on_cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("gloo" if on_cpu else "nccl")
+    served = Served()
     for job in jobs(args.serve) if args.serve else (args,):
-        run(job)
+        served.run(job)
     dist.destroy_process_group()
     if on_cpu:
         cpu_backend.leave()
@@ -73,32 +74,48 @@ def jobs(source: Path) -> Iterator[argparse.Namespace]:
             yield parse(line[0].split())
 
 
-def run(args: argparse.Namespace) -> None:
-    """Run every case; the first rank writes the results after each."""
-    from megatron.core import parallel_state
+class Served:
+    """Runs jobs; keeps the groups of ranks and the eager trainings for the next job in the same layout."""
 
-    parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=args.tp,
-        pipeline_model_parallel_size=args.pp,
-        context_parallel_size=args.cp,
-        expert_model_parallel_size=args.ep,
-        expert_tensor_parallel_size=args.etp,
-    )
-    results = []
-    eager: dict[Case, Trace] = {}
-    for arguments in json.loads(args.cases.read_text()):
-        arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
-        control = arguments.pop("control", None)
-        results.append(compare(Case(**arguments), control, eager, args.output if args.stop_at_error else None))
-        gc.collect()
-        gc.freeze()  # every capture collects garbage, and need not walk through all modules each time
-        if dist.get_rank() == 0:
-            partial = args.output.with_suffix(".partial")  # whoever reads meanwhile, or after a crash, finds JSON
-            partial.write_text(json.dumps(results, indent=1))
-            partial.replace(args.output)
-            shown = results[-1]["error"][-300:] or results[-1]["differences"][:3] or "bit-equal"
-            print(f"{results[-1]['case']}: {shown} ({results[-1]['seconds']:.1f} s)", flush=True)
-    parallel_state.destroy_model_parallel()
+    def __init__(self) -> None:
+        self._layout: dict[str, int | None] = {}
+        self._eager: dict[Case, Trace] = {}
+
+    def run(self, args: argparse.Namespace) -> None:
+        """Run every case; the first rank writes the results after each."""
+        self._arrange(args)
+        results = []
+        for arguments in json.loads(args.cases.read_text()):
+            arguments = {key: tuple(value) if isinstance(value, list) else value for key, value in arguments.items()}
+            control = arguments.pop("control", None)
+            errors_to = args.output if args.stop_at_error else None
+            results.append(compare(Case(**arguments), control, self._eager, errors_to))
+            gc.collect()
+            gc.freeze()  # every capture collects garbage, and need not walk through all modules each time
+            if dist.get_rank() == 0:
+                partial = args.output.with_suffix(".partial")  # whoever reads meanwhile, or after a crash, finds JSON
+                partial.write_text(json.dumps(results, indent=1))
+                partial.replace(args.output)
+                shown = results[-1]["error"][-300:] or results[-1]["differences"][:3] or "bit-equal"
+                print(f"{results[-1]['case']}: {shown} ({results[-1]['seconds']:.1f} s)", flush=True)
+
+    def _arrange(self, args: argparse.Namespace) -> None:
+        """Make the groups of ranks, unless they are there."""
+        from megatron.core import parallel_state
+
+        layout: dict[str, int | None] = {
+            "tensor_model_parallel_size": args.tp,
+            "pipeline_model_parallel_size": args.pp,
+            "context_parallel_size": args.cp,
+            "expert_model_parallel_size": args.ep,
+            "expert_tensor_parallel_size": args.etp,
+        }
+        if layout == self._layout:
+            return
+        if self._layout:
+            parallel_state.destroy_model_parallel()
+        parallel_state.initialize_model_parallel(**layout)
+        self._layout, self._eager = layout, {}
 
 
 def compare(case: Case, control: str | None, eager: dict[Case, Trace], errors_to: Path | None = None) -> dict:

@@ -1,14 +1,37 @@
 """What the results of ``compare_runs.py`` say."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from .launch import name_of
 
 
-def by_name(cases: Sequence[dict[str, Any]], results: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return the result of each case by its name."""
-    return {name_of(case): result for case, result in zip(cases, results, strict=True)}
+class Trained(dict[str, dict[str, Any]]):
+    """The result of each case by its name; a case is trained when its result is first looked up.
+
+    Args:
+        cases: What tests may look up.
+        compare_runs: The fixture of that name.
+        common: What all cases have.
+        options: Further arguments of ``compare_runs``.
+        ranks: Processes.
+    """
+
+    def __init__(
+        self,
+        cases: Iterable[Mapping[str, Any]],
+        compare_runs: Callable[..., list[dict[str, Any]]],
+        common: Mapping[str, Any],
+        *options: str,
+        ranks: int = 2,
+    ) -> None:
+        super().__init__()
+        self._cases = {name_of(case): {**common, **case} for case in cases}
+        self._train = lambda case: compare_runs([case], *options, ranks=ranks)
+
+    def __missing__(self, name: str) -> dict[str, Any]:
+        (self[name],) = self._train(self._cases[name])
+        return self[name]
 
 
 def assert_as_eager(result: dict[str, Any]) -> None:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ FAULTS = Path(__file__).with_name("inject_faults.py")
 TIMEOUT = 3600  # seconds: none that works takes so long, on a busy machine either
 
 
-def name_of(case: dict[str, Any]) -> str:
+def name_of(case: Mapping[str, Any]) -> str:
     """Name a case by what it sets."""
     values = {key: "+".join(map(str, value)) if isinstance(value, list) else value for key, value in case.items()}
     return " ".join(f"{key}={value}" for key, value in values.items())

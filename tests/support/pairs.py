@@ -177,7 +177,10 @@ FEATURES: dict[str, Setting] = {
 # Features that are in no set together, and why.
 APART = {
     frozenset(("optimizer graph", "checkpoints")): "torch's Adam, in the place of TransformerEngine's, saves learning "
-    "rates that are tensors, and a new one has numbers"
+    "rates that are tensors, and a new one has numbers",
+    frozenset(
+        ("optimizer graph", "job: no warm-up")
+    ): "the optimizer's first step makes its states and agrees on norms, which no capture can hold",
 }
 # Rows that work of which no feature is: what they need is not there on the CPU backend.
 ELSEWHERE = {
@@ -254,21 +257,40 @@ def stored() -> list[tuple[tuple[str, ...], int]]:
     return [(tuple(names), ranks) for names, ranks in json.loads(FILE.read_text())]
 
 
+def covering(sets: Sequence[tuple[Sequence[str], int]]) -> list[int]:
+    """Return the numbers of sets that together have every feature, each the one that adds most per process."""
+    missing = {name for names, _ in sets for name in names}
+
+    def gain(number: int) -> float:
+        names, ranks = sets[number]
+        return len(missing.intersection(names)) / (ranks * (1 + ("checkpoints" in names)))
+
+    chosen = []
+    while missing:
+        chosen.append(max(range(len(sets)), key=gain))
+        missing.difference_update(sets[chosen[-1]][0])
+    return [
+        number
+        for number in chosen
+        if {*sets[number][0]}.difference(*(sets[other][0] for other in chosen if other != number))
+    ]
+
+
 def sample() -> list[tuple[str, ...]]:
     """Return sets of features in which each pair that fits together is: the same ones each time.
 
     Each set begins with a pair that is in none before, and takes the feature that adds most pairs, as long as it fits.
     """
-    with _parser_of_all_checks():
+    with parser_of_all_checks():
         return [*_sample()]
 
 
 @contextmanager
-def _parser_of_all_checks() -> Iterator[None]:
+def parser_of_all_checks() -> Iterator[None]:
     """Let megatron-core build its parser once: it reads its own source for that."""
     from megatron.training import arguments
 
-    parser = arguments.add_megatron_arguments(argparse.ArgumentParser(allow_abbrev=False))
+    parser = arguments.add_megatron_arguments(argparse.ArgumentParser("pretrain_gpt", allow_abbrev=False))
     with mock.patch.object(arguments, "add_megatron_arguments", return_value=parser):
         yield
 
