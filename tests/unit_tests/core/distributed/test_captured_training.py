@@ -13,6 +13,7 @@ from megatron.core.transformer._cuda_graphs.engine import sanitizer
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.te import attached_graphs, helper
 from megatron.core.transformer._cuda_graphs.te.whole_model import other_method
+from tests.support.sample import each_once
 from tests.support.training import train
 
 from .captured_training import CapturedTraining, graphed, in_use, trained
@@ -119,8 +120,7 @@ def failing(layer, in_backward):
     handle.remove()
 
 
-@pytest.mark.parametrize("layers_per_graph", [MODEL, ALL, ONE])
-@pytest.mark.parametrize("in_backward", [False, True], ids=["forward", "backward"])
+@pytest.mark.parametrize(("layers_per_graph", "in_backward"), each_once([MODEL, ALL, ONE], [False, True]))
 def test_after_a_failed_capture_the_model_trains_on_and_can_be_captured(one_rank, in_backward, layers_per_graph):
     case = graphed(layers_per_graph, dropout=0.1)
 

@@ -3,8 +3,10 @@
 Each change is made to a training with graphs and to its eager twin, in this process, as one rank.
 """
 
+import functools
 import json
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer._cuda_graphs.replay_conditions import AttributeReads
+from tests.support.sample import asked, each_once
 from tests.unit_tests.cpu_backend.run_ranks import on_two_ranks
 
 from . import ranks_kinds_of_passes
@@ -30,32 +33,42 @@ def middle(training):
     return training.layers[1]
 
 
-def compare(case, change, kind=CapturedTraining):
-    """Train eagerly and with graphs, with ``change`` after the first step beside graphs.
+def changed_after(case, change, graphs):
+    """The trace of a training with ``change`` after the first step beside graphs.
 
     What ``change`` returns, if anything, is a handle that takes it back before the last step.
+    """
+    training = CapturedTraining(case, graphs)
+    handle = None
+    try:
+        training.step()
+        handle = change(training)
+        training.step()
+        training.step()
+    finally:
+        if handle is not None and hasattr(handle, "remove"):
+            handle.remove()
+            training.step()
+        training.delete()
+    return training.trace()
+
+
+@functools.cache
+def eagerly(case, change):
+    """The trace without graphs: one for all scopes."""
+    return changed_after(case, change, graphs=False)
+
+
+def compare(case, change):
+    """Train eagerly and with graphs, with ``change`` after the first step beside graphs.
 
     Returns:
         What differs, and what became of replays: ``replays`` go on, ``some`` do, or all passes run ``eagerly``.
     """
-    traces = []
-    for graphs in (False, True):
-        training = kind(case, graphs)
-        handle = None
-        try:
-            training.step()
-            handle = change(training)
-            training.step()
-            training.step()
-        finally:
-            if handle is not None and hasattr(handle, "remove"):
-                handle.remove()
-                training.step()
-            training.delete()
-        traces.append(training.trace())
-    before, after = traces[1].step_replays[1:3]
+    graphed = changed_after(case, change, graphs=True)
+    before, after = graphed.step_replays[1:3]
     outcome = "replays" if after == before else "some" if after else "eagerly"
-    return traces[0].differences(traces[1]), outcome
+    return eagerly(replace(case, modules=(), layers_per_graph=0), change).differences(graphed), outcome
 
 
 def other_forward(training):
@@ -195,8 +208,7 @@ def documented():
     return {row[0]: dict(zip(scopes, row[1:], strict=True)) for row in rows[start + 1 : start + 1 + len(CHANGES)]}
 
 
-@pytest.mark.parametrize("name", CHANGES)
-@pytest.mark.parametrize("of", SCOPES)
+@pytest.mark.parametrize(("name", "of"), each_once(CHANGES, SCOPES))
 def test_after_a_change_training_is_eagers_and_replays_are_as_documented(one_rank, of, name):
     differences, outcome = compare(SCOPES[of], CHANGES[name])
     assert differences == []
@@ -204,14 +216,13 @@ def test_after_a_change_training_is_eagers_and_replays_are_as_documented(one_ran
 
 
 @pytest.fixture(scope="module")
-def two_ranks():
-    launch = on_two_ranks(ranks_kinds_of_passes.__file__)
+def two_ranks(request):
+    launch = on_two_ranks(ranks_kinds_of_passes.__file__, json.dumps(asked(request, "of", "passes")))
     lines = [json.loads(line) for line in launch.stdout.splitlines() if line.startswith("{")]
     return {(line["scope"], line["passes"]): line["ranks"] for line in lines}
 
 
-@pytest.mark.parametrize("passes", PASSES)
-@pytest.mark.parametrize("of", SCOPES)
+@pytest.mark.parametrize(("passes", "of"), each_once(PASSES, SCOPES))
 def test_a_backward_pass_is_of_the_kind_of_its_own_forward_pass(two_ranks, of, passes):
     assert two_ranks[of, passes] == [0, 0]
 
@@ -267,7 +278,9 @@ def evaluated_with_a_hook(training):
     handle.remove()
 
 
-@pytest.mark.parametrize("change", [dropping_out, evaluated_with_a_hook], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    ("change", "scope"), each_once([dropping_out, evaluated_with_a_hook], SCOPES), indirect=["scope"]
+)
 def test_what_changes_in_evaluation_is_noticed(one_rank, scope, change):
     def evaluate(training):
         training.evaluate()  # the first one captures
@@ -286,6 +299,6 @@ def other_seed(training):
     model_parallel_cuda_manual_seed(99, use_cudagraphable_rng=True, force_reset_rng=True)
 
 
-@pytest.mark.parametrize("change", [saved_states, other_seed], ids=lambda change: change.__name__)
+@pytest.mark.parametrize(("change", "scope"), each_once([saved_states, other_seed], SCOPES), indirect=["scope"])
 def test_graphs_draw_from_states_that_the_rng_tracker_was_given(one_rank, scope, change):
     assert compare(scope, change)[0] == []

@@ -6,10 +6,13 @@ Trainings run in this process, as one rank. The integration tests evaluate on tw
 import logging
 from dataclasses import replace
 from functools import partial
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+
+from tests.support.sample import each_once
 
 from .captured_training import CapturedTraining, graphed, in_use, trained
 from .fsdp_variants import FINE_FORWARD, Variant
@@ -69,14 +72,17 @@ def evaluate_as(training, **changes):
         training.evaluate()
 
 
-@pytest.mark.parametrize("changes", [{"evaluated_sequence": 8}, {"micro_batch": 1}], ids=["sequences", "micro-batches"])
-@pytest.mark.parametrize(
-    "of_training",
-    [{}, {"layers_per_graph": None}, {"modules": PARTS_OF_MOE, "experts": 4}],
-    ids=["layers", "whole model", "parts"],
-)
-def test_graphs_for_evaluation_have_the_shapes_of_the_first_one(one_rank, of_training, changes):
-    eager, graphs = compared(graphed(**of_training), partial(evaluate_as, **changes))
+KINDS: dict[str, dict[str, Any]] = {
+    "layers": {},
+    "whole model": {"layers_per_graph": None},
+    "parts": {"modules": PARTS_OF_MOE, "experts": 4},
+}
+
+
+@pytest.mark.parametrize(("kind", "changed"), each_once(KINDS, ["evaluated_sequence", "micro_batch"]))
+def test_graphs_for_evaluation_have_the_shapes_of_the_first_one(one_rank, kind, changed):
+    value = {"evaluated_sequence": 8, "micro_batch": 1}[changed]
+    eager, graphs = compared(graphed(**KINDS[kind]), partial(evaluate_as, **{changed: value}))
     assert eager.differences(graphs) == []
     assert graphs.evaluation_replays == [3, 3]
     assert graphs.replays > 0
@@ -127,8 +133,7 @@ def gathered(training):
     return [number for number, own in enumerate(buckets) if any(status[bucket, False] is not empty for bucket in own)]
 
 
-@pytest.mark.parametrize("options", [{}, FINE_FORWARD], ids=["layers gather", "modules gather"])
-@pytest.mark.parametrize("layers_per_graph", [None, 1])
+@pytest.mark.parametrize(("layers_per_graph", "options"), each_once([None, 1], [{}, FINE_FORWARD]))
 def test_while_a_layer_is_captured_for_evaluation_no_other_is_gathered(one_rank, layers_per_graph, options):
     case = graphed(layers_per_graph)
     training = CapturedTraining(case, variant=Variant(case, fsdp=options))
