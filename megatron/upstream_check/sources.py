@@ -71,9 +71,13 @@ class Sources:
         return found if isinstance(found, Definition) else None
 
 
-@functools.cache
 def parsed(path: Path) -> ast.Module:
-    """Return the syntax tree of a file."""
+    """Return the syntax tree of a file, or of what it links to."""
+    return _parsed(path.resolve())
+
+
+@functools.cache
+def _parsed(path: Path) -> ast.Module:
     with warnings.catch_warnings(action="ignore", category=SyntaxWarning):
         return ast.parse(path.read_bytes(), str(path))
 
