@@ -24,6 +24,9 @@ CORE_TESTS := $(addprefix tests/unit_tests/,test_overlay_extensions.py training 
 	$(addprefix core/transformer/_cuda_graphs/,test_layer_graph.py test_packed_sequences.py \
 	$(addprefix local/test_,inference.py manager.py record.py runner.py) \
 	$(addprefix te/test_,backends.py capture_mode.py current_microbatch.py helper.py layers.py order.py sample_inputs.py)))
+# Those that look at its definitions and hooks.
+CORE_SAMPLE := $(addprefix tests/unit_tests/,test_overlay_extensions.py \
+	core/distributed/test_fsdp_hook_registration.py core/transformer/_cuda_graphs/te/test_layers.py)
 
 # Each minor version of torch that setup.py admits, besides that of constraints.txt; the newest last.
 OTHER_TORCHES := 2.12.1 2.13.0 2.14.1 2.15.0
@@ -46,10 +49,10 @@ help:
 	@echo "make test      unit tests and integration tests on the CPU backend"
 	@echo "make test-all  all tests that need no GPU, those that take long too: before a release"
 	@echo "make test-processors  make test with other instruction sets and numbers of threads"
-	@echo "make test-versions  unit tests on the other versions of megatron-core that the patch admits"
+	@echo "make test-versions  some unit tests on the other versions of megatron-core that the patch admits"
 	@echo "make test-torches   unit tests, demo and some trainings on the other versions of torch that setup.py admits"
 	@echo "make test-installed  unit tests of a copy that pip installed"
-	@echo "make test-newest-torch  the demo and few tests on the newest of them"
+	@echo "make test-newest-torch  few tests on the newest of them"
 	@echo "make test-patch     apply the patch series to a megatron-core checkout, patch by patch: import, train, test"
 	@echo "make test-patch-quick  the same for the first three patches and the last"
 	@echo "make test-gpu  tests on the GPUs of this machine"
@@ -67,7 +70,7 @@ help:
 	@echo "Installing torch, megatron-core and the tools of this project into .venv"
 	$(PYTHON) -m venv --clear .venv
 	.venv/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
-	.venv/bin/python -W ignore -m compileall -qq -j 0 .venv/lib
+	.venv/bin/python -W ignore -m compileall -qq -j 0 -x '/tests/' .venv/lib
 	touch $@
 
 demo: $(ENVIRONMENT)
@@ -112,7 +115,7 @@ test-versions: $(OTHER_CORES:%=test-core-%)
 
 $(filter-out test-core-0.19.1,$(OTHER_CORES:%=test-core-%)): test-core-%: build/cores/%/megatron
 	$(PY) -m megatron_fsdp_cuda_graphs upstream build/cores/$*
-	$(call with_core,$*) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) $(CORE_TESTS)
+	$(call with_core,$*) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) $(if $(QUICK),$(CORE_SAMPLE),$(CORE_TESTS))
 
 test-core-0.19.1: test-core-%: build/cores/%/megatron | build/cores/0.19.0/megatron
 	diff -r --exclude package_info.py --exclude __pycache__ build/cores/0.19.0/megatron $<
@@ -138,9 +141,9 @@ $(OTHER_TORCHES:%=test-torch-%): test-torch-%: build/torches/%/.installed
 	$(call with_torch,$*) $(PY) -m pytest -n $(WORKERS) --dist loadfile tests/unit_tests
 	$(call with_torch,$*) $(PY) -m pytest -n $(RANK_WORKERS) --dist loadfile $(TORCH_TRAININGS)
 
+# In one process: this torch is not compiled ahead, and every process would do that again.
 test-newest-torch: build/torches/$(NEWEST_TORCH)/.installed
-	$(call with_torch,$(NEWEST_TORCH)) $(PY) examples/demo.py --device cpu --steps 8 --output build/torches/demo
-	$(call with_torch,$(NEWEST_TORCH)) $(PY) -m pytest -n $(WORKERS) --dist loadfile -m "not long" $(TORCH_TESTS)
+	$(call with_torch,$(NEWEST_TORCH)) $(PY) -m pytest $(QUICK) $(TORCH_TESTS)
 
 # As with_core. No GPU is shown: what else CUDA needs is that of the environment, which fits its own torch.
 with_torch = CUDA_VISIBLE_DEVICES= TORCH_VERSION=$(1) PYTHONPATH=$(CURDIR)/build/torches/$(1)$(addprefix :,$(PYTHONPATH))

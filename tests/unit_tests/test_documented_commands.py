@@ -6,8 +6,6 @@ This keeps documents and runs together: a new command needs an entry here, and a
 import re
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [
     ROOT / "README.md",
@@ -88,17 +86,20 @@ def test_commands_are_found():
     assert ("README.md", "make demo") in {(page, command.partition("  ")[0]) for page, command in DOCUMENTED}
 
 
-@pytest.mark.parametrize(("page", "command"), sorted(DOCUMENTED))
-def test_a_command_is_run_somewhere(page, command):
-    assert len(ran_by(command)) >= 1, "add what runs it to RUN_BY"
+def test_every_command_is_run_somewhere():
+    not_run = [f"{page}: {command}" for page, command in sorted(DOCUMENTED) if not ran_by(command)]
+    assert not not_run, "\n".join(["add what runs these commands to RUN_BY:", *not_run])
 
 
-@pytest.mark.parametrize("start", RUN_BY)
-def test_what_runs_a_command_is_there(start):
-    assert any(start in ran_by(command) for _, command in DOCUMENTED), "no document has it any more"
-    if RUN_BY[start] is not BY_HAND:
-        path, call = RUN_BY[start]
-        assert call in (ROOT / path).read_text()
+def test_every_command_that_is_run_is_documented():
+    gone = [start for start in RUN_BY if not any(start in ran_by(command) for _, command in DOCUMENTED)]
+    assert not gone, "\n".join(["no document has these commands of RUN_BY:", *gone])
+
+
+def test_what_runs_a_command_is_there():
+    called = [(start, *by) for start, by in RUN_BY.items() if by is not BY_HAND]
+    absent = [f"{start}: {call} in {path}" for start, path, call in called if call not in (ROOT / path).read_text()]
+    assert called and not absent, "\n".join(["what runs these commands is not there:", *absent])
 
 
 def test_the_flags_for_a_machine_without_a_gpu_are_those_that_tests_train_with():
