@@ -10,6 +10,7 @@ import torch
 
 from megatron_fsdp_cuda_graphs.cpu_backend import install, leave, patches, threads
 from megatron_fsdp_cuda_graphs.cpu_backend.__main__ import main
+from tests.support.sample import mostly_long
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
@@ -65,7 +66,7 @@ def test_uninstall_gives_torch_its_names_back():
     ) == ["False", "True True"]
 
 
-@pytest.mark.parametrize(("variable", "threads"), [("", "1"), ("3", "3"), ("4,2", "4")])
+@pytest.mark.parametrize(("variable", "threads"), mostly_long([("", "1"), ("3", "3"), ("4,2", "4")], ("4,2", "4")))
 def test_an_operator_has_one_thread_unless_the_variable_says_how_many(variable, threads):
     """On a host with fewer cores too, and in every thread of Python."""
     done = python(
@@ -86,6 +87,7 @@ def test_a_number_of_threads_that_is_none_is_refused(monkeypatch):
         threads.install()
 
 
+@pytest.mark.long
 def test_a_megatron_imported_before_gets_the_replaced_names():
     assert output(
         "import torch, warnings; warnings.filterwarnings('ignore')\n"
@@ -128,12 +130,14 @@ def test_the_launcher_runs_a_script_as_python_would(tmp_path: Path):
     assert done.stdout.split("\n") == ["__main__ ['--flag', 'value'] True neighbour", "True True", ""], done.stderr
 
 
+@pytest.mark.long
 def test_the_launcher_runs_a_module(tmp_path: Path):
     (tmp_path / "module.py").write_text("import sys, torch\nprint(__name__, sys.argv[1:], torch.cuda.is_available())\n")
     done = python(*LAUNCHER, "-m", "module", "argument", PYTHONPATH=str(tmp_path))
     assert done.stdout == "__main__ ['argument'] True\n", done.stderr
 
 
+@pytest.mark.long
 def test_the_launcher_passes_the_exit_code_on(tmp_path: Path):
     (tmp_path / "script.py").write_text("import sys; sys.exit(3)\n")
     assert python(*LAUNCHER, str(tmp_path / "script.py")).returncode == 3

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.on_cpu_backend import on_cpu_backend
+from tests.support.pairs import parser_of_all_checks
 
 sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
 FSDP = (
@@ -29,7 +30,7 @@ DENSE = f"{FSDP} {GRAPHS} {SIZES} {TRAINING}"
 
 @pytest.fixture(autouse=True, scope="module")
 def _cpu_backend():
-    with on_cpu_backend():
+    with on_cpu_backend(), parser_of_all_checks():
         yield
 
 
@@ -47,6 +48,7 @@ def flags():
 
     yield split
     gc.collect()  # models own their buffers
+    gc.freeze()  # the next collection need not walk through what is left
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ from argparse import ArgumentParser, Namespace
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
-from itertools import combinations
+from itertools import combinations, product
 from pathlib import Path
 
 import pytest
@@ -265,34 +265,35 @@ def test_an_example_is_of_its_row(flags, row):
     assert row in rows_of(flags[row.name])
 
 
-@pytest.mark.parametrize("row", REFUSED, ids=lambda row: row.name)
-def test_an_example_is_refused_for_its_row_alone(flags, row):
-    first, *lines = refusal(flags[row.name]).split("\n")
-    assert first.startswith(f"{row.sharding} with --cuda-graph-impl ")
-    assert lines == [f"- {row.words}"]
-    assert "--" in row.words
+def test_examples_are_refused_for_their_rows_alone(flags):
+    for row in REFUSED:
+        first, *lines = refusal(flags[row.name]).split("\n")
+        assert first.startswith(f"{row.sharding} with --cuda-graph-impl "), row.name
+        assert lines == [f"- {row.words}"], row.name
+        assert "--" in row.words, row.name
 
 
-@pytest.mark.parametrize("row", [row for row in TABLE if row not in REFUSED], ids=lambda row: row.name)
-def test_an_example_of_what_is_not_refused_passes(flags, row):
-    assert not refusal(flags[row.name])
+def test_examples_of_what_is_not_refused_pass(flags):
+    errors = {row.name: refusal(flags[row.name]) for row in TABLE if row not in REFUSED}
+    assert errors == dict.fromkeys(errors, "")
 
 
-@pytest.mark.parametrize("row", [row for row in REFUSED if row.name != "unknown module"], ids=lambda row: row.name)
-def test_megatrons_validation_refuses_in_the_words_of_the_row(row):
+def test_megatrons_validation_refuses_in_the_words_of_the_rows():
     from megatron.training.arguments import validate_args
 
-    with pytest.raises(ValueError) as error:
-        validate_args(parsed(str(EXAMPLES[row.name])))
-    assert row.words in str(error.value)
+    for row in (row for row in REFUSED if row.name != "unknown module"):
+        with pytest.raises(ValueError) as error:
+            validate_args(parsed(str(EXAMPLES[row.name])))
+        assert row.words in str(error.value), row.name
 
 
-@pytest.mark.parametrize("row", WARNED, ids=lambda row: row.name)
-def test_what_has_no_effect_or_was_not_tried_is_warned_of(flags, row, caplog):
-    with caplog.at_level(logging.WARNING):
-        warn_of_flags(flags[row.name])
-    assert row.words in caplog.messages
-    assert not any("\n" in message for message in caplog.messages)
+def test_what_has_no_effect_or_was_not_tried_is_warned_of(flags, caplog):
+    for row in WARNED:
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            warn_of_flags(flags[row.name])
+        assert row.words in caplog.messages, row.name
+        assert not any("\n" in message for message in caplog.messages), row.name
 
 
 def test_nothing_is_said_of_flags_that_work(flags, caplog):
@@ -323,35 +324,34 @@ def both(one: Namespace, other: Namespace, base: Namespace) -> Namespace:
     return Namespace(**joined)
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_a_pair_is_refused_for_every_row_that_it_is_of(flags, base, name):
-    for other in EXAMPLES:
+def test_a_pair_is_refused_for_every_row_that_it_is_of(flags, base):
+    for name, other in product(EXAMPLES, EXAMPLES):
         args = both(flags[name], flags[other], base)
         expected = {row.words for row in rows_of(args) if row.verdict is Verdict.REFUSED}
-        assert {line.removeprefix("- ") for line in refusal(args).split("\n")[1:]} == expected, other
+        assert {line.removeprefix("- ") for line in refusal(args).split("\n")[1:]} == expected, (name, other)
 
 
-@pytest.mark.parametrize(("one", "other"), combinations(INDEPENDENT, 2))
-def test_two_rows_that_have_nothing_to_do_with_each_other_are_both_named(flags, base, one, other):
-    said = refusal(both(flags[one], flags[other], base))
-    assert ROWS[one].words in said
-    assert ROWS[other].words in said
+def test_two_rows_that_have_nothing_to_do_with_each_other_are_both_named(flags, base):
+    for one, other in combinations(INDEPENDENT, 2):
+        said = refusal(both(flags[one], flags[other], base))
+        assert ROWS[one].words in said, (one, other)
+        assert ROWS[other].words in said, (one, other)
 
 
 @pytest.mark.parametrize("impl", ["none", "full_iteration"])
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_graphs_that_are_not_per_layer_are_none_of_the_tables_business(flags, name, impl):
-    args = Namespace(**vars(flags[name]) | {"cuda_graph_impl": impl})
-    assert not rows_of(args)
-    assert not refusal(args)
+def test_graphs_that_are_not_per_layer_are_none_of_the_tables_business(flags, impl):
+    for name in EXAMPLES:
+        args = Namespace(**vars(flags[name]) | {"cuda_graph_impl": impl})
+        assert not rows_of(args), name
+        assert not refusal(args), name
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_models_that_are_not_sharded_are_none_of_the_tables_business(flags, name, caplog):
-    args = Namespace(**vars(flags[name]) | {"use_megatron_fsdp": False, "use_torch_fsdp2": False})
-    assert not refusal(args)
-    warn_of_flags(args)
-    assert not caplog.messages
+def test_models_that_are_not_sharded_are_none_of_the_tables_business(flags, caplog):
+    for name in EXAMPLES:
+        args = Namespace(**vars(flags[name]) | {"use_megatron_fsdp": False, "use_torch_fsdp2": False})
+        assert not refusal(args), name
+        warn_of_flags(args)
+        assert not caplog.messages, name
 
 
 def test_flags_of_another_program_pass():
@@ -371,7 +371,7 @@ def test_the_parser_takes_what_megatron_core_takes(name):
     assert len(parsed(f"{FITTING} --cuda-graph-modules {name}").cuda_graph_modules) == 1
 
 
-@pytest.mark.parametrize("row", TABLE, ids=lambda row: row.name)
-def test_what_a_row_says_shows_it_is_in_this_repository(row):
-    assert row.shown or row.verdict is Verdict.NOT_TRIED
-    assert (REPOSITORY / row.shown).exists()
+def test_what_rows_say_shows_them_is_in_this_repository():
+    for row in TABLE:
+        assert row.shown or row.verdict is Verdict.NOT_TRIED, row.name
+        assert (REPOSITORY / row.shown).exists(), row.name

@@ -23,6 +23,7 @@ from megatron.core.transformer._cuda_graphs.engine import rng
 from megatron.core.transformer._cuda_graphs.local import manager, memory, record, runner
 from megatron.core.transformer._cuda_graphs.te import backends, helper
 from megatron_fsdp_cuda_graphs import overlay
+from tests.support.sample import asked, mostly_long
 
 from ._cuda_graphs.local.local_graph_cases import batch, runners, stack
 
@@ -88,13 +89,18 @@ def module_of(file):
     return file.removesuffix(".py").replace("/", ".")
 
 
-@pytest.mark.parametrize(("file", "name"), DEFINED)
-def test_a_name_is_defined_in_the_file_of_the_table(file, name):
+def defined_elsewhere(file, name):
+    """Whether a name is not that of its file in the table."""
     module = importlib.import_module(module_of(file))
-    assert name in bound_at_module_level(overlay.tree_file(module_of(file)).read_text())
-    assert getattr(cuda_graphs, name) is getattr(module, name)
-    if isinstance(value := getattr(module, name), FunctionType):  # it could have been imported there
-        assert value.__code__.co_filename == module.__file__
+    if name not in bound_at_module_level(overlay.tree_file(module_of(file)).read_text()):
+        return True
+    value = getattr(module, name)
+    imported = isinstance(value, FunctionType) and value.__code__.co_filename != module.__file__
+    return imported or getattr(cuda_graphs, name) is not value
+
+
+def test_names_are_defined_in_the_files_of_the_table():
+    assert DEFINED and not [(file, name) for file, name in DEFINED if defined_elsewhere(file, name)]
 
 
 def imports(file):
@@ -115,16 +121,17 @@ def test_an_imported_name_is_what_megatron_core_imports():
     }
 
 
-@pytest.mark.parametrize(("source", "name"), IMPORTED)
-def test_an_imported_name_is_there_if_its_package_is(source, name):
-    has = {"TransformerEngine": cuda_graphs.HAVE_TE_GRAPHS, "tqdm": cuda_graphs.HAVE_TQDM}.get(source, True)
-    assert hasattr(cuda_graphs, name) is (has or name.startswith("HAVE_"))
+def test_imported_names_are_there_if_their_package_is():
+    packages = {"TransformerEngine": cuda_graphs.HAVE_TE_GRAPHS, "tqdm": cuda_graphs.HAVE_TQDM}
+    expected = {name: packages.get(source, True) or name.startswith("HAVE_") for source, name in IMPORTED}
+    assert expected and {name: hasattr(cuda_graphs, name) for name in expected} == expected
 
 
-@pytest.mark.parametrize("name", names(ABSENT))
-def test_a_name_that_is_not_here_is_an_attribute_error(name):
-    with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
-        getattr(cuda_graphs, name)
+def test_names_that_are_not_here_are_attribute_errors():
+    assert names(ABSENT)
+    for name in names(ABSENT):
+        with pytest.raises(AttributeError, match=f"no attribute '{name}'"):
+            getattr(cuda_graphs, name)
 
 
 def test_no_name_is_in_the_tables_twice():
@@ -178,8 +185,8 @@ IMPORTED_FIRST = [
 
 
 @pytest.fixture(scope="module")
-def imported():
-    """For each of ``IMPORTED_FIRST`` the names of all modules of a process that imports it first of Megatron's."""
+def imported(request):
+    """By what a process imports first of Megatron's, as far as it is asked for: the names of all its modules."""
     code = """
 import importlib, json, os, sys
 import torch._inductor.compile_fx, torch.distributed.checkpoint, torch.distributed.tensor  # once for all
@@ -192,15 +199,16 @@ for first in sys.argv[1:]:
         os._exit(0)
     os.wait()
 """
+    first = [name for (name,) in asked(request, "first")]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", code, *IMPORTED_FIRST], capture_output=True, text=True, check=True
+        [sys.executable, "-W", "ignore", "-c", code, *first], capture_output=True, text=True, check=True
     )
     found = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith("["))
-    assert {*found} == {*IMPORTED_FIRST}, done.stderr[-6000:]
+    assert {*found} == {*first}, done.stderr[-6000:]
     return found
 
 
-@pytest.mark.parametrize("first", IMPORTED_FIRST)
+@pytest.mark.parametrize("first", mostly_long(IMPORTED_FIRST, IMPORTED_FIRST[0], "megatron.core.distributed"))
 def test_nothing_comes_from_megatron_core_whatever_is_imported_first(imported, first):
     assert "megatron.core.transformer.cuda_graphs" in imported[first]
     assert not [name for name in imported[first] if name.endswith("_upstream_cuda_graphs")]
@@ -386,16 +394,21 @@ def _files():
 OWN = [name for name in cuda_graphs.__all__ if isinstance(getattr(cuda_graphs, name), type | FunctionType)]
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_classes_and_functions_are_of_this_module(name):
-    assert getattr(cuda_graphs, name).__module__ == "megatron.core.transformer.cuda_graphs"
+def test_classes_and_functions_are_of_this_module():
+    modules = {name: getattr(cuda_graphs, name).__module__ for name in OWN}
+    assert modules == dict.fromkeys(OWN, "megatron.core.transformer.cuda_graphs")
 
 
-@pytest.mark.parametrize(("file", "name"), [(file, name) for file, name in DEFINED if name in OWN])
-def test_source_is_found_in_the_file_that_defines_it(file, name):
+def source_is_found(file, name):
     value = getattr(cuda_graphs, name)
-    assert Path(inspect.getfile(value)).resolve() == overlay.tree_file(module_of(file))
-    assert re.search(rf"^(class|def) {name}\b", inspect.getsource(value), re.MULTILINE)
+    return Path(inspect.getfile(value)).resolve() == overlay.tree_file(module_of(file)) and re.search(
+        rf"^(class|def) {name}\b", inspect.getsource(value), re.MULTILINE
+    )
+
+
+def test_source_is_found_in_the_files_that_define_it():
+    listed = [(file, name) for file, name in DEFINED if name in OWN]
+    assert listed and not [(file, name) for file, name in listed if not source_is_found(file, name)]
 
 
 def test_pickles_load_without_the_patch(tmp_path):
