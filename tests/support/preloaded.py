@@ -3,13 +3,30 @@
 Never import it elsewhere: the CPU backend stays installed.
 """
 
+import argparse
 import gc
 import runpy
 import sys
+from typing import Any
 
 from . import compare_runs, inject_faults  # noqa: F401  # these install the CPU backend
-from .pretrain import SCRIPT
+from .pretrain import SCRIPT  # isort: split
 
+from megatron.training import argument_utils, arguments
+
+_read = argument_utils.ArgumentGroupFactory._get_field_docstrings
+_docstrings: dict[type, dict[str, str]] = {}
+
+
+def _read_once(factory: Any, config: type) -> dict[str, str]:
+    if config not in _docstrings:
+        _docstrings[config] = _read(factory, config)
+    return dict(_docstrings[config])
+
+
+# megatron-core lists its flags with help texts that it parses out of its own sources: a third of a short training.
+argument_utils.ArgumentGroupFactory._get_field_docstrings = _read_once
+arguments.add_megatron_arguments(argparse.ArgumentParser())
 sys.path.insert(0, str(SCRIPT.parent))
 runpy.run_path(str(SCRIPT))
 gc.collect()
