@@ -4,8 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.core.transformer._cuda_graphs.engine.passes import recorded_together
-from megatron.core.transformer._cuda_graphs.engine.plan import Pass, Plan, Step, ordered_plan
+from megatron.core.transformer._cuda_graphs.engine.plan import Pass, Plan, ordered_plan
 from megatron.core.transformer._cuda_graphs.te import whole_model
 from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
 
@@ -57,18 +56,35 @@ def captured_by(helper: TECudaGraphHelper) -> Captured:
     if not layers:
         return Captured((), (), (), against, 0)
     if helper._captures_whole_model():
-        graphs = [Graph(Pass.FORWARD, ()), Graph(Pass.BACKWARD, ())]
+        whole = [Graph(Pass.FORWARD, ()), Graph(Pass.BACKWARD, ())]
         inputs = whole_model.sample_inputs(helper.chunks_with_decoder[0], helper.seq_length, helper.micro_batch_size)
-        return Captured(graphs, (1, -1), [inputs], against, len(layers))
-    args, kwargs = helper._get_cuda_graph_input_data()
-    plan = ordered_plan(kwargs["_order"], kwargs["_num_layers_per_chunk"], len(layers))
-    chains = {member: chain for chain in kwargs.get("chains", ()) for member in chain.members}
-    recorded = list(recorded_together(plan, chains))
-    graphs = [_graph(helper, plan, steps) for steps in recorded]
-    # Within a graph the output of a layer is the next one's input.
-    first = [steps[0].slot for steps in recorded if steps[0].kind is Pass.FORWARD]
-    static = [(args[slot], kwargs["sample_kwargs"][slot]) for slot in first]
-    return Captured(graphs, kwargs["_order"], static, against, _most_in_flight(plan))
+        return Captured(whole, (1, -1), [inputs], against, len(layers))
+    graphs: list[Graph] = []
+    static: list[Any] = []
+    in_flight, numbers = 0, ()
+    model: Any = helper.chunks_with_decoder[0]
+    together = list(model.decoder.layers) if helper._captures_decoder() else []
+    if together:
+        numbers = tuple(layer.layer_number for layer in together)
+        static.append(helper._decoder_inputs(model)[0])
+        in_flight = len(together)
+        helper._layers_apart = [[layer for layer in layers if layer not in together]]
+    order: Sequence[float] = (1, -1)
+    apart = [layer for own in helper._layers_apart for layer in own]
+    if apart:
+        args, kwargs = helper._get_cuda_graph_input_data()
+        plan = ordered_plan(kwargs["_order"], kwargs["_num_layers_per_chunk"], len(apart))
+        is_mtp = dict(zip(layers, helper.flattened_callables_is_mtp, strict=True))
+        for step in plan.steps:
+            index = plan.callable_of_slot[step.slot]
+            number = int(getattr(apart[index], "layer_number", index + 1))
+            graphs.append(Graph(step.kind, (number,), is_mtp[apart[index]]))
+        static += list(zip(args, kwargs["sample_kwargs"], strict=True))
+        order = kwargs["_order"]
+        in_flight += _most_in_flight(plan)
+    if together:
+        graphs = [Graph(Pass.FORWARD, numbers), *graphs, Graph(Pass.BACKWARD, numbers[::-1])]
+    return Captured(graphs, order, static, against, in_flight)
 
 
 def spans(numbers: Sequence[int]) -> str:
@@ -80,12 +96,6 @@ def spans(numbers: Sequence[int]) -> str:
             text.append(f"{piece[0]} to {piece[-1]}" if len(piece) > 1 else f"{piece[0]}")
             start = end
     return ", ".join(text)
-
-
-def _graph(helper: TECudaGraphHelper, plan: Plan, steps: Sequence[Step]) -> Graph:
-    indices = [plan.callable_of_slot[step.slot] for step in steps]
-    numbers = [int(getattr(helper.flattened_callables[index], "layer_number", index + 1)) for index in indices]
-    return Graph(steps[0].kind, tuple(numbers), helper.flattened_callables_is_mtp[indices[0]])
 
 
 def _most_in_flight(plan: Plan) -> int:

@@ -12,21 +12,17 @@ import torch
 import torch.distributed as dist
 
 from .case import Case
-from .training import Training, engine_callable
+from .training import Training, engine_callable, whole_passes
 
 
 def dead_replay(training: Training) -> None:
     """Graphs that are replayed but do nothing."""
-    from megatron.core.transformer._cuda_graphs.engine.chain import ChainFollower
-
     training.helper.create_cudagraphs()
     for layer in training.layers:
         for graph in layer.cuda_graphs:
-            graphed = engine_callable(graph)
-            if not isinstance(graphed, ChainFollower):  # the first of a chain replays for all
-                graphed._replay.run = mock.Mock()
-    if training.helper.model_graphs is not None:
-        training.helper.model_graphs.passes._replay.run = mock.Mock()
+            engine_callable(graph)._replay.run = mock.Mock()
+    for passes in whole_passes(training.helper):
+        passes._replay.run = mock.Mock()
 
 
 def no_manual_hooks(training: Training) -> None:
@@ -126,7 +122,7 @@ def _fail_between_collectives(training: Training, phase: str, touch: Callable[[t
     else:
         raise AssertionError("the capture should have failed")
     seconds = time.monotonic() - start
-    where = "the whole model" if training.case.layers_per_graph == -1 else f"layer {len(training.layers)}"
+    where = {-1: "the whole model", 0: "the decoder"}.get(training.case.layers_per_graph) or f"layer {len(training.layers)}"
     assert f"rank {last}, {where}" in raised and f", {phase}: OutOfMemoryError" in raised, raised
     after = training_state(training)
     handle.remove()

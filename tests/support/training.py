@@ -377,12 +377,17 @@ def _noting_replays(replayed: list[Any]) -> Callable[[Any], None]:
 
 
 def _cuda_graphs(layers: list[torch.nn.Module], helper: Any) -> list[Any]:
-    """The CUDA graphs that replays of the layers or of the whole model run, with this project's engine."""
+    """The CUDA graphs that replays of the layers, the decoder or the model run, with this project's engine."""
     slots = [engine_callable(graph) for layer in layers for graph in getattr(layer, "cuda_graphs", ())]
-    if getattr(helper, "model_graphs", None) is not None:
-        slots.append(helper.model_graphs.passes)
+    slots += whole_passes(helper)
     graphs = [getattr(slot, name, None) for slot in slots for name in ("forward_graph", "backward_graph")]
     return [graph for graph in graphs if graph is not None]
+
+
+def whole_passes(helper: Any) -> list[Any]:
+    """The graphs of passes of the whole model, or of all layers of the decoder."""
+    standing_in = [getattr(helper, name, None) for name in ("model_graphs", "decoder_graphs")]
+    return [graphs.passes for graphs in standing_in if graphs is not None]
 
 
 def _evaluation_graphs(layers: list[torch.nn.Module]) -> list[Any]:

@@ -46,7 +46,7 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
     runs_eagerly: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # A layer of a model that is captured as a whole has graphs for evaluation only.
+        # A layer that is captured with all others has graphs for evaluation only.
         if not self.__dict__.get("cuda_graphs") and (self.training or self.evaluation_graph is None):
             if "cu_seqlens_q" in kwargs:  # at capture
                 kwargs = from_static_offsets(kwargs, self._tokens(args[0]))
@@ -70,16 +70,12 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
                         return super(_upstream.GraphableMegatronModule, self).__call__(*args, **kwargs)
                 if graph.packed is not None:
                     kwargs = to_inputs(graph.name, kwargs, graph.packed, self._tokens(hidden_states))
-                if graph.recorded_hooks:
-                    return self._te_cuda_graph_replay(*args, **kwargs)
             forward = self._te_cuda_graph_replay
-        else:
-            if graph is not None:
-                graph.skipped()
-            if not self._may_replay_evaluation(decide):
-                with preserve_dispatcher_state(self):
-                    return super().__call__(*args, **kwargs)
+        elif self._may_replay_evaluation(decide):
             forward = self._evaluate
+        else:
+            with preserve_dispatcher_state(self):
+                return super().__call__(*args, **kwargs)
         # torch runs the hooks around the current `forward`. Not through __call__, which would run the eager layer that
         # `Module.compile` has compiled.
         own = self.__dict__.get("forward")  # a compiled or wrapped one that a user set on this layer

@@ -17,7 +17,7 @@ from .packed_sequences import PackedUse
 from .replay_conditions import ReplayConditions
 
 # Inputs that only attention reads; layers without attention receive them too.
-_ATTENTION_INPUTS = frozenset(
+ATTENTION_INPUTS = frozenset(
     (
         "attention_mask",
         "rotary_pos_emb",
@@ -50,16 +50,13 @@ class LayerGraph:
         keeps_values: Whether the values at capture are kept beside ``given``: other layers that share these tensors,
             those of another chunk of the model, may be given a value where this one never is.
         guard: Checked at the first micro-batch of each step; None for no check.
-        conditions: What the captured passes read of the layer, or of all layers of its chain; None for no check.
-        follows: Whether the layer was recorded with those before it, which compare ``conditions``.
-        recorded_hooks: Whether the graphs hold what the layer's own hooks do, which then do not run around replays.
+        conditions: What the captured passes read of the layer; None for no check.
         may_run_eagerly: Whether a pass that the graphs do not fit may run eagerly among replays.
         eager_passes: Counts passes of another shape than at capture, which run eagerly, one for all layers; None if
             they may not.
         packed: What the graphs do with packed sequences; None if there are none, or attention is not captured.
 
     Attributes:
-        recorded_hooks: The argument.
         packed: The argument.
         graphed: The engine's callable.
         name: The layer's name in errors.
@@ -79,8 +76,6 @@ class LayerGraph:
         keeps_values: bool = False,
         guard: AddressGuard | None = None,
         conditions: ReplayConditions | None = None,
-        follows: bool = False,
-        recorded_hooks: bool = False,
         may_run_eagerly: bool = False,
         eager_passes: EagerPasses | None = None,
         packed: PackedUse | None = None,
@@ -88,12 +83,12 @@ class LayerGraph:
         self._eager_passes = EagerPasses() if eager_passes is None else eager_passes
         self._shape = sample_args[0].shape if sample_args else None
         self._only_shape = None if eager_passes is None else self._shape
-        self._conditions, self._follows, self._may_run_eagerly = conditions, follows, may_run_eagerly
-        self.recorded_hooks, self.packed = recorded_hooks, packed
+        self._conditions, self._may_run_eagerly = conditions, may_run_eagerly
+        self.packed = packed
         self.name = name
         self.graphed = graphed
         self._num_args = len(sample_args)
-        self._ignored = frozenset() if has_attention else _ATTENTION_INPUTS
+        self._ignored = frozenset() if has_attention else ATTENTION_INPUTS
         self.num_microbatches = num_microbatches
         absent = sample_kwargs if absent is None else absent
         self._given = {} if given is None else given
@@ -125,11 +120,7 @@ class LayerGraph:
             self._warn_of_shape(hidden_states.shape)
             return False
         conditions = self._conditions
-        if conditions is None:
-            return True
-        if self._follows:
-            return not conditions.changed
-        if not conditions.have_changed():
+        if conditions is None or not conditions.have_changed():
             return True
         self._eager_passes.total += 1
         if not self._may_run_eagerly:
@@ -141,11 +132,6 @@ class LayerGraph:
         if news:
             logger.warning(f"{self.name} runs eagerly: {news}")
         return False
-
-    def skipped(self) -> None:
-        """Note that this pass is not replayed though the graph may fit; then layers that follow are not, either."""
-        if self._conditions is not None and not self._follows:
-            self._conditions.changed = True
 
     def _warn_of_shape(self, shape: torch.Size) -> None:
         """Note that a pass whose hidden states have another ``shape`` runs eagerly; warn of it once for each shape.

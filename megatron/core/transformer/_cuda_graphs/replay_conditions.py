@@ -120,7 +120,7 @@ class ReplayConditions:
     did not run in the capture are not compared: they run after replays as ever.
 
     Args:
-        roots: The captured modules, which share ``name``; what is inside of them belongs to them.
+        roots: The captured modules; what is inside of them belongs to them.
         reads: What the captured passes read.
         run_hooks: Those whose own hooks run around replays.
         name: What warnings call the modules.
@@ -128,9 +128,6 @@ class ReplayConditions:
         parameters: Whether parameters are compared, as they are not where others come and go.
         buffers: Whether buffers are compared: not where an ``AddressGuard`` is checked.
         autocast: What ``autocast_in_force`` returned for the captured passes; by default what it returns now.
-
-    Attributes:
-        changed: What ``have_changed`` returned last; layers that follow in a chain read it.
     """
 
     def __init__(
@@ -145,7 +142,6 @@ class ReplayConditions:
         buffers: bool = False,
         autocast: list[Any] | None = None,
     ):
-        self.changed = False
         self._told: set[str] = set()
         self._aspects: list[_Aspect] = []
         self._modules = {
@@ -256,14 +252,14 @@ class ReplayConditions:
     def have_changed(self) -> bool:
         """Whether anything is not what it was at capture. It runs before each replay."""
         try:  # no function call per aspect beside its own
-            self.changed = [look() for look in self._looks] != self._then
+            if [look() for look in self._looks] == self._then:
+                return False
         except Exception:  # see ``_Aspect.has_changed``
-            self.changed = True
-        if self.changed:
-            self.changed = any(aspect.has_changed() for aspect in self._aspects)
-            if not self.changed:
-                self._then = [aspect.then for aspect in self._aspects]
-        return self.changed
+            return any(aspect.has_changed() for aspect in self._aspects)
+        changed = any(aspect.has_changed() for aspect in self._aspects)
+        if not changed:
+            self._then = [aspect.then for aspect in self._aspects]
+        return changed
 
     def changes(self) -> str:
         """Say what has changed, in a sentence."""

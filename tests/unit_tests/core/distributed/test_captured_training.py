@@ -50,7 +50,7 @@ def test_layers_with_unused_parameters_train_bit_for_bit_as_eager(one_rank, laye
 
 
 def prefetch(training):
-    """Gather layers that a unit outside of the chain might have prefetched."""
+    """Gather layers that someone else might have prefetched."""
     training.fsdp.start_param_sync()
     for layer in training.layers[1:]:
         training.fsdp.all_gather_and_wait_parameters_ready(list(layer.parameters()), prefetch=False)
@@ -93,12 +93,14 @@ def test_the_sanitizer_knows_parameters_and_gradient_buckets_and_finds_nothing_a
     case = graphed(layers_per_graph)
     eager, graphs = (trained(case, on) for on in (False, True))
     assert eager.differences(graphs) == []
-    weights = [f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in range(3)]
-    assert {f"the gradient bucket of {weight}" for weight in weights} <= checked
-    assert sum(name.startswith("mlp.linear_fc1.weight of ") for name in checked) == (
-        2 if layers_per_graph == ALL else 0
-    )
-    assert {"input 0", "output 0", "gradient of output 0", "gradient of input 0"} <= checked
+    if layers_per_graph == ALL:
+        assert {f"{layer}.mlp.linear_fc1.weight" for layer in range(3)} <= checked
+        assert sum(name.startswith("the gradients of bucket") for name in checked) == 3
+        assert "input hidden_states" in checked
+    else:
+        weights = [f"decoder.layers.{layer}.mlp.linear_fc1.weight" for layer in range(3)]
+        assert {f"the gradient bucket of {weight}" for weight in weights} <= checked
+        assert {"input 0", "output 0", "gradient of output 0", "gradient of input 0"} <= checked
 
 
 @contextmanager
@@ -134,7 +136,7 @@ def test_after_a_failed_capture_the_model_trains_on_and_can_be_captured(one_rank
         ):
             training.capture(lambda training: training.helper.create_cudagraphs())
         graphs = training.fsdp.fsdp_hooks.graphed
-        assert (graphs.chained, graphs.recorded_chain, graphs.capturing) == (set(), None, False)
+        assert (training.fsdp.fsdp_hooks.recorded, graphs.recording, graphs.capturing) == ([], None, False)
         assert in_use(training.fsdp) == [{}, {}]
         training.step()
         assert training.replayed == []
@@ -154,7 +156,7 @@ def test_layers_can_be_captured_again_otherwise(one_rank, first, second):
         if training.helper is None or len(training.losses) != 2:
             return
         training.helper.delete_cuda_graphs()
-        assert training.fsdp.fsdp_hooks.graphed.chained == set()
+        assert training.fsdp.fsdp_hooks.recorded == []
         training.case = graphed(second)
         training.capture(lambda training: training.helper.create_cudagraphs())
 

@@ -50,19 +50,12 @@ def test_gradients_that_are_completed_elsewhere_are_left_to_autograd(fsdp, mark)
 
 
 @pytest.mark.parametrize("mark", ["skip_backward_post_hook", "_is_shared"])
-def test_layers_with_such_gradients_are_in_no_chain(fsdp, mark):
+def test_layers_with_such_gradients_are_not_recorded_with_their_collectives(fsdp, mark):
     layers = list(fsdp.module.decoder.layers)
     fsdp._replace_param_with_raw_if_needed()
-    fsdp.gradient_sinks(layers, whole=True)
-    assert fsdp.chain(layers) is not None
+    assert fsdp.against_recording(layers) == ""
     setattr(layers[1].get_parameter(FC1), mark, True)
-    assert fsdp.chain(layers) is None
-
-
-def test_a_layer_without_a_sink_is_in_no_chain(fsdp):
-    first, second = fsdp.module.decoder.layers
-    fsdp.gradient_sinks([first], whole=True)
-    assert fsdp.chain([first, second]) is None
+    assert fsdp.against_recording(layers) == f"the gradient of decoder.layers.1.{FC1} is completed elsewhere"
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -20,7 +20,7 @@ from megatron.core.transformer._cuda_graphs.engine import sanitizer
 from .captured_training import WARMED_UP, CapturedModel, captured, graphed, in_use
 from .fsdp_variants import Variant, run_backward, small
 from .test_captured_training import Unused, failing
-from .test_fsdp_chain import FLAGS, taken
+from .test_recorded_layers import FLAGS, taken
 
 MODEL = -1
 
@@ -46,7 +46,7 @@ def test_after_a_step_nothing_is_held(ranks):
         training.step()
         hooks = training.fsdp.fsdp_hooks
         assert in_use(training.fsdp) == [{}, {}]
-        assert (hooks.awaiting_gradient, hooks.in_backward, hooks.graphed.recorded_chain) == (set(), False, None)
+        assert (hooks.awaiting_gradient, hooks.in_backward, hooks.graphed.recording) == (set(), False, None)
         assert training.fsdp.grad_reduce_pipeline.grad_reduce_queue == []
         assert status(training.fsdp) == {"PRESERVED"}
         states = {module._training_state.name for layer in training.layers for module in layer.modules()}
@@ -384,7 +384,7 @@ def test_where_the_whole_model_cannot_be_captured_its_layers_are_and_the_reason_
         captured(small(layers=3, layers_per_graph=MODEL, warmup=WARMED_UP, **case)) as training,
     ):
         assert training.helper.model_graphs is None
-        assert all(layer.cuda_graphs for layer in training.layers)
+        assert training.helper.decoder_graphs is not None
         assert training.fsdp.fsdp_hooks.model_passes is None
     (message,) = [record.message for record in caplog.records if "its layers are captured" in record.message]
     assert f"instead of the whole model its layers are captured, because {reason}" in message

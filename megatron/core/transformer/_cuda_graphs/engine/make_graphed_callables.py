@@ -1,7 +1,7 @@
 """``make_graphed_callables``: CUDA graphs of several callables at once, with hooks that run outside capture.
 
 The signature is that of ``transformer_engine.pytorch.make_graphed_callables`` (2.20), so that the engines take the
-same arguments, and two more.
+same arguments, and one more.
 """
 
 import copy
@@ -14,11 +14,10 @@ import torch
 
 from .capture import Capture
 from .capture_time_hooks import CaptureTimeHooks
-from .chain import Chain, ChainFollower
 from .gradient_sink import GradientSink
 from .memory import release_cached_memory
 from .passes import CapturePasses
-from .plan import Pass, Plan, ordered_plan, unordered_plan
+from .plan import ordered_plan, unordered_plan
 from .preserve import pause_gc, preserve_buffers, rebind_buffers
 from .quantization import resolve_quantization
 from .rng import preserve_rng
@@ -54,7 +53,6 @@ def make_graphed_callables(
     post_warmup_hook: Callable[[], Any] | None = None,
     capture_time_hooks: Sequence[Mapping[str, Mapping[Any, Callable]] | None] | None = None,
     gradient_sinks: Sequence[GradientSink | None] | None = None,
-    chains: Sequence[Chain] = (),
 ) -> Any:
     """Capture forward and backward of each callable in CUDA graphs.
 
@@ -98,9 +96,6 @@ def make_graphed_callables(
             every warm-up iteration and in capture, outside the graph, and are not replayed. See ``CaptureTimeHooks``
             for what each is called with; each must return None.
         gradient_sinks: For each callable None, or who takes the gradients of its parameters; see ``GradientSink``.
-        chains: Callables that are recorded together; see ``Chain``. Needs ``_order``, ``gradient_sinks`` that take
-            every gradient, and that nothing is quantized or delayed. Only the first callable of a chain replays. In
-            evaluation mode modules are recorded one by one.
 
     Returns:
         With ``_order`` a ``GraphedSlot`` for each entry of ``sample_args``. Without it, for each callable: a module
@@ -194,9 +189,7 @@ def make_graphed_callables(
         )
         for index, (args, kwargs) in zip(plan.callable_of_slot, inputs, strict=True)
     ]
-    chained = [chain for chain in chains if training and len(chain.members) > 1]
-    chain_of = {member: chain for chain in chained for member in chain.members}
-    passes = CapturePasses(plan, slots, training, _reuse_graph_input_output_buffers, chain_of)
+    passes = CapturePasses(plan, slots, training, _reuse_graph_input_output_buffers)
     statistics = quantization.preserve_statistics(callables) if quantization else nullcontext()
     with_buffers = [module for module in map(module_of, callables) if module is not None]
     buffers = preserve_buffers(with_buffers)
@@ -211,10 +204,8 @@ def make_graphed_callables(
                 post_warmup_hook()
             release_cached_memory()
             passes.capture(Capture(pool))
-        followers = _followers(plan, slots, chain_of)
-        for index, slot in enumerate(slots):
-            if index not in followers:
-                slot.finish()
+        for slot in slots:
+            slot.finish()
     except BaseException:
         for slot in slots:
             slot.forget_delayed()
@@ -222,27 +213,8 @@ def make_graphed_callables(
             slot.reset()
         raise
 
-    for index, follower in followers.items():
-        slots[index] = follower  # type: ignore[call-overload]
     graphed = tuple(slots) if _order is not None else tuple(_graph_in_place(slot) for slot in slots)
     return graphed[0] if alone else graphed
-
-
-def _followers(plan: Plan, slots: Sequence[GraphedSlot], chains: Mapping[int, Chain]) -> dict[int, ChainFollower]:
-    """For each slot of a chain other than the first what stands for it at replays."""
-    followers: dict[int, ChainFollower] = {}
-    for run in plan.runs:
-        leader: GraphedSlot | None = None
-        place = 0
-        for step in (step for step in run if step.kind is Pass.FORWARD):
-            index = plan.callable_of_slot[step.slot]
-            chain = chains.get(index)
-            if chain is not None and index == chain.members[0]:
-                leader, place = slots[step.slot], 0
-            elif chain is not None and leader is not None:
-                place += 1
-                followers[step.slot] = ChainFollower(slots[step.slot], leader, place)
-    return followers
 
 
 # The attributes that a module's graphs replace.

@@ -1,13 +1,12 @@
 """Runs the passes of a plan over its slots: to warm up, then to capture."""
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
 from .buffers import BufferPool, Lease
 from .capture import Capture, not_recording
-from .chain import Chain
 from .plan import Pass, Plan, Step
 from .replay_order import ReplayOrder
 from .slot import GraphedSlot
@@ -21,18 +20,9 @@ class CapturePasses:
         slots: The slots of the plan.
         training: Whether backward passes run.
         shares_memory: Whether graphs that are captured later may use memory that no later replay reads.
-        chains: The chain that a callable is in, by the callable's index.
     """
 
-    def __init__(
-        self,
-        plan: Plan,
-        slots: Sequence[GraphedSlot],
-        training: bool,
-        shares_memory: bool,
-        chains: Mapping[int, Chain] | None = None,
-    ):
-        self._chains = chains or {}
+    def __init__(self, plan: Plan, slots: Sequence[GraphedSlot], training: bool, shares_memory: bool):
         self._plan, self._slots = plan, slots
         self._training = training
         self._shares_memory = shares_memory
@@ -50,54 +40,19 @@ class CapturePasses:
 
     def _run(self, capture: Capture | None) -> None:
         grads, order = _StaticGradients(), ReplayOrder()
-        for steps in recorded_together(self._plan, {} if capture is None else self._chains):
-            if capture is not None and len(steps) > 1:
-                self._capture_chain(steps, grads, capture)
-            elif self._runs(steps[0]):
-                slot = self._slots[steps[0].slot]
+        for step in self._plan.steps:
+            slot = self._slots[step.slot]
+            if self._runs(step):
                 phase = "warm-up" if capture is None else "capture"
-                with torch.profiler.record_function(f"{slot.name} {steps[0].kind.value} {phase}"):
-                    self._run_step(steps[0], slot, grads, capture)
-            elif capture is not None and self._shares_memory and steps[0].kind is Pass.BACKWARD:
-                self._slots[steps[0].slot].release_outputs()  # in evaluation, where no backward pass runs
-            if capture is not None and steps[0].kind is not Pass.WEIGHT_GRADIENTS:
-                first = steps[0 if steps[0].kind is Pass.FORWARD else -1]  # of a chain
-                self._slots[first.slot].take_turn(order, first.kind)
-            for step in steps:
-                # Gradients that backward returns unchanged would be overwritten before they are read.
-                static = self._slots[step.slot].returns_static_gradients
-                if self._shares_memory and step in self._last_steps and not static:
-                    grads.take_back(step.slot)
-
-    def _capture_chain(self, steps: Sequence[Step], grads: "_StaticGradients", capture: Capture) -> None:
-        """Record one phase of all callables of a chain in one graph, with what their hooks enqueue."""
-        chain = self._chains[self._plan.callable_of_slot[steps[0].slot]]
-        slots = [self._slots[step.slot] for step in steps]
-        graph = capture.new_graph()
-        if steps[0].kind is Pass.FORWARD:
-            with capture.recording(graph), chain.owner.recording("forward"):
-                for previous, slot in zip([None, *slots], slots):  # noqa: B905
-                    if previous is not None:
-                        slot.follow(previous, slots[0])
-                    slot.forward(not_recording, graph)
-            return
-        lent = grads.lend(steps[0].slot, slots[0].differentiable_outputs)
-        with capture.recording(graph), chain.owner.recording("backward"):
-            for following, slot in zip([None, *slots], slots):  # noqa: B905
-                if following is None:
-                    slot.backward(not_recording, _given(lent), graph)
-                else:
-                    slot.backward(not_recording, _given(following.grad_inputs[:1]), graph)
-                    following.forget_inputs()
-                    slot.forget_outputs()
-        first = slots[-1]
-        first.lead(slots[::-1], chain.owner)
-        if self._shares_memory:
-            first.release_outputs()
-            for step in steps:
-                for read in self._gradients_read.get(step, ()):
-                    if self._slots[read].grad_inputs:
-                        self._slots[read].release_gradients()
+                with torch.profiler.record_function(f"{slot.name} {step.kind.value} {phase}"):
+                    self._run_step(step, slot, grads, capture)
+            elif capture is not None and self._shares_memory and step.kind is Pass.BACKWARD:
+                slot.release_outputs()  # in evaluation, where no backward pass runs
+            if capture is not None and step.kind is not Pass.WEIGHT_GRADIENTS:
+                slot.take_turn(order, step.kind)
+            # Gradients that backward returns unchanged would be overwritten before they are read.
+            if self._shares_memory and step in self._last_steps and not slot.returns_static_gradients:
+                grads.take_back(step.slot)
 
     def _runs(self, step: Step) -> bool:
         if step.kind is Pass.FORWARD:
@@ -127,27 +82,6 @@ class CapturePasses:
             slot.release_outputs()
             for read in self._gradients_read.get(step, ()):
                 self._slots[read].release_gradients()
-
-
-def recorded_together(plan: Plan, chains: Mapping[int, Chain]) -> Iterator[tuple[Step, ...]]:
-    """Yield the steps of ``plan`` in order, those that are recorded in one graph together.
-
-    Args:
-        plan: The passes.
-        chains: The chain that a callable is in, by the callable's index.
-    """
-    for run in plan.runs:
-        rest = run
-        while rest:
-            chain = chains.get(plan.callable_of_slot[rest[0].slot])
-            count = 1 if chain is None or rest[0].kind is Pass.WEIGHT_GRADIENTS else len(chain.members)
-            yield rest[:count]
-            rest = rest[count:]
-
-
-def _given(grads: Sequence[torch.Tensor | None]) -> Callable[[Sequence[torch.Tensor]], tuple[torch.Tensor, ...]]:
-    """What takes ``grads`` in place of new static gradients."""
-    return lambda outputs: tuple(grad for grad in grads if grad is not None)
 
 
 class _StaticGradients:

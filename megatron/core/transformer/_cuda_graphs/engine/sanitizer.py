@@ -56,11 +56,11 @@ def captured(named: Iterable[tuple[str, torch.Tensor | None]]) -> list[CapturedT
     return [CapturedTensor(name, tensor) for name, tensor in named if address_of(tensor)]
 
 
-def captured_of(module: torch.nn.Module | None, of: str = "") -> list[CapturedTensor]:
-    """Return what graphs use of ``module``: parameters, their main gradients, buffers; ``of`` ends their names."""
+def captured_of(module: torch.nn.Module | None) -> list[CapturedTensor]:
+    """Return what graphs use of ``module``: parameters, their main gradients, buffers."""
     named = [] if module is None else [*module.named_parameters(), *module.named_buffers()]
-    gradients = [(f"the main gradient of {name}{of}", getattr(tensor, "main_grad", None)) for name, tensor in named]
-    return captured((f"{name}{of}", tensor) for name, tensor in named) + captured(gradients)
+    gradients = [(f"the main gradient of {name}", getattr(tensor, "main_grad", None)) for name, tensor in named]
+    return captured(named) + captured(gradients)
 
 
 class Sanitizer:

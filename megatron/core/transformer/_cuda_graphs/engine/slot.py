@@ -17,7 +17,6 @@ from .capture_time_hooks import CaptureTimeHooks
 from .connected_leaves import connected_leaves
 from .delayed_wgrad import DelayedWeightGradients, delays_weight_gradients
 from .gradient_sink import GradientSink
-from .handover import Handover, Placeholder
 from .memory import PoolMemory, storage_address, weak_reference
 from .plan import Pass
 from .preserve import allow_nested_backward, hide_grads_and_hooks
@@ -92,7 +91,6 @@ class GraphedSlot:
         forward_graph: Runs the forward pass; None before capture and after ``reset``.
         backward_graph: Runs the backward pass; None where nothing requires grad.
         weight_gradient_graph: Computes the weight gradients that backward delays; None where it delays none.
-        handover: How the chain that starts here passes on its output; None elsewhere.
     """
 
     def __init__(
@@ -126,10 +124,6 @@ class GraphedSlot:
         self.eager = func.forward if isinstance(func, torch.nn.Module) else func
         self._keep_param_grads = keep_param_grads if gradient_sink is None else gradient_sink.take
         self._gradient_sink = gradient_sink
-        self._owner: Any = None  # of the chain that starts here
-        self._together: Sequence[GraphedSlot] = ()  # all of that chain
-        self._placeholder: Placeholder | None = None  # of the output, in a chain
-        self.handover: Handover | None = None
         self._order = ReplayOrder()
         self._turns: dict[Pass, int] = {}
         self.replaced: dict[str, Any] = {}
@@ -373,75 +367,6 @@ class GraphedSlot:
         grads = (*self._grad_inputs, *self._grad_params)
         return any(storage_address(grad) in addresses for grad in grads if grad is not None)
 
-    # --------------------------------------------------------------------------------------------------- chains
-
-    @property
-    def differentiable_outputs(self) -> list[torch.Tensor]:
-        """The outputs of the last forward pass that require grad."""
-        return [output for output in self._outputs if output is not None and output.requires_grad]
-
-    @property
-    def returns_one_tensor(self) -> bool:
-        """Whether the callable returns a tensor rather than a structure."""
-        return self._returns_one_tensor
-
-    @property
-    def returns_tuple(self) -> bool:
-        """Whether the callable returns a tuple of tensors."""
-        return self._returns_tuple
-
-    @property
-    def output_spec(self) -> TreeSpec | None:
-        """How the outputs are nested."""
-        return self._output_spec
-
-    def follow(self, previous: "GraphedSlot", first: "GraphedSlot") -> None:
-        """Take the output of ``previous`` as first input, and keyword inputs of ``first``, in place of static inputs.
-
-        Args:
-            previous: The callable before this one in a chain.
-            first: The first callable of that chain.
-
-        Raises:
-            RuntimeError: ``previous`` returned more than one tensor, or this callable takes keywords that ``first``
-                does not.
-        """
-        (output,) = previous._outputs if len(previous._outputs) == 1 else (None,)
-        if output is None or not output.requires_grad or not self.kwargs.keys() <= first.kwargs.keys():
-            raise RuntimeError(
-                f"{self.name} cannot be in one graph with {previous.name}, which must return one tensor that requires "
-                f"grad, and returned {len(previous._outputs)}, nor with {first.name} unless that takes its keywords "
-                f"too, and it takes {sorted(first.kwargs)}, not {sorted(self.kwargs)}. Set "
-                "--cuda-graph-layers-per-graph 1"
-            )
-        previous._placeholder = Placeholder(output, previous.name)
-        self.args = (output.detach().requires_grad_(), *self.args[1:])
-        self.kwargs = {name: first.kwargs[name] for name in self.kwargs}
-        self.inputs, self._structure = self._flatten_inputs(self.args, self.kwargs)
-
-    def forget_inputs(self) -> None:
-        """Let go of inputs and their gradients, which only graphs read that are captured."""
-        self.args, self.kwargs, self.inputs = (), {}, ()
-        self._grad_inputs = ()
-
-    def forget_outputs(self) -> None:
-        """Let go of outputs and their gradients, which only graphs read that are captured."""
-        self._outputs = self._grad_outputs = ()
-
-    def lead(self, chain: "Sequence[GraphedSlot]", owner: Any) -> None:
-        """Become the first of ``chain``: a replay computes the last one's output.
-
-        Args:
-            chain: The callables that are recorded together, the first one included.
-            owner: The chain's ``ChainOwner``.
-        """
-        last = chain[-1]
-        self._owner, self._together = owner, chain
-        between = [slot._placeholder for slot in chain[:-1] if slot._placeholder is not None]
-        self.handover = Handover([slot.name for slot in chain], between)
-        self._outputs, self._grad_outputs = last._outputs, last._grad_outputs
-        self.differentiable = last.differentiable
-
     # -------------------------------------------------------------------------------------------------- replay
 
     def finish[R: Replay](self, replay: type[R] = Replay) -> R:  # type: ignore[assignment]
@@ -463,32 +388,27 @@ class GraphedSlot:
                 self._options.clone_param_grads and not _read_later(param) for param, _ in self._params_and_grads()
             ],
             quantized=self._quantized,
-            around_backward=self._gradient_sink if self._owner is None else self._owner,
+            around_backward=self._gradient_sink,
             order=self._order,
             turns=(self._turns.get(Pass.FORWARD, 0), self._turns.get(Pass.BACKWARD)),
         )
         if sanitizer.requested() and self.forward_graph is not None:
             made.sanitizer = Sanitizer(self.name, self._captured_tensors(), self.forward_graph.pool())
-        self._together = ()
         self._replay = made
         return made
 
     def _captured_tensors(self) -> list[CapturedTensor]:
         """What the graphs use, as far as it is known."""
-        found: list[CapturedTensor] = []
-        for slot in self._together or [self]:
-            of = "" if slot is self else f" of {slot.name}"
-            found += captured_of(slot._module, of)
-            for what, tensors in (
-                ("input", slot.inputs),
-                ("output", slot._outputs),
-                ("gradient of output", slot._grad_outputs),
-                ("gradient of input", slot._grad_inputs),
-                ("gradient of parameter", slot._grad_params),
-            ):
-                found += captured((f"{what} {i}{of}", tensor) for i, tensor in enumerate(tensors))
-            found += getattr(slot._gradient_sink, "captured", ())
-        return found
+        found = captured_of(self._module)
+        for what, tensors in (
+            ("input", self.inputs),
+            ("output", self._outputs),
+            ("gradient of output", self._grad_outputs),
+            ("gradient of input", self._grad_inputs),
+            ("gradient of parameter", self._grad_params),
+        ):
+            found += captured((f"{what} {i}", tensor) for i, tensor in enumerate(tensors))
+        return [*found, *getattr(self._gradient_sink, "captured", ())]
 
     def _leave_taken_gradients_out(self) -> None:
         """Give autograd only the parameters whose gradients it gets, and a leaf that gets none.
@@ -521,8 +441,6 @@ class GraphedSlot:
         if torch.is_grad_enabled():
             self._ran_eagerly = eagerly
         if eagerly:
-            if self._owner is not None:
-                raise RuntimeError(f"{self.name} runs in one graph with the layers after it, and only in training")
             kwargs.pop("cuda_graph_stream", None)
             kwargs.pop("cuda_graph_event", None)
             return self.eager(*args, **kwargs)
@@ -532,12 +450,7 @@ class GraphedSlot:
         options = None
         if self._quantized is not None or kwargs.get("cuda_graph_stream") is not None:
             options = self._replay_options(kwargs)
-        if self._owner is not None:
-            self._owner.before_forward()
         outputs = replay(self._replay, options, *inputs, *self.params)
-        if self.handover is not None:
-            given = {name: (kwargs[name], kwargs[name]._version) for name in self.kwargs}
-            outputs = (self.handover.begin(outputs[0], given),)
         if self._returns_tuple:
             return outputs
         return outputs[0] if self._returns_one_tensor else tree_unflatten(outputs, self._output_spec)
@@ -580,8 +493,6 @@ class GraphedSlot:
         """
         if len(names) == len(self._expected):  # inputs that are nested keep their numbers
             self._expected.rename(owner, names.__getitem__, advice)
-        if self.handover is not None:
-            self.handover.rename(0, owner)
         for number in self._turns.values():
             self._order.rename(number, owner)
 
@@ -655,10 +566,7 @@ class GraphedSlot:
         self.args, self.kwargs, self.inputs, self.params, self._all_params = (), {}, (), (), ()
         self._frozen, self._watched = (), []
         self._warmup = WarmupRecord()
-        self._gradient_sink = self._keep_param_grads = self._owner = None
-        self._together = ()
-        if self.handover is not None:
-            self.handover.forget()
+        self._gradient_sink = self._keep_param_grads = None
         self._outputs = self._grad_outputs = self._grad_inputs = self._grad_params = ()
         if self._replay is not None:
             self._replay.reset()

@@ -23,7 +23,7 @@ Phase = Literal["forward", "backward"]
 
 
 class PassOwner(AroundBackward, Protocol):
-    """Who sees to what the graphs use but do not hold."""
+    """Manages resources that the graphs use but do not own."""
 
     def running(self, phase: Phase) -> AbstractContextManager[None]:
         """Return the context in which a phase is warmed up or recorded. At its end all work has joined its stream."""
@@ -42,21 +42,23 @@ class PassOwner(AroundBackward, Protocol):
 
 
 class WholePasses:
-    """The two graphs of a function that returns one tensor, of which no input requires grad.
+    """The two graphs of a function that returns one tensor.
 
     Args:
         name: What errors and profiles call it.
-        inputs: Static inputs, by keyword.
-        owner: Who sees to the rest.
+        inputs: Static inputs, by keyword. Those that require grad must be leaves.
+        owner: Manages what the graphs use but do not hold.
+        copies_output: Whether a replay returns a copy of the output, which its readers may keep beyond the next replay.
 
     Attributes:
         forward_graph: Runs the forward pass; None before capture and after ``reset``.
         backward_graph: Runs the backward pass.
     """
 
-    def __init__(self, name: str, inputs: Mapping[str, torch.Tensor], owner: PassOwner):
+    def __init__(self, name: str, inputs: Mapping[str, torch.Tensor], owner: PassOwner, *, copies_output: bool = True):
         self._name = name
         self._inputs = dict(inputs)
+        self._replay_type = _FreshOutputs if copies_output else Replay
         self._owner: PassOwner | None = owner
         self.forward_graph: torch.cuda.CUDAGraph | None = None
         self.backward_graph: torch.cuda.CUDAGraph | None = None
@@ -104,10 +106,13 @@ class WholePasses:
         grad = torch.zeros_like(output)
         with self._running("backward", capture, backward_graph):
             torch.autograd.backward(output, grad)
+        grad_inputs = tuple(tensor.grad for tensor in self._inputs.values())
+        for tensor in self._inputs.values():
+            tensor.grad = None
         if capture is None:
             return
         self.forward_graph, self.backward_graph = forward_graph, backward_graph
-        self._replay = _FreshOutputs(
+        self._replay = self._replay_type(
             name=self._name,
             forward_graph=forward_graph,
             backward_graph=backward_graph,
@@ -115,7 +120,7 @@ class WholePasses:
             outputs=(output.detach(),),
             differentiable=(True,),
             grad_outputs=(grad,),
-            grad_inputs=(None,) * len(self._inputs),
+            grad_inputs=grad_inputs,
             grad_params=(None,),
             clone_param_grads=(False,),
             quantized=None,
@@ -133,7 +138,7 @@ class WholePasses:
     def __call__(self, inputs: Iterable[torch.Tensor]) -> torch.Tensor:
         """Replay on ``inputs``, in the order of the static ones, with the same shapes and dtypes.
 
-        Returns a tensor of its own that takes part in autograd.
+        Returns a tensor that takes part in autograd.
 
         Raises:
             RuntimeError: after ``reset``.
@@ -170,7 +175,7 @@ class WholePasses:
 
 
 class _FreshOutputs(Replay):
-    """A replay whose outputs are copies: their readers are no layers, and may keep them beyond the next replay."""
+    """A replay whose outputs are copies."""
 
     def forward(self, inputs: Iterable[torch.Tensor], options: ReplayOptions | None) -> Tensors:
         return tuple(output if output is None else output.clone() for output in super().forward(tuple(inputs), options))

@@ -147,5 +147,5 @@ def _recorded_together(report: CaptureReport) -> Iterator[tuple[int, int, int]]:
 
 
 def _graph_of(report: CaptureReport, layer: int | None, micro_batch: int, kind: str) -> tuple[int, int, str] | None:
-    chain = None if layer is None else report.layers[layer].chain
-    return None if chain is None else (chain, micro_batch, kind)
+    first = None if layer is None else report.layers[layer].recorded_with
+    return None if first is None else (first, micro_batch, kind)

@@ -75,7 +75,7 @@ def _body(report: CaptureReport) -> Iterator[str]:
     frame = '<span class="key frame"></span>passes that are recorded in one graph'
     there = {kind for _, _, kind in report.order}
     kinds = [(COLOURS[kind], kind.replace("_", " ")) for kind in KINDS if kind in there]
-    yield _legend(*kinds, more=frame if any(layer.chain is not None for layer in report.layers) else "")
+    yield _legend(*kinds, more=frame if any(layer.recorded_with is not None for layer in report.layers) else "")
     yield f'<div class="scroll">{pass_lanes(report)}</div>'
     if report.static_inputs:
         yield "<h2>Static inputs over their lives</h2>"
@@ -147,7 +147,7 @@ def _layer_rows(report: CaptureReport) -> Iterator[tuple[str, ...]]:
             str(layer.chunk),
             str(layer.micro_batches),
             *(number(layer.graphs[kind]) for kind in KINDS),
-            "" if layer.chain is None else report.layers[layer.chain].name,
+            "" if layer.recorded_with is None else report.layers[layer.recorded_with].name,
             f"{layer.warm_up_seconds:.3f}",
             f"{layer.capture_seconds:.3f}",
         )

@@ -51,9 +51,9 @@ class LayerRecord:
         name: The layer's name, as errors give it.
         chunk: The index of its model chunk.
         micro_batches: For how many micro-batches it has graphs.
-        graphs: The number of its graphs by kind. None where the engine does not show them. In a chain the first layer
-            has all of them.
-        chain: The index of the first layer of its chain; None if it has graphs of its own.
+        graphs: The number of its graphs by kind. None where the engine does not show them. Of layers in
+            one graph the first has all of them.
+        recorded_with: The index of the first layer of those in one graph; None if it has graphs of its own.
         warm_up_seconds: What the host took for its passes in warm-up.
         capture_seconds: The same while they were captured.
     """
@@ -62,7 +62,7 @@ class LayerRecord:
     chunk: int
     micro_batches: int
     graphs: dict[str, int | None]
-    chain: int | None = None
+    recorded_with: int | None = None
     warm_up_seconds: float = 0.0
     capture_seconds: float = 0.0
 

@@ -46,7 +46,7 @@ def hook_counts(report: CaptureReport) -> Counter[tuple[str, str, bool]]:
 def _alike(layers: Sequence[LayerRecord]) -> Iterator[list[LayerRecord]]:
     def key(place: tuple[int, LayerRecord]) -> tuple:
         layer = place[1]
-        return layer.chunk, layer.chain, () if layer.chain is not None else tuple(layer.graphs.items())
+        return layer.chunk, layer.recorded_with, () if layer.recorded_with is not None else tuple(layer.graphs.items())
 
     for _, places in groupby(enumerate(layers), key):
         yield [layer for _, layer in places]
@@ -55,7 +55,7 @@ def _alike(layers: Sequence[LayerRecord]) -> Iterator[list[LayerRecord]]:
 def _layers_row(layers: Sequence[LayerRecord]) -> tuple[str, ...]:
     counts = [[layer.graphs[kind] for layer in layers] for kind in KINDS]
     what = span([layer.name for layer in layers])
-    if layers[0].chain is not None:
+    if layers[0].recorded_with is not None:
         what += ", recorded together"
     return (
         what,

@@ -30,9 +30,9 @@ class Timeline:
     Attributes:
         samples: What the memory was, in the order of time.
         passes: The passes that were captured.
-        warm_up_seconds: By layer; None stands for the whole model.
+        warm_up_seconds: By layer; None stands for all that are in one graph.
         waited: Seconds in which this rank waited for others.
-        order: The passes that one capture has; empty for those of the whole model.
+        order: The passes that one capture has; empty for those of one graph.
     """
 
     def __init__(
@@ -70,7 +70,7 @@ class Timeline:
             names: What the progress calls each layer.
             warm_ups: The iterations of warm-up.
         """
-        self.order, self._names, self._warm_ups = order, names, warm_ups
+        self.order, self._names, self._warm_ups, self._begun = order, names, warm_ups, 0
 
     def begin(self, where: str) -> None:
         """Note that something begins.
@@ -79,9 +79,9 @@ class Timeline:
             where: What it is; ends in ``, forward`` or ``, backward`` if that is a pass.
         """
         self._end_pass()
-        kind = where.rpartition(", ")[2]
+        what, _, kind = where.rpartition(", ")
         if kind in (FORWARD, BACKWARD):
-            self._begin_pass(kind)
+            self._begin_pass(what, kind)
 
     def wait(self, wait: Callable[[], None]) -> None:
         """Call ``wait``, which waits for other ranks; what it takes counts for no pass."""
@@ -93,7 +93,7 @@ class Timeline:
             planned, captured, start = self._open
             self._open = planned, captured, start + waited
 
-    def _begin_pass(self, kind: str) -> None:
+    def _begin_pass(self, what: str, kind: str) -> None:
         planned: Planned = (None, 0, kind)
         captured = self._capturing()
         if self.order:
@@ -105,7 +105,7 @@ class Timeline:
             self.sample(phase)
         if self._progress is None:
             self._progress = Progress(len(self.order) * (self._warm_ups + 1) or None)
-        name = "whole model" if planned[0] is None else self._names[planned[0]]
+        name = what if planned[0] is None else self._names[planned[0]]
         self._progress.begin(f"{name}, {kind} {phase}")
         self._open = planned, captured, self._clock()
 

@@ -1,6 +1,6 @@
 """Guards what the graphs of layers use at fixed addresses; parameters under Megatron-FSDP have guards of their own."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -30,30 +30,20 @@ class GuardedLayer:
     main_grads: bool
 
 
-def guard_layers(layers: Sequence[GuardedLayer], inputs: Iterable[tuple[str, torch.Tensor]]) -> AddressGuard | None:
-    """Return a guard of the tensors that the graphs of ``layers`` use at fixed addresses; None if there are none.
+def guard_layer(guarded: GuardedLayer, inputs: Iterable[tuple[str, torch.Tensor]]) -> AddressGuard | None:
+    """Return a guard of the tensors that the graphs of a layer use at fixed addresses; None if there are none.
 
     Args:
-        layers: The layers; several if one graph holds them.
-        inputs: Their static inputs, each after its name.
+        guarded: The layer.
+        inputs: Its static inputs, each after its name.
     """
-    names: list[str] = []
-    names_of_grads: list[str] = []
-    params, buffers, writing = [], [], []
-    for each in layers:
-        places = places_of(each.layer, "_parameters") if each.parameters else []
-        params += places
-        own = [f"{place.name} of {each.name}" for place in places]
-        names += own
-        if each.main_grads:
-            writing += places
-            names_of_grads += [f"the main gradient of {name}" for name in own]
-    names += names_of_grads
-    for each in layers:
-        # Some modules make a buffer only when they first need it.
-        places = [place for place in places_of(each.layer, "_buffers") if place.tensor is not None]
-        buffers += places
-        names += [f"the buffer {place.name} of {each.name}" for place in places]
+    params = places_of(guarded.layer, "_parameters") if guarded.parameters else []
+    names = [f"{place.name} of {guarded.name}" for place in params]
+    writing = params if guarded.main_grads else []
+    names += [f"the main gradient of {name}" for name in names[: len(writing)]]
+    # Some modules make a buffer only when they first need it.
+    buffers = [place for place in places_of(guarded.layer, "_buffers") if place.tensor is not None]
+    names += [f"the buffer {place.name} of {guarded.name}" for place in buffers]
     given = list(inputs)
     names += [f"the static input {name}" for name, _ in given]
     static = [tensor for _, tensor in given]

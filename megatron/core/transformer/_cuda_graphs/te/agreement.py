@@ -50,7 +50,7 @@ class Objection:
 
     Attributes:
         rank: The rank that objects, of all ranks.
-        reason: Why it does, or the numbers of what it is about.
+        reason: Why it does.
     """
 
     rank: int
@@ -177,19 +177,6 @@ class CaptureAgreement:
         against = self._vote_of_stage(Objection(torch.distributed.get_rank(), reason) if reason else None)
         return reason or (f"{against.reason} (on rank {against.rank})" if against is not None else "")
 
-    def union(self, own: set[int]) -> set[int]:
-        """Return all numbers that are in ``own`` on any rank of the stage.
-
-        Raises:
-            CaptureFailedError: a rank failed.
-        """
-        for ballot in self._stage:
-            found: set[int] = set()
-            while (said := self._check(ballot.vote(_numbers_beside(found, own)))) is not None:
-                found |= {*map(int, said.reason.split())}
-            own = found
-        return own
-
     def finish(self) -> None:
         """Wait until all ranks, those of other stages too, have captured everything.
 
@@ -246,8 +233,3 @@ def naming_hooks(
             kinds[kind] = {"agreement": begin, **kinds.get(kind, {})}
         with_names.append(kinds)
     return with_names
-
-
-def _numbers_beside(found: set[int], own: set[int]) -> Objection | None:
-    """What a rank says that has numbers in ``own`` that no rank has said; None if it has none."""
-    return Objection(torch.distributed.get_rank(), " ".join(map(str, sorted(own)))) if own - found else None

@@ -10,10 +10,9 @@ import torch
 
 from ..eager_passes import EagerPasses
 from ..engine.addresses import AddressGuard
-from ..engine.chain import Chain
 from ..layer_graph import LayerGraph, LayerGraphs, static_inputs
 from ..replay_conditions import AttributeReads, ReplayConditions
-from .address_guard import GuardedLayer, guard_layers
+from .address_guard import GuardedLayer, guard_layer
 from .layers import fsdp_of, layer_name
 from .sample_inputs import SampleArguments, captures_attention, default_kwargs, packed_use
 
@@ -28,7 +27,6 @@ class CapturedLayers:
         slots: For each layer the indices of its micro-batches in ``graphs`` and ``samples``, as of ``slots_of_layers``.
         graphs: The engine's callables.
         samples: Their static positional and keyword inputs.
-        chains: The layers that were recorded in one graph.
     """
 
     chunks: Sequence[torch.nn.Module]
@@ -36,7 +34,6 @@ class CapturedLayers:
     slots: Sequence[Sequence[int]]
     graphs: Sequence[Any]
     samples: Sequence[SampleArguments]
-    chains: Sequence[Chain] = ()
 
     def attach(
         self,
@@ -49,7 +46,7 @@ class CapturedLayers:
         """Give layers their graphs.
 
         Args:
-            conditions: For each layer what its passes read; layers of one chain share theirs.
+            conditions: For each layer what its passes read.
             fused: Whether backward graphs add to ``param.main_grad`` (``--gradient-accumulation-fusion``).
             num_microbatches: The micro-batches of steps that the graphs are for; None for any number.
             may_run_eagerly: Whether a layer may run eagerly after something changed that a replay would not notice.
@@ -59,87 +56,71 @@ class CapturedLayers:
         guards = self.guards(fused)
         absent = default_kwargs(layers, [kwargs for _, kwargs in self.samples])
         given: dict[int, torch.Tensor | None] = {}
-        first_of = {index: chain.members[0] for chain in self.chains for index in chain.members}
         for index, (layer, slots) in enumerate(zip(layers, self.slots, strict=True)):
-            keywords = self.slots[first_of.get(index, index)]  # those of a chain's first layer serve all of it
             layer.cuda_graphs = LayerGraphs(
                 LayerGraph(
                     layer_name(layer, index),
                     self.graphs[slot],
                     self.samples[slot][0],
-                    {name: self.samples[keyword_slot][1][name] for name in self.samples[slot][1]},
+                    self.samples[slot][1],
                     has_attention=captures_attention(layer),
                     num_microbatches=num_microbatches,
-                    absent=absent[keyword_slot],
+                    absent=absent[slot],
                     given=given,
                     keeps_values=len(self.chunks) > 1,  # only the first and the last chunk of a model read batches
                     guard=guards[index],
                     conditions=conditions[index],
-                    follows=first_of.get(index, index) != index,
-                    recorded_hooks=index in first_of,
                     may_run_eagerly=may_run_eagerly,
                     eager_passes=eager_passes,
                     packed=packed_use(layer),
                 )
-                for slot, keyword_slot in zip(slots, keywords, strict=True)
+                for slot in slots
             )
 
     def guards(self, fused: bool) -> list[AddressGuard | None]:
         """Return a guard for each layer, None for layers with nothing to guard; ``fused`` as for ``attach``.
 
-        That of a chain's first layer guards all of the chain. Megatron-FSDP guards parameters itself.
+        Megatron-FSDP guards parameters itself.
         """
         layers: list[GuardedLayer] = []
         for chunk, own in zip(self.chunks, self.layers, strict=True):
             alone = fsdp_of(chunk) is None
             for layer in own:
                 layers.append(GuardedLayer(layer_name(layer, len(layers)), layer, alone, alone and fused))
-        members = {chain.members[0]: chain.members for chain in self.chains}
-        followers = {index for chain in self.chains for index in chain.members[1:]}
         guards: list[AddressGuard | None] = []
         guarded: set[int] = set()  # layers share static inputs
         for index, slots in enumerate(self.slots):
             inputs = []
-            for slot in slots if index not in followers else ():
+            for slot in slots:
                 for name, tensor in static_inputs(self.graphs[slot], *self.samples[slot]):
                     if id(tensor) not in guarded:
                         guarded.add(id(tensor))
                         inputs.append((f"{name} of {layers[index].name}", tensor))
-            together = [] if index in followers else [layers[i] for i in members.get(index, [index])]
-            guards.append(guard_layers(together, inputs))
+            guards.append(guard_layer(layers[index], inputs))
         return guards
 
 
 @contextmanager
 def noted_conditions(
-    layers: Sequence[torch.nn.Module], chains: Sequence[Chain], elsewhere: Collection[torch.nn.Module]
+    layers: Sequence[torch.nn.Module], elsewhere: Collection[torch.nn.Module]
 ) -> Iterator[list[ReplayConditions]]:
     """Note what the passes of ``layers`` read that are captured in this context.
 
     Args:
         layers: The layers, which have their hooks again at the end of the context.
-        chains: Those that are recorded in one graph.
         elsewhere: Layers that have other parameters when they are called than at capture.
 
     Yields:
-        What is empty until the end of the context: for each layer its conditions, one object for a chain.
+        What is empty until the end of the context: the conditions of each layer.
     """
-    conditions: list[Any] = []
+    conditions: list[ReplayConditions] = []
     reads = AttributeReads()
     with reads.noted(layers):
         yield conditions
-    names = list(map(layer_name, layers, range(len(layers))))
-    conditions += [None] * len(layers)
-    for chain in chains:
-        first, last = chain.members[0], chain.members[-1]
-        members = [layers[index] for index in chain.members]
-        together = ReplayConditions(members, reads, name=f"{names[first]} to {names[last]}")
-        for index in chain.members:
-            conditions[index] = together
-    for index, layer in enumerate(layers):
-        if conditions[index] is None:
-            parameters = layer not in elsewhere
-            conditions[index] = ReplayConditions([layer], reads, [layer], names[index], parameters=parameters)
+    conditions += [
+        ReplayConditions([layer], reads, [layer], layer_name(layer, index), parameters=layer not in elsewhere)
+        for index, layer in enumerate(layers)
+    ]
 
 
 def slots_of_layers(num_layers_per_chunk: Sequence[int], num_microbatches: int) -> list[range]:

@@ -11,18 +11,13 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import CudaGraphModule
 
-from ..engine.chain import Chain
 from ..engine.plan import ordered_plan
 from ..errors import ArgumentError
-from ..flags.own import layers_per_graph
-from .agreement import CaptureAgreement
 from .backends import Backend
 from .capture_mode import offload_interface
-from .consecutive_layers import consecutive, with_hooks_of_others
-from .layers import decoder_layers, fsdp_of
+from .layers import fsdp_of
 from .order import PassOrder, convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
 from .sample_inputs import LayerInputs, SampleArguments, attention_mask_type, sample_arguments
-from .training_calls import READS
 
 # Iterations that a layer should have had before it is captured, training steps included: as many as torch's own
 # make_graphed_callables runs. (The ten or eleven that are asked for elsewhere are for torch's DistributedDataParallel.)
@@ -47,9 +42,8 @@ class MakesArguments:
     flattened_callables: Sequence[torch.nn.Module]
     flattened_callables_is_mtp: Sequence[bool]
     _engine: Backend
-    _agreement: CaptureAgreement
     _log: Callable[[int, str], None]
-    _reads_hidden_states: Callable[[], bool]
+    _layers_apart: Sequence[Sequence[torch.nn.Module]]  # of each chunk those that have graphs of their own
     _layers_of: Callable[[torch.nn.Module], tuple[Any, list[tuple[torch.nn.Module, bool]]]]
 
     def _get_sample_arguments(
@@ -70,20 +64,34 @@ class MakesArguments:
     def _samples(self, order: Sequence[float], chunk_id_list: list | None = None) -> list[SampleArguments]:
         inputs = LayerInputs(self.config, self.seq_length, self.micro_batch_size)
         per_chunk = self.num_layers_per_chunk
-        places = [(chunk, i) for chunk, layers in enumerate(self.callables_per_chunk) for i in range(len(layers))]
+        places = [(chunk, i) for chunk, layers in enumerate(self._layers_apart) for i in range(len(layers))]
         if chunk_id_list is not None:
             per_chunk = [1] * len(places)
             for step, place in zip(order, chunk_id_list, strict=True):
                 if place is not None:
                     places[int(step) - 1] = tuple(place)
         models = [self.chunks_with_decoder[chunk] for chunk, _ in places]
-        layers = [self.callables_per_chunk[chunk][i] for chunk, i in places]
+        layers = [self._layers_apart[chunk][i] for chunk, i in places]
         plan = ordered_plan(order, per_chunk, len(layers))
         return sample_arguments(
             plan,
-            lambda index: inputs.make(layers[index], models[index]),
+            lambda index: self._inputs_of_layer(inputs, layers[index], models[index]),
             lambda index: attention_mask_type(layers[index]),
         )
+
+    def _inputs_of_layer(self, inputs: LayerInputs, layer: torch.nn.Module, model: Any) -> SampleArguments:
+        return inputs.make(layer, model)
+
+    def _decoder_inputs(self, model: Any) -> tuple[dict[str, torch.Tensor], list[tuple[str, ...]]]:
+        """Make static inputs, by keyword, for all layers of the decoder of ``model``; and which each of them reads."""
+        make = LayerInputs(self.config, self.seq_length, self.micro_batch_size)
+        inputs: dict[str, torch.Tensor] = {}
+        read: list[tuple[str, ...]] = []
+        for layer in model.decoder.layers:
+            (hidden_states,), keywords = self._inputs_of_layer(make, layer, model)
+            inputs = {"hidden_states": hidden_states, **keywords} | inputs
+            read.append(tuple(keywords))
+        return inputs, read
 
     def _get_cuda_graph_input_data(self) -> tuple[list[tuple[torch.Tensor, ...]], dict[str, Any]]:
         """Return the positional inputs and the keyword arguments of ``make_graphed_callables``."""
@@ -105,7 +113,6 @@ class MakesArguments:
             arguments["clone_param_grads_on_return"] = False
             if "gradient_sinks" in self._engine.parameters:
                 arguments["gradient_sinks"] = self._gradient_sinks()
-                arguments["chains"] = self._chains(sample_kwargs)
         quantization = self._quantization_arguments()
         missing = [name for name in quantization if name not in self._engine.parameters]
         if missing and quantization["enabled"]:
@@ -121,41 +128,13 @@ class MakesArguments:
         return sample_args, {name: value for name, value in arguments.items() if name in self._engine.parameters}
 
     def _gradient_sinks(self) -> list[Any]:
-        """What takes the gradients of each layer, in the order of ``flattened_callables``."""
+        """What takes the gradients of each layer that has graphs of its own."""
         whole = not self.config.cuda_graph_modules
         sinks: list[Any] = []
-        for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
+        for chunk, layers in zip(self.model, self._layers_apart, strict=True):
             fsdp: Any = fsdp_of(chunk)
             sinks += fsdp.gradient_sinks(layers, whole)
         return sinks
-
-    def _chains(self, sample_kwargs: Sequence[dict[str, torch.Tensor]]) -> list[Chain]:
-        """The layers that are recorded together; none where something happens between layers, or around them."""
-        config = self.config
-        between = (config.cuda_graph_modules, config.fp8, config.fp4, config.delay_wgrad_compute)
-        if any(between) or config.fine_grained_activation_offloading or not self._one_graph_serves_all():
-            return []
-        chains: list[Chain] = []
-        limit = layers_per_graph(config)
-        # Ranks whose layers were recorded otherwise would launch their collectives in another order.
-        reads = self._reads_hidden_states()
-        apart = range(len(self.flattened_callables)) if reads else with_hooks_of_others(self.flattened_callables)
-        alone = self._agreement.union({*apart})
-        if reads:
-            self._log(logging.INFO, f"each layer is captured in a graph of its own, because {READS}")
-        first = 0
-        for chunk, with_decoder, layers in zip(
-            self.model, self.chunks_with_decoder, self.callables_per_chunk, strict=True
-        ):
-            fsdp: Any = fsdp_of(chunk)
-            most = limit if isinstance(limit, int) else len(layers)
-            decoder, own = decoder_layers(with_decoder), {index - first for index in alone}
-            for piece in consecutive(decoder, layers, sample_kwargs[first:], most, own) if layers else ():
-                owner = fsdp.chain([layers[i] for i in piece])
-                if owner is not None:
-                    chains.append(Chain([first + i for i in piece], owner))
-            first += len(layers)
-        return chains
 
     def _order(self) -> PassOrder:
         """The order of forward and backward passes of this pipeline stage."""
@@ -173,7 +152,7 @@ class MakesArguments:
         )
         table = get_schedule_table(num_microbatches, num_chunks, group_size)
         chunks = convert_schedule_table_to_order(num_warmup_microbatches, num_chunks, table)
-        num_layers = [len(layers) for layers in self.callables_per_chunk]
+        num_layers = [len(layers) for layers in self._layers_apart]
         passes = PassOrder([*chunks], num_layers, num_microbatches)
         if self.config.overlap_moe_expert_parallel_comm:
             # Layers of two chunks interleave: every layer becomes a chunk of its own.
@@ -181,7 +160,7 @@ class MakesArguments:
                 chunks,
                 num_layers,
                 self.config.delay_wgrad_compute and self._captures_weight_gradients(),
-                list(map(self._places, self.model, self.callables_per_chunk)),
+                list(map(self._places, self.model, self._layers_apart)),
             )
             passes = PassOrder(order, [1] * sum(num_layers), order.count(1), chunk_id_list)
         self._log(logging.DEBUG, f"order of passes {passes.order}")

@@ -9,14 +9,25 @@ from typing import Any
 
 import torch
 
-from ..engine.chain import Chain
 from ..engine.plan import Pass, Plan, ordered_plan
 from ..report.files import write
-from ..report.record import BACKWARD, FORWARD, WEIGHT_GRADIENTS, CaptureReport, LayerRecord, total
+from ..report.record import (
+    BACKWARD,
+    FORWARD,
+    KINDS,
+    WEIGHT_GRADIENTS,
+    BufferUse,
+    CaptureReport,
+    LayerRecord,
+    StaticInput,
+    total,
+)
 from ..report.table import table
 from ..report.timeline import Planned, Timeline
 from .agreement import CaptureAgreement
-from .captured_parts import chains_of, graph_counts, hook_routes, pools_of, static_inputs_of
+from .captured_parts import graph_counts, hook_routes, pools_of, recorded_hooks, static_inputs_of
+from .decoder_graphs import DecoderGraphs
+from .layers import layer_name
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
@@ -51,6 +62,7 @@ class CaptureObserver:
         self._engine, self._folder, self._name = engine, folder, name
         self._timeline = Timeline() if active else None
         self._plan = Plan((), ())
+        self._decoder: DecoderGraphs | None = None
         self._report: CaptureReport | None = None
 
     @classmethod
@@ -103,6 +115,11 @@ class CaptureObserver:
         if self._timeline is not None:
             self._timeline.end()
 
+    def captured_decoder(self, graphs: DecoderGraphs) -> None:
+        """Say that the layers of a decoder were captured together."""
+        self.passes_end()
+        self._decoder = graphs
+
     @_only_warns
     def captured_layers(
         self,
@@ -112,10 +129,10 @@ class CaptureObserver:
         sample_args: Sequence[tuple[torch.Tensor, ...]],
         arguments: dict[str, Any],
     ) -> None:
-        """Report on graphs of layers. Their hooks must be in place again.
+        """Report on graphs of layers, and on those of the decoder if there are any. Hooks must be in place again.
 
         Args:
-            layers: The layers of each model chunk.
+            layers: The layers of each model chunk that the engine has captured.
             names: Their names.
             graphs: What the engine returned for each slot of the plan.
             sample_args: The static positional inputs of each slot.
@@ -124,32 +141,56 @@ class CaptureObserver:
         timeline = self._timeline
         if timeline is None:
             return
-        chains: Sequence[Chain] = arguments.get("chains", ())
-        chain_of = chains_of(chains)
         capture_seconds: defaultdict[int | None, float] = defaultdict(float)
         for step in timeline.passes:
             capture_seconds[step.layer] += step.seconds
         slots_of = self._slots()
+        decoder = self._decoder
+        together = [] if decoder is None else list(decoder.module.layers)
+        first = len(together)  # of the others
+        none: dict[str, int | None] = dict.fromkeys(KINDS, 0)
         records = [
+            LayerRecord(
+                name=layer_name(layer, index),
+                chunk=0,
+                micro_batches=1,
+                graphs=none if index or decoder is None else graph_counts(decoder.passes),
+                recorded_with=0,
+                warm_up_seconds=0.0 if index else timeline.warm_up_seconds[None],
+                capture_seconds=0.0 if index else capture_seconds[None],
+            )
+            for index, layer in enumerate(together)
+        ]
+        records += [
             LayerRecord(
                 name=names[index],
                 chunk=chunk,
                 micro_batches=len(slots_of[index]),
                 graphs=total([graph_counts(graphs[slot]) for slot in slots_of[index]]),
-                chain=chain_of.get(index),
                 warm_up_seconds=timeline.warm_up_seconds[index],
                 capture_seconds=capture_seconds[index],
             )
             for index, chunk in enumerate(chunk for chunk, own in enumerate(layers) for _ in own)
         ]
         samples = list(zip(sample_args, arguments["sample_kwargs"], strict=True))
+        planned = [(first + (layer or 0), micro_batch, kind) for layer, micro_batch, kind in self._planned()]
+        inputs = static_inputs_of(self._plan, graphs, samples, planned)
+        for buffer in inputs:
+            buffer.uses = [replace(use, first=use.first + first, last=use.last + first) for use in buffer.uses]
+        order = [(index, 0, FORWARD) for index in range(first)]
+        order += [*planned, *((index, 0, BACKWARD) for index in reversed(range(first)))]
+        if decoder is not None:
+            use = BufferUse(0, 0, 0, len(order) - 1)
+            inputs += [StaticInput(name, each.nbytes, [use]) for name, each in decoder.inputs.items()]
+        passes = [replace(step, layer=0 if step.layer is None else first + step.layer) for step in timeline.passes]
         self._report = self._new_report(
             layers=records,
-            order=self._planned(),
+            order=order,
+            passes=passes,
             graphs=total([record.graphs for record in records]),
-            pools=pools_of(graphs),
-            static_inputs=static_inputs_of(self._plan, graphs, samples, self._planned()),
-            hooks=hook_routes([layer for own in layers for layer in own]),
+            pools=pools_of([*([] if decoder is None else [decoder.passes]), *graphs]),
+            static_inputs=inputs,
+            hooks=[*recorded_hooks(together), *hook_routes([layer for own in layers for layer in own], first)],
         )
 
     def _slots(self) -> list[list[int]]:
@@ -236,9 +277,6 @@ class _WatchedAgreement(CaptureAgreement):
 
     def objection(self, reason: str) -> str:
         return self._agreement.objection(reason)
-
-    def union(self, own: set[int]) -> set[int]:
-        return self._agreement.union(own)
 
     def finish(self) -> None:
         self._timeline.end()

@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from ..engine.chain import Chain, ChainFollower
 from ..engine.memory import PoolMemory
 from ..engine.plan import Pass, Plan
 from ..hooks import HOOK_KINDS, ModuleHooks, must_run_outside
@@ -19,12 +18,7 @@ WITHHELD, RECORDED = "withheld", "recorded"
 
 
 def graph_counts(graphed: Any) -> dict[str, int | None]:
-    """Count the graphs of an engine's callable, or of a whole model, by kind; None where it does not show them.
-
-    Those of a chain are its first callable's.
-    """
-    if isinstance(graphed, ChainFollower):
-        return dict.fromkeys(KINDS, 0)
+    """Count the graphs of an engine's callable, or of whole passes, by kind; None where it does not show them."""
     if not hasattr(graphed, "forward_graph"):  # TransformerEngine's
         return dict.fromkeys(KINDS)
     return dict(zip(KINDS, [int(graph is not None) for graph in _graphs_of(graphed)], strict=True))
@@ -44,11 +38,6 @@ def pools_of(graphs: Sequence[Any]) -> list[Pool]:
     return [Pool(len(own), PoolMemory.of(own[0]).size()) for own in of_pool.values()]
 
 
-def chains_of(chains: Sequence[Chain]) -> dict[int, int]:
-    """Return for each callable of a chain the chain's first one, by index."""
-    return {member: chain.members[0] for chain in chains for member in chain.members if len(chain.members) > 1}
-
-
 def static_inputs_of(
     plan: Plan, graphs: Sequence[Any], samples: Sequence[SampleArguments], planned: Sequence[Planned]
 ) -> list[StaticInput]:
@@ -56,7 +45,7 @@ def static_inputs_of(
 
     Args:
         plan: The order in which passes were captured, and are replayed.
-        graphs: What the engine returned for each slot of ``plan``. Callables of a chain after its first have none.
+        graphs: What the engine returned for each slot of ``plan``.
         samples: The static inputs that the engine was given.
         planned: The steps of ``plan`` with layer and micro-batch.
     """
@@ -68,8 +57,6 @@ def static_inputs_of(
         last[step.slot] = place
     found: dict[int, StaticInput] = {}
     for slot in sorted(first, key=first.__getitem__):
-        if isinstance(graphs[slot], ChainFollower):
-            continue
         layer, micro_batch, _ = planned[first[slot]]
         assert layer is not None
         for name, tensor in static_inputs(graphs[slot], *samples[slot]):
@@ -78,10 +65,20 @@ def static_inputs_of(
     return list(found.values())
 
 
-def hook_routes(layers: Sequence[torch.nn.Module]) -> list[HookRoute]:
-    """Return where the hooks on and in ``layers`` go in a capture."""
+def recorded_hooks(layers: Sequence[torch.nn.Module]) -> list[HookRoute]:
+    """Return the hooks on and in ``layers`` that are recorded with them in one graph."""
+    return [
+        HookRoute(index, path, _hook_name(hook), RECORDED)
+        for index, layer in enumerate(layers)
+        for path, module in layer.named_modules()
+        for hook in _hooks_on(module)
+    ]
+
+
+def hook_routes(layers: Sequence[torch.nn.Module], first: int = 0) -> list[HookRoute]:
+    """Return where the hooks on and in ``layers``, counted from ``first``, go when each is captured by itself."""
     routes: list[HookRoute] = []
-    for index, layer in enumerate(layers):
+    for index, layer in enumerate(layers, first):
         for kind, hooks in ModuleHooks.of(layer).capture_time_hooks().items():
             routes += [
                 HookRoute(index, "", _hook_name(getattr(hook, "__wrapped__", hook)), kind) for hook in hooks.values()

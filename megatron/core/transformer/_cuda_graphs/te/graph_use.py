@@ -7,6 +7,7 @@ from typing import Any
 
 from ..eager_passes import EagerPasses
 from .captured_parts import pools_of
+from .decoder_graphs import DecoderGraphs
 from .whole_model import ModelGraphs
 
 # Why a step ran eagerly, as scalars are named.
@@ -36,6 +37,7 @@ class CountsUse:
 
     callables_per_chunk: Sequence[Sequence[Any]]
     model_graphs: ModelGraphs | None
+    decoder_graphs: DecoderGraphs | None
     _capture_finished: bool
     _graphs_created: bool
     _logs_steps = True
@@ -68,7 +70,8 @@ class CountsUse:
         """The engine's callables that are replayed in training."""
         if self.model_graphs is not None:
             return [self.model_graphs.passes]
-        return [getattr(graph, "graphed", graph) for layer in self._layers() for graph in layer.cuda_graphs]
+        recorded = [] if self.decoder_graphs is None else [self.decoder_graphs.passes]
+        return recorded + [getattr(graph, "graphed", graph) for layer in self._layers() for graph in layer.cuda_graphs]
 
     def _layers(self) -> Iterator[Any]:
         return chain.from_iterable(self.callables_per_chunk)

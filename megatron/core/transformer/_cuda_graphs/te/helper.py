@@ -32,6 +32,7 @@ from .capture_arguments import MakesArguments
 from .capture_mode import EntersCaptureMode, offload_interface
 from .capture_observer import CaptureObserver
 from .captures_again import CapturesAgain
+from .decoder_graphs import DecoderGraphs, capture_decoder
 from .eager_parts import beside_whole_model, eager_parts
 from .evaluation import EvaluationGraphs
 from .graph_use import CAPTURE_FAILED, INTERLEAVED_PASSES, CountsUse
@@ -76,9 +77,11 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
 
     Attributes:
         model_graphs: The graphs of the whole model, in which case its layers have none; None otherwise.
+        decoder_graphs: The graphs of all layers of the decoder, in which case these have none; None otherwise.
     """
 
     model_graphs: ModelGraphs | None = None
+    decoder_graphs: DecoderGraphs | None = None
     _evaluation: Sequence[EvaluationGraphs] = ()
     _gradients_are_zeroed = True  # by capture
     _every_stage_captures = True  # each pipeline stage has a helper of this class
@@ -153,6 +156,7 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
             self.callables_per_chunk_is_mtp.append([mtp for _, mtp in graphable])
         self.num_layers_per_chunk = [len(layers) for layers in self.callables_per_chunk]
         self.flattened_callables = [layer for layers in self.callables_per_chunk for layer in layers]
+        self._layers_apart = self.callables_per_chunk
         self.flattened_callables_is_mtp = [mtp for chunk in self.callables_per_chunk_is_mtp for mtp in chunk]
         self._log(logging.INFO, f"{len(self.flattened_callables)} graphable layers")
 
@@ -203,6 +207,8 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         captured = f"{sum(len(layer.cuda_graphs) for layer in self.flattened_callables)} layer graphs"
         if self.model_graphs is not None:
             captured = "the whole model"
+        elif self.decoder_graphs is not None:
+            captured += f" and the {len(self.decoder_graphs.module.layers)} layers of the decoder in one graph"
         log_single_rank(
             logger,
             logging.INFO,
@@ -353,14 +359,51 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         self._observer.captured_model(self.model_graphs.passes)
 
     def _capture_layers(self) -> None:
+        self._layers_apart = self.callables_per_chunk
         self._kept = kept_parameters(self.model, self.callables_per_chunk)
-        with ExitStack() as stack:
-            for kept in self._kept.values():
-                stack.enter_context(kept.kept())
-            self._capture_gathered_layers()
+        try:
+            if self._all_capture_decoder():
+                self._capture_decoder()
+            if any(self._layers_apart):
+                with ExitStack() as stack:
+                    for kept in self._kept.values():
+                        stack.enter_context(kept.kept())
+                    self._capture_gathered_layers()
+            else:
+                self._observer.captured_layers((), (), (), (), {"sample_kwargs": ()})
+            self._expect_evaluation()
+            self._follow_rng_tracker()
+        except BaseException:
+            self._detach_graphs()
+            raise
+
+    def _capture_decoder(self) -> None:
+        """Capture all layers of the decoder in one graph for each direction; other layers are left to the engine."""
+        fsdp: Any = fsdp_of(self.model[0])
+        model: Any = self.chunks_with_decoder[0]
+        layers = list(model.decoder.layers)
+        if self._gradients_are_zeroed:
+            _free_gradients(fsdp)
+        state._set_capture_end()  # in that mode layers return what the graphs of layers do, and hooks do nothing
+        try:
+            inputs, read = self._decoder_inputs(model)
+            others = len(self.flattened_callables) - len(layers)
+            with preserve_rng(), preserve_buffers([model.decoder]):  # once more, if that fails within
+                self.decoder_graphs = capture_decoder(
+                    model.decoder,
+                    fsdp.recorded_layers(layers, lambda phase: self._agreement.begin(f"the decoder, {phase}")),
+                    inputs,
+                    read,
+                    self._num_warmup_iterations(),
+                    self._watch_eager_passes(tokens=inputs["hidden_states"].shape[0], calls=1 + others),
+                )
+        finally:
+            state._set_capture_start()
+        self._observer.captured_decoder(self.decoder_graphs)
+        self._layers_apart = [[layer for layer in self.flattened_callables if layer not in layers]]
 
     def _capture_gathered_layers(self) -> None:
-        layers = tuple(self.flattened_callables)
+        layers = tuple(layer for own in self._layers_apart for layer in own)
         sample_args, arguments = self._get_cuda_graph_input_data()
         names = [layer_name(layer, index) for index, layer in enumerate(layers)]
         self._observer.expect(arguments, names)
@@ -372,7 +415,7 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
             preserve_rng(),
             preserve_buffers(layers),
             self._fsdp_capture(),
-            noted_conditions(layers, arguments.get("chains", ()), elsewhere) as conditions,
+            noted_conditions(layers, elsewhere) as conditions,
             extracted_hooks(layers) as hooks,
             rng,
         ):
@@ -382,16 +425,10 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
             with recover_te_engine(pool, layers, arguments.get("recipe")):
                 graphs = self._engine.capture(layers, sample_args, **arguments)
             self._observer.passes_end()
-        try:
-            self._attach_graphs(graphs, sample_args, arguments, conditions)
-            if self.config.overlap_moe_expert_parallel_comm:
-                gather_in_replays(self.model, self.callables_per_chunk)
-            self._expect_evaluation()
-            self._follow_rng_tracker()
-            self._observer.captured_layers(self.callables_per_chunk, names, graphs, sample_args, arguments)
-        except BaseException:
-            self._detach_graphs()
-            raise
+        self._attach_graphs(graphs, sample_args, arguments, conditions)
+        if self.config.overlap_moe_expert_parallel_comm:
+            gather_in_replays(self.model, self.callables_per_chunk)
+        self._observer.captured_layers(self._layers_apart, names, graphs, sample_args, arguments)
 
     def _attach_graphs(
         self,
@@ -409,16 +446,17 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
             conditions: For each layer what its passes read.
         """
         eager_passes = None
-        if self._may_change_shape():
+        if self.decoder_graphs is not None:
+            eager_passes = self._eager_passes
+        elif self._may_change_shape():
             tokens, calls = sample_args[0][0].shape[0], len(self.flattened_callables)
             eager_passes = self._watch_eager_passes(tokens, calls)
         CapturedLayers(
             self.model,
-            self.callables_per_chunk,
+            self._layers_apart,
             slots_of_layers(self.num_layers_per_chunk, self.num_microbatches or 1),
             graphs,
             list(zip(sample_args, arguments["sample_kwargs"], strict=True)),
-            arguments.get("chains", ()),
         ).attach(
             conditions,
             self.config.gradient_accumulation_fusion,
@@ -430,7 +468,7 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
     @contextmanager
     def _fsdp_capture(self) -> Iterator[None]:
         with ExitStack() as stack:
-            for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
+            for chunk, layers in zip(self.model, self._layers_apart, strict=True):
                 fsdp = fsdp_of(chunk)
                 if fsdp is not None:
                     if self._gradients_are_zeroed:
@@ -500,6 +538,9 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         for evaluation in self._evaluation:
             evaluation.reset()
         self._evaluation = ()
+        if self.decoder_graphs is not None:
+            self.decoder_graphs.reset()
+            self.decoder_graphs = None
         for kept in self._kept.values():
             kept.release()
         detach_graphs(self.model, self.callables_per_chunk)

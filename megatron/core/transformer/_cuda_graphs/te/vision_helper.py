@@ -93,8 +93,13 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
         """Make inputs for every layer and micro-batch, whatever the order."""
         inputs = LayerInputs(self.config, self.seq_length, self.micro_batch_size)
         return [
-            inputs.make(layer, None) for _ in range(self.num_microbatches or 1) for layer in self.flattened_callables
+            self._inputs_of_layer(inputs, layer, None)
+            for _ in range(self.num_microbatches or 1)
+            for layer in self.flattened_callables
         ]
+
+    def _inputs_of_layer(self, inputs: LayerInputs, layer: torch.nn.Module, model: Any) -> SampleArguments:
+        return inputs.make(layer, None)
 
     def _order(self) -> PassOrder:
         passes = super()._order()

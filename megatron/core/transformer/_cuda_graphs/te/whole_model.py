@@ -1,10 +1,7 @@
 """A model chunk whose whole forward pass is one graph, from tokens to losses, and whose backward pass is another."""
 
-import inspect
-import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
-from types import MethodType
 from typing import Any
 
 import torch
@@ -13,15 +10,13 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from ..eager_passes import EagerPasses
 from ..engine.whole_passes import WholePasses
-from ..expected_inputs import ExpectedInputs
 from ..flags.own import packed_sequences
 from ..hooks import has_other_hooks
 from ..replay_conditions import AttributeReads, ReplayConditions
+from .forward_graphs import ForwardGraphs
 from .layers import _layer_is_graphable, decoder_layers
 from .sample_inputs import attention_mask_type
-from .training_calls import INPUTS, UNUSED, arguments_by_name, is_training
-
-logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
+from .training_calls import INPUTS, UNUSED, is_training
 
 
 def against_whole_model(model: Any | None, config: Any) -> str:
@@ -105,102 +100,27 @@ def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[st
     return inputs
 
 
-class ModelGraphs:
+class ModelGraphs(ForwardGraphs):
     """Stands for the ``forward`` of a language model, and replays its graphs where they fit the call.
 
     They fit calls for training that give labels, tensors as at capture, and nothing else that losses depend on, as long
     as the modules are what they were. The model runs eagerly in any other call, an evaluation for example.
-
-    Args:
-        model: The language model.
-        passes: Its graphs, captured.
-        inputs: Their static inputs.
-        kept: Tensors that the graphs read and others may let go of.
-        eager_passes: Counts calls for training with tensors of another shape than at capture.
-        conditions: What the captured passes read of the model's modules.
-
-    Attributes:
-        passes: The graphs.
     """
-
-    def __init__(
-        self,
-        model: torch.nn.Module,
-        passes: WholePasses,
-        inputs: Mapping[str, torch.Tensor],
-        kept: Sequence[Any],
-        eager_passes: EagerPasses,
-        conditions: ReplayConditions,
-    ):
-        self.passes, self._eager_passes, self._conditions = passes, eager_passes, conditions
-        self._model, self._kept = model, kept
-        self._eager: Callable[..., Any] = model.forward
-        self._order = list(inspect.signature(self._eager).parameters)
-        self._names = list(inputs)
-        self._mask, self._shape = inputs.get("attention_mask"), inputs["labels"].shape
-        self._mask_given = False
-        self._expected = ExpectedInputs(type(model).__name__, list(inputs.values()), self._names.__getitem__)
-        self._warned = False
-        model.__dict__["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, by a replay if possible."""
-        inputs = self._inputs(args, kwargs) if is_training(self._model) else None
-        if inputs is not None:
-            return self.passes(inputs)
+        if is_training(self.module):
+            given = self.by_name(args, kwargs)
+            inputs = self.inputs_of(given) if given.get("labels") is not None else None
+            if inputs is not None:
+                return self.passes(inputs)
         if torch.is_grad_enabled():
             self.passes.before_eager_forward()
-        return self._eager(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
 
-    def _inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
-        """The inputs of a replay, in the order of the static ones; None if the graphs do not fit this call."""
-        given = arguments_by_name(self._order, args, kwargs)
-        labels = given.get("labels")
-        if labels is None:
-            return None
-        inputs = [given.pop(name, None) for name in self._names]
-        for name in UNUSED:
-            given.pop(name, None)
-        if self._mask is not None:
-            place = self._names.index("attention_mask")
-            if inputs[place] is not None:
-                self._mask_given = True
-            elif not self._mask_given:
-                inputs[place] = self._mask
-        others = [name for name, value in given.items() if value is not None]
-        changed = self._conditions.have_changed()
-        if not (others or changed) and self._expected.accepts(inputs):
-            return inputs
-        if not others and labels.shape != self._shape:
-            self._eager_passes.note(labels.shape[1], labels.shape[0])
-        else:
-            self._eager_passes.total += 1
-        reason = ""
-        if changed:
-            reason = self._conditions.news()
-        elif not self._warned:
-            self._warned = True
-            reason = f"it was captured without {', '.join(others)}" if others else "other tensors than at capture"
-            if labels.shape != self._shape and not others:
-                reason += self._eager_passes.outlook
-        if reason:
-            logger.warning(
-                f"{type(self._model).__name__} runs eagerly where its CUDA graphs do not fit the call: {reason}"
-            )
-        return None
-
-    def reset(self) -> None:
-        """Free the graphs, and give the model its ``forward`` back."""
-        if self._model.__dict__.get("forward") is self:
-            del self._model.__dict__["forward"]
-        self.passes.reset()
-        self._kept, self._mask = (), None
-        self._conditions.forget()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:
-        """A copied model runs eagerly."""
-        copied = memo[id(self._model)]
-        return MethodType(type(copied).forward, copied)
+    def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
+        sequences, tokens = given["labels"].shape
+        return tokens, sequences
 
 
 def capture_whole_model(
@@ -234,4 +154,13 @@ def capture_whole_model(
     except BaseException:
         passes.reset()
         raise
-    return ModelGraphs(model, passes, inputs, kept, eager_passes, conditions)
+    return ModelGraphs(
+        model,
+        passes,
+        inputs,
+        eager_passes,
+        conditions,
+        may_be_absent=("attention_mask",),
+        unused=UNUSED,
+        kept=kept,
+    )

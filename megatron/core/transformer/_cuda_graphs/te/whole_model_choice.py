@@ -9,7 +9,8 @@ import torch
 from ..errors import CaptureFailedError
 from ..flags.own import WHOLE_MODEL, layers_per_graph
 from .agreement import CaptureAgreement
-from .backends import Backend
+from .backends import NATIVE, Backend
+from .decoder_graphs import decoder_blocker
 from .layers import fsdp_of
 from .training_calls import NONE_SEEN, READS, HiddenStatesReads, TrainingCalls
 from .whole_model import against_whole_model, other_method
@@ -21,6 +22,7 @@ class ChoosesWholeModel:
     model: Sequence[torch.nn.Module]
     config: Any
     chunks_with_decoder: Sequence[torch.nn.Module | None]
+    callables_per_chunk: Sequence[Sequence[torch.nn.Module]]
     _engine: Backend
     _agreement: CaptureAgreement
     _one_graph_serves_all: Callable[[], bool]
@@ -47,6 +49,44 @@ class ChoosesWholeModel:
             level = logging.INFO if wanted is None else logging.WARNING
             self._log(level, f"instead of the whole model its layers are captured, because {reason}")
         return not reason
+
+    def _captures_decoder(self) -> bool:
+        """Whether this rank would capture all layers of the decoder in one graph, where it does not the whole model."""
+        return self._may_capture_decoder() and not self._against_decoder()
+
+    def _all_capture_decoder(self) -> bool:
+        """Whether all ranks capture all layers of the decoder in one graph. If one cannot, log why."""
+        if not self._may_capture_decoder():
+            return False
+        reason = self._agreement.objection(self._against_decoder())
+        if reason:
+            self._log(logging.INFO, f"each layer is captured in a graph of its own, because {reason}")
+        return not reason
+
+    def _may_capture_decoder(self) -> bool:
+        """Whether nothing rules it out that is the same on all ranks."""
+        if self._engine.name != NATIVE or self.config.cuda_graph_modules or layers_per_graph(self.config) == 1:
+            return False
+        return self._one_graph_serves_all() and len(self.model) == 1 and fsdp_of(self.model[0]) is not None
+
+    def _against_decoder(self) -> str:
+        """Say why this rank captures each layer by itself; empty if it captures all of the decoder in one graph."""
+        config = self.config
+        for reason, applies in (
+            (READS, self._reads_hidden_states()),
+            ("FP8 and FP4 keep statistics outside of graphs", config.fp8 or config.fp4),
+            ("weight gradients are delayed (--delay-wgrad-compute)", config.delay_wgrad_compute),
+            ("activations are offloaded", config.fine_grained_activation_offloading or config.cpu_offloading),
+            ("backward keeps autograd's graph", config.cuda_graph_retain_backward_graph),
+        ):
+            if applies:
+                return reason
+        decoder = getattr(self.chunks_with_decoder[0], "decoder", None)
+        if decoder is None:
+            return "there is no decoder"
+        fsdp: Any = fsdp_of(self.model[0])
+        against: str = decoder_blocker(decoder, self.callables_per_chunk[0])
+        return against or fsdp.against_recording(decoder.layers)
 
     def _captures_layers_instead(self, failed: CaptureFailedError) -> bool:
         """Whether layers are to be captured now that the whole model could not be."""

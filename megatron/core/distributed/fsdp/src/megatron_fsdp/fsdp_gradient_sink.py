@@ -39,7 +39,7 @@ class UnitSink:
         taken = []
         left: list[torch.Tensor | None] = []
         for param, grad in zip(params, grads, strict=True):
-            if _handled_later(param) or (grad is None and not self.whole):
+            if handled_later(param) or (grad is None and not self.whole):
                 left.append(grad)
                 continue
             left.append(None)
@@ -73,16 +73,11 @@ class UnitSink:
             self._hooks.gradients_written(self._module)
 
 
-def sink_takes_all(unit: Unit) -> bool:
-    """Whether the sink of a whole ``unit`` takes every gradient."""
-    return not any(map(_handled_later, unit.params))
-
-
 def has_gradient_hooks(param: torch.Tensor) -> bool:
     """Whether ``param`` has hooks beside the one of Megatron-FSDP: autograd calls them, and no graph does."""
     return bool(param._backward_hooks) or len(param._post_accumulate_grad_hooks or ()) > 1
 
 
-def _handled_later(param: torch.Tensor) -> bool:
+def handled_later(param: torch.Tensor) -> bool:
     """Whether the gradient is completed elsewhere: by a delayed pass, or by other modules that share the parameter."""
     return getattr(param, "skip_backward_post_hook", False) or getattr(param, "_is_shared", False)

@@ -8,7 +8,7 @@ parameter, instead of an illegal memory access.
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 
@@ -19,7 +19,7 @@ from .fsdp_unit import ADVICE, Unit
 from .fsdp_unit_plan import Direction, GroupGather, UnitPlan, UnitPlans
 
 if TYPE_CHECKING:
-    from .fsdp_chain import UnitChain
+    from .fsdp_recorded_units import RecordedUnits
 
 __all__ = ["ADVICE", "GraphedUnit", "GraphedUnits", "MovedBufferError"]
 
@@ -61,22 +61,20 @@ class GraphedUnits:
     Attributes:
         capturing: Whether graphs are being captured now. Gradients computed during capture are meaningless.
         evaluated: The modules whose graphs for evaluation are being captured now.
-        chained: The modules that run as parts of a chain.
-        recorded_chain: The chain that is being recorded now, or None. Its units' collectives are recorded too.
+        recording: The units whose passes and collectives are being recorded now, or None.
     """
 
     def __init__(self, fsdp: torch.nn.Module, units: Mapping[torch.nn.Module, Unit]):
         self.capturing = False
         self.evaluated: frozenset[torch.nn.Module] = frozenset()
-        self.chained: set[torch.nn.Module] = set()
-        self.recorded_chain: UnitChain | None = None
+        self.recording: RecordedUnits | None = None
         self._units = units
         self._fsdp = fsdp
         self._graphed_units: dict[torch.nn.Module, GraphedUnit] = {}
         self._module_of: dict[torch.nn.Parameter, torch.nn.Module] = {}  # of units whose gradients are collected
         self._holds_gradients: torch.nn.Module | None = None
         self._ran_backward: set[torch.nn.Module] = set()  # during this capture
-        self._begun: set[torch.nn.Module] = set()  # in this backward pass of the model
+        self._begun: dict[torch.nn.Module, bool] = {}  # in this backward pass of the model; whether replayed
         self._plans = UnitPlans(fsdp)
         self._uncaptured: list[int] = []  # buckets of units outside the last capture
         # Modules of these types have a post-backward hook that handles collected gradients.
@@ -184,8 +182,7 @@ class GraphedUnits:
 
     def _make_plans(self, modules: Iterable[torch.nn.Module]) -> None:
         """Plan the passes of those ``modules`` that are FSDP units."""
-        alone = [module for module in modules if module not in self.chained]
-        units = {module: self._units[module] for module in alone if module in self._units}
+        units = {module: self._units[module] for module in modules if module in self._units}
         self._plans.make(
             {
                 module: (unit, self._graphed_units[module].written)
@@ -198,7 +195,6 @@ class GraphedUnits:
         """Forget ``modules``, which run eagerly from now on."""
         for module in modules:
             unit = self._graphed_units.pop(module, None)
-            self.chained.discard(module)
             if unit is not None:
                 self._plans.forget(module)
                 if unit.kept:
@@ -278,8 +274,8 @@ class GraphedUnits:
         own = vars(module)
         return module.training and bool(own.get("cuda_graphs")) and not own.get("runs_eagerly", False)
 
-    def open_backward(self) -> None:
-        """Note that a backward pass of the model begins."""
+    def backward_is_over(self) -> None:
+        """Note that a backward pass of the model has ended."""
         self._begun.clear()
 
     def begin_backward(self, module: torch.nn.Module, replayed: bool) -> None:
@@ -289,28 +285,34 @@ class GraphedUnits:
             RuntimeError: the same backward pass of the model has one of the other kind, too: their gradients would be
                 summed in two places.
         """
-        unit = self._graphed_units.get(module)
-        if unit is None or self.capturing:
+        if self.capturing or self.recording is not None:
             return
-        if module in self._begun and unit.replays_backward is not replayed:
-            raise RuntimeError(
-                f"{type(module).__name__}: one backward pass has a forward pass that CUDA graphs replayed and one that "
-                "ran eagerly (of another shape, say). Call backward() for each loss by itself"
-            )
-        self._begun.add(module)
-        unit.replays_backward = replayed
+        if self._begun.setdefault(module, replayed) is not replayed:
+            _refuse_both_kinds(module)
+        unit = self._graphed_units.get(module)
+        if unit is not None:
+            unit.replays_backward = replayed
+
+    def begin_replayed_backward(self, modules: Iterable[torch.nn.Module]) -> None:
+        """Note that the backward pass of ``modules`` begins as one replay.
+
+        Raises:
+            RuntimeError: as ``begin_backward``.
+        """
+        for module in modules:
+            if not self._begun.setdefault(module, True):
+                _refuse_both_kinds(module)
 
     def plan(self, module: torch.nn.Module, direction: Direction = "forward") -> UnitPlan | None:
-        """Return the plan of ``module`` if it has one and runs as a graph, or is recorded with a chain."""
-        if self.recorded_chain is not None:
-            return self.recorded_chain.plans.get(module)
+        """Return the plan of ``module`` if it has one and runs as a graph, or is being recorded with others."""
+        if self.recording is not None:
+            return self.recording.plans.get(module)
         plan = self._plans.of(module)
         return plan if plan is not None and self.replays(module, direction) else None
 
-    def plain_plans(self, units: Mapping[torch.nn.Module, Unit]) -> dict[torch.nn.Module, UnitPlan]:
-        """Return plans for ``units`` that are about to be recorded as a chain."""
-        self.chained.update(units)
-        return self._plans.plain(units)
+    def plans_to_gather(self, units: Mapping[torch.nn.Module, Unit]) -> dict[torch.nn.Module, UnitPlan]:
+        """Return plans for ``units`` that are about to be recorded together; see ``UnitPlans``."""
+        return self._plans.to_gather(units)
 
     def gathers_of(self, buckets: Iterable[int], recorded: bool) -> list[GroupGather]:
         """Return the all-gathers of ``buckets`` that belong to no unit, recorded if so asked; see ``UnitPlans``."""
@@ -351,7 +353,7 @@ class GraphedUnits:
         Raises:
             MovedBufferError: a parameter is not where the graph reads it.
         """
-        if self.recorded_chain is not None:
+        if self.recording is not None:
             return
         if self.capturing:  # for evaluation also modules that have no graphs of their own for training
             self.settle()  # prefetches too: no collective may be in flight while a graph records
@@ -394,8 +396,8 @@ class GraphedUnits:
 
         Handling all gradients of a unit at once saves host time. Returns False if the caller must handle it now.
         """
-        if self.recorded_chain is not None:
-            return self.recorded_chain.collect(param)
+        if self.recording is not None:
+            return self.recording.collect(param)
         module = self._module_of.get(param)
         if module is None or not self.replays(module, "backward"):
             return False
@@ -404,8 +406,8 @@ class GraphedUnits:
 
     def collected_gradients(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
         """Return and forget the parameters of ``module`` that ``collect_gradient`` kept."""
-        if self.recorded_chain is not None:
-            return self.recorded_chain.collected(module)
+        if self.recording is not None:
+            return self.recording.collected(module)
         unit = self._graphed_units.get(module)
         if unit is None:
             return []
@@ -449,6 +451,13 @@ class GraphedUnits:
             lambda i: f"the main gradient of {self._fsdp.param_to_name[fused[i]]}",
             ADVICE,
         )
+
+
+def _refuse_both_kinds(module: torch.nn.Module) -> NoReturn:
+    raise RuntimeError(
+        f"{type(module).__name__}: one backward pass has a forward pass that CUDA graphs replayed and one that ran "
+        "eagerly (of another shape, say). Call backward() for each loss by itself"
+    )
 
 
 def _whole(module: torch.nn.Module) -> GraphedUnit:

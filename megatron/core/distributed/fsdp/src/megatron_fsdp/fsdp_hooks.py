@@ -20,7 +20,7 @@ around the module (``around_backward``). They carry the sentinels by which
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import partial, wraps
 from types import MethodType
 from typing import Any, Literal
@@ -34,11 +34,11 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import is_submodule
 
 from .around_backward import call_after_backward, call_before_backward
-from .fsdp_chain import UnitChain
 from .fsdp_gathering_replay import GatheringReplay
-from .fsdp_gradient_sink import UnitSink, has_gradient_hooks, sink_takes_all
+from .fsdp_gradient_sink import UnitSink, handled_later, has_gradient_hooks
 from .fsdp_graphed_units import GraphedUnits
 from .fsdp_model import WholeModel
+from .fsdp_recorded_units import RecordedLayers, RecordedUnits
 from .fsdp_unit import Unit
 from .mixed_precision import fp8_discard_transpose_cache, is_float8tensor
 from .param_and_grad_buffer import PrefetchOrder, _check_nan_in_grad, to_local_if_dtensor
@@ -46,6 +46,10 @@ from .training_state import TrainingState
 from .unsharded_gradients import REDUCES_EVERY_BACKWARD, UnshardedGradients
 
 LAYERS = (TransformerLayer, MambaLayer)
+COLLECTIVES_STAY_OUTSIDE = (
+    "its collectives cannot be in graphs (that needs --data-parallel-sharding-strategy optim_grads_params, "
+    "--fsdp-double-buffer, one level of sharding, no FP8 parameters, and no NCCL_GRAPH_MIXING_SUPPORT=0)"
+)
 
 
 def shown_in_profiles[**P, R](phase: Callable[P, R]) -> Callable[P, R]:
@@ -74,7 +78,8 @@ class FsdpHooks:
         backward_was_eager: Whether a gradient has come, since the last step, from more than replays of the whole model.
         backward_has_reduced: Whether a backward pass since the last step has reduced gradients.
         module_names: The name of each module in the model, for profiles.
-        model_passes: The owner of graphs of the whole model's passes; None without such graphs.
+        recorded: The owners of graphs that hold collectives.
+        model_passes: That of graphs of the whole model's passes; None without such graphs.
         before_evaluation: Called once with the arguments of the model, and forgotten, before the next forward pass in
             evaluation.
     """
@@ -86,6 +91,7 @@ class FsdpHooks:
         self.awaiting_gradient: set[torch.nn.Parameter] = set()
         self.in_backward = False
         self.module_names: dict[torch.nn.Module, str] = {}
+        self.recorded: list[RecordedUnits] = []
         self.model_passes: WholeModel | None = None
         self._forward_was_eager = True  # the last one with gradients; otherwise a replay of the whole model's graph
         self._expects_gradients = False  # the backward pass that is open
@@ -273,6 +279,8 @@ class FsdpHooks:
         if backward and self.graphed.runs_backward_eagerly(module):
             # Other ranks may replay, and gather the module before what they prefetch.
             gather(prefetch=False)
+        if self.recorded and self.model_passes is None and module not in self._fsdp_units:
+            prefetch = False  # of units that a replay gathers, on this rank or another
         gather(prefetch=prefetch)
         if self._in_place.fused:
             self._in_place.let_kernels_add(params)
@@ -471,25 +479,29 @@ class FsdpHooks:
             return graphed  # nothing is ever gathered
         return GatheringReplay(self, module, graphed, self._shards_params)
 
-    def chain(self, modules: Sequence[torch.nn.Module]) -> UnitChain | None:
-        """Return the owner of a chain of ``modules``, or None if they must be captured one by one.
+    def against_recording(self, modules: Iterable[torch.nn.Module]) -> str:
+        """Say why the passes of ``modules`` cannot be recorded with their collectives; empty if they can."""
+        name_of = self.fsdp.param_to_name
+        for module in modules:
+            unit = self._fsdp_units.get(module)
+            if unit is None or not self.graphed.can_have_plan(unit):
+                return COLLECTIVES_STAY_OUTSIDE
+            for param in unit.params:
+                if has_gradient_hooks(param):
+                    return f"parameter {name_of[param]} has hooks"
+                if handled_later(param):
+                    return f"the gradient of {name_of[param]} is completed elsewhere"
+        return ""
 
-        Args:
-            modules: Consecutive modules that are about to be captured, whole and each with a gradient sink.
-        """
-        units = {module: self._fsdp_units[module] for module in modules if module in self._sinks}
-        if len(units) != len(modules) or not all(sink_takes_all(unit) for unit in units.values()):
-            return None
-        return UnitChain(self, units, self.graphed.plain_plans(units))
+    def recorded_layers(self, layers: Iterable[torch.nn.Module], begin: Callable[[str], object]) -> RecordedLayers:
+        """Return the owner of graphs of all ``layers``; ``begin`` as of ``MegatronFSDP.recorded_layers``."""
+        return RecordedLayers(self, {layer: self._fsdp_units[layer] for layer in layers}, begin)
 
     def against_whole_model(self) -> str:
         """Say why the whole model's passes cannot be graphs; empty if they can."""
         fsdp = self.fsdp
         if not self._fsdp_units or not all(map(self.graphed.can_have_plan, self._fsdp_units.values())):
-            return (
-                "its collectives cannot be in graphs (that needs --data-parallel-sharding-strategy optim_grads_params, "
-                "--fsdp-double-buffer, one level of sharding, no FP8 parameters, and no NCCL_GRAPH_MIXING_SUPPORT=0)"
-            )
+            return COLLECTIVES_STAY_OUTSIDE
         if fsdp.model_auto_sync:
             return "Megatron-FSDP synchronizes the model in every micro-batch"
         for param in self._trainable:
@@ -534,7 +546,6 @@ class FsdpHooks:
         if self.graphed.capturing:
             return
         if not self.in_backward:
-            self.graphed.open_backward()
             self.in_backward, self._caller_ends_backward = True, skip_backward_hook
             if not skip_backward_hook:
                 torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
@@ -573,14 +584,19 @@ class FsdpHooks:
         fsdp = self.fsdp
         if self._expects_gradients:
             self.graphed.forget_collected()  # they are still in awaiting_gradient
-            rest = sorted(self.awaiting_gradient, key=fsdp.param_to_name.__getitem__)
-            self.awaiting_gradient.clear()
-            if self._accumulate_and_reduce(rest):
+            if self.handle_rest(self._trainable):
                 fsdp.grad_reduce_pipeline.reset()
         self.in_backward = self._in_parts = self._expects_gradients = False
+        self.graphed.backward_is_over()
         fsdp.__dict__["microbatch_count"] += 1  # bypasses Module.__setattr__, which is slow
         if fsdp.model_auto_sync:
             fsdp.finish_grad_sync()
+
+    def handle_rest(self, params: Iterable[torch.nn.Parameter]) -> bool:
+        """Handle those of ``params`` that await their gradient and will get no other; return whether they are reduced."""
+        rest = sorted(self.awaiting_gradient.intersection(params), key=self.fsdp.param_to_name.__getitem__)
+        self.awaiting_gradient.difference_update(rest)
+        return self._accumulate_and_reduce(rest)
 
     def _set_training_states(self, state: Any) -> None:
         for module in self.module_names:
@@ -625,18 +641,23 @@ class FsdpHooks:
 
     def forget_backward(self) -> None:
         """Forget a backward pass that did not come to its end, and drop its gradients."""
+        self.close_backward()
         fsdp = self.fsdp
-        self.in_backward = self._in_parts = self._expects_gradients = False
-        self.awaiting_gradient.clear()
-        self.graphed.forget_collected()
         for param in fsdp.raw_param.values():
             param.grad = None
             param.grad_added_to_main_grad = False
         for ready in fsdp.grad_reduce_pipeline.bucket_grad_ready_params:
             ready.clear()
         fsdp.grad_reduce_pipeline.reset()
-        self._set_training_states(TrainingState.IDLE)
         self.graphed.release_all()
+
+    def close_backward(self) -> None:
+        """Let no backward pass be open, and expect no gradient."""
+        self.in_backward = self._in_parts = self._expects_gradients = False
+        self.awaiting_gradient.clear()
+        self.graphed.forget_collected()
+        self.graphed.backward_is_over()
+        self._set_training_states(TrainingState.IDLE)
 
     # ------------------------------------------------------------------------------- around a module, into autograd
 

@@ -2,15 +2,14 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
 from megatron.core.transformer._cuda_graphs.engine.repeated_work import RepeatedWork
 
-from .fsdp_chain import UnitChain
-from .fsdp_dropped_collectives import take_back_unlaunched
+from .fsdp_recorded_units import Phase, RecordedUnits
 from .fsdp_unit import ADVICE, Unit
 from .fsdp_unit_plan import GroupGather
 from .training_state import TrainingState
@@ -19,84 +18,60 @@ if TYPE_CHECKING:
     from .fsdp_hooks import FsdpHooks
 
 
-class WholeModel(UnitChain):
-    """The ``PassOwner`` of a model.
+class WholeModel(RecordedUnits):
+    """All units of a model, and what is outside of them.
 
-    The hooks of all modules and parameters run in warm-up and capture as in training, from the beginning of the
-    backward pass to the last reduction, and the graphs hold what they enqueue. Parameters outside of units (of
-    embedding, final norm and output layer) stay gathered for a whole step, so they are gathered before a replay.
+    The graphs hold everything from the beginning of the backward pass to the last reduction. Parameters outside of
+    units (of embedding, final norm and output layer) stay gathered for a whole step, so they are gathered before a
+    replay.
 
     Args:
         hooks: Megatron-FSDP's hooks.
         units: All units, by module.
-        begin: Called with what begins: ``before forward``, then each pass that is warmed up or recorded.
+        begin: As of ``RecordedUnits``.
 
     Attributes:
         clipping: The optimizer's norm and clipping of the gradients, which are where the backward graph left them.
     """
 
     def __init__(self, hooks: "FsdpHooks", units: dict[torch.nn.Module, Unit], begin: Callable[[str], object]):
-        super().__init__(hooks, units, {})
-        self._begin: Callable[[str], object] | None = begin  # until the capture is over
-        self._units = list(units.values())
+        super().__init__(hooks, units, begin)
+        self._in_order = list(units.values())
         groups = self._fsdp.param_and_grad_buffer.parameter_groups
         self._outside = [bucket for bucket, group in enumerate(groups) if group.fsdp_unit_id is None]
         self._params_outside = [param for bucket in self._outside for param in groups[bucket].params]
         self._gathers: Sequence[GroupGather] = ()
         self._guard: AddressGuard | None = None
         self.clipping = RepeatedWork("The norm of gradients and their clipping")
-        self._module_of = {param: module for module, unit in units.items() for param in unit.params}
-        self._collected: dict[torch.nn.Module, list[torch.nn.Parameter]] = {module: [] for module in units}
 
     @contextmanager
-    def capture(self) -> Iterator[None]:
-        """Keep the model ready for warm-up and capture, and as it was afterwards, also after an exception.
-
-        Nothing is gathered, reduced or in flight at either end.
-        """
-        hooks, fsdp = self._hooks, self._fsdp
-        microbatches = fsdp.microbatch_count
-        assert self._begin is not None
-        self._begin("before forward")
-        with hooks.graphed.prepared():
-            self._gathers = hooks.graphed.gathers_of(self._outside, recorded=False)
-            try:
-                self.gather()
-                yield
-                hooks.graphed.release_all()
-                self._gathers = hooks.graphed.gathers_of(self._outside, recorded=True)
-                hooks.model_passes = self
-            except BaseException:
-                take_back_unlaunched(fsdp)
-                hooks.forget_backward()
-                raise
-            finally:
-                fsdp.microbatch_count = microbatches
-                self._begin = None
+    def _gathered_outside(self) -> Iterator[None]:
+        graphed = self._hooks.graphed
+        self._gathers = graphed.gathers_of(self._outside, recorded=False)
+        self.gather()
+        yield
+        graphed.release_all()
+        self._gathers = graphed.gathers_of(self._outside, recorded=True)
+        self._hooks.model_passes = self
 
     @contextmanager
-    def running(self, phase: Literal["forward", "backward"]) -> Iterator[None]:
+    def running(self, phase: Phase) -> Iterator[None]:
         """The context in which a phase is warmed up or recorded."""
-        backward = phase == "backward"
-        assert self._begin is not None
-        self._begin(phase)
-        with self.recording(phase):
-            if backward:
-                self._hooks.start_backward(None, skip_backward_hook=True)
+        with super().running(phase):
             self.gather_first_unit(phase)
             yield
-            if backward:
-                self._hooks.finish_backward()
-            self._hooks.graphed.settle()
 
-    def gather_first_unit(self, phase: Literal["forward", "backward"]) -> None:
+    def _end_backward(self) -> None:
+        self._hooks.finish_backward()
+
+    def gather_first_unit(self, phase: Phase) -> None:
         """Start to gather the first unit of a phase ahead of its own hook: beside what runs before the unit.
 
         Its hook would gather the unit after it first.
         """
         backward = phase == "backward"
         self._fsdp.all_gather_and_wait_parameters_ready(
-            self._units[-1 if backward else 0].params, prefetch=False, wait_bucket_ready=False, bwd=backward
+            self._in_order[-1 if backward else 0].params, prefetch=False, wait_bucket_ready=False, bwd=backward
         )
 
     def _note_addresses(self) -> None:
@@ -109,17 +84,8 @@ class WholeModel(UnitChain):
         params = self._params_outside
         self._guard = AddressGuard(lambda: params, lambda i: name[params[i]], ADVICE)
 
-    def collect(self, param: torch.nn.Parameter) -> bool:
-        """Keep the parameter of a unit, whose gradient is complete, until ``collected``: all are copied at once."""
-        module = self._module_of.get(param)
-        if module is not None:
-            self._collected[module].append(param)
-        return module is not None
-
-    def collected(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """Return and forget the parameters of ``module`` that ``collect`` kept."""
-        collected, self._collected[module] = self._collected[module], []
-        return collected
+    def _read_buckets(self) -> list[int]:
+        return sorted([*self._buckets, *self._outside])
 
     def start_gather(self) -> None:
         """Start to gather the parameters outside of units, unless they are gathered."""
@@ -155,31 +121,21 @@ class WholeModel(UnitChain):
 
         Raises:
             MovedBufferError: one is not.
+            RuntimeError: as of ``RecordedUnits``.
         """
         self._hooks.start_backward(None, replayed=True)
         super().before_backward()
-
-    def captured_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return with their names the shards of weights and gradients, and where buckets are while they are in use."""
-        reductions = self._fsdp.grad_reduce_pipeline
-        dtype = reductions.buffer.mp_policy.grad_comm_dtype
-        for bucket, group in enumerate(reductions.buffer.parameter_groups):
-            of = f"of bucket {bucket} ({self._fsdp.param_to_name[group.params[0]]}, ...)"
-            yield f"the weights' shard {of}", group.model_weight_buffer.data
-            if group.main_grad_buffer:
-                yield f"the main gradients' shard {of}", group.main_grad_buffer.data
-                yield f"the gradients {of}", group.main_grad_buffer.fetch_bucket(dtype=dtype).data
-                group.main_grad_buffer.free_bucket_storage()
 
     def after_backward(self) -> None:
         """Note that all gradients have been reduced, if the hooks expect any."""
         if self._hooks.awaiting_gradient:
             self._hooks.awaiting_gradient.clear()
-            for unit in self._units:
+            for unit in self._in_order:
                 unit.set_training_state(TrainingState.IDLE)
 
     def forget(self) -> None:
         """Free the other graphs: the model runs eagerly from now on."""
+        super().forget()
         self.clipping.reset()
         if self._hooks.model_passes is self:
             self._hooks.model_passes = None

@@ -158,26 +158,18 @@ class UnitPlans:
         for module, (unit, written) in units.items():
             self._plans[module] = self._plan(unit, written)
 
-    def plain(self, units: Mapping[torch.nn.Module, Unit]) -> dict[torch.nn.Module, UnitPlan]:
-        """Return plans for consecutive ``units`` whose backward graphs write all gradients, with nothing recorded.
-
-        No other unit is prefetched.
-        """
+    def to_gather(self, units: Mapping[torch.nn.Module, Unit]) -> dict[torch.nn.Module, UnitPlan]:
+        """Return plans for consecutive ``units`` that gather, with nothing recorded, and prefetch no other unit."""
         buckets = {bucket for unit in units.values() for bucket in unit.buckets}
         plans = {}
         for module, unit in units.items():
-            own = self._groups(unit)
             gathers: dict[Direction, list[GroupGather]] = {}
             for direction, step in (("forward", 1), ("backward", -1)):
                 ahead = [group for group in self._prefetched(unit, step) if buckets.issuperset(group)]
-                gathers[direction] = [self._gather(group, step < 0) for group in own + ahead]  # type: ignore[index]
-            params = [param for param in unit.params if param.requires_grad]
-            reductions = [
-                PlainReduction(self._fsdp.grad_reduce_pipeline, with_grads)
-                for with_grads in map(self._with_grads, own)
-                if with_grads
-            ]
-            plans[module] = UnitPlan(self._fsdp, unit, gathers, frozenset(params), reductions, reductions)
+                gathers[direction] = [  # type: ignore[index]
+                    self._gather(group, step < 0) for group in self._groups(unit) + ahead
+                ]
+            plans[module] = UnitPlan(self._fsdp, unit, gathers, frozenset())
         return plans
 
     def _with_grads(self, group: Group) -> list[int]:

@@ -3,7 +3,7 @@
 Everything else in this module is megatron-core's.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -12,9 +12,9 @@ import torch
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 from .around_backward import RunAfterBackward as RegisterFSDPBackwardFunction  # noqa: F401, for those who import it
-from .fsdp_chain import UnitChain
 from .fsdp_hooks import FsdpHooks
 from .fsdp_model import WholeModel
+from .fsdp_recorded_units import RecordedLayers
 from .parameter_swap import ParameterSwap
 from .training_state import TrainingState  # noqa: F401
 
@@ -169,13 +169,21 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         """
         return [self.fsdp_hooks.gradient_sink(module, whole) for module in modules]
 
-    def chain(self, modules: Sequence[torch.nn.Module]) -> UnitChain | None:
-        """Return who owns a chain of ``modules``, which are recorded in one graph; None if they cannot be.
+    def against_recording(self, modules: Iterable[torch.nn.Module]) -> str:
+        """Say why the passes of ``modules`` cannot be recorded with their collectives; empty if they can."""
+        return self.fsdp_hooks.against_recording(modules)
+
+    def recorded_layers(
+        self, layers: Iterable[torch.nn.Module], begin: Callable[[str], object] = lambda phase: None
+    ) -> RecordedLayers:
+        """Return the owner of two graphs that hold the passes of consecutive ``layers``, in the order of forward.
 
         Args:
-            modules: Consecutive modules, whole, for each of which ``gradient_sinks`` has returned one.
+            layers: FSDP units.
+            begin: Called with what begins: ``before forward``, then each ``forward`` and ``backward`` pass.
         """
-        return self.fsdp_hooks.chain(modules)
+        self.zeroed_gradients.written()
+        return self.fsdp_hooks.recorded_layers(layers, begin)
 
     def recorded_collectives(self) -> int:
         """Return how many graphs hold all-gathers or reductions alone, beside those of layers."""

@@ -308,34 +308,6 @@ class TestObjections:
         expected = f"CUDA graph capture failed on rank {fails}, before the first layer: RuntimeError: a fault"
         assert [str(error) for error in errors] == [expected] * 4
 
-    @pytest.mark.parametrize("crossing", [True, False])
-    @pytest.mark.parametrize(
-        "own", [[set(), set(), set(), set()], [{1}, {1}, {1}, {1}], [set(), {7}, set(), {1, 7}], [{1}, {2}, {3}, {4}]]
-    )
-    def test_all_ranks_know_the_numbers_of_all(self, own, crossing):
-        def run(rank):
-            agreed = crossing_groups(rank) if crossing else CaptureAgreement([Group(4)], None)
-            found = agreed.union(own[rank])
-            agreed.finish()
-            return found
-
-        assert on_ranks(4, run) == [set().union(*own)] * 4
-
-    @pytest.mark.parametrize("crossing", [True, False])
-    def test_a_rank_that_fails_while_others_say_numbers_fails_the_capture_on_all(self, crossing):
-        def run(rank):
-            agreed = crossing_groups(rank) if crossing else CaptureAgreement([Group(4)], None)
-            try:
-                if rank == 2:
-                    raise A_FAULT
-                agreed.union({rank})
-                join(agreed, "layer 0")
-            except Exception as raised:
-                return str(agreed.failed(raised))
-
-        expected = "CUDA graph capture failed on rank 2, before the first layer: RuntimeError: a fault"
-        assert on_ranks(4, run) == [expected] * 4
-
     def test_a_failure_that_comes_after_one_is_not_lost(self):
         objected = threading.Event()
 

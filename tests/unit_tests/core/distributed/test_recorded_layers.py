@@ -1,4 +1,4 @@
-"""Chains of FSDP units: what they find before a replay, and what they leave."""
+"""All layers of a decoder in one graph: what replays find before, and what they leave."""
 
 from contextlib import contextmanager
 from unittest import mock
@@ -32,7 +32,7 @@ def test_after_a_step_nothing_is_held(ranks):
         assert training.fsdp.grad_reduce_pipeline.grad_reduce_queue == []
 
 
-def test_the_hooks_of_chained_layers_do_not_run_in_a_replay(ranks):
+def test_the_hooks_of_layers_do_not_run_in_a_replay(ranks):
     with captured(graphed()) as training:
         training.step()
         graphed_units = training.fsdp.fsdp_hooks.graphed
@@ -45,7 +45,7 @@ def test_the_hooks_of_chained_layers_do_not_run_in_a_replay(ranks):
         assert modules.isdisjoint(training.layers)
 
 
-def test_a_chain_whose_parameters_would_go_elsewhere_is_an_error(ranks):
+def test_layers_whose_parameters_would_go_elsewhere_are_an_error(ranks):
     with captured(graphed()) as training:
         with (
             taken(training.fsdp, "model_weight_buffer"),
@@ -55,7 +55,7 @@ def test_a_chain_whose_parameters_would_go_elsewhere_is_an_error(ranks):
         assert all(flag in str(error.value) for flag in FLAGS)
 
 
-def test_a_chain_whose_gradients_would_go_elsewhere_is_an_error(ranks):
+def test_layers_whose_gradients_would_go_elsewhere_are_an_error(ranks):
     with captured(graphed()) as training:
         with (
             taken(training.fsdp, "main_grad_buffer"),
@@ -65,22 +65,31 @@ def test_a_chain_whose_gradients_would_go_elsewhere_is_an_error(ranks):
         assert all(flag in str(error.value) for flag in FLAGS)
 
 
-def test_only_layers_of_the_chain_are_prefetched_in_it(ranks):
-    with captured(small(layers=5, layers_per_graph=0, warmup=WARMED_UP)) as training:
-        fsdp = training.fsdp
-        for layers in (training.layers[:2], training.layers[2:4]):
-            fsdp.gradient_sinks(layers, whole=True)
-            buckets = {b for layer in layers for b in fsdp.fsdp_hooks._fsdp_units[layer].buckets}
-            owner = fsdp.chain(layers)
-            gathered = [
-                bucket
-                for plan in owner.plans.values()
-                for gathers in plan.gathers.values()
-                for group in gathers
-                for bucket, _ in group.keys
-            ]
-            assert set(gathered) == buckets
-            assert len(gathered) == 6  # each layer in both directions, and the next one once in each
+def test_only_recorded_layers_are_prefetched_by_them(ranks):
+    with captured(graphed(0, mtp=1)) as training:
+        units = training.fsdp.fsdp_hooks._fsdp_units
+        buckets = {bucket for layer in training.layers for bucket in units[layer].buckets}
+        (owner,) = training.fsdp.fsdp_hooks.recorded
+        gathered = [
+            bucket
+            for plan in owner.plans.values()
+            for gathers in plan.gathers.values()
+            for group in gathers
+            for bucket, _ in group.keys
+        ]
+        assert set(gathered) == buckets
+        assert len(gathered) == 10  # each layer in both directions, and the next one once in each
+
+
+def test_modules_outside_prefetch_none_of_the_recorded_layers(ranks):
+    with captured(graphed()) as training:
+        training.step()
+        pipeline = training.fsdp.all_gather_pipeline
+        units = {bucket for layer in training.layers for bucket in training.fsdp.fsdp_hooks._fsdp_units[layer].buckets}
+        with mock.patch.object(pipeline, "async_bucket_gather", wraps=pipeline.async_bucket_gather) as gathered:
+            training.step()
+        buckets = {call.args[0] for call in gathered.call_args_list}
+        assert buckets.isdisjoint(units)
 
 
 def test_a_layer_that_was_gathered_before_a_replay_counts_as_released(ranks):
@@ -104,12 +113,12 @@ def test_a_layer_that_was_gathered_before_a_replay_counts_as_released(ranks):
         assert status == ["READY_TO_USE", "EMPTY"]
 
 
-@pytest.mark.parametrize("per_graph", [0, 1])
-def test_the_optimizers_gradients_stay_among_the_activations_of_one_graph_of_all_layers(ranks, per_graph):
-    case = small(layers=4, layers_per_graph=per_graph, warmup=WARMED_UP)
+@pytest.mark.parametrize("mtp", [None, 1])
+def test_the_optimizers_gradients_stay_among_the_activations_of_one_graph_of_all_units(ranks, mtp):
+    case = small(layers=4, layers_per_graph=0, warmup=WARMED_UP, mtp=mtp)
     methods = [mock.patch.object(GradientStorages, name) for name in ("leave_room", "settle", "leave")]
     with methods[0] as leave_room, methods[1] as settle, methods[2] as leave, captured(case) as training:
-        assert (leave_room.call_count, settle.call_count) == ((0, 0) if per_graph else (1, 1))
+        assert (leave_room.call_count, settle.call_count) == ((0, 0) if mtp else (1, 1))
         assert not leave.called
         training.fsdp.forget_graphs(training.layers)
         assert leave.called

@@ -1,0 +1,159 @@
+"""A decoder whose layers run as one graph for each direction; what is around them runs eagerly."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from ..eager_passes import EagerPasses
+from ..engine.whole_passes import WholePasses
+from ..hooks import has_other_hooks
+from ..layer_graph import ATTENTION_INPUTS
+from ..packed_sequences import PackedUse, to_inputs
+from ..replay_conditions import AttributeReads, ReplayConditions
+from .forward_graphs import ForwardGraphs
+from .sample_inputs import attention_mask_type, captures_attention, packed_use
+from .training_calls import is_training
+
+
+def decoder_blocker(decoder: Any, layers: Sequence[torch.nn.Module]) -> str:
+    """Say why the layers of ``decoder`` cannot be in one graph; empty if they can.
+
+    Args:
+        decoder: The block of a model that runs its layers one after the other.
+        layers: Those of the model that are captured.
+    """
+    from megatron.core.models.hybrid.hybrid_block import HybridStack  # these import cuda_graphs
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    known = (TransformerBlock.forward, HybridStack.forward)
+    if getattr(type(decoder), "forward", None) not in known or "forward" in vars(decoder):
+        return f"{type(decoder).__name__} is not an unmodified TransformerBlock or HybridStack"
+    own = list(decoder.layers)
+    if len(own) < 2 or not {*own} <= {*layers}:
+        return "not all of its layers can be captured"
+    if len({*map(attention_mask_type, own)} - {None}) > 1:
+        return "its layers have different attention masks"
+    if any(map(has_other_hooks, own)):
+        return "a layer has third-party hooks, which do not run in replays"
+    return ""
+
+
+class _Replayed:
+    """Stands for all layers of a decoder in the loop over them.
+
+    Attributes:
+        layer_number: Read by decoders; that of the first layer.
+    """
+
+    layer_number = 1
+
+    def __init__(self, passes: WholePasses):
+        self._passes = passes
+        self.inputs: list[torch.Tensor] = []
+
+    def __call__(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
+        return self._passes([hidden_states, *self.inputs]), None
+
+
+class DecoderGraphs(ForwardGraphs):
+    """Stands for the ``forward`` of a decoder, and replays the graphs of its layers where they fit the call.
+
+    They fit calls for training with tensors as at capture and nothing else, as long as the modules are what they were.
+    The layers run eagerly in any other call: one that asks for hidden states between them, for example.
+    """
+
+    def __init__(self, *args: Any, packed: PackedUse | None = None, **kwargs: Any):
+        """Stand for the decoder.
+
+        Args:
+            args, kwargs: As of ``ForwardGraphs``.
+            packed: What the graphs do with packed sequences; None if there are none.
+        """
+        super().__init__(*args, **kwargs)
+        self._packed = packed
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the decoder, its layers by a replay if possible."""
+        decoder = self.module
+        inputs = self._inputs(args, kwargs) if is_training(decoder) else None
+        if inputs is None:
+            if torch.is_grad_enabled():
+                self.passes.before_eager_forward()
+            return type(decoder).forward(decoder, *args, **kwargs)
+        replayed = _Replayed(self.passes)
+        replayed.inputs = inputs[1:]
+        decoder.__dict__["layers"] = (replayed,)  # found before the module of this name
+        try:
+            return type(decoder).forward(decoder, *args, **kwargs)
+        finally:
+            del decoder.__dict__["layers"]
+
+    def _inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
+        given = self.by_name(args, kwargs)
+        if not given.get("extract_layer_indices"):
+            given.pop("extract_layer_indices", None)
+        if self._packed is not None:
+            config = self.module.config
+            parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
+            name = type(self.module).__name__
+            given = to_inputs(name, given, self._packed, len(given["hidden_states"]) * parts)
+        return self.inputs_of(given)
+
+    def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
+        tokens, sequences, _ = given["hidden_states"].shape
+        return tokens, sequences
+
+
+def capture_decoder(
+    decoder: Any,
+    owner: Any,
+    inputs: dict[str, torch.Tensor],
+    read: Sequence[Sequence[str]],
+    num_warmup_iters: int,
+    eager_passes: EagerPasses,
+) -> DecoderGraphs:
+    """Capture the passes of all layers of ``decoder``, whose calls replay them from then on.
+
+    Args:
+        decoder: The block of a model that runs its layers one after the other.
+        owner: Megatron-FSDP's ``RecordedLayers`` of the layers.
+        inputs: Static inputs by keyword, ``hidden_states`` first.
+        read: For each layer which of the other inputs it reads.
+        num_warmup_iters: How often both passes run before.
+        eager_passes: Counts calls for training with tensors of another shape.
+    """
+    layers = list(decoder.layers)
+
+    def run(hidden_states: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
+        # As the decoder does.
+        with get_cuda_rng_tracker().fork() if decoder.config.sequence_parallel else nullcontext():
+            for layer, names in zip(layers, read, strict=True):
+                output = layer(hidden_states, **{name: given[name] for name in names})
+                hidden_states = output[0] if isinstance(output, tuple) else output
+        return hidden_states
+
+    passes = WholePasses(type(decoder).__name__, inputs, owner, copies_output=False)
+    reads = AttributeReads()
+    try:
+        with owner.capture():
+            with reads.noted(layers):
+                passes.capture(run, decoder.layers, num_warmup_iters)
+            conditions = ReplayConditions([decoder], reads, [decoder], forward_replaced=True, buffers=True)
+    except BaseException:
+        passes.reset()
+        raise
+    uses = {*map(packed_use, layers)}
+    return DecoderGraphs(
+        decoder,
+        passes,
+        inputs,
+        eager_passes,
+        conditions,
+        may_be_absent=list(inputs)[1:],
+        unused=() if any(map(captures_attention, layers)) else ATTENTION_INPUTS,
+        packed=next((use for use in ("read", "unused") if use in uses), None),
+    )
