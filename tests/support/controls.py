@@ -122,7 +122,9 @@ def _fail_between_collectives(training: Training, phase: str, touch: Callable[[t
     else:
         raise AssertionError("the capture should have failed")
     seconds = time.monotonic() - start
-    where = {-1: "the whole model", 0: "the decoder"}.get(training.case.layers_per_graph) or f"layer {len(training.layers)}"
+    where = {-1: "the whole model", 0: "the decoder"}.get(
+        training.case.layers_per_graph
+    ) or f"layer {len(training.layers)}"
     assert f"rank {last}, {where}" in raised and f", {phase}: OutOfMemoryError" in raised, raised
     after = training_state(training)
     handle.remove()
@@ -163,7 +165,7 @@ def captured_again(training: Training) -> None:
 def clipping_eager_on_one_rank(training: Training) -> None:
     """Capture; one rank then clips gradients eagerly where the others replay that."""
     training.helper.create_cudagraphs()
-    passes = training.chunks[0].module.fsdp_hooks.model_passes
+    passes = training.chunks[0].module.graphs_of_model
     if dist.get_rank() == 1:
         passes.clipping.run = lambda key, work: work()
 

@@ -302,7 +302,7 @@ class Training:
 
 def _clipping_replays(chunks: list[Any]) -> int:
     hooks = [getattr(chunk.module, "fsdp_hooks", None) for chunk in chunks]
-    passes = [hook.model_passes for hook in hooks if hook is not None and hook.model_passes is not None]
+    passes = [hook.graphed.whole_model for hook in hooks if hook is not None and hook.graphed.whole_model is not None]
     return sum(each.clipping.replays for each in passes)
 
 

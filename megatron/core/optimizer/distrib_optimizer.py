@@ -64,7 +64,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
             return None
         if clip_grads.multi_tensor_scale_tensor_impl is None or torch.cuda.is_current_stream_capturing():
             return None
-        return self.model_chunks[0].module.fsdp_hooks.model_passes
+        return self.model_chunks[0].module.graphs_of_model
 
     def _kept_gradients(self) -> KeptGradients | None:
         """Return the gradients, if they stay from step to step and have one norm."""

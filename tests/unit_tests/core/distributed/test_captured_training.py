@@ -136,7 +136,7 @@ def test_after_a_failed_capture_the_model_trains_on_and_can_be_captured(one_rank
         ):
             training.capture(lambda training: training.helper.create_cudagraphs())
         graphs = training.fsdp.fsdp_hooks.graphed
-        assert (training.fsdp.fsdp_hooks.recorded, graphs.recording, graphs.capturing) == ([], None, False)
+        assert (training.fsdp.fsdp_hooks.graphed.recorded, graphs.recording, graphs.capturing) == ([], None, False)
         assert in_use(training.fsdp) == [{}, {}]
         training.step()
         assert training.replayed == []
@@ -156,7 +156,7 @@ def test_layers_can_be_captured_again_otherwise(one_rank, first, second):
         if training.helper is None or len(training.losses) != 2:
             return
         training.helper.delete_cuda_graphs()
-        assert training.fsdp.fsdp_hooks.recorded == []
+        assert training.fsdp.fsdp_hooks.graphed.recorded == []
         training.case = graphed(second)
         training.capture(lambda training: training.helper.create_cudagraphs())
 

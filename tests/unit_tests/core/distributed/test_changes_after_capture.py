@@ -156,8 +156,8 @@ def conditions_of(training, evaluation):
     """The conditions of the graphs that hold the middle layer."""
     if evaluation:
         return middle(training).evaluation_graph._conditions
-    graphs = training.helper.model_graphs
-    return middle(training).cuda_graphs[0]._conditions if graphs is None else graphs._conditions
+    graphs = training.helper.model_graphs or training.helper.decoder_graphs or middle(training).cuda_graphs[0]
+    return graphs._conditions
 
 
 @contextmanager
@@ -227,8 +227,8 @@ def test_a_backward_pass_is_of_the_kind_of_its_own_forward_pass(two_ranks, of, p
     assert two_ranks[of, passes] == [0, 0]
 
 
-def test_a_replay_and_an_eager_pass_in_one_backward_pass_are_refused(one_rank):
-    training = CapturedTraining(SCOPES["a layer"])
+def test_a_replay_and_an_eager_pass_in_one_backward_pass_are_refused(one_rank, scope):
+    training = CapturedTraining(scope)
     with torch.cuda.stream(training.stream):
         loss = losses_of(training, 7) + of_another_length(training, 8)
         with pytest.raises(RuntimeError, match="Call backward\\(\\) for each loss by itself"):
@@ -246,7 +246,7 @@ class HookedBefore(CapturedTraining):
 
 
 def test_hooks_of_parameters_that_were_there_before_capture_run(one_rank, scope):
-    if scope is SCOPES["model"]:  # asked for, and refused for its hooks: layers are captured, each by itself
+    if scope is SCOPES["model"]:  # asked for, and refused for its hooks
         scope = SCOPES["all layers"]
     traces = []
     for graphs in (False, True):

@@ -82,7 +82,7 @@ def replaying(fsdp, layers, direction="backward"):
     try:
         yield fsdp.fsdp_hooks
     finally:
-        fsdp.fsdp_hooks.in_backward = False
+        fsdp.fsdp_hooks.backward.close()
         for layer in layers:
             layer.cuda_graphs = []
 
@@ -234,7 +234,7 @@ def test_gradients_that_autograd_makes_while_capturing_are_withheld(fsdp, layers
 def test_the_backward_of_a_captured_layer_opens_no_backward_pass(fsdp, layers):
     with fsdp.capture_graphs(layers):
         fsdp.fsdp_hooks.start_backward(layers[0])
-        assert not fsdp.fsdp_hooks.in_backward
+        assert not fsdp.fsdp_hooks.backward.is_open
 
 
 @ERRORS
@@ -431,11 +431,11 @@ def test_gradients_that_wait_for_a_unit_without_end_are_handled_at_the_end_of_ba
     with replaying(fsdp, layers) as hooks:
         hooks.unshard_for_backward(layers[3], replayed=True)
         params = list(layers[3].parameters())
-        hooks.awaiting_gradient = set(params)
+        hooks.gradients.awaited = set(params)
         for param in params:
             param.grad = torch.full_like(param, 5.0)
             hooks.handle_gradient(param)
-        hooks.finish_backward()
+        hooks.backward.finish_backward()
         assert all(param.grad is None for param in params)
         with mock.patch.object(fsdp.grad_reduce_pipeline, "reduce_gradients") as reduce:
             hooks.release_after_backward(layers[3])

@@ -183,9 +183,9 @@ def test_schedules_that_drive_layers_in_parts_find_the_hooks_by_megatron_cores_n
     assert running.post_forward_release_module == hooks.release_after_forward
     assert running.post_backward_release_module == hooks.release_after_backward
     running.pre_backward()
-    assert hooks.in_backward
+    assert hooks.backward.is_open
     running.post_backward()
-    assert not hooks.in_backward
+    assert not hooks.backward.is_open
 
 
 def test_a_copy_of_a_hooked_module_keeps_its_hooks_and_copies_no_wrapper(fsdp):

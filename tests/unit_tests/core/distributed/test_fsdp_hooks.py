@@ -45,7 +45,7 @@ def test_forward_hooks_know_of_the_backward_pass_where_parameters_are_sharded(bu
     fsdp.start_param_sync()
     fsdp.pre_backward()
     assert states(fsdp.module) == expected
-    fsdp.fsdp_hooks.in_backward = False
+    fsdp.fsdp_hooks.backward.close()
 
 
 @pytest.mark.parametrize("reduced", [True, False])
@@ -53,23 +53,23 @@ def test_the_end_of_a_backward_pass_ends_the_reductions_that_it_began(build, red
     fsdp = build("optim")
     fsdp.start_param_sync()
     fsdp.pre_backward()
-    assert fsdp.fsdp_hooks.awaiting_gradient
+    assert fsdp.fsdp_hooks.gradients.awaited
     with (
-        mock.patch.object(fsdp.fsdp_hooks, "_accumulate_and_reduce", return_value=reduced),
+        mock.patch.object(fsdp.fsdp_hooks.gradients, "_accumulate_and_reduce", return_value=reduced),
         mock.patch.object(fsdp.grad_reduce_pipeline, "reset") as end,
     ):
-        fsdp.fsdp_hooks.finish_backward()
+        fsdp.fsdp_hooks.backward.finish_backward()
     assert end.called is reduced
-    assert not fsdp.fsdp_hooks.awaiting_gradient
+    assert not fsdp.fsdp_hooks.gradients.awaited
 
 
 def test_after_a_backward_pass_that_was_forgotten_all_gradients_are_expected_again(build):
     fsdp = build("optim")
     fsdp.start_param_sync()
     fsdp.pre_backward()
-    expected = set(fsdp.fsdp_hooks.awaiting_gradient)
-    fsdp.fsdp_hooks.forget_backward()
-    assert not fsdp.fsdp_hooks.awaiting_gradient
+    expected = set(fsdp.fsdp_hooks.gradients.awaited)
+    fsdp.fsdp_hooks.backward.drop()
+    assert not fsdp.fsdp_hooks.gradients.awaited
     fsdp.pre_backward()
-    assert expected and fsdp.fsdp_hooks.awaiting_gradient == expected
-    fsdp.fsdp_hooks.forget_backward()
+    assert expected and fsdp.fsdp_hooks.gradients.awaited == expected
+    fsdp.fsdp_hooks.backward.drop()

@@ -46,7 +46,7 @@ def test_after_a_step_nothing_is_held(ranks):
         training.step()
         hooks = training.fsdp.fsdp_hooks
         assert in_use(training.fsdp) == [{}, {}]
-        assert (hooks.awaiting_gradient, hooks.in_backward, hooks.graphed.recording) == (set(), False, None)
+        assert (hooks.gradients.awaited, hooks.backward.is_open, hooks.graphed.recording) == (set(), False, None)
         assert training.fsdp.grad_reduce_pipeline.grad_reduce_queue == []
         assert status(training.fsdp) == {"PRESERVED"}
         states = {module._training_state.name for layer in training.layers for module in layer.modules()}
@@ -70,7 +70,7 @@ def test_a_replayed_pass_has_no_hook_at_its_output(ranks):
         training.step()
         with (
             mock.patch.object(torch.autograd.graph, "register_multi_grad_hook") as hooked,
-            mock.patch.object(hooks, "finish_backward", wraps=hooks.finish_backward) as ended,
+            mock.patch.object(hooks.backward, "finish_backward", wraps=hooks.backward.finish_backward) as ended,
         ):
             training.step()
         assert (hooked.call_count, ended.call_count) == (0, 1)
@@ -93,7 +93,7 @@ def test_a_pass_in_evaluation_mode_with_gradients_is_complete(ranks, monkeypatch
             inside = training.fsdp.module
             monkeypatch.setattr(training.fsdp, "forward", lambda *args, **kwargs: inside(*args, **kwargs))
         hooks = training.fsdp.fsdp_hooks
-        with mock.patch.object(hooks, "_expect_gradients", wraps=hooks._expect_gradients) as expected:
+        with mock.patch.object(hooks.backward, "_expect_gradients", wraps=hooks.backward._expect_gradients) as expected:
             training.step()
         assert (passes.replays, expected.call_count) == (replays, 1)
         assert all(torch.equal(*each) for each in zip(main_grads(training), replayed, strict=True))
@@ -118,7 +118,7 @@ def test_buckets_are_reset_after_eager_passes_only(ranks):
 def test_parameters_outside_of_units_are_gathered_once_in_a_step(ranks):
     with captured(graphed(MODEL, microbatches=3)) as training:
         training.step()
-        owner = training.fsdp.fsdp_hooks.model_passes
+        owner = training.fsdp.graphs_of_model
         recorded = [group.recorded for group in owner._gathers]
         with mock.patch.object(type(recorded[0]._work), "launch", autospec=True) as launched:
             training.step()
@@ -185,7 +185,7 @@ def test_every_bucket_is_reduced_in_the_graph(ranks):
     ):
         assert sorted(reduced) == list(range(len(training.fsdp.param_and_grad_buffer.parameter_groups)))
         training.step()
-        assert training.fsdp.fsdp_hooks.awaiting_gradient == set()
+        assert training.fsdp.fsdp_hooks.gradients.awaited == set()
 
 
 def test_the_first_unit_is_gathered_beside_what_runs_before_it(ranks):
@@ -234,7 +234,7 @@ def test_a_parameter_outside_of_units_that_has_moved_is_named(ranks):
         name = training.fsdp.param_to_name[params[0]]
         before = params[0].data
         training.fsdp._replace_param_with_raw_if_needed()
-        owner = training.fsdp.fsdp_hooks.model_passes
+        owner = training.fsdp.graphs_of_model
         with mock.patch.object(owner, "gather"):
             params[0].data = before.clone()
             with pytest.raises(MovedBufferError, match=f"CUDA graphs use {name} at") as error:
@@ -282,10 +282,10 @@ def test_the_sanitizer_names_memory_of_fsdp_that_was_freed(ranks, monkeypatch):
 def test_the_sanitizer_looks_at_shards_and_gradients_of_all_buckets(ranks):
     with captured(graphed(MODEL)) as training:
         training.step()
-        looked_at = [tensor.data_ptr() for _, tensor in training.fsdp.fsdp_hooks.model_passes.captured_tensors()]
+        looked_at = [tensor.data_ptr() for _, tensor in training.fsdp.graphs_of_model.captured_tensors()]
         groups = training.fsdp.param_and_grad_buffer.parameter_groups
         shards = [buffer.data for group in groups for buffer in (group.model_weight_buffer, group.main_grad_buffer)]
-        gradients = training.fsdp.fsdp_hooks.model_passes._grads
+        gradients = training.fsdp.graphs_of_model._grads
         assert set(looked_at) == {shard.data_ptr() for shard in shards} | set(gradients._buffers)
         assert in_use(training.fsdp) == [{}, {}]
 
@@ -296,11 +296,11 @@ def test_deleted_graphs_leave_nothing_behind(ranks):
         assert graphs is not None
         training.step()
         gone = [weakref.ref(graph) for graph in (graphs.passes.forward_graph, graphs.passes.backward_graph, graphs)]
-        assert hooks.model_passes is not None
+        assert hooks.graphed.whole_model is not None
         del graphs
         training.helper.delete_cuda_graphs()
         assert [reference() for reference in gone] == [None] * 3
-        assert hooks.model_passes is None
+        assert hooks.graphed.whole_model is None
         assert hooks.graphed._plans._gathers == {}
         assert "forward" not in vars(training.fsdp.module)
         training.step()
@@ -319,7 +319,7 @@ def test_after_a_failed_capture_no_backward_pass_is_open(ranks):
         with failing(training.layers[0], in_backward=True), pytest.raises(RuntimeError, match="is capturing"):
             capture_again(training)
         hooks = training.fsdp.fsdp_hooks
-        assert (hooks.in_backward, hooks.awaiting_gradient, hooks.model_passes) == (False, set(), None)
+        assert (hooks.backward.is_open, hooks.gradients.awaited, hooks.graphed.whole_model) == (False, set(), None)
         training.step()
         capture_again(training)
 
@@ -384,7 +384,9 @@ def test_where_the_whole_model_cannot_be_captured_its_layers_are_and_the_reason_
         captured(small(layers=3, layers_per_graph=MODEL, warmup=WARMED_UP, **case)) as training,
     ):
         assert training.helper.model_graphs is None
-        assert training.helper.decoder_graphs is not None
-        assert training.fsdp.fsdp_hooks.model_passes is None
+        together = "modules" not in case and "strategy" not in case
+        assert (training.helper.decoder_graphs is not None) == together
+        assert [bool(layer.cuda_graphs) for layer in training.layers] == [not together] * 3
+        assert training.fsdp.graphs_of_model is None
     (message,) = [record.message for record in caplog.records if "its layers are captured" in record.message]
     assert f"instead of the whole model its layers are captured, because {reason}" in message

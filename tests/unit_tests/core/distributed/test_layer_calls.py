@@ -14,9 +14,8 @@ from tests.support.training import train
 from .captured_training import CapturedTraining
 from .fsdp_variants import Variant, small
 
-ALL, ONE, PIECES = "all", "one", "pieces"  # layers in a graph; with ``PIECES`` the first two have graphs of their own
+ALL, ONE = 0, 1  # layers in a graph
 COUNT = 4
-GRAPHS = {ALL: 1, ONE: COUNT, PIECES: 3}
 IN_ORDER = (0, 1, 2, 3)
 
 
@@ -43,17 +42,10 @@ def unusual(model):
     model.decoder.__class__ = Unusual
 
 
-def unusual_in_pieces(model):
-    """As ``unusual``, and a hook divides the layers."""
-    unusual(model)
-    model.decoder.layers[1].register_forward_hook(lambda *call: None)
-
-
 def trained(per_graph, called, reads, error=None):
     """Train a step after the capture, with ``called`` and ``reads``, and one more without; eagerly for None."""
-    case = small(layers=COUNT, layers_per_graph=int(per_graph == ONE), warmup=10, microbatches=2)
-    change = unusual_in_pieces if per_graph == PIECES else unusual
-    training = CapturedTraining(case, per_graph is not None, Variant(case, change=change))
+    case = small(layers=COUNT, layers_per_graph=per_graph or 0, warmup=10, microbatches=2)
+    training = CapturedTraining(case, per_graph is not None, Variant(case, change=unusual))
     try:
         kind = type(training.fsdp.module.decoder)
         kind.called, kind.reads = called, reads
@@ -78,29 +70,25 @@ eager = functools.cache(functools.partial(trained, None))
         (ONE, IN_ORDER, (1, 2), 16),
         (ONE, (0, 2, 3), (1,), 12),
         (ONE, (1, 3), (), 8),
-        (PIECES, IN_ORDER, (0, 1), 12),  # what the first graphs return
-        (PIECES, (2, 3), (), 4),
+        (ALL, IN_ORDER, (1, 2), 16),  # a decoder with a forward of its own: each layer has a graph
     ],
 )
 def test_what_graphs_can_do_is_bit_equal_to_eager(one_rank, per_graph, called, reads, replays):
     got = trained(per_graph, called, reads)
     assert eager(called, reads).differences(got) == []
-    assert got.step_replays[1:] == [replays, 4 * GRAPHS[per_graph]]
+    assert got.step_replays[1:] == [replays, 4 * COUNT]
 
 
 @pytest.mark.parametrize(
     ("per_graph", "called", "reads", "error"),
     [
-        (ALL, IN_ORDER, (1,), r"what layer 2 \(TransformerLayer\) returned is not computed separately"),
-        (ALL, (0, 2, 3), (), r"layer 3 .* with layer 2 .* given what layer 1 \(TransformerLayer\) returned"),
-        (PIECES, (0, 1, 2), (), "what layer 3 .* returned is not computed separately"),
         (ONE, (0, 1, 1, 2, 3), (), "layer 2 .*: backward of a replay .* that of layer 2 "),
         (ONE, (0, 2, 1, 3), (), "layer 3 .*: backward of a replay .* that of layer 2 "),
     ],
 )
 def test_what_graphs_cannot_do_is_an_error_that_names_the_layers(one_rank, per_graph, called, reads, error):
     got = trained(per_graph, called, reads, error)
-    assert got.step_replays[-1] == 4 * GRAPHS[per_graph]
+    assert got.step_replays[-1] == 4 * COUNT
     expected = eager(IN_ORDER, ())  # of one step more
     assert (got.losses, got.grad_norms) == (expected.losses[:2], expected.grad_norms[:2])
 
@@ -108,8 +96,26 @@ def test_what_graphs_cannot_do_is_an_error_that_names_the_layers(one_rank, per_g
 def read_in_hooks(model):
     """Ask the decoder of ``model`` for hidden states between layers, and add them to its output, in hooks."""
     indices = {"extract_layer_indices": {1, 2}}
-    model.decoder.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | indices), with_kwargs=True)
-    model.decoder.register_forward_hook(lambda _, args, returned: returned[0] + sum(map(torch.cos, returned[1])))
+    return (
+        model.decoder.register_forward_pre_hook(lambda _, args, kwargs: (args, kwargs | indices), with_kwargs=True),
+        model.decoder.register_forward_hook(lambda _, args, returned: returned[0] + sum(map(torch.cos, returned[1]))),
+    )
+
+
+def test_a_step_that_reads_hidden_states_between_layers_runs_eagerly(one_rank, caplog):
+    traces = []
+    for graphs in (False, True):
+        training = CapturedTraining(small(layers=COUNT, layers_per_graph=ALL, warmup=10, dropout=0.1), graphs)
+        handles = read_in_hooks(training.fsdp.module)
+        training.step()
+        for handle in handles:
+            handle.remove()
+        training.step()
+        traces.append(training.trace())
+        training.delete()
+    assert traces[0].differences(traces[1]) == []
+    assert traces[1].step_replays[1:] == [0, 2]
+    assert "captured without extract_layer_indices" in caplog.text
 
 
 def use_in_hooks(model):

@@ -28,7 +28,7 @@ def test_after_a_step_nothing_is_held(ranks):
     with captured(graphed()) as training:
         training.step()
         assert in_use(training.fsdp) == [{}, {}]
-        assert training.fsdp.fsdp_hooks.awaiting_gradient == set()
+        assert training.fsdp.fsdp_hooks.gradients.awaited == set()
         assert training.fsdp.grad_reduce_pipeline.grad_reduce_queue == []
 
 
@@ -69,7 +69,7 @@ def test_only_recorded_layers_are_prefetched_by_them(ranks):
     with captured(graphed(0, mtp=1)) as training:
         units = training.fsdp.fsdp_hooks._fsdp_units
         buckets = {bucket for layer in training.layers for bucket in units[layer].buckets}
-        (owner,) = training.fsdp.fsdp_hooks.recorded
+        (owner,) = training.fsdp.fsdp_hooks.graphed.recorded
         gathered = [
             bucket
             for plan in owner.plans.values()

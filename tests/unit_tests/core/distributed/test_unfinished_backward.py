@@ -68,7 +68,7 @@ def test_the_next_step_is_that_of_a_training_in_which_it_did_not_happen(one_rank
     assert any(grad.any() for grad in expected)
     training = built(strategy)
     interrupted_backward(training)
-    assert training.fsdp.fsdp_hooks.in_backward
+    assert training.fsdp.fsdp_hooks.backward.is_open
     with warns():
         gradients = step(training)
     assert same(gradients, expected)
@@ -81,7 +81,7 @@ def test_a_forward_pass_notices_it_too(one_rank):
     interrupted_backward(training)
     with warns():
         training.fsdp(*forward_arguments(training))
-    assert not training.fsdp.fsdp_hooks.in_backward
+    assert not training.fsdp.fsdp_hooks.backward.is_open
     assert same(step(training), expected)
 
 
@@ -96,7 +96,7 @@ def test_everything_that_it_held_is_released(one_rank):
     with warns():
         training.fsdp.zero_grad_buffer()
     hooks, groups = training.fsdp.fsdp_hooks, training.fsdp.param_and_grad_buffer.parameter_groups
-    assert hooks.awaiting_gradient == set()
+    assert hooks.gradients.awaited == set()
     assert all(param.grad is None for param in training.fsdp.raw_param.values())
     assert not any(training.fsdp.grad_reduce_pipeline.bucket_grad_ready_params)
     unit = next(group for group in groups if group.fsdp_unit_id is not None)
@@ -112,7 +112,7 @@ def test_gradients_that_no_hook_has_handled_are_dropped(one_rank):
     for param in params:
         param.grad, param.grad_added_to_main_grad = torch.zeros_like(param), True
     with warns(), mock.patch.object(graphed, "forget_collected") as forget:
-        training.fsdp.fsdp_hooks.before_step()
+        training.fsdp.fsdp_hooks.backward.drop_unfinished()
     assert [param.grad for param in params] == [None] * len(params)
     assert not any(param.grad_added_to_main_grad for param in params)
     assert forget.called
@@ -133,7 +133,7 @@ def test_a_forward_pass_inside_backward_is_left_alone(one_rank):
 
     def forward_again(grad):
         training.fsdp.fsdp_hooks.before_forward((), {})
-        seen.append(training.fsdp.fsdp_hooks.in_backward)
+        seen.append(training.fsdp.fsdp_hooks.backward.is_open)
 
     layer = training.fsdp.module.decoder.layers[1]
     layer.register_forward_hook(lambda module, args, output: output[0].register_hook(forward_again) and None)
@@ -146,7 +146,7 @@ def test_a_forward_pass_while_a_schedule_ends_backward_itself_is_left_alone(one_
     training.fsdp.start_param_sync()
     training.fsdp.pre_backward()
     training.fsdp.fsdp_hooks.before_forward((), {})
-    assert training.fsdp.fsdp_hooks.in_backward
+    assert training.fsdp.fsdp_hooks.backward.is_open
     with warns():
         training.fsdp.zero_grad_buffer()
-    assert not training.fsdp.fsdp_hooks.in_backward
+    assert not training.fsdp.fsdp_hooks.backward.is_open

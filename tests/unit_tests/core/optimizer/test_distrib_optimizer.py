@@ -71,8 +71,7 @@ def clipping(optimizer, monkeypatch, mesh):
         upstream = next(kind for kind in type(made).__mro__[1:] if "clip_grad_norm" in vars(kind))
         monkeypatch.setattr(upstream, "clip_grad_norm", lambda self, clip_grad: ("norm", clip_grad))
         passes = Passes()
-        hooks = SimpleNamespace(model_passes=passes)
-        made.model_chunks = [SimpleNamespace(module=SimpleNamespace(fsdp_hooks=hooks))]
+        made.model_chunks = [SimpleNamespace(module=SimpleNamespace(graphs_of_model=passes))]
         return made, passes
 
     return make
@@ -96,7 +95,7 @@ def without_fsdp(made, passes, monkeypatch):
 
 
 def without_graphs(made, passes, monkeypatch):
-    made.model_chunks[0].module.fsdp_hooks.model_passes = None
+    made.model_chunks[0].module.graphs_of_model = None
 
 
 def of_several_chunks(made, passes, monkeypatch):

@@ -6,41 +6,33 @@ of those in a graph is called.
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
-
-import torch
-
-if TYPE_CHECKING:
-    from .fsdp_hooks import FsdpHooks
+from typing import Any
 
 
 class GatheringReplay:
     """Gathers the parameters of a layer before its graphs read them; has the attributes of their callable.
 
+    Args:
+        graphed: Replays the graphs.
+        before: Called before the forward pass.
+        after: Called with its arguments and its output after the forward pass, returns the output to take in its place;
+            None for nothing.
+
     Attributes:
-        graphed: The callable of the graphs.
+        graphed: The argument.
     """
 
-    def __init__(self, hooks: "FsdpHooks", module: torch.nn.Module, graphed: Callable[..., Any], backward: bool):
-        """Make the replay.
-
-        Args:
-            hooks: Those of the model.
-            module: The layer.
-            graphed: Replays its graphs.
-            backward: Whether parameters are released before the backward pass, and gathered again.
-        """
+    def __init__(
+        self, graphed: Callable[..., Any], before: Callable[[], None], after: Callable[[tuple, Any], Any] | None
+    ):
         self.graphed = graphed
-        self._hooks, self._module, self._backward = hooks, module, backward
+        self._before, self._after = before, after
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay the forward pass, and attach what precedes the backward pass to its output."""
-        hooks, module = self._hooks, self._module
-        hooks.unshard_for_forward(module)
+        self._before()
         output = self.graphed(*args, **kwargs)
-        if not self._backward:
-            return output
-        return hooks.attach_before_backward(hooks.unshard_for_backward, module, args, output)
+        return output if self._after is None else self._after(args, output)
 
     def __getattr__(self, name: str) -> Any:
         if name == "graphed":  # while it is copied

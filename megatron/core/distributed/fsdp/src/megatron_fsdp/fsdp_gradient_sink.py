@@ -1,35 +1,43 @@
 """Takes the gradients of a graphed FSDP unit inside its backward graph, which writes them to their buckets."""
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine import sanitizer
 
 from .fsdp_unit import Unit
-
-if TYPE_CHECKING:
-    from .fsdp_hooks import FsdpHooks
+from .gradients import Gradients
 
 
 class UnitSink:
     """The ``GradientSink`` of one FSDP unit.
 
     Args:
-        hooks: Megatron-FSDP's hooks.
-        module: The module.
-        unit: Its parts.
-        whole: Whether the graphs hold all that the module computes. Then the hooks before and after its backward pass
-            run around the replay, without nodes of their own in autograd's graph.
+        gradients: Megatron-FSDP's.
+        unit: The unit.
+        writes: Called with the parameters whose gradients the graph writes to their buckets.
+        whole: Whether the graphs hold all that the module computes.
+        before, after: Called before and after each replay of the backward graph; None for nothing.
 
     Attributes:
+        whole: The argument.
         captured: The gradients in their buckets that the backward graph writes, if ``sanitizer.requested()``.
     """
 
-    def __init__(self, hooks: "FsdpHooks", module: torch.nn.Module, unit: Unit, whole: bool):
-        self._hooks, self._module, self._unit = hooks, module, unit
+    def __init__(
+        self,
+        gradients: Gradients,
+        unit: Unit,
+        *,
+        writes: Callable[[list[torch.nn.Parameter]], None],
+        whole: bool,
+        before: Callable[[], None] | None,
+        after: Callable[[], None],
+    ):
+        self._gradients, self._unit, self._writes = gradients, unit, writes
         self.whole = whole
+        self._before, self._after = before, after
         self.captured: list[sanitizer.CapturedTensor] = []
 
     def take(
@@ -46,11 +54,11 @@ class UnitSink:
             param.grad = grad  # None, of a parameter that is not used, counts as zeros
             taken.append(param)
         with torch.no_grad():
-            self._hooks.accumulate(taken)
-        self._hooks.graphed.writes(self._module, taken)
+            self._gradients.accumulate(taken)
+        self._writes(taken)
         if sanitizer.requested():
-            name_of = self._hooks.fsdp.param_to_name
-            named = ((f"the gradient bucket of {name_of[param]}", param.main_grad) for param in taken)
+            name_of = self._gradients.name_of
+            named = ((f"the gradient bucket of {name_of(param)}", param.main_grad) for param in taken)
             self.captured = sanitizer.captured(named)
         return left
 
@@ -62,15 +70,12 @@ class UnitSink:
 
     def before_backward(self) -> None:
         """Gather parameters and claim buckets before a replay of the whole module."""
-        if self.whole:
-            self._hooks.unshard_for_backward(self._module, replayed=True)
+        if self._before is not None:
+            self._before()
 
     def after_backward(self) -> None:
-        """Note the gradients, and reduce and release after a replay of the whole module."""
-        if self.whole:
-            self._hooks.release_after_backward(self._module)
-        else:
-            self._hooks.gradients_written(self._module)
+        """Note the gradients, and after a replay of the whole module reduce and release."""
+        self._after()
 
 
 def has_gradient_hooks(param: torch.Tensor) -> bool:

@@ -8,7 +8,7 @@ parameter, instead of an illegal memory access.
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -17,9 +17,6 @@ from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
 from .fsdp_dropped_collectives import drop_collectives, take_back_unlaunched
 from .fsdp_unit import ADVICE, Unit
 from .fsdp_unit_plan import Direction, GroupGather, UnitPlan, UnitPlans
-
-if TYPE_CHECKING:
-    from .fsdp_recorded_units import RecordedUnits
 
 __all__ = ["ADVICE", "GraphedUnit", "GraphedUnits", "MovedBufferError"]
 
@@ -51,6 +48,28 @@ class GraphedUnit:
     kept: frozenset[int] = frozenset()
 
 
+class Recorded(Protocol):
+    """Manages units whose passes are in one graph, with their collectives."""
+
+    plans: dict[torch.nn.Module, UnitPlan]
+
+    def collect(self, param: torch.nn.Parameter) -> bool:
+        """Keep ``param``, whose gradient is complete, until ``collected``; False if the caller must handle it now."""
+
+    def collected(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
+        """Return and forget the parameters of ``module`` that ``collect`` kept."""
+
+
+class RecordedModel(Recorded, Protocol):
+    """Manages those of a whole model."""
+
+    def start_gather(self) -> None:
+        """Start to gather the parameters outside of units, unless they are gathered."""
+
+    def gather_first_unit(self, phase: Direction) -> None:
+        """Start to gather the first unit of a phase ahead of its own hook."""
+
+
 class GraphedUnits:
     """The graphed units of one ``MegatronFSDP``.
 
@@ -61,13 +80,19 @@ class GraphedUnits:
     Attributes:
         capturing: Whether graphs are being captured now. Gradients computed during capture are meaningless.
         evaluated: The modules whose graphs for evaluation are being captured now.
-        recording: The units whose passes and collectives are being recorded now, or None.
+        recording: The owner of the passes and collectives that are being recorded now, or None.
+        recorded: The owners of graphs that hold collectives.
+        whole_model: That of graphs of the whole model's passes; None without such graphs.
+        forward_was_eager: Whether the last forward pass with gradients was; otherwise the whole model's was replayed.
     """
 
     def __init__(self, fsdp: torch.nn.Module, units: Mapping[torch.nn.Module, Unit]):
         self.capturing = False
         self.evaluated: frozenset[torch.nn.Module] = frozenset()
-        self.recording: RecordedUnits | None = None
+        self.recording: Recorded | None = None
+        self.recorded: list[Recorded] = []
+        self.whole_model: RecordedModel | None = None
+        self.forward_was_eager = True
         self._units = units
         self._fsdp = fsdp
         self._graphed_units: dict[torch.nn.Module, GraphedUnit] = {}

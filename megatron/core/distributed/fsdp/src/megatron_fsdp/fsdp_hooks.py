@@ -10,18 +10,17 @@ when a gradient is complete           ``handle_gradient``: move it to its bucket
 after backward                        ``release_after_backward``: release the parameter bucket
 ====================================  =========================================================================
 
-Other modules gather their own direct parameters before forward and keep them. ``start_backward`` and
-``finish_backward`` frame the backward pass of the whole model.
+Other modules gather their own direct parameters before forward and keep them. ``start_backward`` opens the backward
+pass of the whole model (``BackwardPass``), which handles at its end what is left.
 
 Autograd has no hook that runs before or after the backward pass of a module, so ``attach_*`` insert one into the graph
 around the module (``around_backward``). They carry the sentinels by which
 ``megatron.core.transformer._cuda_graphs.hooks`` finds the handler.
 """
 
-import warnings
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial, wraps
+from functools import partial
 from types import MethodType
 from typing import Any, Literal
 
@@ -34,16 +33,19 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import is_submodule
 
 from .around_backward import call_after_backward, call_before_backward
+from .backward_pass import BackwardPass
 from .fsdp_gathering_replay import GatheringReplay
 from .fsdp_gradient_sink import UnitSink, handled_later, has_gradient_hooks
 from .fsdp_graphed_units import GraphedUnits
 from .fsdp_model import WholeModel
-from .fsdp_recorded_units import RecordedLayers, RecordedUnits
+from .fsdp_recorded_units import RecordedLayers
 from .fsdp_unit import Unit
+from .gradients import Gradients
 from .mixed_precision import fp8_discard_transpose_cache, is_float8tensor
-from .param_and_grad_buffer import PrefetchOrder, _check_nan_in_grad, to_local_if_dtensor
+from .param_and_grad_buffer import PrefetchOrder
+from .profiles import shown_in_profiles
 from .training_state import TrainingState
-from .unsharded_gradients import REDUCES_EVERY_BACKWARD, UnshardedGradients
+from .unsharded_gradients import UnshardedGradients
 
 LAYERS = (TransformerLayer, MambaLayer)
 COLLECTIVES_STAY_OUTSIDE = (
@@ -52,34 +54,15 @@ COLLECTIVES_STAY_OUTSIDE = (
 )
 
 
-def shown_in_profiles[**P, R](phase: Callable[P, R]) -> Callable[P, R]:
-    """Show the method ``phase`` of ``FsdpHooks`` in profiles, by its name and that of its module."""
-
-    @wraps(phase)
-    def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        if not torch.autograd._profiler_enabled():
-            return phase(*args, **kwargs)
-        hooks: Any = args[0]
-        name = hooks.module_names.get(args[1], "") if len(args) > 1 else ""
-        with torch.profiler.record_function(f"FSDP::{phase.__name__} ({name})"):
-            return phase(*args, **kwargs)
-
-    return run
-
-
 class FsdpHooks:
     """Owns the hooks of one ``MegatronFSDP`` and the state they share.
 
     Attributes:
         fsdp: The wrapper whose pipelines and buffers the hooks drive.
         graphed: The units that run as CUDA graphs, and whether capture is under way.
-        awaiting_gradient: Parameters whose gradient this backward pass has not handled yet.
-        in_backward: Whether a backward pass of the model is in progress.
-        backward_was_eager: Whether a gradient has come, since the last step, from more than replays of the whole model.
-        backward_has_reduced: Whether a backward pass since the last step has reduced gradients.
+        gradients: The gradients.
+        backward: The backward pass of the model.
         module_names: The name of each module in the model, for profiles.
-        recorded: The owners of graphs that hold collectives.
-        model_passes: That of graphs of the whole model's passes; None without such graphs.
         before_evaluation: Called once with the arguments of the model, and forgotten, before the next forward pass in
             evaluation.
     """
@@ -88,21 +71,13 @@ class FsdpHooks:
         self.fsdp = fsdp
         self._fsdp_units: dict[torch.nn.Module, Unit] = {}
         self.graphed = GraphedUnits(fsdp, self._fsdp_units)
-        self.awaiting_gradient: set[torch.nn.Parameter] = set()
-        self.in_backward = False
+        self.gradients = Gradients(fsdp)
         self.module_names: dict[torch.nn.Module, str] = {}
-        self.recorded: list[RecordedUnits] = []
-        self.model_passes: WholeModel | None = None
-        self._forward_was_eager = True  # the last one with gradients; otherwise a replay of the whole model's graph
-        self._expects_gradients = False  # the backward pass that is open
-        self.backward_was_eager = True
-        self.backward_has_reduced = False
-        self.before_evaluation: list[Callable[[tuple, dict[str, Any]], object]] = []
         self._trainable: dict[torch.nn.Parameter, None] = {}  # an ordered set, whose hashes are known
+        self.backward = BackwardPass(fsdp, self.gradients, self.graphed, self.module_names, self._trainable)
+        self.before_evaluation: list[Callable[[tuple, dict[str, Any]], object]] = []
         self._outside_layers: frozenset[torch.nn.Parameter] = frozenset()
         self._sinks: dict[torch.nn.Module, UnitSink] = {}
-        self._caller_ends_backward = False
-        self._in_parts = False
         self._unit_types = tuple(fsdp.fsdp_unit_modules)
         self._has_float8_params = False
         self._in_place: UnshardedGradients = fsdp.param_and_grad_buffer.unsharded_gradients
@@ -141,7 +116,7 @@ class FsdpHooks:
         self._register_root(root, last)
         groups = fsdp.param_and_grad_buffer.parameter_groups
         self._has_float8_params = any(is_float8tensor(param) for group in groups for param in group.params)
-        self._trainable = dict.fromkeys(param for group in groups if group.requires_grad for param in group.params)
+        self._trainable |= dict.fromkeys(param for group in groups if group.requires_grad for param in group.params)
         layers = [module for module in self.module_names if isinstance(module, LAYERS)]
         self._outside_layers = frozenset(self._trainable).difference(*(layer.parameters() for layer in layers))
 
@@ -279,7 +254,7 @@ class FsdpHooks:
         if backward and self.graphed.runs_backward_eagerly(module):
             # Other ranks may replay, and gather the module before what they prefetch.
             gather(prefetch=False)
-        if self.recorded and self.model_passes is None and module not in self._fsdp_units:
+        if self.graphed.recorded and self.graphed.whole_model is None and module not in self._fsdp_units:
             prefetch = False  # of units that a replay gathers, on this rank or another
         gather(prefetch=prefetch)
         if self._in_place.fused:
@@ -321,12 +296,12 @@ class FsdpHooks:
     @shown_in_profiles
     def release_after_backward(self, module: torch.nn.Module) -> None:
         """Handle the unit's collected gradients, and release both of its parameter buckets."""
-        self.handle_gradients(self.graphed.collected_gradients(module))
+        self.gradients.handle(self.graphed.collected_gradients(module))
         plan = self.graphed.plan(module, "backward")
         if plan is not None:
-            self.handle_gradients(plan.left)
+            self.gradients.handle(plan.left)
             plan.reduce()
-            self.awaiting_gradient -= plan.written
+            self.gradients.awaited -= plan.written
             plan.release()
             plan.unit.set_training_state(TrainingState.IDLE)
             return
@@ -371,91 +346,11 @@ class FsdpHooks:
         # A parameter with a delayed weight gradient has its own hook; gradients of a capture are meaningless.
         if getattr(param, "skip_backward_post_hook", False) or self.graphed.capturing:
             return
-        if self._in_parts and param in self._outside_layers:
+        if self.backward.in_parts and param in self._outside_layers:
             return
         self.graphed.mark_fused_gradient(param)
         if not self.graphed.collect_gradient(param):
-            self.handle_gradients([param])
-
-    @torch.compiler.disable
-    def handle_gradients(self, params: list[torch.nn.Parameter]) -> None:
-        """Move the gradients of ``params`` to their buckets and reduce the buckets that are complete.
-
-        Gradients of shared parameters are left to ``finish_backward``: only then are they complete.
-        """
-        if not params:
-            return
-        params = [param for param in params if not getattr(param, "_is_shared", False)]
-        for param in params:
-            if getattr(param, "skip_backward_post_hook", False) and not hasattr(param, "post_wgrad_grad_acc_hook"):
-                raise RuntimeError(
-                    f"{self.fsdp.param_to_name[param]} has a delayed weight gradient but no hook to accumulate it"
-                )
-        if params:
-            self._accumulate_and_reduce(params)
-            self.awaiting_gradient.difference_update(params)
-
-    def _accumulate_and_reduce(self, params: list[torch.nn.Parameter]) -> bool:
-        """Accumulate each gradient, then reduce them if this pass reduces; return whether it does."""
-        self.backward_was_eager = True
-        self.accumulate(params)
-        fsdp = self.fsdp
-        last_microbatch = getattr(fsdp, "is_last_microbatch", False) or fsdp.model_auto_sync
-        reduces = last_microbatch or fsdp.data_parallel_sharding_strategy in REDUCES_EVERY_BACKWARD
-        if reduces:
-            self.backward_has_reduced = True
-            fsdp.grad_reduce_pipeline.reduce_gradients(
-                params,
-                suggested_queue_capacity=fsdp.suggested_RS_queue_capacity,
-                outer_fsdp_group_grad_reduce=fsdp.dist_index.use_hybrid_fsdp and last_microbatch,
-            )
-        return reduces
-
-    def accumulate(self, params: Iterable[torch.nn.Parameter]) -> None:
-        """Add each gradient to its main gradient, unless a fused kernel has done so already."""
-        buffer = self.fsdp.param_and_grad_buffer
-        copied_to, copied_from = [], []
-        claimed: dict[int, Any] = {}
-        for param in params:
-            bucket = buffer.param_to_param_group[param]
-            group = buffer.parameter_groups[bucket]
-            if not group.requires_grad:
-                continue
-            sharded = (group.hfsdp_helper_gbuf or group.main_grad_buffer).is_data_distributed
-            if not param.grad_added_to_main_grad and (sharded or param.grad is not None):
-                if param.grad is not None and self.fsdp.report_nan_in_param_grad:
-                    _check_nan_in_grad(to_local_if_dtensor(param.grad))
-                main_grad = self._claim_main_grad(param, bucket, claimed)
-                if param.grad is None:
-                    main_grad.zero_()
-                elif sharded:  # the bucket is new in every backward pass; the reduction adds to the shard
-                    copied_to.append(main_grad)
-                    copied_from.append(to_local_if_dtensor(param.grad))
-                else:
-                    main_grad.add_(to_local_if_dtensor(param.grad))
-            if param.grad is not None:
-                del param.grad
-            param.grad_added_to_main_grad = False
-        if copied_to:
-            torch._foreach_copy_(copied_to, copied_from)
-
-    def _claim_main_grad(self, param: torch.nn.Parameter, bucket: int, claimed: dict[int, Any]) -> torch.Tensor:
-        """Return ``param.main_grad``, a view of its bucket for this backward pass.
-
-        Args:
-            param: The parameter.
-            bucket: Its bucket's index.
-            claimed: The storage of each bucket that the caller has claimed already, by index.
-        """
-        main_grads = param._gbuf
-        if bucket in claimed:
-            item = main_grads.get_item_from_bucket(claimed[bucket], param._item_id)
-            param.main_grad = item.view(to_local_if_dtensor(param).shape)
-        else:
-            param.main_grad = param.get_main_grad()
-            dtype = self.fsdp.mp_policy.grad_comm_dtype if main_grads.is_data_distributed else None
-            claimed[bucket] = main_grads.fetch_bucket(dtype=dtype)
-        return param.main_grad
+            self.gradients.handle([param])
 
     def gradient_sink(self, module: torch.nn.Module, whole: bool) -> UnitSink | None:
         """Return what takes the gradients of ``module`` in its backward graph; None if autograd has to handle them.
@@ -467,7 +362,14 @@ class FsdpHooks:
         unit = self._fsdp_units.get(module)
         if unit is None or not self.graphed.can_have_plan(unit) or any(map(has_gradient_hooks, unit.params)):
             return None
-        self._sinks[module] = sink = UnitSink(self, module, unit, whole)
+        self._sinks[module] = sink = UnitSink(
+            self.gradients,
+            unit,
+            writes=partial(self.graphed.writes, module),
+            whole=whole,
+            before=partial(self.unshard_for_backward, module, replayed=True) if whole else None,
+            after=partial(self.release_after_backward if whole else self.gradients_written, module),
+        )
         return sink
 
     def around_parts(self, module: torch.nn.Module, graphed: Callable[..., Any]) -> Callable[..., Any]:
@@ -477,7 +379,10 @@ class FsdpHooks:
         """
         if self.fsdp.data_parallel_sharding_strategy == "no_shard":
             return graphed  # nothing is ever gathered
-        return GatheringReplay(self, module, graphed, self._shards_params)
+        after_forward = partial(self.attach_before_backward, self.unshard_for_backward, module)
+        return GatheringReplay(
+            graphed, partial(self.unshard_for_forward, module), after_forward if self._shards_params else None
+        )
 
     def against_recording(self, modules: Iterable[torch.nn.Module]) -> str:
         """Say why the passes of ``modules`` cannot be recorded with their collectives; empty if they can."""
@@ -495,7 +400,8 @@ class FsdpHooks:
 
     def recorded_layers(self, layers: Iterable[torch.nn.Module], begin: Callable[[str], object]) -> RecordedLayers:
         """Return the owner of graphs of all ``layers``; ``begin`` as of ``MegatronFSDP.recorded_layers``."""
-        return RecordedLayers(self, {layer: self._fsdp_units[layer] for layer in layers}, begin)
+        units = {layer: self._fsdp_units[layer] for layer in layers}
+        return RecordedLayers(self.fsdp, self.graphed, self.backward, self.gradients, units, begin)
 
     def against_whole_model(self) -> str:
         """Say why the whole model's passes cannot be graphs; empty if they can."""
@@ -513,7 +419,7 @@ class FsdpHooks:
 
     def whole_model(self, begin: Callable[[str], object]) -> WholeModel:
         """Return the owner of the graphs of the whole model's passes; ``begin`` as of ``MegatronFSDP.whole_model``."""
-        return WholeModel(self, self._fsdp_units, begin)
+        return WholeModel(self.fsdp, self.graphed, self.backward, self.gradients, self._fsdp_units, begin)
 
     def gradients_written(self, module: torch.nn.Module) -> None:
         """Called when the backward graph of ``module`` has written gradients to their buckets."""
@@ -538,126 +444,33 @@ class FsdpHooks:
         Args:
             module: The module whose output gradient came first; not used.
             grad: That gradient; not used.
-            skip_backward_hook: Whether the caller will call ``finish_backward`` itself.
+            skip_backward_hook: Whether the caller will close the pass itself.
             replayed: Whether the pass is a replay of the whole model's graph, which leaves nothing to do for hooks.
         """
         # A captured layer can hold all of the model's parameters (one layer on a pipeline stage, say); its backward
         # pass at capture is not one of the model.
-        if self.graphed.capturing:
-            return
-        if not self.in_backward:
-            self.in_backward, self._caller_ends_backward = True, skip_backward_hook
-            if not skip_backward_hook:
-                torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
-        if not (replayed or self._expects_gradients):
-            self._expect_gradients()
-
-    def _expect_gradients(self) -> None:
-        fsdp = self.fsdp
-        self._expects_gradients = True
-        groups = fsdp.param_and_grad_buffer.parameter_groups
-        if self._shards_params:
-            self._set_training_states(TrainingState.PRE_BACKWARD)
-            gathers = fsdp.all_gather_pipeline
-            for bucket, group in enumerate(groups):
-                if group.fsdp_unit_id is not None:
-                    gathers.bucket_can_be_released[gathers.get_bucket_key(bucket, bwd=False)] = True
-        self.awaiting_gradient = set(self._trainable)
-        for param in self.awaiting_gradient:
-            param.grad_added_to_main_grad = False
-        if self.model_passes is not None:
-            self.model_passes.gather_first_unit("backward")  # as ranks do that replay this pass
+        if not self.graphed.capturing:
+            self.backward.start(caller_ends_it=skip_backward_hook, replayed=replayed)
 
     def start_backward_in_parts(self) -> None:
         """Open a backward pass that runs embedding, layers and output layer each by itself; the caller will close it.
 
-        A parameter that several of them share gets a gradient from each. So those outside of layers are left to
-        ``finish_backward``: only then are they complete. A bucket that was reduced before would be written to while it
+        A parameter that several of them share gets a gradient from each. So those outside of layers are left to the
+        end of the pass: only then are they complete. A bucket that was reduced before would be written to while it
         is reduced, and reduced again.
         """
         self.start_backward(None, skip_backward_hook=True)
-        self._in_parts = True
-
-    @shown_in_profiles
-    def finish_backward(self) -> None:
-        """Close the model's backward pass: handle the remaining parameters, and finish the reductions."""
-        fsdp = self.fsdp
-        if self._expects_gradients:
-            self.graphed.forget_collected()  # they are still in awaiting_gradient
-            if self.handle_rest(self._trainable):
-                fsdp.grad_reduce_pipeline.reset()
-        self.in_backward = self._in_parts = self._expects_gradients = False
-        self.graphed.backward_is_over()
-        fsdp.__dict__["microbatch_count"] += 1  # bypasses Module.__setattr__, which is slow
-        if fsdp.model_auto_sync:
-            fsdp.finish_grad_sync()
-
-    def handle_rest(self, params: Iterable[torch.nn.Parameter]) -> bool:
-        """Handle those of ``params`` that await their gradient and will get no other; return whether they are reduced."""
-        rest = sorted(self.awaiting_gradient.intersection(params), key=self.fsdp.param_to_name.__getitem__)
-        self.awaiting_gradient.difference_update(rest)
-        return self._accumulate_and_reduce(rest)
-
-    def _set_training_states(self, state: Any) -> None:
-        for module in self.module_names:
-            module.__dict__["_training_state"] = state
+        self.backward.in_parts = True
 
     def before_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Called before a forward pass of the whole model, with its arguments; drops an unfinished backward pass.
-
-        Two kinds of forward passes are allowed within a backward pass: activation checkpointing of the whole model, and
-        schedules that call ``finish_backward`` themselves.
-        """
-        if self.in_backward and not self._caller_ends_backward and torch._C._current_graph_task_id() == -1:
-            self._drop_unfinished_backward()
+        """Called before a forward pass of the whole model, with its arguments; drops an unfinished backward pass."""
+        self.backward.forward_begins()
         if torch.is_grad_enabled():
-            self._forward_was_eager = True
-        if self.before_evaluation and not (self.fsdp.training or self.in_backward) and may_replay_evaluation():
+            self.graphed.forward_was_eager = True
+        if self.before_evaluation and not (self.fsdp.training or self.backward.is_open) and may_replay_evaluation():
             expecting, self.before_evaluation = self.before_evaluation, []
             for prepare in expecting:
                 prepare(args, kwargs)
-
-    def forward_is_replayed(self, replayed: bool) -> None:
-        """Called within a forward pass with gradients, whether it is a replay of the whole model's graph."""
-        self._forward_was_eager = not replayed
-
-    def before_step(self) -> None:
-        """Called when gradients are zeroed; drops an unfinished backward pass."""
-        if self.in_backward:
-            self._drop_unfinished_backward()
-
-    def _drop_unfinished_backward(self) -> None:
-        """Clean up after a backward pass that an exception ended: autograd does not call ``finish_backward`` then.
-
-        Later passes would otherwise count as a part of it, and neither reduce all gradients nor release parameters.
-        """
-        warnings.warn(
-            "Megatron-FSDP: an exception ended the last backward pass. Gradients that were not reduced are dropped; "
-            "those that were are in the main gradients, so call zero_grad_buffer() and optimizer.zero_grad() before "
-            "the next step.",
-            stacklevel=4,
-        )
-        self.forget_backward()
-
-    def forget_backward(self) -> None:
-        """Forget a backward pass that did not come to its end, and drop its gradients."""
-        self.close_backward()
-        fsdp = self.fsdp
-        for param in fsdp.raw_param.values():
-            param.grad = None
-            param.grad_added_to_main_grad = False
-        for ready in fsdp.grad_reduce_pipeline.bucket_grad_ready_params:
-            ready.clear()
-        fsdp.grad_reduce_pipeline.reset()
-        self.graphed.release_all()
-
-    def close_backward(self) -> None:
-        """Let no backward pass be open, and expect no gradient."""
-        self.in_backward = self._in_parts = self._expects_gradients = False
-        self.awaiting_gradient.clear()
-        self.graphed.forget_collected()
-        self.graphed.backward_is_over()
-        self._set_training_states(TrainingState.IDLE)
 
     # ------------------------------------------------------------------------------- around a module, into autograd
 
@@ -683,7 +496,7 @@ class FsdpHooks:
     def _runs_around_replays(self, handler: Callable, module: torch.nn.Module) -> bool:
         """Whether the replay of the backward graph of ``module`` calls ``handler`` itself."""
         if handler == self.start_backward:
-            return not self._forward_was_eager
+            return not self.graphed.forward_was_eager
         sink = self._sinks.get(module)
         if sink is None or not sink.whole or self.graphed.plan(module, "forward") is None:
             return False

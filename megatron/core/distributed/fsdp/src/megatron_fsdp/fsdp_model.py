@@ -1,42 +1,32 @@
 """A model whose forward and backward passes run as one graph each, with their collectives inside."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-import torch
+from typing import Any
 
 from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
 from megatron.core.transformer._cuda_graphs.engine.repeated_work import RepeatedWork
 
 from .fsdp_recorded_units import Phase, RecordedUnits
-from .fsdp_unit import ADVICE, Unit
+from .fsdp_unit import ADVICE
 from .fsdp_unit_plan import GroupGather
 from .training_state import TrainingState
 
-if TYPE_CHECKING:
-    from .fsdp_hooks import FsdpHooks
-
 
 class WholeModel(RecordedUnits):
-    """All units of a model, and what is outside of them.
+    """All units of a model, and what is outside of them; its arguments are those of ``RecordedUnits``.
 
     The graphs hold everything from the beginning of the backward pass to the last reduction. Parameters outside of
     units (of embedding, final norm and output layer) stay gathered for a whole step, so they are gathered before a
     replay.
 
-    Args:
-        hooks: Megatron-FSDP's hooks.
-        units: All units, by module.
-        begin: As of ``RecordedUnits``.
-
     Attributes:
         clipping: The optimizer's norm and clipping of the gradients, which are where the backward graph left them.
     """
 
-    def __init__(self, hooks: "FsdpHooks", units: dict[torch.nn.Module, Unit], begin: Callable[[str], object]):
-        super().__init__(hooks, units, begin)
-        self._in_order = list(units.values())
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self._in_order = list(self._units.values())
         groups = self._fsdp.param_and_grad_buffer.parameter_groups
         self._outside = [bucket for bucket, group in enumerate(groups) if group.fsdp_unit_id is None]
         self._params_outside = [param for bucket in self._outside for param in groups[bucket].params]
@@ -46,13 +36,13 @@ class WholeModel(RecordedUnits):
 
     @contextmanager
     def _gathered_outside(self) -> Iterator[None]:
-        graphed = self._hooks.graphed
+        graphed = self._graphed
         self._gathers = graphed.gathers_of(self._outside, recorded=False)
         self.gather()
         yield
         graphed.release_all()
         self._gathers = graphed.gathers_of(self._outside, recorded=True)
-        self._hooks.model_passes = self
+        graphed.whole_model = self
 
     @contextmanager
     def running(self, phase: Phase) -> Iterator[None]:
@@ -62,7 +52,7 @@ class WholeModel(RecordedUnits):
             yield
 
     def _end_backward(self) -> None:
-        self._hooks.finish_backward()
+        self._backward.finish_backward()
 
     def gather_first_unit(self, phase: Phase) -> None:
         """Start to gather the first unit of a phase ahead of its own hook: beside what runs before the unit.
@@ -101,7 +91,7 @@ class WholeModel(RecordedUnits):
 
     def before_eager_forward(self) -> None:
         """Called right before a forward pass with gradients that runs eagerly, where other ranks may replay theirs."""
-        self._hooks.forward_is_replayed(False)
+        self._graphed.forward_was_eager = True
         self.start_gather()
 
     def before_forward(self) -> None:
@@ -114,7 +104,7 @@ class WholeModel(RecordedUnits):
         super().before_forward()
         if self._guard is not None:
             self._guard.check()
-        self._hooks.forward_is_replayed(True)
+        self._graphed.forward_was_eager = False
 
     def before_backward(self) -> None:
         """Open the backward pass, and make sure that all buffers are free, and where they were at capture.
@@ -123,13 +113,13 @@ class WholeModel(RecordedUnits):
             MovedBufferError: one is not.
             RuntimeError: as of ``RecordedUnits``.
         """
-        self._hooks.start_backward(None, replayed=True)
+        self._backward.start(replayed=True)
         super().before_backward()
 
     def after_backward(self) -> None:
         """Note that all gradients have been reduced, if the hooks expect any."""
-        if self._hooks.awaiting_gradient:
-            self._hooks.awaiting_gradient.clear()
+        if self._gradients.awaited:
+            self._gradients.awaited.clear()
             for unit in self._in_order:
                 unit.set_training_state(TrainingState.IDLE)
 
@@ -137,7 +127,7 @@ class WholeModel(RecordedUnits):
         """Free the other graphs: the model runs eagerly from now on."""
         super().forget()
         self.clipping.reset()
-        if self._hooks.model_passes is self:
-            self._hooks.model_passes = None
-        self._hooks.graphed.forget_gathers(self._outside)
+        if self._graphed.whole_model is self:
+            self._graphed.whole_model = None
+        self._graphed.forget_gathers(self._outside)
         self._gathers = ()

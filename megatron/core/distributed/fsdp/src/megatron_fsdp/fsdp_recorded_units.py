@@ -2,23 +2,21 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import torch
 
-from megatron_fsdp_cuda_graphs.overlay import upstream
-
+from .backward_pass import BackwardPass
 from .bucket_places import BucketPlaces
 from .fsdp_dropped_collectives import drop_collectives, take_back_unlaunched
+from .fsdp_graphed_units import GraphedUnits
 from .fsdp_recorded_collectives import TO_GATHER
 from .fsdp_unit import Unit
 from .fsdp_unit_plan import UnitPlan
 from .gradient_storages import GradientStorages
+from .gradients import Gradients
+from .training_state import TrainingState
 
-if TYPE_CHECKING:
-    from .fsdp_hooks import FsdpHooks
-
-TrainingState = upstream("megatron.core.distributed.fsdp.src.megatron_fsdp.megatron_fsdp").TrainingState
 Phase = Literal["forward", "backward"]
 
 
@@ -30,7 +28,10 @@ class RecordedUnits:
     leaves it so.
 
     Args:
-        hooks: Megatron-FSDP's hooks.
+        fsdp: The wrapper.
+        graphed: Its units that run as CUDA graphs.
+        backward: Its backward pass.
+        gradients: Its gradients.
         units: The units, by module, in the order of forward.
         begin: Called with what begins: ``before forward``, then each pass that is warmed up or recorded.
 
@@ -38,9 +39,17 @@ class RecordedUnits:
         plans: For each module that must gather otherwise than in eager training how it does.
     """
 
-    def __init__(self, hooks: "FsdpHooks", units: dict[torch.nn.Module, Unit], begin: Callable[[str], object]):
+    def __init__(
+        self,
+        fsdp: Any,
+        graphed: GraphedUnits,
+        backward: BackwardPass,
+        gradients: Gradients,
+        units: dict[torch.nn.Module, Unit],
+        begin: Callable[[str], object],
+    ):
         self.plans: dict[torch.nn.Module, UnitPlan] = {}
-        self._hooks, self._fsdp = hooks, hooks.fsdp
+        self._fsdp, self._graphed, self._backward, self._gradients = fsdp, graphed, backward, gradients
         self._begin: Callable[[str], object] | None = begin  # until the capture is over
         self._units = units
         self._buckets = [bucket for unit in units.values() for bucket in unit.buckets]
@@ -59,18 +68,18 @@ class RecordedUnits:
 
         Nothing is gathered, reduced or in flight at either end.
         """
-        hooks, fsdp = self._hooks, self._fsdp
+        fsdp = self._fsdp
         microbatches = fsdp.microbatch_count
         assert self._begin is not None
         self._begin("before forward")
-        with hooks.graphed.prepared():
+        with self._graphed.prepared():
             try:
                 with self._gathered_outside():
                     yield
-                hooks.recorded.append(self)
+                self._graphed.recorded.append(self)
             except BaseException:
                 take_back_unlaunched(fsdp)
-                hooks.forget_backward()
+                self._backward.drop()
                 raise
             finally:
                 fsdp.microbatch_count = microbatches
@@ -88,19 +97,19 @@ class RecordedUnits:
         self._begin(phase)
         with self._recording(phase):
             if phase == "backward":
-                self._hooks.start_backward(None, skip_backward_hook=True)
+                self._backward.start(caller_ends_it=True)
             yield
             if phase == "backward":
                 self._end_backward()
-            self._hooks.graphed.settle()
+            self._graphed.settle()
 
     def _end_backward(self) -> None:
-        self._hooks.handle_rest(self._module_of)
-        self._hooks.close_backward()
+        self._gradients.handle_rest(self._module_of)
+        self._backward.close()
 
     @contextmanager
     def _recording(self, phase: Phase) -> Iterator[None]:
-        graphed, reductions = self._hooks.graphed, self._fsdp.grad_reduce_pipeline
+        graphed, reductions = self._graphed, self._fsdp.grad_reduce_pipeline
         graphed.free_held_gradients()
         self._release()
         graphed.recording = self
@@ -195,7 +204,7 @@ class RecordedUnits:
             MovedBufferError: one is not.
             RuntimeError: a forward pass of the same units that ran eagerly is in this backward pass, too.
         """
-        self._hooks.graphed.begin_replayed_backward(self._units)
+        self._graphed.begin_replayed_backward(self._units)
         reductions = self._fsdp.grad_reduce_pipeline
         groups = reductions.buffer.parameter_groups
         if any(groups[bucket].fsdp_unit_id is not None for _, _, bucket in reductions.grad_reduce_queue):
@@ -206,14 +215,14 @@ class RecordedUnits:
 
     def after_backward(self) -> None:
         """Note that the gradients of all units have been reduced, and their backward pass is over."""
-        self._hooks.awaiting_gradient.difference_update(self._module_of)
+        self._gradients.awaited.difference_update(self._module_of)
         for unit in self._units.values():  # or the next eager pass would count as a recomputation
             unit.set_training_state(TrainingState.IDLE)
 
     def forget(self) -> None:
         """Note that there are no graphs any more."""
-        if self in self._hooks.recorded:
-            self._hooks.recorded.remove(self)
+        if self in self._graphed.recorded:
+            self._graphed.recorded.remove(self)
 
     def _release(self) -> None:
         gathers = self._fsdp.all_gather_pipeline
@@ -228,6 +237,6 @@ class RecordedLayers(RecordedUnits):
     In the graphs no other unit is prefetched, and outside of them none of these.
     """
 
-    def __init__(self, hooks: "FsdpHooks", units: dict[torch.nn.Module, Unit], begin: Callable[[str], object]):
-        super().__init__(hooks, units, begin)
-        self.plans = hooks.graphed.plans_to_gather(units)
+    def __init__(self, fsdp: Any, graphed: GraphedUnits, *args: Any):
+        super().__init__(fsdp, graphed, *args)
+        self.plans = graphed.plans_to_gather(self._units)

@@ -43,12 +43,12 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         self.fsdp_hooks = hooks = FsdpHooks(self)
         hooks.register(root_module)
         for module in root_module.modules():
-            _upstream.setup_delayed_wgrad_acc_hook(module, hooks.handle_gradients)
+            _upstream.setup_delayed_wgrad_acc_hook(module, hooks.gradients.handle)
         # Schedules that run a layer in parts call these by name.
         self.post_forward_release_module = hooks.release_after_forward
         self.post_backward_release_module = hooks.release_after_backward
         self.pre_backward = hooks.start_backward_in_parts
-        self.post_backward = hooks.finish_backward
+        self.post_backward = hooks.backward.finish_backward
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; see megatron-core. Warns if an exception ended the last backward pass."""
@@ -57,7 +57,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
 
     def zero_grad_buffer(self) -> None:
         """Zero all gradients; see megatron-core. Warns if an exception ended the last backward pass."""
-        self.fsdp_hooks.before_step()
+        self.fsdp_hooks.backward.drop_unfinished()
         swap = self._parameter_swap
         params = self.module.parameters() if swap is None else swap.params(self.is_param_fsdp_distributed)
         for param in params:
@@ -76,8 +76,8 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             return
         if gathers and not force_sync and self.ddp_config.overlap_param_gather:
             self._replace_param_with_raw_if_needed()
-            if self.fsdp_hooks.model_passes is not None:
-                self.fsdp_hooks.model_passes.start_gather()
+            if self.graphs_of_model is not None:
+                self.graphs_of_model.start_gather()
             elif self.data_parallel_sharding_strategy != "no_shard":
                 first = next(self.module.parameters())
                 self.all_gather_and_wait_parameters_ready(params=[first], prefetch=True, wait_bucket_ready=False)
@@ -99,16 +99,21 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         Replays of the whole model have used none. Without ``overlap_grad_reduce`` megatron-core reduces gradients here,
         also those that a backward pass has reduced because it was told that it is a step's last.
         """
-        hooks = self.fsdp_hooks
-        if hooks.model_passes is not None and not hooks.backward_was_eager:
+        gradients = self.fsdp_hooks.gradients
+        if self.graphs_of_model is not None and not gradients.were_eager:
             self.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
             return
-        if self.ddp_config.overlap_grad_reduce or not hooks.backward_has_reduced:
+        if self.ddp_config.overlap_grad_reduce or not gradients.were_reduced:
             super().synchronize_gradient_reduce()
         else:
             self.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
             self.grad_reduce_pipeline.reset()
-        hooks.backward_was_eager = hooks.backward_has_reduced = False
+        gradients.step_is_over()
+
+    @property
+    def graphs_of_model(self) -> Any:
+        """The ``WholeModel`` that owns graphs of the whole model's passes; None without such graphs."""
+        return self.fsdp_hooks.graphed.whole_model
 
     def _replace_param_with_distributed_if_needed(self) -> None:
         self._exchange_parameters(True, super()._replace_param_with_distributed_if_needed)
@@ -182,7 +187,6 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             layers: FSDP units.
             begin: Called with what begins: ``before forward``, then each ``forward`` and ``backward`` pass.
         """
-        self.zeroed_gradients.written()
         return self.fsdp_hooks.recorded_layers(layers, begin)
 
     def recorded_collectives(self) -> int:

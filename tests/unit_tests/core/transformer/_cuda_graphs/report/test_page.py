@@ -111,11 +111,11 @@ def around(page):
     return found
 
 
-@pytest.mark.parametrize("chained", [(0, 1), (2, 3)])
-def test_a_frame_around_passes_in_one_graph(chained):
+@pytest.mark.parametrize("together", [(0, 1), (2, 3)])
+def test_a_frame_around_passes_in_one_graph(together):
     layers = report().layers
     for index, layer in enumerate(layers):
-        layer.chain = chained[0] if index in chained else None
+        layer.recorded_with = together[0] if index in together else None
     # Two layers, forward and backward, for two micro-batches.
     assert around(Parsed(page(report(layers=layers)))) == [2] * 4
 

@@ -1,17 +1,14 @@
 """captured_parts: what is read off hooks, and off engines that show no graphs."""
 
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.engine.chain import Chain
 from megatron.core.transformer._cuda_graphs.engine.plan import ordered_plan
 from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_HANDLER, runs_outside_graphs
 from megatron.core.transformer._cuda_graphs.report.record import KINDS, HookRoute
 from megatron.core.transformer._cuda_graphs.te.captured_parts import (
-    chains_of,
     graph_counts,
     hook_routes,
     pools_of,
@@ -76,8 +73,3 @@ def test_static_inputs_that_serve_two_micro_batches_are_one():
         ("mask", 2, [(0, 0, 1)]),
         ("mask", 2, [(1, 2, 3)]),
     ]
-
-
-def test_a_chain_of_one_is_none():
-    owner: Any = None
-    assert chains_of([Chain([0, 1, 2], owner), Chain([3], owner)]) == {0: 0, 1: 0, 2: 0}

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given
 
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
-from megatron.core.transformer._cuda_graphs.engine.chain import Chain
 from megatron.core.transformer._cuda_graphs.engine.plan import ordered_plan
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
@@ -375,18 +374,6 @@ class TestMovedParameters:
             static.data = static.data.clone()
         with pytest.raises(MovedBufferError, match=f"use the {moved} .* of layer 1"):
             self.replay(layer, is_first_microbatch=True)
-
-    def test_the_first_layer_of_a_chain_guards_all_of_it(self):
-        layers = [WeightedLayer() for _ in range(2)]
-        layers[1].inner.register_buffer("count", torch.zeros(2, device="cuda"))
-        samples: list = [((torch.zeros(1),), {}) for _ in layers]
-        chunk, chain = torch.nn.Module(), Chain([0, 1], mock.Mock())
-        first, second = CapturedLayers([chunk], [layers], [[0], [1]], samples, samples, [chain]).guards(fused=False)
-        assert first is not None
-        assert second is None
-        layers[1].inner.count = layers[1].inner.count.clone()
-        with pytest.raises(MovedBufferError, match=r"the buffer inner\.count of layer 2"):
-            first.check()
 
 
 def test_addresses_are_compared_once_a_step():

@@ -1,0 +1,142 @@
+"""The backward pass of the whole model: what opens it, what closes it, and cleanup where an exception ended it."""
+
+import warnings
+from collections.abc import Iterable, Mapping
+from enum import Enum, auto
+from typing import Any
+
+import torch
+
+from .fsdp_graphed_units import GraphedUnits
+from .gradients import Gradients
+from .profiles import shown_in_profiles
+from .training_state import TrainingState
+
+
+class Phase(Enum):
+    """How far the backward pass is."""
+
+    CLOSED = auto()
+    REPLAYED = auto()  # by graphs of the whole model, which leave nothing to do for hooks
+    EXPECTS_GRADIENTS = auto()  # of parameters, which hooks handle
+
+
+class BackwardPass:
+    """The backward pass of one ``MegatronFSDP``.
+
+    Args:
+        fsdp: The wrapper.
+        gradients: Its gradients.
+        graphed: Its units that run as CUDA graphs.
+        module_names: The names of all modules, filled while hooks are registered.
+        trainable: All parameters that require a gradient, likewise.
+
+    Attributes:
+        module_names: The argument.
+        phase: How far it is.
+        in_parts: Whether embedding, layers and output layer run their parts of it by themselves.
+    """
+
+    def __init__(
+        self,
+        fsdp: Any,
+        gradients: Gradients,
+        graphed: GraphedUnits,
+        module_names: Mapping[torch.nn.Module, str],
+        trainable: Iterable[torch.nn.Parameter],
+    ):
+        self._fsdp, self._gradients, self._graphed = fsdp, gradients, graphed
+        self.module_names, self._trainable = module_names, trainable
+        self._shards_params = fsdp.data_parallel_sharding_strategy == "optim_grads_params"
+        self.phase = Phase.CLOSED
+        self.in_parts = False
+        self._caller_ends_it = False
+
+    @property
+    def is_open(self) -> bool:
+        """Whether one is in progress."""
+        return self.phase is not Phase.CLOSED
+
+    def start(self, *, caller_ends_it: bool = False, replayed: bool = False) -> None:
+        """Open it, unless it is open: no prefetch or release by forward hooks, all gradients still to come.
+
+        Args:
+            caller_ends_it: Whether the caller will call ``finish_backward`` itself. Otherwise autograd does.
+            replayed: Whether it is a replay of the whole model's graph.
+        """
+        if not self.is_open:
+            self.phase, self._caller_ends_it = Phase.REPLAYED, caller_ends_it
+            if not caller_ends_it:
+                torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
+        if not replayed and self.phase is Phase.REPLAYED:
+            self.phase = Phase.EXPECTS_GRADIENTS
+            self._expect_gradients()
+
+    def _expect_gradients(self) -> None:
+        if self._shards_params:
+            self._set_training_states(TrainingState.PRE_BACKWARD)
+            gathers = self._fsdp.all_gather_pipeline
+            for bucket, group in enumerate(self._fsdp.param_and_grad_buffer.parameter_groups):
+                if group.fsdp_unit_id is not None:
+                    gathers.bucket_can_be_released[gathers.get_bucket_key(bucket, bwd=False)] = True
+        self._gradients.expect(self._trainable)
+        if self._graphed.whole_model is not None:
+            self._graphed.whole_model.gather_first_unit("backward")  # as ranks do that replay this pass
+
+    @shown_in_profiles
+    def finish_backward(self) -> None:
+        """Close it: handle the remaining parameters, and finish the reductions."""
+        fsdp = self._fsdp
+        if self.phase is Phase.EXPECTS_GRADIENTS:
+            self._graphed.forget_collected()  # they are still awaited
+            if self._gradients.handle_rest(self._trainable):
+                fsdp.grad_reduce_pipeline.reset()
+        self._closed()
+        fsdp.__dict__["microbatch_count"] += 1  # bypasses Module.__setattr__, which is slow
+        if fsdp.model_auto_sync:
+            fsdp.finish_grad_sync()
+
+    def _closed(self) -> None:
+        self.phase, self.in_parts = Phase.CLOSED, False
+        self._graphed.backward_is_over()
+
+    def close(self) -> None:
+        """Close it though gradients may be awaited, which count as if they had never been."""
+        self._closed()
+        self._gradients.awaited.clear()
+        self._graphed.forget_collected()
+        self._set_training_states(TrainingState.IDLE)
+
+    def drop(self) -> None:
+        """Close one that did not come to its end, and drop its gradients."""
+        self.close()
+        self._gradients.drop()
+        self._graphed.release_all()
+
+    def drop_unfinished(self) -> None:
+        """Clean up after one that an exception ended, if it is still open: autograd does not close it then.
+
+        Later passes would otherwise count as a part of it, and neither reduce all gradients nor release parameters.
+        """
+        if not self.is_open:
+            return
+        warnings.warn(
+            "Megatron-FSDP: an exception ended the last backward pass. Gradients that were not reduced are dropped; "
+            "those that were are in the main gradients, so call zero_grad_buffer() and optimizer.zero_grad() before "
+            "the next step.",
+            stacklevel=4,
+        )
+        self.drop()
+
+    def forward_begins(self) -> None:
+        """Drop an unfinished one before a forward pass of the whole model.
+
+        Two kinds of forward passes are allowed within a backward pass: activation checkpointing of the whole model, and
+        schedules that call ``finish_backward`` themselves.
+        """
+        if not self._caller_ends_it and torch._C._current_graph_task_id() == -1:
+            self.drop_unfinished()
+
+    def _set_training_states(self, state: Any) -> None:
+        for module in self.module_names:
+            module.__dict__["_training_state"] = state
