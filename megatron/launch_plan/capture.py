@@ -35,7 +35,7 @@ class Captured:
     """What is captured.
 
     Attributes:
-        graphs: The graphs in the order in which they are captured.
+        graphs: The graphs in the order in which a step replays them.
         order: The order of passes over model chunks; see ``te.order``.
         static_inputs: The tensors that replays copy their inputs to; some occur often.
         against_whole_model: Why the whole model cannot be captured; empty if it can.
@@ -68,7 +68,7 @@ def captured_by(helper: TECudaGraphHelper) -> Captured:
         numbers = tuple(layer.layer_number for layer in together)
         static.append(helper._decoder_inputs(model)[0])
         in_flight = len(together)
-        helper._layers_apart = [[layer for layer in layers if layer not in together]]
+        helper._in_decoder = frozenset(together)
     order: Sequence[float] = (1, -1)
     apart = [layer for own in helper._layers_apart for layer in own]
     if apart:

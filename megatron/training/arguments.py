@@ -38,6 +38,8 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     own.check_arguments(args)
     check_flags(args)
     warn_of_flags(args)
+    if args.use_megatron_fsdp and args.pipeline_model_parallel_size > 1:
+        args.align_grad_reduce = False  # else only the first stage learns which micro-batch is the last one
     return args
 
 

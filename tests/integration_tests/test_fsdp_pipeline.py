@@ -11,6 +11,7 @@ import pytest
 from tests.support.compared import Trained, assert_as_eager, assert_differs_from, assert_went_on_eagerly
 from tests.support.evaluations import replays_of_evaluations
 from tests.support.launch import name_of
+from tests.support.pretrain import pretrain
 from tests.support.sample import each_once, mostly_long
 
 SIZES: dict[str, Any] = {"layers": 4, "steps": 6, "microbatches": 4, "tied": False}
@@ -95,3 +96,30 @@ def test_after_a_failure_on_one_rank_all_stages_go_on_without_graphs(case, ranks
 
 def test_a_replay_that_does_nothing_changes_the_loss(one_rank):
     assert_differs_from(one_rank[name_of(DEAD_REPLAY)], 3)
+
+
+STAGES = """
+    --pipeline-model-parallel-size 2 --num-layers 4 --untie-embeddings-and-output-weights --train-iters 2
+    --attention-dropout 0 --hidden-dropout 0 --overlap-grad-reduce --overlap-param-gather
+"""
+# What reduces gradients, or some of them, in the last micro-batch of a step only.
+REDUCED_LATE = [
+    "--num-distributed-optimizer-instances 2",
+    pytest.param("--data-parallel-sharding-strategy optim --no-gradient-reduce-div-fusion", marks=pytest.mark.long),
+    pytest.param("--data-parallel-sharding-strategy no_shard", marks=pytest.mark.long),
+]
+
+
+@pytest.fixture(scope="module")
+def sharded_stages(tmp_path_factory):
+    """The steps of two stages whose every backward pass reduces its gradients, over two ranks each."""
+    return pretrain(tmp_path_factory.mktemp("stages") / "run", STAGES, graphs=False, ranks=4)
+
+
+@pytest.mark.parametrize("flags", REDUCED_LATE)
+def test_every_stage_reduces_its_gradients_over_all_ranks(sharded_stages, tmp_path, flags):
+    steps = pretrain(tmp_path / "run", f"{STAGES} {flags}", graphs=False, ranks=4)
+    for step, expected in zip(steps, sharded_stages, strict=True):
+        # bf16 gradients are summed in another order; gradients of one rank instead of two differ by a quarter.
+        assert step["loss"] == pytest.approx(expected["loss"], rel=2**-12)
+        assert step["grad_norm"] == pytest.approx(expected["grad_norm"], rel=2**-7)

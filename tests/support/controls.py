@@ -122,9 +122,8 @@ def _fail_between_collectives(training: Training, phase: str, touch: Callable[[t
     else:
         raise AssertionError("the capture should have failed")
     seconds = time.monotonic() - start
-    where = {-1: "the whole model", 0: "the decoder"}.get(
-        training.case.layers_per_graph
-    ) or f"layer {len(training.layers)}"
+    captured = {-1: "the whole model", 0: "the decoder", 1: f"layer {len(training.layers)}"}
+    where = captured[training.case.layers_per_graph or 0]
     assert f"rank {last}, {where}" in raised and f", {phase}: OutOfMemoryError" in raised, raised
     after = training_state(training)
     handle.remove()

@@ -1,12 +1,13 @@
 """What Megatron-FSDP gathers at the end of a step, and what it does not in a capture."""
 
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 
-from .fsdp_variants import STRATEGIES, Variant, small, upstream_class
+from .fsdp_variants import STRATEGIES, Variant, run_backward, small, upstream_class
 
 
 def build(strategy, **sharding):
@@ -45,3 +46,23 @@ def test_a_model_whose_whole_pass_is_captured_exchanges_its_parameters_there(ran
     fsdp = build("optim_grads_params", fsdp_all_gather_in_start_param_sync=False)
     with mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=True):
         assert gathered(fsdp, type(fsdp).start_param_sync) == ([], False)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "refused"),
+    [("optim_grads_params", False), ("optim_grads", False), ("optim", True), ("no_shard", True)],
+)
+def test_a_schedule_that_does_not_say_which_micro_batch_is_the_last_one_is_refused_where_it_must(
+    ranks, strategy, refused
+):
+    case = small(strategy=strategy)
+    fsdp = Variant(case).build().module
+    with mock.patch.object(fsdp.ddp_config, "overlap_grad_reduce", True):
+        with fsdp.no_sync():  # as all pipeline stages but the first when they have a ``grad_sync_func``
+            run_backward(fsdp, case)
+        with pytest.raises(RuntimeError, match="--no-align-grad-reduce") if refused else nullcontext():
+            fsdp.start_grad_sync()
+        fsdp.finish_grad_sync()
+        run_backward(fsdp, case)  # outside of ``no_sync``, as where they have none
+        fsdp.start_grad_sync()
+        fsdp.finish_grad_sync()

@@ -43,8 +43,13 @@ class MakesArguments:
     flattened_callables_is_mtp: Sequence[bool]
     _engine: Backend
     _log: Callable[[int, str], None]
-    _layers_apart: Sequence[Sequence[torch.nn.Module]]  # of each chunk those that have graphs of their own
+    _in_decoder: frozenset[torch.nn.Module] = frozenset()  # layers that are captured as one
     _layers_of: Callable[[torch.nn.Module], tuple[Any, list[tuple[torch.nn.Module, bool]]]]
+
+    @property
+    def _layers_apart(self) -> list[list[torch.nn.Module]]:
+        """The layers of each chunk that have graphs of their own."""
+        return [[layer for layer in own if layer not in self._in_decoder] for own in self.callables_per_chunk]
 
     def _get_sample_arguments(
         self, order: Sequence[float], chunk_id_list: list | None = None

@@ -156,7 +156,6 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
             self.callables_per_chunk_is_mtp.append([mtp for _, mtp in graphable])
         self.num_layers_per_chunk = [len(layers) for layers in self.callables_per_chunk]
         self.flattened_callables = [layer for layers in self.callables_per_chunk for layer in layers]
-        self._layers_apart = self.callables_per_chunk
         self.flattened_callables_is_mtp = [mtp for chunk in self.callables_per_chunk_is_mtp for mtp in chunk]
         self._log(logging.INFO, f"{len(self.flattened_callables)} graphable layers")
 
@@ -359,7 +358,7 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         self._observer.captured_model(self.model_graphs.passes)
 
     def _capture_layers(self) -> None:
-        self._layers_apart = self.callables_per_chunk
+        self._in_decoder = frozenset()
         self._kept = kept_parameters(self.model, self.callables_per_chunk)
         try:
             if self._all_capture_decoder():
@@ -400,7 +399,7 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         finally:
             state._set_capture_start()
         self._observer.captured_decoder(self.decoder_graphs)
-        self._layers_apart = [[layer for layer in self.flattened_callables if layer not in layers]]
+        self._in_decoder = frozenset(layers)
 
     def _capture_gathered_layers(self) -> None:
         layers = tuple(layer for own in self._layers_apart for layer in own)

@@ -9,7 +9,7 @@ import torch
 from ..errors import CaptureFailedError
 from ..flags.own import WHOLE_MODEL, layers_per_graph
 from .agreement import CaptureAgreement
-from .backends import NATIVE, Backend
+from .backends import Backend
 from .decoder_graphs import decoder_blocker
 from .layers import fsdp_of
 from .training_calls import NONE_SEEN, READS, HiddenStatesReads, TrainingCalls
@@ -65,7 +65,9 @@ class ChoosesWholeModel:
 
     def _may_capture_decoder(self) -> bool:
         """Whether nothing rules it out that is the same on all ranks."""
-        if self._engine.name != NATIVE or self.config.cuda_graph_modules or layers_per_graph(self.config) == 1:
+        if self.config.cuda_graph_modules or "gradient_sinks" not in self._engine.parameters:
+            return False
+        if layers_per_graph(self.config) == 1:
             return False
         return self._one_graph_serves_all() and len(self.model) == 1 and fsdp_of(self.model[0]) is not None
 

@@ -19,12 +19,14 @@ class Gradients:
         awaited: Parameters whose gradient the open backward pass has not handled yet.
         were_eager: Whether a gradient has come, since the last step, from more than replays of the whole model.
         were_reduced: Whether a backward pass since the last step has reduced gradients.
+        were_final: Whether the last of them was known to be the step's last, in which those are reduced that no other
+            backward pass reduces: whole ones, and between instances all.
     """
 
     def __init__(self, fsdp: Any):
         self._fsdp = fsdp
         self.awaited: set[torch.nn.Parameter] = set()
-        self.were_eager, self.were_reduced = True, False
+        self.were_eager, self.were_reduced, self.were_final = True, False, False
 
     def name_of(self, param: torch.nn.Parameter) -> str:
         """Return the name of ``param`` in the model."""
@@ -64,7 +66,22 @@ class Gradients:
 
     def step_is_over(self) -> None:
         """Note that the gradients of a step have been reduced."""
-        self.were_eager = self.were_reduced = False
+        self.were_eager = self.were_reduced = self.were_final = False
+
+    def check_final(self) -> None:
+        """Make sure that the step's last backward pass knew that it is.
+
+        Raises:
+            RuntimeError: it did not, and left gradients unreduced.
+        """
+        fsdp = self._fsdp
+        waits = fsdp.dist_index.use_hybrid_fsdp or fsdp.data_parallel_sharding_strategy not in REDUCES_EVERY_BACKWARD
+        if waits and fsdp.microbatch_count and not self.were_final:
+            raise RuntimeError(
+                "Megatron-FSDP reduces these gradients in the backward pass of a step's last micro-batch only, and the "
+                "pipeline schedule did not say which that is: it does if config.grad_sync_func is None, as with "
+                "--no-align-grad-reduce"
+            )
 
     def _accumulate_and_reduce(self, params: list[torch.nn.Parameter]) -> bool:
         """Accumulate each gradient, then reduce them if this pass reduces; return whether it does."""
@@ -72,6 +89,7 @@ class Gradients:
         self.accumulate(params)
         fsdp = self._fsdp
         last_microbatch = getattr(fsdp, "is_last_microbatch", False) or fsdp.model_auto_sync
+        self.were_final = last_microbatch
         reduces = last_microbatch or fsdp.data_parallel_sharding_strategy in REDUCES_EVERY_BACKWARD
         if reduces:
             self.were_reduced = True

@@ -115,6 +115,19 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         """The ``WholeModel`` that owns graphs of the whole model's passes; None without such graphs."""
         return self.fsdp_hooks.graphed.whole_model
 
+    def start_grad_sync(self, *unused: Any) -> None:
+        """Start to reduce gradients, unless backward passes do; see megatron-core.
+
+        Pipeline schedules call it after the last backward pass if they were given it as ``grad_sync_func``. All stages
+        but the first then run that pass like any other.
+
+        Raises:
+            RuntimeError: gradients were left unreduced for that reason.
+        """
+        if self.ddp_config.overlap_grad_reduce:
+            self.fsdp_hooks.gradients.check_final()
+        super().start_grad_sync(*unused)
+
     def _replace_param_with_distributed_if_needed(self) -> None:
         self._exchange_parameters(True, super()._replace_param_with_distributed_if_needed)
 

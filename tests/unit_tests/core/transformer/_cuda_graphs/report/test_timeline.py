@@ -116,4 +116,4 @@ def test_what_the_passes_of_the_whole_model_wait_counts_for_none(watched, captur
     assert dict(watched.timeline.warm_up_seconds) == {None: 4}
     assert watched.timeline.waited == 6 * (0.25 + 0.5)
     assert watched.totals == [None]
-    assert watched.shown[-2:] == ["whole model, backward capture", "closed"]
+    assert watched.shown[-2:] == ["the whole model, backward capture", "closed"]

@@ -122,4 +122,4 @@ class TestObserver:
         watched.begin("the whole model, forward")
         error = RuntimeError("out of memory")
         assert str(watched.failed(error)) == str(Alone(None, None).failed(error))
-        assert shown == ["whole model, forward warm-up", "closed"]
+        assert shown == ["the whole model, forward warm-up", "closed"]

@@ -60,7 +60,16 @@ def graphed(with_mask=True, eager_passes=None):
     if not with_mask:
         del static["attention_mask"]
     conditions = ReplayConditions([model], AttributeReads(), [model], forward_replaced=True)
-    return model, ModelGraphs(model, passes, static, (), eager_passes or EagerPasses(), conditions), static
+    graphs = ModelGraphs(
+        model,
+        passes,
+        static,
+        eager_passes or EagerPasses(),
+        conditions,
+        may_be_absent=("attention_mask",),
+        unused=("loss_mask",),
+    )
+    return model, graphs, static
 
 
 def replays(model, *args, **kwargs):
