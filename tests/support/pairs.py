@@ -178,9 +178,8 @@ FEATURES: dict[str, Setting] = {
 APART = {
     frozenset(("optimizer graph", "checkpoints")): "torch's Adam, in the place of TransformerEngine's, saves learning "
     "rates that are tensors, and a new one has numbers",
-    frozenset(
-        ("optimizer graph", "job: no warm-up")
-    ): "the optimizer's first step makes its states and agrees on norms, which no capture can hold",
+    frozenset(("router", "packed sequences in graphs")): "the layers that the feature packs for are dense",
+    frozenset(("up to the dispatch", "packed sequences in graphs")): "likewise",
 }
 # Rows that work of which no feature is: what they need is not there on the CPU backend.
 ELSEWHERE = {

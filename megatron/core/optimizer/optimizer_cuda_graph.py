@@ -18,10 +18,19 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
     Parameters under Megatron-FSDP are not gathered within the graph (see ``MegatronFSDP.start_param_sync``) but after
     each replay, and their gradients stay where the graph reads them, whether layers run as graphs or not. torch's
     capturable optimizers get learning rates that are tensors: numbers would stay as at capture.
+
+    Raises:
+        ValueError: there is no eager step before the capture (``cuda_graph_warmup_steps``): the first one makes the
+            optimizer's states, which every replay would make anew.
     """
 
     def __init__(self, optimizer_step_func: Any, *args: Any, **kwargs: Any):
         super().__init__(optimizer_step_func, *args, **kwargs)
+        if self.cuda_graph_warmup_steps < 1:
+            raise ValueError(
+                "--optimizer-cuda-graph needs --cuda-graph-warmup-steps 1 or more: the first step makes the "
+                "optimizer's states, and every replay of it would make them anew"
+            )
         optimizer = getattr(optimizer_step_func, "__self__", None)
         sharded = [chunk for chunk in getattr(optimizer, "model_chunks", ()) if chunk.ddp_config.use_megatron_fsdp]
         for chunk in sharded:

@@ -115,6 +115,7 @@ EXAMPLES = {
         f"{MOE} attn {OVERLAP} {PACKED} --position-embedding-type none", left_out=(DOUBLE_BUFFER,)
     ),
     "optimizer graph with a loss scale": Example("--optimizer-cuda-graph --fp16"),
+    "optimizer graph without warm-up": Example("--optimizer-cuda-graph --cuda-graph-warmup-steps 0"),
     "negative warm-up": Example("--cuda-graph-warmup-steps -1"),
     "embedding in two stages": Example("--pipeline-model-parallel-size 2"),
     "interleaved stages": Example(

@@ -102,3 +102,10 @@ def test_any_function_can_be_wrapped():
 
     assert OptimizerCudaGraphWrapper(lambda: 3)() == 3
     OptimizerCudaGraphWrapper.curr_iteration = 0
+
+
+def test_the_first_step_must_run_eagerly():
+    from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
+
+    with pytest.raises(ValueError, match="--cuda-graph-warmup-steps 1 or more"):
+        OptimizerCudaGraphWrapper(lambda: 3, cuda_graph_warmup_steps=0)
