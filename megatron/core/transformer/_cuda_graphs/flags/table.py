@@ -443,7 +443,9 @@ _REFUSED = [
     _refused(
         "optimizer graph without warm-up",
         "--optimizer-cuda-graph with --cuda-graph-warmup-steps 0",
-        lambda options: bool(options.get("optimizer_cuda_graph")) and not int(options.get("cuda_graph_warmup_steps", 1)),
+        lambda options: (
+            bool(options.get("optimizer_cuda_graph")) and not int(options.get("cuda_graph_warmup_steps", 1))
+        ),
         "--optimizer-cuda-graph puts the optimizer's step in a graph, and the first step makes the optimizer's states, "
         "which every replay would make anew: set --cuda-graph-warmup-steps to 1 or more",
     ),

@@ -12,10 +12,9 @@ from ..eager_passes import EagerPasses
 from ..engine.whole_passes import WholePasses
 from ..hooks import has_other_hooks
 from ..layer_graph import ATTENTION_INPUTS
-from ..packed_sequences import PackedUse, to_inputs
 from ..replay_conditions import AttributeReads, ReplayConditions
 from .forward_graphs import ForwardGraphs
-from .sample_inputs import attention_mask_type, captures_attention, packed_use
+from .sample_inputs import attention_mask_type, captures_attention
 from .training_calls import is_training
 
 
@@ -66,16 +65,6 @@ class DecoderGraphs(ForwardGraphs):
     The layers run eagerly in any other call: one that asks for hidden states between them, for example.
     """
 
-    def __init__(self, *args: Any, packed: PackedUse | None = None, **kwargs: Any):
-        """Stand for the decoder.
-
-        Args:
-            args, kwargs: As of ``ForwardGraphs``.
-            packed: What the graphs do with packed sequences; None if there are none.
-        """
-        super().__init__(*args, **kwargs)
-        self._packed = packed
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the decoder, its layers by a replay if possible."""
         decoder = self.module
@@ -96,11 +85,6 @@ class DecoderGraphs(ForwardGraphs):
         given = self.by_name(args, kwargs)
         if not given.get("extract_layer_indices"):
             given.pop("extract_layer_indices", None)
-        if self._packed is not None:
-            config = self.module.config
-            parts = config.tensor_model_parallel_size if config.sequence_parallel else 1
-            name = type(self.module).__name__
-            given = to_inputs(name, given, self._packed, len(given["hidden_states"]) * parts)
         return self.inputs_of(given)
 
     def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
@@ -146,7 +130,6 @@ def capture_decoder(
     except BaseException:
         passes.reset()
         raise
-    uses = {*map(packed_use, layers)}
     return DecoderGraphs(
         decoder,
         passes,
@@ -155,5 +138,4 @@ def capture_decoder(
         conditions,
         may_be_absent=list(inputs)[1:],
         unused=() if any(map(captures_attention, layers)) else ATTENTION_INPUTS,
-        packed=next((use for use in ("read", "unused") if use in uses), None),
     )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..errors import CaptureFailedError
-from ..flags.own import WHOLE_MODEL, layers_per_graph
+from ..flags.own import WHOLE_MODEL, layers_per_graph, packed_sequences
 from .agreement import CaptureAgreement
 from .backends import Backend
 from .decoder_graphs import decoder_blocker
@@ -77,6 +77,7 @@ class ChoosesWholeModel:
         for reason, applies in (
             (READS, self._reads_hidden_states()),
             ("FP8 and FP4 keep statistics outside of graphs", config.fp8 or config.fp4),
+            ("sequences are packed", packed_sequences(config) is not None),
             ("weight gradients are delayed (--delay-wgrad-compute)", config.delay_wgrad_compute),
             ("activations are offloaded", config.fine_grained_activation_offloading or config.cpu_offloading),
             ("backward keeps autograd's graph", config.cuda_graph_retain_backward_graph),
