@@ -55,7 +55,7 @@ def test_graphs(reported):
 
 def test_passes(reported):
     flag, report, _, _ = reported
-    layers = [None] if flag.endswith("model") else list(range(LAYERS))
+    layers = [None] if flag.endswith("model") else [0] if flag.endswith("all") else list(range(LAYERS))
     order = [(layer, "forward") for layer in layers] + [(layer, "backward") for layer in reversed(layers)]
     assert [(each["layer"], each["kind"]) for each in report["passes"]] == order
     assert report["seconds"]["waiting"] > 0  # two ranks vote
@@ -65,7 +65,10 @@ def test_hooks(reported):
     flag, report, _, _ = reported
     layers = [] if flag.endswith("model") else range(LAYERS)
     of_fsdp = [(hook["layer"], hook["route"]) for hook in report["hooks"] if hook["hook"].startswith("FsdpHooks.")]
-    assert sorted(of_fsdp) == sorted((layer, route) for layer in layers for route in FSDP_HOOKS)
+    if flag.endswith("all"):
+        assert {*of_fsdp} == {(layer, "recorded") for layer in layers}
+    else:
+        assert sorted(of_fsdp) == sorted((layer, route) for layer in layers for route in FSDP_HOOKS)
 
 
 def test_static_inputs(reported):
@@ -78,7 +81,7 @@ def test_static_inputs(reported):
 def test_page_and_log(reported):
     flag, report, page, log = reported
     assert page.count("<svg") == (1 if flag.endswith("model") else 2)
-    assert page.count("micro-batch 0, forward: ") == (1 if flag.endswith("model") else LAYERS)
+    assert page.count("micro-batch 0, forward: ") == (LAYERS if flag.endswith("1") else 1)
     assert log.count("CUDA graphs, native engine, rank 0:") == 1
     for part in report["eager"]:
         assert part["what"] in log and f"because {part['why']}" in log

@@ -14,17 +14,17 @@ from tests.support.pretrain import numbers, pretrain
 from tests.support.sample import mostly_long
 
 SIZES: dict[str, Any] = {"layers": 3, "steps": 6, "micro_batch": 1, "packed": 5, "positions": "none"}
-# With each case the pieces of layers that are replayed together in a micro-batch.
+# With each case how many forward graphs are replayed in a micro-batch.
 CASES: list[tuple[dict[str, Any], int]] = [
-    ({}, 1),
-    ({"positions": "learned_absolute", "dtype": "bf16", "dropout": 0.1, "microbatches": 2, "evaluates": True}, 1),
+    ({}, 3),
+    ({"positions": "learned_absolute", "dtype": "bf16", "dropout": 0.1, "microbatches": 2, "evaluates": True}, 3),
     ({"layers_per_graph": 1, "mtp": 1}, 4),
-    ({"layers_per_graph": -1}, 1),  # its layers are captured
+    ({"layers_per_graph": -1}, 3),  # its layers are captured
     ({"modules": ["attn"], "dropout": 0.1, "microbatches": 2}, 3),
     ({"modules": ["mlp"], "microbatches": 2}, 3),
     ({"modules": ["attn", "moe_router", "moe_preprocess"], "experts": 4}, 3),
     ({"modules": ["moe_router"], "experts": 4}, 3),
-    ({"pattern": "*-*-", "microbatches": 2}, 1),
+    ({"pattern": "*-*-", "microbatches": 2}, 4),
     ({"fsdp": False, "dtype": "bf16", "microbatches": 2}, 3),
 ]
 OTHER_SHAPES: dict[str, Any] = {"sequences_later": [32, 16], "dropout": 0.1}

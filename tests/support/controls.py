@@ -238,8 +238,10 @@ def captured_by_two_helpers(training: Training) -> None:
 
 def failed_language_capture(training: Training) -> None:
     """The language model beside a vision encoder cannot be captured: only the encoder has graphs."""
-    training.helper.vision.create_cudagraphs()
+    vision = training.helper.vision
+    vision.create_cudagraphs()
     training.helper = training.helper.language
+    training.helper.vision = vision
     failed_backward_capture(training)
 
 

@@ -294,7 +294,7 @@ class Training:
         torch.cuda.synchronize()
         params = [param for group in self.optimizer.param_groups for param in group["params"]]
         shards = [getattr(param, "_local_tensor", param).detach().clone().cpu() for param in params]
-        graphs = _local_graphs(self.layers) if self.case.local else _layer_graphs(self.layers)
+        graphs = _local_graphs(self.layers) if self.case.local else _layer_graphs(self.layers, self.helper)
         of_evaluations = self.evaluations, self.evaluation_replays
         clipping = _clipping_replays(self.chunks)
         return Trace(self.losses, self.grad_norms, shards, graphs, self.step_replays, *of_evaluations, clipping)
@@ -385,9 +385,15 @@ def _cuda_graphs(layers: list[torch.nn.Module], helper: Any) -> list[Any]:
 
 
 def whole_passes(helper: Any) -> list[Any]:
-    """The graphs of passes of the whole model, or of all layers of the decoder."""
-    standing_in = [getattr(helper, name, None) for name in ("model_graphs", "decoder_graphs")]
-    return [graphs.passes for graphs in standing_in if graphs is not None]
+    """The graphs of passes of the whole model, or of all layers of a decoder."""
+    return [graphs.passes for graphs in _standing_in(helper, "model_graphs", "decoder_graphs")]
+
+
+def _standing_in(helper: Any, *names: str) -> list[Any]:
+    """What stands for the forward of a model or a decoder."""
+    helpers = [helper, getattr(helper, "vision", None), getattr(helper, "language", None)]
+    found = [getattr(each, name, None) for each in helpers for name in names]
+    return [graphs for graphs in found if graphs is not None]
 
 
 def _evaluation_graphs(layers: list[torch.nn.Module]) -> list[Any]:
@@ -406,8 +412,10 @@ def engine_callable(graph: Any) -> Any:
     return getattr(graph.graphed, "graphed", graph.graphed)  # those of vision encoders are in a wrapper
 
 
-def _layer_graphs(layers: list[torch.nn.Module]) -> int:
-    return sum(len(getattr(layer, "cuda_graphs", ())) for layer in layers)
+def _layer_graphs(layers: list[torch.nn.Module], helper: Any) -> int:
+    """Count the graphs of layers, and the layers that are in one graph with others."""
+    together = sum(len(graphs.module.layers) for graphs in _standing_in(helper, "decoder_graphs"))
+    return together + sum(len(getattr(layer, "cuda_graphs", ())) for layer in layers)
 
 
 def _local_graphs(layers: list[torch.nn.Module]) -> int:

@@ -90,10 +90,7 @@ class _BothHelpers:
 
     Attributes:
         vision, language: The helpers.
-        model_graphs: None, as no helper captures the whole of such a model.
     """
-
-    model_graphs = None
 
     def __init__(self, vision: Any, language: Any):
         self.vision, self.language = vision, language

@@ -370,7 +370,11 @@ class GraphedUnits:
 
     def runs_backward_eagerly(self, module: torch.nn.Module) -> bool:
         """Whether ``module`` has graphs and its backward pass is none of theirs."""
-        return module in self._graphed_units and not self.capturing and not self.replays(module, "backward")
+        if self.capturing or self.recording is not None:
+            return False
+        if any(module in recorded.plans for recorded in self.recorded):
+            return True
+        return module in self._graphed_units and not self.replays(module, "backward")
 
     def parameters_gathered(self, module: torch.nn.Module, direction: Direction) -> None:
         """Record the addresses of the parameters of ``module`` at capture; compare them before a replay.

@@ -80,7 +80,8 @@ class MegatronFSDP(_upstream.MegatronFSDP):
                 self.graphs_of_model.start_gather()
             elif self.data_parallel_sharding_strategy != "no_shard":
                 first = next(self.module.parameters())
-                self.all_gather_and_wait_parameters_ready(params=[first], prefetch=True, wait_bucket_ready=False)
+                prefetch = not self.fsdp_hooks.graphed.recorded  # units that replays gather
+                self.all_gather_and_wait_parameters_ready(params=[first], prefetch=prefetch, wait_bucket_ready=False)
             return
         super().start_param_sync(*unused, force_sync=force_sync, force_dispatch=force_dispatch)
 
