@@ -1,4 +1,4 @@
-"""Links between the documents lead to files and headings that are there."""
+"""Links between the documents lead to files and headings that are there, and so do paths of the way of a step."""
 
 import re
 from pathlib import Path
@@ -37,3 +37,18 @@ def test_a_link_to_a_missing_file_or_heading_is_found():
         "docs/missing.md",
         "#no-such-heading",
     ]
+
+
+SHORT = {
+    "fsdp/": "core/distributed/fsdp/src/megatron_fsdp/",
+    "graphs/": "core/transformer/_cuda_graphs/",
+    "core/": "core/",
+}
+
+
+def test_the_files_of_a_step_are_there():
+    page = (ROOT / "docs" / "how-it-works.md").read_text()
+    paths = set(re.findall(rf"`((?:{'|'.join(SHORT)})[\w/]+\.py)`", page))
+    assert len(paths) > 10
+    folders = {path: SHORT[path.partition("/")[0] + "/"] + path.partition("/")[2] for path in paths}
+    assert [path for path, full in folders.items() if not (ROOT / "megatron" / full).is_file()] == []
