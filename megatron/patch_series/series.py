@@ -20,7 +20,8 @@ class Patch:
         why: The rest of it.
         changes: Of modules of megatron-core the definitions that it changes, ``f`` and ``Class.m``.
         roots: It also brings all that there is below these paths in ``megatron``, as far as it is not there yet.
-        tests: Files and folders with tests of it, below ``tests/unit_tests``.
+        tests: Files with tests of it, below ``tests/unit_tests``, and folders, of which those tests are meant that need
+            no more than there is.
         which: Which of these tests, as pytest's ``-k``; empty for all.
     """
 
@@ -160,7 +161,9 @@ SERIES = (
         "Its hooks are methods of one object, found by sentinels. Units whose passes are graphs have planned "
         "collectives; eager passes are what they were.",
         roots=("core/distributed/fsdp/",),
-        tests=("core/distributed/test_fsdp_hooks.py", "core/distributed/test_parameter_swap.py"),
+        tests=tuple(
+            f"core/distributed/test_{name}.py" for name in ("fsdp_hooks", "gradient_storages", "sharded_parameters")
+        ),
     ),
     Patch(
         "4-layers",
@@ -189,11 +192,6 @@ SERIES = (
         "Batches, statistics and agreements that need no collective or no copy do without; the optimizer steps on "
         "local shards, and what it looks up in every step is looked up once.",
         roots=("core/", "training/"),
-        tests=(
-            "core/optimizer",
-            "core/test_utils.py",
-            "core/test_host_agreement.py",
-            "core/test_rerun_state_machine.py",
-        ),
+        tests=("core/optimizer/test_local_shards.py", "core/test_host_agreement.py"),
     ),
 )

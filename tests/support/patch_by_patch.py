@@ -14,6 +14,7 @@ import sys
 import time
 from pathlib import Path
 
+from megatron_fsdp_cuda_graphs.patch_series.contents import imports
 from megatron_fsdp_cuda_graphs.patch_series.series import SERIES, Patch
 
 from .eager_training import CASES
@@ -61,8 +62,31 @@ class Checkout:
     def test(self, patch: Patch) -> None:
         """Run the tests of ``patch``."""
         which = " and ".join(filter(None, [patch.which and f"({patch.which})", WITHOUT]))
-        paths = [f"tests/unit_tests/{path}" for path in patch.tests]
+        paths = [str(file) for path in patch.tests for file in self._tests_in(REPOSITORY / "tests/unit_tests" / path)]
+        assert paths, patch
         self.python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not long", *paths, "-k", which)
+
+    def _tests_in(self, path: Path) -> list[Path]:
+        """Return the file ``path``, or those with tests in the folder all of whose imports are in the checkout."""
+        return [path] if path.is_file() else [*filter(self._imports_are_there, sorted(path.rglob("test_*.py")))]
+
+    def _imports_are_there(self, file: Path) -> bool:
+        todo = [file]
+        for each in todo:  # which grows by the modules of tests that they import
+            package = ".".join(each.relative_to(REPOSITORY).parent.parts)
+            for module, name in imports(each.read_text(), package):
+                place, inner = (Path(*dotted.split(".")) for dotted in (module, f"{module}.{name}"))
+                helpers = [REPOSITORY / helper.with_suffix(".py") for helper in (place, inner)]
+                if module.startswith("tests"):
+                    todo += [helper for helper in helpers if helper.is_file() and helper not in todo]
+                needed = [
+                    path.with_suffix(".py")
+                    for path in (place, inner)
+                    if (REPOSITORY / path).with_suffix(".py").is_file()
+                ]
+                if module.startswith("megatron.") and not all((self.folder / path).is_file() for path in needed):
+                    return False
+        return True
 
 
 def look_at(checkout: Checkout, patch: Patch, expected: list[str] | None, what: str) -> None:

@@ -77,15 +77,18 @@ def test_every_patch_has_tests_that_are_there(patches):
 
 
 def test_a_patch_imports_only_what_is_there(patches):
+    """Of patches that mend faults, alone, what they bring themselves."""
     added = {file.path for _, changed in patches for file in changed if file.before is None}
     there = set()
     for patch, changed in patches:
-        there |= {file.path for file in changed}
+        own = {file.path for file in changed}
+        there |= own
         for file in changed:
             package = file.path.removesuffix(".py").removesuffix("/__init__").replace("/", ".").rpartition(".")[0]
-            for module, name in contents.imports(file.text, package):
+            new = {*contents.imports(file.text, package)} - {*contents.imports(file.before or "", package)}
+            for module, name in new:
                 needed = {f"{each.replace('.', '/')}.py" for each in (module, f"{module}.{name}")}
-                assert needed & added <= there, (patch.title, file.path)
+                assert needed & added <= (own if patch.changes else there), (patch.title, file.path)
 
 
 def test_the_commands_of_the_readme(checkout, tmp_path, monkeypatch):

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
-from megatron.core.distributed.fsdp.rank_mesh import mesh_of
 
 
 class CountedRanks:
@@ -58,15 +57,17 @@ def _ranks(group: dist.ProcessGroup) -> list[int]:
     return dist.get_process_group_ranks(group)
 
 
-def _spanned(*groups: dist.ProcessGroup) -> dist.ProcessGroup:
-    """Return the group of all ranks that ``groups`` span. Its ranks wait as long for each other as those of the first.
+def _spanned(group: dist.ProcessGroup, other: dist.ProcessGroup) -> dist.ProcessGroup:
+    """Return the group of all ranks that two groups span. They wait as long for each other as those of ``group``.
 
     It is one of Megatron's groups: they get the timeouts that change after start-up.
     """
-    ranks = sorted(mesh_of(*groups).flatten().tolist())
+    # Ranks are numbered as places in a box, so a step along one side adds the same number wherever it is taken.
+    own = dist.get_rank()
+    ranks = sorted(rank + (further - own) for rank in _ranks(group) for further in _ranks(other))
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
-    device = torch.device(dist.distributed_c10d._get_object_coll_device(groups[0]))
-    options: Any = groups[0]._get_backend(device).options  # None for backends that never wait
+    device = torch.device(dist.distributed_c10d._get_object_coll_device(group))
+    options: Any = group._get_backend(device).options  # None for backends that never wait
     timeout = None if options is None else options._timeout
     return parallel_state.create_group(ranks, timeout=timeout, use_local_synchronization=True)

@@ -1,5 +1,6 @@
 """megatron/core/datasets/utils.py: compile_helpers, and megatron-core's other names."""
 
+import subprocess
 import sys
 
 import pytest
@@ -13,9 +14,14 @@ HELPER = "megatron.core.datasets.helpers_cpp"
 
 @pytest.fixture
 def compilations(monkeypatch):
-    """Calls of megatron-core's own compile_helpers, which would run make."""
+    """The programs that are run, which would be make."""
     calls = []
-    monkeypatch.setattr(utils._upstream, "compile_helpers", lambda: calls.append("make"))
+
+    def run(command):
+        calls.append(command[0])
+        return subprocess.CompletedProcess(command, 0)
+
+    monkeypatch.setattr(subprocess, "run", run)
     return calls
 
 
