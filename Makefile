@@ -54,7 +54,7 @@ help:
 	@echo "make test-installed  unit tests of a copy that pip installed"
 	@echo "make test-newest-torch  few tests on the newest of them"
 	@echo "make test-patch     apply the patch series to a megatron-core checkout, patch by patch: import, train, test"
-	@echo "make test-patch-quick  the same for the first three patches and the last"
+	@echo "make test-patch-quick  tests of the first three patches and the last, and a training with all"
 	@echo "make test-gpu  tests on the GPUs of this machine"
 	@echo "make test-functional  recipes with golden values, those that this machine can run"
 	@echo "make bench     time of a step of each kind, on the GPUs of this machine"
