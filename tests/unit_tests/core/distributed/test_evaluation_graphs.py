@@ -12,7 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
-from tests.support.sample import each_once
+from tests.support.sample import each_once, mostly_long
 
 from .captured_training import CapturedTraining, graphed, in_use, trained
 from .fsdp_variants import FINE_FORWARD, Variant
@@ -49,16 +49,19 @@ def test_evaluation_replays_a_graph_for_each_layer(one_rank, layers_per_graph, c
     assert eager.evaluation_replays == [0, 0]
 
 
+PARTS: list[dict[str, Any]] = [
+    {"modules": ("attn",), "dropout": 0.1},
+    {"modules": ("mlp",)},
+    {"modules": PARTS_OF_MOE, "experts": 4, "dropout": 0.1},
+    {"modules": ("moe_router",), "experts": 4, "shared_experts": 64},
+    {"modules": PARTS_OF_MOE, "experts": 4, "shared_experts": 64, "shared_overlap": True},
+    {"modules": ("attn", "moe"), "experts": 4, "capacity": 1.0},
+]
+
+
 @pytest.mark.parametrize(
     "changes",
-    [
-        {"modules": ("attn",), "dropout": 0.1},
-        {"modules": ("mlp",)},
-        {"modules": PARTS_OF_MOE, "experts": 4, "dropout": 0.1},
-        {"modules": ("moe_router",), "experts": 4, "shared_experts": 64},
-        {"modules": PARTS_OF_MOE, "experts": 4, "shared_experts": 64, "shared_overlap": True},
-        {"modules": ("attn", "moe"), "experts": 4, "capacity": 1.0},
-    ],
+    mostly_long(PARTS, *PARTS[:2], PARTS[4]),
     ids=lambda changes: " ".join(changes["modules"]) + " overlapped" * changes.get("shared_overlap", False),
 )
 def test_evaluation_replays_parts_of_layers_too(one_rank, changes):
@@ -168,7 +171,7 @@ def evaluate_before_the_optimizers_step(training):
     training.optimizer.step = lambda: (training.evaluate(), step())[1]
 
 
-@pytest.mark.parametrize("layers_per_graph", [0, 1])
+@pytest.mark.parametrize("layers_per_graph", mostly_long([0, 1], 1))
 def test_evaluation_between_backward_and_the_optimizers_step_leaves_gradients_alone(one_rank, layers_per_graph):
     plain = trained(graphed(layers_per_graph), False, steps=1)
     eager, graphs = compared(graphed(layers_per_graph), evaluate_before_the_optimizers_step, steps=1)
@@ -194,7 +197,7 @@ def evaluate_before_backward(training):
     training._losses = losses
 
 
-@pytest.mark.parametrize("layers_per_graph", [0, 1])
+@pytest.mark.parametrize("layers_per_graph", mostly_long([0, 1], 1))
 def test_evaluation_between_forward_and_backward_leaves_activations_alone(one_rank, layers_per_graph):
     plain = trained(graphed(layers_per_graph, dropout=0.1), False, steps=1)
     eager, graphs = compared(graphed(layers_per_graph, dropout=0.1), evaluate_before_backward, steps=1)
@@ -271,7 +274,7 @@ def test_layers_that_have_hooks_of_others_in_the_first_evaluation_get_no_graphs_
     training.delete()
 
 
-@pytest.mark.parametrize("layers_per_graph", [0, 1])
+@pytest.mark.parametrize("layers_per_graph", mostly_long([0, 1], 1))
 def test_a_failed_capture_for_evaluation_is_logged_and_leaves_evaluation_eager(one_rank, layers_per_graph, caplog):
     case = graphed(layers_per_graph, dropout=0.1)
 
