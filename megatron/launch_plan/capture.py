@@ -38,27 +38,24 @@ class Captured:
         graphs: The graphs in the order in which a step replays them.
         order: The order of passes over model chunks; see ``te.order``.
         static_inputs: The tensors that replays copy their inputs to; some occur often.
-        against_whole_model: Why the whole model cannot be captured; empty if it can.
         most_in_flight: Layers whose forward pass has run and whose backward pass has not, at most.
     """
 
     graphs: Sequence[Graph]
     order: Sequence[float]
     static_inputs: Sequence[Any]
-    against_whole_model: str
     most_in_flight: int
 
 
 def captured_by(helper: TECudaGraphHelper) -> Captured:
     """Return what ``helper`` would capture now. Megatron-FSDP then expects a capture."""
-    against = helper._against_whole_model()
     layers = helper.flattened_callables
     if not layers:
-        return Captured((), (), (), against, 0)
+        return Captured((), (), (), 0)
     if helper._captures_whole_model():
         whole = [Graph(Pass.FORWARD, ()), Graph(Pass.BACKWARD, ())]
         inputs = whole_model.sample_inputs(helper.chunks_with_decoder[0], helper.seq_length, helper.micro_batch_size)
-        return Captured(whole, (1, -1), [inputs], against, len(layers))
+        return Captured(whole, (1, -1), [inputs], len(layers))
     graphs: list[Graph] = []
     static: list[Any] = []
     in_flight, numbers = 0, ()
@@ -84,7 +81,7 @@ def captured_by(helper: TECudaGraphHelper) -> Captured:
         in_flight += _most_in_flight(plan)
     if together:
         graphs = [Graph(Pass.FORWARD, numbers), *graphs, Graph(Pass.BACKWARD, numbers[::-1])]
-    return Captured(graphs, order, static, against, in_flight)
+    return Captured(graphs, order, static, in_flight)
 
 
 def spans(numbers: Sequence[int]) -> str:

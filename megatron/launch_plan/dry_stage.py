@@ -84,7 +84,7 @@ def dry_stage(args: argparse.Namespace, stage: int) -> Iterator[Any]:
         # Recipes are TransformerEngine's, and change neither order nor sizes.
         helper._quantization_arguments = lambda: {"enabled": False}  # type: ignore[method-assign]
         if args.cuda_graph_warmup_steps:  # in which pretrain_gpt.py calls the model as graphs take it
-            helper._against_calls = lambda: ""  # type: ignore[method-assign]
+            helper._calls_blocker = lambda: ""  # type: ignore[method-assign]
         yield helper
 
 
@@ -104,7 +104,7 @@ def whole_model_blocker(args: argparse.Namespace, whole_layers: bool = False) ->
     with quietly(), dry_stage(args, 0) as helper:
         if whole_layers:
             helper.config.cuda_graph_modules = []
-        return helper._against_whole_model()
+        return helper._whole_model_blocker()
 
 
 def parts_of_stage(args: argparse.Namespace, stage: int) -> list[Part]:

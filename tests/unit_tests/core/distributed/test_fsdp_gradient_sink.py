@@ -53,9 +53,9 @@ def test_gradients_that_are_completed_elsewhere_are_left_to_autograd(fsdp, mark)
 def test_layers_with_such_gradients_are_not_recorded_with_their_collectives(fsdp, mark):
     layers = list(fsdp.module.decoder.layers)
     fsdp._replace_param_with_raw_if_needed()
-    assert fsdp.against_recording(layers) == ""
+    assert fsdp.recording_blocker(layers) == ""
     setattr(layers[1].get_parameter(FC1), mark, True)
-    assert fsdp.against_recording(layers) == f"the gradient of decoder.layers.1.{FC1} is completed elsewhere"
+    assert fsdp.recording_blocker(layers) == f"the gradient of decoder.layers.1.{FC1} is completed elsewhere"
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -136,7 +136,7 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         if self._one_graph_serves_all() and self.chunks_with_decoder and self.chunks_with_decoder[0] is not None:
             self._passes = InterleavedPasses(self.chunks_with_decoder[0])
         if layers_per_graph(config) is None:
-            if not self._against_whole_model():
+            if not self._whole_model_blocker():
                 self._training_calls = TrainingCalls(self.chunks_with_decoder[0])
             decoders = (getattr(model, "decoder", None) for model in self.chunks_with_decoder)
             self._hidden_states_reads = HiddenStatesReads(filter(None, decoders))
@@ -489,13 +489,13 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
                 (self.seq_length, self.micro_batch_size),
                 self._quantization_arguments(),
                 lambda: CaptureAgreement(self._ranks_of_stage(), None),  # later stages wait for this one's output
-                self._against_evaluation(),
+                self._evaluation_blocker(),
             )
             for chunk, model, layers in zip(self.model, self.chunks_with_decoder, self.callables_per_chunk, strict=True)
             if (sharding := fsdp_of(chunk) or self._kept.get(chunk)) is not None
         ]
 
-    def _against_evaluation(self) -> str:
+    def _evaluation_blocker(self) -> str:
         """Say why this capture is followed by none for evaluation; empty if it is."""
         if "gradient_sinks" not in self._engine.parameters:
             return f"the {self._engine.name} engine captured the layers"

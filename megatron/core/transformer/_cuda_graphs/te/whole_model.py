@@ -19,7 +19,7 @@ from .sample_inputs import attention_mask_type
 from .training_calls import INPUTS, UNUSED, is_training
 
 
-def against_whole_model(model: Any | None, config: Any) -> str:
+def whole_model_blocker(model: Any | None, config: Any) -> str:
     """Say why the passes of ``model`` cannot be one graph each; empty if they can.
 
     Args:

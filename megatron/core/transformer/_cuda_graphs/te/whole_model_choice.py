@@ -13,7 +13,7 @@ from .backends import Backend
 from .decoder_graphs import decoder_blocker
 from .layers import fsdp_of
 from .training_calls import NONE_SEEN, READS, HiddenStatesReads, TrainingCalls
-from .whole_model import against_whole_model, other_method
+from .whole_model import other_method, whole_model_blocker
 
 
 class ChoosesWholeModel:
@@ -35,14 +35,14 @@ class ChoosesWholeModel:
 
     def _captures_whole_model(self) -> bool:
         """Whether this rank would capture the whole model."""
-        return layers_per_graph(self.config) in (None, WHOLE_MODEL) and not self._against_the_model()
+        return layers_per_graph(self.config) in (None, WHOLE_MODEL) and not self._model_blocker()
 
     def _all_capture_whole_model(self) -> bool:
         """Whether all ranks capture the whole model. If one cannot though no number of layers was given, log why."""
         wanted = layers_per_graph(self.config)
         if wanted not in (None, WHOLE_MODEL):
             return False
-        reason = self._agreement.objection(self._against_the_model())
+        reason = self._agreement.objection(self._model_blocker())
         self._whole_model_refused = reason
         self._tries_whole_model = wanted is None and not reason
         if reason:
@@ -52,13 +52,13 @@ class ChoosesWholeModel:
 
     def _captures_decoder(self) -> bool:
         """Whether this rank would capture all layers of the decoder in one graph, where it does not the whole model."""
-        return self._may_capture_decoder() and not self._against_decoder()
+        return self._may_capture_decoder() and not self._decoder_blocker()
 
     def _all_capture_decoder(self) -> bool:
         """Whether all ranks capture all layers of the decoder in one graph. If one cannot, log why."""
         if not self._may_capture_decoder():
             return False
-        reason = self._agreement.objection(self._against_decoder())
+        reason = self._agreement.objection(self._decoder_blocker())
         if reason:
             self._log(logging.INFO, f"each layer is captured in a graph of its own, because {reason}")
         return not reason
@@ -71,7 +71,7 @@ class ChoosesWholeModel:
             return False
         return self._one_graph_serves_all() and len(self.model) == 1 and fsdp_of(self.model[0]) is not None
 
-    def _against_decoder(self) -> str:
+    def _decoder_blocker(self) -> str:
         """Say why this rank captures each layer by itself; empty if it captures all of the decoder in one graph."""
         config = self.config
         for reason, applies in (
@@ -89,7 +89,7 @@ class ChoosesWholeModel:
             return "there is no decoder"
         fsdp: Any = fsdp_of(self.model[0])
         against: str = decoder_blocker(decoder, self.callables_per_chunk[0])
-        return against or fsdp.against_recording(decoder.layers)
+        return against or fsdp.recording_blocker(decoder.layers)
 
     def _captures_layers_instead(self, failed: CaptureFailedError) -> bool:
         """Whether layers are to be captured now that the whole model could not be."""
@@ -98,17 +98,17 @@ class ChoosesWholeModel:
         self._tries_whole_model, self._whole_model_failed = False, True
         return True
 
-    def _against_the_model(self) -> str:
+    def _model_blocker(self) -> str:
         """Say why this rank does not capture the whole model; empty if it does."""
-        calls = "" if layers_per_graph(self.config) else self._against_calls()  # ends the watch in any case
+        calls = "" if layers_per_graph(self.config) else self._calls_blocker()  # ends the watch in any case
         reads = READS if self._reads_hidden_states() else ""
-        return self._against_whole_model() or calls or reads
+        return self._whole_model_blocker() or calls or reads
 
     def _reads_hidden_states(self) -> bool:
         """Whether training has read hidden states between layers, so that each layer needs a graph of its own."""
         return self._hidden_states_reads is not None and self._hidden_states_reads.any()
 
-    def _against_calls(self) -> str:
+    def _calls_blocker(self) -> str:
         """Say why training would not replay graphs of the whole model, so that they are captured only if asked for."""
         if self._whole_model_failed:
             return "its capture failed"
@@ -117,7 +117,7 @@ class ChoosesWholeModel:
         against, method = self._training_calls.against(), other_method(self.chunks_with_decoder[0])
         return f"{method} is not GPTModel's own, and may compute something else in every step" if method else against
 
-    def _against_whole_model(self) -> str:
+    def _whole_model_blocker(self) -> str:
         if "gradient_sinks" not in self._engine.parameters:
             return f"the {self._engine.name} engine captures layers only"
         if not self._one_graph_serves_all() or len(self.model) != 1:
@@ -128,5 +128,5 @@ class ChoosesWholeModel:
         model = self.chunks_with_decoder[0]
         if model is not None and {*fsdp.parameters()} != {*model.parameters()}:
             return f"there are parameters outside of {type(model).__name__}"
-        against: str = against_whole_model(model, self.config) or fsdp.against_whole_model()
+        against: str = whole_model_blocker(model, self.config) or fsdp.whole_model_blocker()
         return against

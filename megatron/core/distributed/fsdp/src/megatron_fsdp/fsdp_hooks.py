@@ -384,7 +384,7 @@ class FsdpHooks:
             graphed, partial(self.unshard_for_forward, module), after_forward if self._shards_params else None
         )
 
-    def against_recording(self, modules: Iterable[torch.nn.Module]) -> str:
+    def recording_blocker(self, modules: Iterable[torch.nn.Module]) -> str:
         """Say why the passes of ``modules`` cannot be recorded with their collectives; empty if they can."""
         name_of = self.fsdp.param_to_name
         for module in modules:
@@ -403,7 +403,7 @@ class FsdpHooks:
         units = {layer: self._fsdp_units[layer] for layer in layers}
         return RecordedLayers(self.fsdp, self.graphed, self.backward, self.gradients, units, begin)
 
-    def against_whole_model(self) -> str:
+    def whole_model_blocker(self) -> str:
         """Say why the whole model's passes cannot be graphs; empty if they can."""
         fsdp = self.fsdp
         if not self._fsdp_units or not all(map(self.graphed.can_have_plan, self._fsdp_units.values())):

@@ -125,47 +125,25 @@ class RecordedGather:
         self._work.reset()
 
 
-class PlainReduction:
-    """The reduction of one group of gradient buckets as megatron-core runs it.
-
-    Args:
-        reductions: The pipeline of reductions.
-        buckets: The indices of the buckets, all of one unit and of one process group.
-
-    Attributes:
-        buckets: The same.
-    """
-
-    def __init__(self, reductions: Any, buckets: list[int]):
-        self._reductions, self.buckets = reductions, list(buckets)
-        dtype = reductions.buffer.mp_policy.grad_comm_dtype
-        self._fetch = [partial(reductions.get_fsdp_buffer(bucket).fetch_bucket, dtype=dtype) for bucket in buckets]
-
-    def claim(self) -> None:
-        """Get hold of the buckets, once earlier reductions have read what is in their place."""
-        self._reductions._enforce_double_buffer_limit(self.buckets)
-        for fetch in self._fetch:
-            fetch()
-
-    def launch(self) -> bool:
-        """Start the reduction, and queue it."""
-        reduced: bool = self._reductions._bucket_group_gradient_reduce(self.buckets, async_op=True)
-        return reduced
-
-
-class RecordedReduction(PlainReduction):
-    """The same, recorded: scaling, reduce-scatter, addition to the rank's shard.
+class RecordedReduction:
+    """The reduction of one group of gradient buckets: scaling, reduce-scatter, addition to the rank's shard.
 
     Args:
         capture: Records the graph.
         reductions: The pipeline of reductions, whose queue is empty.
-        buckets: As of ``PlainReduction``.
+        buckets: The indices of the buckets, all of one unit and of one process group.
+
+    Attributes:
+        buckets: The argument.
     """
 
     def __init__(self, capture: Capture, reductions: Any, buckets: list[int]):
-        super().__init__(reductions, buckets)
+        self._reductions, self.buckets = reductions, list(buckets)
+        dtype = reductions.buffer.mp_policy.grad_comm_dtype
+        self._fetch = [partial(reductions.get_fsdp_buffer(bucket).fetch_bucket, dtype=dtype) for bucket in buckets]
         self._addresses = [fetch().data.data_ptr() for fetch in self._fetch]
-        self._work = RecordedWork(capture, reductions.rs_stream, super().launch)
+        reduce = partial(reductions._bucket_group_gradient_reduce, self.buckets, async_op=True)
+        self._work = RecordedWork(capture, reductions.rs_stream, reduce)
         self._queued = [(self._work, free, bucket) for _, free, bucket in reductions.grad_reduce_queue]
         reductions.grad_reduce_queue.clear()
         for _, free, _ in self._queued:

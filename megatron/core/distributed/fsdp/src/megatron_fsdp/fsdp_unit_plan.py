@@ -15,7 +15,7 @@ import torch
 from megatron.core.transformer._cuda_graphs.engine.capture import Capture
 from megatron.core.transformer._cuda_graphs.launches import launches_of
 
-from .fsdp_recorded_collectives import TO_GATHER, PlainReduction, RecordedGather, RecordedReduction
+from .fsdp_recorded_collectives import TO_GATHER, RecordedGather, RecordedReduction
 from .fsdp_unit import Unit
 
 Direction = Literal["forward", "backward"]
@@ -72,8 +72,8 @@ class UnitPlan:
     unit: Unit
     gathers: dict[Direction, list[GroupGather]]
     written: frozenset[torch.nn.Parameter]
-    claimed: Sequence[PlainReduction] = ()
-    reduced: Sequence[PlainReduction] = ()
+    claimed: Sequence[RecordedReduction] = ()
+    reduced: Sequence[RecordedReduction] = ()
     left: list[torch.nn.Parameter] = field(default_factory=list)
 
     def gather(self, direction: Direction) -> None:
@@ -255,8 +255,8 @@ class UnitPlans:
             "backward": [self._gather(group, True) for group in own + self._prefetched(unit, -1)],
         }
         parameter_groups = self._fsdp.param_and_grad_buffer.parameter_groups
-        claimed: list[PlainReduction] = []
-        reduced: list[PlainReduction] = []
+        claimed: list[RecordedReduction] = []
+        reduced: list[RecordedReduction] = []
         left: list[torch.nn.Parameter] = []
         for reduction in (self._reductions[group] for group in own if group in self._reductions):
             params = [param for bucket in reduction.buckets for param in parameter_groups[bucket].params]

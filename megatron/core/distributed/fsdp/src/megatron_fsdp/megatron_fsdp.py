@@ -188,9 +188,9 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         """
         return [self.fsdp_hooks.gradient_sink(module, whole) for module in modules]
 
-    def against_recording(self, modules: Iterable[torch.nn.Module]) -> str:
+    def recording_blocker(self, modules: Iterable[torch.nn.Module]) -> str:
         """Say why the passes of ``modules`` cannot be recorded with their collectives; empty if they can."""
-        return self.fsdp_hooks.against_recording(modules)
+        return self.fsdp_hooks.recording_blocker(modules)
 
     def recorded_layers(
         self, layers: Iterable[torch.nn.Module], begin: Callable[[str], object] = lambda phase: None
@@ -207,9 +207,9 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         """Return how many graphs hold all-gathers or reductions alone, beside those of layers."""
         return self.fsdp_hooks.graphed.recorded_collectives()
 
-    def against_whole_model(self) -> str:
+    def whole_model_blocker(self) -> str:
         """Say why the whole model's passes cannot be graphs; empty if they can."""
-        return self.fsdp_hooks.against_whole_model()
+        return self.fsdp_hooks.whole_model_blocker()
 
     def whole_model(self, begin: Callable[[str], object] = lambda phase: None) -> WholeModel:
         """Return the owner of graphs of the whole model's passes.

@@ -70,7 +70,7 @@ def test_the_whole_model():
     assert "the model as a whole" not in parts()
 
 
-def test_reasons_against_evaluation_are_given_once():
+def test_reasons_evaluation_blocker_are_given_once():
     several = [SimpleNamespace(blocker=lambda: "FP8")] * 2
     assert parts(evaluation=several)["evaluation"] == "FP8"
     assert "evaluation" not in parts(evaluation=[SimpleNamespace(blocker=lambda: "")])

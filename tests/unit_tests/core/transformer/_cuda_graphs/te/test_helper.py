@@ -567,7 +567,7 @@ def test_a_language_model_within_a_larger_one_is_not_captured_whole():
         chunks_with_decoder=[fsdp.module["language_model"]],
         _engine=SimpleNamespace(name="native", parameters={"gradient_sinks"}),
     )
-    assert part_of_a_model._against_whole_model() == "there are parameters outside of Linear"
+    assert part_of_a_model._whole_model_blocker() == "there are parameters outside of Linear"
 
 
 @pytest.mark.parametrize(
