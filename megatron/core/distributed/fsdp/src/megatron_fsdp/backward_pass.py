@@ -64,7 +64,7 @@ class BackwardPass:
             caller_ends_it: Whether the caller will call ``finish_backward`` itself. Otherwise autograd does.
             replayed: Whether it is a replay of the whole model's graph.
         """
-        if not self.is_open:
+        if self.phase is Phase.CLOSED:
             self.phase, self._caller_ends_it = Phase.REPLAYED, caller_ends_it
             if not caller_ends_it:
                 torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
@@ -91,18 +91,16 @@ class BackwardPass:
             self._graphed.forget_collected()  # they are still awaited
             if self._gradients.handle_rest(self._trainable):
                 fsdp.grad_reduce_pipeline.reset()
-        self._closed()
+        self.phase, self.in_parts = Phase.CLOSED, False
+        self._graphed.backward_is_over()
         fsdp.__dict__["microbatch_count"] += 1  # bypasses Module.__setattr__, which is slow
         if fsdp.model_auto_sync:
             fsdp.finish_grad_sync()
 
-    def _closed(self) -> None:
-        self.phase, self.in_parts = Phase.CLOSED, False
-        self._graphed.backward_is_over()
-
     def close(self) -> None:
         """Close it though gradients may be awaited, which count as if they had never been."""
-        self._closed()
+        self.phase, self.in_parts = Phase.CLOSED, False
+        self._graphed.backward_is_over()
         self._gradients.awaited.clear()
         self._graphed.forget_collected()
         self._set_training_states(TrainingState.IDLE)
@@ -118,7 +116,7 @@ class BackwardPass:
 
         Later passes would otherwise count as a part of it, and neither reduce all gradients nor release parameters.
         """
-        if not self.is_open:
+        if self.phase is Phase.CLOSED:
             return
         warnings.warn(
             "Megatron-FSDP: an exception ended the last backward pass. Gradients that were not reduced are dropped; "

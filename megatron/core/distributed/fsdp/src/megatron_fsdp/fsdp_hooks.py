@@ -33,7 +33,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import is_submodule
 
 from .around_backward import call_after_backward, call_before_backward
-from .backward_pass import BackwardPass
+from .backward_pass import BackwardPass, Phase
 from .fsdp_gathering_replay import GatheringReplay
 from .fsdp_gradient_sink import UnitSink, handled_later, has_gradient_hooks
 from .fsdp_graphed_units import GraphedUnits
@@ -464,7 +464,8 @@ class FsdpHooks:
 
     def before_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Called before a forward pass of the whole model, with its arguments; drops an unfinished backward pass."""
-        self.backward.forward_begins()
+        if self.backward.phase is not Phase.CLOSED:
+            self.backward.forward_begins()
         if torch.is_grad_enabled():
             self.graphed.forward_was_eager = True
         if self.before_evaluation and not (self.fsdp.training or self.backward.is_open) and may_replay_evaluation():

@@ -60,7 +60,7 @@ class Gradients:
 
     def handle_rest(self, params: Iterable[torch.nn.Parameter]) -> bool:
         """Handle those of ``params`` whose gradient is awaited, complete or not; return whether they are reduced."""
-        rest = sorted(self.awaited.intersection(params), key=self.name_of)
+        rest = sorted(self.awaited.intersection(params), key=self._fsdp.param_to_name.__getitem__)
         self.awaited.difference_update(rest)
         return self._accumulate_and_reduce(rest)
 

@@ -76,11 +76,12 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             return
         if gathers and not force_sync and self.ddp_config.overlap_param_gather:
             self._replace_param_with_raw_if_needed()
-            if self.graphs_of_model is not None:
-                self.graphs_of_model.start_gather()
+            graphed = self.fsdp_hooks.graphed
+            if graphed.whole_model is not None:
+                graphed.whole_model.start_gather()
             elif self.data_parallel_sharding_strategy != "no_shard":
                 first = next(self.module.parameters())
-                prefetch = not self.fsdp_hooks.graphed.recorded  # units that replays gather
+                prefetch = not graphed.recorded  # units that replays gather
                 self.all_gather_and_wait_parameters_ready(params=[first], prefetch=prefetch, wait_bucket_ready=False)
             return
         super().start_param_sync(*unused, force_sync=force_sync, force_dispatch=force_dispatch)
@@ -101,7 +102,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         also those that a backward pass has reduced because it was told that it is a step's last.
         """
         gradients = self.fsdp_hooks.gradients
-        if self.graphs_of_model is not None and not gradients.were_eager:
+        if not gradients.were_eager and self.graphs_of_model is not None:
             self.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
             return
         if self.ddp_config.overlap_grad_reduce or not gradients.were_reduced:
