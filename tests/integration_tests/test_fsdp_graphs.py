@@ -315,8 +315,8 @@ def test_another_sequence_length_is_refused_where_eager_passes_would_leave_other
 
 
 def test_with_fixed_buffers_no_parameter_moves_when_memory_is_taken(results):
-    assert results["control=taken_addresses"]["differences"] == []
-    assert not results["control=taken_addresses"]["error"]
+    assert results[name_of(noticed("taken_addresses"))]["differences"] == []
+    assert not results[name_of(noticed("taken_addresses"))]["error"]
 
 
 def test_without_fixed_buffers_and_without_the_check_a_moved_parameter_is_named(compare_runs):

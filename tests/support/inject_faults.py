@@ -240,7 +240,7 @@ class Attempts:
         if type(error) is not expected:
             shown = "" if error is None else "".join(traceback.format_exception(error))[-1500:]
             problems.append(f"raised {type(error).__name__}: {shown}")
-        elif expected is CaptureFailedError and not re.search("rank .*(layer|whole model)", str(error)):
+        elif expected is CaptureFailedError and not re.search("rank .*(layer|decoder|whole model)", str(error)):
             problems.append(f"names no rank or layer: {error}")
         return problems
 
