@@ -81,17 +81,6 @@ def test_only_recorded_layers_are_prefetched_by_them(ranks):
         assert len(gathered) == 10  # each layer in both directions, and the next one once in each
 
 
-def test_modules_outside_prefetch_none_of_the_recorded_layers(ranks):
-    with captured(graphed()) as training:
-        training.step()
-        pipeline = training.fsdp.all_gather_pipeline
-        units = {bucket for layer in training.layers for bucket in training.fsdp.fsdp_hooks._fsdp_units[layer].buckets}
-        with mock.patch.object(pipeline, "async_bucket_gather", wraps=pipeline.async_bucket_gather) as gathered:
-            training.step()
-        buckets = {call.args[0] for call in gathered.call_args_list}
-        assert buckets.isdisjoint(units)
-
-
 def test_a_layer_that_was_gathered_before_a_replay_counts_as_released(ranks):
     with captured(graphed()) as training:
         fsdp, layer = training.fsdp, training.layers[1]

@@ -254,8 +254,6 @@ class FsdpHooks:
         if backward and self.graphed.runs_backward_eagerly(module):
             # Other ranks may replay, and gather the module before what they prefetch.
             gather(prefetch=False)
-        if self.graphed.recorded and self.graphed.whole_model is None and module not in self._fsdp_units:
-            prefetch = False  # of units that a replay gathers, on this rank or another
         gather(prefetch=prefetch)
         if self._in_place.fused:
             self._in_place.let_kernels_add(params)

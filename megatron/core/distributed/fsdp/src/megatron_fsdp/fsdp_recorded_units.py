@@ -234,7 +234,8 @@ class RecordedUnits:
 class RecordedLayers(RecordedUnits):
     """Consecutive layers of a model, whose other modules run eagerly around the replays.
 
-    In the graphs no other unit is prefetched, and outside of them none of these.
+    In the graphs no other unit is prefetched, and outside of them none of these: under the double buffer megatron-core
+    prefetches units for units only.
     """
 
     def __init__(self, fsdp: Any, graphed: GraphedUnits, *args: Any):

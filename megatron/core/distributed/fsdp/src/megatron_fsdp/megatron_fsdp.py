@@ -81,8 +81,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
                 graphed.whole_model.start_gather()
             elif self.data_parallel_sharding_strategy != "no_shard":
                 first = next(self.module.parameters())
-                prefetch = not graphed.recorded  # units that replays gather
-                self.all_gather_and_wait_parameters_ready(params=[first], prefetch=prefetch, wait_bucket_ready=False)
+                self.all_gather_and_wait_parameters_ready(params=[first], prefetch=True, wait_bucket_ready=False)
             return
         super().start_param_sync(*unused, force_sync=force_sync, force_dispatch=force_dispatch)
 
