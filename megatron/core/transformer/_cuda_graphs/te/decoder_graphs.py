@@ -50,12 +50,11 @@ class _Replayed:
 
     layer_number = 1
 
-    def __init__(self, passes: WholePasses):
-        self._passes = passes
-        self.inputs: list[torch.Tensor] = []
+    def __init__(self, passes: WholePasses, inputs: Sequence[torch.Tensor]):
+        self._passes, self._inputs = passes, inputs
 
     def __call__(self, hidden_states: torch.Tensor, **unused: Any) -> tuple[torch.Tensor, None]:
-        return self._passes([hidden_states, *self.inputs]), None
+        return self._passes([hidden_states, *self._inputs]), None
 
 
 class DecoderGraphs(ForwardGraphs):
@@ -73,9 +72,7 @@ class DecoderGraphs(ForwardGraphs):
             if torch.is_grad_enabled():
                 self.passes.before_eager_forward()
             return type(decoder).forward(decoder, *args, **kwargs)
-        replayed = _Replayed(self.passes)
-        replayed.inputs = inputs[1:]
-        decoder.__dict__["layers"] = (replayed,)  # found before the module of this name
+        decoder.__dict__["layers"] = (_Replayed(self.passes, inputs[1:]),)  # found before the module of this name
         try:
             return type(decoder).forward(decoder, *args, **kwargs)
         finally:

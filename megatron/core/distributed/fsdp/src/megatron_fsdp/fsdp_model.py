@@ -7,9 +7,9 @@ from typing import Any
 from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
 from megatron.core.transformer._cuda_graphs.engine.repeated_work import RepeatedWork
 
-from .fsdp_recorded_units import Phase, RecordedUnits
+from .fsdp_recorded_units import RecordedUnits
 from .fsdp_unit import ADVICE
-from .fsdp_unit_plan import GroupGather
+from .fsdp_unit_plan import Direction, GroupGather
 from .training_state import TrainingState
 
 
@@ -45,7 +45,7 @@ class WholeModel(RecordedUnits):
         graphed.whole_model = self
 
     @contextmanager
-    def running(self, phase: Phase) -> Iterator[None]:
+    def running(self, phase: Direction) -> Iterator[None]:
         """The context in which a phase is warmed up or recorded."""
         with super().running(phase):
             self.gather_first_unit(phase)
@@ -54,7 +54,7 @@ class WholeModel(RecordedUnits):
     def _end_backward(self) -> None:
         self._backward.finish_backward()
 
-    def gather_first_unit(self, phase: Phase) -> None:
+    def gather_first_unit(self, phase: Direction) -> None:
         """Start to gather the first unit of a phase ahead of its own hook: beside what runs before the unit.
 
         Its hook would gather the unit after it first.

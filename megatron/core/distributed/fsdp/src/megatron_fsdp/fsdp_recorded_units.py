@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -12,12 +12,10 @@ from .fsdp_dropped_collectives import drop_collectives, take_back_unlaunched
 from .fsdp_graphed_units import GraphedUnits
 from .fsdp_recorded_collectives import TO_GATHER
 from .fsdp_unit import Unit
-from .fsdp_unit_plan import UnitPlan
+from .fsdp_unit_plan import Direction, UnitPlan
 from .gradient_storages import GradientStorages
 from .gradients import Gradients
 from .training_state import TrainingState
-
-Phase = Literal["forward", "backward"]
 
 
 class RecordedUnits:
@@ -91,7 +89,7 @@ class RecordedUnits:
         yield
 
     @contextmanager
-    def running(self, phase: Phase) -> Iterator[None]:
+    def running(self, phase: Direction) -> Iterator[None]:
         """The context in which a phase is warmed up or recorded."""
         assert self._begin is not None
         self._begin(phase)
@@ -108,7 +106,7 @@ class RecordedUnits:
         self._backward.close()
 
     @contextmanager
-    def _recording(self, phase: Phase) -> Iterator[None]:
+    def _recording(self, phase: Direction) -> Iterator[None]:
         graphed, reductions = self._graphed, self._fsdp.grad_reduce_pipeline
         graphed.free_held_gradients()
         self._release()
