@@ -69,14 +69,15 @@ class MakesArguments:
     def _samples(self, order: Sequence[float], chunk_id_list: list | None = None) -> list[SampleArguments]:
         inputs = LayerInputs(self.config, self.seq_length, self.micro_batch_size)
         per_chunk = self.num_layers_per_chunk
-        places = [(chunk, i) for chunk, layers in enumerate(self._layers_apart) for i in range(len(layers))]
+        apart = self._layers_apart
+        places = [(chunk, i) for chunk, layers in enumerate(apart) for i in range(len(layers))]
         if chunk_id_list is not None:
             per_chunk = [1] * len(places)
             for step, place in zip(order, chunk_id_list, strict=True):
                 if place is not None:
                     places[int(step) - 1] = tuple(place)
         models = [self.chunks_with_decoder[chunk] for chunk, _ in places]
-        layers = [self._layers_apart[chunk][i] for chunk, i in places]
+        layers = [apart[chunk][i] for chunk, i in places]
         plan = ordered_plan(order, per_chunk, len(layers))
         return sample_arguments(
             plan,
