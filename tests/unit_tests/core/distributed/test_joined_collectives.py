@@ -14,9 +14,9 @@ from megatron.core.transformer._cuda_graphs.te.agreement import CaptureAgreement
 from megatron.core.transformer._cuda_graphs.te.joined_collectives import joined_collectives
 from megatron_fsdp_cuda_graphs.collectives import BARRIERS, BETWEEN_TWO, WRITING
 
+from ._graphs.test_dropped_collectives import Fault
+from ._graphs.test_whole_model import capture_again
 from .captured_training import captured, graphed
-from .test_fsdp_dropped_collectives import Fault
-from .test_fsdp_model import capture_again
 
 LAUNCHING = [*WRITING, *BARRIERS, *BETWEEN_TWO]
 

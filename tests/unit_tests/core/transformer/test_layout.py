@@ -49,7 +49,12 @@ def _files() -> list[str]:
 
 
 FILES = _files()
-FSDP_FILES = [f"{MEGATRON_FSDP}.{path.stem}" for path in _path_of(MEGATRON_FSDP).with_suffix("").glob("*.py")]
+FSDP_FOLDER = _path_of(MEGATRON_FSDP).with_suffix("")
+FSDP_FILES = [
+    ".".join((MEGATRON_FSDP, *path.relative_to(FSDP_FOLDER).with_suffix("").parts))
+    for path in FSDP_FOLDER.rglob("*.py")
+    if path.name != "__init__.py"
+]
 
 
 @cache
@@ -114,6 +119,18 @@ def test_megatron_fsdp_imports_leaves_and_engine_only() -> None:
     assert FSDP_FILES and not _higher(FSDP_FILES, lambda name: _rank(f"{PACKAGE}.engine.addresses"))
 
 
+def test_passes_of_megatron_fsdp_import_neither_hooks_nor_wrapper_and_buffers_import_no_pass() -> None:
+    def rank(name: str) -> int:
+        return 1 if f"{MEGATRON_FSDP}._graphs." in name else 2 if name.endswith(("fsdp_hooks", ".megatron_fsdp")) else 0
+
+    imports = [
+        (name, imported)
+        for name in FSDP_FILES
+        for imported in _all_imports(name, inside_functions=True) & set(FSDP_FILES)
+    ]
+    assert imports and not [(name, imported) for name, imported in imports if rank(imported) > rank(name)]
+
+
 def test_no_files_import_each_other_in_a_circle() -> None:
     """In all of the product; an import for type checkers alone counts too."""
     paths = [path.relative_to(REPOSITORY) for path in REPOSITORY.joinpath("megatron").rglob("*.py")]
@@ -140,4 +157,4 @@ def test_files_can_be_imported_while_wrappers_of_transformer_engine_are() -> Non
 @pytest.mark.parametrize("folder", ["", "report", "engine", "te", "local"])
 def test_init_file_is_empty(folder: str) -> None:
     init = _path_of(PACKAGE).with_suffix("") / folder / "__init__.py"
-    assert init.read_text() == ""
+    assert init.read_text() == "" == FSDP_FOLDER.joinpath("_graphs", "__init__.py").read_text()

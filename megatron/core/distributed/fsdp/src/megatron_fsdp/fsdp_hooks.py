@@ -32,15 +32,15 @@ from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_HANDLER, BACKW
 from megatron.core.transformer.transformer_layer import TransformerLayer
 from megatron.core.utils import is_submodule
 
+from ._graphs.backward_pass import BackwardPass, Phase
+from ._graphs.gathering_replay import GatheringReplay
+from ._graphs.gradient_sink import UnitSink, handled_later, has_gradient_hooks
+from ._graphs.gradients import Gradients
+from ._graphs.graphed_units import GraphedUnits
+from ._graphs.recorded_units import RecordedLayers
+from ._graphs.unit import Unit
+from ._graphs.whole_model import WholeModel
 from .around_backward import call_after_backward, call_before_backward
-from .backward_pass import BackwardPass, Phase
-from .fsdp_gathering_replay import GatheringReplay
-from .fsdp_gradient_sink import UnitSink, handled_later, has_gradient_hooks
-from .fsdp_graphed_units import GraphedUnits
-from .fsdp_model import WholeModel
-from .fsdp_recorded_units import RecordedLayers
-from .fsdp_unit import Unit
-from .gradients import Gradients
 from .mixed_precision import fp8_discard_transpose_cache, is_float8tensor
 from .param_and_grad_buffer import PrefetchOrder
 from .profiles import shown_in_profiles

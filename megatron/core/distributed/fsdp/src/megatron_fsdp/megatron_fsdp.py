@@ -11,10 +11,10 @@ import torch
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
+from ._graphs.recorded_units import RecordedLayers
+from ._graphs.whole_model import WholeModel
 from .around_backward import RunAfterBackward as RegisterFSDPBackwardFunction  # noqa: F401, for those who import it
 from .fsdp_hooks import FsdpHooks
-from .fsdp_model import WholeModel
-from .fsdp_recorded_units import RecordedLayers
 from .parameter_swap import ParameterSwap
 from .training_state import TrainingState  # noqa: F401
 

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from .param_and_grad_buffer import _check_nan_in_grad, to_local_if_dtensor
-from .unsharded_gradients import REDUCES_EVERY_BACKWARD
+from ..param_and_grad_buffer import _check_nan_in_grad, to_local_if_dtensor
+from ..unsharded_gradients import REDUCES_EVERY_BACKWARD
 
 
 class Gradients:

@@ -5,11 +5,11 @@ from unittest import mock
 
 import pytest
 
-from megatron.core.distributed.fsdp.src.megatron_fsdp.fsdp_recorded_collectives import RecordedWork
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.recorded_collectives import RecordedWork
 from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import PrefetchOrder
 from megatron.core.utils import get_attr_wrapped_model
 
-from .fsdp_variants import STRATEGIES, Variant, small
+from ..fsdp_variants import STRATEGIES, Variant, small
 
 ORDERS = {"forward": PrefetchOrder.FORWARD_PASS_ORDER, "backward": PrefetchOrder.BACKWARD_PASS_ORDER}
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from .fsdp_variants import Variant, small
+from ..fsdp_variants import Variant, small
 
 
 @pytest.fixture

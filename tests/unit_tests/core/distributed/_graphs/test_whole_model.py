@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.distributed.fsdp.src.megatron_fsdp.fsdp_graphed_units import MovedBufferError
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.graphed_units import MovedBufferError
 from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import (
     AllGatherPipeline,
     GradReducePipeline,
@@ -17,9 +17,9 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer impo
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
 from megatron.core.transformer._cuda_graphs.engine import sanitizer
 
-from .captured_training import WARMED_UP, CapturedModel, captured, graphed, in_use
-from .fsdp_variants import Variant, run_backward, small
-from .test_captured_training import Unused, failing
+from ..captured_training import WARMED_UP, CapturedModel, captured, graphed, in_use
+from ..fsdp_variants import Variant, run_backward, small
+from ..test_captured_training import Unused, failing
 from .test_recorded_layers import FLAGS, taken
 
 MODEL = -1

@@ -1,18 +1,18 @@
-"""fsdp_dropped_collectives: after a failure both pipelines are as before, and nothing was communicated for it."""
+"""dropped_collectives: after a failure both pipelines are as before, and nothing was communicated for it."""
 
 from unittest import mock
 
 import pytest
 import torch.distributed as dist
 
-from megatron.core.distributed.fsdp.src.megatron_fsdp import fsdp_unit_plan
-from megatron.core.distributed.fsdp.src.megatron_fsdp.fsdp_dropped_collectives import (
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs import unit_plan
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.dropped_collectives import (
     drop_collectives,
     take_back_unlaunched,
 )
 from megatron_fsdp_cuda_graphs.cpu_backend.held_results import HeldWork
 
-from .fsdp_variants import Variant, small
+from ..fsdp_variants import Variant, small
 
 # What a batch of gathers is launched with: the name of torch 2.13 and later, or that of earlier ones.
 COALESCED_GATHER = next(
@@ -99,7 +99,7 @@ def test_a_communicator_whose_first_reduction_failed_is_set_up_again_unless_it_w
     reduce = mock.Mock(side_effect=[Fault, True])
     with (
         mock.patch.object(fsdp.grad_reduce_pipeline, "_bucket_group_gradient_reduce", reduce),
-        mock.patch.object(fsdp_unit_plan, "launches_of", return_value=lambda: launched or reduce.call_count > 1),
+        mock.patch.object(unit_plan, "launches_of", return_value=lambda: launched or reduce.call_count > 1),
     ):
         with pytest.raises(Fault):
             plans.set_up_communicators(units)

@@ -6,9 +6,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.distributed.fsdp.src.megatron_fsdp.fsdp_graphed_units import MovedBufferError
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.graphed_units import MovedBufferError
 
-from .fsdp_variants import Variant, small
+from ..fsdp_variants import Variant, small
 
 RANKS = 4  # each scales its gradients; nothing is communicated
 FLAGS = ("--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail")

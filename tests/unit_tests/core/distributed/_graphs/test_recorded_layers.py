@@ -5,11 +5,11 @@ from unittest import mock
 
 import pytest
 
-from megatron.core.distributed.fsdp.src.megatron_fsdp.fsdp_graphed_units import MovedBufferError
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.graphed_units import MovedBufferError
 from megatron.core.distributed.fsdp.src.megatron_fsdp.gradient_storages import GradientStorages
 
-from .captured_training import WARMED_UP, captured, graphed, in_use
-from .fsdp_variants import small
+from ..captured_training import WARMED_UP, captured, graphed, in_use
+from ..fsdp_variants import small
 
 FLAGS = ("--fsdp-double-buffer", "--fsdp-db-use-persist-buf-on-alloc-fail")
 

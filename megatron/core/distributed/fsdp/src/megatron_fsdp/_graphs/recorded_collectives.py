@@ -14,8 +14,8 @@ import torch
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 from megatron.core.transformer._cuda_graphs.engine.capture import Capture
 
-from .fsdp_unit import ADVICE
-from .param_and_grad_buffer import BucketStatus
+from ..param_and_grad_buffer import BucketStatus
+from .unit import ADVICE
 
 TO_GATHER = (BucketStatus.EMPTY, BucketStatus.PRESERVED)
 

@@ -8,7 +8,7 @@ import torch
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 
-from .fsdp_unit import ADVICE
+from .unit import ADVICE
 
 
 class BucketPlaces:

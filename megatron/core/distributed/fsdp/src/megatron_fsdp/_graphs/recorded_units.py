@@ -6,16 +6,16 @@ from typing import Any
 
 import torch
 
+from ..gradient_storages import GradientStorages
+from ..training_state import TrainingState
 from .backward_pass import BackwardPass
 from .bucket_places import BucketPlaces
-from .fsdp_dropped_collectives import drop_collectives, take_back_unlaunched
-from .fsdp_graphed_units import GraphedUnits
-from .fsdp_recorded_collectives import TO_GATHER
-from .fsdp_unit import Unit
-from .fsdp_unit_plan import Direction, UnitPlan
-from .gradient_storages import GradientStorages
+from .dropped_collectives import drop_collectives, take_back_unlaunched
 from .gradients import Gradients
-from .training_state import TrainingState
+from .graphed_units import GraphedUnits
+from .recorded_collectives import TO_GATHER
+from .unit import Unit
+from .unit_plan import Direction, UnitPlan
 
 
 class RecordedUnits:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from .fsdp_graphed_units import GraphedUnits
+from ..profiles import shown_in_profiles
+from ..training_state import TrainingState
 from .gradients import Gradients
-from .profiles import shown_in_profiles
-from .training_state import TrainingState
+from .graphed_units import GraphedUnits
 
 
 class Phase(Enum):

@@ -7,10 +7,10 @@ from typing import Any
 from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
 from megatron.core.transformer._cuda_graphs.engine.repeated_work import RepeatedWork
 
-from .fsdp_recorded_units import RecordedUnits
-from .fsdp_unit import ADVICE
-from .fsdp_unit_plan import Direction, GroupGather
-from .training_state import TrainingState
+from ..training_state import TrainingState
+from .recorded_units import RecordedUnits
+from .unit import ADVICE
+from .unit_plan import Direction, GroupGather
 
 
 class WholeModel(RecordedUnits):

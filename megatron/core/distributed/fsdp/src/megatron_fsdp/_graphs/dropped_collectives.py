@@ -5,7 +5,7 @@ from typing import Any
 
 from torch.distributed import distributed_c10d
 
-from .param_and_grad_buffer import BucketStatus
+from ..param_and_grad_buffer import BucketStatus
 
 
 def drop_collectives(fsdp: Any, *, finished: bool = True) -> None:

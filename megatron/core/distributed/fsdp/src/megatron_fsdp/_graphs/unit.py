@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from .mixed_precision import is_float8tensor
+from ..mixed_precision import is_float8tensor
 
 # What an error about a moved buffer says at the end.
 ADVICE = (

@@ -6,8 +6,8 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.engine import sanitizer
 
-from .fsdp_unit import Unit
 from .gradients import Gradients
+from .unit import Unit
 
 
 class UnitSink:

@@ -14,9 +14,9 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard, MovedBufferError
 
-from .fsdp_dropped_collectives import drop_collectives, take_back_unlaunched
-from .fsdp_unit import ADVICE, Unit
-from .fsdp_unit_plan import Direction, GroupGather, UnitPlan, UnitPlans
+from .dropped_collectives import drop_collectives, take_back_unlaunched
+from .unit import ADVICE, Unit
+from .unit_plan import Direction, GroupGather, UnitPlan, UnitPlans
 
 __all__ = ["ADVICE", "GraphedUnit", "GraphedUnits", "MovedBufferError"]
 

@@ -15,8 +15,8 @@ import torch
 from megatron.core.transformer._cuda_graphs.engine.capture import Capture
 from megatron.core.transformer._cuda_graphs.launches import launches_of
 
-from .fsdp_recorded_collectives import TO_GATHER, RecordedGather, RecordedReduction
-from .fsdp_unit import Unit
+from .recorded_collectives import TO_GATHER, RecordedGather, RecordedReduction
+from .unit import Unit
 
 Direction = Literal["forward", "backward"]
 Group = tuple[int, ...]

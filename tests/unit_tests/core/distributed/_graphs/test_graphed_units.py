@@ -8,9 +8,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.distributed.fsdp.src.megatron_fsdp.fsdp_graphed_units import MovedBufferError
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.graphed_units import MovedBufferError
 
-from .fsdp_variants import Variant, run_backward, small
+from ..fsdp_variants import Variant, run_backward, small
 
 CASE = small(layers=4)
 DOUBLE_BUFFERED = Variant(CASE)
