@@ -183,7 +183,7 @@ def without_memory() -> Iterator[None]:
 def _as_transformer_engine() -> Iterator[None]:
     """Let Megatron's own layers take what only TransformerEngine's do.
 
-    That is sequence parallelism (without Apex), context parallelism and latent attention.
+    That is sequence parallelism (without Apex) and context parallelism.
     """
     with (
         mock.patch.object(WrappedTorchNorm, "__new__", _norm),

@@ -128,6 +128,13 @@ FAULTS = (
     ),
     Patch(
         "1-faults",
+        "Attention without TransformerEngine takes the sizes of multi-latent attention",
+        "MultiLatentAttention gives sizes of keys and values that DotProductAttention did not take: a TypeError.",
+        {"megatron.core.transformer.dot_product_attention": ("DotProductAttention",)},
+        tests=("core/transformer/test_dot_product_attention.py",),
+    ),
+    Patch(
+        "1-faults",
         "Reruns draw the same random numbers from generators that CUDA graphs use",
         "A rerun started from the generators, which had gone on, and not from their states.",
         {"megatron.core.rerun_state_machine": ("RerunStateMachine._save_state", "RerunStateMachine._restore_state")},

@@ -126,6 +126,10 @@ POSITIONS: list[dict[str, Any]] = [
     {"positions": "mrope", "microbatches": 2},
     {"positions": "mrope", "microbatches": 2, "dtype": "bf16", "modules": ["attn"]},
 ]
+LATENT: list[dict[str, Any]] = [
+    {"latent_attention": True, "layers_per_graph": -1, "dropout": 0.1},
+    {"latent_attention": True, "dtype": "bf16", "modules": ["attn"], "microbatches": 2},
+]
 DENSE_PARTS: list[dict[str, Any]] = [
     {"modules": ["mlp"], "dropout": 0.1},
     {"modules": ["attn", "mlp"], "microbatches": 2},
@@ -152,10 +156,10 @@ VISION: list[dict[str, Any]] = [
     {"vision": True, "control": "captured_again"},
 ]
 EQUAL = DENSE + LAYERS_PER_GRAPH + WHOLE_MODEL + CLIPPED + MOE + OTHERS + EVALUATED
-EQUAL += FP16 + POSITIONS + DENSE_PARTS + EXPERTS + VISION
+EQUAL += FP16 + POSITIONS + LATENT + DENSE_PARTS + EXPERTS + VISION
 # In `make test` too: what none of its sets of flags has (test_pairs.py), and each control.
 QUICK: list[dict[str, Any]] = [
-    *(DENSE[1], WHOLE_MODEL[0], *CLIPPED[3:], FP16[0], VISION[-1]),
+    *(DENSE[1], WHOLE_MODEL[0], *CLIPPED[3:], FP16[0], LATENT[0], VISION[-1]),
     {"layers_per_graph": -1, "dtype": "bf16", "dropout": 0.1, "microbatches": 4, "microbatches_later": 1}
     | {"evaluates": True},
     {"layers_per_graph": -1, "control": "captured_again", "dropout": 0.1},

@@ -44,7 +44,7 @@ class Case:
         bucket: Parameters in a gradient bucket of DistributedDataParallel; few, so that a model has several.
         positions: ``position_embedding_type``.
         packed: Sequences of random lengths that are packed in a micro-batch, at most; 0 for one row for each.
-        latent_attention: Whether attention is multi-latent, which needs TransformerEngine.
+        latent_attention: Whether attention is multi-latent.
         tied: Whether the output layer has the embedding's weights.
         strategy: Megatron-FSDP's sharding strategy.
         double_buffer: Whether parameters are gathered to, and gradients reduced from, fixed buffers.

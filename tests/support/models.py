@@ -105,7 +105,11 @@ def gpt_layer_spec(case: Case):
     from megatron.core.models.gpt import gpt_layer_specs
 
     if not case.transformer_engine:
-        return gpt_layer_specs.get_gpt_layer_local_spec(num_experts=case.experts or None, moe_grouped_gemm=False)
+        return gpt_layer_specs.get_gpt_layer_local_spec(
+            num_experts=case.experts or None,
+            moe_grouped_gemm=False,
+            multi_latent_attention=case.latent_attention,
+        )
     return gpt_layer_specs.get_gpt_layer_with_transformer_engine_spec(
         num_experts=case.experts or None,
         moe_grouped_gemm=bool(case.experts),

@@ -37,6 +37,7 @@ REPLACED = {
     "megatron.core.optimizer.optimizer_cuda_graph": {"OptimizerCudaGraphWrapper"},
     "megatron.core.packed_seq_params": set(),
     "megatron.core.rerun_state_machine": {"RerunStateMachine"},
+    "megatron.core.transformer.dot_product_attention": {"DotProductAttention"},
     "megatron.core.transformer.module": {"GraphableMegatronModule"},
     "megatron.core.utils": {"get_batch_on_this_tp_rank"},
     "megatron.training.argument_utils": {"core_transformer_config_from_args"},

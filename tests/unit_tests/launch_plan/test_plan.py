@@ -124,7 +124,6 @@ def test_the_whole_model_of_instances(capsys, flags):
     ("more", "said"),
     [
         ("--context-parallel-size 2", "leave out --transformer-impl local"),
-        ("--multi-latent-attention", "leave out --transformer-impl local"),
         ("--tensor-model-parallel-size 2 --sequence-parallel", "sequence parallel not supported by torch LayerNorm"),
         ("--optimizer sgd", "set --optimizer adam"),
     ],

@@ -125,7 +125,7 @@ EXAMPLES = {
     "warm-up to the end": Example("--cuda-graph-warmup-steps 5"),
     "layers per graph of parts": Example("--cuda-graph-modules attn --cuda-graph-layers-per-graph all"),
     "pipeline": Example("--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"),
-    "latent attention": Example("--multi-latent-attention", left_out=(LOCAL,)),
+    "latent attention": Example("--multi-latent-attention"),
     "context parallel": Example("--context-parallel-size 2", left_out=(LOCAL,)),
     "experts of tensor parallel ranks": Example(f"{MOE} attn --tensor-model-parallel-size 2"),
     "checkpoints of gated layers that are not sharded": Example(
@@ -136,7 +136,7 @@ EXAMPLES = {
         " --num-layers-per-virtual-pipeline-stage 1 --microbatch-group-size-per-virtual-pipeline-stage 4"
         " --global-batch-size 2"
     ),
-    "local layers": Example("--multi-latent-attention"),
+    "local layers": Example("--context-parallel-size 2"),
     "packed sequences": Example("--sft"),
     "packed sequences in graphs": Example(f"--sft {PACKED} --position-embedding-type none"),
     "packed rows of moe layers": Example(f"{MOE} moe_router --sft --micro-batch-size 2"),

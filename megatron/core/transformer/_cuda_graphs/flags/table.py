@@ -500,13 +500,10 @@ _REFUSED = [
     ),
     _refused(
         "local layers",
-        "--transformer-impl local with --context-parallel-size above 1 or --multi-latent-attention",
-        lambda options: (
-            options.get("transformer_impl") == "local"
-            and (options.several("context_parallel_size") or bool(options.get("multi_latent_attention")))
-        ),
-        "--context-parallel-size and --multi-latent-attention need TransformerEngine's attention, with or without "
-        "graphs: leave out --transformer-impl local",
+        "--transformer-impl local with --context-parallel-size above 1",
+        lambda options: options.get("transformer_impl") == "local" and options.several("context_parallel_size"),
+        "--context-parallel-size needs TransformerEngine's attention, with or without graphs: leave out "
+        "--transformer-impl local",
     ),
     _refused(
         "embedding in two stages",
@@ -684,7 +681,7 @@ _WORKS = [
         sharding=TORCH_FSDP,
     ),
     _works("user buffers", "--use-nccl-ub", _GPU_FLAGS),
-    _works("latent attention", "--multi-latent-attention", _GPU_FLAGS),
+    _works("latent attention", "--multi-latent-attention", _CPU),
 ]
 
 TABLE = (*_REFUSED, *_NO_EFFECT, *_NOT_TRIED, *_WORKS)
