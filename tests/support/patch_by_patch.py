@@ -51,8 +51,8 @@ class Checkout:
     def eager(self) -> list[str]:
         """Return what eager training computes."""
         code = (
-            "from tests.unit_tests.cpu_backend.run_ranks import on_two_ranks;"
-            "done = on_two_ranks('../../support/eager_training.py');"
+            "from tests.support.run_ranks import on_two_ranks;"
+            "done = on_two_ranks('tests/support/eager_training.py');"
             "print(done.stdout); raise SystemExit(done.returncode)"
         )
         return [line for line in self.python("-c", code).splitlines() if line.partition(":")[0] in CASES]

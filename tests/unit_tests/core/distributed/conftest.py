@@ -1,86 +1,33 @@
-"""Tests here run on the CPU backend, as rank 0 of four ranks whose collectives move nothing.
-
-What Megatron-FSDP registers, allocates and releases does not depend on what is communicated. Where values count, a test
-runs as one rank, or starts ranks of its own.
-"""
-
-import gc
-from contextlib import ExitStack, contextmanager
+"""Every test here runs on the CPU backend, with a stream current that is not the legacy default one."""
 
 import pytest
-import torch
-import torch.distributed as dist
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.support.on_cpu_backend import on_cpu_backend
+from tests.support.rank_fixtures import (
+    cpu_backend_of_module,
+    four_ranks,
+    hybrid_ranks,
+    instances_of_one_rank,
+    one_rank,
+    ranks,
+    side_stream,
+)
+
+__all__ = [
+    "cpu_backend_of_module",
+    "four_ranks",
+    "hybrid_ranks",
+    "instances_of_one_rank",
+    "one_rank",
+    "ranks",
+    "side_stream",
+]
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _cpu_backend():
-    with on_cpu_backend():
-        yield
-
-
-@contextmanager
-def _four_ranks(instances: int, rank: int = 0, **groups: int):
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=4)
-    parallel_state.initialize_model_parallel(
-        num_distributed_optimizer_instances=instances, create_gloo_process_groups=False, **groups
-    )
-    model_parallel_cuda_manual_seed(1234)
-    gc.freeze()  # building a model collects garbage: spare it what the imports left
-    yield instances
-    gc.unfreeze()
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def ranks(_cpu_backend):
-    """Four ranks that shard together."""
-    with _four_ranks(1) as instances:
-        yield instances
-
-
-@pytest.fixture(scope="module")
-def hybrid_ranks(_cpu_backend):
-    """Four ranks, two groups of two that shard."""
-    with _four_ranks(2) as instances:
-        yield instances
-
-
-@pytest.fixture
-def instances_of_one_rank(_cpu_backend):
-    """Four ranks, none of which shards with another."""
-    with _four_ranks(4) as instances:
-        yield instances
-
-
-@pytest.fixture
-def four_ranks(_cpu_backend):
-    """Makes four ranks with so many instances, of which this is the given one, in the given parallel groups."""
-    with ExitStack() as stack:
-        yield lambda *args, **groups: stack.enter_context(_four_ranks(*args, **groups))
-
-
-@pytest.fixture(scope="module")
-def one_rank(_cpu_backend):
-    """This process alone, with collectives that communicate."""
-    from megatron.core import parallel_state
-    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-    parallel_state.initialize_model_parallel()
-    model_parallel_cuda_manual_seed(1234)
-    yield
-    parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
+def _cpu_backend(cpu_backend_of_module):
+    """Before any other fixture of the module."""
 
 
 @pytest.fixture(autouse=True)
-def _side_stream():
-    with torch.cuda.stream(torch.cuda.Stream()):
-        yield
+def _side_stream(side_stream):
+    """In every test."""

@@ -1,6 +1,5 @@
 """The norm of gradients, and how many of them are zero, count each element once."""
 
-import json
 from datetime import timedelta
 from types import SimpleNamespace
 
@@ -9,10 +8,7 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 from tests.support import models
-from tests.support.rounding import ROUNDING
-from tests.unit_tests.cpu_backend.run_ranks import on_ranks
 
-from . import ranks_gradient_norms
 from .fsdp_variants import Variant, small
 
 
@@ -84,18 +80,3 @@ def test_a_pipeline_stage_without_experts_counts_with_the_others(four_ranks):
     four_ranks(1, rank=1, expert_model_parallel_size=2)
     optimizer = built(Variant(small(strategy="no_shard", experts=4, layers=2, moe_layer_freq=(0, 0))))
     assert ranks_of(optimizer.get_grad_stats_parallel_group()) == [0, 1, 2, 3]
-
-
-@pytest.fixture(scope="module")
-def norms():
-    launch = on_ranks(4, ranks_gradient_norms.__file__)
-    lines = [json.loads(line) for line in launch.stdout.splitlines() if line.startswith("{")]
-    assert len(lines) == len(ranks_gradient_norms.LAYOUTS), launch.stderr[-3000:]
-    return {line["layout"]: line for line in lines}
-
-
-@pytest.mark.parametrize("layout", ranks_gradient_norms.LAYOUTS)
-def test_norms_are_those_without_instances_on_every_rank(norms, layout):
-    alone, instances = norms[layout]["alone"], norms[layout]["instances"]
-    assert instances == [instances[0]] * 4
-    assert instances[0] == pytest.approx(alone[0], rel=ROUNDING)

@@ -13,11 +13,11 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
+from tests.integration_tests.parity_variants import VARIANTS
 from tests.support.training import Trace, train
 from tests.unit_tests.core.distributed.fsdp_variants import Variant
-from tests.unit_tests.core.distributed.parity_variants import VARIANTS
 
 
 def trained(variant: Variant, *, upstream: bool) -> Trace:

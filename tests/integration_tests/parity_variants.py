@@ -2,7 +2,7 @@
 
 from itertools import product
 
-from .fsdp_variants import (
+from tests.unit_tests.core.distributed.fsdp_variants import (
     FINE_BOTH,
     FINE_FORWARD,
     FULL_RECOMPUTE,

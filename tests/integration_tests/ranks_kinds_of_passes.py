@@ -1,6 +1,6 @@
 """Two ranks: forward passes that replay and others that do not, with their backward passes after both.
 
-Run by test_changes_after_capture.py, which reads the JSON lines that the first rank prints.
+Run by test_kinds_of_passes.py, which reads the JSON lines that the first rank prints.
 """
 
 import gc
@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.unit_tests.core.distributed.captured_training import CapturedTraining
 from tests.unit_tests.core.distributed.kinds_of_passes import PASSES, SCOPES, gradients_of

@@ -10,9 +10,10 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.te import graph_use
 from megatron.core.transformer._cuda_graphs.te.graph_use import BEFORE_CAPTURE, CAPTURE_FAILED, OTHER_INPUTS, GraphUse
+from tests.unit_tests.core.distributed.captured_training import CapturedTraining, graphed
+from tests.unit_tests.core.distributed.fsdp_variants import small
 
-from .captured_training import CapturedTraining, graphed
-from .fsdp_variants import small
+pytestmark = pytest.mark.usefixtures("side_stream")
 
 FORWARD_REPLAYS = {0: 1, 1: 3, -1: 1}  # of a micro-batch, by the layers of a graph; -1 is the whole model
 MICROBATCHES = 2

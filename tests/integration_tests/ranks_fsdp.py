@@ -1,4 +1,4 @@
-"""Two ranks: a small GPT trains eagerly under Megatron-FSDP. Run by test_distributed.py."""
+"""Two ranks: a small GPT trains eagerly under Megatron-FSDP. Run by test_cpu_ranks.py."""
 
 import torch
 import torch.distributed as dist

@@ -1,6 +1,6 @@
 """Four ranks: the gradient norms of a model without instances of hybrid sharding, and with two that shard gradients.
 
-Run by test_counted_ranks.py, which reads the JSON lines that the first rank prints.
+Run by test_gradient_norms.py, which reads the JSON lines that the first rank prints.
 """
 
 import gc
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.support.training import train
 from tests.unit_tests.core.distributed.fsdp_variants import Variant, small

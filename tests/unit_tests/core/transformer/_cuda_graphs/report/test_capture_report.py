@@ -11,9 +11,10 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.hooks import number_of_hooks
 from megatron.core.transformer._cuda_graphs.report.timeline import Timeline
+from tests.unit_tests.core.distributed.captured_training import CapturedTraining, graphed
+from tests.unit_tests.core.distributed.fsdp_variants import Variant
 
-from .captured_training import CapturedTraining, graphed
-from .fsdp_variants import Variant
+pytestmark = pytest.mark.usefixtures("side_stream")
 
 LAYERS = 3
 ALL, ONE, MODEL = 0, 1, -1  # layers in a graph

@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.distributed.fsdp import mcore_fsdp_adapter
 from megatron.core.tensor_parallel import layers
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[4]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.support import training
 from tests.support.case import Case

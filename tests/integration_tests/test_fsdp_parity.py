@@ -4,12 +4,11 @@ Compared are the loss and the gradient norm of every step and every parameter sh
 trains all variants.
 """
 
-import json
 import math
 
 import pytest
 
-from tests.unit_tests.cpu_backend.run_ranks import on_two_ranks
+from tests.support.run_ranks import lines_of, on_two_ranks
 
 from . import ranks_fsdp_parity
 from .parity_variants import VARIANTS
@@ -22,9 +21,7 @@ def launch():
 
 @pytest.fixture(scope="module")
 def results(launch):
-    lines = [json.loads(line) for line in launch.stdout.splitlines() if line.startswith("{")]
-    assert lines, launch.stderr[-3000:]
-    return {line["variant"]: line["ranks"] for line in lines}
+    return {line["variant"]: line["ranks"] for line in lines_of(launch)}
 
 
 @pytest.mark.parametrize("name", VARIANTS)

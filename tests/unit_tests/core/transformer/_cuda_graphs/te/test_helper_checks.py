@@ -2,7 +2,9 @@
 
 import pytest
 
-from .fsdp_variants import Variant, small
+from tests.unit_tests.core.distributed.fsdp_variants import Variant, small
+
+pytestmark = pytest.mark.usefixtures("side_stream")
 
 DOUBLE_BUFFER = {"fsdp_double_buffer": True}
 FALLBACK = {"fsdp_db_use_persist_buf_on_alloc_fail": True}

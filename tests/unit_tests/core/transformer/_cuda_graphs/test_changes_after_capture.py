@@ -4,7 +4,6 @@ Each change is made to a training with graphs and to its eager twin, in this pro
 """
 
 import functools
-import json
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -15,12 +14,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer._cuda_graphs.replay_conditions import AttributeReads
-from tests.support.sample import asked, each_once
-from tests.unit_tests.cpu_backend.run_ranks import on_two_ranks
+from tests.support.sample import each_once
+from tests.unit_tests.core.distributed.captured_training import CapturedTraining
+from tests.unit_tests.core.distributed.kinds_of_passes import SCOPES, losses_of, of_another_length
 
-from . import ranks_kinds_of_passes
-from .captured_training import CapturedTraining
-from .kinds_of_passes import PASSES, SCOPES, losses_of, of_another_length
+pytestmark = pytest.mark.usefixtures("side_stream")
 
 
 @pytest.fixture(params=SCOPES)
@@ -201,7 +199,7 @@ def test_every_public_attribute_that_a_forward_pass_reads_is_compared(one_rank, 
 
 def documented():
     """The outcomes in the documents, by change and scope."""
-    page = (Path(__file__).resolve().parents[4] / "docs" / "using.md").read_text()
+    page = (Path(__file__).resolve().parents[5] / "docs" / "using.md").read_text()
     rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in page.splitlines() if row.startswith("| ")]
     start = next(index for index, row in enumerate(rows) if row[0] == "changed after capture")
     scopes = rows[start][1:]
@@ -213,18 +211,6 @@ def test_after_a_change_training_is_eagers_and_replays_are_as_documented(one_ran
     differences, outcome = compare(SCOPES[of], CHANGES[name])
     assert differences == []
     assert outcome == documented()[name][of]
-
-
-@pytest.fixture(scope="module")
-def two_ranks(request):
-    launch = on_two_ranks(ranks_kinds_of_passes.__file__, json.dumps(asked(request, "of", "passes")))
-    lines = [json.loads(line) for line in launch.stdout.splitlines() if line.startswith("{")]
-    return {(line["scope"], line["passes"]): line["ranks"] for line in lines}
-
-
-@pytest.mark.parametrize(("passes", "of"), each_once(PASSES, SCOPES))
-def test_a_backward_pass_is_of_the_kind_of_its_own_forward_pass(two_ranks, of, passes):
-    assert two_ranks[of, passes] == [0, 0]
 
 
 def test_a_replay_and_an_eager_pass_in_one_backward_pass_are_refused(one_rank, scope):

@@ -13,9 +13,10 @@ import pytest
 import torch
 
 from tests.support.sample import each_once, mostly_long
+from tests.unit_tests.core.distributed.captured_training import CapturedTraining, graphed, in_use, trained
+from tests.unit_tests.core.distributed.fsdp_variants import FINE_FORWARD, Variant
 
-from .captured_training import CapturedTraining, graphed, in_use, trained
-from .fsdp_variants import FINE_FORWARD, Variant
+pytestmark = pytest.mark.usefixtures("side_stream")
 
 PARTS_OF_MOE = ("attn", "moe_router", "moe_preprocess")
 

@@ -1,4 +1,4 @@
-"""Two ranks: what is written for NCCL works on gloo. Run by test_distributed.py."""
+"""Two ranks: what is written for NCCL works on gloo. Run by test_cpu_ranks.py."""
 
 import pytest
 import torch

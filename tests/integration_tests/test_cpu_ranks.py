@@ -1,11 +1,13 @@
-"""Several ranks on gloo, each test a run of two processes."""
+"""Two ranks of the CPU backend: collectives that were written for NCCL, and a training."""
 
 import math
+from pathlib import Path
 
 import pytest
 
-from .run_ranks import on_two_ranks
+from tests.support.run_ranks import on_two_ranks
 
+HERE = Path(__file__).parent
 CASES = [
     "backends",
     "premultiplied_sum",
@@ -31,7 +33,7 @@ CASES = [
 @pytest.fixture(scope="module")
 def collectives():
     """The output of the run of all collective cases; the first that fails ends it."""
-    return on_two_ranks("ranks_collectives.py")
+    return on_two_ranks(str(HERE / "ranks_collectives.py"))
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -40,7 +42,7 @@ def test_collectives_written_for_nccl_work(collectives, case):
 
 
 def test_a_gpt_trains_under_megatron_fsdp():
-    run = on_two_ranks("ranks_fsdp.py")
+    run = on_two_ranks(str(HERE / "ranks_fsdp.py"))
     assert run.returncode == 0, run.stderr[-3000:]
     losses = [float(line.split()[1]) for line in run.stdout.splitlines() if line.startswith("loss")]
     assert len(losses) == 8

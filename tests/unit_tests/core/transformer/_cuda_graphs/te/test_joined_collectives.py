@@ -13,12 +13,15 @@ from megatron.core.transformer._cuda_graphs.te import joined_collectives as modu
 from megatron.core.transformer._cuda_graphs.te.agreement import CaptureAgreement
 from megatron.core.transformer._cuda_graphs.te.joined_collectives import joined_collectives
 from megatron_fsdp_cuda_graphs.collectives import BARRIERS, BETWEEN_TWO, WRITING
+from tests.unit_tests.core.distributed.captured_training import captured, graphed
 
-from ._graphs.test_dropped_collectives import Fault
-from ._graphs.test_whole_model import capture_again
-from .captured_training import captured, graphed
+pytestmark = pytest.mark.usefixtures("side_stream")
 
 LAUNCHING = [*WRITING, *BARRIERS, *BETWEEN_TWO]
+
+
+class Fault(Exception):
+    """Raised by a collective, or in place of ranks' agreement."""
 
 
 @pytest.fixture
@@ -208,6 +211,6 @@ def test_ranks_agree_before_every_collective_of_a_capture_that_is_not_recorded(r
         stack.enter_context(mock.patch.object(CaptureAgreement, "join", vote))
         for name in LAUNCHING:
             stack.enter_context(mock.patch.object(dist.ProcessGroup, name, note(name)))
-        capture_again(training)
+        training.helper.create_cudagraphs()
     assert events == ["vote", "launch"] * (len(events) // 2) + ["vote"]  # the last before the graphs are attached
     assert len(events) > 2 * len(training.layers)

@@ -1,0 +1,22 @@
+"""Two ranks: forward passes that replay and others that do not, with their backward passes after both."""
+
+import json
+
+import pytest
+
+from tests.support.run_ranks import lines_of, on_two_ranks
+from tests.support.sample import asked, each_once
+from tests.unit_tests.core.distributed.kinds_of_passes import PASSES, SCOPES
+
+from . import ranks_kinds_of_passes
+
+
+@pytest.fixture(scope="module")
+def two_ranks(request):
+    launch = on_two_ranks(ranks_kinds_of_passes.__file__, json.dumps(asked(request, "of", "passes")))
+    return {(line["scope"], line["passes"]): line["ranks"] for line in lines_of(launch)}
+
+
+@pytest.mark.parametrize(("passes", "of"), each_once(PASSES, SCOPES))
+def test_a_backward_pass_is_of_the_kind_of_its_own_forward_pass(two_ranks, of, passes):
+    assert two_ranks[of, passes] == [0, 0]
