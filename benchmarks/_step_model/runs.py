@@ -95,7 +95,7 @@ def read_runs(path: Path) -> list[Run]:
 
 def _rows(found: Mapping[str, Any], ranks: int) -> Iterator[tuple[str, str, Mapping[str, Any]]]:
     for name, rows in found.get("configurations", {}).items():
-        if name.partition(":")[0] not in configurations.HAS_EXPERTS:
+        if name.partition(":")[0] not in configurations.MODULES:
             yield from ((name, name, row) for row in rows)
     for row in found.get("models", []):
         layers, many = row["layers"], row["micro_batches"]

@@ -7,7 +7,13 @@ MOE = (
     "--num-experts 8 --moe-router-topk 2 --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 "
     "--moe-token-dispatcher-type alltoall --disable-bias-linear"
 )
-MOE_GRAPHS = ("--cuda-graph-modules", "attn", "moe_router", "moe_preprocess")
+# The architecture of DeepSeek-V3, of one dense layer and three with experts.
+DEEPSEEK = (
+    "--multi-latent-attention --qk-layernorm --normalization RMSNorm --swiglu --disable-bias-linear "
+    "--untie-embeddings-and-output-weights --moe-layer-freq [0]+[1]*3 --moe-router-score-function sigmoid "
+    "--moe-router-enable-expert-bias --moe-router-load-balancing-type seq_aux_loss --moe-aux-loss-coeff 1e-4 "
+    "--moe-token-dispatcher-type alltoall"
+)
 
 # TransformerEngine masks causally by itself: no mask is made.
 ON_GPUS = "--transformer-impl transformer_engine --no-create-attention-mask-in-dataloader --bf16 --vocab-size 32000"
@@ -37,6 +43,11 @@ def _experts(hidden: int) -> str:
     return f"--moe-ffn-hidden-size {hidden} --moe-shared-expert-intermediate-size {hidden}"
 
 
+def _deepseek(experts: int, topk: int, hidden: int, rank: int) -> str:
+    ranks = f"--q-lora-rank {rank} --kv-lora-rank {rank}"
+    return f"{DEEPSEEK} --num-experts {experts} --moe-router-topk {topk} {_experts(hidden)} {ranks}"
+
+
 @dataclass(frozen=True)
 class Configuration:
     """A model to train.
@@ -60,23 +71,32 @@ GPU_MODELS = {
     "A": _sizes(16, 2048, 16, 2048),
     "B": _sizes(8, 1024, 16, 512),
     "C": f"{_sizes(8, 2048, 16, 2048)} {MOE} {_experts(2048)} --moe-grouped-gemm",
+    "D": f"{_sizes(4, 1024, 16, 512)} {_deepseek(32, 8, 512, 512)} --ffn-hidden-size 2816 --moe-grouped-gemm "
+    "--use-precision-aware-optimizer",
 }
 CPU_MODELS = {
     "A": _sizes(4, 64, 4, 32),
     "B": _sizes(2, 32, 4, 16),
     "C": f"{_sizes(2, 64, 4, 32)} {MOE} {_experts(64)}",
+    "D": f"{_sizes(4, 64, 4, 32)} {_deepseek(8, 4, 32, 32)} --qk-head-dim 16 --qk-pos-emb-head-dim 8 --v-head-dim 16",
 }
-HAS_EXPERTS = {"C"}
+# Of models with experts, what graphs hold.
+MODULES = {
+    "C": ("attn", "moe_router", "moe_preprocess"),
+    "D": ("attn", "mlp", "moe_router", "moe_preprocess"),
+}
+MICRO_BATCHES = {"D": 2}  # of a rank in a step, where there are several
 # Of the models for GPUs.
 DESCRIPTIONS = {
     "A": "16 layers, hidden 2048, sequence 2048",
     "B": "8 layers, hidden 1024, sequence 512",
     "C": "8 layers, hidden 2048, sequence 2048, 8 experts, top-2, a shared expert",
+    "D": "4 layers, hidden 1024, sequence 512, like DeepSeek-V3: latent attention, 32 experts, top-8, a shared expert",
 }
 
 
 def configuration(text: str, *, ranks: int, steps: int, expert_parallel: int, on_cpu: bool) -> Configuration:
-    """Return the configuration that ``text`` names: ``A``, ``B`` or ``C``, or one with flags, as ``A:--num-layers 32``.
+    """Return the configuration that ``text`` names: ``A`` to ``D``, or one with flags, as ``A:--num-layers 32``.
 
     Args:
         text: What the user wrote.
@@ -92,11 +112,14 @@ def configuration(text: str, *, ranks: int, steps: int, expert_parallel: int, on
     models = CPU_MODELS if on_cpu else GPU_MODELS
     if name not in models:
         raise ValueError(f"--configurations: there is no {name!r}; choose among {', '.join(models)}, or append flags")
-    experts = name in HAS_EXPERTS
+    experts = name in MODULES
     parallel = min(expert_parallel, ranks) if experts else 1
     parts = [models[name], DENSE, ON_CPU if on_cpu else ON_GPUS, TRAINING]
-    parts.append(f"--global-batch-size {ranks} --lr-decay-iters {steps} --train-iters {steps}")
+    parts.append(
+        f"--global-batch-size {ranks * MICRO_BATCHES.get(name, 1)} --lr-decay-iters {steps} --train-iters {steps}"
+    )
     if experts:
         parts.append(f"--expert-model-parallel-size {parallel}")
     flags = tuple(" ".join([*parts, more]).split())
-    return Configuration(text, flags, MOE_GRAPHS if experts else (), parallel, has_dynamic_shapes=experts)
+    graphs = ("--cuda-graph-modules", *MODULES[name]) if experts else ()
+    return Configuration(text, flags, graphs, parallel, has_dynamic_shapes=experts)

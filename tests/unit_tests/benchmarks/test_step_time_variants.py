@@ -22,9 +22,10 @@ def test_flags_after_a_configurations_name_win():
     assert value(found.flags, "--num-layers") == "3"
 
 
-def test_a_step_has_one_micro_batch_for_each_rank():
-    flags = configuration("B", ranks=4).flags
-    assert value(flags, "--global-batch-size") == "4"
+@pytest.mark.parametrize(("name", "batch"), [("B", "4"), ("D", "8")])
+def test_a_step_has_as_many_micro_batches_for_each_rank(name, batch):
+    flags = configuration(name, ranks=4).flags
+    assert value(flags, "--global-batch-size") == batch
     assert value(flags, "--micro-batch-size") == "1"
 
 
@@ -41,8 +42,8 @@ def test_dense_models_spread_no_experts():
 
 
 def test_an_unknown_configuration_is_an_error_that_names_the_known_ones():
-    with pytest.raises(ValueError, match="--configurations: there is no 'D'; choose among A, B, C"):
-        configuration("D:--num-layers 2")
+    with pytest.raises(ValueError, match="--configurations: there is no 'E'; choose among A, B, C, D"):
+        configuration("E:--num-layers 2")
 
 
 @pytest.mark.parametrize("name", configurations.GPU_MODELS)
