@@ -1,4 +1,4 @@
-"""Says whether per-layer CUDA graphs under Megatron-FSDP can work in this environment, and what is missing."""
+"""Says whether CUDA graphs under Megatron-FSDP can work in this environment, and what is missing."""
 
 import importlib
 import importlib.metadata

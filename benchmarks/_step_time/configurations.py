@@ -55,7 +55,7 @@ class Configuration:
     Attributes:
         name: As the user wrote it.
         flags: All flags that do not depend on the variant.
-        graph_flags: Flags for per-layer graphs only.
+        graph_flags: Flags for ``--cuda-graph-impl transformer_engine`` only.
         expert_parallel: Ranks over which experts are spread; 1 for a dense model.
         has_dynamic_shapes: Whether the host must know shapes within a step, so that no graph can hold all of it.
     """

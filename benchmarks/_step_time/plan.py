@@ -20,7 +20,7 @@ class Run:
         flags: Flags of ``megatron.training``.
         environment: Variables set during the training.
         side_stream: Whether it runs on a stream other than the default one, as ``megatron.training`` does for
-            per-layer graphs.
+            CUDA graphs.
         steps: How many steps are timed.
         profiled: Whether it is profiled, and not timed.
         top_python: How many Python functions a profile lists.

@@ -1,4 +1,4 @@
-"""How it is trained: eagerly, with per-layer graphs or one graph, under Megatron-FSDP or DistributedDataParallel."""
+"""How it is trained: eagerly, with graphs of layers or of the model, under Megatron-FSDP or DistributedDataParallel."""
 
 from dataclasses import dataclass, field, replace
 

@@ -1,4 +1,4 @@
-"""Megatron's arguments, with the checks that per-layer CUDA graphs of a sharded model need.
+"""Megatron's arguments, with the checks that CUDA graphs of a sharded model need.
 
 Everything else of megatron-core's module of this path is megatron-core's own.
 """
@@ -25,7 +25,7 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> argparse.Argument
 
 
 def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = None) -> argparse.Namespace:
-    """Validate ``args`` as megatron-core does, and what per-layer CUDA graphs of a sharded model need.
+    """Validate ``args`` as megatron-core does, and what CUDA graphs of a sharded model need.
 
     Flags are checked first, as megatron-core's own refusals name neither flag nor remedy, and again with the defaults
     and what flags imply.

@@ -1,4 +1,4 @@
-"""The options that per-layer graphs of a sharded model need; one check for flags and for configurations."""
+"""The options that CUDA graphs of a sharded model need; one check for flags and for configurations."""
 
 import logging
 from typing import Any
@@ -23,7 +23,7 @@ def check_flags(flags: Any) -> None:
         flags: Any object with attributes as of Megatron's parsed flags.
 
     Raises:
-        ValueError: the model is to be sharded and flags do not fit its per-layer graphs; all are listed.
+        ValueError: the model is to be sharded and flags do not fit its CUDA graphs; all are listed.
     """
     sharding = _sharding(Options(flags))
     if sharding is not None:
@@ -31,7 +31,7 @@ def check_flags(flags: Any) -> None:
 
 
 def warn_of_flags(flags: Any) -> None:
-    """Log a line for each flag that has no effect, or was not tried, with per-layer graphs of a sharded model."""
+    """Log a line for each flag that has no effect, or was not tried, with CUDA graphs of a sharded model."""
     for row in rows_of_flags(flags):
         if row.verdict in (Verdict.NO_EFFECT, Verdict.NOT_TRIED):
             log_single_rank(logger, logging.WARNING, row.words)
@@ -45,7 +45,7 @@ def rows_of_flags(flags: Any) -> list[Row]:
 
 
 def check_fsdp_options(*sources: Any, sharding: str = MEGATRON_FSDP) -> None:
-    """Check the options of a sharded model for per-layer graphs.
+    """Check the options of a sharded model for CUDA graphs.
 
     Args:
         sources: Where the options are; see ``Options``.

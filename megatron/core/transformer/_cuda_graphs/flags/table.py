@@ -1,4 +1,4 @@
-"""The flags that were tried together with a sharded model and per-layer CUDA graphs: one table for checks and docs."""
+"""The flags that were tried together with a sharded model and CUDA graphs: one table for checks and docs."""
 
 import enum
 from collections.abc import Callable
@@ -14,7 +14,7 @@ Condition = Callable[[Options], bool]
 
 
 class Verdict(enum.Enum):
-    """What is known of flags together with per-layer graphs."""
+    """What is known of flags together with CUDA graphs."""
 
     WORKS = "works"
     REFUSED = "refused"
@@ -24,7 +24,7 @@ class Verdict(enum.Enum):
 
 @dataclass(frozen=True)
 class Row:
-    """What happens to some flags together with a sharded model and per-layer graphs.
+    """What happens to some flags together with a sharded model and CUDA graphs.
 
     Attributes:
         name: Of the row, for tests.
