@@ -4,12 +4,13 @@ import ast
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from ..overlay import ROOT, TESTED_VERSIONS, patched_modules, tree_file
 from .narrow import narrowed
 from .series import SERIES, Patch
-from .source import Source
+from .source import Source, parsed
 from .splice import splice
 
 OWN = __name__.partition(".")[0]  # this package, as imports name it
@@ -139,18 +140,21 @@ class _Tree:
     def _partly(self, name: str) -> str:
         """Return a module that is replaced as a whole later: what files that are there define, it imports from them."""
         package = name.rpartition(".")[0]
-        nodes = [node for node in ast.parse(self._ours[name]).body if isinstance(node, ast.ImportFrom)]
+        nodes = [node for node in parsed(self._ours[name]).body if isinstance(node, ast.ImportFrom)]
         there = [node for node in nodes if _module(node, package) in self._whole and node.names[0].name != "*"]
         return splice(self.theirs[name] or "", "\n".join(map(ast.unparse, there)))
 
 
-def imports(text: str, package: str) -> Iterator[tuple[str, str]]:
-    """Yield the modules that a file imports from, at any place, with each name."""
-    for node in ast.walk(ast.parse(text)):
+@cache
+def imports(text: str, package: str) -> tuple[tuple[str, str], ...]:
+    """Return the modules that a file imports from, at any place, with each name."""
+    found: list[tuple[str, str]] = []
+    for node in ast.walk(parsed(text)):
         if isinstance(node, ast.ImportFrom):
-            yield from ((_module(node, package), alias.name) for alias in node.names)
+            found += ((_module(node, package), alias.name) for alias in node.names)
         elif isinstance(node, ast.Import):
-            yield from ((alias.name, "") for alias in node.names)
+            found += ((alias.name, "") for alias in node.names)
+    return tuple(found)
 
 
 def _module(node: ast.ImportFrom, package: str) -> str:

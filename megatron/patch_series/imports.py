@@ -5,7 +5,7 @@ import sys
 from collections.abc import Collection, Iterable
 from itertools import takewhile
 
-from .source import Source, bound, used_names
+from .source import Source, bound, parsed, used_names
 
 WIDTH = 100  # of megatron-core's lines
 Line = tuple[int, int, str]  # where isort puts an import: section, `from` after `import` (0), module
@@ -24,7 +24,7 @@ def with_imports(
         moved: Names that ``text`` imports now and defined before.
         gone: Names that ``text`` imports and does not need any more.
     """
-    source, used_here = Source(text), used_names(ast.parse(text))
+    source, used_here = Source(text), used_names(parsed(text))
     needed = {*moved, *(set(used) & used_here - source.names.keys())}
     unused = set(moved) - used_here
     wanted: dict[Line, Names] = {}
@@ -52,7 +52,7 @@ def with_imports(
 
 def _imports(text: str) -> list[ast.Import | ast.ImportFrom]:
     """Return the imports in front of the first definition."""
-    body = takewhile(lambda node: not isinstance(node, ast.ClassDef | ast.FunctionDef), ast.parse(text).body)
+    body = takewhile(lambda node: not isinstance(node, ast.ClassDef | ast.FunctionDef), parsed(text).body)
     return [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
 
 

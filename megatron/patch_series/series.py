@@ -130,7 +130,7 @@ FAULTS = (
         "1-faults",
         "Attention without TransformerEngine takes the sizes of multi-latent attention",
         "MultiLatentAttention gives sizes of keys and values that DotProductAttention did not take: a TypeError.",
-        {"megatron.core.transformer.dot_product_attention": ("DotProductAttention",)},
+        {"megatron.core.transformer.dot_product_attention": ("DotProductAttention.__init__",)},
         tests=("core/transformer/test_dot_product_attention.py",),
     ),
     Patch(

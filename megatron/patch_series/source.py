@@ -2,7 +2,14 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from itertools import takewhile
+
+
+@cache
+def parsed(text: str) -> ast.Module:
+    """Return the syntax tree of ``text``, which must not be changed: each patch reads the same large files."""
+    return ast.parse(text)
 
 
 class Source:
@@ -16,7 +23,7 @@ class Source:
 
     def __init__(self, text: str) -> None:
         self.lines = text.splitlines()
-        self.body = ast.parse(text).body
+        self.body = parsed(text).body
         self.names = {name: node for node in self.body for name in bound(node)}
 
     def text(self, first: int, last: int) -> str:
@@ -59,12 +66,12 @@ def _bound(node: ast.AST) -> Iterator[str]:
                     yield from _bound(statement)
 
 
-def used_names(node: ast.AST) -> set[str]:
+@cache
+def used_names(node: ast.AST) -> frozenset[str]:
     """Return the names and attributes in a statement."""
     nodes = list(ast.walk(node))
-    return {each.id for each in nodes if isinstance(each, ast.Name)} | {
-        each.attr for each in nodes if isinstance(each, ast.Attribute)
-    }
+    names = {each.id for each in nodes if isinstance(each, ast.Name)}
+    return frozenset(names | {each.attr for each in nodes if isinstance(each, ast.Attribute)})
 
 
 def is_text(node: ast.stmt) -> bool:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Iterator
 from itertools import takewhile
 
 from .imports import with_imports
-from .source import Source, bound, first_line, is_text, used_names
+from .source import Source, bound, first_line, is_text, parsed, used_names
 
 Function = ast.FunctionDef
 Nodes = dict[str, list[ast.stmt]]
@@ -69,7 +69,7 @@ def splice(theirs: str, ours: str, names: Collection[str] | None = None) -> str:
         result.replace(source.names[name], "")
     used = {name for nodes in wanted.values() for node in nodes for name in used_names(node)}
     text = result.text()
-    gone = wanted.keys() | used_names(ast.parse(theirs)) - used_names(ast.parse(text))
+    gone = wanted.keys() | used_names(parsed(theirs)) - used_names(parsed(text))
     return with_imports(text, own.body, used, moved, gone)
 
 

@@ -49,18 +49,31 @@ def git(folder, *arguments):
     return done.stdout
 
 
-def test_git_am_takes_all_patches(checkout, files, tmp_path, capsys):
-    assert cli.main([str(checkout), str(tmp_path / "patches")]) == 0
-    written = sorted((tmp_path / "patches").glob("*/*.patch"))
-    assert capsys.readouterr().out.splitlines()[: len(SERIES)] == list(map(str, written))
+def test_the_commands_of_the_readme_write_patches_and_git_takes_them(checkout, files, tmp_path, monkeypatch):
+    checkout = checkout.rename(tmp_path / "MEGATRON_LM_CHECKOUT")
+    for role in ("AUTHOR", "COMMITTER"):
+        monkeypatch.setenv(f"GIT_{role}_NAME", "test")
+        monkeypatch.setenv(f"GIT_{role}_EMAIL", "test@localhost")
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    make, apply = re.findall(r"^    (.*PATCHES.*)$", readme, re.MULTILINE)
+    printed = shell(make.replace("python", sys.executable, 1), tmp_path)
+    written = sorted((tmp_path / "PATCHES").glob("*/*.patch"))
+    assert [tmp_path / line for line in printed[: len(SERIES)]] == written
     assert [patch.parent.name for patch in written] == [patch.folder for patch in SERIES]
     for patch in written:
         if patch.parent.name == SERIES[0].folder:
             git(checkout, "apply", "--check", str(patch))  # alone
-    git(checkout, "am", "--quiet", *map(str, written))
+    shell(apply, tmp_path)
+    assert len(git(checkout, "log", "--oneline").splitlines()) == 1 + len(SERIES)
     for file in files:
         assert (checkout / file.path).read_text() == file.text
     assert git(checkout, "status", "--porcelain") == ""
+
+
+def shell(command, folder):
+    """The lines that a command prints."""
+    done = subprocess.run(command, shell=True, cwd=folder, check=True, capture_output=True, text=True)
+    return done.stdout.splitlines()
 
 
 def test_faults_of_megatron_core_are_mended_before_anything_is_captured(patches):
@@ -89,18 +102,6 @@ def test_a_patch_imports_only_what_is_there(patches):
             for module, name in new:
                 needed = {f"{each.replace('.', '/')}.py" for each in (module, f"{module}.{name}")}
                 assert needed & added <= (own if patch.changes else there), (patch.title, file.path)
-
-
-def test_the_commands_of_the_readme(checkout, tmp_path, monkeypatch):
-    checkout.rename(tmp_path / "MEGATRON_LM_CHECKOUT")
-    for role in ("AUTHOR", "COMMITTER"):
-        monkeypatch.setenv(f"GIT_{role}_NAME", "test")
-        monkeypatch.setenv(f"GIT_{role}_EMAIL", "test@localhost")
-    readme = (Path(__file__).parents[2] / "README.md").read_text()
-    make, apply = re.findall(r"^    (.*PATCHES.*)$", readme, re.MULTILINE)
-    for command in (make.replace("python", sys.executable, 1), apply):
-        subprocess.run(command, shell=True, cwd=tmp_path, check=True, capture_output=True)
-    assert len(git(tmp_path / "MEGATRON_LM_CHECKOUT", "log", "--oneline").splitlines()) == 1 + len(SERIES)
 
 
 def test_every_file_of_the_patch_is_in_the_series_and_needs_nothing_else_of_this_project(files):
