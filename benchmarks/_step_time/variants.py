@@ -19,6 +19,7 @@ DDP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-
 WARMUP_STEPS = 3  # eager steps before anything is captured
 IMPLEMENTATION = "--cuda-graph-impl"
 OPTIMIZER = ("--optimizer-cuda-graph",)
+GROUPED = "--moe-use-grouped-tensor"  # tokens per expert stay on the device
 PER_LAYER = "transformer_engine"
 
 
@@ -41,13 +42,19 @@ class Variant:
     one_graph: bool = False
 
     @property
+    def groups_experts(self) -> bool:
+        """Whether experts are computed without the host."""
+        return GROUPED in self.flags
+
+    @property
     def per_layer(self) -> bool:
         """Whether there is a graph for each layer."""
         return PER_LAYER in self.flags
 
     def flags_for(self, configuration: Configuration) -> list[str]:
         """All flags of training ``configuration`` this way; the variant's own are last and win."""
-        return [*configuration.flags, *(configuration.graph_flags if self.per_layer else ()), *self.flags]
+        in_parts = self.per_layer and not self.groups_experts
+        return [*configuration.flags, *(configuration.graph_flags if in_parts else ()), *self.flags]
 
 
 def _graphs(implementation: str) -> tuple[str, ...]:
@@ -59,6 +66,7 @@ def _engine(name: str) -> dict[str, str]:
 
 
 _FULL = (*FSDP, *_graphs("full_iteration"))
+_GROUPED_REFERENCES = ("eager+grouped",)
 _OPTIMIZER_REFERENCES = ("eager+optimizer", "full_iteration+optimizer")
 VARIANTS = {
     variant.name: variant
@@ -69,6 +77,10 @@ VARIANTS = {
         Variant("full_iteration", _FULL, one_graph=True),
         Variant("ddp", (*DDP, *_graphs("none")), references=("ddp",)),
         Variant("ddp_graphs", (*DDP, *_graphs(PER_LAYER)), _engine("native"), references=("ddp",)),
+        # Experts in one call each way: their bits may be others.
+        Variant("eager+grouped", (*FSDP, *_graphs("none"), GROUPED), {}, _GROUPED_REFERENCES),
+        Variant("native+grouped", (*FSDP, *_graphs(PER_LAYER), GROUPED), _engine("native"), _GROUPED_REFERENCES),
+        Variant("full_iteration+grouped", (*_FULL, GROUPED), {}, _GROUPED_REFERENCES, one_graph=True),
         # The optimizer's graph comes with another Adam, which keeps its step count on the device.
         Variant("full_iteration+optimizer", (*_FULL, *OPTIMIZER), {}, _OPTIMIZER_REFERENCES, one_graph=True),
         Variant("eager+optimizer", (*FSDP, *_graphs("none"), *OPTIMIZER), {}, _OPTIMIZER_REFERENCES),
@@ -101,4 +113,9 @@ def default_names(configuration: Configuration, *, on_cpu: bool) -> list[str]:
     """The variants of ``configuration`` that are run unless the user says which."""
     if on_cpu:
         return list(ON_CPU)
-    return [name for name, each in VARIANTS.items() if not (configuration.has_dynamic_shapes and each.one_graph)]
+    experts = configuration.has_dynamic_shapes
+    return [
+        name
+        for name, each in VARIANTS.items()
+        if (each.groups_experts <= experts) and not (experts and each.one_graph and not each.groups_experts)
+    ]

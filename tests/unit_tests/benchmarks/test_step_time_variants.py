@@ -103,8 +103,17 @@ def test_only_graphs_of_layers_are_given_the_parts_of_a_moe_layer():
 def test_one_graph_is_not_tried_where_the_host_must_know_shapes():
     assert "full_iteration" in variants.default_names(configuration("A"), on_cpu=False)
     names = variants.default_names(configuration("C"), on_cpu=False)
-    assert "native" in names
-    assert not any(variants.VARIANTS[name].one_graph for name in names)
+    assert {"native", "full_iteration+grouped"} <= {*names}
+    assert not any(variants.VARIANTS[name].one_graph for name in names if "grouped" not in name)
+
+
+def test_experts_without_the_host_are_in_graphs_of_whole_layers():
+    names = [name for name in variants.VARIANTS if "grouped" in name]
+    assert not {*names} & {*variants.default_names(configuration("A"), on_cpu=False)}
+    for name in names:
+        flags = variants.variant(name).flags_for(configuration("C"))
+        assert "--moe-use-grouped-tensor" in flags
+        assert "--cuda-graph-modules" not in flags
 
 
 def test_what_a_variant_must_equal_exists():
