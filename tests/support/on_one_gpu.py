@@ -1,0 +1,107 @@
+"""Trains the data-parallel cases of ``tests/gpu`` on one GPU, many at a time, and says which are not as eagerly.
+
+    python -m tests.support.on_one_gpu --output equality.json --processes 16
+    python -m tests.support.on_one_gpu --only "experts" --logs logs
+
+One after the other, as pytest runs them, they take an hour, of which the GPU works few minutes. What tests say beside
+bits (graphs, replays) is in the file of results and not checked. Needs a GPU and TransformerEngine.
+"""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, NamedTuple
+
+from benchmarks.results_file import command_line, write_results
+from tests.gpu import test_changed_steps, test_ddp_graphs, test_fsdp_flags, test_fsdp_graphs, test_local_graphs
+from tests.support.gpus import DETERMINISTIC, ENGINES, SIZES
+from tests.support.launch import launch, name_of
+
+# The controls of which a replay does nothing: they must differ.
+DEAD = {"dead_local_replay", "dead_replay"}
+
+
+class Job(NamedTuple):
+    """A case, the file of tests that has it, and the engine that captures."""
+
+    tests: str
+    engine: str
+    case: dict[str, Any]
+
+
+def jobs() -> Iterator[Job]:
+    """Yield all of them."""
+    dead = [{"dtype": "bf16", "control": "dead_replay", "layers_per_graph": most} for most in (0, -1)]
+    of_files = {
+        "test_fsdp_graphs": [SIZES | case for case in test_fsdp_graphs._cases("data parallel")],
+        "test_fsdp_flags": [SIZES | case for case in test_fsdp_flags.CASES["data parallel"]],
+        "test_ddp_graphs": [test_ddp_graphs.DDP | case for case in test_ddp_graphs.DATA_PARALLEL],
+        "test_changed_steps": [test_changed_steps.TWICE | case for case in test_changed_steps.CASES],
+    }
+    for tests, cases in of_files.items():
+        for engine in ENGINES:
+            yield from (Job(tests, engine, case) for case in cases)
+    yield from (Job("test_fsdp_graphs", "native", SIZES | case) for case in dead)
+    for case in test_local_graphs.LAYOUTS["data parallel"][1]:
+        yield Job("test_local_graphs", "native", test_local_graphs.LOCAL | case)
+
+
+def train(part: list[Job], folder: Path) -> list[dict[str, Any]]:
+    """Return the results of ``part``, jobs of one engine, from a process of its own; those after a crash say so."""
+    folder.mkdir()
+    environment = DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": part[0].engine}
+    done, found = launch([job.case for job in part], ranks=1, folder=folder, environment=environment)
+    (folder / "log").write_text(done.stdout + done.stderr)
+    missing = {"differences": [], "error": f"the process ended with {done.returncode}: {folder.name}/log"}
+    results = [*found, *([missing] * (len(part) - len(found)))]
+    return [
+        {"tests": job.tests, "engine": job.engine, "case": name_of(job.case)} | result | {"control": control(job)}
+        for job, result in zip(part, results, strict=True)
+    ]
+
+
+def control(job: Job) -> str:
+    """Return the control of a job, empty for none."""
+    return str(job.case.get("control", ""))
+
+
+def is_as_it_should_be(result: dict[str, Any]) -> bool:
+    """Whether a result is equal to eager training, or different if it must be."""
+    return not result["error"] and bool(result["differences"]) == (result["control"] in DEAD)
+
+
+def main() -> int:
+    """Train, print what is wrong, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--output", type=Path, help="file of the results, JSON")
+    parser.add_argument("--logs", type=Path, help="folder for what processes write")
+    parser.add_argument("--processes", type=int, default=16, help="at a time")
+    parser.add_argument("--only", default="", help="cases whose name has this text")
+    args = parser.parse_args()
+    chosen = [job for job in jobs() if args.only in f"{job.tests} {name_of(job.case)}"]
+    with TemporaryDirectory() as temporary, ThreadPoolExecutor(args.processes) as pool:
+        folder = args.logs or Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        parts = []
+        for engine in ENGINES:
+            own = [job for job in chosen if job.engine == engine]
+            share = max(1, round(args.processes * len(own) / len(chosen)))
+            parts += [own[start::share] for start in range(share) if own[start::share]]
+        trained = pool.map(train, parts, (folder / f"{index}-{part[0].engine}" for index, part in enumerate(parts)))
+        results = [result for part in trained for result in part]
+    wrong = [result for result in results if not is_as_it_should_be(result)]
+    for result in wrong:
+        what = result["error"][-800:] or result["differences"][:2] or "equal, and must not be"
+        print(f"{result['tests']}, {result['engine']}: {result['case']}: {what}")
+    print(f"{len(results) - len(wrong)} of {len(results)} as they should be")
+    if args.output:
+        command = command_line("-m tests.support.on_one_gpu", sys.argv[1:]).replace("'", "")
+        write_results(args.output, command=command, results=results)
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
