@@ -18,7 +18,8 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer._cuda_graphs.replay_conditions import AttributeReads, ReplayConditions
+from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads
+from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
 
 ROUNDS, CALLS = 5, 1000
 

@@ -5,8 +5,7 @@ A graph holds the operations of one forward pass. What decided which operations 
 by no replay. ``ReplayConditions`` records it at capture. The values of tensors are not part of it: replays read those.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, call, is_, itemgetter
@@ -15,61 +14,16 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
+from .attribute_reads import AttributeReads, with_configs
 from .hooks import HOOK_KINDS, is_of_ddp
 
 # Compared by themselves, or set by Megatron and by us from step to step.
 _NOT_COMPARED = frozenset(
     ("training", "forward", "cuda_graphs", "evaluation_graph", "current_microbatch", "runs_eagerly")
 )
-_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: a class of C, none of Megatron's configurations
 _GLOBAL_HOOKS = [
     getattr(torch_module, f"_global_{kind}") for kind in HOOK_KINDS if hasattr(torch_module, f"_global_{kind}")
 ]
-
-
-class AttributeReads:
-    """The public attributes that forward passes read of modules and of their configurations.
-
-    Attributes:
-        of: The names, by the ``id`` of the object. What a pass sets itself is left out: that is its result.
-    """
-
-    def __init__(self) -> None:
-        self.of: dict[int, set[str]] = {}
-
-    @contextmanager
-    def noted(self, roots: Iterable[torch.nn.Module]) -> Iterator[None]:
-        """Note what is read of all modules, and of the configurations of those in ``roots``, in this context."""
-        written: dict[int, set[str]] = {}
-        kinds = {torch.nn.Module, *(type(vars(module)["config"]) for module in _with_configs(roots))}
-        with ExitStack() as stack:
-            for kind in kinds:
-                if kind.__flags__ & _IMMUTABLE:
-                    continue
-                for name, noted in (("__getattribute__", self.of), ("__setattr__", written)):
-                    own = vars(kind).get(name)
-                    setattr(kind, name, _noting(getattr(kind, name), noted))
-                    stack.callback(*((delattr, kind, name) if own is None else (setattr, kind, name, own)))
-            yield
-        for owner, names in written.items():
-            self.of.get(owner, set()).difference_update(names)
-
-    def ran(self, module: torch.nn.Module) -> bool:
-        """Whether a pass read anything of ``module`` itself: walks through a model read what all modules have."""
-        return any(name == "forward" or not hasattr(torch.nn.Module, name) for name in self.of.get(id(module), ()))
-
-
-def _with_configs(roots: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
-    return [module for root in roots for module in root.modules() if vars(module).get("config") is not None]
-
-
-def _noting(access: Callable[..., Any], noted: dict[int, set[str]]) -> Callable[..., Any]:
-    def access_noted(owner: Any, name: str, *value: Any) -> Any:
-        if not name.startswith("_"):
-            noted.setdefault(id(owner), set()).add(name)
-        return access(owner, name, *value)
-
-    return access_noted
 
 
 class _Aspect:
@@ -221,7 +175,7 @@ class ReplayConditions:
             spaces.append((name, own, {"training"} | read & own.keys()))
             inherited = {each for each in read - own.keys() if hasattr(kind, each)}
             absent |= {(name, kind, each): own for each in inherited if not hasattr(torch.nn.Module, each)}
-        configs = {id(vars(module)["config"]): vars(module)["config"] for module in _with_configs(self._modules)}
+        configs = {id(vars(module)["config"]): vars(module)["config"] for module in with_configs(self._modules)}
         for key, config in configs.items():
             read = {each for each in reads.of.get(key, ()) if not each.startswith("cuda_graph")}
             spaces.append(("the configuration", vars(config), read & vars(config).keys()))

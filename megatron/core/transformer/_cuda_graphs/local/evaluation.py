@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
+from ..attribute_reads import AttributeReads
 from ..engine.rng import generator_states, preserve_rng
-from ..replay_conditions import AttributeReads, ReplayConditions
+from ..replay_conditions import ReplayConditions
 from .arguments import leaves_of
 
 

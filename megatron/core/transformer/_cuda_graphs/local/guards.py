@@ -5,8 +5,9 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..attribute_reads import AttributeReads
 from ..engine.addresses import AddressGuard, places_of
-from ..replay_conditions import AttributeReads, ReplayConditions
+from ..replay_conditions import ReplayConditions
 
 _ADVICE = (
     "Call delete_cuda_graphs() after moving, replacing, freezing or unfreezing parameters, or moving buffers or "

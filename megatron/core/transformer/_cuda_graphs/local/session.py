@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
+from ..attribute_reads import AttributeReads
 from ..engine.memory import release_cached_memory
 from ..engine.rng import GraphStates
 from ..engine.slot import WarmupRecord
-from ..replay_conditions import AttributeReads
 from .arguments import metadata_of
 from .capture import CallCapture
 from .guards import FunctionGuard

@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 
+from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
 from ..engine.addresses import AddressGuard
 from ..layer_graph import LayerGraph, LayerGraphs, static_inputs
-from ..replay_conditions import AttributeReads, ReplayConditions
+from ..replay_conditions import ReplayConditions
 from .address_guard import GuardedLayer, guard_layer
 from .layers import fsdp_of, layer_name
 from .sample_inputs import SampleArguments, captures_attention, default_kwargs, packed_use

@@ -8,11 +8,12 @@ import torch
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
 from ..engine.whole_passes import WholePasses
 from ..hooks import has_other_hooks
 from ..layer_graph import ATTENTION_INPUTS
-from ..replay_conditions import AttributeReads, ReplayConditions
+from ..replay_conditions import ReplayConditions
 from .forward_graphs import ForwardGraphs
 from .sample_inputs import attention_mask_type, captures_attention
 from .training_calls import is_training

@@ -13,6 +13,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.utils import log_single_rank
 
 from .. import state
+from ..attribute_reads import AttributeReads
 from ..dispatcher_state import DispatcherState
 from ..eager_passes import EagerPasses
 from ..engine.addresses import AddressGuard, places_of
@@ -22,7 +23,7 @@ from ..errors import CaptureFailedError, UnsupportedError
 from ..evaluation_graph import EvaluationGraph
 from ..flags.own import packed_sequences
 from ..hooks import extracted_hooks, has_other_hooks
-from ..replay_conditions import AttributeReads, ReplayConditions
+from ..replay_conditions import ReplayConditions
 from .agreement import CaptureAgreement
 from .joined_collectives import joined_collectives
 from .sample_inputs import LayerInputs, attention_mask_type, captures_attention, default_kwargs, sample_arguments

@@ -8,11 +8,12 @@ import torch
 
 from megatron.core.transformer.enums import AttnMaskType
 
+from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
 from ..engine.whole_passes import WholePasses
 from ..flags.own import packed_sequences
 from ..hooks import has_other_hooks
-from ..replay_conditions import AttributeReads, ReplayConditions
+from ..replay_conditions import ReplayConditions
 from .forward_graphs import ForwardGraphs
 from .layers import _layer_is_graphable, decoder_layers
 from .sample_inputs import attention_mask_type

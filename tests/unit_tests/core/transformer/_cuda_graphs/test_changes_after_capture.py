@@ -13,7 +13,7 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
-from megatron.core.transformer._cuda_graphs.replay_conditions import AttributeReads
+from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads
 from tests.support.sample import each_once
 from tests.unit_tests.core.distributed.captured_training import CapturedTraining
 from tests.unit_tests.core.distributed.kinds_of_passes import SCOPES, losses_of, of_another_length

@@ -7,10 +7,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads
 from megatron.core.transformer._cuda_graphs.dispatcher_state import DispatcherState
 from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
 from megatron.core.transformer._cuda_graphs.evaluation_graph import EvaluationGraph
-from megatron.core.transformer._cuda_graphs.replay_conditions import AttributeReads, ReplayConditions
+from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
 
 HIDDEN, MASK = torch.zeros(8, 2, 4), torch.zeros(1, 1, 8, 8, dtype=torch.bool)
 

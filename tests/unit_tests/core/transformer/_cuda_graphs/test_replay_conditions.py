@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.replay_conditions import AttributeReads, ReplayConditions
+from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads
+from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
 
 
 class Config:

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
+from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 from megatron.core.transformer._cuda_graphs.local.guards import FunctionGuard
-from megatron.core.transformer._cuda_graphs.replay_conditions import AttributeReads, autocast_in_force
+from megatron.core.transformer._cuda_graphs.replay_conditions import autocast_in_force
 from megatron.core.transformer.cuda_graphs import create_cudagraphs, delete_cuda_graphs
 
 from .local_graph_cases import batch, record, stack

@@ -7,8 +7,9 @@ from typing import Any, cast
 import pytest
 import torch
 
+from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads
 from megatron.core.transformer._cuda_graphs.eager_passes import EagerPasses
-from megatron.core.transformer._cuda_graphs.replay_conditions import AttributeReads, ReplayConditions
+from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
 from megatron.core.transformer._cuda_graphs.te.whole_model import ModelGraphs
 
 SHAPE = 2, 8

@@ -1,0 +1,160 @@
+"""Notes which attributes passes read of modules and of their configurations."""
+
+import dis
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FunctionType
+from typing import Any
+
+import torch
+
+_IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: a class of C, none of Megatron's configurations
+_ORIGINAL = "_torchdynamo_orig_callable"  # what torch.compile keeps its argument as
+
+
+class AttributeReads:
+    """The public attributes that forward passes read of modules and of their configurations.
+
+    What ``torch.compile`` made runs unwatched: it would compile the watching too, and what it compiles anew may have
+    other bits than in training. All attributes that its code names count as read.
+
+    Attributes:
+        of: The names, by the ``id`` of the object. What a pass sets itself is left out: that is its result.
+    """
+
+    def __init__(self) -> None:
+        self.of: dict[int, set[str]] = {}
+        self._written: dict[int, set[str]] = {}
+
+    @contextmanager
+    def noted(self, roots: Iterable[torch.nn.Module]) -> Iterator[None]:
+        """Note what is read of all modules, and of the configurations of those in ``roots``, in this context."""
+        roots, watch = list(roots), _Replacements()
+        for kind in {torch.nn.Module, *(type(vars(module)["config"]) for module in with_configs(roots))}:
+            if not kind.__flags__ & _IMMUTABLE:
+                for name, noted in (("__getattribute__", self.of), ("__setattr__", self._written)):
+                    watch.add(kind, name, _noting(getattr(kind, name), noted))
+        for owner, name, compiled in _compiled(roots):
+            watch.add(owner, name, self._unwatched(watch, owner, compiled))
+        watch.install()
+        try:
+            yield
+        finally:
+            watch.remove()
+        for owner, names in self._written.items():
+            self.of.get(owner, set()).difference_update(names)
+
+    def ran(self, module: torch.nn.Module) -> bool:
+        """Whether a pass read anything of ``module`` itself: walks through a model read what all modules have."""
+        return any(name == "forward" or not hasattr(torch.nn.Module, name) for name in self.of.get(id(module), ()))
+
+    def _unwatched(self, watch: "_Replacements", owner: Any, compiled: Any) -> Callable[..., Any]:
+        """Return ``compiled``, an attribute of ``owner``, without anything being noted while it runs."""
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            watch.remove()
+            try:
+                if isinstance(owner, torch.nn.Module):
+                    self._note_module(owner)
+                else:
+                    self._note_function(args[0], getattr(compiled, _ORIGINAL))
+                return compiled(*args, **kwargs)
+            finally:
+                watch.install()
+
+        return run
+
+    def _note_module(self, root: torch.nn.Module) -> None:
+        """Note all attributes that ``forward`` names of ``root`` and of the modules in it."""
+        for module in root.modules():
+            self.of.setdefault(id(module), set()).add("forward")
+            self._note_function(module, module.forward)
+
+    def _note_function(self, module: torch.nn.Module, function: Callable[..., Any]) -> None:
+        """Note all attributes that ``function``, a method of ``module``, names, and the methods that it calls."""
+        read, written = _attributes(type(module), function)
+        config = vars(module).get("config")
+        for owner, there in (module, {*vars(module), *dir(type(module))}), (config, vars(config) if config else ()):
+            self.of.setdefault(id(owner), set()).update(read.intersection(there))
+            self._written.setdefault(id(owner), set()).update(written.intersection(there))
+        for child in read & module._modules.keys():
+            if module._modules[child] is not None:
+                self._note_module(module._modules[child])
+
+
+class _Replacements:
+    """Attributes of classes and modules that have another value for a time."""
+
+    def __init__(self) -> None:
+        self._all: list[tuple[Any, str, Any, Any]] = []
+
+    def add(self, owner: Any, name: str, value: Any) -> None:
+        """Give ``owner`` the attribute ``name`` of this ``value``, when installed."""
+        self._all.append((owner, name, value, vars(owner).get(name, _Replacements)))
+
+    def install(self) -> None:
+        """Set all."""
+        for owner, name, value, _ in self._all:
+            _set(owner, name, value)
+
+    def remove(self) -> None:
+        """Set what there was, or nothing."""
+        for owner, name, _, own in reversed(self._all):
+            if own is _Replacements:
+                delattr(owner, name)
+            else:
+                _set(owner, name, own)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    if isinstance(owner, type):
+        setattr(owner, name, value)
+    else:
+        vars(owner)[name] = value
+
+
+def with_configs(roots: Iterable[torch.nn.Module]) -> list[torch.nn.Module]:
+    """Return the modules in ``roots`` that have a configuration."""
+    return [module for root in roots for module in root.modules() if vars(module).get("config") is not None]
+
+
+def _noting(access: Callable[..., Any], noted: dict[int, set[str]]) -> Callable[..., Any]:
+    def access_noted(owner: Any, name: str, *value: Any) -> Any:
+        if not name.startswith("_"):
+            noted.setdefault(id(owner), set()).add(name)
+        return access(owner, name, *value)
+
+    return access_noted
+
+
+def _compiled(roots: Iterable[torch.nn.Module]) -> Iterator[tuple[Any, str, Any]]:
+    """Yield what ``torch.compile`` made of methods: of modules in ``roots``, and of their classes, each once."""
+    owners = [owner for root in roots for module in root.modules() for owner in (module, *type(module).__mro__)]
+    for owner in dict.fromkeys(owners):
+        for name, value in list(vars(owner).items()):
+            if callable(value) and _ORIGINAL in getattr(value, "__dict__", ()):
+                yield owner, name, value
+
+
+def _attributes(kind: type, function: Callable[..., Any]) -> tuple[set[str], set[str]]:
+    """Return the names of attributes that a method of ``kind``, and methods that it calls, read and set."""
+    read: set[str] = set()
+    written: set[str] = set()
+    left = [getattr(getattr(function, _ORIGINAL, function), "__code__", None)]
+    seen: set[CodeType | None] = {None}
+    while left:
+        code = left.pop()
+        if code in seen or code is None:
+            continue
+        seen.add(code)
+        left += [each for each in code.co_consts if isinstance(each, CodeType)]
+        for each in dis.get_instructions(code):
+            if each.opname == "STORE_ATTR":
+                written.add(each.argval)
+            elif each.opname in ("LOAD_ATTR", "LOAD_METHOD") and not each.argval.startswith("_"):
+                read.add(each.argval)
+        for name in code.co_names:
+            method = getattr(kind, name, None)
+            if isinstance(method, FunctionType) and not hasattr(torch.nn.Module, name):
+                left.append(getattr(method, _ORIGINAL, method).__code__)
+    return read, written
