@@ -4,8 +4,10 @@ PY ?= .venv/bin/python
 WORKERS ?= auto
 # Of tests whose ranks wait for each other: half as many again as there are processors.
 RANK_WORKERS ?= $(if $(filter auto,$(WORKERS)),$(shell echo $$(( ($$(OMP_NUM_THREADS= nproc) * 3 + 1) / 2 ))),$(WORKERS))
-# Tests marked `long`, such as pairs of flags, run in `make test-all` only.
+# Tests marked `long`, such as pairs of flags, run in `make test-all` only, and there once: with the environment's own
+# versions, on this processor as it is.
 QUICK := -m "not long"
+LONG :=
 # mypy refuses a folder without Python files.
 TYPED := $(foreach folder,megatron examples tests benchmarks,$(if $(shell find $(folder) -name '*.py' 2>/dev/null),$(folder)))
 CHECKED := $(TYPED) typings setup.py
@@ -80,15 +82,15 @@ demo: $(ENVIRONMENT)
 test: test-unit test-integration
 
 # Everything that needs no GPU, for which CI has no time.
-test-all: QUICK :=
+test-all: LONG := yes
 test-all: test test-processors test-versions test-torches test-installed test-patch demo
 
 test-unit: $(ENVIRONMENT)
-	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) tests/unit_tests
+	$(PY) -m pytest -n $(WORKERS) --dist loadfile $(if $(LONG),,$(QUICK)) tests/unit_tests
 
 # These start processes of their own, one per rank. No GPU is shown, so the tests in tests/gpu say why they are skipped.
 test-integration: $(ENVIRONMENT)
-	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -n $(RANK_WORKERS) --dist loadfile $(QUICK) \
+	CUDA_VISIBLE_DEVICES= $(PY) -m pytest -n $(RANK_WORKERS) --dist loadfile $(if $(LONG),,$(QUICK)) \
 		$(wildcard tests/integration_tests tests/gpu)
 
 # What processors differ in: with another instruction set or number of threads an operator adds in another order. `test`
@@ -116,7 +118,7 @@ test-versions: $(OTHER_CORES:%=test-core-%)
 
 $(filter-out test-core-0.19.1,$(OTHER_CORES:%=test-core-%)): test-core-%: build/cores/%/megatron
 	$(PY) -m megatron_fsdp_cuda_graphs upstream build/cores/$*
-	$(call with_core,$*) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) $(if $(QUICK),$(CORE_SAMPLE),$(CORE_TESTS))
+	$(call with_core,$*) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) $(if $(LONG),$(CORE_TESTS),$(CORE_SAMPLE))
 
 test-core-0.19.1: test-core-%: build/cores/%/megatron | build/cores/0.19.0/megatron
 	diff -r --exclude package_info.py --exclude __pycache__ build/cores/0.19.0/megatron $<
@@ -133,14 +135,14 @@ test-installed: COPY := PYTHONPATH=$(CURDIR)/build/installed$(addprefix :,$(PYTH
 test-installed: $(ENVIRONMENT)
 	rm -rf build/installed
 	$(PY) -m pip install --quiet --no-deps --no-build-isolation --target build/installed .
-	$(COPY) $(PY) -m pytest -n $(WORKERS) --dist loadfile tests/unit_tests
+	$(COPY) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) tests/unit_tests
 
 test-torches: $(OTHER_TORCHES:%=test-torch-%)
 
 $(OTHER_TORCHES:%=test-torch-%): test-torch-%: build/torches/%/.installed
 	$(call with_torch,$*) $(PY) examples/demo.py --device cpu --steps 8 --output build/torches/demo
-	$(call with_torch,$*) $(PY) -m pytest -n $(WORKERS) --dist loadfile tests/unit_tests
-	$(call with_torch,$*) $(PY) -m pytest -n $(RANK_WORKERS) --dist loadfile $(TORCH_TRAININGS)
+	$(call with_torch,$*) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) tests/unit_tests
+	$(call with_torch,$*) $(PY) -m pytest -n $(RANK_WORKERS) --dist loadfile $(QUICK) $(TORCH_TRAININGS)
 
 # In one process: this torch is not compiled ahead, and every process would do that again.
 test-newest-torch: build/torches/$(NEWEST_TORCH)/.installed
