@@ -12,6 +12,9 @@ LONG :=
 TYPED := $(foreach folder,megatron examples tests benchmarks,$(if $(shell find $(folder) -name '*.py' 2>/dev/null),$(folder)))
 CHECKED := $(TYPED) typings setup.py
 
+# Each of many processes would compile the project, and torch where it is not compiled ahead.
+unexport PYTHONDONTWRITEBYTECODE
+
 ifeq ($(PY),.venv/bin/python)
 ENVIRONMENT := .venv/.installed
 endif
@@ -68,12 +71,13 @@ help:
 
 .venv: $(ENVIRONMENT)
 
-# The stamp is written last: an installation that broke off is made again. pip would compile one module after another.
+# The stamp is written last: an installation that broke off is made again. pip would compile one module after another,
+# and what no test imports.
 .venv/.installed: setup.py constraints.txt
 	@echo "Installing torch, megatron-core and the tools of this project into .venv"
 	$(PYTHON) -m venv --clear .venv
 	.venv/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
-	.venv/bin/python -W ignore -m compileall -qq -j 0 -x '/tests/' .venv/lib
+	.venv/bin/python -W ignore -m compileall -qq -j 0 -x '/(tests|testing|mypyc?|networkx|fontTools|pygments|virtualenv)/' .venv/lib
 	touch $@
 
 demo: $(ENVIRONMENT)
@@ -144,7 +148,7 @@ $(OTHER_TORCHES:%=test-torch-%): test-torch-%: build/torches/%/.installed
 	$(call with_torch,$*) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) tests/unit_tests
 	$(call with_torch,$*) $(PY) -m pytest -n $(RANK_WORKERS) --dist loadfile $(QUICK) $(TORCH_TRAININGS)
 
-# In one process: this torch is not compiled ahead, and every process would do that again.
+# In one process: this torch is not compiled ahead, and two would both do that.
 test-newest-torch: build/torches/$(NEWEST_TORCH)/.installed
 	$(call with_torch,$(NEWEST_TORCH)) $(PY) -m pytest $(QUICK) $(TORCH_TESTS)
 

@@ -84,5 +84,7 @@ def one_rank(cpu_backend_of_module):
 @pytest.fixture
 def side_stream(cpu_backend_of_module):
     """The current stream is not the legacy default one, as in a program that captures."""
+    gc.collect()
+    gc.freeze()  # captures collect garbage, and building a model does: spare them what is there
     with torch.cuda.stream(torch.cuda.Stream()):
         yield
