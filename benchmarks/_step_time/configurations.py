@@ -72,7 +72,7 @@ GPU_MODELS = {
     "B": _sizes(8, 1024, 16, 512),
     "C": f"{_sizes(8, 2048, 16, 2048)} {MOE} {_experts(2048)} --moe-grouped-gemm",
     "D": f"{_sizes(4, 1024, 16, 512)} {_deepseek(32, 8, 512, 512)} --ffn-hidden-size 2816 --moe-grouped-gemm "
-    "--use-precision-aware-optimizer",
+    "--moe-permute-fusion --use-precision-aware-optimizer",
 }
 CPU_MODELS = {
     "A": _sizes(4, 64, 4, 32),

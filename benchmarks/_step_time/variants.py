@@ -80,7 +80,6 @@ VARIANTS = {
         # Experts in one call each way: their bits may be others.
         Variant("eager+grouped", (*FSDP, *_graphs("none"), GROUPED), {}, _GROUPED_REFERENCES),
         Variant("native+grouped", (*FSDP, *_graphs(PER_LAYER), GROUPED), _engine("native"), _GROUPED_REFERENCES),
-        Variant("full_iteration+grouped", (*_FULL, GROUPED), {}, _GROUPED_REFERENCES, one_graph=True),
         # The optimizer's graph comes with another Adam, which keeps its step count on the device.
         Variant("full_iteration+optimizer", (*_FULL, *OPTIMIZER), {}, _OPTIMIZER_REFERENCES, one_graph=True),
         Variant("eager+optimizer", (*FSDP, *_graphs("none"), *OPTIMIZER), {}, _OPTIMIZER_REFERENCES),
@@ -114,8 +113,4 @@ def default_names(configuration: Configuration, *, on_cpu: bool) -> list[str]:
     if on_cpu:
         return list(ON_CPU)
     experts = configuration.has_dynamic_shapes
-    return [
-        name
-        for name, each in VARIANTS.items()
-        if (each.groups_experts <= experts) and not (experts and each.one_graph and not each.groups_experts)
-    ]
+    return [name for name, each in VARIANTS.items() if not (each.one_graph if experts else each.groups_experts)]

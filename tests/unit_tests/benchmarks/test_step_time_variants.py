@@ -103,8 +103,8 @@ def test_only_graphs_of_layers_are_given_the_parts_of_a_moe_layer():
 def test_one_graph_is_not_tried_where_the_host_must_know_shapes():
     assert "full_iteration" in variants.default_names(configuration("A"), on_cpu=False)
     names = variants.default_names(configuration("C"), on_cpu=False)
-    assert {"native", "full_iteration+grouped"} <= {*names}
-    assert not any(variants.VARIANTS[name].one_graph for name in names if "grouped" not in name)
+    assert {"native", "native+grouped"} <= {*names}
+    assert not any(variants.VARIANTS[name].one_graph for name in names)
 
 
 def test_experts_without_the_host_are_in_graphs_of_whole_layers():
