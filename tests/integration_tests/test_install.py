@@ -113,11 +113,11 @@ def installed(tmp_path_factory) -> Callable[[str], Installation]:
     return functools.cache(lambda kind: install(kind, tmp_path_factory.mktemp(kind)))
 
 
+# The environment in which tests run is an editable installation.
 @pytest.fixture(
     params=[
-        "editable",
         "regular",
-        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("target", "wheel", "sdist")),
+        *(pytest.param(kind, marks=pytest.mark.long) for kind in ("editable", "target", "wheel", "sdist")),
     ]
 )
 def installation(request, installed) -> Installation:

@@ -314,7 +314,7 @@ def _sample() -> Iterator[tuple[str, ...]]:
 
 
 def train(names: Sequence[str], ranks: int, folder: Path, *, graphs: bool) -> list[dict[str, Any]]:
-    """Train with features and return the metrics of each step; what resumes, does so in new processes.
+    """Train with features and return the metrics of each step; with graphs what resumes does so in new processes.
 
     Raises:
         AssertionError: it failed; with the end of its log.
@@ -326,7 +326,7 @@ def train(names: Sequence[str], ranks: int, folder: Path, *, graphs: bool) -> li
         options["script"] = FILE.with_name("pretrain_capturable.py")
     if not graphs:
         arguments = " ".join(_without_graphs(arguments.split()))
-    if "checkpoints" not in names:
+    if "checkpoints" not in names or not graphs:
         return pretrain(folder / "run", arguments, **options)
     first = pretrain(folder / "first", f"{arguments} --exit-interval {SAVED}", **options)
     return first + pretrain(folder / "resumed", f"{arguments} --load {folder / 'checkpoints'}", **options)

@@ -5,7 +5,7 @@ import re
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard, MovedBufferError, address_of
+from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard, MovedBufferError, address_of, places_of
 
 
 class _Model:
@@ -83,3 +83,13 @@ def test_another_number_of_tensors_than_at_capture_is_refused():
 @pytest.mark.parametrize("tensor", [None, torch.zeros(3, device="meta"), torch.zeros(3).to_sparse()])
 def test_what_has_no_memory_of_its_own_has_no_address(tensor):
     assert address_of(tensor) == 0
+
+
+def test_places_have_the_names_and_tensors_of_the_module_also_where_one_was_replaced():
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2, bias=False))
+    model.scale = torch.nn.Parameter(torch.ones(1))
+    places = places_of(model, "_parameters")
+    model[0].weight = torch.nn.Parameter(torch.zeros(2, 2))
+    found = {place.name: place.tensor for place in places if place.tensor is not None}
+    assert found.keys() == {name for name, _ in model.named_parameters()}
+    assert all(found[name] is param for name, param in model.named_parameters())
