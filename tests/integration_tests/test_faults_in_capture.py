@@ -14,7 +14,8 @@ from tests.support.sample import mostly_long
 PLACES = {
     "anywhere": ("--stride", "401", "--layers-per-graph", "0", "1", "-1"),
     "somewhere": ("--stride", "503", "--layers-per-graph", "0"),
-    "collectives": ("--matching", "ProcessGroup", "--kinds", "exception", "--layers-per-graph", "1", "-1"),
+    "collectives": ("--matching", "ProcessGroup", "--kinds", "exception", "--layers-per-graph", "-1"),
+    "collectives of layers": ("--matching", "ProcessGroup", "--kinds", "exception", "--layers-per-graph", "1"),
     "torch's FSDP2": ("--case", '{"torch_fsdp": true, "tied": false}', "--layers-per-graph", "0", "--stride", "181"),
     "tensor parallel": ("--tp", "2", "--stride", "301", "--layers-per-graph", "1", "-1"),
     "expert parallel": (

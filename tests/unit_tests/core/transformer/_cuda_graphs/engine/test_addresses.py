@@ -5,7 +5,12 @@ import re
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard, MovedBufferError, address_of, places_of
+from megatron.core.transformer._cuda_graphs.engine.addresses import (
+    AddressGuard,
+    MovedBufferError,
+    address_of,
+    places_of,
+)
 
 
 class _Model:
