@@ -40,7 +40,7 @@ NEWEST_TORCH := $(lastword $(OTHER_TORCHES))
 TORCH_TESTS := $(addprefix tests/unit_tests/,test_doctor.py::test_the_torch_that_was_asked_for_is_tested \
 	benchmarks/test_layer_replay.py \
 	$(addprefix cpu_backend/test_,capture.py graphed_callables.py) \
-	core/distributed/_graphs/test_dropped_collectives.py core/transformer/_cuda_graphs/te/test_joined_collectives.py) \
+	core/distributed/_graphs/test_pipelines.py core/transformer/_cuda_graphs/te/test_joined_collectives.py) \
 	tests/integration_tests/test_cpu_ranks.py::test_collectives_written_for_nccl_work
 # One integration test of each kind, and the scripts.
 TORCH_TRAININGS := $(addprefix tests/integration_tests/,benchmarks \

@@ -301,7 +301,7 @@ def replays_that_gather_nothing(training: Training) -> None:
     """Parts of layers that a schedule replays without calling the layer: no one else gathers their parameters."""
     fsdp = training.chunks[0].module
     fsdp.suggested_AG_prefetch_size = 0
-    with mock.patch.object(fsdp, "around_parts", lambda module, graphed: graphed):
+    with mock.patch.object(fsdp, "around_part", return_value=None):
         training.helper.create_cudagraphs()
 
 
@@ -434,7 +434,7 @@ def training_state(training: Training) -> dict[str, object]:
         "capturing": (
             is_graph_capturing(),
             torch.cuda.is_current_stream_capturing(),
-            hasattr(fsdp, "fsdp_hooks") and fsdp.fsdp_hooks.graphed.capturing,
+            hasattr(fsdp, "fsdp_hooks") and fsdp.fsdp_hooks.registry.captured is not None,
         ),
         "stream": torch.cuda.current_stream().cuda_stream,
         "rng": [torch.cuda.get_rng_state().tolist()]

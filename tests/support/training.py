@@ -302,8 +302,8 @@ class Training:
 
 def _clipping_replays(chunks: list[Any]) -> int:
     hooks = [getattr(chunk.module, "fsdp_hooks", None) for chunk in chunks]
-    passes = [hook.graphed.whole_model for hook in hooks if hook is not None and hook.graphed.whole_model is not None]
-    return sum(each.clipping.replays for each in passes)
+    passes = [hook.registry.whole_model for hook in hooks if hook is not None]
+    return sum(each.clipping.replays for each in passes if each is not None)
 
 
 def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | None = None) -> Trace:

@@ -39,11 +39,11 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
 
     Attributes:
         evaluation_graph: The graph that evaluation replays; None without one.
-        runs_eagerly: Whether the last call had graphs that did not fit it; until the next call.
+        replaying: Which graphs the call in progress replays, ``training`` or ``evaluation``; there for the hooks of
+            such a call only.
     """
 
     evaluation_graph: EvaluationGraph | None = None
-    runs_eagerly: bool = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # A layer that is captured with all others has graphs for evaluation only.
@@ -62,30 +62,28 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
         if replays:
             if graph is not None:
                 hidden_states: Any = args[0] if args else kwargs.get("hidden_states")
-                eagerly = not graph.fits(hidden_states)
-                if self.runs_eagerly is not eagerly:
-                    self.__dict__["runs_eagerly"] = eagerly
-                if eagerly:  # megatron-core's own call would decide again
+                if not graph.fits(hidden_states):  # megatron-core's own call would decide again
                     with preserve_dispatcher_state(self):
                         return super(_upstream.GraphableMegatronModule, self).__call__(*args, **kwargs)
                 if graph.packed is not None:
                     kwargs = to_inputs(graph.name, kwargs, graph.packed, self._tokens(hidden_states))
-            forward = self._te_cuda_graph_replay
+            forward, graphs = self._te_cuda_graph_replay, "training"
         elif self._may_replay_evaluation(decide):
-            forward = self._evaluate
+            forward, graphs = self._evaluate, "evaluation"
         else:
             with preserve_dispatcher_state(self):
                 return super().__call__(*args, **kwargs)
         # torch runs the hooks around the current `forward`. Not through __call__, which would run the eager layer that
         # `Module.compile` has compiled.
-        own = self.__dict__.get("forward")  # a compiled or wrapped one that a user set on this layer
-        self.__dict__["forward"] = forward
+        own = self.__dict__
+        before = own.get("forward")  # a compiled or wrapped one that a user set on this layer
+        own["forward"], own["replaying"] = forward, graphs
         try:
             return torch.nn.Module._call_impl(self, *args, **kwargs)
         finally:
-            del self.__dict__["forward"]
-            if own is not None:
-                self.__dict__["forward"] = own
+            del own["forward"], own["replaying"]
+            if before is not None:
+                own["forward"] = before
 
     def _tokens(self, hidden_states: torch.Tensor) -> int:
         """The tokens of a micro-batch of one row, whose part on this rank is ``hidden_states``."""

@@ -60,6 +60,7 @@ class LayerGraph:
         packed: The argument.
         graphed: The engine's callable.
         name: The layer's name in errors.
+        around: Called with the engine's callable, positional and keyword arguments in the place of it; None for itself.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class LayerGraph:
         self._only_shape = None if eager_passes is None else self._shape
         self._conditions, self._may_run_eagerly = conditions, may_run_eagerly
         self.packed = packed
+        self.around: Callable[[Any, tuple, dict[str, Any]], Any] | None = None
         self.name = name
         self.graphed = graphed
         self._num_args = len(sample_args)
@@ -187,6 +189,8 @@ class LayerGraph:
                     f"{self.name} was captured without {name}, so its CUDA graph cannot take it. Train with "
                     f"--cuda-graph-impl none, or leave out what makes {name} necessary."
                 )
+        if self.around is not None:
+            return self.around(self.graphed, args, replay_kwargs)
         return self.graphed(*args, **replay_kwargs)
 
     def wrapped(self, wrap: Callable[[Any], Any]) -> "LayerGraph":

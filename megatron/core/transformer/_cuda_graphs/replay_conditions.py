@@ -18,9 +18,7 @@ from .attribute_reads import AttributeReads, with_configs
 from .hooks import HOOK_KINDS, is_of_ddp
 
 # Compared by themselves, or set by Megatron and by us from step to step.
-_NOT_COMPARED = frozenset(
-    ("training", "forward", "cuda_graphs", "evaluation_graph", "current_microbatch", "runs_eagerly")
-)
+_NOT_COMPARED = frozenset(("training", "forward", "cuda_graphs", "evaluation_graph", "current_microbatch", "replaying"))
 _GLOBAL_HOOKS = [
     getattr(torch_module, f"_global_{kind}") for kind in HOOK_KINDS if hasattr(torch_module, f"_global_{kind}")
 ]

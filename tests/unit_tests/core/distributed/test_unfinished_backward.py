@@ -3,7 +3,6 @@
 import warnings
 from contextlib import contextmanager
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
 import torch
@@ -108,14 +107,16 @@ def test_everything_that_it_held_is_released(one_rank):
 def test_gradients_that_no_hook_has_handled_are_dropped(one_rank):
     training = built("optim_grads_params")
     interrupted_backward(training)
-    params, graphed = list(training.fsdp.raw_param.values()), training.fsdp.fsdp_hooks.graphed
+    params, backward = list(training.fsdp.raw_param.values()), training.fsdp.fsdp_hooks.backward
     for param in params:
         param.grad, param.grad_added_to_main_grad = torch.zeros_like(param), True
-    with warns(), mock.patch.object(graphed, "forget_collected") as forget:
-        training.fsdp.fsdp_hooks.backward.drop_unfinished()
+    layer = training.fsdp.module.decoder.layers[0]
+    backward.collected[training.fsdp.fsdp_hooks.registry.of(layer)] += params
+    with warns():
+        backward.drop_unfinished()
     assert [param.grad for param in params] == [None] * len(params)
     assert not any(param.grad_added_to_main_grad for param in params)
-    assert forget.called
+    assert (backward.collected, backward.takers, backward.runners) == ({}, {}, {})
 
 
 def test_a_training_without_exceptions_is_not_warned_of(one_rank):

@@ -205,19 +205,19 @@ class Kept(LayerGraph):
         return args, kwargs
 
 
-def test_a_call_that_does_not_fit_the_graphs_runs_eagerly_with_hooks_and_says_so_until_the_next(layer):
+def test_a_call_that_does_not_fit_the_graphs_runs_eagerly_with_hooks_to_which_other_calls_say_what_they_replay(layer):
     graphs = Kept()
     asked = graphs.asked = []
     layer.cuda_graphs = [graphs]
-    layer.register_forward_hook(lambda module, args, output: layer.events.append("after"))
+    layer.register_forward_hook(lambda module, args, output: layer.events.append(vars(module).get("replaying")))
     other = torch.zeros(3)
     assert layer(other) is other
-    assert layer.events == ["eager", "after"]
-    assert layer.runs_eagerly
+    assert layer.events == ["eager", None]
     assert len(asked) == 1 and asked[0] is other
     (given,), _ = layer(X)
     assert given is X
-    assert not layer.runs_eagerly
+    assert layer.events[2:] == ["training"]
+    assert "replaying" not in vars(layer)
 
 
 class DecidesItself(Layer):

@@ -3,7 +3,6 @@
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -147,8 +146,8 @@ def gather_in_replays(chunks: Sequence[torch.nn.Module], layers: Sequence[Sequen
         fsdp = fsdp_of(chunk)
         if fsdp is not None:
             for layer in own:
-                wrap = partial(fsdp.around_parts, layer)
-                layer.cuda_graphs = LayerGraphs(graph.wrapped(wrap) for graph in layer.cuda_graphs)
+                for graph in layer.cuda_graphs:
+                    graph.around = fsdp.around_part(layer)
 
 
 def detach_graphs(chunks: Sequence[torch.nn.Module], layers: Sequence[Sequence[torch.nn.Module]]) -> None:

@@ -117,8 +117,6 @@ class MakesArguments:
         if all(fsdp_of(chunk) is not None for chunk in self.model):
             # Megatron-FSDP copies each gradient to its bucket as soon as it is complete, before any other replay.
             arguments["clone_param_grads_on_return"] = False
-            if "gradient_sinks" in self._engine.parameters:
-                arguments["gradient_sinks"] = self._gradient_sinks()
         quantization = self._quantization_arguments()
         missing = [name for name in quantization if name not in self._engine.parameters]
         if missing and quantization["enabled"]:
@@ -133,14 +131,16 @@ class MakesArguments:
             arguments["post_warmup_hook"] = offload.enable_offload
         return sample_args, {name: value for name, value in arguments.items() if name in self._engine.parameters}
 
-    def _gradient_sinks(self) -> list[Any]:
-        """What takes the gradients of each layer that has graphs of its own."""
+    def _gradient_sinks(self) -> dict[str, list[Any]]:
+        """Return the keyword argument by which Megatron-FSDP takes the gradients of layers that it is capturing."""
+        if "gradient_sinks" not in self._engine.parameters or not all(map(fsdp_of, self.model)):
+            return {}
         whole = not self.config.cuda_graph_modules
         sinks: list[Any] = []
         for chunk, layers in zip(self.model, self._layers_apart, strict=True):
             fsdp: Any = fsdp_of(chunk)
             sinks += fsdp.gradient_sinks(layers, whole)
-        return sinks
+        return {"gradient_sinks": sinks}
 
     def _order(self) -> PassOrder:
         """The order of forward and backward passes of this pipeline stage."""

@@ -420,6 +420,7 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         ):
             if self._engine.takes_hooks:
                 arguments["capture_time_hooks"] = naming_hooks(hooks, names, self._agreement)
+            arguments |= self._gradient_sinks()
             arguments["pool"] = pool = torch.cuda.graph_pool_handle()
             with recover_te_engine(pool, layers, arguments.get("recipe")):
                 graphs = self._engine.capture(layers, sample_args, **arguments)

@@ -14,8 +14,8 @@ def fsdp(ranks):
 def taken(fsdp, *, whole=True, unused=()):
     """The names of the parameters of the first layer whose gradients its sink takes in a capture."""
     layer = fsdp.module.decoder.layers[0]
-    (sink,) = fsdp.gradient_sinks([layer], whole)
     with fsdp.capture_graphs([layer]):
+        (sink,) = fsdp.gradient_sinks([layer], whole)
         fsdp.fsdp_hooks.unshard_for_backward(layer)
         names, params = zip(*layer.named_parameters(), strict=True)
         grads = [
@@ -37,6 +37,11 @@ def taken(fsdp, *, whole=True, unused=()):
 FC1 = "mlp.linear_fc1.weight"
 
 
+def test_gradients_are_taken_in_a_capture_only(fsdp):
+    with pytest.raises(RuntimeError, match="call it in capture_graphs"):
+        fsdp.gradient_sinks(fsdp.module.decoder.layers, whole=True)
+
+
 def test_a_sink_takes_every_gradient(fsdp):
     assert taken(fsdp) == {name for name, _ in fsdp.module.decoder.layers[0].named_parameters()}
 
@@ -49,13 +54,19 @@ def test_gradients_that_are_completed_elsewhere_are_left_to_autograd(fsdp, mark)
     assert taken(fsdp) == everything - {FC1}
 
 
-@pytest.mark.parametrize("mark", ["skip_backward_post_hook", "_is_shared"])
-def test_layers_with_such_gradients_are_not_recorded_with_their_collectives(fsdp, mark):
+@pytest.mark.parametrize(
+    ("mark", "reason"),
+    [
+        ("skip_backward_post_hook", "the weight gradient of {} is delayed"),
+        ("_is_shared", "the gradient of {} is completed elsewhere"),
+    ],
+)
+def test_layers_with_such_gradients_are_not_recorded_with_their_collectives(fsdp, mark, reason):
     layers = list(fsdp.module.decoder.layers)
     fsdp._replace_param_with_raw_if_needed()
     assert fsdp.recording_blocker(layers) == ""
     setattr(layers[1].get_parameter(FC1), mark, True)
-    assert fsdp.recording_blocker(layers) == f"the gradient of decoder.layers.1.{FC1} is completed elsewhere"
+    assert fsdp.recording_blocker(layers) == reason.format(f"decoder.layers.1.{FC1}")
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -6,7 +6,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.graphed_units import MovedBufferError
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import free_gradients, release_all
+from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 
 from ..fsdp_variants import Variant, small
 
@@ -26,16 +27,16 @@ def fsdp(ranks):
             hooks.release_after_forward(layer)
         for layer in reversed(layers):
             hooks.unshard_for_backward(layer)
-            hooks.graphed.writes(layer, layer.parameters())
+            hooks.registry.of(layer).facts.written = frozenset(layer.parameters())
             for param in layer.parameters():
                 param.get_main_grad()
             hooks.release_after_backward(layer)
     for layer in layers:
-        layer.cuda_graphs = ["graph"]
+        layer.replaying = "training"
     fsdp.start_param_sync()
     yield fsdp
     for layer in layers:
-        layer.cuda_graphs = []
+        del layer.replaying
 
 
 @pytest.fixture
@@ -60,7 +61,7 @@ def without_buffer(buffer):
 
 
 def unit_of(fsdp, layer):
-    return fsdp.fsdp_hooks._fsdp_units[layer]
+    return fsdp.fsdp_hooks.context.units[layer]
 
 
 def group_of(fsdp, layer):
@@ -92,14 +93,14 @@ def test_where_the_buffer_is_taken_megatron_core_gathers_and_the_moved_parameter
         ):
             fsdp.fsdp_hooks.unshard_for_forward(layers[2])
         assert [call.args[0] for call in gathered.call_args_list] == unit_of(fsdp, layers[2]).buckets
-        fsdp.fsdp_hooks.graphed.release_all()
+        release_all(fsdp)
     assert all(flag in str(error.value) for flag in FLAGS)
 
 
 def test_after_an_eager_gather_elsewhere_parameters_are_where_graphs_read_them_again(fsdp, layers):
     with without_buffer(group_of(fsdp, layers[2]).model_weight_buffer):
         fsdp.all_gather_and_wait_parameters_ready(list(layers[2].parameters()), prefetch=False)
-        fsdp.fsdp_hooks.graphed.release_all()
+        release_all(fsdp)
     gathered_eagerly: list[list[int]] = [unit_of(fsdp, layers[2]).buckets, []]  # the second time it is recorded
     for expected in gathered_eagerly:
         with eager(fsdp.all_gather_pipeline, "async_bucket_gather") as gathered:
@@ -108,7 +109,7 @@ def test_after_an_eager_gather_elsewhere_parameters_are_where_graphs_read_them_a
 
 
 def test_a_unit_that_is_gathered_already_is_not_gathered_again(fsdp, layers):
-    plan = fsdp.fsdp_hooks.graphed.plan(layers[0])
+    plan = fsdp.fsdp_hooks.registry.graphed[layers[0]].plan
     (own, *_) = plan.gathers["forward"]
     fsdp.fsdp_hooks.unshard_for_forward(layers[0])
     with eager(fsdp.all_gather_pipeline, "async_bucket_gather") as gathered:
@@ -127,7 +128,7 @@ def main_gradients(fsdp, layer):
 
 def reduce(fsdp, layer, value):
     """Write ``value`` to all gradients of ``layer`` as its backward graph does, and reduce them."""
-    plan = fsdp.fsdp_hooks.graphed.plan(layer)
+    plan = fsdp.fsdp_hooks.registry.graphed[layer].plan
     plan.claim()
     for param in layer.parameters():
         param.get_main_grad().fill_(value)
@@ -145,7 +146,7 @@ def test_a_recorded_reduction_adds_to_the_shard(fsdp, layers):
 
 
 def test_a_bucket_of_gradients_that_has_moved_is_an_error(fsdp, layers):
-    plan = fsdp.fsdp_hooks.graphed.plan(layers[0])
+    plan = fsdp.fsdp_hooks.registry.graphed[layers[0]].plan
     (bucket,) = unit_of(fsdp, layers[0]).buckets
     with (
         without_buffer(group_of(fsdp, layers[0]).main_grad_buffer),
@@ -153,7 +154,7 @@ def test_a_bucket_of_gradients_that_has_moved_is_an_error(fsdp, layers):
     ):
         plan.claim()
     assert all(flag in str(error.value) for flag in FLAGS)
-    fsdp.fsdp_hooks.graphed._free_gradients(layers[0])
+    free_gradients(fsdp, unit_of(fsdp, layers[0]).buckets)
 
 
 def test_where_the_bucket_has_moved_megatron_core_reduces(fsdp, layers):
@@ -171,8 +172,8 @@ def test_where_the_bucket_has_moved_megatron_core_reduces(fsdp, layers):
 
 
 def test_a_graphed_unit_claims_its_buckets_where_the_graph_writes(fsdp, layers):
-    plan = fsdp.fsdp_hooks.graphed.plan(layers[2])
+    plan = fsdp.fsdp_hooks.registry.graphed[layers[2]].plan
     with eager(fsdp.grad_reduce_pipeline, "_enforce_double_buffer_limit") as limit:
         plan.claim()
     limit.assert_called_once_with(unit_of(fsdp, layers[2]).buckets)
-    fsdp.fsdp_hooks.graphed._free_gradients(layers[2])
+    free_gradients(fsdp, unit_of(fsdp, layers[2]).buckets)

@@ -5,8 +5,9 @@ from unittest import mock
 
 import pytest
 
-from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.graphed_units import MovedBufferError
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import prepared
 from megatron.core.distributed.fsdp.src.megatron_fsdp.gradient_storages import GradientStorages
+from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 
 from ..captured_training import WARMED_UP, captured, graphed, in_use
 from ..fsdp_variants import small
@@ -35,12 +36,10 @@ def test_after_a_step_nothing_is_held(ranks):
 def test_the_hooks_of_layers_do_not_run_in_a_replay(ranks):
     with captured(graphed()) as training:
         training.step()
-        graphed_units = training.fsdp.fsdp_hooks.graphed
-        with mock.patch.object(
-            graphed_units, "parameters_gathered", wraps=graphed_units.parameters_gathered
-        ) as gathered:
+        registry = training.fsdp.fsdp_hooks.registry
+        with mock.patch.object(registry, "of", wraps=registry.of) as asked:
             training.step()
-        modules = {call.args[0] for call in gathered.call_args_list}
+        modules = {call.args[0] for call in asked.call_args_list}
         assert modules  # the embedding, say
         assert modules.isdisjoint(training.layers)
 
@@ -67,13 +66,13 @@ def test_layers_whose_gradients_would_go_elsewhere_are_an_error(ranks):
 
 def test_only_recorded_layers_are_prefetched_by_them(ranks):
     with captured(graphed(0, mtp=1)) as training:
-        units = training.fsdp.fsdp_hooks._fsdp_units
+        units = training.fsdp.fsdp_hooks.context.units
         buckets = {bucket for layer in training.layers for bucket in units[layer].buckets}
-        (owner,) = training.fsdp.fsdp_hooks.graphed.recorded
+        runners = training.fsdp.fsdp_hooks.registry.graphed
         gathered = [
             bucket
-            for plan in owner.plans.values()
-            for gathers in plan.gathers.values()
+            for layer in training.layers
+            for gathers in runners[layer].plan.gathers.values()
             for group in gathers
             for bucket, _ in group.keys
         ]
@@ -84,7 +83,7 @@ def test_only_recorded_layers_are_prefetched_by_them(ranks):
 def test_a_layer_that_was_gathered_before_a_replay_counts_as_released(ranks):
     with captured(graphed()) as training:
         fsdp, layer = training.fsdp, training.layers[1]
-        (bucket,) = fsdp.fsdp_hooks._fsdp_units[layer].buckets
+        (bucket,) = fsdp.fsdp_hooks.context.units[layer].buckets
         status = []
 
         def gather(*_):
@@ -115,7 +114,10 @@ def test_the_optimizers_gradients_stay_among_the_activations_of_one_graph_of_all
 
 def test_after_a_failed_capture_the_optimizers_gradients_stay_in_no_pool(ranks):
     with captured(small(layers=4, layers_per_graph=0, warmup=WARMED_UP)) as training:
-        prepared = training.fsdp.fsdp_hooks.graphed.prepared()
-        with mock.patch.object(GradientStorages, "leave") as leave, pytest.raises(ZeroDivisionError), prepared:
+        with (
+            mock.patch.object(GradientStorages, "leave") as leave,
+            pytest.raises(ZeroDivisionError),
+            prepared(training.fsdp),
+        ):
             raise ZeroDivisionError
         assert leave.called

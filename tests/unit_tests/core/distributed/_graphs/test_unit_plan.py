@@ -5,7 +5,9 @@ from unittest import mock
 
 import pytest
 
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import release_all
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.recorded_collectives import RecordedWork
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.runners import Graphed, Planned
 from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import PrefetchOrder
 from megatron.core.utils import get_attr_wrapped_model
 
@@ -19,18 +21,20 @@ def layers_of(fsdp):
 
 
 def unit_of(fsdp, layer=0):
-    return fsdp.fsdp_hooks._fsdp_units[layers_of(fsdp)[layer]]
+    return fsdp.fsdp_hooks.context.units[layers_of(fsdp)[layer]]
 
 
 def has_sinks(variant):
     """Whether graphs of its layers take gradients, and have plans."""
     fsdp = variant.build().module
     layers = layers_of(fsdp)
-    sinks = fsdp.gradient_sinks(layers, whole=True)
+    with fsdp.capture_graphs(layers):
+        sinks = fsdp.gradient_sinks(layers, whole=True)
     has = all(sink is not None for sink in sinks)
     assert has or sinks == [None] * len(layers)
-    capture(fsdp, layers)
-    assert {fsdp.fsdp_hooks.graphed._plans.of(layer) is not None for layer in layers} == {has}
+    runners = [fsdp.fsdp_hooks.registry.graphed[layer] for layer in layers]
+    assert {type(runner) for runner in runners} == {Planned if has else Graphed}
+    assert not has or [sink.runner for sink in sinks] == runners
     return has
 
 
@@ -53,12 +57,12 @@ def test_units_without_fixed_addresses_or_whose_gradients_are_looked_at_have_non
 
 def test_units_with_fp8_parameters_have_none(ranks):
     fsdp = Variant().build().module
-    graphed, unit = fsdp.fsdp_hooks.graphed, unit_of(fsdp)
-    assert graphed.can_have_plan(unit)
-    assert not graphed.can_have_plan(replace(unit, float8_params=unit.params[:1]))
+    plans, unit = fsdp.fsdp_hooks.context.plans, unit_of(fsdp)
+    assert plans.fits(unit)
+    assert not plans.fits(replace(unit, float8_params=unit.params[:1]))
     group = fsdp.param_and_grad_buffer.parameter_groups[unit.buckets[0]]
     with mock.patch.object(group, "transpose_weight_buffer", object()):
-        assert not graphed.can_have_plan(unit)
+        assert not plans.fits(unit)
 
 
 @pytest.mark.parametrize(("mixing", "has"), [("0", False), ("1", True)])
@@ -78,7 +82,7 @@ def capture(fsdp, layers):
 
 def planned(fsdp, layer, direction):
     """The buckets of the plan's all-gathers, the layer's own first."""
-    plan = fsdp.fsdp_hooks.graphed._plans.of(layer)
+    plan = fsdp.fsdp_hooks.registry.graphed[layer].plan
     return [bucket for group in plan.gathers[direction] for bucket, _ in group.keys]
 
 
@@ -89,7 +93,7 @@ def gathered_by_megatron_core(fsdp, layer, direction):
         fsdp.all_gather_and_wait_parameters_ready(
             list(layer.parameters()), prefetch_order=ORDERS[direction], bwd=direction == "backward"
         )
-    fsdp.fsdp_hooks.graphed.release_all()
+    release_all(fsdp)
     return [call.args[0] for call in gather.call_args_list]
 
 
@@ -128,7 +132,9 @@ def test_forgotten_units_leave_no_recorded_collective(ranks):
     fsdp.forget_graphs(layers[1:2])
     with pytest.raises(RuntimeError, match="without a preceding successful capture"):
         made[2]._graph.replay()
-    assert [group.recorded is None for group in fsdp.fsdp_hooks.graphed._plans.of(layers[0]).gathers["forward"]] == [
+    assert [
+        group.recorded is None for group in fsdp.fsdp_hooks.registry.graphed[layers[0]].plan.gathers["forward"]
+    ] == [
         False,
         True,
     ]
@@ -137,7 +143,8 @@ def test_forgotten_units_leave_no_recorded_collective(ranks):
     for work in made:
         assert work._graph.op_count == 0
     assert fsdp.grad_reduce_pipeline.recorded == {}
-    assert all(fsdp.fsdp_hooks.graphed._plans.of(layer) is None for layer in layers)
+    assert fsdp.fsdp_hooks.registry.graphed == {}
+    assert fsdp.recorded_collectives() == 0
 
 
 def freeze_first_parameters(model):
@@ -163,25 +170,10 @@ def test_a_unit_whose_neighbour_was_forgotten_prefetches_it_eagerly(ranks):
     layers = layers_of(fsdp)
     capture(fsdp, layers)
     fsdp.forget_graphs(layers[1:2])
-    layers[0].cuda_graphs = ["graph"]
+    layers[0].replaying = "training"
     fsdp.start_param_sync()
     pipeline = fsdp.all_gather_pipeline
     with mock.patch.object(pipeline, "async_bucket_gather", wraps=pipeline.async_bucket_gather) as gather:
         fsdp.fsdp_hooks.unshard_for_forward(layers[0])
     assert [call.args[0] for call in gather.call_args_list] == unit_of(fsdp, 1).buckets
-    layers[0].cuda_graphs = []
-
-
-def test_a_plan_is_for_replays_only(ranks):
-    fsdp = Variant(small(layers=3)).build(graphs=True).module
-    graphed, layer = fsdp.fsdp_hooks.graphed, layers_of(fsdp)[0]
-    capture(fsdp, [layer])
-    assert graphed.plan(layer) is None  # it has no graphs
-    layer.cuda_graphs = ["graph"]
-    assert graphed.plan(layer) is not None
-    layer.eval()
-    assert graphed.plan(layer) is None
-    layer.train()
-    with fsdp.capture_graphs([layers_of(fsdp)[1]]):
-        assert graphed.plan(layer) is None
-    layer.cuda_graphs = []
+    del layers[0].replaying

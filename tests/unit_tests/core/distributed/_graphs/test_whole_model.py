@@ -9,13 +9,13 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.graphed_units import MovedBufferError
 from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import (
     AllGatherPipeline,
     GradReducePipeline,
 )
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
 from megatron.core.transformer._cuda_graphs.engine import sanitizer
+from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 
 from ..captured_training import WARMED_UP, CapturedModel, captured, graphed, in_use
 from ..fsdp_variants import Variant, run_backward, small
@@ -46,7 +46,7 @@ def test_after_a_step_nothing_is_held(ranks):
         training.step()
         hooks = training.fsdp.fsdp_hooks
         assert in_use(training.fsdp) == [{}, {}]
-        assert (hooks.gradients.awaited, hooks.backward.is_open, hooks.graphed.recording) == (set(), False, None)
+        assert (hooks.gradients.awaited, hooks.backward.is_open, hooks.registry.captured) == (set(), False, None)
         assert training.fsdp.grad_reduce_pipeline.grad_reduce_queue == []
         assert status(training.fsdp) == {"PRESERVED"}
         states = {module._training_state.name for layer in training.layers for module in layer.modules()}
@@ -56,11 +56,10 @@ def test_after_a_step_nothing_is_held(ranks):
 def test_no_hook_inside_the_model_runs_in_a_replay(ranks):
     with captured(graphed(MODEL)) as training:
         training.step()
-        graphed_units = training.fsdp.fsdp_hooks.graphed
-        wrapped = mock.patch.object(graphed_units, "parameters_gathered", wraps=graphed_units.parameters_gathered)
-        with wrapped as gathered:
+        registry = training.fsdp.fsdp_hooks.registry
+        with mock.patch.object(registry, "of", wraps=registry.of) as asked:
             training.step()
-        modules = {call.args[0] for call in gathered.call_args_list}
+        modules = {call.args[0] for call in asked.call_args_list}
         assert modules == {training.fsdp.module}
 
 
@@ -120,10 +119,10 @@ def test_parameters_outside_of_units_are_gathered_once_in_a_step(ranks):
         training.step()
         owner = training.fsdp.graphs_of_model
         recorded = [group.recorded for group in owner._gathers]
-        with mock.patch.object(type(recorded[0]._work), "launch", autospec=True) as launched:
+        with mock.patch.object(type(recorded[0].work), "launch", autospec=True) as launched:
             training.step()
         works = [call.args[0] for call in launched.call_args_list]
-        assert works == [gather._work for gather in recorded]
+        assert works == [gather.work for gather in recorded]
 
 
 def test_start_param_sync_starts_the_recorded_gathers(ranks):
@@ -219,7 +218,7 @@ def test_the_first_unit_is_gathered_beside_what_runs_before_it(ranks):
         mock.patch.object(AllGatherPipeline, "async_bucket_gather", gathered),
         captured(case, Variant(case, change=watch)) as training,
     ):
-        units = [training.fsdp.fsdp_hooks._fsdp_units[layer].buckets[0] for layer in training.layers]
+        units = [training.fsdp.fsdp_hooks.context.units[layer].buckets[0] for layer in training.layers]
     first, *_, last = units
     assert events[:2] == [first, "embedding"]
     logits = events.index("gradient of logits")
@@ -296,12 +295,12 @@ def test_deleted_graphs_leave_nothing_behind(ranks):
         assert graphs is not None
         training.step()
         gone = [weakref.ref(graph) for graph in (graphs.passes.forward_graph, graphs.passes.backward_graph, graphs)]
-        assert hooks.graphed.whole_model is not None
+        assert hooks.registry.whole_model is not None
         del graphs
         training.helper.delete_cuda_graphs()
         assert [reference() for reference in gone] == [None] * 3
-        assert hooks.graphed.whole_model is None
-        assert hooks.graphed._plans._gathers == {}
+        assert hooks.registry.whole_model is None
+        assert hooks.context.plans._gathers == {}
         assert "forward" not in vars(training.fsdp.module)
         training.step()
         capture_again(training)
@@ -319,7 +318,7 @@ def test_after_a_failed_capture_no_backward_pass_is_open(ranks):
         with failing(training.layers[0], in_backward=True), pytest.raises(RuntimeError, match="is capturing"):
             capture_again(training)
         hooks = training.fsdp.fsdp_hooks
-        assert (hooks.backward.is_open, hooks.gradients.awaited, hooks.graphed.whole_model) == (False, set(), None)
+        assert (hooks.backward.is_open, hooks.gradients.awaited, hooks.registry.whole_model) == (False, set(), None)
         training.step()
         capture_again(training)
 

@@ -165,6 +165,14 @@ def test_a_wrapped_graph_checks_its_arguments_as_before():
         layer_graph().wrapped(lambda graphed: graphed)(None)
 
 
+def test_what_is_around_the_graphs_gets_the_engines_callable_and_its_arguments():
+    graph = layer_graph()
+    graph.around = lambda graphed, args, kwargs: (graphed, args, kwargs)
+    graphed, (hidden,), kwargs = graph(HIDDEN, attention_mask=MASK)
+    assert (graphed, kwargs) == (graph.graphed, {"attention_mask": MASK})
+    assert hidden is HIDDEN
+
+
 # ------------------------------------------------------------------------------------------------------- lifetime
 
 

@@ -11,7 +11,10 @@ import torch
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
-from ._graphs.recorded_units import RecordedLayers
+from ._graphs.blockers import layers_blocker, model_blocker
+from ._graphs.gradients import Progress
+from ._graphs.recorded_units import RecordedUnits
+from ._graphs.sessions import capture_evaluation, capture_layers, forget, gradient_sink, params_of
 from ._graphs.whole_model import WholeModel
 from .around_backward import RunAfterBackward as RegisterFSDPBackwardFunction  # noqa: F401, for those who import it
 from .fsdp_hooks import FsdpHooks
@@ -76,9 +79,8 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             return
         if gathers and not force_sync and self.ddp_config.overlap_param_gather:
             self._replace_param_with_raw_if_needed()
-            graphed = self.fsdp_hooks.graphed
-            if graphed.whole_model is not None:
-                graphed.whole_model.start_gather()
+            if self.graphs_of_model is not None:
+                self.graphs_of_model.start_gather()
             elif self.data_parallel_sharding_strategy != "no_shard":
                 first = next(self.module.parameters())
                 self.all_gather_and_wait_parameters_ready(params=[first], prefetch=True, wait_bucket_ready=False)
@@ -101,20 +103,20 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         also those that a backward pass has reduced because it was told that it is a step's last.
         """
         gradients = self.fsdp_hooks.gradients
-        if not gradients.were_eager and self.graphs_of_model is not None:
+        if gradients.progress is Progress.REPLAYED and self.graphs_of_model is not None:
             self.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
             return
-        if self.ddp_config.overlap_grad_reduce or not gradients.were_reduced:
+        if self.ddp_config.overlap_grad_reduce or gradients.progress < Progress.REDUCED:
             super().synchronize_gradient_reduce()
         else:
             self.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
             self.grad_reduce_pipeline.reset()
-        gradients.step_is_over()
+        gradients.progress = Progress.REPLAYED
 
     @property
     def graphs_of_model(self) -> Any:
         """The ``WholeModel`` that owns graphs of the whole model's passes; None without such graphs."""
-        return self.fsdp_hooks.graphed.whole_model
+        return self.fsdp_hooks.registry.whole_model
 
     def start_grad_sync(self, *unused: Any) -> None:
         """Start to reduce gradients, unless backward passes do; see megatron-core.
@@ -157,16 +159,30 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     def capture_graphs(
         self, modules: Iterable[torch.nn.Module], keep_buckets: bool = False
     ) -> AbstractContextManager[None]:
-        """Return the context in which CUDA graphs of ``modules`` are captured; see ``GraphedUnits.capture``."""
-        return self.fsdp_hooks.graphed.capture(modules, keep_buckets)
+        """Return the context in which CUDA graphs of ``modules`` are captured; see ``capture_layers``."""
+        return capture_layers(self.fsdp_hooks.context, modules, keep_buckets)
 
-    def around_parts(self, module: torch.nn.Module, graphed: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``graphed``, which replays ``module``, for schedules that do not call it; see ``FsdpHooks``."""
-        return self.fsdp_hooks.around_parts(module, graphed)
+    def gradient_sinks(self, modules: Iterable[torch.nn.Module], whole: bool) -> list[Any]:
+        """Return for each of ``modules`` what takes its gradients in its backward graph; None for autograd.
+
+        Args:
+            modules: Those that are captured, in the context of ``capture_graphs``.
+            whole: Whether their graphs hold all that they compute.
+
+        Raises:
+            RuntimeError: outside of that context.
+        """
+        hooks = self.fsdp_hooks
+        around = hooks.unshard_for_backward, hooks.release_after_backward
+        return [gradient_sink(hooks.context, module, whole, *around) for module in modules]
+
+    def around_part(self, module: torch.nn.Module) -> Callable[..., Any] | None:
+        """Return what replays ``module`` for a schedule that does not call it; see ``FsdpHooks``."""
+        return self.fsdp_hooks.around_part(module)
 
     def capture_evaluation_graphs(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
-        """Return the context in which graphs for evaluation are captured; see ``GraphedUnits.capture_evaluation``."""
-        return self.fsdp_hooks.graphed.capture_evaluation(modules)
+        """Return the context in which graphs for evaluation are captured; see ``capture_evaluation``."""
+        return capture_evaluation(self.fsdp_hooks.context, modules)
 
     def expect_evaluation(self, prepare: Callable[[tuple, dict[str, Any]], object]) -> None:
         """Call ``prepare`` once, before the next forward pass of the model in evaluation mode and without grad.
@@ -177,39 +193,35 @@ class MegatronFSDP(_upstream.MegatronFSDP):
 
     def read_by_graphs(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
         """Return the parameters of ``module`` that are gathered for its graphs."""
-        return self.fsdp_hooks.graphed.params_of(module)
-
-    def gradient_sinks(self, modules: Iterable[torch.nn.Module], whole: bool) -> list[Any]:
-        """Return for each of ``modules`` what takes its gradients in its backward graph; None for autograd.
-
-        Args:
-            modules: Those that are about to be captured.
-            whole: Whether their graphs hold all that they compute.
-        """
-        return [self.fsdp_hooks.gradient_sink(module, whole) for module in modules]
+        return params_of(self.fsdp_hooks.context, module)
 
     def recording_blocker(self, modules: Iterable[torch.nn.Module]) -> str:
         """Say why the passes of ``modules`` cannot be recorded with their collectives; empty if they can."""
-        return self.fsdp_hooks.recording_blocker(modules)
+        return layers_blocker(self.fsdp_hooks.context, modules)
 
     def recorded_layers(
         self, layers: Iterable[torch.nn.Module], begin: Callable[[str], object] = lambda phase: None
-    ) -> RecordedLayers:
+    ) -> RecordedUnits:
         """Return the owner of two graphs that hold the passes of consecutive ``layers``, in the order of forward.
+
+        In the graphs no other unit is prefetched, and outside of them none of these: under the double buffer
+        megatron-core prefetches units for units only.
 
         Args:
             layers: FSDP units.
             begin: Called with what begins: ``before forward``, then each ``forward`` and ``backward`` pass.
         """
-        return self.fsdp_hooks.recorded_layers(layers, begin)
+        context = self.fsdp_hooks.context
+        units = {layer: context.units[layer] for layer in layers}
+        return RecordedUnits(context, units, begin, context.plans.to_gather(units))
 
     def recorded_collectives(self) -> int:
         """Return how many graphs hold all-gathers or reductions alone, beside those of layers."""
-        return self.fsdp_hooks.graphed.recorded_collectives()
+        return self.fsdp_hooks.context.plans.recorded_collectives()
 
     def whole_model_blocker(self) -> str:
         """Say why the whole model's passes cannot be graphs; empty if they can."""
-        return self.fsdp_hooks.whole_model_blocker()
+        return model_blocker(self.fsdp_hooks.context, self.fsdp_hooks.trainable)
 
     def whole_model(self, begin: Callable[[str], object] = lambda phase: None) -> WholeModel:
         """Return the owner of graphs of the whole model's passes.
@@ -217,9 +229,9 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         Args:
             begin: Called with what begins: ``before forward``, then each ``forward`` and ``backward`` pass.
         """
-        return self.fsdp_hooks.whole_model(begin)
+        return WholeModel(self.fsdp_hooks.context, begin)
 
     def forget_graphs(self, modules: Iterable[torch.nn.Module]) -> None:
         """Note that ``modules`` no longer run as CUDA graphs."""
-        self.fsdp_hooks.graphed.forget(modules)
+        forget(self.fsdp_hooks.context, modules)
         self.param_and_grad_buffer.leave_graphs()

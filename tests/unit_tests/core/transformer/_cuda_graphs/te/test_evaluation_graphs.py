@@ -285,7 +285,7 @@ def test_a_failed_capture_for_evaluation_is_logged_and_leaves_evaluation_eager(o
         with mock.patch.object(mlp, "forward", lambda *args, **kwargs: (args[0].sum().item(), forward(*args))[1]):
             training.evaluate()
         training.evaluate()
-        assert not training.fsdp.fsdp_hooks.graphed.capturing
+        assert training.fsdp.fsdp_hooks.registry.captured is None
         assert in_use(training.fsdp) == [{}, {}]
 
     with caplog.at_level(logging.WARNING):

@@ -1,6 +1,7 @@
 """The backward pass of the whole model: what opens it, what closes it, and cleanup where an exception ended it."""
 
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from enum import Enum, auto
 from typing import Any
@@ -10,7 +11,8 @@ import torch
 from ..profiles import shown_in_profiles
 from ..training_state import TrainingState
 from .gradients import Gradients
-from .graphed_units import GraphedUnits
+from .pipelines import release_all
+from .registry import Registry, Runner
 
 
 class Phase(Enum):
@@ -19,6 +21,7 @@ class Phase(Enum):
     CLOSED = auto()
     REPLAYED = auto()  # by graphs of the whole model, which leave nothing to do for hooks
     EXPECTS_GRADIENTS = auto()  # of parameters, which hooks handle
+    IN_PARTS = auto()  # as above; embedding, layers and output layer run their parts of it by themselves
 
 
 class BackwardPass:
@@ -27,29 +30,33 @@ class BackwardPass:
     Args:
         fsdp: The wrapper.
         gradients: Its gradients.
-        graphed: Its units that run as CUDA graphs.
+        registry: Its runners.
         module_names: The names of all modules, filled while hooks are registered.
         trainable: All parameters that require a gradient, likewise.
 
     Attributes:
         module_names: The argument.
         phase: How far it is.
-        in_parts: Whether embedding, layers and output layer run their parts of it by themselves.
+        runners: Those of modules whose backward pass has begun in it; what was replayed as a whole has its owner here.
+        takers: Who takes the complete gradients of parameters; others are handled at once.
+        collected: Parameters whose gradient a runner has taken and not handled yet.
     """
 
     def __init__(
         self,
         fsdp: Any,
         gradients: Gradients,
-        graphed: GraphedUnits,
+        registry: Registry,
         module_names: Mapping[torch.nn.Module, str],
         trainable: Iterable[torch.nn.Parameter],
     ):
-        self._fsdp, self._gradients, self._graphed = fsdp, gradients, graphed
+        self._fsdp, self._gradients, self._registry = fsdp, gradients, registry
         self.module_names, self._trainable = module_names, trainable
         self._shards_params = fsdp.data_parallel_sharding_strategy == "optim_grads_params"
         self.phase = Phase.CLOSED
-        self.in_parts = False
+        self.runners: dict[torch.nn.Module, Any] = {}
+        self.takers: dict[torch.nn.Parameter, Runner] = {}
+        self.collected: defaultdict[Runner, list[torch.nn.Parameter]] = defaultdict(list)
         self._caller_ends_it = False
 
     @property
@@ -80,36 +87,53 @@ class BackwardPass:
                 if group.fsdp_unit_id is not None:
                     gathers.bucket_can_be_released[gathers.get_bucket_key(bucket, bwd=False)] = True
         self._gradients.expect(self._trainable)
-        if self._graphed.whole_model is not None:
-            self._graphed.whole_model.gather_first_unit("backward")  # as ranks do that replay this pass
+        if self._registry.whole_model is not None:
+            self._registry.whole_model.gather_first_unit("backward")  # as ranks do that replay this pass
+
+    def begin(self, modules: Iterable[torch.nn.Module], runner: object) -> None:
+        """Note that the backward pass of ``modules`` begins, with what their forward pass had.
+
+        Raises:
+            RuntimeError: the same backward pass of the model has one of another kind, too: their gradients would be
+                summed in two places.
+        """
+        for module in modules:
+            if self.runners.setdefault(module, runner) is not runner:
+                raise RuntimeError(
+                    f"{type(module).__name__}: one backward pass has a forward pass that CUDA graphs replayed and one "
+                    "that ran eagerly (of another shape, say). Call backward() for each loss by itself"
+                )
+
+    def end_of_modules(self) -> None:
+        """Forget what has begun: no module's backward pass goes on."""
+        self.runners.clear()
+        self.takers.clear()
+        self.collected.clear()
 
     @shown_in_profiles
     def finish_backward(self) -> None:
         """Close it: handle the remaining parameters, and finish the reductions."""
         fsdp = self._fsdp
-        if self.phase is Phase.EXPECTS_GRADIENTS:
-            self._graphed.forget_collected()  # they are still awaited
-            if self._gradients.handle_rest(self._trainable):
-                fsdp.grad_reduce_pipeline.reset()
-        self.phase, self.in_parts = Phase.CLOSED, False
-        self._graphed.backward_is_over()
+        self.end_of_modules()  # what was collected is still awaited
+        if self.phase in (Phase.EXPECTS_GRADIENTS, Phase.IN_PARTS) and self._gradients.handle_rest(self._trainable):
+            fsdp.grad_reduce_pipeline.reset()
+        self.phase = Phase.CLOSED
         fsdp.__dict__["microbatch_count"] += 1  # bypasses Module.__setattr__, which is slow
         if fsdp.model_auto_sync:
             fsdp.finish_grad_sync()
 
     def close(self) -> None:
         """Close it though gradients may be awaited, which count as if they had never been."""
-        self.phase, self.in_parts = Phase.CLOSED, False
-        self._graphed.backward_is_over()
+        self.phase = Phase.CLOSED
+        self.end_of_modules()
         self._gradients.awaited.clear()
-        self._graphed.forget_collected()
         self._set_training_states(TrainingState.IDLE)
 
     def drop(self) -> None:
         """Close one that did not come to its end, and drop its gradients."""
         self.close()
         self._gradients.drop()
-        self._graphed.release_all()
+        release_all(self._fsdp)
 
     def drop_unfinished(self) -> None:
         """Clean up after one that an exception ended, if it is still open: autograd does not close it then.

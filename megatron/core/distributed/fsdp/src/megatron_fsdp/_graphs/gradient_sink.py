@@ -1,81 +1,77 @@
 """Takes the gradients of a graphed FSDP unit inside its backward graph, which writes them to their buckets."""
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine import sanitizer
 
-from .gradients import Gradients
-from .unit import Unit
+from .context import Context
+from .runners import Facts, Planned
 
 
 class UnitSink:
     """The ``GradientSink`` of one FSDP unit.
 
     Args:
-        gradients: Megatron-FSDP's.
-        unit: The unit.
-        writes: Called with the parameters whose gradients the graph writes to their buckets.
-        whole: Whether the graphs hold all that the module computes.
-        before, after: Called before and after each replay of the backward graph; None for nothing.
+        context: The parts of the wrapper.
+        module: The unit.
+        facts: What the capture shows of it.
+        before, after: Called with the unit before and after each replay of the backward graph, if ``facts.whole``:
+            ``FsdpHooks.unshard_for_backward`` and ``release_after_backward``.
 
     Attributes:
-        whole: The argument.
+        runner: The runner of replays; None until the capture has succeeded.
         captured: The gradients in their buckets that the backward graph writes, if ``sanitizer.requested()``.
     """
 
     def __init__(
         self,
-        gradients: Gradients,
-        unit: Unit,
-        *,
-        writes: Callable[[list[torch.nn.Parameter]], None],
-        whole: bool,
-        before: Callable[[], None] | None,
-        after: Callable[[], None],
+        context: Context,
+        module: torch.nn.Module,
+        facts: Facts,
+        before: Callable[..., object],
+        after: Callable[[torch.nn.Module], object],
     ):
-        self._gradients, self._unit, self._writes = gradients, unit, writes
-        self.whole = whole
+        self._context, self._module, self._facts = context, module, facts
         self._before, self._after = before, after
+        self.runner: Planned | None = None
         self.captured: list[sanitizer.CapturedTensor] = []
 
     def take(
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
     ) -> Sequence[torch.Tensor | None]:
         """Move ``grads`` to their buckets; return those that Megatron-FSDP handles at another time."""
-        taken = []
+        taken: list[Any] = []
         left: list[torch.Tensor | None] = []
         for param, grad in zip(params, grads, strict=True):
-            if handled_later(param) or (grad is None and not self.whole):
+            if handled_later(param) or (grad is None and not self._facts.whole):
                 left.append(grad)
                 continue
             left.append(None)
             param.grad = grad  # None, of a parameter that is not used, counts as zeros
             taken.append(param)
         with torch.no_grad():
-            self._gradients.accumulate(taken)
-        self._writes(taken)
+            self._context.gradients.accumulate(taken)
+        self._facts.written |= frozenset(taken)
         if sanitizer.requested():
-            name_of = self._gradients.name_of
-            named = ((f"the gradient bucket of {name_of(param)}", param.main_grad) for param in taken)
+            name_of = self._context.fsdp.param_to_name
+            named = ((f"the gradient bucket of {name_of[param]}", param.main_grad) for param in taken)
             self.captured = sanitizer.captured(named)
         return left
 
-    def claim_buckets(self) -> None:
-        """Allocate the gradient buckets, before a capture in which that must not happen."""
-        for param in self._unit.params:
-            if param.requires_grad:
-                param.get_main_grad()
-
     def before_backward(self) -> None:
         """Gather parameters and claim buckets before a replay of the whole module."""
-        if self._before is not None:
-            self._before()
+        if self._facts.whole:
+            self._before(self._module, runner=self.runner)
 
     def after_backward(self) -> None:
         """Note the gradients, and after a replay of the whole module reduce and release."""
-        self._after()
+        if self._facts.whole:
+            self._after(self._module)
+        elif self.runner is not None:
+            self.runner.gradients_written()
 
 
 def has_gradient_hooks(param: torch.Tensor) -> bool:

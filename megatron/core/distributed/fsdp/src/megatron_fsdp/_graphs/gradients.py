@@ -1,12 +1,22 @@
 """The gradients of one ``MegatronFSDP``: moved to their buckets as they complete, and reduced."""
 
 from collections.abc import Iterable
+from enum import IntEnum
 from typing import Any
 
 import torch
 
 from ..param_and_grad_buffer import _check_nan_in_grad, to_local_if_dtensor
 from ..unsharded_gradients import REDUCES_EVERY_BACKWARD
+
+
+class Progress(IntEnum):
+    """How far the gradients of a step are."""
+
+    REPLAYED = 0  # all of them, by graphs of the whole model
+    ACCUMULATED = 1
+    REDUCED = 2  # by a backward pass
+    FINAL = 3  # also those that no backward pass reduces but the one that is known to be the step's last
 
 
 class Gradients:
@@ -17,21 +27,13 @@ class Gradients:
 
     Attributes:
         awaited: Parameters whose gradient the open backward pass has not handled yet.
-        were_eager: Whether a gradient has come, since the last step, from more than replays of the whole model.
-        were_reduced: Whether a backward pass since the last step has reduced gradients.
-        were_final: Whether the last of them was known to be the step's last, in which those are reduced that no other
-            backward pass reduces: whole ones, and between instances all.
+        progress: How far they are since the last step.
     """
 
     def __init__(self, fsdp: Any):
         self._fsdp = fsdp
         self.awaited: set[torch.nn.Parameter] = set()
-        self.were_eager, self.were_reduced, self.were_final = True, False, False
-
-    def name_of(self, param: torch.nn.Parameter) -> str:
-        """Return the name of ``param`` in the model."""
-        name: str = self._fsdp.param_to_name[param]
-        return name
+        self.progress = Progress.ACCUMULATED
 
     def expect(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Await the gradients of ``params``, and no others."""
@@ -53,7 +55,9 @@ class Gradients:
         params = [param for param in params if not getattr(param, "_is_shared", False)]
         for param in params:
             if getattr(param, "skip_backward_post_hook", False) and not hasattr(param, "post_wgrad_grad_acc_hook"):
-                raise RuntimeError(f"{self.name_of(param)} has a delayed weight gradient but no hook to accumulate it")
+                raise RuntimeError(
+                    f"{self._fsdp.param_to_name[param]} has a delayed weight gradient but no hook to accumulate it"
+                )
         if params:
             self._accumulate_and_reduce(params)
             self.awaited.difference_update(params)
@@ -64,10 +68,6 @@ class Gradients:
         self.awaited.difference_update(rest)
         return self._accumulate_and_reduce(rest)
 
-    def step_is_over(self) -> None:
-        """Note that the gradients of a step have been reduced."""
-        self.were_eager = self.were_reduced = self.were_final = False
-
     def check_final(self) -> None:
         """Make sure that the step's last backward pass knew that it is.
 
@@ -76,7 +76,7 @@ class Gradients:
         """
         fsdp = self._fsdp
         waits = fsdp.dist_index.use_hybrid_fsdp or fsdp.data_parallel_sharding_strategy not in REDUCES_EVERY_BACKWARD
-        if waits and fsdp.microbatch_count and not self.were_final:
+        if waits and fsdp.microbatch_count and self.progress < Progress.FINAL:
             raise RuntimeError(
                 "Megatron-FSDP reduces these gradients in the backward pass of a step's last micro-batch only, and the "
                 "pipeline schedule did not say which that is: it does if config.grad_sync_func is None, as with "
@@ -85,14 +85,13 @@ class Gradients:
 
     def _accumulate_and_reduce(self, params: list[torch.nn.Parameter]) -> bool:
         """Accumulate each gradient, then reduce them if this pass reduces; return whether it does."""
-        self.were_eager = True
-        self.accumulate(params)
         fsdp = self._fsdp
         last_microbatch = getattr(fsdp, "is_last_microbatch", False) or fsdp.model_auto_sync
-        self.were_final = last_microbatch
         reduces = last_microbatch or fsdp.data_parallel_sharding_strategy in REDUCES_EVERY_BACKWARD
+        own = Progress.REDUCED if reduces else Progress.ACCUMULATED
+        self.progress = Progress.FINAL if last_microbatch else max(own, min(self.progress, Progress.REDUCED))
+        self.accumulate(params)
         if reduces:
-            self.were_reduced = True
             fsdp.grad_reduce_pipeline.reduce_gradients(
                 params,
                 suggested_queue_capacity=fsdp.suggested_RS_queue_capacity,

@@ -69,6 +69,9 @@ class RecordedGather:
         capture: Records the graph.
         gathers: The pipeline of all-gathers; no bucket of ``buckets`` is in use.
         buckets: The indices of the buckets, all of one unit and of one process group.
+
+    Attributes:
+        work: The graph.
     """
 
     def __init__(self, capture: Capture, gathers: Any, buckets: Sequence[int]):
@@ -81,7 +84,7 @@ class RecordedGather:
             for bucket in buckets:
                 gathers.wait_bucket_ready(bucket, False)
 
-        self._work = RecordedWork(capture, gathers.ag_stream, run)
+        self.work = RecordedWork(capture, gathers.ag_stream, run)
         weights = [groups[bucket].model_weight_buffer for bucket in buckets]
         self._buckets = [
             (gathers.get_bucket_key(bucket, False), buffer, buffer.fetch_bucket().data.data_ptr())
@@ -110,19 +113,15 @@ class RecordedGather:
         for param, address in self._views:
             if param.data_ptr() != address:
                 return False
-        self._work.launch()
+        self.work.launch()
         for key, _, _ in self._buckets:
             status[key] = BucketStatus.COMMUNICATING
             gathers.bucket_can_be_released[key] = False
-            gathers.param_gather_event_map[key] = (self._work, partial(self._gathered, key))
+            gathers.param_gather_event_map[key] = (self.work, partial(self._gathered, key))
         return True
 
     def _gathered(self, key: tuple[int, bool]) -> None:
         self._gathers.bucket_status[key] = BucketStatus.READY_TO_USE
-
-    def reset(self) -> None:
-        """Free the graph."""
-        self._work.reset()
 
 
 class RecordedReduction:
@@ -135,6 +134,7 @@ class RecordedReduction:
 
     Attributes:
         buckets: The argument.
+        work: The graph.
     """
 
     def __init__(self, capture: Capture, reductions: Any, buckets: list[int]):
@@ -143,8 +143,8 @@ class RecordedReduction:
         self._fetch = [partial(reductions.get_fsdp_buffer(bucket).fetch_bucket, dtype=dtype) for bucket in buckets]
         self._addresses = [fetch().data.data_ptr() for fetch in self._fetch]
         reduce = partial(reductions._bucket_group_gradient_reduce, self.buckets, async_op=True)
-        self._work = RecordedWork(capture, reductions.rs_stream, reduce)
-        self._queued = [(self._work, free, bucket) for _, free, bucket in reductions.grad_reduce_queue]
+        self.work = RecordedWork(capture, reductions.rs_stream, reduce)
+        self._queued = [(self.work, free, bucket) for _, free, bucket in reductions.grad_reduce_queue]
         reductions.grad_reduce_queue.clear()
         for _, free, _ in self._queued:
             free()
@@ -172,12 +172,8 @@ class RecordedReduction:
         if [fetch().data.data_ptr() for fetch in self._fetch] != self._addresses:
             return False
         reductions = self._reductions
-        self._work.launch()
+        self.work.launch()
         for bucket in self.buckets:
             reductions.bucket_status[bucket] = BucketStatus.COMMUNICATING
         reductions.grad_reduce_queue.extend(self._queued)
         return True
-
-    def reset(self) -> None:
-        """Free the graph."""
-        self._work.reset()

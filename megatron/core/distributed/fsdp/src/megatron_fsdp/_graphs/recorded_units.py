@@ -1,21 +1,19 @@
 """FSDP units whose passes are recorded in one graph for each direction, with their collectives inside it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 
 from ..gradient_storages import GradientStorages
 from ..training_state import TrainingState
-from .backward_pass import BackwardPass
 from .bucket_places import BucketPlaces
-from .dropped_collectives import drop_collectives, take_back_unlaunched
-from .gradients import Gradients
-from .graphed_units import GraphedUnits
+from .context import Context
+from .pipelines import drop_collectives, prepared, settle, take_back_unlaunched
 from .recorded_collectives import TO_GATHER
-from .unit import Unit
-from .unit_plan import Direction, UnitPlan
+from .runners import Recorded
+from .unit import Direction, Unit
+from .unit_plan import UnitPlan
 
 
 class RecordedUnits:
@@ -26,28 +24,25 @@ class RecordedUnits:
     leaves it so.
 
     Args:
-        fsdp: The wrapper.
-        graphed: Its units that run as CUDA graphs.
-        backward: Its backward pass.
-        gradients: Its gradients.
+        context: The parts of the wrapper.
         units: The units, by module, in the order of forward.
         begin: Called with what begins: ``before forward``, then each pass that is warmed up or recorded.
+        plans: How those units gather that must do it otherwise than in eager training.
 
     Attributes:
-        plans: For each module that must gather otherwise than in eager training how it does.
+        runners: How passes of the units are recorded.
     """
 
     def __init__(
         self,
-        fsdp: Any,
-        graphed: GraphedUnits,
-        backward: BackwardPass,
-        gradients: Gradients,
-        units: dict[torch.nn.Module, Unit],
+        context: Context,
+        units: Mapping[torch.nn.Module, Unit],
         begin: Callable[[str], object],
+        plans: Mapping[torch.nn.Module, UnitPlan],
     ):
-        self.plans: dict[torch.nn.Module, UnitPlan] = {}
-        self._fsdp, self._graphed, self._backward, self._gradients = fsdp, graphed, backward, gradients
+        self.runners = {module: Recorded(context, module, plans.get(module)) for module in units}
+        self._context, self._fsdp = context, context.fsdp
+        self._backward, self._gradients = context.backward, context.gradients
         self._begin: Callable[[str], object] | None = begin  # until the capture is over
         self._units = units
         self._buckets = [bucket for unit in units.values() for bucket in unit.buckets]
@@ -55,8 +50,7 @@ class RecordedUnits:
         in_units = {bucket for bucket, group in groups if group.fsdp_unit_id is not None}
         self._holds_all_units = in_units == set(self._buckets)
         self._weights, self._grads = BucketPlaces("gather parameters to"), BucketPlaces("write gradients to")
-        self._module_of = {param: module for module, unit in units.items() for param in unit.params}
-        self._collected: dict[torch.nn.Module, list[torch.nn.Parameter]] = {module: [] for module in units}
+        self._params = frozenset(param for unit in units.values() for param in unit.params)
 
     # ------------------------------------------------------------------------------------------------------- capture
 
@@ -70,11 +64,11 @@ class RecordedUnits:
         microbatches = fsdp.microbatch_count
         assert self._begin is not None
         self._begin("before forward")
-        with self._graphed.prepared():
+        with prepared(fsdp):
             try:
                 with self._gathered_outside():
                     yield
-                self._graphed.recorded.append(self)
+                self._succeeded()
             except BaseException:
                 take_back_unlaunched(fsdp)
                 self._backward.drop()
@@ -82,6 +76,10 @@ class RecordedUnits:
             finally:
                 fsdp.microbatch_count = microbatches
                 self._begin = None
+
+    def _succeeded(self) -> None:
+        """Let the registry know of the graphs."""
+        self._context.registry.graphed.update(self.runners)
 
     @contextmanager
     def _gathered_outside(self) -> Iterator[None]:
@@ -93,24 +91,22 @@ class RecordedUnits:
         """The context in which a phase is warmed up or recorded."""
         assert self._begin is not None
         self._begin(phase)
-        with self._recording(phase):
+        with self._context.registry.capturing(self.runners), self._recording(phase):
             if phase == "backward":
                 self._backward.start(caller_ends_it=True)
             yield
             if phase == "backward":
                 self._end_backward()
-            self._graphed.settle()
+            settle(self._fsdp)
 
     def _end_backward(self) -> None:
-        self._gradients.handle_rest(self._module_of)
+        self._gradients.handle_rest(self._params)
         self._backward.close()
 
     @contextmanager
     def _recording(self, phase: Direction) -> Iterator[None]:
-        graphed, reductions = self._graphed, self._fsdp.grad_reduce_pipeline
-        graphed.free_held_gradients()
+        reductions = self._fsdp.grad_reduce_pipeline
         self._release()
-        graphed.recording = self
         current = torch.cuda.current_stream()
         others = self._fsdp.all_gather_pipeline.ag_stream, reductions.rs_stream
         storages = self._gradient_storages()
@@ -131,8 +127,6 @@ class RecordedUnits:
             recorded = torch.cuda.is_current_stream_capturing()  # such collectives never run
             drop_collectives(self._fsdp, finished=not recorded)
             raise
-        finally:
-            graphed.recording = None
 
     def _gradient_storages(self) -> GradientStorages | None:
         """The memory of the optimizer's gradients, if it can stay in that of the graph that is being recorded."""
@@ -148,21 +142,6 @@ class RecordedUnits:
             self._weights.note(gathers.get_fsdp_buffer(bucket))
             if bucket in reductions.bucket_status:
                 self._grads.note(reductions.get_fsdp_buffer(bucket), dtype)
-
-    def collect(self, param: torch.nn.Parameter) -> bool:
-        """Keep the parameter of a unit, whose gradient is complete, until ``collected``: all are copied at once.
-
-        Returns False if the caller must handle it now.
-        """
-        module = self._module_of.get(param)
-        if module is not None:
-            self._collected[module].append(param)
-        return module is not None
-
-    def collected(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """Return and forget the parameters of ``module`` that ``collect`` kept."""
-        collected, self._collected[module] = self._collected[module], []
-        return collected
 
     def captured_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return with their names the shards of weights and gradients, and where buckets are while they are in use."""
@@ -202,7 +181,7 @@ class RecordedUnits:
             MovedBufferError: one is not.
             RuntimeError: a forward pass of the same units that ran eagerly is in this backward pass, too.
         """
-        self._graphed.begin_replayed_backward(self._units)
+        self._backward.begin(self._units, self)
         reductions = self._fsdp.grad_reduce_pipeline
         groups = reductions.buffer.parameter_groups
         if any(groups[bucket].fsdp_unit_id is not None for _, _, bucket in reductions.grad_reduce_queue):
@@ -213,29 +192,18 @@ class RecordedUnits:
 
     def after_backward(self) -> None:
         """Note that the gradients of all units have been reduced, and their backward pass is over."""
-        self._gradients.awaited.difference_update(self._module_of)
+        self._gradients.awaited.difference_update(self._params)
         for unit in self._units.values():  # or the next eager pass would count as a recomputation
             unit.set_training_state(TrainingState.IDLE)
 
     def forget(self) -> None:
         """Note that there are no graphs any more."""
-        if self in self._graphed.recorded:
-            self._graphed.recorded.remove(self)
+        graphed = self._context.registry.graphed
+        for module in [module for module, runner in self.runners.items() if graphed.get(module) is runner]:
+            del graphed[module]
 
     def _release(self) -> None:
         gathers = self._fsdp.all_gather_pipeline
         for bucket in self._buckets:
             if gathers.bucket_status[bucket, False] not in TO_GATHER:  # somebody gathered it meanwhile
                 gathers.release_bucket(bucket, False)
-
-
-class RecordedLayers(RecordedUnits):
-    """Consecutive layers of a model, whose other modules run eagerly around the replays.
-
-    In the graphs no other unit is prefetched, and outside of them none of these: under the double buffer megatron-core
-    prefetches units for units only.
-    """
-
-    def __init__(self, fsdp: Any, graphed: GraphedUnits, *args: Any):
-        super().__init__(fsdp, graphed, *args)
-        self.plans = graphed.plans_to_gather(self._units)

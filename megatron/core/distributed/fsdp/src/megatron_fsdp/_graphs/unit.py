@@ -1,11 +1,13 @@
 """The parts of an FSDP unit, collected once: hooks need them several times in every pass."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from ..mixed_precision import is_float8tensor
+
+Direction = Literal["forward", "backward"]
 
 # What an error about a moved buffer says at the end.
 ADVICE = (

@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -16,9 +16,8 @@ from megatron.core.transformer._cuda_graphs.engine.capture import Capture
 from megatron.core.transformer._cuda_graphs.launches import launches_of
 
 from .recorded_collectives import TO_GATHER, RecordedGather, RecordedReduction
-from .unit import Unit
+from .unit import Direction, Unit
 
-Direction = Literal["forward", "backward"]
 Group = tuple[int, ...]
 
 
@@ -62,16 +61,14 @@ class UnitPlan:
         fsdp: The wrapper.
         unit: The unit.
         gathers: For each direction what to gather: the unit's groups of buckets, then those to prefetch.
-        written: The parameters whose gradients the backward graph writes to their buckets.
         claimed: The reductions of buckets that the backward graph writes to.
         reduced: Those of them whose every gradient the backward graph writes.
-        left: The parameters in ``written`` whose bucket is in none of ``reduced``.
+        left: The parameters whose gradients it writes and whose bucket is in none of ``reduced``.
     """
 
     fsdp: Any
     unit: Unit
     gathers: dict[Direction, list[GroupGather]]
-    written: frozenset[torch.nn.Parameter]
     claimed: Sequence[RecordedReduction] = ()
     reduced: Sequence[RecordedReduction] = ()
     left: list[torch.nn.Parameter] = field(default_factory=list)
@@ -102,11 +99,6 @@ class UnitPlan:
             reductions.wait_for_previous_grad_reduce(suggested_queue_capacity=self.fsdp.suggested_RS_queue_capacity)
             reduction.launch()
 
-    def release(self) -> None:
-        """Release the unit's parameters."""
-        for bucket in self.unit.buckets:
-            self.fsdp.all_gather_pipeline.release_bucket(bucket, False)
-
 
 class UnitPlans:
     """Makes the plans of one ``MegatronFSDP``, and owns the recorded collectives.
@@ -117,14 +109,9 @@ class UnitPlans:
 
     def __init__(self, fsdp: Any):
         self._fsdp = fsdp
-        self._plans: dict[torch.nn.Module, UnitPlan] = {}
         self._gathers: dict[Group, RecordedGather] = {}
         self._reductions: dict[Group, RecordedReduction] = {}
         self._reduced_once: set[Any] = set()  # process groups
-
-    def of(self, module: torch.nn.Module) -> UnitPlan | None:
-        """Return the plan of ``module``, or None."""
-        return self._plans.get(module)
 
     def fits(self, unit: Unit) -> bool:
         """Whether ``unit`` can have a plan: its buffers must be sharded, at fixed addresses, and of one level.
@@ -141,8 +128,10 @@ class UnitPlans:
         groups = [fsdp.param_and_grad_buffer.parameter_groups[bucket] for bucket in unit.buckets]
         return all(group.fsdp_unit_id is not None and group.transpose_weight_buffer is None for group in groups)
 
-    def make(self, units: Mapping[torch.nn.Module, tuple[Unit, frozenset[torch.nn.Parameter]]]) -> None:
-        """Record the collectives of ``units`` and make their plans. No bucket is in use, before and after.
+    def make(
+        self, units: Mapping[torch.nn.Module, tuple[Unit, frozenset[torch.nn.Parameter]]]
+    ) -> dict[torch.nn.Module, UnitPlan]:
+        """Record the collectives of ``units`` and return their plans. No bucket is in use, before and after.
 
         Args:
             units: For each module its unit, and the parameters whose gradients its backward graph writes.
@@ -153,10 +142,9 @@ class UnitPlans:
                 self._record(capture, unit)
         except BaseException:
             for unit, _ in units.values():
-                self._forget_recorded(unit)
+                self.forget(unit)
             raise
-        for module, (unit, written) in units.items():
-            self._plans[module] = self._plan(unit, written)
+        return {module: self._plan(unit, written) for module, (unit, written) in units.items()}
 
     def to_gather(self, units: Mapping[torch.nn.Module, Unit]) -> dict[torch.nn.Module, UnitPlan]:
         """Return plans for consecutive ``units`` that gather, with nothing recorded, and prefetch no other unit."""
@@ -169,7 +157,7 @@ class UnitPlans:
                 gathers[direction] = [  # type: ignore[index]
                     self._gather(group, step < 0) for group in self._groups(unit) + ahead
                 ]
-            plans[module] = UnitPlan(self._fsdp, unit, gathers, frozenset())
+            plans[module] = UnitPlan(self._fsdp, unit, gathers)
         return plans
 
     def _with_grads(self, group: Group) -> list[int]:
@@ -197,7 +185,7 @@ class UnitPlans:
         for bucket in buckets:
             gather = self._gathers.pop((bucket,), None)
             if gather is not None:
-                gather.reset()
+                gather.work.reset()
 
     def set_up_communicators(self, units: Iterable[Unit]) -> None:
         """Reduce once in each process group that reduces gradients of ``units``: captures cannot set up communicators.
@@ -217,19 +205,14 @@ class UnitPlans:
                         if launched():
                             self._reduced_once.add(process_group)
 
-    def forget(self, module: torch.nn.Module) -> None:
-        """Drop the plan of ``module``, and the collectives recorded for it."""
-        plan = self._plans.pop(module, None)
-        if plan is not None:
-            self._forget_recorded(plan.unit)
-
-    def _forget_recorded(self, unit: Unit) -> None:
+    def forget(self, unit: Unit) -> None:
+        """Free the collectives recorded for ``unit``."""
         for group in self._groups(unit):
             gather, reduction = self._gathers.pop(group, None), self._reductions.pop(group, None)
             if gather is not None:
-                gather.reset()
+                gather.work.reset()
             if reduction is not None:
-                reduction.reset()
+                reduction.work.reset()
                 self._fsdp.grad_reduce_pipeline.recorded.pop(reduction.buckets[0], None)
 
     def _groups(self, unit: Unit) -> list[Group]:
@@ -267,7 +250,7 @@ class UnitPlans:
                 reduced.append(reduction)
             else:
                 left.extend(filled)
-        return UnitPlan(self._fsdp, unit, gathers, written, claimed, reduced, left)
+        return UnitPlan(self._fsdp, unit, gathers, claimed, reduced, left)
 
     def _gather(self, group: Group, backward: bool) -> GroupGather:
         gathers = self._fsdp.all_gather_pipeline

@@ -1,48 +1,57 @@
 """A model whose forward and backward passes run as one graph each, with their collectives inside."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
 from megatron.core.transformer._cuda_graphs.engine.repeated_work import RepeatedWork
 
 from ..training_state import TrainingState
+from .context import Context
+from .pipelines import release_all
 from .recorded_units import RecordedUnits
-from .unit import ADVICE
-from .unit_plan import Direction, GroupGather
+from .unit import ADVICE, Direction
+from .unit_plan import GroupGather
 
 
 class WholeModel(RecordedUnits):
-    """All units of a model, and what is outside of them; its arguments are those of ``RecordedUnits``.
+    """All units of a model, and what is outside of them.
 
     The graphs hold everything from the beginning of the backward pass to the last reduction. Parameters outside of
     units (of embedding, final norm and output layer) stay gathered for a whole step, so they are gathered before a
     replay.
 
+    Args:
+        context: The parts of the wrapper.
+        begin: As of ``RecordedUnits``.
+
     Attributes:
+        replayed: Whether the last forward pass with gradients was a replay.
         clipping: The optimizer's norm and clipping of the gradients, which are where the backward graph left them.
     """
 
-    def __init__(self, *args: Any):
-        super().__init__(*args)
+    def __init__(self, context: Context, begin: Callable[[str], object]):
+        super().__init__(context, context.units, begin, {})
         self._in_order = list(self._units.values())
         groups = self._fsdp.param_and_grad_buffer.parameter_groups
         self._outside = [bucket for bucket, group in enumerate(groups) if group.fsdp_unit_id is None]
         self._params_outside = [param for bucket in self._outside for param in groups[bucket].params]
         self._gathers: Sequence[GroupGather] = ()
         self._guard: AddressGuard | None = None
+        self.replayed = False
         self.clipping = RepeatedWork("The norm of gradients and their clipping")
 
     @contextmanager
     def _gathered_outside(self) -> Iterator[None]:
-        graphed = self._graphed
-        self._gathers = graphed.gathers_of(self._outside, recorded=False)
+        plans = self._context.plans
+        self._gathers = plans.gathers_of(self._outside, recorded=False)
         self.gather()
         yield
-        graphed.release_all()
-        self._gathers = graphed.gathers_of(self._outside, recorded=True)
-        graphed.whole_model = self
+        release_all(self._fsdp)
+        self._gathers = plans.gathers_of(self._outside, recorded=True)
+
+    def _succeeded(self) -> None:
+        self._context.registry.whole_model = self
 
     @contextmanager
     def running(self, phase: Direction) -> Iterator[None]:
@@ -91,7 +100,7 @@ class WholeModel(RecordedUnits):
 
     def before_eager_forward(self) -> None:
         """Called right before a forward pass with gradients that runs eagerly, where other ranks may replay theirs."""
-        self._graphed.forward_was_eager = True
+        self.replayed = False
         self.start_gather()
 
     def before_forward(self) -> None:
@@ -104,7 +113,7 @@ class WholeModel(RecordedUnits):
         super().before_forward()
         if self._guard is not None:
             self._guard.check()
-        self._graphed.forward_was_eager = False
+        self.replayed = True
 
     def before_backward(self) -> None:
         """Open the backward pass, and make sure that all buffers are free, and where they were at capture.
@@ -125,9 +134,8 @@ class WholeModel(RecordedUnits):
 
     def forget(self) -> None:
         """Free the other graphs: the model runs eagerly from now on."""
-        super().forget()
         self.clipping.reset()
-        if self._graphed.whole_model is self:
-            self._graphed.whole_model = None
-        self._graphed.forget_gathers(self._outside)
+        if self._context.registry.whole_model is self:
+            self._context.registry.whole_model = None
+        self._context.plans.forget_gathers(self._outside)
         self._gathers = ()

@@ -1,4 +1,4 @@
-"""What Megatron-FSDP does about units that run as CUDA graphs: capture mode, gradients withheld, moved buffers."""
+"""Captures of layers under Megatron-FSDP, and their replays: gradients withheld, nothing left over, moved buffers."""
 
 import warnings
 from contextlib import contextmanager, nullcontext
@@ -8,7 +8,10 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.graphed_units import MovedBufferError
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs import pipelines, runners
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.runners import Captured, Eager, Evaluated, Planned
+from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
+from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_PRE_HANDLER
 
 from ..fsdp_variants import Variant, run_backward, small
 
@@ -38,9 +41,6 @@ def in_use(fsdp) -> dict:
 
 
 NOTHING: dict[str, dict] = {"parameters": {}, "gradients": {}}
-
-
-REPLAYED: dict[str, dict] = {"forward": {}, "backward": {"replayed": True}}  # how hooks are told of a replay
 
 
 def forward_of(hooks, layer):
@@ -73,9 +73,9 @@ def capture(fsdp, layers, *, fused=()):
 
 @contextmanager
 def replaying(fsdp, layers, direction="backward"):
-    """The step after capture, in its forward or its backward pass: layers have graphs, modules hold raw parameters."""
+    """The step after capture, in its forward or its backward pass: layers replay, modules hold raw parameters."""
     for layer in layers:
-        layer.cuda_graphs = ["graph"]
+        layer.replaying = "training"
     fsdp.start_param_sync()
     if direction == "backward":
         fsdp.pre_backward()
@@ -84,7 +84,7 @@ def replaying(fsdp, layers, direction="backward"):
     finally:
         fsdp.fsdp_hooks.backward.close()
         for layer in layers:
-            layer.cuda_graphs = []
+            del layer.replaying
 
 
 def outcome(fsdp, error):
@@ -127,16 +127,16 @@ def test_parameters_are_what_they_were_after_capture(fsdp, distributed, error):
 @ERRORS
 def test_capture_mode_ends(fsdp, error):
     outcome(fsdp, error)
-    assert not fsdp.fsdp_hooks.graphed.capturing
+    assert fsdp.fsdp_hooks.registry.captured is None
 
 
-def test_capture_mode_ends_even_if_buckets_cannot_be_given_back(fsdp):
-    graphed, distributed = fsdp.fsdp_hooks.graphed, fsdp.is_param_fsdp_distributed
+def test_capture_mode_ends_even_if_buckets_cannot_be_given_back(fsdp, layers):
+    registry, distributed = fsdp.fsdp_hooks.registry, fsdp.is_param_fsdp_distributed
     stuck = RuntimeError("a collective does not end")
-    give_back = mock.patch.object(graphed, "release_all", side_effect=[None, stuck, stuck])
-    with give_back, pytest.raises(RuntimeError, match="does not end"), fsdp.capture_graphs([]):
+    give_back = mock.patch.object(pipelines, "release_all", side_effect=[None, stuck, stuck])
+    with give_back, pytest.raises(RuntimeError, match="does not end"), fsdp.capture_graphs(layers):
         pass
-    assert not graphed.capturing
+    assert (registry.captured, registry.graphed) == (None, {})
     assert fsdp.is_param_fsdp_distributed == distributed
 
 
@@ -156,19 +156,51 @@ def test_modules_are_idle_after_capture(fsdp, error):
 def test_a_failed_capture_leaves_no_unit_graphed(fsdp, layers):
     outcome(fsdp, KeyboardInterrupt())
     with replaying(fsdp, layers) as hooks:
-        assert not any(hooks.graphed.covers(layer) for layer in layers)
+        assert {type(hooks.registry.of(layer)) for layer in layers} == {Eager}
 
 
-def test_a_captured_unit_is_graphed_while_it_trains_and_has_graphs(fsdp, layers):
+def test_the_runner_of_a_captured_unit_is_that_of_the_graphs_that_its_call_replays(fsdp, layers):
     capture(fsdp, layers)
-    graphed = fsdp.fsdp_hooks.graphed
-    assert not graphed.covers(layers[0])
+    with fsdp.capture_evaluation_graphs(layers):
+        pass
+    registry = fsdp.fsdp_hooks.registry
+    assert type(registry.of(layers[0])) is Eager
     with replaying(fsdp, layers):
-        assert graphed.covers(layers[0])
-        layers[0].eval()
-        assert not graphed.covers(layers[0])
+        assert type(registry.of(layers[0])) is Planned
+        layers[0].replaying = "evaluation"
+        assert type(registry.of(layers[0])) is Evaluated
+        with fsdp.capture_graphs(layers[1:]):
+            assert [type(registry.of(layer)) for layer in layers[:2]] == [Eager, Captured]
         fsdp.forget_graphs(layers)
-        assert not graphed.covers(layers[1])
+        assert type(registry.of(layers[1])) is Eager
+
+
+def test_a_backward_pass_has_the_runner_of_its_forward_pass_whatever_the_module_replays_by_then(fsdp, layers):
+    capture(fsdp, layers)
+    fsdp._replace_param_with_raw_if_needed()
+    hooks, x = fsdp.fsdp_hooks, torch.ones(2, requires_grad=True)
+    (attach,) = [hook for hook in layers[3]._forward_hooks.values() if hasattr(hook, BACKWARD_PRE_HANDLER)]
+    for expected in (Planned, Eager):
+        if expected is Planned:
+            layers[3].replaying = "training"
+        output = attach(layers[3], (), x * 2)
+        if expected is Planned:
+            del layers[3].replaying
+        else:
+            layers[3].replaying = "training"
+        fsdp.pre_backward()
+        output.sum().backward()
+        assert type(hooks.backward.runners[layers[3]]) is expected
+        hooks.backward.drop()
+    del layers[3].replaying
+
+
+def test_one_backward_pass_of_a_replay_and_of_an_eager_pass_is_refused(fsdp, layers):
+    capture(fsdp, layers)
+    with replaying(fsdp, layers) as hooks:
+        hooks.unshard_for_backward(layers[3])
+        with pytest.raises(RuntimeError, match="graphs replayed and one that ran eagerly"):
+            hooks.unshard_for_backward(layers[3], runner=Eager(hooks.context, layers[3]))
 
 
 def test_nothing_is_in_flight_when_a_graph_records(fsdp, layers):
@@ -182,8 +214,8 @@ def test_a_graph_makes_fp8_transposes_itself(fsdp, layers):
     """Those that Megatron-FSDP makes before the backward pass are freed after it."""
     hooks, discarded = fsdp.fsdp_hooks, []
     weight = layers[0].mlp.linear_fc1.weight
-    hooks._fsdp_units[layers[0]].float8_params.append(weight)
-    with mock.patch("megatron.core.distributed.fsdp.src.megatron_fsdp.fsdp_hooks.fp8_discard_transpose_cache") as drop:
+    hooks.context.units[layers[0]].float8_params.append(weight)
+    with mock.patch.object(runners, "fp8_discard_transpose_cache") as drop:
         drop.side_effect = lambda param: discarded.append(param is weight)
         with fsdp.capture_graphs(layers):
             forward_of(hooks, layers[0])
@@ -276,7 +308,7 @@ def test_units_are_gathered_where_their_graphs_read(fsdp, layers, direction):
     capture(fsdp, layers)
     with replaying(fsdp, layers, direction) as hooks:
         for layer in layers if direction == "forward" else reversed(layers):
-            getattr(hooks, f"unshard_for_{direction}")(layer, **REPLAYED[direction])
+            getattr(hooks, f"unshard_for_{direction}")(layer)
             getattr(hooks, f"release_after_{direction}")(layer)
 
 
@@ -306,7 +338,7 @@ def test_a_moved_parameter_is_an_error_that_names_it_and_the_flags(fsdp, layers,
         name = rf"decoder\.layers\.1\.mlp\.linear_fc1\.weight \(in {direction}\)"
         elsewhere = mock.patch.object(gathers, "wait_bucket_ready", gathered_elsewhere)
         with elsewhere, pytest.raises(MovedBufferError, match=name) as error:
-            getattr(hooks, f"unshard_for_{direction}")(layers[1], **REPLAYED[direction])
+            getattr(hooks, f"unshard_for_{direction}")(layers[1])
     assert all(flag in str(error.value) for flag in FLAGS)
 
 
@@ -355,7 +387,7 @@ def test_no_main_gradient_points_to_a_released_buffer_after_capture(fsdp, layers
 def test_fused_gradients_are_claimed_where_the_graph_writes_before_backward(fsdp, layers):
     places = capture(fsdp, layers, fused=FUSED)
     with replaying(fsdp, layers) as hooks:
-        hooks.unshard_for_backward(layers[3], replayed=True)
+        hooks.unshard_for_backward(layers[3])
         assert [layers[3].get_parameter(name).main_grad.data_ptr() for name in FUSED] == places[layers[3]]
 
 
@@ -364,21 +396,22 @@ def test_fused_gradients_of_every_later_backward_are_claimed(fsdp, layers):
     with replaying(fsdp, layers) as hooks:
         fused = [layers[3].get_parameter(name) for name in FUSED]
         for _ in range(2):
-            hooks.unshard_for_backward(layers[3], replayed=True)
-            assert list(map(id, hooks.graphed.fused_gradients(layers[3]))) == list(map(id, fused))
+            hooks.unshard_for_backward(layers[3])
+            assert list(map(id, hooks.registry.of(layers[3]).facts.fused)) == list(map(id, fused))
             hooks.release_after_backward(layers[3])
 
 
 def test_the_backward_of_a_unit_that_is_not_captured_notes_nothing_while_capturing(fsdp, layers):
     with fsdp.capture_graphs(layers[2:]):
         backward_of(fsdp.fsdp_hooks, layers[0])
-        assert fsdp.fsdp_hooks.graphed.collected_gradients(layers[0]) == []
+        assert fsdp.fsdp_hooks.backward.collected == {}
+    assert layers[0] not in fsdp.fsdp_hooks.registry.graphed
 
 
 def test_gradients_that_no_graph_writes_are_not_claimed(fsdp, layers):
     capture(fsdp, layers, fused=FUSED)
     with replaying(fsdp, layers) as hooks:
-        hooks.unshard_for_backward(layers[3], replayed=True)
+        hooks.unshard_for_backward(layers[3])
         assert getattr(layers[3].mlp.linear_fc1.bias, "main_grad", None) is None
 
 
@@ -389,14 +422,14 @@ def test_a_moved_main_gradient_is_an_error_that_names_it_and_the_flags(fsdp, lay
         elsewhere = mock.patch.object(moved, "get_main_grad", return_value=torch.zeros_like(moved))
         name = r"main gradient of decoder\.layers\.3\.mlp\.linear_fc2\.weight"
         with elsewhere, pytest.raises(MovedBufferError, match=name) as e:
-            hooks.unshard_for_backward(layers[3], replayed=True)
+            hooks.unshard_for_backward(layers[3])
     assert all(flag in str(e.value) for flag in FLAGS)
 
 
 def test_a_gradient_that_a_graph_wrote_is_kept_when_autograd_reports_it(fsdp, layers):
     capture(fsdp, layers, fused=FUSED)
     with replaying(fsdp, layers) as hooks:
-        hooks.unshard_for_backward(layers[3], replayed=True)
+        hooks.unshard_for_backward(layers[3])
         fused, plain = layers[3].mlp.linear_fc1.weight, layers[3].mlp.linear_fc1.bias
         fused.main_grad.fill_(3.0)  # the graph
         for param in (fused, plain):
@@ -411,7 +444,7 @@ def test_a_gradient_that_a_graph_wrote_is_kept_when_autograd_reports_it(fsdp, la
 def test_gradients_of_a_graph_are_handled_together_at_the_end_of_its_units_backward(fsdp, layers):
     capture(fsdp, layers)
     with replaying(fsdp, layers) as hooks:
-        hooks.unshard_for_backward(layers[3], replayed=True)
+        hooks.unshard_for_backward(layers[3])
         params = list(layers[3].parameters())
         handled = []
         with mock.patch.object(
@@ -429,7 +462,7 @@ def test_gradients_of_a_graph_are_handled_together_at_the_end_of_its_units_backw
 def test_gradients_that_wait_for_a_unit_without_end_are_handled_at_the_end_of_backward(fsdp, layers):
     capture(fsdp, layers)
     with replaying(fsdp, layers) as hooks:
-        hooks.unshard_for_backward(layers[3], replayed=True)
+        hooks.unshard_for_backward(layers[3])
         params = list(layers[3].parameters())
         hooks.gradients.awaited = set(params)
         for param in params:
@@ -469,11 +502,11 @@ def test_a_graphed_layer_gathers_for_its_children_which_do_not_run(ranks, strate
     layer = fsdp.module.decoder.layers[0]
     with fsdp.capture_graphs([layer]):
         pass
-    layer.cuda_graphs = ["graph"]
+    layer.replaying = "training"
     fsdp.start_param_sync()
     gathers, buffer = fsdp.all_gather_pipeline, fsdp.param_and_grad_buffer
     with mock.patch.object(gathers, "wait_bucket_ready", wraps=gathers.wait_bucket_ready) as wait:
-        getattr(fsdp.fsdp_hooks, f"unshard_for_{direction}")(layer, **REPLAYED[direction])
+        getattr(fsdp.fsdp_hooks, f"unshard_for_{direction}")(layer)
     assert {call.args[0] for call in wait.call_args_list} == {
         buffer.param_to_param_group[param] for param in layer.parameters()
     }

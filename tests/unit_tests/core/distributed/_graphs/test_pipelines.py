@@ -1,4 +1,4 @@
-"""dropped_collectives: after a failure both pipelines are as before, and nothing was communicated for it."""
+"""pipelines: after a failure both pipelines are as before, and nothing was communicated for it."""
 
 from unittest import mock
 
@@ -6,8 +6,9 @@ import pytest
 import torch.distributed as dist
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs import unit_plan
-from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.dropped_collectives import (
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import (
     drop_collectives,
+    release_all,
     take_back_unlaunched,
 )
 from megatron_fsdp_cuda_graphs.cpu_backend.held_results import HeldWork
@@ -76,7 +77,7 @@ def test_a_gather_that_failed_can_be_launched_again_unless_it_was(fsdp, layers, 
         gather(fsdp, layers[0])
     assert bool(launches.call_count) != launched
     assert status_of(fsdp, layers[0]) == {"READY_TO_USE"}
-    fsdp.fsdp_hooks.graphed.release_all()
+    release_all(fsdp)
     assert taken(fsdp) == [{}, {}]
 
 
@@ -95,7 +96,7 @@ def test_what_is_in_flight_ends_and_gradient_buckets_are_freed(fsdp, layers):
 
 @pytest.mark.parametrize("launched", [False, True])
 def test_a_communicator_whose_first_reduction_failed_is_set_up_again_unless_it_was_launched(fsdp, launched):
-    units, plans = list(fsdp.fsdp_hooks._fsdp_units.values()), fsdp.fsdp_hooks.graphed._plans
+    units, plans = list(fsdp.fsdp_hooks.context.units.values()), fsdp.fsdp_hooks.context.plans
     reduce = mock.Mock(side_effect=[Fault, True])
     with (
         mock.patch.object(fsdp.grad_reduce_pipeline, "_bucket_group_gradient_reduce", reduce),

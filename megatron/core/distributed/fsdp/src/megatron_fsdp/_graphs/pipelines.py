@@ -1,0 +1,149 @@
+"""Megatron-FSDP's pipelines around a capture: emptied before and after it, and put back after one that failed.
+
+What puts them back launches no collective: other ranks may not join it.
+"""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch.distributed import distributed_c10d
+
+from ..param_and_grad_buffer import BucketStatus
+from ..training_state import TrainingState
+
+
+@contextmanager
+def prepared(fsdp: Any) -> Iterator[None]:
+    """Let the model hold raw parameters, none of them gathered, and no collective be in flight at either end.
+
+    At the end, also after an exception, what was used in between is released, and the model holds the parameters
+    that it held (raw, or the optimizer's ``DTensor``).
+    """
+    distributed = fsdp.is_param_fsdp_distributed
+    try:
+        fsdp._replace_param_with_raw_if_needed()
+        release_all(fsdp)
+        yield
+    except BaseException:
+        drop_collectives(fsdp)
+        fsdp.param_and_grad_buffer.leave_graphs()
+        raise
+    finally:
+        try:
+            release_captured(fsdp)
+        finally:
+            if distributed:
+                fsdp._replace_param_with_distributed_if_needed()
+
+
+def release_captured(fsdp: Any) -> None:
+    """Give back what a capture leaves: gradients, gathered parameters, states."""
+    for param in fsdp.module.parameters():
+        param.grad = None  # a failed engine may have left some
+        param.grad_added_to_main_grad = False
+    for module in fsdp.module.modules():
+        module._training_state = TrainingState.IDLE
+    release_all(fsdp)
+
+
+def settle(fsdp: Any) -> None:
+    """Wait for all-gathers in flight."""
+    gathers = fsdp.all_gather_pipeline
+    for bucket, bwd in list(gathers.param_gather_event_map):
+        gathers.wait_bucket_ready(bucket, bwd)
+
+
+def release_all(fsdp: Any) -> None:
+    """Wait for collectives in flight, and release every unit's parameters."""
+    settle(fsdp)
+    fsdp.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
+    if fsdp.data_parallel_sharding_strategy != "no_shard":
+        fsdp.all_gather_pipeline.reset()
+
+
+def release_units(fsdp: Any) -> None:
+    """Wait for collectives in flight, and release the parameters of all units that are released after use."""
+    settle(fsdp)
+    fsdp.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
+    release_buckets(fsdp, buckets_of_other_units(fsdp, ()))
+
+
+def release_buckets(fsdp: Any, buckets: Iterable[int]) -> None:
+    """Release ``buckets`` of parameters, those of both directions."""
+    for bucket in buckets:
+        for bwd in (False, True):
+            fsdp.all_gather_pipeline.release_bucket(bucket, bwd)
+
+
+def buckets_of_other_units(fsdp: Any, modules: Iterable[torch.nn.Module]) -> list[int]:
+    """Return the buckets of FSDP units that are released after use and hold no parameter of ``modules``."""
+    if fsdp.data_parallel_sharding_strategy != "optim_grads_params" or not fsdp.fsdp_unit_modules:
+        return []
+    buffer = fsdp.param_and_grad_buffer
+    of_modules = {buffer.param_to_param_group[param] for module in modules for param in module.parameters()}
+    groups = enumerate(buffer.parameter_groups)
+    return [bucket for bucket, group in groups if group.fsdp_unit_id is not None and bucket not in of_modules]
+
+
+def free_gradients(fsdp: Any, buckets: Iterable[int]) -> None:
+    """Free the memory of ``buckets`` of gradients, whose content is lost."""
+    for bucket in buckets:
+        if fsdp.param_and_grad_buffer.parameter_groups[bucket].main_grad_buffer is None:
+            continue
+        main_grads = fsdp.grad_reduce_pipeline.get_fsdp_buffer(bucket)
+        if main_grads.is_data_distributed:
+            main_grads.free_bucket_storage()
+            main_grads.reset_param_main_grad()
+
+
+def drop_collectives(fsdp: Any, *, finished: bool = True) -> None:
+    """Empty both pipelines: no collective in flight, no gradient bucket in use. Gathered parameters stay gathered.
+
+    Args:
+        fsdp: The wrapper.
+        finished: Whether collectives in flight will come to an end; those of an abandoned graph never run.
+    """
+    take_back_unlaunched(fsdp)
+    gathers, reductions = fsdp.all_gather_pipeline, fsdp.grad_reduce_pipeline
+    for event, count_as_gathered in gathers.param_gather_event_map.values():
+        _wait(event, finished)
+        count_as_gathered()
+    gathers.param_gather_event_map.clear()
+    for event, free, _ in reductions.grad_reduce_queue:
+        _wait(event, finished)
+        free()
+    reductions.grad_reduce_queue.clear()
+    for bucket in reductions.bucket_status:
+        main_grads = reductions.get_fsdp_buffer(bucket)
+        if main_grads.is_data_distributed:
+            main_grads.free_bucket_storage()
+            main_grads.reset_param_main_grad()
+            reductions.bucket_status[bucket] = BucketStatus.EMPTY
+
+
+def take_back_unlaunched(fsdp: Any) -> None:
+    """Release the buckets of gathers that failed before they were launched, so that these can be launched again."""
+    gathers = fsdp.all_gather_pipeline
+    group_of = [gathers.get_fsdp_buffer(bucket).data_parallel_group for bucket in range(gathers.num_buckets)]
+    # torch leaves a coalescing context that failed open: nothing in it was launched.
+    unlaunched = {group for group in group_of if distributed_c10d._world.pg_coalesce_state.pop(group, None) is not None}
+    for key, status in gathers.bucket_status.items():
+        if status is not BucketStatus.COMMUNICATING:
+            continue
+        event, _ = gathers.param_gather_event_map.get(key, (None, None))
+        # What calls in the context return; it is replaced once they are launched together.
+        if isinstance(event, distributed_c10d._IllegalWork) or (event is None and group_of[key[0]] in unlaunched):
+            gathers.param_gather_event_map.pop(key, None)
+            gathers.get_fsdp_buffer(*key).free_bucket_storage()
+            gathers.bucket_status[key] = BucketStatus.EMPTY
+            gathers.bucket_can_be_released[key] = False
+        elif event is None:  # to wait for it failed
+            gathers.bucket_status[key] = BucketStatus.READY_TO_USE
+
+
+def _wait(event: Any, finished: bool) -> None:
+    if finished:
+        with suppress(Exception):  # the connection to a rank that died
+            event.wait()

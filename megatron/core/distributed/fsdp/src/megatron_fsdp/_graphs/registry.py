@@ -1,0 +1,87 @@
+"""Who deals with parameters and gradients in a pass of a module: the only place that decides it."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+
+from .unit import Direction
+
+
+class Runner(Protocol):
+    """Deals with the parameters and gradients of a module in one kind of passes: see ``runners``.
+
+    Attributes:
+        params: The parameters that are gathered for its graphs; empty for a pass without.
+        frames_backward: Whether the replay of the backward graph calls ``before_backward`` and ``after_backward``
+            itself; otherwise autograd has to.
+    """
+
+    params: list[torch.nn.Parameter]
+    frames_backward: bool
+
+    def gather(self, direction: Direction, prefetch: bool = True) -> None:
+        """Gather the parameters for a pass, wait for them, and ``prefetch`` those of the units after it."""
+
+    def release(self, direction: Direction, lazy: bool = False) -> None:
+        """Release the parameters; ``lazy`` leaves it to the next gather that needs the memory."""
+
+    def before_backward(self) -> None:
+        """Called when the backward pass of the module begins."""
+
+    def after_backward(self) -> None:
+        """Called when it is over: handle the gradients that are left, and release the parameters."""
+
+    def take(self, param: torch.nn.Parameter) -> None:
+        """Called when the gradient of ``param`` is complete, if ``BackwardPass.takers`` has this runner for it."""
+
+
+class Registry:
+    """The runners of one ``MegatronFSDP``.
+
+    A pass is that of the capture under way, or of the graphs that the module's call replays, or an eager one. Whoever
+    runs it forward writes the runner into autograd's graph; the backward pass reads nothing of the module.
+
+    Args:
+        make_eager: Makes the runner of a module's eager passes.
+
+    Attributes:
+        graphed: The runners of modules with graphs for training, layers that are recorded together among them.
+        evaluated: Those of modules with graphs for evaluation.
+        captured: Those of modules that are being captured; None while no capture is under way.
+        whole_model: The ``WholeModel`` that owns graphs of the whole model's passes; None without such graphs.
+    """
+
+    def __init__(self, make_eager: Callable[[torch.nn.Module], Runner]):
+        self._make_eager = make_eager
+        self._eager: dict[torch.nn.Module, Runner] = {}
+        self.graphed: dict[torch.nn.Module, Runner] = {}
+        self.evaluated: dict[torch.nn.Module, Runner] = {}
+        self.captured: Mapping[torch.nn.Module, Runner] | None = None
+        self.whole_model: Any = None
+        self._of_graphs = {"training": self.graphed, "evaluation": self.evaluated}
+
+    def of(self, module: torch.nn.Module) -> Runner:
+        """Return the runner of the pass that begins, or runs: ``module.replaying`` says which graphs its call replays.
+
+        A schedule that does not call the module has no such call; it names the runner itself.
+        """
+        runners: Mapping[torch.nn.Module, Runner] = self._eager
+        if self.captured is not None:
+            runners = self.captured
+        elif "replaying" in module.__dict__:
+            runners = self._of_graphs[module.__dict__["replaying"]]
+        runner = runners.get(module) or self._eager.get(module)
+        if runner is None:
+            self._eager[module] = runner = self._make_eager(module)
+        return runner
+
+    @contextmanager
+    def capturing(self, runners: Mapping[torch.nn.Module, Runner]) -> Iterator[None]:
+        """Let a capture be under way in this context, with these runners of the modules that are captured."""
+        self.captured = runners
+        try:
+            yield
+        finally:
+            self.captured = None
