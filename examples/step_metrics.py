@@ -13,8 +13,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.core.models.common.language_module.language_module import LanguageModule
-from megatron.core.transformer.module import GraphableMegatronModule
+from megatron.core.transformer.module import MegatronModule
 from megatron.training import training
 from megatron.training.utils.common_utils import is_last_rank
 
@@ -30,7 +29,7 @@ class StepMetrics:
         ms: milliseconds since the step before was logged, GPU work included; null for the first.
         reserved_mib: MiB of device memory that the allocator holds on this rank.
         graphs: layer graphs that this rank holds, one for each layer and micro-batch slot that was captured; 1 if it
-            holds graphs of the whole model.
+            holds graphs of the whole model, or of all layers of its decoder.
         skipped: whether the optimizer skipped the step.
     """
 
@@ -42,7 +41,7 @@ class StepMetrics:
     def watch(self, model_chunks: list) -> list:
         """Remember the layers and models whose graphs are to be counted; fits ``ModelConfig.post_wrap_hooks``."""
         modules = (module for chunk in model_chunks for module in chunk.modules())
-        self.graphable = [module for module in modules if isinstance(module, (GraphableMegatronModule, LanguageModule))]
+        self.graphable = [module for module in modules if isinstance(module, MegatronModule)]
         return model_chunks
 
     def record_training_log(self) -> None:
@@ -94,7 +93,7 @@ class StepMetrics:
         count = 0
         for module in self.graphable:
             count += len(getattr(module, "cuda_graphs", ()))
-            count += hasattr(vars(module).get("forward"), "passes")  # the graphs of a whole model stand for its forward
+            count += hasattr(vars(module).get("forward"), "passes")  # they stand for a model's or decoder's
             manager = getattr(module, "cudagraph_manager", None)
             count += sum(runner.fwd_graph is not None for runner in getattr(manager, "cudagraph_runners", ()))
         return count

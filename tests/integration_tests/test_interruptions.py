@@ -77,7 +77,10 @@ def diverging_eagerly(diverging):
     ("flags", "captured"),
     [
         pytest.param(
-            "--cuda-graph-layers-per-graph all", "Captured 3 layer graphs", id="layers", marks=pytest.mark.long
+            "--cuda-graph-layers-per-graph all",
+            "the 3 layers of the decoder in one graph",
+            id="layers",
+            marks=pytest.mark.long,
         ),
         pytest.param("", "Captured the whole model", id="model"),
     ],

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -39,7 +40,8 @@ def main() -> None:
     args = parse(sys.argv[1:])
     if not on_cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("gloo" if on_cpu else "nccl")
+    # Ranks that are served wait for the next job, which may be that of the next file of tests.
+    dist.init_process_group("gloo" if on_cpu else "nccl", timeout=timedelta(days=1))
     served = Served()
     for job in jobs(args.serve) if args.serve else (args,):
         served.run(job)
