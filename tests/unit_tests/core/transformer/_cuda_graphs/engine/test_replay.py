@@ -168,12 +168,31 @@ def test_a_conjugate_of_the_static_input_is_copied():
     assert torch.equal(graphed(static.conj())[0], x.conj())
 
 
-def test_a_gradient_at_the_static_address_is_copied_if_its_strides_differ():
-    graphed = make_graphed_callables(Forward(lambda linear, x: x + linear.bias[:4]), (device_tensor(4, 4),))
-    x, grad = device_tensor(4, 4), device_tensor(4, 4, seed=2, grad=False)
-    (static,) = torch.autograd.grad(graphed(x), x, grad)  # what its backward pass hands on
-    (transposed,) = torch.autograd.grad(graphed(x), x, static.t())
-    assert torch.equal(transposed, grad.t())
+class _Doubled(torch.autograd.Function):
+    """Twice its input; notes the gradients of its output, in capture the static one."""
+
+    @staticmethod
+    def forward(ctx, x, noted):
+        ctx.noted = noted
+        return x * 2
+
+    @staticmethod
+    def backward(ctx, grad):
+        ctx.noted.append(grad.detach())
+        return grad * 2, None
+
+
+@pytest.mark.parametrize("view", [torch.t, torch.conj, torch.clone])
+def test_a_gradient_at_the_static_address_is_copied_if_it_is_another_view_of_it(view):
+    x, grad = (torch.randn(4, 4, dtype=torch.complex64, device="cuda") for _ in range(2))
+    x.requires_grad_()
+    noted: list[torch.Tensor] = []
+    graphed = make_graphed_callables(lambda x: _Doubled.apply(x, noted), (x.detach().requires_grad_(),))
+    static = noted[-1]
+    torch.autograd.grad(graphed(x), x, grad)
+    assert torch.equal(static, grad)
+    (computed,) = torch.autograd.grad(graphed(x), x, view(static))
+    assert torch.equal(computed, 2 * view(grad))
 
 
 def test_a_tensor_that_capture_is_given_twice_may_be_two_in_a_replay():
