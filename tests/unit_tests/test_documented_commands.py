@@ -19,6 +19,7 @@ COMMAND = re.compile(
 )
 FENCED = re.compile(r"^ *```[a-z]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 BY_HAND = "needs GPUs, a user's machine, or more time than CI has"
+LAST = "part -j2 --output-sync WORKERS=0 test-patch-quick test-newest-torch test-versions demo\n"  # of .ci/run
 
 # How commands begin; the file that runs them, and what it calls.
 RUN_BY = {
@@ -37,13 +38,13 @@ RUN_BY = {
     r"(PY=python )?make test( .*)?": (".ci/run", "part test\n"),
     r"make \.venv": (".ci/run", "part .venv\n"),
     r"make lint": (".ci/run", "part lint\n"),
-    r"make demo": (".ci/run", "part demo\n"),
-    r"make test-versions": (".ci/run", "part test-versions\n"),
+    r"make demo": (".ci/run", LAST),
+    r"make test-versions": (".ci/run", LAST),
     r"make test-torches": ("Makefile", "test-torches"),
     r"make test-installed": ("Makefile", "test-installed"),
-    r"make test-newest-torch": (".ci/run", "part test-newest-torch\n"),
+    r"make test-newest-torch": (".ci/run", LAST),
     r"make test-patch": ("Makefile", "test-installed test-patch demo\n"),
-    r"make test-patch-quick": (".ci/run", "part test-patch-quick\n"),
+    r"make test-patch-quick": (".ci/run", LAST),
     r"make (test-all|test-processors|test-avx2|test-sse4|test-threads)": BY_HAND,
     r"make test-functional": ("tests/integration_tests/test_functional_cases.py", "run.main("),
     r"make PYTHON=NAME": BY_HAND,
