@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer._cuda_graphs.flags import own
 from megatron.core.transformer._cuda_graphs.flags.checks import check_flags, warn_of_flags
+from megatron.core.transformer._cuda_graphs.flags.grouped_tensor import check_grouped_tensor
 from megatron.core.transformer._cuda_graphs.flags.table import MODULES
 from megatron_fsdp_cuda_graphs.overlay import extend
 
@@ -33,6 +34,7 @@ def validate_args(args: argparse.Namespace, defaults: dict[str, Any] | None = No
     Raises:
         ValueError: flags do not fit; names each, and says why and what to do.
     """
+    check_grouped_tensor(args)
     check_flags(args)
     args = _upstream.validate_args(args, defaults or {})
     own.check_arguments(args)

@@ -34,6 +34,8 @@ class Case:
         delay_wgrad: Whether weight gradients are computed in passes of their own; with ``ep_overlap``.
         capacity: Tokens of an expert relative to an even share; tokens beyond it are dropped, missing ones padded. None
             for as many as the router sends.
+        grouped_tensor: Whether only the device knows how many (--moe-use-grouped-tensor).
+        dispatcher: ``moe_token_dispatcher_type``.
         transformer_engine: Whether layers are TransformerEngine's rather than Megatron's own.
         fsdp: Whether the model is under Megatron-FSDP rather than DistributedDataParallel.
         torch_fsdp: Whether it is under torch's FSDP2 rather than either.
@@ -84,6 +86,8 @@ class Case:
     ep_overlap: bool = False
     delay_wgrad: bool = False
     capacity: float | None = None
+    grouped_tensor: bool = False
+    dispatcher: str = "alltoall"
     transformer_engine: bool = False
     fsdp: bool = True
     torch_fsdp: bool = False

@@ -26,7 +26,7 @@ def transformer_config(case: Case, graphs: bool):
         moe = {
             "num_moe_experts": case.experts,
             "moe_router_topk": 2,
-            "moe_token_dispatcher_type": "alltoall",
+            "moe_token_dispatcher_type": case.dispatcher,
             "moe_ffn_hidden_size": case.hidden * 2,
             "moe_aux_loss_coeff": 1e-2,
             "moe_router_load_balancing_type": "aux_loss",
@@ -92,6 +92,7 @@ def transformer_config(case: Case, graphs: bool):
         deterministic_mode=False,
         **moe,
     )
+    config.moe_use_grouped_tensor = case.grouped_tensor
     config.cuda_graph_max_captures = case.max_captures
     config.cuda_graph_layers_per_graph = case.cuda_graph_layers_per_graph
     if case.positions == "yarn":

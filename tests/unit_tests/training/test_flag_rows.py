@@ -160,6 +160,7 @@ EXAMPLES = {
     "router": Example(f"{MOE} moe_router"),
     "up to the dispatch": Example(f"{MOE} attn moe_router moe_preprocess"),
     "padded experts": Example(f"{MOE} attn moe {PADDED}"),
+    "dropless experts": Example(MOE.replace("--cuda-graph-modules", "--moe-use-grouped-tensor")),
     "overlapped shared experts": Example(
         f"{MOE} attn moe_router moe_preprocess --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap"
     ),
@@ -303,6 +304,12 @@ def test_nothing_is_said_of_flags_that_work(flags, caplog):
             assert rows_of(flags[row.name]) == [], row.name
             warn_of_flags(flags[row.name])
     assert not caplog.messages
+
+
+@pytest.mark.parametrize("modules", ["moe", "attn moe"])
+def test_graphs_of_moe_modules_need_padding_though_the_host_is_not_asked(modules):
+    args = parsed(f"{FITTING} {MOE} {modules} --moe-use-grouped-tensor")
+    assert "leave out --cuda-graph-modules" in refusal(args)
 
 
 def test_megatrons_validation_warns(caplog):

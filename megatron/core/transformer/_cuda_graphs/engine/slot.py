@@ -597,8 +597,9 @@ def _read_later(param: torch.Tensor) -> bool:
 
 
 def _note_parts(ran: dict[torch.nn.Module, None], module: torch.nn.Module, *_: Any) -> None:
-    # A sequence of TransformerEngine's operations runs them fused, without calling them.
-    ran.update(dict.fromkeys(module.modules() if hasattr(module, "_module_groups") else (module,)))
+    # A sequence of TransformerEngine's operations runs them fused, without calling them; grouped experts likewise.
+    fused = hasattr(module, "_module_groups") or getattr(module, "calls_no_inner_modules", False)
+    ran.update(dict.fromkeys(module.modules() if fused else (module,)))
 
 
 def _with_nested(param: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor | None:

@@ -89,6 +89,11 @@ class Options:
         return bool(self.get("moe_pad_expert_input_to_capacity")) and self.get("moe_expert_capacity_factor") is not None
 
     @property
+    def grouped_tensor(self) -> bool:
+        """Whether only the device knows how many tokens each expert gets."""
+        return bool(self.get("moe_use_grouped_tensor"))
+
+    @property
     def stages(self) -> int:
         """Pipeline stages."""
         return int(self.get("pipeline_model_parallel_size", 1))

@@ -14,6 +14,7 @@ ALL_LAYERS: Literal["all"] = "all"
 LayersPerGraph = Literal["all", "model", 1]
 CAPTURES_FLAG = "--cuda-graph-max-captures"
 PACKED_FLAG = "--cuda-graph-packed-sequences"
+GROUPED_FLAG = "--moe-use-grouped-tensor"
 _FALLBACK_FLAG = "--cuda-graph-fallback"
 _LAYERS_FLAG = "--cuda-graph-layers-per-graph"
 # A schedule of sequence lengths or batch sizes has a handful of stages; what changes more often would gain little from
@@ -49,6 +50,13 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "included, as training changes to other sequence lengths, micro-batch sizes or, under pipeline parallelism, "
         f"numbers of micro-batches (default: {_MAX_CAPTURES}). From then on what the graphs do not fit runs eagerly.",
     },
+    GROUPED_FLAG: {
+        "action": "store_true",
+        "default": False,
+        "help": "Experts compute their tokens in one grouped matrix product, and the host does not wait for how many "
+        "tokens each expert gets. With --cuda-graph-impl transformer_engine graphs may then hold whole MoE layers. "
+        "Needs --bf16 and a GPU of compute capability 9.0 or newer.",
+    },
     "--cuda-graph-report": {
         "metavar": "DIR",
         "help": "With --cuda-graph-impl transformer_engine: rank 0 writes capture.json and capture.html to this "
@@ -75,7 +83,7 @@ def check_arguments(args: Any) -> None:
     for flag in _FLAGS:
         value = _given(args, flag)
         # Without graphs the number of packed sequences says how batches are padded, for comparisons.
-        without = args.cuda_graph_impl == "none" and flag == PACKED_FLAG
+        without = flag == GROUPED_FLAG or (args.cuda_graph_impl == "none" and flag == PACKED_FLAG)
         if value != _default(flag) and args.cuda_graph_impl != "transformer_engine" and not without:
             raise ValueError(
                 f"{flag} {value} needs --cuda-graph-impl transformer_engine, got {args.cuda_graph_impl}: leave it out"
@@ -139,6 +147,11 @@ def packed_sequences(options: Any) -> int | None:
     if given is not None and given < 1:
         raise ValueError(f"{PACKED_FLAG} must be a positive number of sequences, got {given}")
     return given
+
+
+def grouped_tensor(options: Any) -> bool:
+    """Whether experts compute their tokens in one grouped matrix product, by counts that the device knows."""
+    return bool(_given(options, GROUPED_FLAG))
 
 
 def _attribute(flag: str) -> str:

@@ -102,6 +102,12 @@ def _preprocess_waits(options: Options) -> bool:
     return in_graph and dispatcher == "alltoall" and bool(sizes_vary) and not options.pads_experts
 
 
+def _asks_for_tokens(options: Options) -> bool:
+    """Whether a graph would hold what waits for the number of tokens that each expert gets."""
+    on_device = options.pads_experts or (options.grouped_tensor and not options.modules)
+    return options.has_experts and options.graphs("moe") and not on_device
+
+
 def _random_recompute(options: Options) -> bool:
     attention = options.get("attention_dropout", 0.0) and options.recomputes("core_attn") and options.graphs("attn")
     mlp = options.recomputes("mlp") and options.graphs("mlp")
@@ -244,11 +250,12 @@ _REFUSED = [
     ),
     _refused(
         "unpadded experts",
-        "--num-experts, with whole layers or --cuda-graph-modules moe, not padded",
-        lambda options: options.has_experts and options.graphs("moe") and not options.pads_experts,
+        "--num-experts, whole layers, without --moe-use-grouped-tensor, or --cuda-graph-modules moe; not padded",
+        _asks_for_tokens,
         "--num-experts with whole layers or moe in graphs: how many tokens an expert gets differs from step to step, "
-        "and the host waits for the number; set --cuda-graph-modules attn moe_router moe_preprocess, or give every "
-        "expert as many with --moe-pad-expert-input-to-capacity and --moe-expert-capacity-factor",
+        "and the host waits for the number; add --moe-use-grouped-tensor and leave out --cuda-graph-modules, or set "
+        "--cuda-graph-modules attn moe_router moe_preprocess, or give every expert as many with "
+        "--moe-pad-expert-input-to-capacity and --moe-expert-capacity-factor",
     ),
     _refused(
         "sinkhorn router",
@@ -592,6 +599,11 @@ _WORKS = [
     _works("router", "--cuda-graph-modules moe_router", _CPU),
     _works("up to the dispatch", "--cuda-graph-modules attn moe_router moe_preprocess", _CPU),
     _works("padded experts", "--moe-pad-expert-input-to-capacity, whole layers or --cuda-graph-modules moe", _CPU),
+    _works(
+        "dropless experts",
+        "--moe-use-grouped-tensor, whole layers or --cuda-graph-modules attn, moe_router or moe_preprocess",
+        _CPU,
+    ),
     _works("overlapped shared experts", "--moe-shared-expert-overlap", _CPU),
     _works("tied embeddings", "tied embeddings (--untie-embeddings-and-output-weights not given)", _CPU),
     _works("positions", "--position-embedding-type learned_absolute, rope, yarn, mrope or none", _CPU),

@@ -88,6 +88,15 @@ def test_packed_sequences_from_the_flag():
         own.check_arguments(parsed("--cuda-graph-packed-sequences=0"))
 
 
+def test_grouped_experts_need_no_graphs():
+    args = parsed("--moe-use-grouped-tensor")
+    for args.cuda_graph_impl in ("none", "local", "transformer_engine", "full_iteration"):
+        own.check_arguments(args)
+    assert own.grouped_tensor(config("--moe-use-grouped-tensor"))
+    assert not own.grouped_tensor(config())
+    assert not own.grouped_tensor(SimpleNamespace())
+
+
 def test_whoever_makes_a_configuration_may_give_a_number():
     assert layers_per_graph(SimpleNamespace(cuda_graph_layers_per_graph=1)) == 1
 
@@ -128,4 +137,5 @@ def test_a_configuration_has_every_flag():
         "cuda_graph_packed_sequences": None,
         "cuda_graph_max_captures": 8,
         "cuda_graph_report": None,
+        "moe_use_grouped_tensor": False,
     }

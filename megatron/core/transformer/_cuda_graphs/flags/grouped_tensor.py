@@ -1,0 +1,88 @@
+"""What --moe-use-grouped-tensor does not fit, with or without graphs."""
+
+from collections.abc import Callable
+from typing import Any
+
+from ..errors import OptionsError
+from .options import Options
+from .own import GROUPED_FLAG
+
+
+def _tensor_parallel_experts(options: Options) -> bool:
+    given = options.get("expert_tensor_parallel_size")
+    return options.several("tensor_model_parallel_size") if given is None else int(given) > 1
+
+
+# Whether it is asked for, its flags, and why it does not fit or what to do.
+_OTHERS: tuple[tuple[Callable[[Options], Any], str], ...] = (
+    (lambda o: not o.has_experts, "needs --num-experts above 1"),
+    (
+        lambda o: o.get("moe_expert_capacity_factor") is not None,
+        "drops and pads no tokens: leave out --moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity",
+    ),
+    (lambda o: o.get("fp8") or o.get("fp4"), "computes no FP8 or FP4: leave out --fp8-format and --fp4-format"),
+    (
+        lambda o: o.get("moe_token_dispatcher_type") == "flex",
+        "needs --moe-token-dispatcher-type alltoall or allgather: the kernels of flex ask the host",
+    ),
+    (
+        lambda o: (
+            o.several("expert_model_parallel_size") and o.get("moe_token_dispatcher_type", "allgather") != "allgather"
+        ),
+        "with --expert-model-parallel-size needs --moe-token-dispatcher-type allgather: an all-to-all takes the number "
+        "of tokens from the host",
+    ),
+    (
+        _tensor_parallel_experts,
+        "needs experts that are whole on a rank: set --expert-tensor-parallel-size 1",
+    ),
+    (
+        lambda o: (
+            o.get("delay_wgrad_compute")
+            or o.get("overlap_moe_expert_parallel_comm")
+            or o.get("overlap_dispatch_backward_with_experts_wgrad")
+        ),
+        "computes weight gradients in the backward pass of their layer: leave out --delay-wgrad-compute, "
+        "--overlap-moe-expert-parallel-comm and --overlap-dispatch-backward-with-experts-wgrad",
+    ),
+    (lambda o: o.recomputes("moe_act"), "keeps activations of experts: leave moe_act out of --recompute-modules"),
+    (
+        lambda o: (
+            o.get("fine_grained_activation_offloading")
+            and not {"expert_fc1", "moe_act", "fused_group_mlp"}.isdisjoint(o.get("offload_modules", ()))
+        ),
+        "keeps activations of experts: leave expert_fc1, moe_act and fused_group_mlp out of --offload-modules",
+    ),
+    (
+        lambda o: o.get("use_transformer_engine_op_fuser") or o.get("moe_mlp_glu_interleave_size"),
+        "takes the place of TransformerEngine's fused experts: leave out --use-transformer-engine-op-fuser and "
+        "--moe-mlp-glu-interleave-size",
+    ),
+    (
+        lambda o: o.get("moe_single_grouped_weight") or o.get("moe_single_grouped_bias"),
+        "reads a parameter of each expert: leave out --moe-single-grouped-weight and --moe-single-grouped-bias",
+    ),
+    (
+        lambda o: o.get("transformer_impl") == "inference_optimized",
+        "is for training: leave out --transformer-impl inference_optimized",
+    ),
+    (
+        lambda o: o.get("use_torch_fsdp2") or o.get("gtp_weight_remat_size", 1) > 1,
+        "was not tried with --use-torch-fsdp2 and sharded weights (--tensor-parallel-num-weight-shards): leave it out",
+    ),
+)
+
+
+def check_grouped_tensor(*sources: Any) -> None:
+    """Check what else parsed flags or a configuration say where --moe-use-grouped-tensor is given.
+
+    Args:
+        sources: Where the options are; see ``Options``.
+
+    Raises:
+        OptionsError: something does not fit; all of it is listed, with what to do.
+    """
+    options = Options(*sources)
+    problems = [words for applies, words in _OTHERS if applies(options)] if options.grouped_tensor else []
+    if problems:
+        raise OptionsError("\n".join(f"{GROUPED_FLAG} {words}" for words in problems))
