@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.core.transformer._cuda_graphs.flags.options import Options
-from megatron.core.transformer._cuda_graphs.flags.own import WHOLE_MODEL
+from megatron.core.transformer._cuda_graphs.flags.own import GROUPED_FLAG, WHOLE_MODEL
 
 from .flags import read_flags
 
@@ -86,9 +86,12 @@ def to_graph_all(
     if not args.cuda_graph_warmup_steps:  # without a step before capture the model is captured if asked for
         words.append(f"add {LAYERS} {WHOLE_MODEL}")
         rest += (LAYERS, WHOLE_MODEL)
-    change = Change(", ".join(words), rest)
-    after = accepted(change, args)
-    return change if words and after is not None and not blocker(after) else None
+    for added in ((), (GROUPED_FLAG,)):
+        change = Change(", ".join([*words, *(f"add {flag}" for flag in added)]), [*rest, *added])
+        after = accepted(change, args) if change.words else None
+        if after is not None and not blocker(after):
+            return change
+    return None
 
 
 def _candidates(module: str, arguments: Sequence[str], modules: frozenset[str]) -> Iterator[Change]:
@@ -102,7 +105,9 @@ def _candidates(module: str, arguments: Sequence[str], modules: frozenset[str]) 
         named = Change(f"{MODULES} {' '.join(chosen)}", [*rest, MODULES, *chosen])
         yield named
         yield drop
+        yield Change(f"{drop.words}, add {GROUPED_FLAG}", [*rest, GROUPED_FLAG])
         yield Change(f"{named.words} {padding}", [*named.arguments, *PADDING])
         yield Change(f"{drop.words}, add {padding}", [*rest, *PADDING])
     else:
+        yield Change(f"add {GROUPED_FLAG}", [*rest, GROUPED_FLAG])
         yield Change(f"add {padding}", [*rest, *PADDING])

@@ -14,6 +14,7 @@ from typing import Any
 
 from megatron.core.transformer._cuda_graphs.flags import own
 from megatron.core.transformer._cuda_graphs.flags.checks import rows_of_flags
+from megatron.core.transformer._cuda_graphs.flags.grouped_tensor import check_grouped_tensor
 from megatron.core.transformer._cuda_graphs.flags.table import Verdict
 from megatron.training import arguments as megatron_arguments
 
@@ -56,10 +57,11 @@ def read_flags(arguments: Sequence[str], world_size: int | None) -> Flags:
             f"multiple of {fewest} ranks"
         )
     _check(flags)
-    try:
-        own.check_arguments(args)
-    except ValueError as error:
-        flags.refused.append(str(error))
+    for check in (own.check_arguments, check_grouped_tensor):
+        try:
+            check(args)
+        except ValueError as error:
+            flags.refused += str(error).split("\n")
     try:
         with quietly():
             upstream("megatron.training.arguments").validate_args(args, {})

@@ -91,7 +91,7 @@ def _parts_of_layers(helper: TECudaGraphHelper, every: list[torch.nn.Module], wh
         yield Part(name, len(layers), graphed, _why(module, options, chosen, graphed, whole_model), module)
         shared = sum(getattr(getattr(layer, "mlp", None), "shared_experts", None) is not None for layer in layers)
         if module == "moe_router" and shared:
-            yield _shared_experts(helper, options, shared)
+            yield _shared_experts(helper, options, shared, whole_model)
 
 
 def _why(module: str, options: Options, chosen: bool, graphed: bool, whole_model: bool) -> str:
@@ -106,10 +106,10 @@ def _why(module: str, options: Options, chosen: bool, graphed: bool, whole_model
     return "not all of these layers can be captured"
 
 
-def _shared_experts(helper: TECudaGraphHelper, options: Options, count: int) -> Part:
+def _shared_experts(helper: TECudaGraphHelper, options: Options, count: int, whole_model: bool) -> Part:
     with_router = options.graphs("moe_router") and not helper.config.moe_shared_expert_overlap
     if options.graphs("moe"):
-        return Part(SHARED, count, True, "with the experts", "moe")
+        return Part(SHARED, count, True, WHOLE if whole_model else "with the experts", "moe")
     if with_router:
         return Part(SHARED, count, True, "with the router", "moe_router")
     overlaps = options.graphs("moe_router")

@@ -36,6 +36,8 @@ class Case:
             for as many as the router sends.
         grouped_tensor: Whether only the device knows how many (--moe-use-grouped-tensor).
         dispatcher: ``moe_token_dispatcher_type``.
+        unbalanced: Whether the bias of experts sends all tokens to the first ones and none to the others.
+        config: Further values of the configuration, each as ``name=value``.
         transformer_engine: Whether layers are TransformerEngine's rather than Megatron's own.
         fsdp: Whether the model is under Megatron-FSDP rather than DistributedDataParallel.
         torch_fsdp: Whether it is under torch's FSDP2 rather than either.
@@ -88,6 +90,8 @@ class Case:
     capacity: float | None = None
     grouped_tensor: bool = False
     dispatcher: str = "alltoall"
+    unbalanced: bool = False
+    config: tuple[str, ...] = ()
     transformer_engine: bool = False
     fsdp: bool = True
     torch_fsdp: bool = False

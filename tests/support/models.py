@@ -1,5 +1,6 @@
 """The model of a case: its configuration, a GPT and what wraps it, and its optimizer."""
 
+from ast import literal_eval
 from typing import Any
 
 import torch
@@ -57,6 +58,9 @@ def transformer_config(case: Case, graphs: bool):
     if case.positions == "mrope":
         half = case.hidden // case.heads // 2
         moe["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
+    if case.unbalanced:
+        moe |= {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    moe |= {name: literal_eval(value) for name, _, value in (given.partition("=") for given in case.config)}
     config = kind(
         num_layers=case.layers,
         hidden_size=case.hidden,
@@ -139,7 +143,7 @@ def gpt(case: Case, config, virtual_stage: int | None = None):
         mtp = gpt_layer_specs.get_gpt_mtp_block_spec(
             config, spec, use_transformer_engine=case.transformer_engine, vp_stage=virtual_stage
         )
-    return GPTModel(
+    model = GPTModel(
         config,
         spec,
         VOCABULARY,
@@ -151,6 +155,10 @@ def gpt(case: Case, config, virtual_stage: int | None = None):
         vp_stage=virtual_stage,
         mtp_block_spec=mtp,
     )
+    for module in model.modules() if case.unbalanced else ():
+        if getattr(module, "expert_bias", None) is not None:
+            module.expert_bias.copy_(-10.0 * torch.arange(case.experts))
+    return model
 
 
 def under_fsdp(case: Case, config, model):

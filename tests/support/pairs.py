@@ -113,6 +113,7 @@ FEATURES: dict[str, Setting] = {
         "--moe-pad-expert-input-to-capacity": True,
         "--moe-expert-capacity-factor": "1.0",
     },
+    "dropless experts": {**EXPERTS, MODULES: False, "--moe-use-grouped-tensor": True},
     "overlapped shared experts": {**EXPERTS, **SHARED, MODULES: PARTS},
     "attention: beside sinkhorn": {
         **EXPERTS,

@@ -31,6 +31,7 @@ class Trace:
         evaluations: The losses of each micro-batch of each evaluation.
         evaluation_replays: For each evaluation how often graphs of layers for evaluation were replayed.
         clipping_replays: How often the last graph of the gradients' norm was replayed.
+        moe_metrics: Per step what MoE layers recorded for the log (auxiliary losses), layer by layer, by its name.
     """
 
     losses: list[float]
@@ -41,6 +42,7 @@ class Trace:
     evaluations: list[list[float]] = field(default_factory=list)
     evaluation_replays: list[int] = field(default_factory=list)
     clipping_replays: int = 0
+    moe_metrics: list[dict[str, list[float]]] = field(default_factory=list)
 
     @property
     def replays(self) -> int:
@@ -50,7 +52,7 @@ class Trace:
     def differences(self, other: "Trace") -> list[str]:
         """Say where ``other`` differs, bit for bit; empty if nowhere."""
         found = []
-        for what in ("losses", "grad_norms", "evaluations"):
+        for what in ("losses", "grad_norms", "evaluations", "moe_metrics"):
             for step, (mine, theirs) in enumerate(zip(getattr(self, what), getattr(other, what), strict=True)):
                 if mine != theirs:
                     found.append(f"{what}[{step}]: {mine!r} and {theirs!r}")
@@ -107,6 +109,7 @@ class Training:
         self.evaluations: list[list[float]] = []
         self.evaluation_replays: list[int] = []
         self.step_replays: list[int] = []  # of layers, in each step
+        self.moe_metrics: list[dict[str, list[float]]] = []
 
     def _set_microbatches(self, step: int) -> None:
         from megatron.core import num_microbatches_calculator as calculator
@@ -248,6 +251,7 @@ class Training:
             with mock.patch.object(torch.cuda.CUDAGraph, "replay", _noting_replays(self.replayed)):
                 reduced = self._run_passes(number)
             self.step_replays.append(_number_of(self.replayed, _cuda_graphs(self.layers, self.helper)))
+            self._read_moe_metrics()
             _, grad_norm, _ = self.optimizer.step()
             # only the last pipeline stage has losses
             loss = torch.stack([item["loss"] for item in reduced]).mean() if reduced else torch.zeros((), device="cuda")
@@ -259,6 +263,14 @@ class Training:
                 group["lr"].mul_(0.75)  # a graph must read the learning rate of each step
         if number == 0:
             self._gather_in_hooks(True)
+
+    def _read_moe_metrics(self) -> None:
+        """Read and clear what megatron.training logs of MoE layers."""
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+
+        tracker = get_moe_metrics_tracker()
+        self.moe_metrics.append({name: entry.values.tolist() for name, entry in tracker.metrics.items()})
+        tracker.clear()
 
     def _run_passes(self, step: int, forward_only: bool = False) -> list[dict[str, torch.Tensor]]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -297,7 +309,9 @@ class Training:
         graphs = _local_graphs(self.layers) if self.case.local else _layer_graphs(self.layers, self.helper)
         of_evaluations = self.evaluations, self.evaluation_replays
         clipping = _clipping_replays(self.chunks)
-        return Trace(self.losses, self.grad_norms, shards, graphs, self.step_replays, *of_evaluations, clipping)
+        return Trace(
+            self.losses, self.grad_norms, shards, graphs, self.step_replays, *of_evaluations, clipping, self.moe_metrics
+        )
 
 
 def _clipping_replays(chunks: list[Any]) -> int:

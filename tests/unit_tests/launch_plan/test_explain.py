@@ -68,13 +68,23 @@ def test_parts_of_moe_layers(capsys, flags):
     assert parts["preparation of the dispatch to experts (2)"][2] == (
         "--cuda-graph-modules attn moe_preprocess moe_router"
     )
-    # The router's graph and the whole layer's exclude each other, and experts need as many tokens in every step.
+    # The router's graph and the whole layer's exclude each other, and the host must not wait for counts of tokens.
+    grouped = "drop --cuda-graph-modules, add --moe-use-grouped-tensor"
+    assert parts["experts, with the exchange of tokens (2)"][2] == grouped
+    assert parts["output layer and losses (1)"][2] == grouped
+
+
+def test_experts_that_do_not_fit_one_product_are_padded(capsys, flags):
+    modules = "--cuda-graph-modules attn moe_router --expert-model-parallel-size 2"
+    _, parts = explained(capsys, flags(DENSE, EXPERTS, REST, modules))
     assert parts["experts, with the exchange of tokens (2)"][2] == (
         "--cuda-graph-modules attn moe --moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0"
     )
-    assert parts["output layer and losses (1)"][2] == (
-        "not possible: mixture-of-experts layers keep statistics outside of graphs"
-    )
+
+
+def test_a_whole_model_with_dropless_experts(capsys, flags):
+    _, parts = explained(capsys, flags(DENSE, EXPERTS, REST, "--moe-use-grouped-tensor"))
+    assert {*parts.values()} == {("graphed", "in the graphs of the whole model", None)}
 
 
 def test_shared_experts_beside_the_dispatch(capsys, flags):

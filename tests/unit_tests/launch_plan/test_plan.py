@@ -71,6 +71,19 @@ def test_the_whole_model(capsys, flags):
     assert lines[-1] == "- none"
 
 
+def test_the_whole_model_with_dropless_experts(capsys, flags):
+    code, lines = planned(capsys, flags(DENSE, EXPERTS, "--num-layers 2 --moe-use-grouped-tensor --world-size 2"))
+    assert code == 0
+    assert graphs(lines) == ["forward of the whole model", "backward of the whole model"]
+
+
+def test_what_dropless_experts_do_not_fit_is_refused(capsys, flags):
+    more = "--moe-use-grouped-tensor --expert-model-parallel-size 2 --moe-expert-capacity-factor 1.0"
+    code, lines = planned(capsys, flags(DENSE, EXPERTS, "--num-layers 2 --world-size 2", more))
+    assert code == 1
+    assert sum("--moe-use-grouped-tensor" in line for line in lines) >= 2
+
+
 def test_why_the_whole_model_cannot_be_captured(capsys, flags):
     more = "--num-layers 2 --cuda-graph-layers-per-graph model --mtp-num-layers 1"
     code, lines = planned(capsys, flags(DENSE, more, "--world-size 2"))
@@ -99,7 +112,7 @@ def test_parts_to_add_are_those_that_explain_names(capsys, flags):
     assert explain.main(given) == 0
     named = {line.partition("to graph it: ")[2] for line in capsys.readouterr().out.splitlines()}
     assert {line.removeprefix("- ").partition(":")[0] for line in added} == {
-        words for words in named if words.startswith("--cuda-graph-modules")
+        words for words in named if words.startswith(("--cuda-graph-modules", "drop --cuda-graph-modules"))
     }
 
 

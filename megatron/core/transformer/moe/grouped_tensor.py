@@ -14,14 +14,14 @@ class _GroupedLinear(torch.autograd.Function):
     """A linear layer for each group of rows, all in one call. See ``grouped_linear``."""
 
     @staticmethod
-    def forward(ctx: Any, rows: torch.Tensor, offsets: torch.Tensor, unused_rows: bool, *weights: torch.Tensor):  # type: ignore[override]
+    def forward(ctx: Any, rows: torch.Tensor, offsets: torch.Tensor, unused_rows: bool, *weights: torch.Tensor):
         ctx.unused_rows = unused_rows
         # Parameters are saved as such: sharded ones may be elsewhere, gathered again, in the backward pass.
         ctx.save_for_backward(rows, offsets, *weights)
         return _zero_unused(grouped_mm(rows, as_one(weights).transpose(1, 2), offs=offsets), offsets, unused_rows)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor):  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor):
         rows, offsets, *weights = ctx.saved_tensors
         grad = grad.contiguous()
         grad_rows, grad_weights = None, (None,) * len(weights)

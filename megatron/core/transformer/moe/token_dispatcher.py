@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # megatron-core's names
 class MoEAllGatherTokenDispatcher(_upstream.MoEAllGatherTokenDispatcher):
     """megatron-core's, whose experts get as many rows as they may get at most."""
 
+    routing_map: Any
+
     def dispatch_postprocess(self, hidden_states: torch.Tensor, probs: torch.Tensor):
         """Permute the tokens ``[tokens, hidden]`` of all expert parallel ranks to the experts of this one.
 
@@ -46,6 +48,8 @@ class MoEAllGatherTokenDispatcher(_upstream.MoEAllGatherTokenDispatcher):
 
 class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
     """megatron-core's, for a single expert parallel rank: its tokens are in the order of the experts as they are."""
+
+    tokens_per_expert: torch.Tensor | None
 
     def dispatch_postprocess(self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor):
         """Return rows, the number of rows of each expert, int64 on the device, and probabilities."""

@@ -69,6 +69,7 @@ _HYBRID = "tests/integration_tests/test_hybrid_models.py"
 _PRETRAIN = "tests/integration_tests/test_pretrain_flags.py"
 _RESUMED = "tests/integration_tests/test_resumed_runs.py"
 _WHOLE = "tests/integration_tests/test_unsharded_gradients.py"
+_GROUPED = "tests/integration_tests/test_grouped_experts.py"
 _GPU = "tests/gpu/test_fsdp_graphs.py"
 _GPU_FLAGS = "tests/gpu/test_fsdp_flags.py"
 _PACKED = "cuda_graph_packed_sequences"
@@ -602,7 +603,7 @@ _WORKS = [
     _works(
         "dropless experts",
         "--moe-use-grouped-tensor, whole layers or --cuda-graph-modules attn, moe_router or moe_preprocess",
-        _CPU,
+        _GROUPED,
     ),
     _works("overlapped shared experts", "--moe-shared-expert-overlap", _CPU),
     _works("tied embeddings", "tied embeddings (--untie-embeddings-and-output-weights not given)", _CPU),

@@ -27,6 +27,10 @@ class EntersCaptureMode:
 
     def _start_capturing(self) -> float:
         """Enter capture mode; return ``time.time()``."""
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # imports this module
+
+        if MoEAuxLossAutoScaler.main_loss_backward_scale is None:  # before the first step: as schedules will copy to it
+            MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1, device="cuda")
         release_cached_memory(thorough=True)
         if state.FREEZE_GC:
             gc.freeze()

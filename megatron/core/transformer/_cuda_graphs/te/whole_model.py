@@ -40,7 +40,6 @@ def whole_model_blocker(model: Any | None, config: Any) -> str:
         return "its layers have different attention masks"
     for reason, applies in (
         ("only modules of layers are captured (--cuda-graph-modules)", config.cuda_graph_modules),
-        ("mixture-of-experts layers keep statistics outside of graphs", config.num_moe_experts),
         ("there is multi-token prediction", config.mtp_num_layers),
         ("FP8 and FP4 keep statistics outside of graphs", config.fp8 or config.fp4),
         ("sequences are packed", packed_sequences(config) is not None),

@@ -1,13 +1,14 @@
 """What --moe-use-grouped-tensor does not fit is named before anything runs."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from megatron.core.transformer._cuda_graphs.errors import OptionsError
 from megatron.core.transformer._cuda_graphs.flags.grouped_tensor import check_grouped_tensor
 
-UNFIT = {
+UNFIT: dict[str, dict[str, Any]] = {
     "--num-experts": {"num_experts": None},
     "--moe-expert-capacity-factor": {"moe_expert_capacity_factor": 1.0},
     "--fp8-format": {"fp8": "hybrid"},
@@ -29,7 +30,7 @@ UNFIT = {
     "--use-torch-fsdp2": {"use_torch_fsdp2": True},
     "--tensor-parallel-num-weight-shards": {"gtp_weight_remat_size": 2},
 }
-FIT = [
+FIT: list[dict[str, Any]] = [
     {},
     {"moe_token_dispatcher_type": "allgather", "expert_model_parallel_size": 2},
     {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
@@ -39,7 +40,11 @@ FIT = [
 
 
 def options(**changes):
-    fitting = {"moe_use_grouped_tensor": True, "num_experts": 8, "moe_token_dispatcher_type": "alltoall"}
+    fitting: dict[str, Any] = {
+        "moe_use_grouped_tensor": True,
+        "num_experts": 8,
+        "moe_token_dispatcher_type": "alltoall",
+    }
     return SimpleNamespace(**fitting | changes)
 
 
