@@ -18,6 +18,7 @@ from .captured_training import WARMED_UP, captured
 from .fsdp_variants import small
 
 MOE = {"experts": 4, "modules": ("attn", "moe_router", "moe_preprocess")}
+GROUPED = {"experts": 4, "grouped_tensor": True}
 FSDP = "/core/distributed/fsdp/src/megatron_fsdp/"
 NOT_LAUNCHED = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "resize_"}
 
@@ -95,8 +96,14 @@ def counts(layers, **case):
         ({"layers_per_graph": -1}, Counts(120, 25, 3), Counts(4, 1, 0)),
         ({"layers_per_graph": 1}, Counts(615, 86, 10), Counts(155, 10, 5)),
         (MOE, Counts(985, 224, 16), Counts(345, 80, 8)),
+        # As dense ones, but for a second bucket in each layer, of the experts, and the scale of auxiliary losses.
+        ({**GROUPED, "layers_per_graph": -1}, Counts(120, 27, 3), Counts(6, 2, 0)),
+        (GROUPED, Counts(379, 76, 2), Counts(25, 2, 0)),
     ],
-    ids=["dense, all layers in one graph", "dense, the whole model", "dense, a graph for each layer", "MoE"],
+    ids=[
+        *("dense, all layers in one graph", "dense, the whole model", "dense, a graph for each layer", "MoE in parts"),
+        *("dropless MoE, the whole model", "dropless MoE, all layers in one graph"),
+    ],
 )
 def test_a_step_costs_no_more_calls_and_launches_than_when_this_was_written(ranks, case, of_two_layers, of_a_layer):
     two, four = counts(2, **case), counts(4, **case)
