@@ -62,7 +62,6 @@ def test_heads_have_the_sizes_that_are_asked_for(monkeypatch, sizes):
     value = torch.randn(SEQUENCE, ROWS, HEADS, values)
     later = torch.ones(SEQUENCE, SEQUENCE, dtype=torch.bool).triu(1)[None, None]
     found = attention(**sizes)(query, key, value, later)
-    expected = scaled_dot_product_attention(
-        *(each.permute(1, 2, 0, 3) for each in (query, key, value)), attn_mask=~later
-    )
+    query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+    expected = scaled_dot_product_attention(query, key, value, attn_mask=~later)
     torch.testing.assert_close(found, expected.permute(2, 0, 1, 3).flatten(2))
