@@ -40,6 +40,8 @@ MOE = """
     --disable-bias-linear --num-experts 4 --moe-router-topk 2 --moe-token-dispatcher-type alltoall
     --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2
 """
+# Every micro-batch draws anew which experts get many tokens; some get none.
+UNBALANCED = "--moe-use-grouped-tensor --moe-router-force-biased 3"
 LOCAL = "--transformer-impl local --no-persist-layer-norm --no-masked-softmax-fusion"
 ON_CPU = """
     --distributed-backend gloo --no-bias-gelu-fusion --no-bias-dropout-fusion --no-rope-fusion
@@ -48,6 +50,7 @@ ON_CPU = """
 EAGER = "--cuda-graph-impl none"
 GRAPHED = f"--cuda-graph-impl transformer_engine --cuda-graph-warmup-steps {CAPTURED_AFTER}"
 GRAPHED_MOE = f"{GRAPHED} --cuda-graph-modules attn moe_router moe_preprocess"
+CONFIGURATIONS = ("dense", "moe", "grouped")
 Runs = dict[str, Steps]
 
 
@@ -84,12 +87,12 @@ def main() -> int:
 def parse() -> argparse.Namespace:
     """Return the arguments."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--configurations", nargs="+", choices=("dense", "moe"), default=("dense", "moe"))
+    parser.add_argument("--configurations", nargs="+", choices=CONFIGURATIONS, default=CONFIGURATIONS)
     parser.add_argument("--output", type=Path, required=True, help="the JSON; picture and logs go beside it")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--at-once", type=int, help="trainings side by side; by default as the GPUs allow, or 1")
-    parser.add_argument("--steps", type=int, default=2000, help="of the dense model")
-    parser.add_argument("--moe-steps", type=int, default=500)
+    parser.add_argument("--steps", type=int, default=2000, help="of `dense` and `grouped`")
+    parser.add_argument("--moe-steps", type=int, default=500, help="of `moe`, where experts run eagerly")
     parser.add_argument("--evaluate-every", type=int, default=100)
     parser.add_argument("--save-every", type=int, default=500, help="at most the steps to --resume-from")
     parser.add_argument("--resume-from", type=int, help="a step with a checkpoint; by default the middle")
@@ -113,17 +116,18 @@ def start(
     args: argparse.Namespace, name: str, folder: Path, trainings: Trainings, pool: ThreadPoolExecutor
 ) -> list[Future[Runs]]:
     """Start one configuration: the eager training, and the graphed one with its resumption."""
-    moe = name == "moe"
+    moe = MOE if name == "moe" else f"{MOE} {UNBALANCED}" if name == "grouped" else ""
     steps, middle = lengths(args, name)
     sizes = f"""
         --num-layers {args.layers} --hidden-size {args.hidden} --seq-length {args.sequence}
         --max-position-embeddings {args.sequence} --global-batch-size {2 * args.ranks}
         --train-iters {steps} --eval-interval {args.evaluate_every}
     """
-    kinds = f"{LOCAL} {ON_CPU}" if not gpus() else LOCAL if not _has_transformer_engine() else _te_flags(moe)
-    flags = f"{COMMON} {sizes} {kinds} {MOE if moe else ''}"
+    kinds = f"{LOCAL} {ON_CPU}" if not gpus() else LOCAL if not _has_transformer_engine() else _te_flags(bool(moe))
+    flags = f"{COMMON} {sizes} {kinds} {moe}"
     saved = folder / name
-    graphed = f"{flags} {GRAPHED_MOE if moe else GRAPHED} --save {saved} --save-interval {min(args.save_every, middle)}"
+    graphs = GRAPHED_MOE if name == "moe" else GRAPHED
+    graphed = f"{flags} {graphs} --save {saved} --save-interval {min(args.save_every, middle)}"
 
     def train(runs: dict[str, str]) -> Runs:
         return {run: trainings.train(f"{name}_{run}", flags) for run, flags in runs.items()}

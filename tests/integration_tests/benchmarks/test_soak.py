@@ -12,10 +12,13 @@ BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
 
 
 @pytest.mark.long
-def test_a_short_soak_is_bit_equal_over_an_interruption(tmp_path):
+@pytest.mark.parametrize("name", ["moe", "grouped"])
+def test_a_short_soak_is_bit_equal_over_an_interruption(tmp_path, name):
     output = tmp_path / "soak.json"
-    command = [sys.executable, str(BENCHMARKS / "soak.py"), "--output", str(output), "--configurations", "moe"]
-    sizes = "--ranks 1 --at-once 2 --moe-steps 10 --evaluate-every 4 --save-every 5 --hidden 32 --sequence 16"
+    command = [sys.executable, str(BENCHMARKS / "soak.py"), "--output", str(output), "--configurations", name]
+    sizes = (
+        "--ranks 1 --at-once 2 --steps 10 --moe-steps 10 --evaluate-every 4 --save-every 5 --hidden 32 --sequence 16"
+    )
     done = subprocess.run(
         [*command, *sizes.split()],
         capture_output=True,
@@ -24,7 +27,7 @@ def test_a_short_soak_is_bit_equal_over_an_interruption(tmp_path):
         env=os.environ | {"CUDA_VISIBLE_DEVICES": "", "TORCHDYNAMO_DISABLE": "1"},
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(output.read_text())["moe"]
+    found = json.loads(output.read_text())[name]
     assert found["differing_steps"] == found["without_graphs"] == []
     assert found["sha256_graphed"] == found["sha256_eager"]
     lengths = {run: len(mib) for run, mib in found["reserved_mib"].items()}
