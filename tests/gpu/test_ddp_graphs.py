@@ -21,6 +21,7 @@ DATA_PARALLEL: list[dict[str, Any]] = [
     {"dropout": 0.1, **MOE},
     {"dropout": 0.1, "mtp": 1},
     {"experts": 4, "capacity": 1.0, "modules": ["attn", "moe"]},
+    {"experts": 8, "grouped_tensor": True, "microbatches": 2},
     {"fp8": "delayed", "microbatches": 2},
     {"fp8": "delayed", "microbatches": 2, "evaluates": True},
     {"fp8": "tensorwise", "microbatches": 2, "evaluates": True},

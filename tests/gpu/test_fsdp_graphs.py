@@ -24,6 +24,23 @@ MOE: list[dict] = [
         ("bf16", "fp32"), (["attn"], ["attn", "moe_router", "moe_preprocess"], ["moe_router"])
     )
 ]
+# Experts whose tokens only the device counts: whole layers, or the whole model, are in graphs.
+GROUPED: list[dict] = [
+    {"dtype": "bf16", "experts": 8, "grouped_tensor": True, **case}
+    for case in (
+        {},
+        {"layers_per_graph": 1, "dropout": 0.1, "microbatches": 2},
+        {"layers_per_graph": -1, "microbatches": 2, "evaluates": True},
+        {"layers_per_graph": -1, "shared_experts": 256, "dropout": 0.1, "evaluates_often": True},
+        {"layers_per_graph": -1, "latent_attention": True},
+        {"layers_per_graph": -1, "fused_wgrad": True, "microbatches": 2},
+        {"layers_per_graph": None, "moe_layer_freq": [0, 1, 1, 1]},
+        {"fused_wgrad": True, "optimizer_graph": True},
+        {"modules": ["attn", "moe_router", "moe_preprocess"]},
+        {"strategy": "optim_grads"},
+        {"control": "failed_backward_capture", "dropout": 0.1},
+    )
+]
 MORE: list[dict] = [
     {"dtype": "bf16"},
     {"dtype": "bf16", "dropout": 0.1, "microbatches": 2},
@@ -81,7 +98,8 @@ MORE: list[dict] = [
 
 def _cases(layout: str) -> list[dict]:
     dense = {"data parallel": MORE, "EP2 with ETP2": []}  # dense models have no experts to spread
-    return [*MOE, *dense.get(layout, MORE[1:2])]
+    grouped = GROUPED if layout == "data parallel" else []
+    return [*MOE, *grouped, *dense.get(layout, MORE[1:2])]
 
 
 RUNS = [(layout, engine) for layout in LAYOUTS for engine in ENGINES if LAYOUTS[layout][2] <= max(GPUS, 1)]

@@ -26,6 +26,7 @@ DATA_PARALLEL: list[dict[str, Any]] = [
     {"dropout": 0.1, **MOE},
     {"recompute": ["moe"], "microbatches": 2, **MOE},
     {"experts": 4, "capacity": 1.0, "modules": [], "microbatches": 2},
+    {"experts": 8, "grouped_tensor": True, "modules": [], "microbatches": 2},
     {"dropout": 0.1, "mtp": 1, "microbatches": 2},
     {"fp8": "delayed", "microbatches": 2},
     {"fp8": "tensorwise", "microbatches": 2},
