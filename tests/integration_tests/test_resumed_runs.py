@@ -19,9 +19,11 @@ EXPERTS = """
     --num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --disable-bias-linear
     --moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0
 """
+GROUPED = "--moe-use-grouped-tensor"
 LAYOUTS = {
     "dense": "--swiglu --no-bias-swiglu-fusion",
     "experts": EXPERTS,
+    "dropless": f"--num-experts 4 --moe-token-dispatcher-type alltoall --disable-bias-linear {GROUPED}",
     "tensor_parallel": "--tensor-model-parallel-size 2",
     "stages": STAGES,
     "virtual_stages": f"{STAGES} --num-layers-per-virtual-pipeline-stage 1 --swiglu --no-bias-swiglu-fusion",
@@ -79,6 +81,25 @@ def tensors(checkpoint):
     return read
 
 
+def assert_saved_as_loaded(checkpoint, place, folder, flags):
+    """A run that is done saves to ``place`` what it has loaded."""
+    again = f"--train-iters {SAVED} --override-opt-param-scheduler --save {place} --save-interval {STEPS} {flags}"
+    assert pretrain(folder, f"{again} --load {checkpoint} --ckpt-step {SAVED}", graphs=False) == []
+    first, second = (tensors(each / f"iter_{SAVED:07}") for each in (checkpoint, place))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[key], second[key]) for key in first)
+    return first
+
+
+def test_a_checkpoint_of_dropless_experts_is_loaded_without_the_flag_and_back(saved, tmp_path):
+    checkpoint, _ = saved("dropless", EAGER)
+    with_flag = LAYOUTS["dropless"]
+    for number, flags in enumerate([with_flag.replace(GROUPED, ""), with_flag], 1):
+        place = tmp_path / str(number)
+        assert assert_saved_as_loaded(checkpoint, place, tmp_path / f"run{number}", flags)
+        checkpoint = place
+
+
 @pytest.mark.parametrize("stages", ["stages", "virtual_stages"])
 def test_a_checkpoint_of_stages_is_loaded_without_stages_and_back(saved, tmp_path, stages):
     checkpoint, _ = saved(stages, EAGER)
@@ -86,14 +107,9 @@ def test_a_checkpoint_of_stages_is_loaded_without_stages_and_back(saved, tmp_pat
     without = layout.replace("--pipeline-model-parallel-size 2", "").replace(
         "--num-layers-per-virtual-pipeline-stage 1", ""
     )
-    # A run that is done saves what it has loaded. One stage has no random numbers for a second.
+    # One stage has no random numbers for a second.
     for number, flags in enumerate([without, f"{layout} --no-load-rng"], 1):
         place = tmp_path / str(number)
-        again = f"--train-iters {SAVED} --override-opt-param-scheduler --save {place} --save-interval {STEPS} {flags}"
-        again += f" --load {checkpoint} --ckpt-step {SAVED}"
-        assert pretrain(tmp_path / f"run{number}", again, graphs=False) == []
-        first, second = (tensors(each / f"iter_{SAVED:07}") for each in (checkpoint, place))
-        assert first.keys() == second.keys()
-        assert len({key for key in first if key.startswith("model.") and "linear_proj.weight" in key}) == 4
-        assert all(torch.equal(first[key], second[key]) for key in first)
+        read = assert_saved_as_loaded(checkpoint, place, tmp_path / f"run{number}", flags)
+        assert len({key for key in read if key.startswith("model.") and "linear_proj.weight" in key}) == 4
         checkpoint = place

@@ -604,6 +604,7 @@ _WORKS = [
         "dropless experts",
         "--moe-use-grouped-tensor, whole layers or --cuda-graph-modules attn, moe_router or moe_preprocess",
         _GROUPED,
+        "with --moe-router-topk above 2 add --moe-permute-fusion, without which no run repeats another's bits on a GPU",
     ),
     _works("overlapped shared experts", "--moe-shared-expert-overlap", _CPU),
     _works("tied embeddings", "tied embeddings (--untie-embeddings-and-output-weights not given)", _CPU),
