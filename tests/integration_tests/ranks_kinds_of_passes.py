@@ -33,9 +33,10 @@ def differences(case: Any, passes: Any) -> Any:
 def main() -> None:
     """Run patterns of passes with kinds of graphs, whose names are the first argument as JSON."""
     dist.init_process_group("nccl")
-    gc.freeze()
     parallel_state.initialize_model_parallel()
     for scope, name in json.loads(sys.argv[1]):
+        gc.collect()
+        gc.freeze()  # captures collect garbage: spare them what is there
         of_ranks: list = [None] * dist.get_world_size()
         dist.all_gather_object(of_ranks, differences(SCOPES[scope], PASSES[name]))
         if dist.get_rank() == 0:

@@ -105,7 +105,8 @@ def results(case: Case, sharding: dict[str, Any], graphs: bool) -> dict:
     except Exception:
         return {"error": traceback.format_exc()}
     return {
-        "differences": once.differences(often),
+        # Metrics of MoE layers are sums over micro-batches.
+        "differences": once.differences(replace(often, moe_metrics=once.moe_metrics)),
         "of graphs": often.differences(graphed),
         "replays": graphed.replays,
         "grad_norms": once.grad_norms,
@@ -115,8 +116,9 @@ def results(case: Case, sharding: dict[str, Any], graphs: bool) -> dict:
 def main() -> None:
     """Train in every layout."""
     dist.init_process_group("nccl")
-    gc.freeze()  # building a model collects garbage: spare it what the imports left
     for name, (groups, changes, sharding) in LAYOUTS.items():
+        gc.collect()
+        gc.freeze()  # captures collect garbage, and building a model does: spare them what is there
         parallel_state.initialize_model_parallel(**groups)
         of_ranks: list = [None] * dist.get_world_size()
         case = small(double_buffer=True, warmup=2, steps=4, **changes)

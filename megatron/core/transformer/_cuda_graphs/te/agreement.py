@@ -108,7 +108,7 @@ class Ballot:
         An interrupted vote does not count: what this rank votes next belongs to the same.
         """
         assert self._store is not None
-        verdict = str(self._votes + 1)
+        verdict = str(self._votes)
         self._store.set(f"{verdict} of rank {self._own_rank}", "")
         if against is not None:
             self._store.compare_set(verdict, "", json.dumps(asdict(against)))
