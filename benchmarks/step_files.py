@@ -61,7 +61,7 @@ def files_of_a_step(layers_per_graph: int | None) -> dict[str, int]:
         if graphs:
             training.make_helper()
         for step in range(8):
-            if graphs and not training.capture_finished() and step == case.warmup:
+            if graphs and not training.before_step() and step == case.warmup:
                 training.capture(lambda training: training.helper.create_cudagraphs())
             if step < 7:
                 training.step()

@@ -5,8 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.core.transformer._cuda_graphs.engine.plan import Pass, Plan, ordered_plan
+from megatron.core.transformer._cuda_graphs.flags.own import WHOLE_MODEL, layers_per_graph
 from megatron.core.transformer._cuda_graphs.te import whole_model
+from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
+from megatron.core.transformer._cuda_graphs.te.graph_choice import Holds, blocker
 from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
+from megatron.core.transformer._cuda_graphs.te.layers import decoder_layers
 
 
 @dataclass(frozen=True)
@@ -47,37 +51,50 @@ class Captured:
     most_in_flight: int
 
 
+def captures_whole_model(helper: TECudaGraphHelper) -> bool:
+    """Whether ``helper`` would capture the whole model after steps of ``pretrain_gpt.py``, which calls it as fits."""
+    wanted, stepped = layers_per_graph(helper.config), helper.config.cuda_graph_warmup_steps > 0
+    return (wanted == WHOLE_MODEL or (wanted is None and stepped)) and not blocker(helper.stage, Holds.MODEL)
+
+
+def _layers_in_one_graph(helper: TECudaGraphHelper) -> list[Any]:
+    if layers_per_graph(helper.config) == 1 or blocker(helper.stage, Holds.DECODER):
+        return []
+    return decoder_layers(helper.chunks_with_decoder[0])
+
+
 def captured_by(helper: TECudaGraphHelper) -> Captured:
-    """Return what ``helper`` would capture now. Megatron-FSDP then expects a capture."""
+    """Return what ``helper`` would capture after steps of ``pretrain_gpt.py``."""
     layers = helper.flattened_callables
     if not layers:
         return Captured((), (), (), 0)
-    if helper._captures_whole_model():
+    if captures_whole_model(helper):
         whole = [Graph(Pass.FORWARD, ()), Graph(Pass.BACKWARD, ())]
         inputs = whole_model.sample_inputs(helper.chunks_with_decoder[0], helper.seq_length, helper.micro_batch_size)
         return Captured(whole, (1, -1), [inputs], len(layers))
     graphs: list[Graph] = []
     static: list[Any] = []
     in_flight, numbers = 0, ()
-    model: Any = helper.chunks_with_decoder[0]
-    together = list(model.decoder.layers) if helper._captures_decoder() else []
+    together = _layers_in_one_graph(helper)
+    apart = [layer for layer in layers if layer not in together]
+    shape = helper.seq_length, helper.micro_batch_size
     if together:
         numbers = tuple(layer.layer_number for layer in together)
-        static.append(helper._decoder_inputs(model)[0])
+        static.append(CaptureArguments(helper.stage, [together], *shape).of_decoder()[0])
         in_flight = len(together)
-        helper._in_decoder = frozenset(together)
     order: Sequence[float] = (1, -1)
-    apart = [layer for own in helper._layers_apart for layer in own]
     if apart:
-        args, kwargs = helper._get_cuda_graph_input_data()
-        plan = ordered_plan(kwargs["_order"], kwargs["_num_layers_per_chunk"], len(apart))
+        own = [[layer for layer in chunk.layers if layer not in together] for chunk in helper.stage.chunks]
+        arguments = CaptureArguments(helper.stage, own, *shape)
+        passes = arguments.order()
+        order = passes.order
+        plan = ordered_plan(order, passes.num_layers_per_chunk, len(apart))
         is_mtp = dict(zip(layers, helper.flattened_callables_is_mtp, strict=True))
         for step in plan.steps:
             index = plan.callable_of_slot[step.slot]
             number = int(getattr(apart[index], "layer_number", index + 1))
             graphs.append(Graph(step.kind, (number,), is_mtp[apart[index]]))
-        static += list(zip(args, kwargs["sample_kwargs"], strict=True))
-        order = kwargs["_order"]
+        static += arguments.samples(order, passes.chunk_id_list)
         in_flight += _most_in_flight(plan)
     if together:
         graphs = [Graph(Pass.FORWARD, numbers), *graphs, Graph(Pass.BACKWARD, numbers[::-1])]

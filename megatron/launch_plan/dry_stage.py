@@ -24,6 +24,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buff
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import FSDPDistributedIndex
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer._cuda_graphs.te.graph_choice import Holds, blocker
 from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
 from megatron.core.transformer._cuda_graphs.te.layers import fsdp_of
 from megatron.core.transformer.dot_product_attention import DotProductAttention
@@ -33,6 +34,7 @@ from megatron.training.argument_utils import gpt_config_from_args, hybrid_config
 from megatron.training.training import get_megatron_ddp_config
 from megatron.training.utils.common_utils import is_hybrid_model
 
+from .capture import captures_whole_model
 from .parts import Part, parts_of
 from .quiet import quietly
 
@@ -79,13 +81,7 @@ def dry_stage(args: argparse.Namespace, stage: int) -> Iterator[Any]:
         if args.transformer_impl != "local":
             stack.enter_context(_as_transformer_engine())
         config, models = _models(args)
-        helper = TECudaGraphHelper(models, config, args.seq_length, args.micro_batch_size)
-        helper._agreement = helper._new_agreement()  # with no other rank
-        # Recipes are TransformerEngine's, and change neither order nor sizes.
-        helper._quantization_arguments = lambda: {"enabled": False}  # type: ignore[method-assign]
-        if args.cuda_graph_warmup_steps:  # in which pretrain_gpt.py calls the model as graphs take it
-            helper._calls_blocker = lambda: ""  # type: ignore[method-assign]
-        yield helper
+        yield TECudaGraphHelper(models, config, args.seq_length, args.micro_batch_size)
 
 
 def fsdp_buffers(helper: TECudaGraphHelper) -> list[Any]:
@@ -104,13 +100,13 @@ def whole_model_blocker(args: argparse.Namespace, whole_layers: bool = False) ->
     with quietly(), dry_stage(args, 0) as helper:
         if whole_layers:
             helper.config.cuda_graph_modules = []
-        return helper._whole_model_blocker()
+        return blocker(helper.stage, Holds.MODEL)
 
 
 def parts_of_stage(args: argparse.Namespace, stage: int) -> list[Part]:
     """Return the parts of a pipeline stage, with which of them run in graphs; see ``dry_stage``."""
     with quietly(), dry_stage(args, stage) as helper:
-        return parts_of(helper, helper._captures_whole_model())
+        return parts_of(helper, captures_whole_model(helper))
 
 
 def _models(args: argparse.Namespace) -> tuple[Any, list[torch.nn.Module]]:

@@ -50,9 +50,8 @@ def parts_of(helper: TECudaGraphHelper, whole_model: bool) -> list[Part]:
         helper: Of a model that has not been captured.
         whole_model: Whether the whole model is to be captured.
     """
-    chunks = [helper._layers_of(chunk) for chunk in helper.model]
-    models = [model for model, _ in chunks if model is not None]
-    every = [layer for _, layers in chunks for layer, _ in layers]
+    models = [chunk.model for chunk in helper.stage.chunks if chunk.model is not None]
+    every = [layer for chunk in helper.stage.chunks for layer in chunk.every_layer]
     found = _outside("embedding", _count(models, "embedding"), whole_model)
     found += _parts_of_layers(helper, every, whole_model)
     predicting = sum(hasattr(model, "mtp") for model in models)

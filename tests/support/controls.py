@@ -85,7 +85,7 @@ def fallback_after_a_failure_on_one_rank(training: Training) -> None:
     after = training_state(training)
     for handle in handles:
         handle.remove()
-    assert training.helper.capture_finished() and not training.helper.graphs_created()
+    assert training.helper.before_step() and not training.helper.graphs_created()
     assert before == after, f"a failed capture changed {[key for key in before if before[key] != after[key]]}"
 
 
@@ -143,7 +143,7 @@ def hook_on_one_rank(training: Training) -> None:
     last = dist.get_world_size() - 1
     reason = "embedding has hooks, which do not run in replays"
     expected = reason if dist.get_rank() == last else f"{reason} (on rank {last})"
-    assert training.helper._whole_model_refused == expected, training.helper._whole_model_refused
+    assert training.helper.choice.refused == expected, training.helper.choice.refused
 
 
 def layer_hook_on_one_rank(training: Training) -> None:
@@ -292,8 +292,19 @@ def buckets_not_kept(training: Training) -> None:
 
 def parameters_not_kept(training: Training) -> None:
     """Parameters whose memory torch's FSDP2 frees after each pass."""
-    training.helper.create_cudagraphs()
-    for kept in training.helper._kept.values():
+    from megatron.core.transformer._cuda_graphs.te import capture_session
+    from megatron.core.transformer._cuda_graphs.te.torch_fsdp import kept_parameters
+
+    made: list[Any] = []
+
+    def noting(*arguments: Any) -> Any:
+        kept = kept_parameters(*arguments)
+        made.extend(kept.values())
+        return kept
+
+    with mock.patch.object(capture_session, "kept_parameters", noting):
+        training.helper.create_cudagraphs()
+    for kept in made:
         kept.release()
 
 

@@ -230,11 +230,11 @@ class Training:
         if first_step_done:
             self._gather_in_hooks(True)
 
-    def capture_finished(self) -> bool:
-        """Ask the helper before a step, as megatron.training does."""
+    def before_step(self) -> bool:
+        """Call the helper before a step, as megatron.training does."""
         self._set_microbatches(len(self.losses))
         with torch.cuda.stream(self.stream):
-            finished: bool = self.helper.capture_finished()
+            finished: bool = self.helper.before_step()
         return finished
 
     def step(self) -> None:
@@ -340,7 +340,7 @@ def train(case: Case, graphs: bool, at_capture: Callable[[Training], None] | Non
             first = step == case.warmup
             if first and case.evaluates_often:
                 training.evaluate()
-            if by_helper and not training.capture_finished() and first:
+            if by_helper and not training.before_step() and first:
                 training.capture(at_capture or (lambda training: training.helper.create_cudagraphs()))
             if first and case.evaluates_often:
                 training.evaluate()

@@ -99,8 +99,8 @@ class _BothHelpers:
         self.vision.create_cudagraphs()
         self.language.create_cudagraphs()
 
-    def capture_finished(self) -> bool:
-        return all([self.vision.capture_finished(), self.language.capture_finished()])
+    def before_step(self) -> bool:
+        return all([self.vision.before_step(), self.language.before_step()])
 
     def graphs_created(self) -> bool:
         return self.vision.graphs_created() and self.language.graphs_created()

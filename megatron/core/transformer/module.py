@@ -140,8 +140,8 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
                 f"graphs were captured for steps of {expected} micro-batches, and this one has "
                 f"{max(microbatch + 1, get_num_microbatches())}: under pipeline parallelism, and with "
                 "--overlap-moe-expert-parallel-comm, another number (--step-batch-size-schedule) needs "
-                "other graphs. Ask capture_finished() of each TECudaGraphHelper and VisionTECudaGraphHelper before "
-                "each step, as Megatron's training loop does of the first: it captures them"
+                "other graphs. Call before_step() of each TECudaGraphHelper and VisionTECudaGraphHelper before each "
+                "step, as Megatron's training loop does of the first: it captures them"
             )
         if not args and "hidden_states" in kwargs and not self.config.fine_grained_activation_offloading:
             args = (kwargs.pop("hidden_states"),)  # as megatron-core does it, without a copy of kwargs

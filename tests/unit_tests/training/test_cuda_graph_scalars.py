@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.core.transformer._cuda_graphs.te.graph_use import GraphUse
+from megatron.core.transformer._cuda_graphs.te.stage_graphs import GraphUse
 from megatron.training import cuda_graph_scalars, global_vars
 from megatron.training.cuda_graph_scalars import PAUSE, CudaGraphScalars
 
@@ -63,7 +63,7 @@ class Loop:
         monkeypatch.setattr("time.monotonic", lambda: self.now)
 
     def ask(self):
-        """Do what ``capture_finished`` does."""
+        """Do what ``before_step`` does."""
         self._scalars(self.helper)
 
     def end(self):

@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.engine import sanitizer
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
-from megatron.core.transformer._cuda_graphs.te import attached_graphs, helper
+from megatron.core.transformer._cuda_graphs.te import attached_graphs, capture_session
 from megatron.core.transformer._cuda_graphs.te.whole_model import other_method
 from tests.support.sample import each_once
 from tests.support.training import train
@@ -269,7 +269,7 @@ def test_where_the_whole_model_cannot_be_captured_by_default_its_layers_are(one_
     def fails(*args, **kwargs):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(helper, "capture_whole_model", fails)
+    monkeypatch.setattr(capture_session, "capture_whole_model", fails)
     case = replace(graphed(None, dropout=0.1), warmup=1, steps=3)
     eager, graphs = train(case, False), train(case, True)
     assert eager.differences(graphs) == []
@@ -343,8 +343,8 @@ def test_an_interrupted_capture_of_the_whole_model_is_not_followed_by_one_of_lay
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(helper, "capture_whole_model", interrupted)
-    monkeypatch.setattr(helper.TECudaGraphHelper, "_capture_layers", lambda self: pytest.fail("captures layers"))
+    monkeypatch.setattr(capture_session, "capture_whole_model", interrupted)
+    monkeypatch.setattr(capture_session, "capture_decoder", lambda *args: pytest.fail("captures layers"))
     with pytest.raises(KeyboardInterrupt):
         CapturedTraining(graphed(None))
 

@@ -72,18 +72,18 @@ class Timeline:
         """
         self.order, self._names, self._warm_ups, self._begun = order, names, warm_ups, 0
 
-    def begin(self, where: str) -> None:
+    def begin(self, what: str, phase: str = "") -> None:
         """Note that something begins.
 
         Args:
-            where: What it is; ends in ``, forward`` or ``, backward`` if that is a pass.
+            what: What it is.
+            phase: ``forward`` or ``backward`` if it is a pass.
         """
         self._end_pass()
-        what, _, kind = where.rpartition(", ")
-        if kind in (FORWARD, BACKWARD):
-            self._begin_pass(what, kind)
+        if phase in (FORWARD, BACKWARD):
+            self._begin_pass(what, phase)
 
-    def wait(self, wait: Callable[[], None]) -> None:
+    def wait(self, wait: Callable[[], object]) -> None:
         """Call ``wait``, which waits for other ranks; what it takes counts for no pass."""
         before = self._clock()
         wait()

@@ -7,16 +7,16 @@ and nothing may be enqueued on a stream that is captured.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch.distributed import PrefixStore, Store, distributed_c10d
 
 from ..errors import CaptureFailedError
+from ..report.timeline import Timeline
 
 _AGREED = "agreed"
 
@@ -138,24 +138,35 @@ class CaptureAgreement:
         stage: The groups of this pipeline stage's ranks, which communicate with one another in the capture: one
             group of all, or two that cross. With two, ranks may raise different ones of several failures.
         pipeline: One rank of each pipeline stage; None if other stages need not know.
+        timeline: Notes each pass, and the time spent waiting.
     """
 
     def __init__(
-        self, stage: Sequence[torch.distributed.ProcessGroup], pipeline: torch.distributed.ProcessGroup | None
+        self,
+        stage: Sequence[torch.distributed.ProcessGroup],
+        pipeline: torch.distributed.ProcessGroup | None,
+        timeline: Timeline | None = None,
     ):
+        self._timeline = timeline
         self._stage = [Ballot(group) for group in stage]
         self._pipeline = None if pipeline is None else Ballot(pipeline)
         self._where = "before the first layer"
         self._failure: Failure | None = None
 
-    def begin(self, where: str, module: torch.nn.Module | None = None) -> None:
+    def begin(self, where: str, phase: str = "") -> None:
         """Note what is captured from now on, for errors to name it.
 
         Args:
             where: Says what it is.
-            module: Not used; hooks are called with it.
+            phase: Which part of it: ``forward`` or ``backward`` if it is a pass.
         """
-        self._where = where
+        self._where = f"{where}, {phase}" if phase else where
+        if self._timeline is not None:
+            self._timeline.begin(where, phase)
+
+    def beginning(self, where: str, phase: str = "") -> Callable[..., None]:
+        """Return a capture-time hook that calls ``begin``."""
+        return lambda module, *offered: self.begin(where, phase)
 
     def join(self) -> None:
         """Wait until all ranks of the stage are about to launch a collective.
@@ -163,7 +174,10 @@ class CaptureAgreement:
         Raises:
             CaptureFailedError: a rank failed.
         """
-        self._vote_of_stage()
+        if self._timeline is None:
+            self._vote_of_stage()
+        else:
+            self._timeline.wait(self._vote_of_stage)
 
     def objection(self, reason: str) -> str:
         """Return why all ranks of the stage capture something else than was asked for; empty if none objects to it.
@@ -183,8 +197,9 @@ class CaptureAgreement:
         Raises:
             CaptureFailedError: a rank failed.
         """
-        self.begin("after the last layer")
-        self.join()
+        self._end()
+        self._where = "after the last layer"
+        self._vote_of_stage()
         if self._pipeline is not None:
             self._check(self._pipeline.vote())
 
@@ -193,6 +208,7 @@ class CaptureAgreement:
 
         All ballots get its vote, also those in which others may have learnt of it already: none waits for this rank.
         """
+        self._end()
         agreed = self._failure if isinstance(error, CaptureFailedError) else None
         if agreed is None:
             cause, interrupted = f"{type(error).__name__}: {error}", not isinstance(error, Exception)
@@ -202,6 +218,10 @@ class CaptureAgreement:
                 decided = ballot.vote(agreed)
                 agreed = decided if isinstance(decided, Failure) else agreed
         return agreed.error()
+
+    def _end(self) -> None:
+        if self._timeline is not None:
+            self._timeline.end()
 
     def _vote_of_stage(self, against: Against | None = None) -> Objection | None:
         for ballot in self._stage:  # what a rank learns in one group, it says in the next
@@ -229,7 +249,6 @@ def naming_hooks(
     for name, own in zip(names, hooks, strict=True):
         kinds = dict(own or {})
         for kind, phase in (("forward_pre_hooks", "forward"), ("backward_pre_hooks", "backward")):
-            begin = partial(agreement.begin, f"{name}, {phase}")
-            kinds[kind] = {"agreement": begin, **kinds.get(kind, {})}
+            kinds[kind] = {"agreement": agreement.beginning(name, phase), **kinds.get(kind, {})}
         with_names.append(kinds)
     return with_names

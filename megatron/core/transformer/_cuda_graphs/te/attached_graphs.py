@@ -13,8 +13,9 @@ from ..engine.addresses import AddressGuard
 from ..layer_graph import LayerGraph, LayerGraphs, static_inputs
 from ..replay_conditions import ReplayConditions
 from .address_guard import GuardedLayer, guard_layer
-from .layers import fsdp_of, layer_name
+from .layers import layer_name
 from .sample_inputs import SampleArguments, captures_attention, default_kwargs, packed_use
+from .stage import Chunk, Layers, Stage
 
 
 @dataclass(frozen=True)
@@ -22,69 +23,61 @@ class CapturedLayers:
     """Layers whose passes an engine has captured.
 
     Attributes:
-        chunks: The model's chunks.
-        layers: The captured layers of each.
+        stage: The stage that they are of.
+        layers: The captured layers of each chunk.
         slots: For each layer the indices of its micro-batches in ``graphs`` and ``samples``, as of ``slots_of_layers``.
         graphs: The engine's callables.
         samples: Their static positional and keyword inputs.
     """
 
-    chunks: Sequence[torch.nn.Module]
-    layers: Sequence[Sequence[torch.nn.Module]]
+    stage: Stage
+    layers: Sequence[Layers]
     slots: Sequence[Sequence[int]]
     graphs: Sequence[Any]
     samples: Sequence[SampleArguments]
 
-    def attach(
-        self,
-        conditions: Sequence[ReplayConditions],
-        fused: bool,
-        num_microbatches: int | None,
-        may_run_eagerly: bool,
-        eager_passes: EagerPasses | None,
-    ) -> None:
+    def attach(self, conditions: Sequence[ReplayConditions], eager_passes: EagerPasses | None) -> None:
         """Give layers their graphs.
 
         Args:
             conditions: For each layer what its passes read.
-            fused: Whether backward graphs add to ``param.main_grad`` (``--gradient-accumulation-fusion``).
-            num_microbatches: The micro-batches of steps that the graphs are for; None for any number.
-            may_run_eagerly: Whether a layer may run eagerly after something changed that a replay would not notice.
             eager_passes: Counts passes of other shapes; None if these may not run eagerly.
         """
+        stage = self.stage
         layers = [layer for own in self.layers for layer in own]
-        guards = self.guards(fused)
+        guards = self.guards()
         absent = default_kwargs(layers, [kwargs for _, kwargs in self.samples])
         given: dict[int, torch.Tensor | None] = {}
         for index, (layer, slots) in enumerate(zip(layers, self.slots, strict=True)):
-            layer.cuda_graphs = LayerGraphs(
+            graphs = (
                 LayerGraph(
                     layer_name(layer, index),
                     self.graphs[slot],
-                    self.samples[slot][0],
-                    self.samples[slot][1],
+                    *self.samples[slot],
                     has_attention=captures_attention(layer),
-                    num_microbatches=num_microbatches,
+                    num_microbatches=None if stage.one_graph_serves_all else len(slots),
                     absent=absent[slot],
                     given=given,
-                    keeps_values=len(self.chunks) > 1,  # only the first and the last chunk of a model read batches
+                    keeps_values=len(stage.chunks) > 1,  # only the first and the last chunk of a model read batches
                     guard=guards[index],
                     conditions=conditions[index],
-                    may_run_eagerly=may_run_eagerly,
+                    may_run_eagerly=stage.may_skip_replays,
                     eager_passes=eager_passes,
                     packed=packed_use(layer),
                 )
                 for slot in slots
             )
+            layer.cuda_graphs = LayerGraphs(map(stage.role.wrap, graphs))
 
-    def guards(self, fused: bool) -> list[AddressGuard | None]:
-        """Return a guard for each layer, None for layers with nothing to guard; ``fused`` as for ``attach``.
+    def guards(self) -> list[AddressGuard | None]:
+        """Return a guard for each layer, None for layers with nothing to guard.
 
         Megatron-FSDP guards parameters itself.
         """
         layers: list[GuardedLayer] = []
-        for chunk, own in zip(self.chunks, self.layers, strict=True):
-            alone = fsdp_of(chunk) is None
+        fused = self.stage.config.gradient_accumulation_fusion  # backward graphs add to ``param.main_grad``
+        for chunk, own in zip(self.stage.chunks, self.layers, strict=True):
+            alone = chunk.fsdp is None
             for layer in own:
                 layers.append(GuardedLayer(layer_name(layer, len(layers)), layer, alone, alone and fused))
         guards: list[AddressGuard | None] = []
@@ -135,35 +128,23 @@ def slots_of_layers(num_layers_per_chunk: Sequence[int], num_microbatches: int) 
     return slots
 
 
-def gather_in_replays(chunks: Sequence[torch.nn.Module], layers: Sequence[Sequence[torch.nn.Module]]) -> None:
-    """Let replays gather parameters under Megatron-FSDP: the schedule does not call layers, and no hooks run.
-
-    Args:
-        chunks: The model's chunks.
-        layers: The layers of each that have graphs.
-    """
-    for chunk, own in zip(chunks, layers, strict=True):
-        fsdp = fsdp_of(chunk)
-        if fsdp is not None:
-            for layer in own:
+def gather_in_replays(chunks: Sequence[Chunk]) -> None:
+    """Let replays gather parameters under Megatron-FSDP: the schedule does not call layers, and no hooks run."""
+    for chunk in chunks:
+        if chunk.fsdp is not None:
+            for layer in chunk.layers:
                 for graph in layer.cuda_graphs:
-                    graph.around = fsdp.around_part(layer)
+                    graph.around = chunk.fsdp.around_part(layer)
 
 
-def detach_graphs(chunks: Sequence[torch.nn.Module], layers: Sequence[Sequence[torch.nn.Module]]) -> None:
-    """Free the graphs that layers have, and let Megatron-FSDP run its units eagerly.
-
-    Args:
-        chunks: The model's chunks.
-        layers: The layers of each that may have graphs.
-    """
-    for chunk, own in zip(chunks, layers, strict=True):
-        for layer in own:
+def detach_graphs(chunks: Sequence[Chunk]) -> None:
+    """Free the graphs that layers have, and let Megatron-FSDP run its units eagerly."""
+    for chunk in chunks:
+        for layer in chunk.layers:
             if getattr(layer, "cuda_graphs", None):
                 for graph in layer.cuda_graphs:
                     graph.reset()
                 layer.cuda_graphs = []
                 layer.cuda_graph_manual_hooks = []
-        fsdp = fsdp_of(chunk)
-        if fsdp is not None:
-            fsdp.forget_graphs(own)
+        if chunk.fsdp is not None:
+            chunk.fsdp.forget_graphs(chunk.layers)

@@ -1,9 +1,9 @@
-"""The process while layers or a model are captured, and what is cleared afterwards."""
+"""The process while layers or a model are captured."""
 
 import gc
 import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,53 +12,62 @@ from megatron.core.utils import log_single_rank
 
 from .. import state
 from ..engine.memory import release_cached_memory
-from .capture_observer import CaptureObserver
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 
-class EntersCaptureMode:
-    """The part of ``TECudaGraphHelper`` that enters capture mode and leaves it."""
+def enter_capture_mode() -> None:
+    """Release cached memory, and let all of megatron-core know that graphs are captured."""
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # imports this module
 
-    model: Sequence[Any]
-    config: Any
-    optimizers: Sequence[Any]
-    _observer: CaptureObserver
+    if MoEAuxLossAutoScaler.main_loss_backward_scale is None:  # before the first step: as schedules will copy to it
+        MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1, device="cuda")
+    release_cached_memory(thorough=True)
+    if state.FREEZE_GC:
+        gc.freeze()
+    state._set_capture_start()
+    log_single_rank(logger, logging.INFO, "Start CUDA graph capture")
 
-    def _start_capturing(self) -> float:
-        """Enter capture mode; return ``time.time()``."""
-        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # imports this module
 
-        if MoEAuxLossAutoScaler.main_loss_backward_scale is None:  # before the first step: as schedules will copy to it
-            MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1, device="cuda")
-        release_cached_memory(thorough=True)
-        if state.FREEZE_GC:
-            gc.freeze()
-        state._set_capture_start()
-        log_single_rank(logger, logging.INFO, "Start CUDA graph capture")
-        self._observer.start()
-        return time.time()
+@contextmanager
+def capture_mode(enter: Callable[[], float], offloads: bool, reset: Callable[[], None]) -> Iterator[float]:
+    """The context of a capture, which ends capture mode also if it fails.
 
-    def _leave_capture_mode(self) -> None:
+    Args:
+        enter: Enters capture mode; returns when it did, as ``time.time()``.
+        offloads: Whether activations are offloaded (``fine_grained_activation_offloading``).
+        reset: Clears, at the end, what capture accumulated.
+
+    Yields:
+        What ``enter`` returned.
+    """
+    try:
+        yield enter()
+    except BaseException:
+        if offloads:
+            offload_interface().enable_offload()  # warm-up disables it
+        raise
+    finally:
         state._set_capture_end()
-        if self.config.fine_grained_activation_offloading:
+        if offloads:
             offload_interface().reset()
         if state.FREEZE_GC:
             gc.unfreeze()
         torch.cuda.synchronize()
-        self._reset_after_capture()
+        reset()
 
-    def _reset_after_capture(self) -> None:
-        """Zero what capture accumulated: gradients, and metrics and token counts of MoE layers."""
-        from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
-        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-        for chunk in self.model:
-            chunk.zero_grad_buffer()
-        for optimizer in self.optimizers:
-            optimizer.zero_grad()
-        get_moe_metrics_tracker().clear()
-        reset_model_temporary_tensors(self.config, self.model)
+@contextmanager
+def outside_capture_mode() -> Iterator[None]:
+    """The context, inside a capture, of graphs of several layers: in capture mode these return what graphs of one do.
+
+    Hooks do nothing in that mode.
+    """
+    state._set_capture_end()
+    try:
+        yield
+    finally:
+        state._set_capture_start()
 
 
 def offload_interface() -> Any:

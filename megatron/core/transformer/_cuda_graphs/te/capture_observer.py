@@ -24,7 +24,6 @@ from ..report.record import (
 )
 from ..report.table import table
 from ..report.timeline import Planned, Timeline
-from .agreement import CaptureAgreement
 from .captured_parts import graph_counts, hook_routes, pools_of, recorded_hooks, static_inputs_of
 from .decoder_graphs import DecoderGraphs
 from .layers import layer_name
@@ -42,7 +41,7 @@ def _only_warns(method: Callable[..., None]) -> Callable[..., None]:
         try:
             method(self, *args, **kwargs)
         except Exception as error:
-            self._timeline = self._report = None
+            self.timeline = self._report = None
             logger.warning("there will be no report on CUDA graphs", exc_info=error)
 
     return run
@@ -56,11 +55,14 @@ class CaptureObserver:
         folder: Where the report is written to; None for nowhere.
         name: What its files are called.
         active: Whether there is anything to do.
+
+    Attributes:
+        timeline: What the capture is to be noted in; None for nothing.
     """
 
     def __init__(self, engine: str = "", folder: str | None = None, name: str = "", active: bool = False):
         self._engine, self._folder, self._name = engine, folder, name
-        self._timeline = Timeline() if active else None
+        self.timeline = Timeline() if active else None
         self._plan = Plan((), ())
         self._decoder: DecoderGraphs | None = None
         self._report: CaptureReport | None = None
@@ -79,14 +81,10 @@ class CaptureObserver:
         folder = getattr(config, "cuda_graph_report", None)
         return cls(engine, folder, name if number == 1 else f"{name}_{number}", first)
 
-    def watch(self, agreement: CaptureAgreement) -> CaptureAgreement:
-        """Return ``agreement`` with each pass noted, and the time spent waiting."""
-        return agreement if self._timeline is None else _WatchedAgreement(agreement, self._timeline)
-
     def start(self) -> None:
         """Say that the capture begins, with cached memory released."""
-        if self._timeline is not None:
-            self._timeline.sample("start")
+        if self.timeline is not None:
+            self.timeline.sample("start")
 
     def expect(self, arguments: dict[str, Any], names: Sequence[str]) -> None:
         """Say which passes will be captured.
@@ -95,11 +93,11 @@ class CaptureObserver:
             arguments: The keyword arguments of ``make_graphed_callables``.
             names: The names of its callables.
         """
-        if self._timeline is None:
+        if self.timeline is None:
             return
         self._plan = ordered_plan(arguments["_order"], arguments["_num_layers_per_chunk"], len(names))
         with_hooks = [step for step in self._planned() if step[2] != WEIGHT_GRADIENTS]
-        self._timeline.expect(with_hooks, names, arguments["num_warmup_iters"])
+        self.timeline.expect(with_hooks, names, arguments["num_warmup_iters"])
 
     def _planned(self) -> list[Planned]:
         """The steps of the plan, each with its layer, micro-batch and kind."""
@@ -112,8 +110,8 @@ class CaptureObserver:
 
     def passes_end(self) -> None:
         """Say that the engine has run the last pass."""
-        if self._timeline is not None:
-            self._timeline.end()
+        if self.timeline is not None:
+            self.timeline.end()
 
     def captured_decoder(self, graphs: DecoderGraphs) -> None:
         """Say that the layers of a decoder were captured together."""
@@ -138,7 +136,7 @@ class CaptureObserver:
             sample_args: The static positional inputs of each slot.
             arguments: The engine's keyword arguments.
         """
-        timeline = self._timeline
+        timeline = self.timeline
         if timeline is None:
             return
         capture_seconds: defaultdict[int | None, float] = defaultdict(float)
@@ -203,7 +201,7 @@ class CaptureObserver:
     def captured_model(self, passes: Any) -> None:
         """Report on ``passes``, the graphs of a whole model."""
         self.passes_end()
-        if self._timeline is None:
+        if self.timeline is None:
             return
         self._report = self._new_report(
             whole_model=True,
@@ -213,7 +211,7 @@ class CaptureObserver:
         )
 
     def _new_report(self, **fields: Any) -> CaptureReport:
-        timeline = self._timeline
+        timeline = self.timeline
         assert timeline is not None
         seconds = {
             "warm_up": sum(timeline.warm_up_seconds.values()),
@@ -235,7 +233,7 @@ class CaptureObserver:
         Args:
             rest: Returns the fields ``collectives`` and ``eager`` of the report.
         """
-        timeline, self._timeline = self._timeline, None
+        timeline, self.timeline = self.timeline, None
         if timeline is None or self._report is None:
             return
         timeline.sample("end")
@@ -255,33 +253,3 @@ class CaptureObserver:
             logger.warning(f"the report on CUDA graphs could not be written (--cuda-graph-report): {error}")
         else:
             logger.info(f"wrote the report on CUDA graphs to {' and '.join(map(str, pages))}")
-
-
-class _WatchedAgreement(CaptureAgreement):
-    """An agreement that lets a timeline know of each pass, and of the time spent waiting.
-
-    Args:
-        agreement: Waits for the other ranks.
-        timeline: What it tells.
-    """
-
-    def __init__(self, agreement: CaptureAgreement, timeline: Timeline):
-        self._agreement, self._timeline = agreement, timeline
-
-    def begin(self, where: str, module: torch.nn.Module | None = None) -> None:
-        self._timeline.begin(where)
-        self._agreement.begin(where, module)
-
-    def join(self) -> None:
-        self._timeline.wait(self._agreement.join)
-
-    def objection(self, reason: str) -> str:
-        return self._agreement.objection(reason)
-
-    def finish(self) -> None:
-        self._timeline.end()
-        self._agreement.finish()
-
-    def failed(self, error: BaseException) -> Any:
-        self._timeline.end()
-        return self._agreement.failed(error)

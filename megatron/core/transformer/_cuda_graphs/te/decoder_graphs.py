@@ -11,35 +11,11 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
 from ..engine.whole_passes import WholePasses
-from ..hooks import has_other_hooks
 from ..layer_graph import ATTENTION_INPUTS
 from ..replay_conditions import ReplayConditions
 from .forward_graphs import ForwardGraphs
-from .sample_inputs import attention_mask_type, captures_attention
+from .sample_inputs import captures_attention
 from .training_calls import is_training
-
-
-def decoder_blocker(decoder: Any, layers: Sequence[torch.nn.Module]) -> str:
-    """Say why the layers of ``decoder`` cannot be in one graph; empty if they can.
-
-    Args:
-        decoder: The block of a model that runs its layers one after the other.
-        layers: Those of the model that are captured.
-    """
-    from megatron.core.models.hybrid.hybrid_block import HybridStack  # these import cuda_graphs
-    from megatron.core.transformer.transformer_block import TransformerBlock
-
-    known = (TransformerBlock.forward, HybridStack.forward)
-    if getattr(type(decoder), "forward", None) not in known or "forward" in vars(decoder):
-        return f"{type(decoder).__name__} is not an unmodified TransformerBlock or HybridStack"
-    own = list(decoder.layers)
-    if len(own) < 2 or not {*own} <= {*layers}:
-        return "not all of its layers can be captured"
-    if len({*map(attention_mask_type, own)} - {None}) > 1:
-        return "its layers have different attention masks"
-    if any(map(has_other_hooks, own)):
-        return "a layer has third-party hooks, which do not run in replays"
-    return ""
 
 
 class _Replayed:

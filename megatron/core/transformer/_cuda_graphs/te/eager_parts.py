@@ -1,7 +1,6 @@
 """What stays eager beside the graphs of a model, and why."""
 
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -10,37 +9,30 @@ from megatron.core.transformer.module import GraphableMegatronModule
 from ..report.record import EagerPart
 from .evaluation import EvaluationGraphs
 from .layers import decoder_layers, mtp_layers
+from .stage import Stage
 
 _OUTSIDE = "graphs hold layers only"
 
 
-def eager_parts(
-    config: Any,
-    models: Sequence[torch.nn.Module | None],
-    layers: Sequence[Sequence[torch.nn.Module]],
-    whole_model_refused: str,
-    evaluation: Sequence[EvaluationGraphs],
-) -> Iterator[EagerPart]:
-    """Say what has no graphs though layers have.
+def eager_parts(stage: Stage, whole_model_refused: str, evaluation: Sequence[EvaluationGraphs]) -> Iterator[EagerPart]:
+    """Say what has no graphs though layers of ``stage`` have.
 
     Args:
-        config: The model's ``TransformerConfig``.
-        models: The language model of each chunk, or None.
-        layers: The layers of each chunk that have graphs.
+        stage: The pipeline stage.
         whole_model_refused: Why the whole model was not captured; empty if --cuda-graph-layers-per-graph says so.
         evaluation: What captures graphs for evaluation.
     """
     if whole_model_refused:
         yield EagerPart("the model as a whole", whole_model_refused)
-    modules = " ".join(module.name for module in config.cuda_graph_modules or ())
+    modules = " ".join(module.name for module in stage.config.cuda_graph_modules or ())
     if modules:
         yield EagerPart("all else in layers", f"--cuda-graph-modules names {modules} only")
-    for chunk, (model, own) in enumerate(zip(models, layers, strict=True)):
-        where = f" of chunk {chunk}" if len(models) > 1 else ""
+    for number, chunk in enumerate(stage.chunks):
+        where, model = f" of chunk {number}" if len(stage.chunks) > 1 else "", chunk.model
         for layer in [*decoder_layers(model), *mtp_layers(model)]:
-            if layer not in own:
-                number = getattr(layer, "layer_number", "?")
-                yield EagerPart(f"layer {number} ({type(layer).__name__}){where}", _why_eager(layer, modules))
+            if layer not in chunk.layers:
+                place = getattr(layer, "layer_number", "?")
+                yield EagerPart(f"layer {place} ({type(layer).__name__}){where}", _why_eager(layer, modules))
         for name, module in () if model is None else _outside_layers(model):
             yield EagerPart(f"{name} ({type(module).__name__}){where}", _OUTSIDE)
     yield from _evaluation(evaluation)

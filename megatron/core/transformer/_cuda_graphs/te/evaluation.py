@@ -25,8 +25,11 @@ from ..flags.own import packed_sequences
 from ..hooks import extracted_hooks, has_other_hooks
 from ..replay_conditions import ReplayConditions
 from .agreement import CaptureAgreement
+from .capture_arguments import quantization_arguments
 from .joined_collectives import joined_collectives
+from .layers import layer_name
 from .sample_inputs import LayerInputs, attention_mask_type, captures_attention, default_kwargs, sample_arguments
+from .stage import Chunk, Stage
 from .training_calls import arguments_by_name
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
@@ -106,37 +109,25 @@ class EvaluationGraphs:
     fails leaves evaluation eager.
 
     Args:
-        config: The layers' ``TransformerConfig``.
+        stage: The pipeline stage.
+        chunk: The chunk of it whose layers have graphs of training.
         sharding: What gathers them.
-        model: The language model.
-        layers: The names of those of its layers that have graphs of training, each with the layer, in the order in
-            which they run.
         shape: Tokens in a sequence and sequences in a micro-batch, in training.
-        quantization: The arguments of ``make_graphed_callables`` that say how the layers are quantized.
-        new_agreement: Makes what the ranks of this pipeline stage agree by.
-        blocker: Why no graphs are to be captured; empty if they are.
     """
 
-    def __init__(
-        self,
-        config: Any,
-        sharding: Sharding,
-        model: Any,
-        layers: Sequence[tuple[str, Any]],
-        shape: tuple[int, int],
-        quantization: dict[str, Any],
-        new_agreement: Callable[[], CaptureAgreement],
-        blocker: str,
-    ):
-        self._config, self._sharding = config, sharding
-        self._model, self._layers = model, list(layers)
-        self._shape, self._quantization, self._new_agreement = shape, quantization, new_agreement
-        self._blocker = blocker
+    def __init__(self, stage: Stage, chunk: Chunk, sharding: Sharding, shape: tuple[int, int]):
+        self._stage, self._sharding, self._shape = stage, sharding, shape
+        self._config, self._model = stage.config, chunk.model
+        self._layers = [(layer_name(layer, index), layer) for index, layer in enumerate(chunk.layers)]
         sharding.expect_evaluation(self.capture)
 
     def blocker(self) -> str:
         """Return why there are no graphs to capture; empty if there are."""
-        return self._blocker or evaluation_blocker(self._config)
+        if not self._stage.takes_gradients:
+            return f"the {self._stage.engine.name} engine captured the layers"
+        if len(self._stage.chunks) > 1:
+            return "pipeline stages have several chunks of the model each"
+        return evaluation_blocker(self._config)
 
     def capture(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Capture, or log why not. All ranks of the pipeline stage must call it together, in evaluation mode.
@@ -152,7 +143,7 @@ class EvaluationGraphs:
         if blocker:
             log_single_rank(logger, logging.INFO, f"Evaluation runs eagerly, because {blocker}")
             return
-        agreement = self._new_agreement()
+        agreement = self._stage.agreement(with_other_stages=False)  # later stages wait for this one's output
         graphs: list[EvaluationGraph] = []
         try:
             if any(has_other_hooks(module) for layer in layers for module in layer.modules()):  # perhaps here only
@@ -201,12 +192,12 @@ class EvaluationGraphs:
                 [args for args, _ in samples],
                 num_warmup_iters=_WARMUP_ITERATIONS,
                 sample_kwargs=keywords,
-                **self._quantization,
+                **quantization_arguments(self._stage),
                 _order=order,
                 _num_layers_per_chunk=chunks,
                 _reuse_graph_input_output_buffers=True,
                 capture_time_hooks=[
-                    _between(partial(agreement.begin, f"evaluation of {name}"), own, partial(self._guard, guards))
+                    _between(agreement.beginning(f"evaluation of {name}"), own, partial(self._guard, guards))
                     for (name, _), own in zip(self._layers, hooks, strict=True)
                 ],
             )
@@ -244,7 +235,7 @@ class EvaluationGraphs:
                 layer.evaluation_graph.reset()
                 layer.evaluation_graph = None
         self._layers.clear()
-        del self._model, self._new_agreement
+        del self._model, self._stage
 
 
 def _between(first: Callable, hooks: dict[str, Any], last: Callable) -> dict[str, Any]:

@@ -2,67 +2,65 @@
 
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
-from megatron.core.utils import log_on_each_pipeline_stage, log_single_rank
+from megatron.core.utils import log_single_rank
 from megatron_fsdp_cuda_graphs.allocator_check import allocator_problem
 
-from .. import state
 from ..engine.memory import release_cached_memory
-from ..engine.preserve import preserve_buffers
-from ..engine.rng import GraphStates, preserve_rng
-from ..engine.te_engine import recover_te_engine
 from ..errors import CallOrderError, CaptureFailedError, OptionsError
 from ..flags.checks import check_fsdp_options
-from ..flags.own import check_values, layers_per_graph
+from ..flags.own import check_values
 from ..flags.table import PARTS_OF_OVERLAP
-from ..hooks import calls_weakly, extracted_hooks
-from ..replay_conditions import ReplayConditions
-from .agreement import CaptureAgreement, naming_hooks
-from .attached_graphs import CapturedLayers, detach_graphs, gather_in_replays, noted_conditions, slots_of_layers
 from .backends import choose_backend
-from .capture_arguments import MakesArguments
-from .capture_mode import EntersCaptureMode, offload_interface
+from .capture_arguments import CaptureArguments, amax_reduction_group
+from .capture_mode import capture_mode, enter_capture_mode
 from .capture_observer import CaptureObserver
-from .captures_again import CapturesAgain
-from .decoder_graphs import DecoderGraphs, capture_decoder
+from .capture_session import CaptureSession, InputData
+from .changed_shapes import Recaptures
+from .decoder_graphs import DecoderGraphs
 from .eager_parts import beside_whole_model, eager_parts
-from .evaluation import EvaluationGraphs
-from .graph_use import CAPTURE_FAILED, INTERLEAVED_PASSES, CountsUse
-from .interleaved_passes import InterleavedPasses
+from .graph_choice import GraphChoice
 from .joined_collectives import joined_collectives
-from .layers import _layer_is_graphable, fsdp_of, language_model_layers, layer_name
-from .torch_fsdp import KeptParameters, kept_parameters
-from .training_calls import HiddenStatesReads, TrainingCalls
-from .whole_model import ModelGraphs, capture_whole_model
-from .whole_model_choice import ChoosesWholeModel
+from .layers import _layer_is_graphable, fsdp_of, language_model_layers
+from .stage import Chunk, Role, Stage
+from .stage_graphs import (
+    BEFORE_CAPTURE,
+    CAPTURE_FAILED,
+    CAPTURES_USED_UP,
+    INTERLEAVED_PASSES,
+    NO_LAYERS,
+    GraphUse,
+    StageGraphs,
+)
+from .whole_model import ModelGraphs
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 
-class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArguments, ChoosesWholeModel):
+class TECudaGraphHelper:
     """Captures per-layer CUDA graphs of a model and attaches them to its layers.
 
     ``create_cudagraphs`` captures; ``cuda_graph_set_manual_hooks`` then gives layers under ``DistributedDataParallel``
     the hooks that gather parameters before a replay. Under Megatron-FSDP the layers' own hooks do that.
-    ``capture_finished``, which training loops ask before each step, captures again where steps have changed.
+    ``before_step``, which training loops call before each step, captures again where steps have changed.
 
     Args:
         model: The model's chunks, wrapped as for training; one chunk without virtual pipeline stages.
         config: The model's ``TransformerConfig``, with ``cuda_graph_impl="transformer_engine"``. An attribute
             ``cuda_graph_fallback`` of it, ``error`` if there is none, says what a failed capture does: ``error`` raises
             CaptureFailedError, ``eager`` warns, and training goes on without graphs. Another one,
-            ``cuda_graph_max_captures``, says how often ``create_cudagraphs`` and ``capture_finished`` capture together.
+            ``cuda_graph_max_captures``, says how often ``create_cudagraphs`` and ``before_step`` capture together.
             ``cuda_graph_report`` names a folder to which rank 0 writes what was captured. ``cuda_graph_step_log`` makes
             what is called with the helper and whether its graphs are about to be deleted: before that, and before each
-            step, by ``capture_finished``.
+            step, by ``before_step``.
         seq_length: Tokens in a sequence.
         micro_batch_size: Sequences in a micro-batch.
         optimizers: Their gradients are zeroed after capture.
@@ -76,21 +74,11 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         RuntimeError: the selected engine cannot be imported, or cannot run Megatron-FSDP's hooks.
 
     Attributes:
-        model_graphs: The graphs of the whole model, in which case its layers have none; None otherwise.
-        decoder_graphs: The graphs of all layers of the decoder, in which case these have none; None otherwise.
+        stage: What is captured.
+        choice: What one graph is to hold.
     """
 
-    model_graphs: ModelGraphs | None = None
-    decoder_graphs: DecoderGraphs | None = None
-    _evaluation: Sequence[EvaluationGraphs] = ()
-    _gradients_are_zeroed = True  # by capture
-    _every_stage_captures = True  # each pipeline stage has a helper of this class
-    _report_name = "capture"
-    _observer = CaptureObserver()  # of the last capture
-    _passes: InterleavedPasses | None = None  # where one micro-batch is in flight at a time
-    _kept: Mapping[torch.nn.Module, KeptParameters] = {}  # by chunk, from the last capture of layers on
-    _rng_states: GraphStates | None = None  # of the graphs that there are
-    _rng_hooks: Sequence[Any] = ()
+    _role = Role()
 
     def __init__(
         self,
@@ -122,24 +110,19 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         self.p2p_communicator = P2PCommunicator(pp_group=self.pp_group, config=config)
         self.num_model_chunks = len(model)
         self.num_microbatches: int | None = None
-        self._capture_finished = False
-        self._graphs_created = False
         for chunk in model:
             fsdp = fsdp_of(chunk)
             if fsdp is not None:
                 check_fsdp_options(config, fsdp.ddp_config)
-        make_log = getattr(config, "cuda_graph_step_log", None)
-        if self._logs_steps and make_log is not None:
-            self._step_log = make_log()
-        self._engine = choose_backend(needs_hooks=any(fsdp_of(chunk) is not None for chunk in model))
+        make_log = getattr(config, "cuda_graph_step_log", None) if self._role.logs_steps else None
+        self._step_log = None if make_log is None else make_log()
         self._discover_layers()
-        if self._one_graph_serves_all() and self.chunks_with_decoder and self.chunks_with_decoder[0] is not None:
-            self._passes = InterleavedPasses(self.chunks_with_decoder[0])
-        if layers_per_graph(config) is None:
-            if not self._whole_model_blocker():
-                self._training_calls = TrainingCalls(self.chunks_with_decoder[0])
-            decoders = (getattr(model, "decoder", None) for model in self.chunks_with_decoder)
-            self._hidden_states_reads = HiddenStatesReads(filter(None, decoders))
+        self.stage = self._new_stage()
+        self.stage.log(logging.INFO, f"{len(self.flattened_callables)} graphable layers")
+        self.choice = GraphChoice(self.stage)
+        self._graphs = StageGraphs(self.stage)
+        self._recaptures = Recaptures(self.stage)
+        self._use_before = GraphUse(0, 0, 0)  # of graphs that were deleted
 
     # --------------------------------------------------------------------------------------------- layers
 
@@ -157,18 +140,67 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         self.num_layers_per_chunk = [len(layers) for layers in self.callables_per_chunk]
         self.flattened_callables = [layer for layers in self.callables_per_chunk for layer in layers]
         self.flattened_callables_is_mtp = [mtp for chunk in self.callables_per_chunk_is_mtp for mtp in chunk]
-        self._log(logging.INFO, f"{len(self.flattened_callables)} graphable layers")
 
     def _layers_of(self, chunk: torch.nn.Module) -> tuple[torch.nn.Module | None, list[tuple[torch.nn.Module, bool]]]:
         """Return the model inside ``chunk``, if any, and its layers, each with whether it belongs to MTP."""
         return language_model_layers(chunk)
 
-    def capture_finished(self) -> bool:
-        """Whether ``create_cudagraphs`` has run, even if there were no layers to capture.
+    def _new_stage(self) -> Stage:
+        found = [self._layers_of(chunk) for chunk in self.model]
+        per_chunk = self.chunks_with_decoder, self.callables_per_chunk, self.callables_per_chunk_is_mtp
+        chunks = [
+            Chunk(chunk, model if with_layers is None else with_layers, [layer for layer, _ in every], layers, is_mtp)
+            for chunk, (model, every), with_layers, layers, is_mtp in zip(self.model, found, *per_chunk, strict=True)
+        ]
+        engine = choose_backend(needs_hooks=any(chunk.fsdp is not None for chunk in chunks))
+        return Stage(self.config, self.pg_collection, self.p2p_communicator, engine, chunks, self._role)
 
-        A training loop asks on all ranks before each step, as Megatron's does. Where there are graphs that the coming
-        step or the last ones do not fit, this deletes them and captures again, gradients are zero, and layers under
-        ``DistributedDataParallel`` have their hooks:
+    # -------------------------------------------------------------------------------------------- what there is now
+
+    @property
+    def _capture_finished(self) -> bool:
+        return self._graphs.none_because != BEFORE_CAPTURE
+
+    @property
+    def _graphs_created(self) -> bool:
+        return not self._graphs.none_because
+
+    @property
+    def model_graphs(self) -> ModelGraphs | None:
+        """The graphs of the whole model, in which case its layers have none; None otherwise."""
+        return self._graphs.model
+
+    @property
+    def decoder_graphs(self) -> DecoderGraphs | None:
+        """The graphs of all layers of the decoder, in which case these have none; None otherwise."""
+        return self._graphs.decoder
+
+    def graphs_created(self) -> bool:
+        """Whether the layers have graphs now."""
+        return self._graphs_created
+
+    def eager_reason(self) -> str:
+        """Say why the step since the last call ran eagerly, in whole or in part; empty if it did not."""
+        return self._graphs.eager_reason()
+
+    def graph_use(self) -> GraphUse:
+        """Return what became of the graphs on this rank so far."""
+        return self._graphs.use(self._use_before)
+
+    # ------------------------------------------------------------------------------------------------ before a step
+
+    def capture_finished(self) -> bool:
+        """Do what ``before_step`` does, and return what it returns.
+
+        Megatron's training loop calls it before each step, in a condition: that is how its steps get there.
+        """
+        return self.before_step()
+
+    def before_step(self) -> bool:
+        """Prepare the coming step. A training loop calls it on all ranks before each step.
+
+        The last step is logged. Where there are graphs that the coming step or the last ones do not fit, they are
+        deleted and captured again, gradients are zero, and layers under ``DistributedDataParallel`` have their hooks:
 
         - Under pipeline parallelism: the number of micro-batches is another.
         - All ranks have trained with one other shape for ``changed_shapes.STEPS`` steps or more.
@@ -176,62 +208,70 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         It does so ``config.cuda_graph_max_captures - 1`` times. From then on graphs are kept for their shape, and
         deleted for good if the number of micro-batches changes.
 
+        Returns:
+            Whether ``create_cudagraphs`` has run, even if there were no layers to capture.
+
         Raises:
             CaptureFailedError: as ``create_cudagraphs``.
         """
         self._log_step()
-        if self._rng_states is not None:  # some schedules call layers, not the model
-            self._rng_states.adopt()
-        if self._capture_finished:
-            self._fit_coming_step()
+        graphs = self._graphs
+        graphs.before_step()
+        if graphs.microbatches is not None:
+            if graphs.microbatches != get_num_microbatches():
+                self._change_microbatches(get_num_microbatches())
+        elif graphs.shapes is not None:
+            shape = graphs.shapes.before_step(get_num_microbatches())
+            if shape is not None:
+                self._change_shape(*shape, graphs.shapes.tokens)
         return self._capture_finished
 
-    def graphs_created(self) -> bool:
-        """Whether the layers have graphs now."""
-        return self._graphs_created
-
-    # -------------------------------------------------------------------------------------------- capture
-
-    def _finish_capturing(self, start_time: float) -> None:
-        """Release cached memory and log how long capture took."""
-        release_cached_memory()
-        self._capture_finished = True
-        self._captures += self._graphs_created
-        if not self._one_graph_serves_all():
-            self._captured_microbatches = get_num_microbatches()
-        if self._graphs_created:
-            self._report_capture(time.time() - start_time)
-
-    def _report_capture(self, seconds: float) -> None:
-        captured = f"{sum(len(layer.cuda_graphs) for layer in self.flattened_callables)} layer graphs"
-        if self.model_graphs is not None:
-            captured = "the whole model"
-        elif self.decoder_graphs is not None:
-            captured += f" and the {len(self.decoder_graphs.module.layers)} layers of the decoder in one graph"
+    def _change_microbatches(self, microbatches: int) -> None:
+        if self._recaptures.are_left():
+            self._capture_again(f"steps of {microbatches} micro-batches, not {self._graphs.microbatches}")
+            return
         log_single_rank(
             logger,
-            logging.INFO,
-            f"Captured {captured} with the {self._engine.name} engine in {seconds:.2f} s",
+            logging.WARNING,
+            f"steps of {microbatches} micro-batches, and all that follow, run eagerly{self._recaptures.why_none()}",
         )
-        self._observer.finish(self._beside_graphs)
+        if self._graphs_created:
+            self.delete_cuda_graphs()
+        self._graphs = StageGraphs(self.stage, CAPTURES_USED_UP)  # or the caller would capture
 
-    def _follow_rng_tracker(self) -> None:
-        """Let graphs draw from what Megatron's RNG tracker has when a model is called: no fork is open then."""
-        self._rng_states = GraphStates()
-        adopt = calls_weakly(self._rng_states.adopt)
-        models = [model for model in self.chunks_with_decoder if model is not None]
-        self._rng_hooks = [model.register_forward_pre_hook(adopt) for model in models]
+    def _change_shape(self, tokens: int, sequences: int, captured_tokens: int) -> None:
+        self.seq_length, self.micro_batch_size = tokens * self.seq_length // captured_tokens, sequences
+        try:
+            self._capture_again(f"sequences of {self.seq_length} tokens, {sequences} in a micro-batch")
+        except CaptureFailedError as failed:
+            _warn(failed, "Training goes on without CUDA graphs (as it did)")
+        else:
+            return
+        self._go_on_eagerly()
 
-    def _beside_graphs(self) -> dict[str, Any]:
-        """What the report says of the model beside the graphs of its layers."""
-        eager = beside_whole_model(self._evaluation)
-        if self.model_graphs is None:
-            models, refused = [self._layers_of(chunk)[0] for chunk in self.model], self._whole_model_refused
-            eager = eager_parts(self.config, models, self.callables_per_chunk, refused, self._evaluation)
-        return {
-            "collectives": sum(fsdp.recorded_collectives() for fsdp in map(fsdp_of, self.model) if fsdp is not None),
-            "eager": list(eager),
-        }
+    def _capture_again(self, steps: str) -> None:
+        """Capture for changed ``steps``, between two of them, in place of the graphs that there are."""
+        log_single_rank(logger, logging.INFO, f"CUDA graphs are captured again, for {steps}")
+        self._recaptures.done += 1
+        with ExitStack() as stack:
+            gathering: list[Any] = [
+                chunk for chunk in self.model if getattr(chunk, "remove_forward_pre_hook_handles", None)
+            ]
+            for chunk in gathering:  # DistributedDataParallel with --overlap-param-gather
+                chunk.disable_forward_pre_hook(param_sync=False)
+                stack.callback(chunk.enable_forward_pre_hook)
+            if self._graphs_created:
+                self.delete_cuda_graphs()
+            self._graphs = StageGraphs(self.stage)  # a stage without layers has no graphs, and captures with the others
+            self.create_cudagraphs()
+        if gathering and self._graphs_created:
+            self.cuda_graph_set_manual_hooks()
+
+    def _log_step(self, deleting: bool = False) -> None:
+        if self._step_log is not None:
+            self._step_log(self, deleting)
+
+    # -------------------------------------------------------------------------------------------- capture
 
     def create_cudagraphs(self) -> None:
         """Capture every layer, once for each micro-batch that can be in flight; or the whole model.
@@ -259,255 +299,160 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
             raise CallOrderError(
                 "CUDA graphs have been captured already: call delete_cuda_graphs before capturing again"
             )
-        self._observer = CaptureObserver.on_rank_0(
-            self._engine.name, self.config, self._report_name, self._recaptures + 1
-        )
-        self._agreement = self._observer.watch(self._new_agreement())
         try:
-            with joined_collectives(self._agreement.join):
-                start_time = self._capture()
-            self._agreement.finish()
-        except BaseException as error:
-            if self._graphs_created:  # another rank has failed, or what comes after capture
-                self._delete_graphs()
-            self._changed_shapes = self._captured_microbatches = None
-            failed = self._agreement.failed(error)
-            if not isinstance(error, Exception):  # Ctrl-C
-                raise
-            instead = self._captures_layers_instead(failed)
-            if not (instead or self._falls_back):
-                raise failed from error
-            why = "as it did" if self._may_stay_eager else "--cuda-graph-fallback eager"
-            outlook = "Now its layers are captured" if instead else f"Training goes on without CUDA graphs ({why})"
-            if isinstance(error, CaptureFailedError):
-                log_single_rank(logger, logging.WARNING, f"{failed}. {outlook}.")
+            self._capture()
+        except CaptureFailedError as failed:
+            captures_layers = self.choice.captures_layers_instead(failed)
+            if captures_layers:
+                _warn(failed, "Now its layers are captured")
+            elif getattr(self.config, "cuda_graph_fallback", "error") == "eager":
+                _warn(failed, "Training goes on without CUDA graphs (--cuda-graph-fallback eager)")
             else:
-                logger.warning(f"{failed}. {outlook}.", exc_info=error)
+                raise
         else:
-            self._finish_capturing(start_time)
             return
-        release_cached_memory()  # the exception is gone, and with it what its frames held
-        if instead:
+        if captures_layers:
+            release_cached_memory()  # the exception is gone, and with it what its frames held
             self.create_cudagraphs()
         else:
-            self._capture_finished = True
-            self._stays_eager = CAPTURE_FAILED
+            self._go_on_eagerly()
 
-    def _capture(self) -> float:
-        """Enter capture mode, capture, and leave it; return when it was entered, as ``time.time()``."""
-        try:
-            start_time = self._start_capturing()
-            if not self.flattened_callables:
-                logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
-            elif not self._all_stay_eager():
-                if self._all_capture_whole_model():
-                    self._capture_model()
-                else:
-                    self._capture_layers()
-                self._graphs_created = True
-            return start_time
-        except BaseException:
-            if self.config.fine_grained_activation_offloading:
-                offload_interface().enable_offload()  # warm-up disables it
-            raise
-        finally:
-            self._leave_capture_mode()
-
-    def _all_stay_eager(self) -> bool:
-        """Whether no rank captures, as training so far would make replays fail; then log why."""
-        interleaved = self._passes is not None and self._passes.found()
-        reason = self._agreement.objection(
-            "a backward pass followed a further forward pass in training so far, and a graph serves one forward pass "
-            "at a time: run each backward pass before the next forward pass to have graphs"
-            if interleaved
-            else ""
+    def _capture(self) -> None:
+        """Capture, or leave no graphs and raise what every rank raises."""
+        stage, graphs = self.stage, self._graphs
+        observer = CaptureObserver.on_rank_0(
+            stage.engine.name, self.config, self._role.report, self._recaptures.done + 1
         )
-        if reason:
-            self._stays_eager = INTERLEAVED_PASSES
-            self._log(logging.WARNING, f"no CUDA graphs are captured, and training goes on eagerly, because {reason}")
-        return bool(reason)
-
-    @property
-    def _falls_back(self) -> bool:
-        """Whether training goes on without graphs after a failed capture."""
-        return self._may_stay_eager or getattr(self.config, "cuda_graph_fallback", "error") == "eager"
-
-    def _new_agreement(self) -> CaptureAgreement:
-        return CaptureAgreement(self._ranks_of_stage(), self.pg_collection.pp if self._every_stage_captures else None)
-
-    def _ranks_of_stage(self) -> list[torch.distributed.ProcessGroup]:
-        groups = self.pg_collection
-        together = getattr(groups, "tp_dp_cp", None)
-        return [groups.tp, groups.dp_cp] if together is None else [together]
-
-    def _capture_model(self) -> None:
-        state._set_capture_end()  # in that mode layers return what the graphs of layers do, and hooks do nothing
-        fsdp: Any = fsdp_of(self.model[0])
-        _free_gradients(fsdp)
-        with preserve_rng(), preserve_buffers([self.model[0]]):  # once more, if that fails within
-            self.model_graphs = capture_whole_model(
-                self.chunks_with_decoder[0],
-                fsdp.whole_model(lambda phase: self._agreement.begin(f"the whole model, {phase}")),
-                self.seq_length,
-                self.micro_batch_size,
-                self._num_warmup_iterations(),
-                self._watch_eager_passes(tokens=self.seq_length, calls=1),
-            )
-        self._expect_evaluation()
-        self._follow_rng_tracker()
-        self._observer.captured_model(self.model_graphs.passes)
-
-    def _capture_layers(self) -> None:
-        self._in_decoder = frozenset()
-        self._kept = kept_parameters(self.model, self.callables_per_chunk)
+        agreement = stage.agreement(with_other_stages=self._role.every_stage, timeline=observer.timeline)
+        offloads = self.config.fine_grained_activation_offloading
         try:
-            if self._all_capture_decoder():
-                self._capture_decoder()
-            if any(self._layers_apart):
-                with ExitStack() as stack:
-                    for kept in self._kept.values():
-                        stack.enter_context(kept.kept())
-                    self._capture_gathered_layers()
-            else:
-                self._observer.captured_layers((), (), (), (), {"sample_kwargs": ()})
-            self._expect_evaluation()
-            self._follow_rng_tracker()
-        except BaseException:
-            self._detach_graphs()
-            raise
+            with (
+                joined_collectives(agreement.join),
+                capture_mode(self._start_capturing, offloads, self._reset_after_capture) as start_time,
+            ):
+                observer.start()
+                if not stage.layers:
+                    logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
+                    graphs.none_because = NO_LAYERS
+                elif holds := self.choice.choose(agreement):
+                    shape = self.seq_length, self.micro_batch_size
+                    session = CaptureSession(stage, graphs, agreement, observer, self._recaptures, *shape)
+                    session.capture(holds, self._planned_input_data)
+                else:
+                    graphs.none_because = INTERLEAVED_PASSES
+            agreement.finish()
+        except BaseException as error:
+            self._drop_graphs()
+            if isinstance(error, Exception):
+                raise agreement.failed(error) from error
+            agreement.failed(error)
+            raise  # Ctrl-C
+        if not stage.one_graph_serves_all:
+            graphs.microbatches = get_num_microbatches()
+        self._use_before = replace(self._use_before, captures=self._use_before.captures + self._graphs_created)
+        self._finish_capturing(start_time)
+        observer.finish(self._beside_graphs)
 
-    def _capture_decoder(self) -> None:
-        """Capture all layers of the decoder in one graph for each direction; other layers are left to the engine."""
-        fsdp: Any = fsdp_of(self.model[0])
-        model: Any = self.chunks_with_decoder[0]
-        layers = list(model.decoder.layers)
-        if self._gradients_are_zeroed:
-            _free_gradients(fsdp)
-        state._set_capture_end()  # in that mode layers return what the graphs of layers do, and hooks do nothing
-        try:
-            inputs, read = self._decoder_inputs(model)
-            others = len(self.flattened_callables) - len(layers)
-            with preserve_rng(), preserve_buffers([model.decoder]):  # once more, if that fails within
-                self.decoder_graphs = capture_decoder(
-                    model.decoder,
-                    fsdp.recorded_layers(layers, lambda phase: self._agreement.begin(f"the decoder, {phase}")),
-                    inputs,
-                    read,
-                    self._num_warmup_iterations(),
-                    self._watch_eager_passes(tokens=inputs["hidden_states"].shape[0], calls=1 + others),
-                )
-        finally:
-            state._set_capture_start()
-        self._observer.captured_decoder(self.decoder_graphs)
-        self._in_decoder = frozenset(layers)
+    def _start_capturing(self) -> float:
+        """Enter capture mode; return ``time.time()``."""
+        enter_capture_mode()
+        return time.time()
 
-    def _capture_gathered_layers(self) -> None:
-        layers = tuple(layer for own in self._layers_apart for layer in own)
-        sample_args, arguments = self._get_cuda_graph_input_data()
-        names = [layer_name(layer, index) for index, layer in enumerate(layers)]
-        self._observer.expect(arguments, names)
-        # As the decoder does under sequence parallelism.
-        rng = get_cuda_rng_tracker().fork() if self.config.sequence_parallel else nullcontext()
-        elsewhere = {layer for chunk in self._kept for layer in chunk.modules()}
-        # TransformerEngine's engine leaves warm-up's draws and buffer updates behind.
-        with (
-            preserve_rng(),
-            preserve_buffers(layers),
-            self._fsdp_capture(),
-            noted_conditions(layers, elsewhere) as conditions,
-            extracted_hooks(layers) as hooks,
-            rng,
-        ):
-            if self._engine.takes_hooks:
-                arguments["capture_time_hooks"] = naming_hooks(hooks, names, self._agreement)
-            arguments |= self._gradient_sinks()
-            arguments["pool"] = pool = torch.cuda.graph_pool_handle()
-            with recover_te_engine(pool, layers, arguments.get("recipe")):
-                graphs = self._engine.capture(layers, sample_args, **arguments)
-            self._observer.passes_end()
-        self._attach_graphs(graphs, sample_args, arguments, conditions)
-        if self.config.overlap_moe_expert_parallel_comm:
-            gather_in_replays(self.model, self.callables_per_chunk)
-        self._observer.captured_layers(self._layers_apart, names, graphs, sample_args, arguments)
+    def _reset_after_capture(self) -> None:
+        """Zero what capture accumulated: gradients, and metrics and token counts of MoE layers."""
+        from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
+        from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
 
-    def _attach_graphs(
-        self,
-        graphs: Sequence[Any],
-        sample_args: Sequence[tuple],
-        arguments: dict[str, Any],
-        conditions: Sequence[ReplayConditions],
-    ) -> None:
-        """Give layers their graphs.
+        for chunk in self.model:
+            chunk.zero_grad_buffer()
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+        get_moe_metrics_tracker().clear()
+        reset_model_temporary_tensors(self.config, self.model)
+
+    def _finish_capturing(self, start_time: float) -> None:
+        """Release cached memory and log how long capture took."""
+        release_cached_memory()
+        if not self._graphs_created:
+            return
+        captured = f"{sum(len(layer.cuda_graphs) for layer in self.stage.layers)} layer graphs"
+        if self.model_graphs is not None:
+            captured = "the whole model"
+        elif self.decoder_graphs is not None:
+            captured += f" and the {len(self.decoder_graphs.module.layers)} layers of the decoder in one graph"
+        seconds = time.time() - start_time
+        log_single_rank(
+            logger, logging.INFO, f"Captured {captured} with the {self.stage.engine.name} engine in {seconds:.2f} s"
+        )
+
+    def _beside_graphs(self) -> dict[str, Any]:
+        """What the report says of the model beside the graphs of its layers."""
+        chunks, evaluation = self.stage.chunks, self._graphs.evaluation
+        eager = beside_whole_model(evaluation)
+        if self.model_graphs is None:
+            eager = eager_parts(self.stage, self.choice.refused, evaluation)
+        return {
+            "collectives": sum(chunk.fsdp.recorded_collectives() for chunk in chunks if chunk.fsdp is not None),
+            "eager": list(eager),
+        }
+
+    def _go_on_eagerly(self) -> None:
+        """Note that a capture has failed, whose exception is gone, and with it what its frames held."""
+        release_cached_memory()
+        self._graphs = StageGraphs(self.stage, CAPTURE_FAILED)
+
+    # ------------------------------------------------------------------------------------------ arguments of a capture
+
+    def _arguments(self) -> CaptureArguments:
+        return CaptureArguments(self.stage, self._graphs.layers_apart, self.seq_length, self.micro_batch_size)
+
+    def _planned_input_data(self) -> InputData:
+        """Note how many passes are about to be captured, for whoever makes inputs, and return the inputs."""
+        passes = self._arguments().order()
+        self.num_layers_per_chunk, self.num_model_chunks = passes.num_layers_per_chunk, len(passes.num_layers_per_chunk)
+        self.num_microbatches = passes.num_microbatches
+        return self._get_cuda_graph_input_data()
+
+    def _get_cuda_graph_input_data(self) -> InputData:
+        """Return the positional inputs and the keyword arguments of ``make_graphed_callables``."""
+        arguments = self._arguments()
+        passes = arguments.order()
+        sample_args, sample_kwargs = self._get_sample_arguments(passes.order, passes.chunk_id_list)
+        return sample_args, arguments.of_engine(passes, sample_kwargs)
+
+    def _get_sample_arguments(
+        self, order: Sequence[float], chunk_id_list: list | None = None
+    ) -> tuple[list[tuple[torch.Tensor, ...]], list[dict[str, torch.Tensor]]]:
+        """Make the static inputs of each layer and micro-batch; see ``CaptureArguments.samples``.
+
+        Returns:
+            Positional inputs and keyword inputs, by chunk of ``order``, then micro-batch, then layer.
+        """
+        samples = self._arguments().samples(order, chunk_id_list)
+        return [args for args, _ in samples], [kwargs for _, kwargs in samples]
+
+    def _get_amax_reduction_group(
+        self, with_context_parallel: bool = False, tp_only_amax_red: bool = False
+    ) -> torch.distributed.ProcessGroup:
+        """Return the process group over which FP8 and FP4 reduce amaxes (largest absolute values).
 
         Args:
-            graphs: The engine's, in the order of its callables.
-            sample_args: The static positional inputs of each.
-            arguments: The engine's keyword arguments.
-            conditions: For each layer what its passes read.
-        """
-        eager_passes = None
-        if self.decoder_graphs is not None:
-            eager_passes = self._eager_passes
-        elif self._may_change_shape():
-            tokens, calls = sample_args[0][0].shape[0], len(self.flattened_callables)
-            eager_passes = self._watch_eager_passes(tokens, calls)
-        CapturedLayers(
-            self.model,
-            self._layers_apart,
-            slots_of_layers(self.num_layers_per_chunk, self.num_microbatches or 1),
-            graphs,
-            list(zip(sample_args, arguments["sample_kwargs"], strict=True)),
-        ).attach(
-            conditions,
-            self.config.gradient_accumulation_fusion,
-            None if self._one_graph_serves_all() else self.num_microbatches,
-            self._may_skip_replays(),
-            eager_passes,
-        )
+            with_context_parallel: Whether the group includes context-parallel ranks.
+            tp_only_amax_red: Whether the group excludes data-parallel ranks.
 
-    @contextmanager
-    def _fsdp_capture(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for chunk, layers in zip(self.model, self._layers_apart, strict=True):
-                fsdp = fsdp_of(chunk)
-                if fsdp is not None:
-                    if self._gradients_are_zeroed:
-                        _free_gradients(fsdp)
-                    in_parts = self.config.overlap_moe_expert_parallel_comm
-                    stack.enter_context(fsdp.capture_graphs(layers, keep_buckets=in_parts))
-            yield
+        Raises:
+            ArgumentError: ``pg_collection`` has no such group.
+        """
+        return amax_reduction_group(self.pg_collection, with_context_parallel, tp_only_amax_red)
 
     # ------------------------------------------------------------------------------------------ afterwards
 
-    def _expect_evaluation(self) -> None:
-        """Let the first evaluation under Megatron-FSDP or FSDP2 capture graphs of the layers for itself."""
-        self._evaluation = [
-            EvaluationGraphs(
-                self.config,
-                sharding,
-                model,
-                [(layer_name(layer, index), layer) for index, layer in enumerate(layers)],
-                (self.seq_length, self.micro_batch_size),
-                self._quantization_arguments(),
-                lambda: CaptureAgreement(self._ranks_of_stage(), None),  # later stages wait for this one's output
-                self._evaluation_blocker(),
-            )
-            for chunk, model, layers in zip(self.model, self.chunks_with_decoder, self.callables_per_chunk, strict=True)
-            if (sharding := fsdp_of(chunk) or self._kept.get(chunk)) is not None
-        ]
-
-    def _evaluation_blocker(self) -> str:
-        """Say why this capture is followed by none for evaluation; empty if it is."""
-        if "gradient_sinks" not in self._engine.parameters:
-            return f"the {self._engine.name} engine captured the layers"
-        return "" if len(self.model) == 1 else "pipeline stages have several chunks of the model each"
-
     def cuda_graph_set_manual_hooks(self) -> None:
         """Set the hooks by which layers under ``DistributedDataParallel`` gather parameters before each replay."""
-        for chunk, layers in zip(self.model, self.callables_per_chunk, strict=True):
-            if fsdp_of(chunk) is None:
-                for layer in layers:
-                    layer.setup_manual_hooks(chunk._make_forward_pre_hook)
+        for chunk in self.stage.chunks:
+            if chunk.fsdp is None:
+                for layer in chunk.layers:
+                    layer.setup_manual_hooks(chunk.module._make_forward_pre_hook)
 
     def delete_cuda_graphs(self) -> None:
         """Free all graphs, those for evaluation too; the layers then run eagerly, and can be captured again.
@@ -517,45 +462,20 @@ class TECudaGraphHelper(CountsUse, CapturesAgain, EntersCaptureMode, MakesArgume
         """
         if not self._graphs_created:
             raise CallOrderError("there are no CUDA graphs to delete: call create_cudagraphs first")
-        self._count_before_deletion()
-        self._delete_graphs()
+        self._log_step(deleting=True)
+        self._use_before = self.graph_use()
+        self._drop_graphs()
+        self.stage.log(logging.INFO, "deleted all CUDA graphs")
 
-    def _delete_graphs(self) -> None:
-        if self.model_graphs is not None:
-            self.model_graphs.reset()
-            self.model_graphs = None
-        self._changed_shapes = self._captured_microbatches = self._rng_states = None
-        for hook in self._rng_hooks:
-            hook.remove()
-        self._rng_hooks = ()
-        self._detach_graphs()
-        self._graphs_created = False
-        self._capture_finished = False
-        self._log(logging.INFO, "deleted all CUDA graphs")
-
-    def _detach_graphs(self) -> None:
-        """Free the graphs that layers have, and let Megatron-FSDP run its units eagerly."""
-        for evaluation in self._evaluation:
-            evaluation.reset()
-        self._evaluation = ()
-        if self.decoder_graphs is not None:
-            self.decoder_graphs.reset()
-            self.decoder_graphs = None
-        for kept in self._kept.values():
-            kept.release()
-        detach_graphs(self.model, self.callables_per_chunk)
-
-    def _log(self, level: int, message: str) -> None:
-        log_on_each_pipeline_stage(
-            logger=logger,
-            tp_group=self.tp_group,
-            dp_cp_group=self.dp_cp_group,
-            level=level,
-            msg=f"Rank {torch.distributed.get_rank()}: {message}",
-        )
+    def _drop_graphs(self) -> None:
+        self._graphs.delete()
+        self._graphs = StageGraphs(self.stage)
 
 
-def _free_gradients(fsdp: Any) -> None:
-    """Zero gradients before capture, as after it: those that the optimizer reads then take no memory."""
-    fsdp.zero_grad_buffer()
-    release_cached_memory()
+def _warn(failed: CaptureFailedError, outlook: str) -> None:
+    """Log a failed capture, on the rank that it failed on with the exception."""
+    message = f"{failed}. {outlook}."
+    if isinstance(failed.__cause__, CaptureFailedError):  # another rank's
+        log_single_rank(logger, logging.WARNING, message)
+    else:
+        logger.warning(message, exc_info=failed.__cause__)

@@ -16,17 +16,16 @@ import torch
 from torch.distributed.fsdp import FSDPModule
 
 from ..evaluation_mode import may_replay_evaluation
+from .stage import Chunk
 
 
-def kept_parameters(
-    chunks: Sequence[torch.nn.Module], layers: Sequence[Sequence[torch.nn.Module]]
-) -> dict[torch.nn.Module, "KeptParameters"]:
-    """Return for each of the model's ``chunks`` that FSDP2 shards the parameters of its ``layers``."""
+def kept_parameters(chunks: Sequence[Chunk]) -> dict[torch.nn.Module, "KeptParameters"]:
+    """Return for each of the model's ``chunks`` that FSDP2 shards the parameters of its layers."""
     found = {}
-    for chunk, own in zip(chunks, layers, strict=True):
-        sharded = [module for module in chunk.modules() if isinstance(module, FSDPModule)]
-        if sharded and own:
-            found[chunk] = KeptParameters(chunk, sharded, own)
+    for chunk in chunks:
+        sharded = [module for module in chunk.module.modules() if isinstance(module, FSDPModule)]
+        if sharded and chunk.layers:
+            found[chunk.module] = KeptParameters(chunk.module, sharded, chunk.layers)
     return found
 
 

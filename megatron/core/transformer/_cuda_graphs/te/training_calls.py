@@ -1,10 +1,11 @@
 """How a model is called in training: with what graphs of all of it, or of several layers, take, or otherwise."""
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..hooks import calls_weakly, runs_outside_graphs
 
@@ -24,44 +25,67 @@ def arguments_by_name(order: Iterable[str], args: tuple, kwargs: Mapping[str, An
     return dict(zip(order, args, strict=False)) | dict(kwargs)
 
 
-NONE_SEEN = "it has not been called for training so far"
-READS = "training reads hidden states between layers (extract_layer_indices)"
-
-
 class TrainingCalls:
-    """Watches the calls of ``model`` for training until ``against`` is asked.
+    """Watches training until ``stop``: its calls of a model, which have the arguments that graphs would get.
 
     Args:
-        model: A ``GPTModel``.
+        model: The model, of which one micro-batch is in flight at a time; None if that is not so.
+        decoders: A ``TransformerBlock``, or what stands in its place, of each chunk of the model.
+
+    Attributes:
+        blocker: Why graphs of the whole model would not be replayed in such calls; empty if they would.
+        reads_hidden_states: Whether a decoder was asked for hidden states between its layers.
+        interleaved: Whether a backward pass has run whose forward pass was not the last one. Replays of a graph that
+            serves one forward pass at a time would have overwritten what it reads.
     """
 
-    def __init__(self, model: torch.nn.Module):
-        self._order = list(inspect.signature(model.forward).parameters)
-        self._against = NONE_SEEN
-        self._handle = model.register_forward_pre_hook(calls_weakly(self._watch), with_kwargs=True)
-        self._unfit = ""
+    def __init__(self, model: torch.nn.Module | None, decoders: Iterable[torch.nn.Module]):
+        self.blocker = "it has not been called for training so far"
+        self.reads_hidden_states = self.interleaved = False
+        self._passes = 0
+        watched: list[tuple[torch.nn.Module, Callable]] = [(decoder, self._watch_decoder) for decoder in decoders]
+        if model is not None:
+            self._order = list(inspect.signature(model.forward).parameters)
+            watched.append((model, self._watch_model))
+        # After the call: other hooks may have changed its arguments. They are no reason against a graph.
+        self._handles = [
+            module.register_forward_hook(runs_outside_graphs(calls_weakly(watch)), with_kwargs=True)
+            for module, watch in watched
+        ]
 
-    def _watch(self, model: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def stop(self) -> None:
+        """Watch no longer."""
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _watch_model(self, model: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
         if not is_training(model):
             return
-        self._against = ""
-        self._unfit = _against(arguments_by_name(self._order, args, kwargs)) or self._unfit
+        if not self._passes or not self.blocker:  # one call that graphs do not fit is enough
+            self.blocker = _blocker(arguments_by_name(self._order, args, kwargs))
+        self._passes += 1
+        own = self._passes
 
-    def against(self) -> str:
-        """Say why graphs of the whole model would not serve such calls; empty if they would. Ends the watch."""
-        self._handle.remove()
-        return self._unfit or self._against
+        def backward_begins(grad: torch.Tensor) -> None:
+            self.interleaved |= own != self._passes
+
+        for tensor in tree_leaves(output):
+            if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                tensor.register_hook(backward_begins)
+
+    def _watch_decoder(self, decoder: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
+        if kwargs.get("extract_layer_indices") and is_training(decoder):
+            self.reads_hidden_states = True
 
 
-def _against(given: Mapping[str, Any]) -> str:
+def _blocker(given: Mapping[str, Any]) -> str:
     """Say why graphs would not be replayed with the arguments ``given``, whatever the length of sequences."""
-    labels = given.get("labels")
-    if labels is None:
+    if getattr(given.get("labels"), "ndim", None) != 2:
         return "it was called without labels"
     others = [name for name in given if given[name] is not None and name not in (*INPUTS, *UNUSED)]
     if others:
         return f"it was called with {', '.join(others)}"
-    rows, length = labels.shape
+    rows, length = given["labels"].shape
     expected: dict[str, tuple[tuple[int, ...], torch.dtype]]
     expected = dict.fromkeys(("input_ids", "position_ids", "labels"), ((rows, length), torch.int64))
     if given.get("attention_mask") is not None:
@@ -71,27 +95,3 @@ def _against(given: Mapping[str, Any]) -> str:
         if not isinstance(tensor, torch.Tensor) or tensor.shape != shape or tensor.dtype != dtype:
             return f"its {name} are not of shape {list(shape)} and {dtype}"
     return ""
-
-
-class HiddenStatesReads:
-    """Watches whether decoders are asked for hidden states between their layers in training, until ``any`` is asked.
-
-    Args:
-        decoders: A ``TransformerBlock``, or what stands in its place, of each chunk of the model.
-    """
-
-    def __init__(self, decoders: Iterable[torch.nn.Module]):
-        # After the call: other hooks may have changed its arguments. It is no reason against a graph.
-        hook = runs_outside_graphs(calls_weakly(self._watch))
-        self._any = False
-        self._handles = [decoder.register_forward_hook(hook, with_kwargs=True) for decoder in decoders]
-
-    def _watch(self, decoder: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
-        if kwargs.get("extract_layer_indices") and is_training(decoder):
-            self._any = True
-
-    def any(self) -> bool:
-        """Whether one was. Ends the watch."""
-        for handle in self._handles:
-            handle.remove()
-        return self._any

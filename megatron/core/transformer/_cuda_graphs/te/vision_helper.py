@@ -8,11 +8,13 @@ import torch
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from ..layer_graph import LayerGraph, LayerGraphs
+from ..layer_graph import LayerGraph
+from .capture_arguments import CaptureArguments
 from .helper import TECudaGraphHelper, logger
 from .layers import decoder_layers, vision_model_of
 from .order import PassOrder
-from .sample_inputs import LayerInputs, SampleArguments
+from .sample_inputs import SampleArguments
+from .stage import Role
 
 
 def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:
@@ -31,94 +33,6 @@ def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int
     if patches is None:
         return default_seq_length
     return patches // getattr(vision_config, "spatial_merge_size", 1) ** 2
-
-
-class VisionTECudaGraphHelper(TECudaGraphHelper):
-    """Captures graphs of the layers in ``vision_model.decoder.layers`` and attaches them to the layers.
-
-    Use it beside the language model's ``TECudaGraphHelper``, and capture with this one first: only the other one zeroes
-    gradients and metrics after capture. It does not communicate with other pipeline stages, so it may be called only on
-    ranks with a vision model; on others it captures nothing. Under pipeline parallelism ask both helpers'
-    ``capture_finished`` before each step: where the number of micro-batches changes, each captures again.
-
-    Inputs are ``[vision_seq_length, 1, hidden]``: all images of a micro-batch, one after the other. There are no rotary
-    embeddings among them.
-
-    Args:
-        model: The model's chunks, wrapped as for training; the first with a ``vision_model`` is used.
-        vision_config: The vision encoder's ``TransformerConfig``, with ``cuda_graph_impl="transformer_engine"``.
-        vision_seq_length: Vision tokens in a micro-batch; see ``get_vision_cuda_graph_seq_length``.
-        micro_batch_size: Not used: the batch dimension is 1.
-        num_microbatches: Micro-batches that sample arguments are made for. Capture sets it: to 1 without pipeline
-            parallelism, where one graph serves all, otherwise to that of the num_microbatches calculator.
-        pg_collection: The process groups; by default those of ``parallel_state``.
-
-    Raises:
-        OptionsError, ValueError, RuntimeError: as ``TECudaGraphHelper``.
-    """
-
-    _every_stage_captures = False
-    _fits_shapes = False  # how many tokens images have says nothing of the steps to come
-    _gradients_are_zeroed = False
-    _logs_steps = False  # the language model's helper does
-    _report_name = "capture_vision"
-
-    def __init__(
-        self,
-        model: Sequence[torch.nn.Module],
-        vision_config: Any,
-        vision_seq_length: int,
-        micro_batch_size: int,
-        num_microbatches: int = 1,
-        pg_collection: ProcessGroupCollection | None = None,
-    ):
-        with_vision = [chunk for chunk in model if vision_model_of(chunk) is not None] or list(model)
-        super().__init__(with_vision[:1], vision_config, vision_seq_length, 1, pg_collection=pg_collection)
-        self.num_microbatches = num_microbatches
-        self._interleaved = len(model) > 1
-
-    def _discover_layers(self) -> None:
-        super()._discover_layers()
-        # Attributes that callers of megatron-core's helper read.
-        self.vision_model = vision_model_of(self.model[0]) if self.model else None
-        if self.vision_model is None:
-            logger.warning("VisionTECudaGraphHelper: the model has no vision_model, nothing will be captured")
-        self.callables, self.num_layers = self.flattened_callables, len(self.flattened_callables)
-
-    def _layers_of(self, chunk: torch.nn.Module) -> tuple[torch.nn.Module | None, list[tuple[torch.nn.Module, bool]]]:
-        vision_model = vision_model_of(chunk)
-        return vision_model, [(layer, False) for layer in decoder_layers(vision_model)]
-
-    def _samples(self, order: Sequence[float], chunk_id_list: list | None = None) -> list[SampleArguments]:
-        """Make inputs for every layer and micro-batch, whatever the order."""
-        inputs = LayerInputs(self.config, self.seq_length, self.micro_batch_size)
-        return [
-            self._inputs_of_layer(inputs, layer, None)
-            for _ in range(self.num_microbatches or 1)
-            for layer in self.flattened_callables
-        ]
-
-    def _inputs_of_layer(self, inputs: LayerInputs, layer: torch.nn.Module, model: Any) -> SampleArguments:
-        return inputs.make(layer, None)
-
-    def _order(self) -> PassOrder:
-        passes = super()._order()
-        # With virtual stages more micro-batches of this chunk are in flight than if it were the only one: keep all.
-        return replace(passes, order=sorted(passes.order, reverse=True)) if self._interleaved else passes
-
-    def _capture_layers(self) -> None:
-        super()._capture_layers()
-        for layer in self.flattened_callables:
-            layer.cuda_graphs = LayerGraphs(map(_wrap_graph_for_vision, layer.cuda_graphs))
-
-    def _reset_after_capture(self) -> None:
-        """Do nothing: the language model's helper zeroes gradients and metrics, on all ranks."""
-
-    def _expect_evaluation(self) -> None:
-        """Do nothing: vision encoders are evaluated eagerly."""
-
-    def cuda_graph_set_manual_hooks(self) -> None:
-        """Do nothing: hooks of ``DistributedDataParallel`` do not gather the parameters of vision encoders."""
 
 
 def _wrap_graph_for_vision(graph_fn: Callable[..., Any]) -> Any:
@@ -149,3 +63,99 @@ class _WithoutNone:
         if name == "graphed":  # while it is copied
             raise AttributeError(name)
         return getattr(self.graphed, name)
+
+
+class VisionArguments(CaptureArguments):
+    """Makes the arguments of one capture of a vision encoder's layers.
+
+    Args:
+        num_microbatches: Micro-batches that inputs are made for.
+        keeps_all: Whether all of them are in flight at a time.
+        further: As of ``CaptureArguments``.
+    """
+
+    def __init__(self, num_microbatches: int, keeps_all: bool, *further: Any):
+        super().__init__(*further)
+        self._num_microbatches, self._keeps_all = num_microbatches, keeps_all
+
+    def order(self) -> PassOrder:
+        passes = super().order()
+        return replace(passes, order=sorted(passes.order, reverse=True)) if self._keeps_all else passes
+
+    def samples(self, order: Sequence[float], chunk_id_list: list | None = None) -> list[SampleArguments]:
+        """Make inputs for every layer and micro-batch, whatever the order."""
+        layers = [layer for own in self.layers for layer in own]
+        return [self.inputs_of(layer, None) for _ in range(self._num_microbatches) for layer in layers]
+
+
+class VisionTECudaGraphHelper(TECudaGraphHelper):
+    """Captures graphs of the layers in ``vision_model.decoder.layers`` and attaches them to the layers.
+
+    Use it beside the language model's ``TECudaGraphHelper``, and capture with this one first: only the other one zeroes
+    gradients and metrics after capture. It does not communicate with other pipeline stages, so it may be called only on
+    ranks with a vision model; on others it captures nothing. Under pipeline parallelism call both helpers'
+    ``before_step`` before each step: where the number of micro-batches changes, each captures again.
+
+    Inputs are ``[vision_seq_length, 1, hidden]``: all images of a micro-batch, one after the other. There are no rotary
+    embeddings among them.
+
+    Args:
+        model: The model's chunks, wrapped as for training; the first with a ``vision_model`` is used.
+        vision_config: The vision encoder's ``TransformerConfig``, with ``cuda_graph_impl="transformer_engine"``.
+        vision_seq_length: Vision tokens in a micro-batch; see ``get_vision_cuda_graph_seq_length``.
+        micro_batch_size: Not used: the batch dimension is 1.
+        num_microbatches: Micro-batches that sample arguments are made for. Capture sets it: to 1 without pipeline
+            parallelism, where one graph serves all, otherwise to that of the num_microbatches calculator.
+        pg_collection: The process groups; by default those of ``parallel_state``.
+
+    Raises:
+        OptionsError, ValueError, RuntimeError: as ``TECudaGraphHelper``.
+    """
+
+    _role = Role(
+        every_stage=False,
+        zeroes_gradients=False,
+        fits_shapes=False,  # how many tokens images have says nothing of the steps to come
+        logs_steps=False,  # the language model's helper does
+        evaluates=False,
+        rotary=False,
+        report="capture_vision",
+        wrap=_wrap_graph_for_vision,
+    )
+
+    def __init__(
+        self,
+        model: Sequence[torch.nn.Module],
+        vision_config: Any,
+        vision_seq_length: int,
+        micro_batch_size: int,
+        num_microbatches: int = 1,
+        pg_collection: ProcessGroupCollection | None = None,
+    ):
+        with_vision = [chunk for chunk in model if vision_model_of(chunk) is not None] or list(model)
+        super().__init__(with_vision[:1], vision_config, vision_seq_length, 1, pg_collection=pg_collection)
+        self.num_microbatches = num_microbatches
+        self._interleaved = len(model) > 1
+
+    def _discover_layers(self) -> None:
+        super()._discover_layers()
+        # Attributes that callers of megatron-core's helper read.
+        self.vision_model = vision_model_of(self.model[0]) if self.model else None
+        if self.vision_model is None:
+            logger.warning("VisionTECudaGraphHelper: the model has no vision_model, nothing will be captured")
+        self.callables, self.num_layers = self.flattened_callables, len(self.flattened_callables)
+
+    def _layers_of(self, chunk: torch.nn.Module) -> tuple[torch.nn.Module | None, list[tuple[torch.nn.Module, bool]]]:
+        vision_model = vision_model_of(chunk)
+        return vision_model, [(layer, False) for layer in decoder_layers(vision_model)]
+
+    def _arguments(self) -> CaptureArguments:
+        # With virtual stages more micro-batches of this chunk are in flight than if it were the only one: keep all.
+        further = self.stage, self._graphs.layers_apart, self.seq_length, self.micro_batch_size
+        return VisionArguments(self.num_microbatches or 1, self._interleaved, *further)
+
+    def _reset_after_capture(self) -> None:
+        """Do nothing: the language model's helper zeroes gradients and metrics, on all ranks."""
+
+    def cuda_graph_set_manual_hooks(self) -> None:
+        """Do nothing: hooks of ``DistributedDataParallel`` do not gather the parameters of vision encoders."""

@@ -11,56 +11,11 @@ from megatron.core.transformer.enums import AttnMaskType
 from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
 from ..engine.whole_passes import WholePasses
-from ..flags.own import packed_sequences
-from ..hooks import has_other_hooks
 from ..replay_conditions import ReplayConditions
 from .forward_graphs import ForwardGraphs
-from .layers import _layer_is_graphable, decoder_layers
+from .layers import decoder_layers
 from .sample_inputs import attention_mask_type
 from .training_calls import INPUTS, UNUSED, is_training
-
-
-def whole_model_blocker(model: Any | None, config: Any) -> str:
-    """Say why the passes of ``model`` cannot be one graph each; empty if they can.
-
-    Args:
-        model: The language model inside the wrappers of a model chunk.
-        config: Its ``TransformerConfig``.
-    """
-    from megatron.core.models.gpt.gpt_model import GPTModel  # imports cuda_graphs, which imports this module
-
-    if not isinstance(model, GPTModel) or type(model).forward is not GPTModel.forward or "forward" in vars(model):
-        return f"{type(model).__name__} is no GPTModel with its own forward"
-    if not (model.pre_process and model.post_process):
-        return "the model is divided into pipeline stages"
-    layers = decoder_layers(model)
-    if not layers or not all(_layer_is_graphable(layer, config) for layer in layers):
-        return "not all of its layers can be captured"
-    if len(set(map(attention_mask_type, layers))) > 1:
-        return "its layers have different attention masks"
-    for reason, applies in (
-        ("only modules of layers are captured (--cuda-graph-modules)", config.cuda_graph_modules),
-        ("there is multi-token prediction", config.mtp_num_layers),
-        ("FP8 and FP4 keep statistics outside of graphs", config.fp8 or config.fp4),
-        ("sequences are packed", packed_sequences(config) is not None),
-        ("weight gradients are delayed (--delay-wgrad-compute)", config.delay_wgrad_compute),
-        ("activations are offloaded", config.fine_grained_activation_offloading),
-        ("the sequence is divided among context-parallel ranks", config.context_parallel_size > 1),
-        ("the position embedding is multimodal", model.position_embedding_type == "mrope"),
-        (
-            "TransformerEngine's cross entropy reads values on the host (--cross-entropy-fusion-impl native does not)",
-            config.cross_entropy_loss_fusion and config.cross_entropy_fusion_impl == "te",
-        ),
-        ("backward keeps autograd's graph", config.cuda_graph_retain_backward_graph),
-    ):
-        if applies:
-            return reason
-    # Those inside a layer are recorded with it, as in a graph of its own.
-    inside = {child for layer in layers for child in layer.modules() if child is not layer}
-    for name, module in model.named_modules():
-        if module is not model and module not in inside and has_other_hooks(module):
-            return f"{name} has hooks, which do not run in replays"
-    return ""
 
 
 def other_method(model: Any) -> str:

@@ -11,7 +11,7 @@ from megatron.core.transformer._cuda_graphs.report import timeline as module
 from megatron.core.transformer._cuda_graphs.report.timeline import Timeline
 
 ORDER = [(0, 0, "forward"), (1, 0, "forward"), (1, 0, "backward"), (0, 0, "backward")]
-WHERE = ["one, forward", "two, forward", "two, backward", "one, backward"]
+WHERE = [("one", "forward"), ("two", "forward"), ("two", "backward"), ("one", "backward")]
 
 
 class Watched:
@@ -31,7 +31,7 @@ class Watched:
         monkeypatch.setattr(module, "Progress", progress)
 
     def run(self, where, seconds, wait=0.0):
-        self.timeline.begin(where)
+        self.timeline.begin(*where)
         self.timeline.wait(lambda: self.advance(wait))
         self.advance(seconds)
 
@@ -104,7 +104,7 @@ class TestLayers:
 def test_what_the_passes_of_the_whole_model_wait_counts_for_none(watched, capturing):
     for seconds in (1, 2):
         for where in ("before forward", "forward", "backward"):
-            watched.run(f"the whole model, {where}", seconds, wait=0.25)
+            watched.run(("the whole model", where), seconds, wait=0.25)
             watched.timeline.wait(lambda: watched.advance(0.5))
             watched.advance(seconds)
         capturing.on = True

@@ -2,8 +2,10 @@
 
 import threading
 import time
+from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,7 @@ from torch.distributed import HashStore, TCPStore, distributed_c10d
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
 from megatron.core.transformer._cuda_graphs.te.agreement import Ballot, CaptureAgreement, Failure, Objection
 
-from .bare_helper import helper
+from .stages import stage_of
 
 LIMIT = 120  # seconds
 SHORT = 1  # seconds, more than threads that start together are apart
@@ -164,7 +166,7 @@ def test_ranks_that_never_vote_are_named_after_the_time_limit_of_the_group():
 def test_all_learn_of_a_rank_that_is_gone_without_waiting_for_it_again():
     def run(rank):
         agreed = CaptureAgreement([Group(3, timeout=SHORT)], Group(3, "pipeline", timeout=LIMIT))
-        agreed.begin("layer 1, forward")
+        agreed.begin("layer 1", "forward")
         if rank == 2:
             return None
         try:
@@ -241,7 +243,8 @@ class TestCaptures:
 def crossing_groups(rank):
     """Two groups of two, of the process groups of a caller that has none of all four ranks."""
     tp, dp_cp, pp = Group(2, f"tp {rank // 2}"), Group(2, f"dp {rank % 2}"), Group(1, f"pp {rank}")
-    return helper(pg_collection=SimpleNamespace(tp=tp, dp_cp=dp_cp, pp=pp))._new_agreement()
+    groups: Any = SimpleNamespace(tp=tp, dp_cp=dp_cp, pp=pp)
+    return replace(stage_of(), groups=groups).agreement(with_other_stages=True)
 
 
 class TestCrossingGroups:

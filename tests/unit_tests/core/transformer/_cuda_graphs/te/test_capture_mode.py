@@ -11,11 +11,12 @@ import torch
 
 from megatron.core.transformer._cuda_graphs import state as capture_state
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
-from megatron.core.transformer._cuda_graphs.te import capture_mode
+from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_mode
 from megatron.core.transformer._cuda_graphs.te import helper as te_helper
+from megatron.core.transformer._cuda_graphs.te.stage import Stage
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
-from .bare_helper import Alone, CapturingHelper, Failure, helper
+from .stages import Alone, Failure, helper_of
 
 
 def state(capturing_helper):
@@ -23,48 +24,48 @@ def state(capturing_helper):
         "capturing": is_graph_capturing(),
         "graphs": capturing_helper.graphs_created(),
         "finished": capturing_helper.capture_finished(),
-        "resets": capturing_helper.resets,
+        "resets": capturing_helper.model[0].resets,
     }
 
 
-@pytest.mark.usefixtures("cpu_backend")
+def fail():
+    raise Failure
+
+
+@pytest.mark.usefixtures("one_stage")
 class TestCaptureMode:
     def test_is_on_while_layers_are_captured_and_off_afterwards(self):
         during = []
-        capturing = CapturingHelper(lambda: during.append(is_graph_capturing()))
+        capturing = helper_of(lambda: during.append(is_graph_capturing()))
         capturing.create_cudagraphs()
         assert during == [True]
         assert state(capturing) == {"capturing": False, "graphs": True, "finished": True, "resets": 1}
 
     def test_is_off_after_a_failed_capture_which_leaves_no_graphs(self):
-        def fail():
-            raise Failure
-
-        capturing = CapturingHelper(fail)
+        capturing = helper_of(fail)
         with pytest.raises(CaptureFailedError, match="Failure"):
             capturing.create_cudagraphs()
         assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
 
-    def test_is_off_if_ranks_cannot_agree(self):
-        def no_store():
+    def test_is_off_if_ranks_cannot_agree(self, monkeypatch):
+        def no_store(stage, **which):
             raise Failure
 
-        capturing = CapturingHelper(None)
-        capturing._new_agreement = no_store  # type: ignore[method-assign]
+        monkeypatch.setattr(Stage, "agreement", no_store)
+        capturing = helper_of()
         with pytest.raises(Failure):
             capturing.create_cudagraphs()
         assert not is_graph_capturing()
 
     def test_activations_are_offloaded_again_after_a_failure(self, monkeypatch):
         calls = []
-        offload = SimpleNamespace(enable_offload=lambda: calls.append("enable"), reset=lambda: calls.append("reset"))
-        for module in (te_helper, capture_mode):
+        offload = SimpleNamespace(
+            enable_offload=lambda: calls.append("enable"), disable_offload=None, reset=lambda: calls.append("reset")
+        )
+        for module in (capture_arguments, capture_mode):
             monkeypatch.setattr(module, "offload_interface", lambda: offload)
 
-        def fail():
-            raise Failure
-
-        capturing = CapturingHelper(fail)
+        capturing = helper_of(fail)
         capturing.config.fine_grained_activation_offloading = True
         with pytest.raises(CaptureFailedError, match="Failure"):
             capturing.create_cudagraphs()
@@ -78,17 +79,14 @@ class TestCaptureMode:
             if len(attempts) == 1:
                 raise Failure
 
-        capturing = CapturingHelper(fail_once)
+        capturing = helper_of(fail_once)
         with pytest.raises(CaptureFailedError, match="Failure"):
             capturing.create_cudagraphs()
         capturing.create_cudagraphs()
         assert capturing.graphs_created()
 
     def test_training_goes_on_without_graphs_after_a_failure_where_that_is_asked_for(self, caplog):
-        def fail():
-            raise Failure
-
-        capturing = CapturingHelper(fail)
+        capturing = helper_of(fail)
         capturing.config.cuda_graph_fallback = "eager"
         capturing.create_cudagraphs()
         assert state(capturing) == {"capturing": False, "graphs": False, "finished": True, "resets": 1}
@@ -101,7 +99,7 @@ class TestCaptureMode:
         def interrupt():
             raise KeyboardInterrupt
 
-        capturing = CapturingHelper(interrupt)
+        capturing = helper_of(interrupt)
         capturing.config.cuda_graph_fallback = fallback
         with pytest.raises(KeyboardInterrupt):
             capturing.create_cudagraphs()
@@ -118,26 +116,26 @@ class TestCaptureMode:
             raise KeyboardInterrupt
 
         monkeypatch.setattr(capture_mode, "log_single_rank", interrupt)
-        capturing = CapturingHelper(None)
-        capturing._new_agreement = lambda: Told(None, None)  # type: ignore[method-assign]
+        capturing = helper_of()
+        monkeypatch.setattr(Stage, "agreement", lambda stage, **which: Told())
         with pytest.raises(KeyboardInterrupt):
             capturing.create_cudagraphs()
         assert told == [KeyboardInterrupt]
         assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
 
-    def test_graphs_of_a_rank_that_succeeded_are_freed_if_another_has_failed(self):
-        deleted = []
-
+    def test_graphs_of_a_rank_that_succeeded_are_freed_if_another_has_failed(self, monkeypatch):
         class OtherRankFailed(Alone):
             def finish(self):
+                graphs.extend(capturing.flattened_callables[0].cuda_graphs)
                 raise CaptureFailedError("on rank 1")
 
-        capturing = CapturingHelper(lambda: None)
-        capturing._new_agreement = lambda: OtherRankFailed(None, None)  # type: ignore[method-assign]
-        capturing._delete_graphs = lambda: deleted.append(capturing.graphs_created())  # type: ignore[method-assign]
+        graphs: list = []
+        monkeypatch.setattr(Stage, "agreement", lambda stage, **which: OtherRankFailed())
+        capturing = helper_of()
         with pytest.raises(CaptureFailedError):
             capturing.create_cudagraphs()
-        assert deleted == [True]
+        assert [graph.graphed.reset.call_count for graph in graphs] == [1]
+        assert capturing.flattened_callables[0].cuda_graphs == []
 
     @pytest.mark.parametrize("frozen", [True, False])
     @pytest.mark.parametrize("fails", [False, True], ids=["success", "failure"])
@@ -153,20 +151,20 @@ class TestCaptureMode:
                 raise Failure
 
         with pytest.raises(CaptureFailedError) if fails else nullcontext():
-            CapturingHelper(capture).create_cudagraphs()
+            helper_of(capture).create_cudagraphs()
         assert calls == (["freeze", "capture", "unfreeze"] if frozen else ["capture"])
 
     def test_cached_memory_is_released_before_and_after(self, monkeypatch):
         calls = []
         for module in (te_helper, capture_mode):
             monkeypatch.setattr(module, "release_cached_memory", lambda **how: calls.append(how))
-        CapturingHelper(lambda: calls.append("capture")).create_cudagraphs()
+        helper_of(lambda: calls.append("capture")).create_cudagraphs()
         assert calls == [{"thorough": True}, "capture", {}]
 
     def test_the_device_is_waited_for_before_gradients_are_zeroed(self, monkeypatch):
         calls = []
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
-        capturing = CapturingHelper(lambda: calls.append("capture"))
+        capturing = helper_of(lambda: calls.append("capture"))
         monkeypatch.setattr(capturing, "_reset_after_capture", lambda: calls.append("zero"))
         capturing.create_cudagraphs()
         start = calls.index("capture")
@@ -174,19 +172,19 @@ class TestCaptureMode:
 
     def test_is_reported(self, caplog):
         with caplog.at_level("INFO"):
-            CapturingHelper(lambda: None).create_cudagraphs()
-        assert caplog.messages[0] == "Start CUDA graph capture"
-        assert "Captured 0 layer graphs with the native engine in" in caplog.text
+            helper_of().create_cudagraphs()
+        assert "Start CUDA graph capture" in caplog.messages
+        assert "Captured 1 layer graphs with the native engine in" in caplog.text
 
     def test_nothing_to_capture_is_finished_without_graphs(self, caplog):
-        capturing = CapturingHelper(None, layers=0)
+        capturing = helper_of(layers=0)
         capturing.create_cudagraphs()
         assert state(capturing) == {"capturing": False, "graphs": False, "finished": True, "resets": 1}
         assert "no graphable layers found" in caplog.text
 
     @pytest.mark.parametrize("error", [RuntimeError, AssertionError])
     def test_a_second_capture_is_refused(self, error):
-        capturing = CapturingHelper(lambda: None)
+        capturing = helper_of()
         capturing.create_cudagraphs()
         with pytest.raises(error, match="captured already: call delete_cuda_graphs"):
             capturing.create_cudagraphs()
@@ -195,7 +193,7 @@ class TestCaptureMode:
     @pytest.mark.parametrize("error", [RuntimeError, AssertionError])
     def test_deleting_graphs_that_are_not_there_is_refused(self, error):
         with pytest.raises(error, match="there are no CUDA graphs to delete"):
-            CapturingHelper(None).delete_cuda_graphs()
+            helper_of().delete_cuda_graphs()
 
 
 def clears(monkeypatch):
@@ -213,7 +211,8 @@ def clears(monkeypatch):
     monkeypatch.setattr(moe_logging, "get_moe_metrics_tracker", lambda: tracker)
     finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # a function hides the module
     monkeypatch.setattr(finalize, "reset_model_temporary_tensors", noting("temporary tensors"))
-    helper(config="config", model=chunks, optimizers=optimizers)._reset_after_capture()
+    helper = SimpleNamespace(config="config", model=chunks, optimizers=optimizers)
+    te_helper.TECudaGraphHelper._reset_after_capture(helper)  # type: ignore[arg-type]
     return calls, chunks
 
 

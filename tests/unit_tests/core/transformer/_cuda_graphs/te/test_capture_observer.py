@@ -1,7 +1,6 @@
 """capture_observer: which rank watches, what a failure leaves, where the report goes."""
 
 import json
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,9 +9,8 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
 from megatron.core.transformer._cuda_graphs.report import timeline
+from megatron.core.transformer._cuda_graphs.te.agreement import CaptureAgreement
 from megatron.core.transformer._cuda_graphs.te.capture_observer import CaptureObserver
-
-from .bare_helper import Alone
 
 REST = {"collectives": 0, "eager": []}
 
@@ -24,7 +22,7 @@ def config(folder=None):
 def observe(folder=None, number=1, layers=2):
     """Capture linear layers for two micro-batches that are in flight together, under an observer; return it."""
     observer = CaptureObserver.on_rank_0("native", config(folder), "capture", number)
-    agreement = observer.watch(Alone(None, None))
+    agreement = CaptureAgreement([], None, observer.timeline)
     modules = [torch.nn.Linear(3, 3, device="cuda") for _ in range(layers)]
     samples = [(torch.ones(2, 3, device="cuda", requires_grad=True),) for _ in range(2 * layers)]
     arguments: dict[str, Any] = {
@@ -36,9 +34,7 @@ def observe(folder=None, number=1, layers=2):
     names = [f"layer {index + 1}" for index in range(layers)]
 
     def votes(name):
-        return {
-            f"{kind}_pre_hooks": {0: partial(agreement.begin, f"{name}, {kind}")} for kind in ("forward", "backward")
-        }
+        return {f"{kind}_pre_hooks": {0: agreement.beginning(name, kind)} for kind in ("forward", "backward")}
 
     observer.start()
     observer.expect(arguments, names)
@@ -86,9 +82,7 @@ class TestObserver:
     def test_other_ranks_report_nothing(self, monkeypatch, tmp_path, caplog):
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-        agreement = Alone(None, None)
-        observer = CaptureObserver.on_rank_0("native", config(str(tmp_path / "folder")), "capture", 1)
-        assert observer.watch(agreement) is agreement
+        assert CaptureObserver.on_rank_0("native", config(), "capture", 1).timeline is None
         with caplog.at_level("INFO"):
             observe(str(tmp_path / "folder")).finish(lambda: pytest.fail("asked"))
         assert not (tmp_path / "folder").exists()
@@ -102,24 +96,18 @@ class TestObserver:
         assert caplog.messages == [] and list(tmp_path.iterdir()) == []
 
     def test_the_time_in_which_other_ranks_are_waited_for_is_noted(self):
-        class Waiting(Alone):
-            waits = 0
-
-            def join(self):
-                self.waits += 1
-
-        observer, agreement = CaptureObserver.on_rank_0("native", config(), "capture", 1), Waiting(None, None)
-        observer.watch(agreement).join()
-        assert agreement.waits == 1
-        assert observer._timeline is not None and observer._timeline.waited > 0
+        observer = CaptureObserver.on_rank_0("native", config(), "capture", 1)
+        CaptureAgreement([], None, observer.timeline).join()
+        assert observer.timeline is not None and observer.timeline.waited > 0
 
     def test_failures_are_agreed_on_as_without_and_take_the_progress_away(self, monkeypatch):
         shown: list[str] = []
         progress = SimpleNamespace(begin=shown.append, close=lambda: shown.append("closed"))
         monkeypatch.setattr(timeline, "Progress", lambda total: progress)
         observer = CaptureObserver.on_rank_0("native", config(), "capture", 1)
-        watched = observer.watch(Alone(None, None))
-        watched.begin("the whole model, forward")
-        error = RuntimeError("out of memory")
-        assert str(watched.failed(error)) == str(Alone(None, None).failed(error))
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+        watched = CaptureAgreement([], None, observer.timeline)
+        watched.begin("the whole model", "forward")
+        failed = "CUDA graph capture failed on rank 0, the whole model, forward: RuntimeError: out of memory"
+        assert str(watched.failed(RuntimeError("out of memory"))) == failed
         assert shown == ["the whole model, forward warm-up", "closed"]

@@ -16,7 +16,7 @@ LAYERS = 3
 def steps_of(shapes, groups=(), microbatches=1):
     """What is agreed on before each step but the first, if the steps have these shapes; None is the captured one."""
     passes = EagerPasses()
-    watch = ChangedShapes(passes, LAYERS, groups, microbatches)
+    watch = ChangedShapes(passes, 4, LAYERS, groups, microbatches)
     for shape in shapes:
         for _ in range(LAYERS * microbatches if shape else 0):
             passes.note(*shape)
@@ -54,7 +54,7 @@ def test_shapes_that_take_turns_are_not_agreed_on(shapes):
 
 def test_a_step_of_which_some_micro_batches_were_replayed_does_not_count():
     passes = EagerPasses()
-    watch = ChangedShapes(passes, LAYERS, (), 2)
+    watch = ChangedShapes(passes, 4, LAYERS, (), 2)
     for _ in range(2 * STEPS):
         for _ in range(LAYERS):  # of one of two micro-batches
             passes.note(*LONG)
@@ -88,3 +88,12 @@ def test_all_ranks_of_all_groups_must_bring_the_same_shape(monkeypatch, others, 
 def test_a_group_of_one_rank_is_not_asked(monkeypatch):
     monkeypatch.delattr(torch.distributed, "all_reduce")
     assert agreed([LONG] * (STEPS + 1), groups=[SimpleNamespace(size=lambda: 1)])
+
+
+def test_graphs_that_are_kept_for_their_shape_are_never_captured_again():
+    passes = EagerPasses()
+    watch = ChangedShapes(passes, 4, LAYERS, None, 1)
+    for _ in range(3 * STEPS):
+        for _ in range(LAYERS):
+            passes.note(*LONG)
+        assert watch.before_step(1) is None

@@ -1,5 +1,6 @@
 """eager_parts: what stays eager, and why."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -8,6 +9,8 @@ import torch
 from megatron.core.transformer._cuda_graphs.te.eager_parts import eager_parts
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.module import GraphableMegatronModule
+
+from .stages import stage_of
 
 
 class Layer(torch.nn.Module):
@@ -34,8 +37,9 @@ class Model(torch.nn.Module):
 
 
 def parts(*layers, graphed=(), modules=(), refused="", evaluation=(), chunks=1):
-    config = SimpleNamespace(cuda_graph_modules=list(modules))
-    found = eager_parts(config, [Model(*layers)] * chunks, [list(graphed)] * chunks, refused, evaluation)
+    stage = stage_of(*[list(graphed)] * chunks, cuda_graph_modules=list(modules))
+    with_model = [replace(chunk, model=Model(*layers)) for chunk in stage.chunks]
+    found = eager_parts(replace(stage, chunks=with_model), refused, evaluation)
     return {part.what: part.why for part in found}
 
 
@@ -84,5 +88,4 @@ def test_chunks_are_told_apart():
 
 
 def test_a_chunk_without_a_model_has_no_parts():
-    config = SimpleNamespace(cuda_graph_modules=[])
-    assert [part.what for part in eager_parts(config, [None], [[]], "", ())] == ["evaluation"]
+    assert [part.what for part in eager_parts(stage_of([]), "", ())] == ["evaluation"]

@@ -8,8 +8,13 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.te import graph_use
-from megatron.core.transformer._cuda_graphs.te.graph_use import BEFORE_CAPTURE, CAPTURE_FAILED, OTHER_INPUTS, GraphUse
+from megatron.core.transformer._cuda_graphs.te import capture_session, stage_graphs
+from megatron.core.transformer._cuda_graphs.te.stage_graphs import (
+    BEFORE_CAPTURE,
+    CAPTURE_FAILED,
+    OTHER_INPUTS,
+    GraphUse,
+)
 from tests.unit_tests.core.distributed.captured_training import CapturedTraining, graphed
 from tests.unit_tests.core.distributed.fsdp_variants import small
 
@@ -83,7 +88,7 @@ def test_after_a_failed_capture_that_is_the_reason(training, monkeypatch):
     helper.delete_cuda_graphs()
     helper.config.cuda_graph_fallback = "eager"
     with monkeypatch.context() as patched:
-        patched.setattr(helper, "_capture_layers", lambda: 1 / 0)
+        patched.setattr(capture_session.CaptureSession, "capture", lambda *_: 1 / 0)
         helper.create_cudagraphs()
     assert helper.eager_reason() == CAPTURE_FAILED
     assert helper.graph_use() == GraphUse(replays=0, captures=1, pool_bytes=0)
@@ -99,7 +104,7 @@ def test_memory_is_that_of_the_pools_and_is_looked_for_once(training, monkeypatc
     before = trained.helper.graph_use().pool_bytes
     assert before == of_graphs() > 0
     with monkeypatch.context() as patched:
-        patched.setattr(graph_use, "pools_of", lambda graphs: pytest.fail("the allocator is asked again"))
+        patched.setattr(stage_graphs, "pools_of", lambda graphs: pytest.fail("the allocator is asked again"))
         trained.step()
         assert trained.helper.graph_use().pool_bytes == before
     trained.evaluate()

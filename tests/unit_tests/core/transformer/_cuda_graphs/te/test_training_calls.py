@@ -1,9 +1,9 @@
-"""training_calls: whether training calls a model as graphs of all of it can be replayed."""
+"""training_calls: whether training calls a model as its graphs can be replayed."""
 
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.te.training_calls import HiddenStatesReads, TrainingCalls
+from megatron.core.transformer._cuda_graphs.te.training_calls import TrainingCalls
 
 
 class Model(torch.nn.Module):
@@ -23,17 +23,17 @@ def model():
 
 @pytest.fixture
 def calls(model):
-    return TrainingCalls(model)
+    return TrainingCalls(model, [])
 
 
 def test_calls_with_labels_fit(model, calls):
     model(*FITTING, loss_mask=TOKENS)
     model(TOKENS, position_ids=TOKENS, attention_mask=MASK, labels=TOKENS, packed_seq_params=None)
-    assert calls.against() == ""
+    assert calls.blocker == ""
 
 
 def test_without_a_call_nothing_is_known(calls):
-    assert calls.against() == "it has not been called for training so far"
+    assert calls.blocker == "it has not been called for training so far"
 
 
 def test_evaluation_is_no_training(model, calls):
@@ -41,7 +41,7 @@ def test_evaluation_is_no_training(model, calls):
         model(*FITTING)
     model.eval()
     model(*FITTING)
-    assert calls.against() == "it has not been called for training so far"
+    assert calls.blocker == "it has not been called for training so far"
 
 
 @pytest.mark.parametrize("unfit_is_first", [True, False])
@@ -62,19 +62,31 @@ def test_one_call_that_does_not_fit_is_enough(model, calls, args, kwargs, reason
     model(*args, **kwargs)
     if unfit_is_first:
         model(*FITTING)
-    assert calls.against() == reason
+    assert calls.blocker == reason
 
 
-def test_the_answer_ends_the_watch(model, calls):
-    model(*FITTING)
-    assert calls.against() == ""
-    assert not model._forward_pre_hooks
+def test_what_another_hook_makes_of_the_arguments_counts(model, calls):
+    model.register_forward_pre_hook(lambda _, args: FITTING)
     model(*FITTING[:3])
-    assert calls.against() == ""
+    assert calls.blocker == ""
+
+
+@pytest.mark.parametrize("labels", [TOKENS[0], "labels"])
+def test_labels_may_be_anything(model, calls, labels):
+    model(TOKENS, TOKENS, None, labels)
+    assert calls.blocker == "it was called without labels"
+
+
+def test_the_watch_ends(model, calls):
+    model(*FITTING)
+    calls.stop()
+    assert not model._forward_hooks
+    model(*FITTING[:3])
+    assert calls.blocker == ""
 
 
 def test_who_is_forgotten_watches_no_longer(model):
-    watcher = TrainingCalls(model)
+    watcher = TrainingCalls(model, [])
     del watcher
     model(*FITTING[:3])
 
@@ -90,26 +102,116 @@ class Decoder(torch.nn.Module):
 )
 def test_training_that_asks_for_hidden_states_between_layers_is_noticed(indices, training, grad, read):
     decoders = [Decoder(), Decoder()]
-    reads = HiddenStatesReads(decoders)
+    reads = TrainingCalls(None, decoders)
     decoders[0](TOKENS)
     with torch.set_grad_enabled(grad):
         decoders[1].train(training)(TOKENS, extract_layer_indices=indices)
     decoders[1].train()(TOKENS)
-    assert reads.any() == read
+    assert reads.reads_hidden_states == read
 
 
 def test_arguments_that_another_hook_adds_are_noticed():
     decoder = Decoder()
-    reads = HiddenStatesReads([decoder])
+    reads = TrainingCalls(None, [decoder])
     decoder.register_forward_pre_hook(lambda _, args, __: (args, {"extract_layer_indices": {0}}), with_kwargs=True)
     decoder(TOKENS)
-    assert reads.any()
+    assert reads.reads_hidden_states
 
 
-def test_once_asked_for_reads_the_watch_is_over():
+def test_decoders_are_no_longer_watched_either():
     decoder = Decoder()
-    reads = HiddenStatesReads([decoder])
-    assert not reads.any()
+    reads = TrainingCalls(None, [decoder])
+    reads.stop()
     assert not decoder._forward_hooks
     decoder(TOKENS, extract_layer_indices={0})
-    assert not reads.any()
+    assert not reads.reads_hidden_states
+
+
+# ----------------------------------------------------------------------------------------------- interleaved passes
+
+
+class Scaled(torch.nn.Module):
+    """Returns what a key of ``kinds`` names: its output alone, or among others."""
+
+    kinds = {"tensor": lambda out: out, "tuple": lambda out: (None, out), "dict": lambda out: {"losses": [out]}}
+
+    def __init__(self, kind="tensor"):
+        super().__init__()
+        self.weight, self._wrap = torch.nn.Parameter(torch.ones(3)), self.kinds[kind]
+
+    def forward(self, scale):
+        return self._wrap(scale * self.weight)
+
+
+def loss(output):
+    (tensor,) = [leaf for leaf in torch.utils._pytree.tree_leaves(output) if leaf is not None]
+    return tensor.sum()
+
+
+@pytest.fixture(params=Scaled.kinds)
+def scaled(request):
+    return Scaled(request.param)
+
+
+def test_passes_in_turn(scaled):
+    passes = TrainingCalls(scaled, [])
+    for _ in range(3):
+        loss(scaled(2)).backward()
+    assert not passes.interleaved
+
+
+@pytest.mark.parametrize("together", [True, False])
+def test_two_forward_passes_before_their_backward_passes(scaled, together):
+    passes = TrainingCalls(scaled, [])
+    first, second = loss(scaled(2)), loss(scaled(3))
+    if together:
+        (first + second).backward()
+    else:
+        second.backward()
+        first.backward()
+    assert passes.interleaved
+
+
+def test_a_pass_without_a_backward_pass_is_in_nobodys_way():
+    model = Scaled()
+    passes = TrainingCalls(model, [])
+    model(2)
+    loss(model(3)).backward()
+    assert not passes.interleaved
+
+
+def test_evaluation_between_forward_and_backward_is_no_training():
+    model = Scaled()
+    passes = TrainingCalls(model, [])
+    first = loss(model(2))
+    with torch.no_grad():
+        model(3)
+    model.eval()(3)
+    first.backward()
+    assert not passes.interleaved
+
+
+def test_gradients_are_as_they_are_unwatched():
+    model = Scaled()
+    loss(model(2) + model(3)).backward()
+    unwatched, model.weight.grad = model.weight.grad, None
+    passes = TrainingCalls(model, [])
+    loss(model(2) + model(3)).backward()
+    assert torch.equal(model.weight.grad, unwatched)
+    assert passes.interleaved
+
+
+def test_a_model_that_is_watched_no_longer_has_no_hooks_on_its_outputs():
+    model = Scaled()
+    passes = TrainingCalls(model, [])
+    passes.stop()
+    loss(model(2) + model(3)).backward()
+    assert not passes.interleaved
+
+
+def test_a_watch_that_is_forgotten_leaves_outputs_alone():
+    model = Scaled()
+    passes = TrainingCalls(model, [])
+    del passes
+    output = model(2)
+    assert output._backward_hooks is None

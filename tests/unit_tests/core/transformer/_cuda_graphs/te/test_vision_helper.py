@@ -3,8 +3,6 @@
 import copy
 import inspect
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from unittest import mock
 
@@ -13,7 +11,6 @@ import torch
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
@@ -31,52 +28,14 @@ from tests.support.case import Case
 from tests.support.vision_training import CLASSES, PATCH
 
 from ..engine.captured_cases import Forward, assert_same_bits, copies, descend, device_tensor, none_outputs
+from .conftest import MICROBATCHES
+from .stages import set_microbatches
 
 UPSTREAM = upstream("megatron.core.transformer.cuda_graphs")
-MICROBATCHES = 3
 ORDERS = {1: [1, -1, 1, -1, 1, -1], 2: [1, 1, -1, 1, -1, -1]}  # by the number of pipeline stages
 OTHER_ORDERS = {2: [1, 1, -1, -1], 4: [1, 1, -1, 1, -1, 1, -1, -1]}  # of two stages, by the number of micro-batches
 SIDE = 4 * PATCH
 TOKENS = 16  # a patch each
-
-
-@contextmanager
-def first_of_stages(count: int) -> Iterator[None]:
-    """This process is the first of ``count`` pipeline stages; its collectives move nothing."""
-    from megatron.core import parallel_state
-
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
-    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=count, create_gloo_process_groups=False)
-    set_microbatches(MICROBATCHES)
-    try:
-        yield
-    finally:
-        set_microbatches(None)
-        parallel_state.destroy_model_parallel()
-        dist.destroy_process_group()
-
-
-def set_microbatches(count: int | None) -> None:
-    """Say how many micro-batches the coming steps have."""
-    from megatron.core import num_microbatches_calculator
-
-    num_microbatches_calculator.unset_num_microbatches_calculator()
-    if count is not None:
-        num_microbatches_calculator.init_num_microbatches_calculator(0, None, count, 1, 1)
-
-
-@pytest.fixture
-def one_stage(cpu_backend, monkeypatch):
-    monkeypatch.setenv("MEGATRON_CUDA_GRAPH_ENGINE", "native")
-    with first_of_stages(1):
-        yield
-
-
-@pytest.fixture
-def two_stages(cpu_backend, monkeypatch):
-    monkeypatch.setenv("MEGATRON_CUDA_GRAPH_ENGINE", "native")
-    with first_of_stages(2):
-        yield
 
 
 @pytest.fixture(params=[1, 2], ids=["one stage", "two stages"])
@@ -136,7 +95,7 @@ def train(order, graphs, modules=(), steps=10, warmup=3, later=None, options=Non
         if later is not None and step == warmup + 1:
             order = later
             set_microbatches(sum(run > 0 for run in order))
-        if helper is not None and not helper.capture_finished() and step == warmup:
+        if helper is not None and not helper.before_step() and step == warmup:
             helper.create_cudagraphs()
         main_grads = [torch.zeros_like(param) for param in params]
         in_flight: list[torch.Tensor] = []
@@ -185,8 +144,8 @@ def test_steps_of_another_number_of_micro_batches_have_graphs_of_their_own_or_no
 
 
 def test_where_the_helper_is_not_asked_before_steps_the_error_says_to(two_stages, monkeypatch):
-    monkeypatch.setattr(VisionTECudaGraphHelper, "capture_finished", lambda helper: helper.graphs_created())
-    with pytest.raises(ValueError, match=r"Ask capture_finished\(\) of each .* VisionTECudaGraphHelper before each"):
+    monkeypatch.setattr(VisionTECudaGraphHelper, "before_step", lambda helper: helper.graphs_created())
+    with pytest.raises(ValueError, match=r"Call before_step\(\) of each .* VisionTECudaGraphHelper before each"):
         train(ORDERS[2], graphs=True, later=OTHER_ORDERS[2])
 
 
@@ -271,7 +230,7 @@ def test_the_layers_of_the_vision_model_are_found(one_stage):
 def test_steps_are_logged_by_the_language_models_helper_only(one_stage):
     model, config = new_model()
     config.cuda_graph_step_log = lambda: pytest.fail("a second log of the same steps")
-    assert not helper_for(model, config).capture_finished()
+    assert not helper_for(model, config).before_step()
 
 
 def test_layers_that_are_not_graphable_are_left_out(one_stage):
@@ -285,7 +244,7 @@ def test_without_a_vision_model_there_are_no_graphs_and_a_warning(one_stage, cap
         helper = helper_for(torch.nn.Linear(1, 1), config)
         assert "VisionTECudaGraphHelper: the model has no vision_model" in caplog.text
         helper.create_cudagraphs()
-    assert (helper.capture_finished(), helper.graphs_created()) == (True, False)
+    assert (helper.before_step(), helper.graphs_created()) == (True, False)
     assert "VisionTECudaGraphHelper: no graphable layers found" in caplog.text
     assert (helper.num_layers, helper.num_layers_per_chunk, helper.num_model_chunks) == (0, [0], 1)
 
@@ -298,14 +257,19 @@ def test_the_vision_model_may_be_in_any_chunk(one_stage):
     assert helper.num_model_chunks == 1
 
 
+def order_of(helper):
+    _, arguments = helper._get_cuda_graph_input_data()
+    return arguments["_order"]
+
+
 def test_between_virtual_stages_every_micro_batch_is_kept(two_stages):
     model, config = new_model()
     helper = VisionTECudaGraphHelper([model, torch.nn.Linear(1, 1)], config, TOKENS, 1)
-    assert helper._order().order == [1, 1, 1, -1, -1, -1]
+    assert order_of(helper) == [1, 1, 1, -1, -1, -1]
 
 
 def test_in_a_plain_pipeline_the_order_is_that_of_the_schedule(two_stages):
-    assert helper_for(*new_model())._order().order == ORDERS[2]
+    assert order_of(helper_for(*new_model())) == ORDERS[2]
 
 
 # ----------------------------------------------------------------------------------------------------------- inputs

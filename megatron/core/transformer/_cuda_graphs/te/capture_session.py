@@ -1,0 +1,205 @@
+"""One capture of a pipeline stage."""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
+
+from ..eager_passes import EagerPasses
+from ..engine.memory import release_cached_memory
+from ..engine.preserve import preserve_buffers
+from ..engine.rng import preserve_rng
+from ..engine.te_engine import recover_te_engine
+from ..hooks import extracted_hooks
+from .agreement import CaptureAgreement, naming_hooks
+from .attached_graphs import CapturedLayers, gather_in_replays, noted_conditions, slots_of_layers
+from .capture_arguments import CaptureArguments, num_warmup_iterations
+from .capture_mode import outside_capture_mode
+from .capture_observer import CaptureObserver
+from .changed_shapes import Recaptures
+from .decoder_graphs import capture_decoder
+from .evaluation import EvaluationGraphs
+from .graph_choice import Holds
+from .layers import layer_name
+from .stage import Stage
+from .stage_graphs import StageGraphs
+from .torch_fsdp import kept_parameters
+from .whole_model import capture_whole_model
+
+InputData = tuple[list[tuple[torch.Tensor, ...]], dict[str, Any]]
+
+
+@dataclass
+class CaptureSession:
+    """Captures ``stage`` once. If that fails, ``graphs`` are to be deleted: nothing else is left to undo.
+
+    Attributes:
+        stage: The stage.
+        graphs: Gets the graphs.
+        agreement: What its ranks agree by.
+        observer: Watches.
+        recaptures: Says which passes of other shapes are watched.
+        seq_length: Tokens in a sequence.
+        micro_batch_size: Sequences in a micro-batch.
+    """
+
+    stage: Stage
+    graphs: StageGraphs
+    agreement: CaptureAgreement
+    observer: CaptureObserver
+    recaptures: Recaptures
+    seq_length: int
+    micro_batch_size: int
+
+    def capture(self, holds: Holds, input_data: Callable[[], InputData]) -> None:
+        """Capture.
+
+        Args:
+            holds: What a graph is to hold.
+            input_data: Returns the positional inputs and the keyword arguments of ``make_graphed_callables`` for the
+                layers that have graphs of their own.
+        """
+        if holds is Holds.MODEL:
+            self._capture_model()
+        else:
+            self.graphs.kept = kept_parameters(self.stage.chunks)
+            if holds is Holds.DECODER:
+                self._capture_decoder()
+            if any(self.graphs.layers_apart):
+                with ExitStack() as stack:
+                    for kept in self.graphs.kept.values():
+                        stack.enter_context(kept.kept())
+                    self._capture_layers(input_data)
+            else:
+                self.observer.captured_layers((), (), (), (), {"sample_kwargs": ()})
+        for chunk in self.stage.chunks if self.stage.role.evaluates else ():
+            sharding = chunk.fsdp or self.graphs.kept.get(chunk.module)
+            if sharding is not None:  # the first evaluation captures graphs for itself
+                shape = self.seq_length, self.micro_batch_size
+                self.graphs.evaluation.append(EvaluationGraphs(self.stage, chunk, sharding, shape))
+        self.graphs.follow_rng_tracker()
+        self.graphs.none_because = ""
+
+    # ------------------------------------------------------------------------------------------------ several layers
+
+    def _capture_model(self) -> None:
+        chunk = self.stage.chunks[0]
+        fsdp: Any = chunk.fsdp
+        _free_gradients(fsdp)
+        with (
+            outside_capture_mode(),
+            preserve_rng(),
+            preserve_buffers([chunk.module]),
+        ):  # once more, if that fails within
+            self.graphs.model = capture_whole_model(
+                chunk.model,
+                fsdp.whole_model(self._beginning("the whole model")),
+                self.seq_length,
+                self.micro_batch_size,
+                num_warmup_iterations(self.stage.config, 1),
+                self._watch_shapes(tokens=self.seq_length, calls=1),
+            )
+        self.observer.captured_model(self.graphs.model.passes)
+
+    def _capture_decoder(self) -> None:
+        """Capture all layers of the decoder in one graph for each direction; other layers are left to the engine."""
+        chunk = self.stage.chunks[0]
+        fsdp: Any = chunk.fsdp
+        model: Any = chunk.model
+        decoder = model.decoder
+        layers = list(decoder.layers)
+        if self.stage.role.zeroes_gradients:
+            _free_gradients(fsdp)
+        arguments = CaptureArguments(self.stage, [layers], self.seq_length, self.micro_batch_size)
+        inputs, read = arguments.of_decoder()
+        others = len(self.stage.layers) - len(layers)
+        with outside_capture_mode(), preserve_rng(), preserve_buffers([decoder]):
+            self.graphs.decoder = capture_decoder(
+                decoder,
+                fsdp.recorded_layers(layers, self._beginning("the decoder")),
+                inputs,
+                read,
+                num_warmup_iterations(self.stage.config, 1),
+                self._watch_shapes(tokens=inputs["hidden_states"].shape[0], calls=1 + others),
+            )
+        self.observer.captured_decoder(self.graphs.decoder)
+
+    def _beginning(self, what: str) -> Callable[[str], None]:
+        return lambda phase: self.agreement.begin(what, phase)
+
+    def _watch_shapes(self, tokens: int, calls: int) -> EagerPasses:
+        self.graphs.shapes = self.recaptures.watch(tokens, calls)
+        return self.graphs.shapes.passes
+
+    # --------------------------------------------------------------------------------------------------- single layers
+
+    def _capture_layers(self, input_data: Callable[[], InputData]) -> None:
+        """Capture each layer that is not in a graph with others."""
+        stage, engine = self.stage, self.stage.engine
+        apart = self.graphs.layers_apart
+        layers = tuple(layer for own in apart for layer in own)
+        sample_args, arguments = input_data()
+        names = [layer_name(layer, index) for index, layer in enumerate(layers)]
+        self.observer.expect(arguments, names)
+        # As the decoder does under sequence parallelism.
+        rng = get_cuda_rng_tracker().fork() if stage.config.sequence_parallel else nullcontext()
+        elsewhere = {layer for chunk in self.graphs.kept for layer in chunk.modules()}
+        # TransformerEngine's engine leaves warm-up's draws and buffer updates behind.
+        with (
+            preserve_rng(),
+            preserve_buffers(layers),
+            self._fsdp_capture(),
+            noted_conditions(layers, elsewhere) as conditions,
+            extracted_hooks(layers) as hooks,
+            rng,
+        ):
+            if engine.takes_hooks:
+                arguments["capture_time_hooks"] = naming_hooks(hooks, names, self.agreement)
+            if stage.takes_gradients and all(chunk.fsdp is not None for chunk in stage.chunks):
+                arguments["gradient_sinks"] = self._gradient_sinks()
+            arguments["pool"] = pool = torch.cuda.graph_pool_handle()
+            with recover_te_engine(pool, layers, arguments.get("recipe")):
+                graphs = engine.capture(layers, sample_args, **arguments)
+            self.observer.passes_end()
+        slots = slots_of_layers(arguments["_num_layers_per_chunk"], len(graphs) // len(layers))
+        samples = list(zip(sample_args, arguments["sample_kwargs"], strict=True))
+        eager_passes = self._eager_passes_of_layers(tokens=sample_args[0][0].shape[0])
+        CapturedLayers(stage, apart, slots, graphs, samples).attach(conditions, eager_passes)
+        if stage.config.overlap_moe_expert_parallel_comm:
+            gather_in_replays(stage.chunks)
+        self.observer.captured_layers(apart, names, graphs, sample_args, arguments)
+
+    def _eager_passes_of_layers(self, tokens: int) -> EagerPasses | None:
+        if self.graphs.shapes is not None:  # those of the decoder count as well
+            return self.graphs.shapes.passes
+        return self._watch_shapes(tokens, len(self.stage.layers)) if self.stage.may_change_shape else None
+
+    def _gradient_sinks(self) -> list[Any]:
+        """Return what takes the gradients of each layer, which Megatron-FSDP is capturing."""
+        whole = not self.stage.config.cuda_graph_modules
+        sinks: list[Any] = []
+        for chunk, layers in zip(self.stage.chunks, self.graphs.layers_apart, strict=True):
+            fsdp: Any = chunk.fsdp
+            sinks += fsdp.gradient_sinks(layers, whole)
+        return sinks
+
+    @contextmanager
+    def _fsdp_capture(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for chunk, layers in zip(self.stage.chunks, self.graphs.layers_apart, strict=True):
+                if chunk.fsdp is not None:
+                    if self.stage.role.zeroes_gradients:
+                        _free_gradients(chunk.fsdp)
+                    in_parts = self.stage.config.overlap_moe_expert_parallel_comm
+                    stack.enter_context(chunk.fsdp.capture_graphs(layers, keep_buckets=in_parts))
+            yield
+
+
+def _free_gradients(fsdp: Any) -> None:
+    """Zero gradients before capture, as after it: those that the optimizer reads then take no memory."""
+    fsdp.zero_grad_buffer()
+    release_cached_memory()

@@ -1,0 +1,214 @@
+"""Whether one graph holds the whole model, all layers of its decoder, or one layer; what rules out the first two."""
+
+import logging
+from collections.abc import Callable, Iterable
+from enum import Enum
+from typing import Any
+
+import torch
+
+from ..errors import CaptureFailedError
+from ..flags.own import WHOLE_MODEL, layers_per_graph, packed_sequences
+from ..hooks import has_other_hooks
+from .agreement import CaptureAgreement
+from .layers import _layer_is_graphable, decoder_layers, layer_name
+from .sample_inputs import attention_mask_type
+from .stage import Stage
+from .training_calls import TrainingCalls
+from .whole_model import other_method
+
+_READS = "training reads hidden states between layers (extract_layer_indices)"
+
+
+class Holds(Enum):
+    """What one graph holds."""
+
+    MODEL = "the model"
+    DECODER = "all layers of its decoder"
+    LAYER = "a layer"
+
+
+def blocker(stage: Stage, holds: Holds) -> str:
+    """Say why this rank cannot capture the model, or its decoder, in one graph; empty if it can."""
+    for rules_out, reason, applies in _TABLE:
+        found = applies(stage) if holds in rules_out else None
+        if found:
+            return reason.format(found)
+    return ""
+
+
+def _model(stage: Stage) -> Any:
+    return stage.chunks[0].model
+
+
+def _layers(stage: Stage) -> list[Any]:
+    return decoder_layers(_model(stage))
+
+
+def _fsdp(stage: Stage) -> Any:
+    return stage.chunks[0].fsdp
+
+
+def _is_larger_than_model(stage: Stage) -> str:
+    model = _model(stage)
+    differ = model is not None and {*_fsdp(stage).parameters()} != {*model.parameters()}
+    return type(model).__name__ if differ else ""
+
+
+def _is_other_model(stage: Stage) -> str:
+    from megatron.core.models.gpt.gpt_model import GPTModel  # imports cuda_graphs, which imports this module
+
+    model = _model(stage)
+    known = isinstance(model, GPTModel) and type(model).forward is GPTModel.forward and "forward" not in vars(model)
+    return "" if known else type(model).__name__
+
+
+def _is_other_decoder(stage: Stage) -> str:
+    from megatron.core.models.hybrid.hybrid_block import HybridStack  # these import cuda_graphs
+    from megatron.core.transformer.transformer_block import TransformerBlock
+
+    decoder = getattr(_model(stage), "decoder", None)
+    known = getattr(type(decoder), "forward", None) in (TransformerBlock.forward, HybridStack.forward)
+    return "" if known and "forward" not in vars(decoder) else type(decoder).__name__
+
+
+def _hooked(modules: Iterable[tuple[str, torch.nn.Module]]) -> str:
+    return next((name for name, module in modules if has_other_hooks(module)), "")
+
+
+def _hooked_beside_layers(stage: Stage) -> str:
+    # Hooks inside a layer are recorded with it, as in a graph of its own.
+    inside = {child for layer in _layers(stage) for child in layer.modules() if child is not layer}
+    return _hooked((name, module) for name, module in _model(stage).named_modules() if name and module not in inside)
+
+
+def _hooked_layer(stage: Stage) -> str:
+    return _hooked((layer_name(layer, index), layer) for index, layer in enumerate(_layers(stage)))
+
+
+BOTH, MODEL, DECODER = (Holds.MODEL, Holds.DECODER), (Holds.MODEL,), (Holds.DECODER,)
+
+# What a row rules out, why, and whether it applies: what this returns stands in the reason's place for it. The first
+# row that applies counts, and later ones rely on that.
+_TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage], object]], ...] = (
+    (BOTH, "the {} engine captures layers only", lambda s: "" if s.takes_gradients else s.engine.name),
+    (BOTH, "several micro-batches are in flight at a time", lambda s: not s.one_graph_serves_all or len(s.chunks) > 1),
+    (BOTH, "the model is not under Megatron-FSDP", lambda s: _fsdp(s) is None),
+    (MODEL, "there are parameters outside of {}", _is_larger_than_model),
+    (MODEL, "{} is no GPTModel with its own forward", _is_other_model),
+    (DECODER, "{} is not an unmodified TransformerBlock or HybridStack", _is_other_decoder),
+    (MODEL, "it is divided into pipeline stages", lambda s: not (_model(s).pre_process and _model(s).post_process)),
+    (
+        MODEL,
+        "not all of its layers can be captured",
+        lambda s: not _layers(s) or not all(_layer_is_graphable(layer, s.config) for layer in _layers(s)),
+    ),
+    (
+        DECODER,
+        "not all of its layers can be captured",
+        lambda s: len(_layers(s)) < 2 or not {*_layers(s)} <= {*s.layers},
+    ),
+    (
+        BOTH,
+        "its layers have different attention masks",
+        lambda s: len({*map(attention_mask_type, _layers(s))} - {None}) > 1,
+    ),
+    (BOTH, "only modules of layers are captured (--cuda-graph-modules)", lambda s: s.config.cuda_graph_modules),
+    (MODEL, "there is multi-token prediction", lambda s: s.config.mtp_num_layers),
+    (BOTH, "FP8 and FP4 keep statistics outside of graphs", lambda s: s.config.fp8 or s.config.fp4),
+    (BOTH, "sequences are packed", lambda s: packed_sequences(s.config) is not None),
+    (BOTH, "weight gradients are delayed (--delay-wgrad-compute)", lambda s: s.config.delay_wgrad_compute),
+    (
+        BOTH,
+        "activations are offloaded",
+        lambda s: s.config.fine_grained_activation_offloading or s.config.cpu_offloading,
+    ),
+    (MODEL, "the sequence is divided among context-parallel ranks", lambda s: s.config.context_parallel_size > 1),
+    (MODEL, "the position embedding is multimodal", lambda s: _model(s).position_embedding_type == "mrope"),
+    (
+        MODEL,
+        "TransformerEngine's cross entropy reads values on the host (--cross-entropy-fusion-impl native does not)",
+        lambda s: s.config.cross_entropy_loss_fusion and s.config.cross_entropy_fusion_impl == "te",
+    ),
+    (BOTH, "backward keeps autograd's graph", lambda s: s.config.cuda_graph_retain_backward_graph),
+    (MODEL, "{} has hooks, which do not run in replays", _hooked_beside_layers),
+    (DECODER, "{} has hooks, which do not run in replays", _hooked_layer),
+    (MODEL, "{}", lambda s: _fsdp(s).whole_model_blocker()),
+    (DECODER, "{}", lambda s: _fsdp(s).recording_blocker(_layers(s))),
+)
+
+
+class GraphChoice:
+    """Chooses what graphs of a pipeline stage hold, the same on all of its ranks.
+
+    Args:
+        stage: The stage, whose training is watched until the first choice.
+
+    Attributes:
+        refused: Why the whole model was not captured though it might have been, after the last choice.
+    """
+
+    def __init__(self, stage: Stage):
+        self._stage = stage
+        models = [chunk.model for chunk in stage.chunks if chunk.layers]
+        decoders = (getattr(model, "decoder", None) for model in models)
+        self._calls = TrainingCalls(
+            models[0] if models and stage.one_graph_serves_all else None, filter(None, decoders)
+        )
+        self.refused = ""
+        self._tries_model = False  # though nobody asked for it
+        self._model_failed = False  # when it was tried
+
+    def choose(self, agreement: CaptureAgreement) -> Holds | None:
+        """Return what graphs are to hold; None if training so far would make replays fail. Log why it is no more."""
+        self._calls.stop()
+        wanted = layers_per_graph(self._stage.config)
+        self.refused, self._tries_model = "", False
+        if reason := agreement.objection(self._interleaved()):
+            self._stage.log(
+                logging.WARNING, f"no CUDA graphs are captured, and training goes on eagerly, because {reason}"
+            )
+            return None
+        if wanted in (None, WHOLE_MODEL):
+            self.refused = agreement.objection(self._model_blocker())
+            if not self.refused:
+                self._tries_model = wanted is None
+                return Holds.MODEL
+            level = logging.INFO if wanted is None else logging.WARNING
+            self._stage.log(level, f"instead of the whole model its layers are captured, because {self.refused}")
+        if wanted != 1:
+            reason = agreement.objection(blocker(self._stage, Holds.DECODER) or self._reads())
+            if not reason:
+                return Holds.DECODER
+            if reason != self.refused:
+                self._stage.log(logging.INFO, f"each layer is captured in a graph of its own, because {reason}")
+        return Holds.LAYER
+
+    def captures_layers_instead(self, failed: CaptureFailedError) -> bool:
+        """Whether layers are to be captured now that what was chosen last could not be."""
+        instead = self._tries_model and not failed.interrupted
+        self._tries_model, self._model_failed = False, self._model_failed or instead
+        return instead
+
+    def _interleaved(self) -> str:
+        if not (self._stage.one_graph_serves_all and self._calls.interleaved):
+            return ""
+        return (
+            "a backward pass followed a further forward pass in training so far, and a graph serves one forward pass "
+            "at a time: run each backward pass before the next forward pass to have graphs"
+        )
+
+    def _model_blocker(self) -> str:
+        reason = blocker(self._stage, Holds.MODEL) or self._reads()
+        if reason or layers_per_graph(self._stage.config) is not None:
+            return reason
+        if self._model_failed:
+            return "its capture failed"
+        method = other_method(self._stage.chunks[0].model)
+        if method:
+            return f"{method} is not GPTModel's own, and may compute something else in every step"
+        return self._calls.blocker
+
+    def _reads(self) -> str:
+        is_open = layers_per_graph(self._stage.config) is None
+        return _READS if is_open and self._calls.reads_hidden_states else ""

@@ -1,0 +1,136 @@
+"""What a helper captures: the chunks of a model in one pipeline stage, and their layers."""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import CudaGraphModule
+from megatron.core.utils import log_on_each_pipeline_stage
+
+from ..report.timeline import Timeline
+from .agreement import CaptureAgreement
+from .backends import Backend
+from .layers import fsdp_of
+
+logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
+
+Layers = list[torch.nn.Module]
+
+
+@dataclass(frozen=True)
+class Role:
+    """What a helper does beside others of the same training.
+
+    Attributes:
+        every_stage: Whether each pipeline stage has such a helper.
+        zeroes_gradients: Whether gradients are zeroed by its captures.
+        fits_shapes: Whether it captures again for other shapes.
+        logs_steps: Whether it has steps logged.
+        evaluates: Whether evaluation gets graphs.
+        rotary: Whether the rotary embeddings of the model are among the inputs of layers.
+        report: What the files of its report are called.
+        wrap: What layers get in place of a graph, called with it.
+    """
+
+    every_stage: bool = True
+    zeroes_gradients: bool = True
+    fits_shapes: bool = True
+    logs_steps: bool = True
+    evaluates: bool = True
+    rotary: bool = True
+    report: str = "capture"
+    wrap: Callable[[Any], Any] = lambda graph: graph
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A chunk of the model.
+
+    Attributes:
+        module: The chunk in its wrappers.
+        model: The model in it that has layers; None if it has no such model.
+        every_layer: The layers of that model in the order in which they run.
+        layers: Those of them that can be captured.
+        is_mtp: Whether each of these belongs to multi-token prediction.
+    """
+
+    module: Any
+    model: Any | None
+    every_layer: Layers
+    layers: Layers
+    is_mtp: Sequence[bool]
+
+    @property
+    def fsdp(self) -> Any | None:
+        """The ``MegatronFSDP`` among the wrappers, or None."""
+        return fsdp_of(self.module)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A pipeline stage that one helper captures.
+
+    Attributes:
+        config: The model's ``TransformerConfig``.
+        groups: The process groups.
+        p2p_communicator: Megatron's, of this stage.
+        engine: What captures layers.
+        chunks: The chunks of the model.
+        role: What its helper does beside others.
+    """
+
+    config: Any
+    groups: ProcessGroupCollection
+    p2p_communicator: Any
+    engine: Backend
+    chunks: Sequence[Chunk]
+    role: Role
+
+    @property
+    def layers(self) -> Layers:
+        """The layers that can be captured, of all chunks."""
+        return [layer for chunk in self.chunks for layer in chunk.layers]
+
+    @property
+    def one_graph_serves_all(self) -> bool:
+        """Whether only one micro-batch is in flight at a time, as without pipeline stages."""
+        return self.groups.pp.size() == 1 and not self.config.overlap_moe_expert_parallel_comm
+
+    @property
+    def takes_gradients(self) -> bool:
+        """Whether the engine writes gradients where Megatron-FSDP says: ours does."""
+        return "gradient_sinks" in self.engine.parameters
+
+    @property
+    def may_skip_replays(self) -> bool:
+        """Whether a pass between replays may run eagerly: not where these hand on state that replays then lack."""
+        config = self.config
+        stateful = (config.fp8, config.fp4, config.delay_wgrad_compute, config.fine_grained_activation_offloading)
+        return self.one_graph_serves_all and not any(stateful)
+
+    @property
+    def may_change_shape(self) -> bool:
+        """Whether such a pass may have another shape, too."""
+        # The token dispatcher keeps the shapes of its last pass, which the part after the graph reads.
+        dispatches = {CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess} & {*self.config.cuda_graph_modules}
+        return self.may_skip_replays and not dispatches
+
+    def agreement(self, *, with_other_stages: bool, timeline: Timeline | None = None) -> CaptureAgreement:
+        """Return what the ranks of a capture agree by; see ``CaptureAgreement``."""
+        together = getattr(self.groups, "tp_dp_cp", None)
+        ranks = [self.groups.tp, self.groups.dp_cp] if together is None else [together]
+        return CaptureAgreement(ranks, self.groups.pp if with_other_stages else None, timeline)
+
+    def log(self, level: int, message: str) -> None:
+        """Log ``message`` on one rank of each pipeline stage."""
+        log_on_each_pipeline_stage(
+            logger=logger,
+            tp_group=self.groups.tp,
+            dp_cp_group=self.groups.dp_cp,
+            level=level,
+            msg=f"Rank {torch.distributed.get_rank()}: {message}",
+        )

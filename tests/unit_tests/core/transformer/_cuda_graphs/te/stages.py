@@ -1,0 +1,184 @@
+"""Pipeline stages of plain layers, whose engine may be a test's, and captures of them."""
+
+import inspect
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
+from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
+from megatron.core.transformer._cuda_graphs.te import capture_arguments, changed_shapes
+from megatron.core.transformer._cuda_graphs.te import helper as te_helper
+from megatron.core.transformer._cuda_graphs.te.agreement import CaptureAgreement
+from megatron.core.transformer._cuda_graphs.te.backends import Backend, choose_backend
+from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
+from megatron.core.transformer._cuda_graphs.te.capture_observer import CaptureObserver
+from megatron.core.transformer._cuda_graphs.te.capture_session import CaptureSession
+from megatron.core.transformer._cuda_graphs.te.changed_shapes import Recaptures
+from megatron.core.transformer._cuda_graphs.te.graph_choice import Holds
+from megatron.core.transformer._cuda_graphs.te.order import PassOrder
+from megatron.core.transformer._cuda_graphs.te.stage import Chunk, Role, Stage
+from megatron.core.transformer._cuda_graphs.te.stage_graphs import StageGraphs
+from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import GraphableMegatronModule
+from tests.support import models
+from tests.support.case import Case
+
+PARAMETERS = frozenset(inspect.signature(make_graphed_callables).parameters)
+
+
+class Failure(Exception):
+    """Raised in place of a capture's."""
+
+
+class Alone(CaptureAgreement):
+    """The agreement of one rank that is in no process group."""
+
+    def __init__(self):
+        pass
+
+    def begin(self, where, phase=""):
+        pass
+
+    def join(self):
+        pass
+
+    def objection(self, reason):
+        return reason
+
+    def finish(self):
+        pass
+
+    def failed(self, error):
+        return CaptureFailedError(f"{type(error).__name__}")
+
+
+class MaskedLayer(GraphableMegatronModule):
+    """A layer whose attention applies a mask of this type; it adds the mask."""
+
+    def __init__(self, attn_mask_type=AttnMaskType.causal):
+        torch.nn.Module.__init__(self)
+        self.config = config()
+        self.self_attention = torch.nn.Identity()
+        self.self_attention.attn_mask_type = attn_mask_type
+        self.cuda_graphs = []
+
+    def get_layer_static_inputs(self, seq_length, micro_batch_size):
+        hidden_states = torch.zeros(seq_length, micro_batch_size, 4, device="cuda", requires_grad=True)
+        return {"hidden_states": hidden_states, "attention_mask": torch.ones(1, device="cuda")}
+
+    def forward(self, hidden_states, attention_mask=None):
+        return hidden_states * 2 + attention_mask
+
+
+def config(**changes):
+    return SimpleNamespace(
+        **{
+            "cuda_graph_impl": "transformer_engine",
+            "cuda_graph_modules": [],
+            "cuda_graph_retain_backward_graph": False,
+            "cuda_graph_warmup_steps": 10,
+            "delay_wgrad_compute": False,
+            "fine_grained_activation_offloading": False,
+            "fp4": None,
+            "fp8": None,
+            "gradient_accumulation_fusion": False,
+            "overlap_moe_expert_parallel_comm": False,
+            "sequence_parallel": False,
+            **changes,
+        }
+    )
+
+
+def stage_of(*layers, modules=None, engine=None, stages=1, **options):
+    """A stage whose chunks have ``layers``, those of each in a list, and are ``modules``."""
+    alone = SimpleNamespace(size=lambda: 1)
+    groups = SimpleNamespace(tp=alone, dp_cp=alone, pp=SimpleNamespace(size=lambda: stages))
+    modules = modules or [torch.nn.Module() for _ in layers]
+    chunks = [Chunk(module, None, own, own, [False] * len(own)) for module, own in zip(modules, layers, strict=True)]
+    role = Role(fits_shapes=False, evaluates=False)
+    return Stage(config(**options), groups, None, engine or choose_backend(), chunks, role)
+
+
+def capture(stage, order):
+    """Capture the layers of ``stage`` for one micro-batch, in ``order``."""
+    graphs = StageGraphs(stage)
+    arguments = CaptureArguments(stage, graphs.layers_apart, 2, 1)
+
+    def input_data():
+        passes = PassOrder(order, [len(chunk.layers) for chunk in stage.chunks], 1)
+        args, kwargs = zip(*arguments.samples(order), strict=True)
+        return list(args), arguments.of_engine(passes, kwargs)
+
+    session = CaptureSession(stage, graphs, Alone(), CaptureObserver(), Recaptures(stage), 2, 1)
+    with ExitStack() as stack:
+        for module in (capture_arguments, changed_shapes):
+            stack.enter_context(mock.patch.object(module, "get_num_microbatches", return_value=1))
+        session.capture(Holds.LAYER, input_data)
+    return graphs
+
+
+def engine(capture=lambda: None):
+    """An engine that calls ``capture`` and returns graphs that do nothing."""
+
+    def run(layers, sample_args, **arguments):
+        capture()
+        return [mock.Mock(spec=["__call__", "reset"]) for _ in sample_args]
+
+    return Backend("native", run, PARAMETERS)
+
+
+class CountingChunk(torch.nn.Module):
+    """A chunk of ``layers`` that counts how often its gradients are zeroed."""
+
+    def __init__(self, layers):
+        super().__init__()
+        self.decoder = torch.nn.Module()
+        self.decoder.layers = torch.nn.ModuleList(layers)
+        self.resets = 0
+
+    def forward(self, hidden_states):
+        return hidden_states
+
+    def zero_grad_buffer(self):
+        self.resets += 1
+
+
+def helper_of(capture=lambda: None, layers=1, kind=TECudaGraphHelper, **options):
+    """A helper of plain layers whose engine calls ``capture``; this process must be the rank of a stage."""
+    chunk = CountingChunk([MaskedLayer() for _ in range(layers)])
+    real = models.transformer_config(Case(layers=2), True)
+    vars(real).update(options)
+    with mock.patch.object(te_helper, "choose_backend", return_value=engine(capture)):
+        return kind([chunk], real, 32, 1)
+
+
+@contextmanager
+def first_of_stages(count: int, microbatches: int) -> Iterator[None]:
+    """This process is the first of ``count`` pipeline stages; its collectives move nothing."""
+    from megatron.core import parallel_state
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    parallel_state.initialize_model_parallel(pipeline_model_parallel_size=count, create_gloo_process_groups=False)
+    set_microbatches(microbatches)
+    try:
+        yield
+    finally:
+        set_microbatches(None)
+        parallel_state.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def set_microbatches(count: int | None) -> None:
+    """Say how many micro-batches the coming steps have."""
+    from megatron.core import num_microbatches_calculator
+
+    num_microbatches_calculator.unset_num_microbatches_calculator()
+    if count is not None:
+        num_microbatches_calculator.init_num_microbatches_calculator(0, None, count, 1, 1)
