@@ -50,6 +50,14 @@ WHOLE: list[dict[str, Any]] = [
         {"unbalanced": True, **BF16, "config": ["moe_router_topk=1"], "norm_on_device": True},
         {"layers": 3, "moe_layer_freq": [0, 1, 1], "dropout": 0.1, "config": ["moe_z_loss_coeff=1e-3"], **BF16},
         {**SHARED, "dtype": "bf16", "config": ["moe_router_load_balancing_type='global_aux_loss'"]},
+        # A small DeepSeek-V3: latent attention, a sigmoid router with expert bias.
+        {
+            "experts": 8,
+            "unbalanced": True,
+            "latent_attention": True,
+            "shared_experts": 64,
+            "config": ["moe_router_topk=4"],
+        },
         {"recompute": ["moe"], "microbatches": 1, "microbatches_later": 2, "control": "captured_again"},
     )
 ]
