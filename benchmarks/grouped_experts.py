@@ -49,6 +49,14 @@ def counts_of(kind: str, experts: int, rows: int) -> list[int]:
     return counts.tolist()
 
 
+def sample(experts: int, rows: int, k: int, n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return random rows ``[rows, k]``, weights ``[experts, n, k]`` and gradients of the output ``[rows, n]``."""
+    torch.manual_seed(0)
+    x = torch.randn(rows, k, device="cuda", dtype=BF16)
+    weight = torch.randn(experts, n, k, device="cuda", dtype=BF16) * k**-0.5
+    return x, weight, torch.randn(rows, n, device="cuda", dtype=BF16)
+
+
 def offsets_of(counts: list[int]) -> torch.Tensor:
     return torch.tensor(counts, device="cuda").cumsum(0).to(torch.int32)
 
@@ -148,10 +156,7 @@ def poisoned(*shape: int) -> None:
 
 
 def bits(experts: int, rows: int, k: int, n: int) -> dict[str, Any]:
-    torch.manual_seed(0)
-    x = torch.randn(rows, k, device="cuda", dtype=BF16)
-    weight = torch.randn(experts, n, k, device="cuda", dtype=BF16) * k**-0.5
-    grad = torch.randn(rows, n, device="cuda", dtype=BF16)
+    x, weight, grad = sample(experts, rows, k, n)
     offsets = offsets_of(counts_of("balanced", experts, rows))
     graph, static = graph_of(lambda: grouped(x, weight, grad, offsets))
     layer, found = te_layer(experts, weight), {}
@@ -187,10 +192,7 @@ def bits(experts: int, rows: int, k: int, n: int) -> dict[str, Any]:
 
 
 def times(experts: int, rows: int, k: int, n: int) -> dict[str, Any]:
-    torch.manual_seed(0)
-    x = torch.randn(rows, k, device="cuda", dtype=BF16)
-    weight = torch.randn(experts, n, k, device="cuda", dtype=BF16) * k**-0.5
-    grad = torch.randn(rows, n, device="cuda", dtype=BF16)
+    x, weight, grad = sample(experts, rows, k, n)
     # Experts whose weights alternate with those of another layer, as SequentialMLP's parameters do.
     apart = torch.randn(experts, 2, n, k, device="cuda", dtype=BF16)[:, 0]
     layer, found = te_layer(experts, weight), {}
