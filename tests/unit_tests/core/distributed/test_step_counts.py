@@ -92,10 +92,10 @@ def counts(layers, **case):
 @pytest.mark.parametrize(
     ("case", "of_two_layers", "of_a_layer"),
     [
-        ({}, Counts(355, 74, 2), Counts(14, 1, 0)),
-        ({"layers_per_graph": -1}, Counts(120, 25, 3), Counts(4, 1, 0)),
-        ({"layers_per_graph": 1}, Counts(615, 86, 10), Counts(155, 10, 5)),
-        (MOE, Counts(985, 224, 16), Counts(345, 80, 8)),
+        ({}, Counts(330, 74, 2), Counts(14, 1, 0)),
+        ({"layers_per_graph": -1}, Counts(112, 25, 3), Counts(4, 1, 0)),
+        ({"layers_per_graph": 1}, Counts(545, 86, 10), Counts(135, 10, 5)),
+        (MOE, Counts(900, 224, 16), Counts(315, 80, 8)),
         # As dense ones, but for a second bucket in each layer, of the experts, and the scale of auxiliary losses.
         ({**GROUPED, "layers_per_graph": -1}, Counts(120, 27, 3), Counts(6, 2, 0)),
         (GROUPED, Counts(379, 76, 2), Counts(25, 2, 0)),

@@ -43,7 +43,7 @@ class RecordedUnits:
         self.runners = {module: Recorded(context, module, plans.get(module)) for module in units}
         self._context, self._fsdp = context, context.fsdp
         self._backward, self._gradients = context.backward, context.gradients
-        self._begin: Callable[[str], object] | None = begin  # until the capture is over
+        self._begin = begin
         self._units = units
         self._buckets = [bucket for unit in units.values() for bucket in unit.buckets]
         groups = enumerate(self._fsdp.param_and_grad_buffer.parameter_groups)
@@ -62,7 +62,6 @@ class RecordedUnits:
         """
         fsdp = self._fsdp
         microbatches = fsdp.microbatch_count
-        assert self._begin is not None
         self._begin("before forward")
         with prepared(fsdp):
             try:
@@ -75,7 +74,6 @@ class RecordedUnits:
                 raise
             finally:
                 fsdp.microbatch_count = microbatches
-                self._begin = None
 
     def _succeeded(self) -> None:
         """Let the registry know of the graphs."""
@@ -89,7 +87,6 @@ class RecordedUnits:
     @contextmanager
     def running(self, phase: Direction) -> Iterator[None]:
         """The context in which a phase is warmed up or recorded."""
-        assert self._begin is not None
         self._begin(phase)
         with self._context.registry.capturing(self.runners), self._recording(phase):
             if phase == "backward":
