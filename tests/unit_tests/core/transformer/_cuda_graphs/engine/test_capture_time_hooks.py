@@ -1,7 +1,7 @@
 """capture_time_hooks: capture-time hooks run around every warm-up and capture pass, outside the graph."""
 
 import re
-from functools import partial
+from functools import partial, wraps
 
 import pytest
 import torch
@@ -269,6 +269,16 @@ def test_a_hook_with_defaults_for_what_it_is_offered_is_given_it():
         return hook
 
     assert calls_with("forward_pre_hooks", hook_of) == [(1, {})] * 2
+
+
+def test_a_wrapper_is_given_what_it_takes_itself_not_what_the_hook_in_it_takes():
+    def inner(module, args, output):
+        pytest.fail("the wrapper does not call it")
+
+    def hook_of(seen):
+        return wraps(inner)(lambda module: seen.append(module))
+
+    assert len(calls_with("forward_hooks", hook_of)) == 2
 
 
 def test_hooks_extracted_from_a_module_run_with_what_torch_would_give_them():
