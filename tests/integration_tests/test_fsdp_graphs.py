@@ -31,6 +31,7 @@ LAYERS_PER_GRAPH: list[dict[str, Any]] = [
         (1, {"dtype": "bf16", "dropout": 0.1, "microbatches": 2}),
         (1, {"dropout": 0.1, "evaluates": True}),
         (0, {"dropout": 0.1, "mtp": 1}),
+        (1, {"warmup": 0, "dropout": 0.1}),
     )
 ]
 WHOLE_MODEL: list[dict[str, Any]] = [
@@ -159,7 +160,7 @@ EQUAL = DENSE + LAYERS_PER_GRAPH + WHOLE_MODEL + CLIPPED + MOE + OTHERS + EVALUA
 EQUAL += FP16 + POSITIONS + LATENT + DENSE_PARTS + EXPERTS + VISION
 # In `make test` too: what none of its sets of flags has (test_pairs.py), and each control.
 QUICK: list[dict[str, Any]] = [
-    *(DENSE[1], WHOLE_MODEL[0], *CLIPPED[3:], FP16[0], LATENT[0], VISION[-1]),
+    *(DENSE[1], LAYERS_PER_GRAPH[-1], WHOLE_MODEL[0], *CLIPPED[3:], FP16[0], LATENT[0], VISION[-1]),
     {"layers_per_graph": -1, "dtype": "bf16", "dropout": 0.1, "microbatches": 4, "microbatches_later": 1}
     | {"evaluates": True},
     {"layers_per_graph": -1, "control": "captured_again", "dropout": 0.1},

@@ -191,9 +191,13 @@ class UnitPlans:
         """Reduce once in each process group that reduces gradients of ``units``: captures cannot set up communicators.
 
         What is in the buckets is reduced; the caller zeroes gradients later.
+
+        Args:
+            units: In the order of their forward passes.
         """
         reductions = self._fsdp.grad_reduce_pipeline
-        for group in (group for unit in units for group in self._groups(unit)):
+        # The unit whose backward pass is the first: in a double buffer, a bucket keeps the place that it first gets.
+        for group in (group for unit in reversed([*units]) for group in self._groups(unit)):
             with_grads = self._with_grads(group)
             if with_grads:
                 process_group = reductions.get_fsdp_buffer(with_grads[0]).data_parallel_group
