@@ -31,8 +31,10 @@ class Patch:
         """Put the old value back."""
         if self.is_own:
             setattr(self.owner, self.name, self.original)
-        else:
-            delattr(self.owner, self.name)
+            return
+        delattr(self.owner, self.name)
+        if self.original is not _MISSING and not hasattr(self.owner, self.name):
+            setattr(self.owner, self.name, self.original)  # a module that computes its names hides what is deleted
 
 
 class Entries:

@@ -54,6 +54,13 @@ def test_a_second_install_changes_nothing():
     assert len(patches.APPLIED) == count
 
 
+def test_a_setting_of_dynamo_has_its_value_after_uninstall():
+    assert output(
+        "import torch._dynamo.config as config\nfrom megatron_fsdp_cuda_graphs.cpu_backend import install, uninstall\n"
+        "print(config.disable); install(); print(config.disable); uninstall(); print(config.disable)"
+    ) == ["False", "True", "False"]
+
+
 def test_uninstall_gives_torch_its_names_back():
     assert output(
         "import torch, os\nfrom megatron_fsdp_cuda_graphs.cpu_backend import install, uninstall\n"

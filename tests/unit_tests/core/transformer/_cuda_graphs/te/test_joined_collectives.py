@@ -202,13 +202,14 @@ def test_ranks_agree_before_every_collective_of_a_capture_that_is_not_recorded(r
 
         return launch
 
-    def vote(agreement):
+    def vote(agreement):  # what both do
         assert not torch.cuda.is_current_stream_capturing()
         events.append("vote")
 
     with captured(graphed(layers_per_graph)) as training, ExitStack() as stack:
         training.helper.delete_cuda_graphs()
-        stack.enter_context(mock.patch.object(CaptureAgreement, "join", vote))
+        for name in ("join", "finish"):
+            stack.enter_context(mock.patch.object(CaptureAgreement, name, vote))
         for name in LAUNCHING:
             stack.enter_context(mock.patch.object(dist.ProcessGroup, name, note(name)))
         training.helper.create_cudagraphs()
