@@ -1,6 +1,6 @@
 """Trains the data-parallel cases of ``tests/gpu`` on one GPU, many at a time, and says which are not as eagerly.
 
-    python -m tests.support.on_one_gpu --output equality.json --processes 16
+    python -m tests.support.on_one_gpu --output equality.json
     python -m tests.support.on_one_gpu --only "experts" --logs logs
 
 One after the other, as pytest runs them, they take an hour, of which the GPU works few minutes. What tests say beside
@@ -20,6 +20,7 @@ from tests.gpu import test_changed_steps, test_ddp_graphs, test_fsdp_flags, test
 from tests.support.gpus import DETERMINISTIC, ENGINES, SIZES
 from tests.support.launch import launch, name_of
 
+CASES = 8  # of a process, which keeps memory of all that it has trained
 # The controls of which a replay does nothing: they must differ.
 DEAD = {"dead_local_replay", "dead_replay"}
 
@@ -78,7 +79,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, help="file of the results, JSON")
     parser.add_argument("--logs", type=Path, help="folder for what processes write")
-    parser.add_argument("--processes", type=int, default=16, help="at a time")
+    parser.add_argument("--processes", type=int, default=12, help="at a time")
     parser.add_argument("--only", default="", help="cases whose name has this text")
     args = parser.parse_args()
     chosen = [job for job in jobs() if args.only in f"{job.tests} {name_of(job.case)}"]
@@ -88,8 +89,8 @@ def main() -> int:
         parts = []
         for engine in ENGINES:
             own = [job for job in chosen if job.engine == engine]
-            share = max(1, round(args.processes * len(own) / len(chosen)))
-            parts += [own[start::share] for start in range(share) if own[start::share]]
+            share = -(-len(own) // CASES)
+            parts += [own[start::share] for start in range(share)]
         trained = pool.map(train, parts, (folder / f"{index}-{part[0].engine}" for index, part in enumerate(parts)))
         results = [result for part in trained for result in part]
     wrong = [result for result in results if not is_as_it_should_be(result)]

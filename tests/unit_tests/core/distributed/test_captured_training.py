@@ -3,6 +3,7 @@
 They run in this process, as one rank. The integration tests train on two.
 """
 
+import gc
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -16,7 +17,7 @@ from megatron.core.transformer._cuda_graphs.te.whole_model import other_method
 from tests.support.sample import each_once
 from tests.support.training import train
 
-from .captured_training import CapturedTraining, graphed, in_use, trained
+from .captured_training import CapturedTraining, captured, graphed, in_use, trained
 from .fsdp_variants import Variant
 
 ALL, ONE = 0, 1  # layers in a graph
@@ -369,3 +370,30 @@ def test_a_failure_after_the_last_capture_leaves_no_layer_with_graphs(one_rank, 
     assert training.fsdp.fsdp_hooks.registry.graphed == {}
     training.step()
     assert in_use(training.fsdp) == [{}, {}]
+
+
+def graphs_alive() -> int:
+    """How many CUDA graphs there are in this process."""
+    gc.collect()
+    return sum(issubclass(type(found), torch.cuda.CUDAGraph) for found in gc.get_objects())
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        graphed(MODEL),
+        graphed(ALL),
+        graphed(ONE),
+        graphed(modules=("attn",)),
+        graphed(experts=4, modules=("attn", "moe_router", "moe_preprocess")),
+        graphed(ONE, experts=4, grouped_tensor=True),
+    ],
+    ids=["model", "all layers", "one layer", "attention", "parts of experts' layers", "experts"],
+)
+def test_no_graph_stays_when_graphs_are_deleted(one_rank, case):
+    before = graphs_alive()
+    with captured(case) as model:
+        model.step()
+        assert graphs_alive() > before
+    model.step()  # experts keep their last input, whose backward pass knows what was replayed
+    assert graphs_alive() == before
