@@ -73,11 +73,14 @@ def as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:
     return first.as_strided((len(weights), *first.shape), (distance, *first.stride()), start)
 
 
+def _behind(offsets: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return which rows no expert has, bool ``[rows]``."""
+    return torch.arange(rows, device=offsets.device) >= offsets[-1]
+
+
 def _zero_unused(rows: torch.Tensor, offsets: torch.Tensor, unused_rows: bool) -> torch.Tensor:
-    if not unused_rows:
-        return rows
-    unused = torch.arange(len(rows), device=rows.device) >= offsets[-1]
-    return rows.masked_fill_(unused.unsqueeze(1), 0)
+    """Zero the rows that no expert has, in place; their gradients are zero too, whatever comes back."""
+    return rows.masked_fill_(_behind(offsets, len(rows)).unsqueeze(1), 0) if unused_rows else rows
 
 
 def _of_each_row(biases: Sequence[torch.Tensor], offsets: torch.Tensor, rows: int) -> torch.Tensor:
@@ -144,6 +147,8 @@ def compute_experts(
     """
     offsets = tokens_per_expert.cumsum(0, dtype=torch.int32)
     unused_rows = config.expert_model_parallel_size > 1
+    if unused_rows:  # nobody has written those of unused rows, nor their gradients: they may be NaN
+        probs = probs.masked_fill(_behind(offsets, len(probs)), 0)
     if config.moe_apply_probs_on_input:
         rows, probs = (probs.unsqueeze(1) * rows).to(rows.dtype), torch.ones_like(probs)
     experts = SimpleNamespace(  # what MLP.forward reads of an MLP
@@ -170,5 +175,7 @@ class _OfAllExperts(torch.nn.Module):
         output = grouped_linear(rows, layers.weights, offsets, unused_rows)
         if layers.biases:
             bias = _of_each_row(layers.biases, offsets, len(rows))
-            output = (output + (bias if bias_scale is None else bias * bias_scale.unsqueeze(1))).to(output.dtype)
+            if bias_scale is not None:
+                bias = bias * bias_scale.unsqueeze(1)
+            output = (output + _zero_unused(bias, offsets, unused_rows)).to(output.dtype)
         return output, None

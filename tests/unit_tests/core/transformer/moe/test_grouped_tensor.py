@@ -216,3 +216,24 @@ def test_parameters_are_found_by_the_names_of_either_kind_of_experts():
         grouped.register_parameter(f"bias{index}", torch.nn.Parameter(torch.ones(0)))  # TransformerEngine's for none
     assert [id(each) for each in linears([grouped], range(2)).weights] == [id(grouped.weight0), id(grouped.weight1)]
     assert linears([grouped], range(2)).biases == []
+
+
+@pytest.mark.parametrize("activation", ["gelu", "swiglu", "fused swiglu"])
+def test_what_unused_rows_hold_reaches_no_parameter(activation):
+    """With expert parallelism there is room for more rows, scales and gradients, and nobody writes it."""
+    counts = torch.tensor([10, 0, 15, 5])
+    fc1, fc2 = parameters("swiglu" in activation, bias=activation != "fused swiglu", dtype=torch.float32)
+    leaves_of = [*fc1.weights, *fc1.biases, *fc2.weights, *fc2.biases]
+
+    def run(ranks, rows, probs, grad):
+        options = config(**ACTIVATIONS[activation], expert_model_parallel_size=ranks)
+        output, _ = compute_experts(options, options.activation_func, fc1, fc2, rows, counts, probs)
+        return output, torch.autograd.grad(output, leaves_of, grad)
+
+    used = leaves((30, HIDDEN), (30,), (30, HIDDEN), seed=7)
+    with_room = [torch.cat([each.detach(), torch.full_like(each[:10], torch.nan)]) for each in used]
+    expected, expected_grads = run(1, *used)
+    found, found_grads = run(2, *with_room)
+    assert torch.equal(found[:30], expected)
+    for mine, theirs in zip(found_grads, expected_grads, strict=True):
+        torch.testing.assert_close(mine, theirs)
