@@ -78,7 +78,7 @@ def capture_decoder(
 
     Args:
         decoder: The block of a model that runs its layers one after the other.
-        owner: Megatron-FSDP's ``RecordedLayers`` of the layers.
+        owner: Megatron-FSDP's ``RecordedUnits`` of the layers.
         inputs: Static inputs by keyword, ``hidden_states`` first.
         read: For each layer which of the other inputs it reads.
         num_warmup_iters: How often both passes run before.
