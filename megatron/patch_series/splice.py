@@ -236,6 +236,9 @@ def _joined(
     own: Source, node: Function, source: Source, there: Function, reference: str, renamed: Callable[[str], str]
 ) -> str | None:
     """Return megatron-core's function with what ours does before and after calling it; None if it cannot be had so."""
+    decorators = {ast.unparse(each) for each in there.decorator_list}
+    if not decorators <= {ast.unparse(each) for each in node.decorator_list} | {"torch.no_grad()"}:
+        return None  # what they do comes before what ours does
     body, theirs = ([each for each in function.body if not is_text(each)] for function in (node, there))
     at = next((i for i, each in enumerate(body) if re.search(reference, ast.unparse(each))), 0)
     call, result = _call(body[at]), next(iter(bound(body[at])), None)

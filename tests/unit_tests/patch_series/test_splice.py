@@ -155,6 +155,38 @@ def test_otherwise_it_stays_under_a_name_of_its_own(ours):
     assert any("self._original_sharpen(by)" in line for line in lines)
 
 
+def test_what_ours_does_stays_outside_of_a_decorator():
+    text = spliced(
+        """
+        class Tool:
+            @counted
+            def use(self):
+                self.sharp = False
+        """,
+        """
+        class Tool(_upstream.Tool):
+            def use(self):
+                super().use()
+                self.uses = 0
+        """,
+    )
+    assert (
+        text
+        == dedent(
+            """
+        class Tool:
+            @counted
+            def _original_use(self):
+                self.sharp = False
+
+            def use(self):
+                self._original_use()
+                self.uses = 0
+        """
+        ).lstrip()
+    )
+
+
 def test_a_variable_of_both_is_not_mixed_up():
     lines = methods("""
         def rest(self):
