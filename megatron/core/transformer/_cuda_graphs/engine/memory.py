@@ -4,7 +4,9 @@ import gc
 import inspect
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -97,3 +99,37 @@ def release_cached_memory(thorough: bool = False) -> None:
     gc.collect(2 if thorough else 1)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
+
+
+REUSE_OPTION = "graph_capture_record_stream_reuse"
+
+
+@contextmanager
+def reuse_across_streams() -> Iterator[None]:
+    """Let captures allocate memory again that a tensor freed which several streams used.
+
+    The allocator otherwise keeps it until the capture ends. With torch's option ``graph_capture_record_stream_reuse``
+    it asks the graph whether all work on it comes before. What ``PYTORCH_CUDA_ALLOC_CONF`` says of the option holds.
+    """
+    current = allocator_settings()
+    configured: str = current["PYTORCH_CUDA_ALLOC_CONF"]
+    if REUSE_OPTION in configured or REUSE_OPTION not in current:
+        yield
+        return
+    _configure_allocator(configured, f"{REUSE_OPTION}:True")
+    try:
+        yield
+    finally:
+        _configure_allocator(configured, f"{REUSE_OPTION}:False")
+        _configure_allocator(configured)
+
+
+def allocator_settings() -> dict[str, Any]:
+    """Return the allocator's settings by name, and under the name of the environment variable its text."""
+    settings: dict[str, Any] = torch._C._cuda_memorySnapshot(torch.cuda.graph_pool_handle())["allocator_settings"]
+    return settings
+
+
+def _configure_allocator(*settings: str) -> None:
+    # Options that are left out get their default values back, but for switches such as this one.
+    torch._C._accelerator_setAllocatorSettings(",".join(filter(None, settings)))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from ..attribute_reads import AttributeReads
-from ..engine.memory import release_cached_memory
+from ..engine.memory import release_cached_memory, reuse_across_streams
 from ..engine.rng import GraphStates
 from ..engine.slot import WarmupRecord
 from .arguments import metadata_of
@@ -45,7 +45,7 @@ class CaptureSession:
         """
         runners = [entry[0] for entry in record if entry[1] == "fwd"]
         reads = AttributeReads()
-        with reads.noted({runner.module for runner in runners}):
+        with reads.noted({runner.module for runner in runners}), reuse_across_streams():
             self._warm_up(record)
             release_cached_memory()
             self._capture_passes(record)

@@ -11,7 +11,7 @@ import torch
 from megatron.core.utils import log_single_rank
 
 from .. import state
-from ..engine.memory import release_cached_memory
+from ..engine.memory import release_cached_memory, reuse_across_streams
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
@@ -42,7 +42,9 @@ def capture_mode(enter: Callable[[], float], offloads: bool, reset: Callable[[],
         What ``enter`` returned.
     """
     try:
-        yield enter()
+        start = enter()
+        with reuse_across_streams():
+            yield start
     except BaseException:
         if offloads:
             offload_interface().enable_offload()  # warm-up disables it

@@ -1,13 +1,21 @@
 """memory: weak references do not hold memory; a pool's memory is told from all other."""
 
 import gc
+from contextlib import nullcontext
 
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
-from megatron.core.transformer._cuda_graphs.engine.memory import PoolMemory, storage_address, weak_reference
+from megatron.core.transformer._cuda_graphs.engine.memory import (
+    REUSE_OPTION,
+    PoolMemory,
+    allocator_settings,
+    reuse_across_streams,
+    storage_address,
+    weak_reference,
+)
 
 
 @pytest.mark.parametrize(
@@ -161,3 +169,37 @@ class TestPoolMemory:
         (first, _), (second, _) = captured(pool, lambda: x * 2), captured(pool, lambda: x * 3)
         memory = PoolMemory.of(first)
         assert PoolMemory.of(second) is memory
+
+
+# ------------------------------------------------------------------------------------ memory that several streams used
+
+
+@pytest.fixture
+def configure():
+    """Configures the allocator, and gives it its defaults back at the end."""
+    yield torch._C._accelerator_setAllocatorSettings
+    torch._C._accelerator_setAllocatorSettings(f"{REUSE_OPTION}:False")
+    torch._C._accelerator_setAllocatorSettings("")
+
+
+@pytest.mark.parametrize("error", [False, True])
+@pytest.mark.parametrize("configured", ["", "max_split_size_mb:512,garbage_collection_threshold:0.5"])
+def test_memory_of_several_streams_is_used_again_in_captures_only(configure, configured, error):
+    configure(configured)
+    before = allocator_settings()
+    with pytest.raises(ZeroDivisionError) if error else nullcontext(), reuse_across_streams():
+        assert allocator_settings() == before | {
+            REUSE_OPTION: True,
+            "PYTORCH_CUDA_ALLOC_CONF": ",".join(filter(None, [configured, f"{REUSE_OPTION}:True"])),
+        }
+        assert not error or 1 / 0
+    assert allocator_settings() == before
+    assert not before[REUSE_OPTION]
+
+
+@pytest.mark.parametrize("wanted", [False, True])
+def test_what_the_environment_says_of_it_holds(configure, wanted):
+    configure(f"{REUSE_OPTION}:{wanted}")
+    with reuse_across_streams():
+        assert allocator_settings()[REUSE_OPTION] is wanted
+    assert allocator_settings()[REUSE_OPTION] is wanted

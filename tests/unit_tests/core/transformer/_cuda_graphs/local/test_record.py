@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.core.transformer import cuda_graphs
+from megatron.core.transformer._cuda_graphs.engine.memory import REUSE_OPTION, allocator_settings
 from megatron.core.transformer._cuda_graphs.local.session import CaptureSession
 from megatron.core.transformer.cuda_graphs import (
     CudaGraphManager,
@@ -51,6 +52,14 @@ class TestCreation:
 
     def test_capture_returns_time_and_memory(self):
         assert record(stack(count=1)).keys() == {"time", "allocated_bytes", "reserved_bytes"}
+
+    def test_capture_uses_memory_again_that_several_streams_used(self):
+        reused = []
+        model = stack(count=1)
+        model.layers[0].linear.register_forward_pre_hook(lambda *_: reused.append(allocator_settings()[REUSE_OPTION]))
+        record(model)
+        assert True in reused
+        assert not allocator_settings()[REUSE_OPTION]
 
     def test_nothing_is_captured_where_nothing_was_recorded(self):
         assert create_cudagraphs() is None

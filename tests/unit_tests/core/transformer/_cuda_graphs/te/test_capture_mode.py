@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs import state as capture_state
+from megatron.core.transformer._cuda_graphs.engine.memory import REUSE_OPTION, allocator_settings
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
 from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_mode
 from megatron.core.transformer._cuda_graphs.te import helper as te_helper
@@ -160,6 +161,11 @@ class TestCaptureMode:
             monkeypatch.setattr(module, "release_cached_memory", lambda **how: calls.append(how))
         helper_of(lambda: calls.append("capture")).create_cudagraphs()
         assert calls == [{"thorough": True}, "capture", {}]
+
+    def test_memory_that_several_streams_used_is_used_again_in_it_alone(self):
+        reused = []
+        helper_of(lambda: reused.append(allocator_settings()[REUSE_OPTION])).create_cudagraphs()
+        assert [*reused, allocator_settings()[REUSE_OPTION]] == [True, False]
 
     def test_the_device_is_waited_for_before_gradients_are_zeroed(self, monkeypatch):
         calls = []
