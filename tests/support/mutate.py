@@ -1,6 +1,6 @@
 """Breaks a file in one place at a time, and lists the breaks that no test notices.
 
-    python -m tests.support.mutate FILE [FILE...] --tests TEST [TEST...] [--jobs 2] [--lines 40-90]
+    python -m tests.support.mutate FILE [FILE...] --tests TEST [TEST...] [--jobs 2] [--lines 40-90] [--every 1]
 
 A break is a condition negated, ``and`` for ``or``, a true for a false, a number one larger, or a statement left out: a
 call, an assignment to an attribute or an item, ``raise``, ``del``. The tests run with ``-x`` in a copy of this tree;
@@ -112,6 +112,7 @@ def main() -> int:
     parser.add_argument("--tests", nargs="+", required=True, help="files of tests, or tests, as pytest takes them")
     parser.add_argument("--jobs", type=int, default=1, help="how many breaks to try at once")
     parser.add_argument("--lines", default="1-1000000", help="FIRST-LAST lines to break, in every file")
+    parser.add_argument("--every", type=int, default=1, help="of the breaks one in so many")
     args = parser.parse_args()
     first, last = map(int, args.lines.split("-"))
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(args.jobs) as pool:
@@ -142,7 +143,7 @@ def main() -> int:
             for file in args.files
             for broken in breaks(file, (ROOT / file).read_bytes())
             if first <= broken.line <= last
-        ]
+        ][:: args.every]
         survivors = sum(pool.map(survives, tried))
     print(f"{survivors} of {len(tried)} breaks survived")
     return int(survivors > 0)
