@@ -9,6 +9,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
+from megatron.core.transformer._cuda_graphs.flags.own import grouped_tensor
 
 from ..overlay import upstream
 
@@ -92,6 +93,26 @@ def activation_bytes(config: Any, seq_length: int, micro_batch_size: int) -> int
     divided = 8 * config.hidden_size + config.ffn_hidden_size * (6 if config.gated_linear_unit else 4)
     others = 10 * config.hidden_size  # inputs of norms and of projections, masks of dropout
     return tokens * (divided // parts + others // (parts if config.sequence_parallel else 1))
+
+
+def rows_of_experts(config: Any, seq_length: int, micro_batch_size: int) -> Counter[str]:
+    """Sum the room for tokens that experts of several ranks have in each MoE layer, whatever the router does.
+
+    Args:
+        config: A ``TransformerConfig``.
+        seq_length: Tokens in a sequence.
+        micro_batch_size: Sequences in a micro-batch.
+
+    Returns:
+        Number of ``rows``, and ``bytes`` of one tensor of them; empty where there are no more rows than are used.
+    """
+    ranks = config.expert_model_parallel_size
+    if not config.num_moe_experts or not grouped_tensor(config) or ranks == 1:
+        return Counter()
+    parts = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    of_each_rank = seq_length * micro_batch_size // parts * min(config.moe_router_topk, config.num_moe_experts // ranks)
+    rows, width = ranks * of_each_rank, config.moe_latent_size or config.hidden_size
+    return Counter(rows=rows, bytes=rows * width * config.params_dtype.itemsize)
 
 
 def _use_temporary_buffers(buffer: Any) -> None:

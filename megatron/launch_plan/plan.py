@@ -74,7 +74,7 @@ def other_graphs(args: argparse.Namespace) -> str:
 def _stages(args: argparse.Namespace, every_graph: bool) -> Iterator[str]:
     from .capture import captured_by
     from .dry_stage import dry_stage, fsdp_buffers
-    from .memory import activation_bytes, distinct_bytes, fsdp_memory
+    from .memory import activation_bytes, distinct_bytes, fsdp_memory, rows_of_experts
     from .quiet import quietly
 
     if not captures_layers(args):
@@ -85,13 +85,14 @@ def _stages(args: argparse.Namespace, every_graph: bool) -> Iterator[str]:
             captured = captured_by(helper)
             found = fsdp_memory(fsdp_buffers(helper), args)
             found["static_inputs"] = distinct_bytes(captured.static_inputs)
-            each = activation_bytes(helper.config, helper.seq_length, helper.micro_batch_size)
+            sizes = helper.config, helper.seq_length, helper.micro_batch_size
+            each, room = activation_bytes(*sizes), rows_of_experts(*sizes)
         whole = not args.cuda_graph_modules
         pool = each * captured.most_in_flight if each is not None and whole and captured.graphs else None
         yield ""
         yield f"Pipeline stage {stage + 1} of {args.pipeline_model_parallel_size}"
         yield from _graphs(captured, every_graph)
-        yield from _memory(found, pool, args)
+        yield from _memory(found, pool, room, args)
     yield ""
     yield NOT_COUNTED
 
@@ -109,7 +110,7 @@ def _graphs(captured: "Captured", every_graph: bool) -> Iterator[str]:
         yield f"    and {count - shown} more (--every-graph lists them)"
 
 
-def _memory(found: Counter[str], pool: int | None, args: argparse.Namespace) -> Iterator[str]:
+def _memory(found: Counter[str], pool: int | None, room: Counter[str], args: argparse.Namespace) -> Iterator[str]:
     from .memory import KINDS
 
     yield "  Memory of a rank, MiB:"
@@ -121,6 +122,9 @@ def _memory(found: Counter[str], pool: int | None, args: argparse.Namespace) -> 
         yield "    quantized parameters are counted as if they were not quantized"
     if not args.use_megatron_fsdp:
         yield "    without --use-megatron-fsdp only static inputs are counted"
+    if room:
+        yield f"    {room['bytes'] / MIB:10.1f}  not counted: {room['rows']} rows of tokens that experts have room for"
+        yield "                in each MoE layer, as often as activations of experts are kept"
     if pool is None:
         yield "    the graphs' pool is not estimated for these layers"
         return

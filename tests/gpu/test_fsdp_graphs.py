@@ -1,8 +1,8 @@
 """The matrix of layouts and graph modules: with graphs, a model under Megatron-FSDP trains bit for bit as eagerly.
 
 Layouts: data parallel over all GPUs; tensor parallel 2 with sequence parallelism; expert parallel 2 with expert tensor
-parallel 2 (four GPUs). MoE models of 4 TransformerEngine layers with shared experts, both engines. Then, data parallel,
-what else a job may turn on.
+parallel 2 (four GPUs); expert parallel over all GPUs, with dropless experts. MoE models of 4 TransformerEngine layers
+with shared experts, both engines. Then, data parallel, what else a job may turn on.
 """
 
 from itertools import product
@@ -17,6 +17,7 @@ LAYOUTS = {
     "data parallel": ([], {}, 1),
     "TP2 with sequence parallelism": (["--tp", "2"], {"sequence_parallel": True}, 2),
     "EP2 with ETP2": (["--tp", "2", "--ep", "2", "--etp", "2"], {"sequence_parallel": True}, 4),
+    "EP of all": (["--ep", str(GPUS)], {}, 2),
 }
 MOE: list[dict] = [
     {"dtype": dtype, "experts": 4, "shared_experts": 256, "modules": modules}
@@ -39,6 +40,16 @@ GROUPED: list[dict] = [
         {"modules": ["attn", "moe_router", "moe_preprocess"]},
         {"strategy": "optim_grads"},
         {"control": "failed_backward_capture", "dropout": 0.1},
+    )
+]
+EXCHANGED: list[dict] = [
+    {"dtype": "bf16", "experts": 8, "grouped_tensor": True, "dispatcher": dispatcher} | case
+    for dispatcher in ("alltoall", "allgather")
+    for case in (
+        {"layers_per_graph": -1, "microbatches": 2, "evaluates": True},
+        {"layers_per_graph": -1, "unbalanced": True},
+        {"layers_per_graph": 1, "shared_experts": 256},
+        {"modules": ["attn", "moe_router", "moe_preprocess"]},
     )
 ]
 MORE: list[dict] = [
@@ -97,6 +108,8 @@ MORE: list[dict] = [
 
 
 def _cases(layout: str) -> list[dict]:
+    if layout == "EP of all":
+        return EXCHANGED
     dense = {"data parallel": MORE, "EP2 with ETP2": []}  # dense models have no experts to spread
     grouped = GROUPED if layout == "data parallel" else []
     return [*MOE, *grouped, *dense.get(layout, MORE[1:2])]

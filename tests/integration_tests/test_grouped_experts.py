@@ -40,7 +40,12 @@ LAYERS: list[dict[str, Any]] = [
 # With the experts divided among the ranks.
 PARALLEL: list[dict[str, Any]] = [
     {"dispatcher": "allgather", "unbalanced": True, **BF16},  # the second rank's experts get no tokens
+    {"unbalanced": True, **BF16},
     {"dispatcher": "allgather"},
+    {},
+    {**SHARED, "evaluates": True, **BF16},
+    {"modules": ["attn", "moe_router", "moe_preprocess"], **BF16},
+    {"experts": 2, "recompute": ["moe"], "layers_per_graph": 1, "config": ["add_bias_linear=True"], **BF16},
     {"dispatcher": "allgather", "evaluates": True, "shared_experts": 64, "layers_per_graph": 1},
 ]
 WHOLE: list[dict[str, Any]] = [
@@ -61,6 +66,12 @@ WHOLE: list[dict[str, Any]] = [
         {"recompute": ["moe"], "microbatches": 1, "microbatches_later": 2, "control": "captured_again"},
     )
 ]
+# Whole models, by the number of ranks, all of which or two have the experts.
+SHARED_OUT: dict[str, dict[str, Any]] = {
+    "2 of 2": {"evaluates": True, **BF16},
+    "2 of 4": {"unbalanced": True, **BF16},
+    "4 of 4": {"experts": 8, "config": ["moe_router_topk=4"], **BF16},
+}
 EQUAL = [*ROUTERS, *LAYERS]
 WITHOUT: dict[str, Any] = {"grouped_tensor": False, "modules": ["attn"]}
 
@@ -75,6 +86,16 @@ def parallel(compare_runs):
     return Trained([*PARALLEL, WITHOUT], compare_runs, MOE, "--ep", "2")
 
 
+@pytest.fixture(scope="session")
+def shared_out(compare_runs):
+    def train(of: str) -> dict[str, Any]:
+        ep, ranks = of.split(" of ")
+        (result,) = compare_runs([{**MOE, "layers_per_graph": -1, **SHARED_OUT[of]}], "--ep", ep, ranks=int(ranks))
+        return result
+
+    return train
+
+
 def assert_replayed(result, case):
     assert_as_eager(result)
     layers = case.get("layers", MOE["layers"])
@@ -85,6 +106,12 @@ def assert_replayed(result, case):
         assert result["replays"] == 2 * pieces * case.get("microbatches", 1)
 
 
+def assert_replayed_whole(result, case):
+    assert_as_eager(result)
+    assert result["graphs"] == 0
+    assert result["replays"] == 2 * case.get("microbatches_later", case.get("microbatches", 1))
+
+
 @pytest.mark.parametrize("case", mostly_long(EQUAL, ROUTERS[1], LAYERS[4]), ids=name_of)
 def test_graphs_of_moe_layers_train_bit_for_bit_as_eager(results, case):
     assert_replayed(results[name_of(case)], case)
@@ -92,19 +119,27 @@ def test_graphs_of_moe_layers_train_bit_for_bit_as_eager(results, case):
 
 @pytest.mark.parametrize("case", mostly_long(WHOLE, WHOLE[2]), ids=name_of)
 def test_graphs_of_a_whole_moe_model_train_bit_for_bit_as_eager(results, case):
-    result = results[name_of(case)]
-    assert_as_eager(result)
-    assert result["graphs"] == 0
-    assert result["replays"] == 2 * case.get("microbatches_later", case.get("microbatches", 1))
+    assert_replayed_whole(results[name_of(case)], case)
 
 
-@pytest.mark.parametrize("case", mostly_long(PARALLEL, PARALLEL[0]), ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(PARALLEL, PARALLEL[0], PARALLEL[1]), ids=name_of)
 def test_experts_of_several_ranks_train_bit_for_bit_as_eager(parallel, case):
     assert_replayed(parallel[name_of(case)], case)
 
 
+@pytest.mark.parametrize("of", mostly_long(SHARED_OUT, "2 of 2"))
+def test_a_whole_model_with_experts_of_several_ranks_trains_bit_for_bit_as_eager(shared_out, of):
+    assert_replayed_whole(shared_out(of), SHARED_OUT[of])
+
+
+def test_tokens_that_all_ranks_gather_or_that_are_sent_train_alike(parallel):
+    gathered, sent = (parallel[name_of(case)] for case in PARALLEL[2:4])
+    assert gathered["losses"] == sent["losses"]
+    assert gathered["grad_norms"] == sent["grad_norms"]
+
+
 @pytest.mark.parametrize(
-    ("trained", "case"), [pytest.param("results", LAYERS[0], marks=pytest.mark.long), ("parallel", PARALLEL[1])]
+    ("trained", "case"), [pytest.param("results", LAYERS[0], marks=pytest.mark.long), ("parallel", PARALLEL[3])]
 )
 def test_without_the_flag_only_rounding_differs(request, trained, case):
     trained = request.getfixturevalue(trained)

@@ -75,7 +75,7 @@ def test_parts_of_moe_layers(capsys, flags):
 
 
 def test_experts_that_do_not_fit_one_product_are_padded(capsys, flags):
-    modules = "--cuda-graph-modules attn moe_router --expert-model-parallel-size 2"
+    modules = "--cuda-graph-modules attn moe_router --tensor-model-parallel-size 2 --sequence-parallel"
     _, parts = explained(capsys, flags(DENSE, EXPERTS, REST, modules))
     assert parts["experts, with the exchange of tokens (2)"][2] == (
         "--cuda-graph-modules attn moe --moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0"

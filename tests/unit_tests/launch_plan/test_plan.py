@@ -77,8 +77,18 @@ def test_the_whole_model_with_dropless_experts(capsys, flags):
     assert graphs(lines) == ["forward of the whole model", "backward of the whole model"]
 
 
+@pytest.mark.parametrize(("ranks", "rows"), [(1, []), (2, [2 * 8192 * 2]), (4, [4 * 8192 * 1])])
+def test_the_room_for_tokens_of_experts_of_several_ranks(capsys, flags, ranks, rows):
+    more = "--num-layers 2 --moe-use-grouped-tensor --seq-length 4096 --max-position-embeddings 4096 --world-size 4"
+    _, lines = planned(capsys, flags(DENSE, EXPERTS, more, f"--expert-model-parallel-size {ranks}"))
+    found = [line.split() for line in lines if "rows of tokens that experts have room for" in line]
+    assert [(mib, number) for mib, _, _, number, *_ in found] == [
+        (f"{each * 32 * 2 / 2**20:.1f}", str(each)) for each in rows
+    ]
+
+
 def test_what_dropless_experts_do_not_fit_is_refused(capsys, flags):
-    more = "--moe-use-grouped-tensor --expert-model-parallel-size 2 --moe-expert-capacity-factor 1.0"
+    more = "--moe-use-grouped-tensor --moe-single-grouped-weight --moe-expert-capacity-factor 1.0"
     code, lines = planned(capsys, flags(DENSE, EXPERTS, "--num-layers 2 --world-size 2", more))
     assert code == 1
     assert sum("--moe-use-grouped-tensor" in line for line in lines) >= 2

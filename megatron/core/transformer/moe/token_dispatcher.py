@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.core.transformer._cuda_graphs.flags.own import grouped_tensor
+from megatron.core.transformer.moe.equal_splits import Places, places
 from megatron.core.transformer.moe.moe_utils import permute
 from megatron_fsdp_cuda_graphs.overlay import extend
 
@@ -47,23 +48,58 @@ class MoEAllGatherTokenDispatcher(_upstream.MoEAllGatherTokenDispatcher):
 
 
 class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
-    """megatron-core's, for a single expert parallel rank: its tokens are in the order of the experts as they are."""
+    """megatron-core's, which sends each peer as many rows as its experts may get at most."""
 
+    input_splits: Any
+    output_splits: Any
     tokens_per_expert: torch.Tensor | None
+    _sent: Places | None = None
+    _received: Places | None = None
+
+    def token_dispatch(self, permutated_local_input_tokens: torch.Tensor, permuted_probs: torch.Tensor):
+        """Send the rows ``[tokens * top-k, hidden]`` and probabilities, by expert, to the ranks of these.
+
+        Returns:
+            Rows and probabilities of this rank's experts, ``[ranks * tokens * min(top-k, experts of a rank), ...]``:
+            of each rank by expert, unused rows last.
+        """
+        rows, probs = permutated_local_input_tokens, permuted_probs
+        if self._exchanges():
+            top_k, experts = self.config.moe_router_topk, self.num_local_experts
+            capacity = len(rows) // top_k * min(top_k, experts)
+            of_experts = self.num_global_tokens_per_local_expert if experts > 1 else self.output_splits.unsqueeze(1)
+            self._sent = places(self.input_splits.unsqueeze(1), capacity, len(rows))
+            self._received = places(of_experts, capacity, self.ep_size * capacity)
+            self.input_splits = self.output_splits = None  # all equal
+            rows, probs = self._sent.to_buffers(rows), self._sent.to_buffers(probs)
+        return super().token_dispatch(rows, probs)
 
     def dispatch_postprocess(self, global_input_tokens: torch.Tensor, global_probs: torch.Tensor):
-        """Return rows, the number of rows of each expert, int64 on the device, and probabilities."""
+        """Return rows by expert, then rank, the number of each expert, int64 on the device, and probabilities."""
         if not grouped_tensor(self.config):
             return super().dispatch_postprocess(global_input_tokens, global_probs)
         tokens_per_expert, self.tokens_per_expert = self.tokens_per_expert, None
+        if self._received:
+            global_input_tokens = self._received.from_buffers(global_input_tokens)
+            global_probs = self._received.from_buffers(global_probs)
         return global_input_tokens, tokens_per_expert, global_probs
 
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the experts' output in the order of ``dispatch_postprocess``'s arguments."""
-        if grouped_tensor(self.config):
-            return hidden_states
-        restored: torch.Tensor = super().combine_preprocess(hidden_states)
-        return restored
+        if not grouped_tensor(self.config):
+            restored: torch.Tensor = super().combine_preprocess(hidden_states)
+            return restored
+        received, self._received = self._received, None
+        return received.to_buffers(hidden_states) if received else hidden_states
+
+    def token_combine(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Send the experts' output back; return it in the order of ``token_dispatch``'s arguments."""
+        combined: torch.Tensor = super().token_combine(hidden_states, *args, **kwargs)
+        sent, self._sent = self._sent, None
+        return sent.from_buffers(combined) if sent else combined
+
+    def _exchanges(self) -> bool:
+        return grouped_tensor(self.config) and self.ep_size > 1
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: torch.Tensor | None = None):
         if grouped_tensor(self.config):

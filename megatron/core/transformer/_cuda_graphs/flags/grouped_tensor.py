@@ -26,13 +26,6 @@ _OTHERS: tuple[tuple[Callable[[Options], Any], str], ...] = (
         "needs --moe-token-dispatcher-type alltoall or allgather: the kernels of flex ask the host",
     ),
     (
-        lambda o: (
-            o.several("expert_model_parallel_size") and o.get("moe_token_dispatcher_type", "allgather") != "allgather"
-        ),
-        "with --expert-model-parallel-size needs --moe-token-dispatcher-type allgather: an all-to-all takes the number "
-        "of tokens from the host",
-    ),
-    (
         _tensor_parallel_experts,
         "needs experts that are whole on a rank: set --expert-tensor-parallel-size 1",
     ),

@@ -14,7 +14,6 @@ UNFIT: dict[str, dict[str, Any]] = {
     "--fp8-format": {"fp8": "hybrid"},
     "--fp4-format": {"fp4": "e2m1"},
     "the kernels of flex": {"moe_token_dispatcher_type": "flex"},
-    "--moe-token-dispatcher-type allgather": {"expert_model_parallel_size": 2},
     "--expert-tensor-parallel-size 1": {"tensor_model_parallel_size": 2},
     "--expert-tensor-parallel-size": {"expert_tensor_parallel_size": 2},
     "--delay-wgrad-compute": {"delay_wgrad_compute": True},
@@ -32,6 +31,7 @@ UNFIT: dict[str, dict[str, Any]] = {
 }
 FIT: list[dict[str, Any]] = [
     {},
+    {"expert_model_parallel_size": 2},
     {"moe_token_dispatcher_type": "allgather", "expert_model_parallel_size": 2},
     {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
     {"recompute_granularity": "selective", "recompute_modules": ["moe", "core_attn"]},

@@ -1,0 +1,64 @@
+"""Rows in buffers of equal size, one for each expert parallel rank, with their numbers on the device."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+
+class _Moved(torch.autograd.Function):
+    """``rows[index]``, whose gradient is gathered as well: adding to ``rows`` would be atomic on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor):
+        ctx.save_for_backward(inverse)
+        return rows.index_select(0, index)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor):
+        (inverse,) = ctx.saved_tensors
+        return grad.index_select(0, inverse), None, None
+
+
+class Places(NamedTuple):
+    """Where the rows of buffers are in a list of them, and the reverse; see ``places``.
+
+    Attributes:
+        in_list: Place in the list of each row of the buffers, int64 ``[peers * capacity]``.
+        in_buffers: Place in the buffers of each row of the list, int64 ``[rows]``.
+    """
+
+    in_list: torch.Tensor
+    in_buffers: torch.Tensor
+
+    def to_buffers(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return the buffers ``[peers * capacity, ...]`` of the list ``[rows, ...]``; unused rows repeat others."""
+        moved: torch.Tensor = _Moved.apply(rows, self.in_list, self.in_buffers)
+        return moved
+
+    def from_buffers(self, buffers: torch.Tensor) -> torch.Tensor:
+        """Return the list ``[rows, ...]`` of ``buffers``, whose unused rows get the gradients of others."""
+        moved: torch.Tensor = _Moved.apply(buffers, self.in_buffers, self.in_list)
+        return moved
+
+
+def places(counts: torch.Tensor, capacity: int, rows: int) -> Places:
+    """Return where rows are in a buffer for each peer and in one list.
+
+    A buffer has its groups of rows one after the other, unused rows last. The list has the first group of each peer,
+    then the second of each, and so on.
+
+    Args:
+        counts: Integers ``[peers, groups]``: rows of each group.
+        capacity: Rows of a buffer, at least those of a peer's groups together.
+        rows: How many rows the list has, at least those of all groups and at most those of all buffers. Unused rows
+            take what is left, at its end.
+    """
+    unused = capacity - counts.sum(1, keepdim=True)
+    counts = torch.cat([counts, unused], 1)
+    ends = counts.cumsum(1)
+    ends_in_list = counts.t().flatten().cumsum(0).view_as(counts.t()).t()
+    place = torch.arange(capacity, device=counts.device).expand(len(counts), -1).contiguous()
+    group = torch.searchsorted(ends, place, right=True)
+    in_list = (place + (ends_in_list - ends).gather(1, group)).flatten()
+    in_buffers = torch.empty_like(in_list).scatter_(0, in_list, torch.arange(len(in_list), device=counts.device))
+    return Places(in_list.clamp(max=rows - 1), in_buffers[:rows])
