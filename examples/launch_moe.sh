@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Trains a mixture-of-experts GPT under Megatron-FSDP on the GPUs of one host. Tokens go to experts by a routing that
-# the host has to know, so experts cannot be captured; attention and the router are.
+# Trains a mixture-of-experts GPT under Megatron-FSDP on the GPUs of one host.
 #
-#     examples/launch_moe.sh graphed                  # graphs of attention and of the router
-#     examples/launch_moe.sh eager                    # the same without graphs, to compare
+#     examples/launch_moe.sh graphed                  # graphs of attention and of the router; megatron-core's experts
+#     examples/launch_moe.sh whole                    # graphs of the whole model: no host knows tokens per expert
+#     examples/launch_moe.sh eager                    # without graphs, to compare with the first
+#     examples/launch_moe.sh eager --moe-use-grouped-tensor   # and with the second
 #     GPUS=4 EXPERT_PARALLEL=4 DATA=data/stdlib examples/launch_moe.sh graphed --train-iters 500
 #
 # GPUS: how many (default 2). EXPERT_PARALLEL: over how many of them the experts are spread (default 2).
@@ -77,8 +78,15 @@ graphed)
         --cuda-graph-modules attn moe_router moe_preprocess   # all of a layer up to the dispatch of its tokens
     )
     ;;
+whole)  # Hopper or newer; measured with EXPERT_PARALLEL=1 on one GPU (docs/performance.md)
+    GRAPHS=(
+        --cuda-graph-impl transformer_engine
+        --cuda-graph-warmup-steps 3
+        --moe-use-grouped-tensor
+    )
+    ;;
 *)
-    echo "launch_moe.sh: the first argument is '$MODE'; give 'eager' or 'graphed'" >&2
+    echo "launch_moe.sh: the first argument is '$MODE'; give 'eager', 'graphed' or 'whole'" >&2
     exit 2
     ;;
 esac

@@ -13,12 +13,13 @@ import torch
 
 from megatron.training.arguments import parse_args, validate_args
 
-# What each script calls the mode with graphs, and what --cuda-graph-impl is then.
+# What each script calls its modes with graphs, and what --cuda-graph-impl is then.
 SCRIPTS = {
-    "launch_gpt.sh": ("graphed", "transformer_engine"),
-    "launch_moe.sh": ("graphed", "transformer_engine"),
-    "launch_ddp.sh": ("local", "local"),
+    "launch_gpt.sh": (["graphed"], "transformer_engine"),
+    "launch_moe.sh": (["graphed", "whole"], "transformer_engine"),
+    "launch_ddp.sh": (["local"], "local"),
 }
+MODES = [(script, mode) for script, (modes, _) in SCRIPTS.items() for mode in modes]
 
 
 def run(script, *arguments: str, tmp_path, **environment: str) -> subprocess.CompletedProcess:
@@ -58,33 +59,33 @@ def validated(monkeypatch):
     return validate
 
 
-@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphed"])
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_megatron_accepts_the_flags(launched, validated, script, graphs):
-    mode, impl = SCRIPTS[script]
-    launcher, flags = launched(script, mode if graphs else "eager", GPUS="4")
+@pytest.mark.parametrize(("script", "mode"), [*((script, "eager") for script in SCRIPTS), *MODES])
+def test_megatron_accepts_the_flags(launched, validated, script, mode):
+    impl = SCRIPTS[script][1]
+    launcher, flags = launched(script, mode, GPUS="4")
     assert launcher == ["--standalone", "--nproc-per-node", "4"]
     args = validated(flags, gpus=4)
-    assert args.cuda_graph_impl == (impl if graphs else "none")
+    assert args.cuda_graph_impl == ("none" if mode == "eager" else impl)
     assert args.mock_data
     if impl == "transformer_engine":
         assert args.use_megatron_fsdp
         assert args.data_parallel_sharding_strategy == "optim_grads_params"
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_the_modes_differ_in_the_graphs_alone(launched, validated, script):
-    modes = "eager", SCRIPTS[script][0]
-    eager, graphed = (vars(validated(launched(script, mode)[1], gpus=2)) for mode in modes)
+@pytest.mark.parametrize(("script", "mode"), MODES)
+def test_the_modes_differ_in_the_graphs_alone(launched, validated, script, mode):
+    flags = ["--moe-use-grouped-tensor"] if mode == "whole" else []
+    modes = ("eager", *flags), (mode,)
+    eager, graphed = (vars(validated(launched(script, *mode)[1], gpus=2)) for mode in modes)
     differing = {name for name in eager if eager[name] != graphed[name]}
     allowed = {"cuda_graph_impl", "cuda_graph_warmup_steps", "cuda_graph_modules", "inference_cuda_graph_scope"}
     assert differing <= allowed
     assert "cuda_graph_impl" in differing
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_data_and_further_flags_are_passed_on(launched, validated, script):
-    flags = launched(script, SCRIPTS[script][0], "--train-iters", "7", DATA="data/my set")[1]
+@pytest.mark.parametrize(("script", "mode"), MODES)
+def test_data_and_further_flags_are_passed_on(launched, validated, script, mode):
+    flags = launched(script, mode, "--train-iters", "7", DATA="data/my set")[1]
     args = validated(flags, gpus=2)
     assert args.data_path == ["data/my set"]
     assert args.train_iters == 7
@@ -94,4 +95,6 @@ def test_data_and_further_flags_are_passed_on(launched, validated, script):
 def test_an_unknown_mode_is_refused(examples, tmp_path, script):
     done = run(examples / script, "fast", tmp_path=tmp_path)
     assert done.returncode == 2
-    assert f"{script}: the first argument is 'fast'; give 'eager' or '{SCRIPTS[script][0]}'" in done.stderr
+    *others, last = ["eager", *SCRIPTS[script][0]]
+    given = ", ".join(f"'{mode}'" for mode in others)
+    assert f"{script}: the first argument is 'fast'; give {given} or '{last}'" in done.stderr
