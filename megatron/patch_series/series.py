@@ -174,17 +174,44 @@ SERIES = (
     ),
     Patch(
         "4-layers",
-        "--cuda-graph-impl transformer_engine: graphs of layers and of the model, also under Megatron-FSDP",
-        "A replay goes through the layer's own call, so that its hooks run around it; what it would not notice is "
-        "compared before. Flags that do not fit are named before anything runs.",
-        roots=(
-            f"{GRAPHS}te/",
-            "core/transformer/module.py",
-            "core/transformer/moe/",
-            "core/packed_seq_params.py",
-            "training/arg",
+        "Flags of CUDA graphs that do not fit are named before anything runs",
+        "One table says of each flag what does not fit it and what to do. Training reads it with its arguments.",
+        roots=(f"{GRAPHS}flags/", "training/arg"),
+        tests=(f"{GRAPHS}flags", "training/test_arguments.py"),
+    ),
+    Patch(
+        "4-layers",
+        "--moe-use-grouped-tensor: dropless experts of which the host knows no number of tokens",
+        "All experts of a layer are computed at once, with offsets that stay on the device, so that a graph can hold "
+        "them. Parameters keep their names and shapes.",
+        roots=("core/transformer/moe/",),
+        tests=("core/transformer/moe",),
+    ),
+    Patch(
+        "4-layers",
+        "What a replay would not notice is compared before it",
+        "Modes, hooks, parameters and the attributes that a forward pass reads are noted at capture. A layer calls its "
+        "graphs if they are what they were, and runs eagerly if not.",
+        roots=("core/transformer/module.py", "core/packed_seq_params.py"),
+        tests=(
+            "core/transformer/test_module.py",
+            *(f"{GRAPHS}test_{name}.py" for name in ("attribute_reads", "layer_graph", "packed_sequences")),
+            f"{GRAPHS}test_replay_conditions.py",
         ),
-        tests=("core/transformer/test_module.py", "core/transformer/_cuda_graphs/te", "training/test_arguments.py"),
+    ),
+    Patch(
+        "4-layers",
+        "A report on a capture: log, page, JSON",
+        "It has the time and memory of each captured pass, and what runs eagerly.",
+        roots=(f"{GRAPHS}report/",),
+        tests=(f"{GRAPHS}report",),
+    ),
+    Patch(
+        "4-layers",
+        "--cuda-graph-impl transformer_engine: graphs of layers and of the model, also under Megatron-FSDP",
+        "A replay goes through the layer's own call, so that its hooks run around it.",
+        roots=(f"{GRAPHS}te/",),
+        tests=(f"{GRAPHS}te", "core/transformer/test_module.py"),
     ),
     Patch(
         "5-local-graphs",

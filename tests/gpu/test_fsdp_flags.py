@@ -32,6 +32,7 @@ CASES: dict[str, list[dict]] = {
         {"dtype": "bf16", **OVERLAPPED, "modules": ["moe_router"]},
         {"dtype": "bf16", **OVERLAPPED, "capacity": 1.0, "microbatches": 2},
         {"dtype": "bf16", "experts": 4, "capacity": 1.0, "dropout": 0.1},
+        {"dtype": "bf16", "experts": 4, "modules": BEFORE_EXPERTS, "config": ["moe_latent_size=256"]},
         {"dtype": "bf16", "fp8": "delayed", "fp8_params": True, "microbatches": 2},
         {"dtype": "bf16", "fp8": "tensorwise", "fp8_params": True, "microbatches": 2},
         {"dtype": "bf16", "nccl_ub": True},

@@ -34,6 +34,8 @@ GROUPED: list[dict] = [
         {"layers_per_graph": -1, "microbatches": 2, "evaluates": True},
         {"layers_per_graph": -1, "shared_experts": 256, "dropout": 0.1, "evaluates_often": True},
         {"layers_per_graph": -1, "latent_attention": True},
+        {"layers_per_graph": -1, "config": ["moe_latent_size=256"], "shared_experts": 256},
+        {"layers_per_graph": 1, "config": ["moe_latent_size=256"], "dropout": 0.1, "evaluates": True},
         {"layers_per_graph": -1, "fused_wgrad": True, "microbatches": 2},
         {"layers_per_graph": None, "moe_layer_freq": [0, 1, 1, 1]},
         {"fused_wgrad": True, "optimizer_graph": True},
