@@ -39,7 +39,7 @@ DDP=(
 TRAINING=(
     --bf16
     --micro-batch-size 1
-    --global-batch-size "$((2 * GPUS))"
+    --global-batch-size "$((2 * GPUS * ${NNODES:-1}))"
     --train-iters 100
     --lr 3e-4
     --lr-decay-style cosine
@@ -64,5 +64,6 @@ else
     TEXT=(--mock-data --tokenizer-type NullTokenizer --vocab-size 32000)
 fi
 
-exec torchrun --standalone --nproc-per-node "$GPUS" "$HERE/pretrain_gpt.py" \
+read -ra LAUNCHER <<<"${LAUNCHER:---standalone}"   # launch_nodes.sh gives another
+exec torchrun "${LAUNCHER[@]}" --nproc-per-node "$GPUS" "$HERE/pretrain_gpt.py" \
     "${MODEL[@]}" "${DDP[@]}" "${TRAINING[@]}" "${GRAPHS[@]}" "${TEXT[@]}" "$@"

@@ -50,7 +50,7 @@ FSDP=(
 TRAINING=(
     --bf16
     --micro-batch-size 1
-    --global-batch-size "$GPUS"
+    --global-batch-size "$((GPUS * ${NNODES:-1}))"
     --train-iters 100
     --lr 3e-4
     --lr-decay-style cosine
@@ -84,5 +84,6 @@ else
     TEXT=(--mock-data --tokenizer-type NullTokenizer --vocab-size 32000)
 fi
 
-exec torchrun --standalone --nproc-per-node "$GPUS" "$HERE/pretrain_gpt.py" \
+read -ra LAUNCHER <<<"${LAUNCHER:---standalone}"   # launch_nodes.sh gives another
+exec torchrun "${LAUNCHER[@]}" --nproc-per-node "$GPUS" "$HERE/pretrain_gpt.py" \
     "${MODEL[@]}" "${FSDP[@]}" "${TRAINING[@]}" "${GRAPHS[@]}" "${TEXT[@]}" "$@"

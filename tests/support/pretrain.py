@@ -67,8 +67,7 @@ class Pretraining:
 
     def steps(self) -> list[dict[str, Any]]:
         """Return the lines of ``step_metrics.StepMetrics`` so far."""
-        lines = self._metrics.read_text().splitlines(keepends=True) if self._metrics.exists() else []
-        return [json.loads(line) for line in lines if line.endswith("\n")]
+        return steps_in(self._metrics)
 
     def terminate_after(self, steps: int) -> None:
         """Send SIGTERM to the ranks once ``steps`` are done."""
@@ -88,6 +87,12 @@ class Pretraining:
     def log_tail(self) -> str:
         """Return the end of the log."""
         return self._ranks.log_tail()
+
+
+def steps_in(metrics: Path) -> list[dict[str, Any]]:
+    """Return the lines of ``step_metrics.StepMetrics`` in a file that is written, or about to be."""
+    lines = metrics.read_text().splitlines(keepends=True) if metrics.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def pretrain(folder: Path, flags: str, *, graphs: bool, **others: Any) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ PAGES = [
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 COMMAND = re.compile(
-    r"([A-Z_]+=\S+ )*(make|pip|python|git( -C \S+)?|torchrun|unzip|bash|pre-commit|examples/launch\S+) [^=]\S*.*"
+    r"([A-Z_]+=\S+ )*(make|pip|python|git( -C \S+)?|torchrun|sbatch|unzip|bash|pre-commit|examples/launch\S+) [^=]\S*.*"
     r"|benchmarks/\S+\.sh|\.ci/run"
 )
 FENCED = re.compile(r"^ *```[a-z]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
@@ -60,6 +60,8 @@ RUN_BY = {
     r"python -m tests.support.mutate": ("tests/unit_tests/support/test_mutate.py", "tests.support"),
     r"torchrun .*inject_faults.py": ("tests/integration_tests/test_faults_in_capture.py", "inject_faults"),
     r"python examples/prepare_text.py": ("tests/unit_tests/examples/test_prepare_text.py", "prepare_text"),
+    r"NNODES=.* examples/launch_nodes.sh": ("tests/unit_tests/examples/test_launch_scripts.py", '"launch_nodes.sh"'),
+    r"sbatch": ("tests/unit_tests/examples/test_launch_scripts.py", "launch.sbatch"),
     r"GPUS=.* examples/launch_gpt.sh": ("tests/unit_tests/examples/test_launch_scripts.py", '"launch_gpt.sh"'),
     r"torchrun .*cpu_backend examples/pretrain_gpt.py": ("examples/demo.py", "cpu_backend"),
 }

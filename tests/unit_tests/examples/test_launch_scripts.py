@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 
 from megatron.training.arguments import parse_args, validate_args
 
+ROOT = Path(__file__).resolve().parents[3]
 # What each script calls its modes with graphs, and what --cuda-graph-impl is then.
 SCRIPTS = {
     "launch_gpt.sh": (["graphed"], "transformer_engine"),
@@ -28,7 +30,8 @@ def run(script, *arguments: str, tmp_path, **environment: str) -> subprocess.Com
     torchrun.write_text("#!/bin/sh\nprintf '%s\\n' \"$@\"\n")
     torchrun.chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", **environment}
-    return subprocess.run(["bash", script, *arguments], env=environment, capture_output=True, text=True)
+    command = ["bash", script, *arguments]
+    return subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True)
 
 
 @pytest.fixture
@@ -98,3 +101,43 @@ def test_an_unknown_mode_is_refused(examples, tmp_path, script):
     *others, last = ["eager", *SCRIPTS[script][0]]
     given = ", ".join(f"'{mode}'" for mode in others)
     assert f"{script}: the first argument is 'fast'; give {given} or '{last}'" in done.stderr
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_several_hosts_are_one_job(examples, launched, tmp_path, script, rank):
+    hosts = {"NNODES": "2", "NODE_RANK": rank, "MASTER_ADDR": "host0", "GPUS": "4"}
+    launcher, flags = launched("launch_nodes.sh", script, "eager", "--seed", "7", **hosts)
+    is_host = {"0": "true", "1": "false"}[rank]
+    rendezvous = f"--rdzv-backend c10d --rdzv-endpoint host0:29500 --rdzv-id train --rdzv-conf is_host={is_host}"
+    assert launcher == f"--nnodes 2 {rendezvous} --max-restarts 0 --nproc-per-node 4".split()
+    alone = launched(script, "eager", "--seed", "7", GPUS="4")[1]
+    batch = alone.index("--global-batch-size") + 1
+    assert flags == [*alone[:batch], str(2 * int(alone[batch])), *alone[batch + 1 :]]
+
+
+@pytest.mark.parametrize("missing", ["NNODES", "NODE_RANK", "MASTER_ADDR"])
+def test_what_a_host_has_to_know_is_named(examples, tmp_path, missing):
+    hosts = {"NNODES": "2", "NODE_RANK": "0", "MASTER_ADDR": "host0"} | {missing: ""}
+    done = run(examples / "launch_nodes.sh", "launch_gpt.sh", "eager", tmp_path=tmp_path, **hosts)
+    assert done.returncode
+    assert f"{missing}: set it to" in done.stderr
+
+
+def test_slurm_starts_it_on_each_host(examples, tmp_path):
+    for name, text in {"scontrol": "echo host0; echo host1", "srun": 'SLURM_NODEID=1 "$@"'}.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    slurm = {
+        "SLURM_JOB_NODELIST": "host[0-1]",
+        "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_ID": "17",
+        "SLURM_GPUS_ON_NODE": "8",
+    }
+    done = run("examples/launch.sbatch", "launch_gpt.sh", "graphed", "--seed", "7", tmp_path=tmp_path, **slurm)
+    given = done.stdout.split()
+    assert given[given.index("--rdzv-endpoint") + 1] == "host0:29500"
+    assert given[given.index("--rdzv-id") + 1] == "17"
+    assert given[given.index("--nproc-per-node") + 1] == "8"
+    assert "is_host=false" in given
+    assert given[-2:] == ["--seed", "7"]

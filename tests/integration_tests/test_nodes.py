@@ -1,0 +1,95 @@
+"""Ranks of two agents, as of two hosts, train as those of one, and go on after one of them was killed."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.documents import write_documents
+from tests.support.forked_ranks import OWN
+from tests.support.pretrain import BATCH, FLAGS, GRAPHS, SCRIPT, numbers, pretrain, steps_in
+
+LAUNCH_NODES = Path(__file__).resolve().parents[2] / "examples" / "launch_nodes.sh"
+STEPS = "--train-iters 8 --cuda-graph-warmup-steps 1"
+TIMEOUT = 1200  # seconds
+
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(torch.cuda.is_available(), reason="agents of the CPU backend"),
+]
+
+
+class Agents:
+    """Two agents on this host, each with one rank of ``examples/pretrain_gpt.py``."""
+
+    def __init__(self, folder: Path, flags: str, data: Path, **variables: str) -> None:
+        folder.mkdir()
+        script = folder / "train.sh"
+        command = (
+            f"-m torch.distributed.run $LAUNCHER --nproc-per-node 1 -m megatron_fsdp_cuda_graphs.cpu_backend {SCRIPT}"
+        )
+        given = f"{FLAGS} {BATCH} {GRAPHS[True]} --data-path {data} {flags}"
+        script.write_text(f"#!/bin/sh\nexec {sys.executable} {command} {' '.join(given.split())}\n")
+        script.chmod(0o755)
+        self.metrics, self.logs = folder / "metrics.jsonl", [folder / "log0", folder / "log1"]
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        common = {"NNODES": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+        common |= {"STEP_METRICS_PATH": str(self.metrics), **OWN, **variables}
+        self._agents = [
+            subprocess.Popen(
+                ["bash", LAUNCH_NODES, script],
+                env=os.environ | common | {"NODE_RANK": str(rank)},
+                stdout=log.open("w"),
+                stderr=subprocess.STDOUT,
+            )
+            for rank, log in enumerate(self.logs)
+        ]
+
+    def kill_a_rank_after(self, step: int) -> None:
+        """Kill the first agent's rank once ``step`` steps are done."""
+        end = time.monotonic() + TIMEOUT
+        while len(steps_in(self.metrics)) < step and self._agents[0].poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        children = Path(f"/proc/{self._agents[0].pid}/task/{self._agents[0].pid}/children").read_text().split()
+        os.kill(int(children[-1]), signal.SIGKILL)
+
+    def ended(self) -> list[dict]:
+        """Wait for their end, and return the metrics of each step, of one that was done twice both."""
+        statuses = [agent.wait(TIMEOUT) for agent in self._agents]
+        assert statuses == [0, 0], "\n".join(log.read_text(errors="replace")[-3000:] for log in self.logs)
+        return steps_in(self.metrics)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return write_documents(tmp_path_factory.mktemp("data") / "documents", count=100, longest=400)
+
+
+@pytest.fixture(scope="module")
+def of_one_agent(tmp_path_factory, data):
+    return numbers(pretrain(tmp_path_factory.mktemp("one") / "run", STEPS, graphs=True, data=data))
+
+
+def test_two_agents_train_as_one_does(tmp_path, data, of_one_agent):
+    steps = Agents(tmp_path / "run", STEPS, data).ended()
+    assert numbers(steps) == of_one_agent
+    assert steps[-1]["graphs"]
+
+
+def test_a_job_goes_on_after_a_rank_was_killed(tmp_path, data, of_one_agent):
+    checkpoints = tmp_path / "checkpoints"
+    agents = Agents(
+        tmp_path / "run", f"{STEPS} --save {checkpoints} --load {checkpoints} --save-interval 2", data, MAX_RESTARTS="1"
+    )
+    agents.kill_a_rank_after(5)
+    steps = numbers(agents.ended())
+    assert dict(enumerate(of_one_agent, 1)) == {step[0]: step for step in steps}
+    assert len({*steps}) == len(of_one_agent) < len(steps)  # some were done twice, with the same numbers
