@@ -3,15 +3,19 @@
 Everything else in this module is megatron-core's.
 """
 
-from typing import TYPE_CHECKING, Any
+import logging
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from megatron.core._rank_utils import log_single_rank
+from megatron.core.token_bounds import token_bounds
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 from .host_agreement import agreement_of_all_ranks
 
 _upstream: Any = extend(__name__)
+logger = logging.getLogger(__name__)
 
 if TYPE_CHECKING:  # megatron-core's names
 
@@ -19,27 +23,57 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 class RerunStateMachine(_upstream.RerunStateMachine):
-    """megatron-core's ``RerunStateMachine`` with two differences.
+    """megatron-core's ``RerunStateMachine`` with three differences.
 
     - What ranks agree on is known to their hosts, so these agree without the device, where they can
       (``agreement_of_all_ranks``). On the device it would be reduced after most work of the step, and the optimizer's
       be given to one that has run idle by then.
     - A rerun starts from the same states of the generators that CUDA graphs draw from. megatron-core keeps the
       generators, which go on, and not their states.
+    - A step in which a rank had no room for all tokens (``token_bounds``) runs again with room for all, as if it had
+      not run before.
     """
 
     _generator_states: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
+    _agreed: bool | None = None
 
     def should_run_forward_backward(self, data_iterator: Any) -> bool:
         """Return whether to run the step, or to run it again, which all ranks agree on; see megatron-core."""
-        runs: bool = super().should_run_forward_backward(data_iterator)
+        starts = self.state == _upstream.RerunState.NOT_RUNNING_YET
+        bounded = bool(token_bounds) and self.mode == _upstream.RerunMode.VALIDATE_RESULTS
+        runs = False
+        if bounded and self.state == _upstream.RerunState.INITIAL_RUN:
+            asked = [token_bounds.overflowed(), self.rerun_requested]
+            runs, self._agreed = cast(tuple[bool, ...], self._reduce_any(asked))
+        if runs:
+            self._start_again(data_iterator)
+        else:
+            runs = super().should_run_forward_backward(data_iterator)
+        if bounded and starts:
+            token_bounds.begin()
+        elif bounded and not runs:
+            token_bounds.end()
         if runs and self.mode != _upstream.RerunMode.DISABLED:
             agreement = agreement_of_all_ranks()
             if agreement is not None:
                 agreement.expect()
         return runs
 
+    def _start_again(self, data_iterator: Any) -> None:
+        """Let the first run of the step not have been, and the next one have room for all tokens."""
+        self._restore_state()
+        for each in self._sanitize_data_iterators(data_iterator):
+            each.rewind()
+        self.validation_counts.clear()
+        self.rerun_requested, self._agreed = False, None
+        self.failed_validation_call = self.initial_result = None
+        if said := token_bounds.lift():
+            log_single_rank(logger, logging.WARNING, said)
+
     def _reduce_any(self, value: bool | list[bool]) -> bool | tuple[bool, ...]:
+        if self._agreed is not None:  # before, with another question
+            known, self._agreed = self._agreed, None
+            return known
         agreement = agreement_of_all_ranks()
         if agreement is not None:
             agreed = agreement.any(value if isinstance(value, list) else [value])
@@ -49,10 +83,12 @@ class RerunStateMachine(_upstream.RerunStateMachine):
 
     def _save_state(self) -> None:
         super()._save_state()
+        token_bounds.save_statistics()
         self._generator_states = tuple((generator, generator.get_state()) for generator in _generators())
 
     def _restore_state(self) -> None:
         super()._restore_state()
+        token_bounds.restore_statistics()
         for generator, state in self._generator_states:
             generator.set_state(state)
 

@@ -9,7 +9,8 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
-from megatron.core.transformer._cuda_graphs.flags.own import grouped_tensor
+from megatron.core.transformer._cuda_graphs.flags.own import alltoall_capacity_factor, grouped_tensor
+from megatron.core.transformer.moe.equal_splits import capacity_of_peer
 
 from ..overlay import upstream
 
@@ -96,7 +97,7 @@ def activation_bytes(config: Any, seq_length: int, micro_batch_size: int) -> int
 
 
 def rows_of_experts(config: Any, seq_length: int, micro_batch_size: int) -> Counter[str]:
-    """Sum the room for tokens that experts of several ranks have in each MoE layer, whatever the router does.
+    """Sum the room for tokens that experts of several ranks have in each MoE layer.
 
     Args:
         config: A ``TransformerConfig``.
@@ -110,7 +111,11 @@ def rows_of_experts(config: Any, seq_length: int, micro_batch_size: int) -> Coun
     if not config.num_moe_experts or not grouped_tensor(config) or ranks == 1:
         return Counter()
     parts = config.context_parallel_size * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
-    of_each_rank = seq_length * micro_batch_size // parts * min(config.moe_router_topk, config.num_moe_experts // ranks)
+    top_k = config.moe_router_topk
+    pairs = seq_length * micro_batch_size // parts * top_k
+    of_each_rank = capacity_of_peer(
+        pairs, top_k, config.num_moe_experts // ranks, ranks, alltoall_capacity_factor(config)
+    )
     rows, width = ranks * of_each_rank, config.moe_latent_size or config.hidden_size
     return Counter(rows=rows, bytes=rows * width * config.params_dtype.itemsize)
 

@@ -184,7 +184,7 @@ SERIES = (
         "--moe-use-grouped-tensor: dropless experts of which the host knows no number of tokens",
         "All experts of a layer are computed at once, with offsets that stay on the device, so that a graph can hold "
         "them. Parameters keep their names and shapes.",
-        roots=("core/transformer/moe/",),
+        roots=("core/transformer/moe/", "core/pipeline_parallel/", "core/token_bounds.py"),
         tests=("core/transformer/moe",),
     ),
     Patch(

@@ -114,6 +114,13 @@ FEATURES: dict[str, Setting] = {
         "--moe-expert-capacity-factor": "1.0",
     },
     "dropless experts": {**EXPERTS, MODULES: False, "--moe-use-grouped-tensor": True},
+    "bounded tokens": {
+        **EXPERTS,
+        MODULES: False,
+        "--moe-use-grouped-tensor": True,
+        "--expert-model-parallel-size": "2",
+        "--moe-alltoall-capacity-factor": "1.1",
+    },
     "overlapped shared experts": {**EXPERTS, **SHARED, MODULES: PARTS},
     "attention: beside sinkhorn": {
         **EXPERTS,

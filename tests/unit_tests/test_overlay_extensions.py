@@ -41,6 +41,8 @@ REPLACED = {
     "megatron.core.transformer.module": {"GraphableMegatronModule"},
     "megatron.core.utils": {"get_batch_on_this_tp_rank"},
     "megatron.training.argument_utils": {"core_transformer_config_from_args"},
+    "megatron.core.pipeline_parallel.schedules": {"backward_step"},
+    "megatron.core.transformer.moe.router": {"TopKRouter"},
     "megatron.core.transformer.moe.experts": {"SequentialMLP", "TEGroupedMLP"},
     "megatron.core.transformer.moe.token_dispatcher": {"MoEAllGatherTokenDispatcher", "MoEAlltoAllTokenDispatcher"},
     "megatron.core.transformer.moe.shared_experts": {"FusedSharedExpertMLP", "SharedExpertMLP"},

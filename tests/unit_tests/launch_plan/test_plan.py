@@ -87,6 +87,15 @@ def test_the_room_for_tokens_of_experts_of_several_ranks(capsys, flags, ranks, r
     ]
 
 
+def test_the_room_for_tokens_that_are_bounded(capsys, flags):
+    more = "--num-layers 2 --moe-use-grouped-tensor --expert-model-parallel-size 4 --seq-length 4096 --world-size 4"
+    bounded = "--max-position-embeddings 4096 --moe-alltoall-capacity-factor 1.25"
+    code, lines = planned(capsys, flags(DENSE, EXPERTS, more, bounded))
+    assert code == 0
+    (room,) = (line for line in lines if "rows of tokens that experts have room for" in line)
+    assert f" {8192 * 2 * 5 // 4} rows" in room
+
+
 def test_what_dropless_experts_do_not_fit_is_refused(capsys, flags):
     more = "--moe-use-grouped-tensor --moe-single-grouped-weight --moe-expert-capacity-factor 1.0"
     code, lines = planned(capsys, flags(DENSE, EXPERTS, "--num-layers 2 --world-size 2", more))

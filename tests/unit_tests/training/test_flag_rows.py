@@ -161,6 +161,10 @@ EXAMPLES = {
     "up to the dispatch": Example(f"{MOE} attn moe_router moe_preprocess"),
     "padded experts": Example(f"{MOE} attn moe {PADDED}"),
     "dropless experts": Example(MOE.replace("--cuda-graph-modules", "--moe-use-grouped-tensor")),
+    "bounded tokens": Example(
+        MOE.replace("--cuda-graph-modules", "--moe-use-grouped-tensor --expert-model-parallel-size 2")
+        + " --moe-alltoall-capacity-factor 1.25"
+    ),
     "overlapped shared experts": Example(
         f"{MOE} attn moe_router moe_preprocess --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap"
     ),

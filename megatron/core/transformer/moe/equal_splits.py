@@ -1,8 +1,28 @@
 """Rows in buffers of equal size, one for each expert parallel rank, with their numbers on the device."""
 
+import math
 from typing import Any, NamedTuple
 
 import torch
+
+
+def capacity_of_peer(rows: int, top_k: int, experts: int, ranks: int, factor: float | None = None) -> int:
+    """Return how many rows a rank has room for to send to each rank.
+
+    Args:
+        rows: Its tokens x ``top_k``.
+        top_k: To how many experts each token goes.
+        experts: Experts of each rank.
+        ranks: Ranks over which the experts are spread.
+        factor: Room relative to an even share of ``rows``; None for the most that there can be.
+    """
+    most = rows // top_k * min(top_k, experts)
+    return most if factor is None else min(most, math.ceil(rows / ranks * factor))
+
+
+def cut(counts: torch.Tensor, capacity: int) -> torch.Tensor:
+    """Return how many rows of ``counts``, ``[peers, groups]``, fit a buffer, where the last do not."""
+    return counts.cumsum(1).clamp(max=capacity).diff(dim=1, prepend=torch.zeros_like(counts[:, :1]))
 
 
 class _Moved(torch.autograd.Function):
@@ -50,8 +70,7 @@ def places(counts: torch.Tensor, capacity: int, rows: int) -> Places:
     Args:
         counts: Integers ``[peers, groups]``: rows of each group.
         capacity: Rows of a buffer, at least those of a peer's groups together.
-        rows: How many rows the list has, at least those of all groups and at most those of all buffers. Unused rows
-            take what is left, at its end.
+        rows: How many rows the list has, at least those of all groups. Unused rows take what is left, at its end.
     """
     unused = capacity - counts.sum(1, keepdim=True)
     counts = torch.cat([counts, unused], 1)
@@ -60,5 +79,7 @@ def places(counts: torch.Tensor, capacity: int, rows: int) -> Places:
     place = torch.arange(capacity, device=counts.device).expand(len(counts), -1).contiguous()
     group = torch.searchsorted(ends, place, right=True)
     in_list = (place + (ends_in_list - ends).gather(1, group)).flatten()
-    in_buffers = torch.empty_like(in_list).scatter_(0, in_list, torch.arange(len(in_list), device=counts.device))
+    # Rows of the list that are in no buffer, as where ``cut`` left some out, repeat others.
+    in_buffers = in_list.new_zeros(max(len(in_list), rows))
+    in_buffers.scatter_(0, in_list, torch.arange(len(in_list), device=counts.device))
     return Places(in_list.clamp(max=rows - 1), in_buffers[:rows])

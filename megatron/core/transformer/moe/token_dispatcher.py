@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from megatron.core.transformer._cuda_graphs.flags.own import grouped_tensor
-from megatron.core.transformer.moe.equal_splits import Places, places
+from megatron.core.token_bounds import token_bounds
+from megatron.core.transformer._cuda_graphs.flags.own import alltoall_capacity_factor, grouped_tensor
+from megatron.core.transformer.moe.equal_splits import Places, capacity_of_peer, cut, places
 from megatron.core.transformer.moe.moe_utils import permute
 from megatron_fsdp_cuda_graphs.overlay import extend
 
@@ -48,7 +49,11 @@ class MoEAllGatherTokenDispatcher(_upstream.MoEAllGatherTokenDispatcher):
 
 
 class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
-    """megatron-core's, which sends each peer as many rows as its experts may get at most."""
+    """megatron-core's, which sends each peer a fixed number of rows: as many as its experts may get at most.
+
+    In steps that can run again it is what ``capacity_of_peer`` says. If there are more rows for a peer, results mean
+    nothing, and ``token_bounds`` is told.
+    """
 
     input_splits: Any
     output_splits: Any
@@ -60,16 +65,22 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
         """Send the rows ``[tokens * top-k, hidden]`` and probabilities, by expert, to the ranks of these.
 
         Returns:
-            Rows and probabilities of this rank's experts, ``[ranks * tokens * min(top-k, experts of a rank), ...]``:
-            of each rank by expert, unused rows last.
+            Rows and probabilities of this rank's experts, ``[ranks * capacity_of_peer, ...]``: of each rank by expert,
+            unused rows last.
         """
         rows, probs = permutated_local_input_tokens, permuted_probs
         if self._exchanges():
             top_k, experts = self.config.moe_router_topk, self.num_local_experts
-            capacity = len(rows) // top_k * min(top_k, experts)
-            of_experts = self.num_global_tokens_per_local_expert if experts > 1 else self.output_splits.unsqueeze(1)
-            self._sent = places(self.input_splits.unsqueeze(1), capacity, len(rows))
-            self._received = places(of_experts, capacity, self.ep_size * capacity)
+            factor = self._capacity_factor()
+            capacity = capacity_of_peer(len(rows), top_k, experts, self.ep_size, factor)
+            sent = self.input_splits.unsqueeze(1)
+            received = self.num_global_tokens_per_local_expert if experts > 1 else self.output_splits.unsqueeze(1)
+            if factor is not None:
+                token_bounds.note(sent > capacity)
+                sent, received = cut(sent, capacity), cut(received, capacity)
+                self.tokens_per_expert = received.sum(0)
+            self._sent = places(sent, capacity, len(rows))
+            self._received = places(received, capacity, self.ep_size * capacity)
             self.input_splits = self.output_splits = None  # all equal
             rows, probs = self._sent.to_buffers(rows), self._sent.to_buffers(probs)
         return super().token_dispatch(rows, probs)
@@ -97,6 +108,10 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
         combined: torch.Tensor = super().token_combine(hidden_states, *args, **kwargs)
         sent, self._sent = self._sent, None
         return sent.from_buffers(combined) if sent else combined
+
+    def _capacity_factor(self) -> float | None:
+        factor = alltoall_capacity_factor(self.config)  # read in any case: replays compare it
+        return factor if token_bounds and token_bounds.in_force else None
 
     def _exchanges(self) -> bool:
         return grouped_tensor(self.config) and self.ep_size > 1

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..errors import OptionsError
 from .options import Options
-from .own import GROUPED_FLAG
+from .own import FACTOR_FLAG, GROUPED_FLAG
 
 
 def _tensor_parallel_experts(options: Options) -> bool:
@@ -66,8 +66,37 @@ _OTHERS: tuple[tuple[Callable[[Options], Any], str], ...] = (
 )
 
 
+# The same of --moe-alltoall-capacity-factor.
+_OTHERS_OF_FACTOR: tuple[tuple[Callable[[Options], Any], str], ...] = (
+    (
+        lambda o: (
+            not o.grouped_tensor
+            or o.get("moe_token_dispatcher_type", "allgather") != "alltoall"
+            or not o.several("expert_model_parallel_size")
+        ),
+        f"needs {GROUPED_FLAG}, --moe-token-dispatcher-type alltoall and --expert-model-parallel-size above 1",
+    ),
+    (
+        lambda o: o.get("rerun_mode", "validate_results") != "validate_results",
+        "runs steps again: set --rerun-mode validate_results",
+    ),
+    (
+        lambda o: o.implementation not in ("none", "transformer_engine"),
+        "runs steps again eagerly, which graphs of --cuda-graph-impl local and full_iteration do not allow",
+    ),
+    (
+        lambda o: o.stages > 1 or o.get("fine_grained_activation_offloading"),
+        "was not tried with --pipeline-model-parallel-size and --fine-grained-activation-offloading: leave it out",
+    ),
+    (
+        lambda o: o.get("qk_clip") or o.get("log_max_attention_logit"),
+        "cannot take back what --qk-clip and --log-max-attention-logit have seen: leave it or these out",
+    ),
+)
+
+
 def check_grouped_tensor(*sources: Any) -> None:
-    """Check what else parsed flags or a configuration say where --moe-use-grouped-tensor is given.
+    """Check what else parsed flags or a configuration say where --moe-use-grouped-tensor is given, and of its bounds.
 
     Args:
         sources: Where the options are; see ``Options``.
@@ -76,6 +105,9 @@ def check_grouped_tensor(*sources: Any) -> None:
         OptionsError: something does not fit; all of it is listed, with what to do.
     """
     options = Options(*sources)
-    problems = [words for applies, words in _OTHERS if applies(options)] if options.grouped_tensor else []
+    bounded = options.get("moe_alltoall_capacity_factor") is not None
+    rows = [(GROUPED_FLAG, row) for row in _OTHERS if options.grouped_tensor]
+    rows += [(FACTOR_FLAG, row) for row in _OTHERS_OF_FACTOR if bounded]
+    problems = [f"{flag} {words}" for flag, (applies, words) in rows if applies(options)]
     if problems:
-        raise OptionsError("\n".join(f"{GROUPED_FLAG} {words}" for words in problems))
+        raise OptionsError("\n".join(problems))

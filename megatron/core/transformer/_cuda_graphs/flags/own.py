@@ -15,6 +15,7 @@ LayersPerGraph = Literal["all", "model", 1]
 CAPTURES_FLAG = "--cuda-graph-max-captures"
 PACKED_FLAG = "--cuda-graph-packed-sequences"
 GROUPED_FLAG = "--moe-use-grouped-tensor"
+FACTOR_FLAG = "--moe-alltoall-capacity-factor"
 _FALLBACK_FLAG = "--cuda-graph-fallback"
 _LAYERS_FLAG = "--cuda-graph-layers-per-graph"
 # A schedule of sequence lengths or batch sizes has a handful of stages; what changes more often would gain little from
@@ -57,6 +58,13 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "tokens each expert gets. With --cuda-graph-impl transformer_engine graphs may then hold whole MoE layers. "
         "Needs --bf16 and a GPU of compute capability 9.0 or newer.",
     },
+    FACTOR_FLAG: {
+        "type": float,
+        "metavar": "F",
+        "help": f"With {GROUPED_FLAG} and --moe-token-dispatcher-type alltoall: each rank has room for F times an even "
+        "share of its tokens to send to each rank that has experts. A step in which that is too little is run again, "
+        "eagerly and with room for all, before the optimizer's step: nothing is dropped. Default: room for all.",
+    },
     "--cuda-graph-report": {
         "metavar": "DIR",
         "help": "With --cuda-graph-impl transformer_engine: rank 0 writes capture.json and capture.html to this "
@@ -83,7 +91,7 @@ def check_arguments(args: Any) -> None:
     for flag in _FLAGS:
         value = _given(args, flag)
         # Without graphs the number of packed sequences says how batches are padded, for comparisons.
-        without = flag == GROUPED_FLAG or (args.cuda_graph_impl == "none" and flag == PACKED_FLAG)
+        without = flag in (GROUPED_FLAG, FACTOR_FLAG) or (args.cuda_graph_impl == "none" and flag == PACKED_FLAG)
         if value != _default(flag) and args.cuda_graph_impl != "transformer_engine" and not without:
             raise ValueError(
                 f"{flag} {value} needs --cuda-graph-impl transformer_engine, got {args.cuda_graph_impl}: leave it out"
@@ -104,6 +112,7 @@ def check_values(options: Any) -> None:
     layers_per_graph(options)
     max_captures(options)
     packed_sequences(options)
+    alltoall_capacity_factor(options)
 
 
 def give_to_config(args: Any, config: Any) -> None:
@@ -152,6 +161,18 @@ def packed_sequences(options: Any) -> int | None:
 def grouped_tensor(options: Any) -> bool:
     """Whether experts compute their tokens in one grouped matrix product, by counts that the device knows."""
     return bool(_given(options, GROUPED_FLAG))
+
+
+def alltoall_capacity_factor(options: Any) -> float | None:
+    """Return for how many tokens ranks have room to send each other, relative to an even share; None for all.
+
+    Raises:
+        OptionsError: it is not positive.
+    """
+    given: float | None = _given(options, FACTOR_FLAG)
+    if given is not None and not given > 0:
+        raise OptionsError(f"{FACTOR_FLAG} must be above 0, where 1 is an even share of the tokens, got {given:g}")
+    return given
 
 
 def _attribute(flag: str) -> str:

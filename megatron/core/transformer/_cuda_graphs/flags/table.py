@@ -70,6 +70,7 @@ _PRETRAIN = "tests/integration_tests/test_pretrain_flags.py"
 _RESUMED = "tests/integration_tests/test_resumed_runs.py"
 _WHOLE = "tests/integration_tests/test_unsharded_gradients.py"
 _GROUPED = "tests/integration_tests/test_grouped_experts.py"
+_BOUNDS = "tests/integration_tests/test_token_bounds.py"
 _GPU = "tests/gpu/test_fsdp_graphs.py"
 _GPU_FLAGS = "tests/gpu/test_fsdp_flags.py"
 _PACKED = "cuda_graph_packed_sequences"
@@ -605,6 +606,12 @@ _WORKS = [
         "--moe-use-grouped-tensor, whole layers or --cuda-graph-modules attn, moe_router or moe_preprocess",
         _GROUPED,
         "with --moe-router-topk above 2 add --moe-permute-fusion, without which no run repeats another's bits on a GPU",
+    ),
+    _works(
+        "bounded tokens",
+        "--moe-alltoall-capacity-factor",
+        _BOUNDS,
+        "with --moe-use-grouped-tensor and --moe-token-dispatcher-type alltoall",
     ),
     _works("overlapped shared experts", "--moe-shared-expert-overlap", _CPU),
     _works("tied embeddings", "tied embeddings (--untie-embeddings-and-output-weights not given)", _CPU),

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.token_bounds import token_bounds
 from megatron.core.utils import log_single_rank
 
 from .. import state
@@ -43,7 +44,7 @@ def capture_mode(enter: Callable[[], float], offloads: bool, reset: Callable[[],
     """
     try:
         start = enter()
-        with reuse_across_streams():
+        with reuse_across_streams(), token_bounds.of_captures():
             yield start
     except BaseException:
         if offloads:

@@ -6,7 +6,7 @@ pytest.importorskip("megatron.core")
 
 import torch
 
-from megatron.core.transformer.moe.equal_splits import places
+from megatron.core.transformer.moe.equal_splits import capacity_of_peer, cut, places
 from megatron.core.transformer.moe.grouped_tensor import compute_experts
 from megatron.core.transformer.moe.moe_utils import permute, sort_chunks_by_idxs, unpermute
 
@@ -165,3 +165,49 @@ def test_experts_of_several_ranks_compute_what_experts_of_one_do(routes):
     assert (torch.cat(found) - expected).norm() <= ROUNDING * expected.norm()
     for mine, theirs in zip(found_grads, expected_grads, strict=True):
         assert (mine - theirs).norm() <= ROUNDING * theirs.norm()
+
+
+@pytest.mark.parametrize(
+    ("factor", "rows"), [(None, 20), (1.0, 5), (1.3, 7), (0.1, 1), (4.0, 20), (100.0, 20)], ids=lambda value: str(value)
+)
+def test_the_room_for_a_peer_is_a_share_of_the_tokens_and_at_most_what_there_can_be(factor, rows):
+    assert capacity_of_peer(TOKENS * 2, top_k=2, experts=2, ranks=4, factor=factor) == rows
+    assert capacity_of_peer(TOKENS * 2, top_k=2, experts=1, ranks=4, factor=factor) == min(rows, TOKENS)
+
+
+def test_rows_beyond_the_room_are_cut_from_the_last_groups():
+    counts = torch.tensor([[3, 4, 5], [0, 9, 0], [1, 1, 1], [7, 0, 1]])
+    assert cut(counts, 6).tolist() == [[3, 3, 0], [0, 6, 0], [1, 1, 1], [6, 0, 0]]
+
+
+@pytest.mark.parametrize("capacity", [1, 3, 10])
+def test_places_of_rows_that_were_cut_are_places_too(routes, capacity):
+    """What they hold means nothing, but is there: nothing reads out of bounds."""
+    ranks = Ranks(routes)
+    rows = TOKENS * ranks.top_k
+    sent = places(cut(ranks.counts[0].sum(1, keepdim=True), capacity), capacity, rows)
+    assert len(sent.in_list) == ranks.size * capacity
+    assert len(sent.in_buffers) == rows
+    for indices, end in ((sent.in_list, rows), (sent.in_buffers, ranks.size * capacity)):
+        assert (indices >= 0).all() and (indices < end).all()
+
+
+def test_with_just_enough_room_rows_are_those_with_room_for_all(routes):
+    ranks, least = Ranks(routes), Ranks(routes)
+    least.capacity = int(ranks.counts.sum(2).max())
+    least.sent = [
+        places(cut(each.sum(1, keepdim=True), least.capacity), least.capacity, TOKENS * ranks.top_k)
+        for each in ranks.counts
+    ]
+    least.received = [
+        places(cut(ranks.counts[:, rank], least.capacity), least.capacity, ranks.size * least.capacity)
+        for rank in range(ranks.size)
+    ]
+    rows = leaves(*[(TOKENS * ranks.top_k, HIDDEN)] * ranks.size)
+    for rank, (mine, theirs) in enumerate(zip(least.dispatch(rows), ranks.dispatch(rows), strict=True)):
+        used = int(ranks.counts[:, rank].sum())
+        assert torch.equal(mine[:used], theirs[:used])
+    back = least.combine(least.dispatch(rows))
+    assert all(map(torch.equal, back, rows))
+    grads = [torch.randn_like(each) for each in back]
+    assert all(map(torch.equal, torch.autograd.grad(back, rows, grads), grads))

@@ -71,3 +71,32 @@ def test_what_fits_passes(changes):
 @pytest.mark.parametrize("words", UNFIT)
 def test_without_the_flag_nothing_is_refused(words):
     check_grouped_tensor(options(moe_use_grouped_tensor=False, **UNFIT[words]))
+
+
+FACTOR: dict[str, Any] = {"moe_alltoall_capacity_factor": 1.25, "expert_model_parallel_size": 2}
+UNFIT_FOR_FACTOR: dict[str, dict[str, Any]] = {
+    "needs --moe-use-grouped-tensor": {"moe_use_grouped_tensor": False},
+    "--moe-token-dispatcher-type alltoall": {"moe_token_dispatcher_type": "allgather"},
+    "--expert-model-parallel-size above 1": {"expert_model_parallel_size": 1},
+    "--rerun-mode validate_results": {"rerun_mode": "disabled"},
+    "--cuda-graph-impl local": {"cuda_graph_impl": "local"},
+    "full_iteration": {"cuda_graph_impl": "full_iteration"},
+    "--pipeline-model-parallel-size": {"pipeline_model_parallel_size": 2},
+    "--fine-grained-activation-offloading": {"fine_grained_activation_offloading": True},
+    "--qk-clip": {"qk_clip": True},
+    "--log-max-attention-logit": {"log_max_attention_logit": True},
+}
+
+
+@pytest.mark.parametrize("words", UNFIT_FOR_FACTOR)
+def test_what_a_capacity_factor_does_not_fit_is_named(words):
+    with pytest.raises(OptionsError) as error:
+        check_grouped_tensor(options(**FACTOR | UNFIT_FOR_FACTOR[words]))
+    (line,) = str(error.value).split("\n")
+    assert line.startswith("--moe-alltoall-capacity-factor ")
+    assert words in line
+
+
+@pytest.mark.parametrize("changes", [{}, {"cuda_graph_impl": "transformer_engine"}, {"rerun_mode": "validate_results"}])
+def test_a_capacity_factor_fits_an_alltoall_of_several_ranks(changes):
+    check_grouped_tensor(options(**FACTOR | changes))

@@ -8,6 +8,7 @@ import pytest
 from megatron.core.transformer._cuda_graphs.errors import OptionsError
 from megatron.core.transformer._cuda_graphs.flags import own
 from megatron.core.transformer._cuda_graphs.flags.own import (
+    alltoall_capacity_factor,
     layers_per_graph,
     max_captures,
     packed_sequences,
@@ -138,4 +139,19 @@ def test_a_configuration_has_every_flag():
         "cuda_graph_max_captures": 8,
         "cuda_graph_report": None,
         "moe_use_grouped_tensor": False,
+        "moe_alltoall_capacity_factor": None,
     }
+
+
+def test_a_capacity_factor_is_a_share_and_works_without_graphs():
+    args = parsed("--moe-alltoall-capacity-factor", "1.25")
+    for args.cuda_graph_impl in ("none", "transformer_engine"):
+        own.check_arguments(args)
+    assert alltoall_capacity_factor(args) == 1.25
+    assert alltoall_capacity_factor(SimpleNamespace()) is None
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "nan"])
+def test_a_capacity_factor_of_nothing_is_refused(value):
+    with pytest.raises(OptionsError, match=f"--moe-alltoall-capacity-factor must be above 0, .* got {value}"):
+        own.check_arguments(parsed("--moe-alltoall-capacity-factor", value))

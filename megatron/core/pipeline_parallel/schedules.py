@@ -1,0 +1,21 @@
+"""Schedules in which the host learns of bounds on tokens that were too small while the backward pass runs.
+
+Everything else in this module is megatron-core's.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.token_bounds import token_bounds
+from megatron_fsdp_cuda_graphs.overlay import extend
+
+_upstream: Any = extend(__name__)
+
+if TYPE_CHECKING:  # megatron-core's names
+
+    def __getattr__(name: str) -> Any: ...
+
+
+def backward_step(*args: Any, **kwargs: Any) -> Any:
+    """Run the backward pass of a micro-batch; see megatron-core. What its forward pass noted is copied first."""
+    token_bounds.copy_to_host()
+    return _upstream.backward_step(*args, **kwargs)

@@ -1,0 +1,29 @@
+"""Routers whose tokens may be bounded on their way to experts.
+
+Everything else in this module is megatron-core's.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
+from megatron.core.token_bounds import token_bounds
+from megatron.core.transformer._cuda_graphs.flags.grouped_tensor import check_grouped_tensor
+from megatron.core.transformer._cuda_graphs.flags.own import alltoall_capacity_factor
+from megatron_fsdp_cuda_graphs.overlay import extend
+
+_upstream: Any = extend(__name__)
+
+if TYPE_CHECKING:  # megatron-core's names
+
+    def __getattr__(name: str) -> Any: ...
+
+
+class TopKRouter(_upstream.TopKRouter):
+    """megatron-core's ``TopKRouter``; tokens are bounded in trainings whose steps can run again."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        check_grouped_tensor(self.config)
+        validates = get_rerun_state_machine().get_mode() == RerunMode.VALIDATE_RESULTS
+        if validates and alltoall_capacity_factor(self.config) is not None:
+            token_bounds.add(self)

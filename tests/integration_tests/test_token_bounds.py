@@ -1,0 +1,99 @@
+"""Steps in which ranks have more tokens for each other than there is room for: they run again as if they had not run.
+
+Two CPU ranks with two of four experts each, with dropout, routers' statistics, expert bias and two micro-batches. Where
+all tokens of a rank go to the experts of one, it has twice an even share for that one.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.support.pretrain import numbers, pretrain
+from tests.support.sample import mostly_long
+
+SCRIPT = Path(__file__).parents[1] / "support" / "pretrain_overflowing.py"
+STEPS, WARMUP = 7, 2
+FLAGS = f"""
+    --train-iters {STEPS} --num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --expert-model-parallel-size 2
+    --moe-token-dispatcher-type alltoall --disable-bias-linear --moe-use-grouped-tensor
+    --moe-router-load-balancing-type aux_loss --moe-aux-loss-coeff 1e-2 --moe-z-loss-coeff 1e-3
+    --moe-router-enable-expert-bias --moe-router-score-function sigmoid --eval-iters 1 --eval-interval 3
+"""
+OVERFLOWS = {1: [0, 1], 4: [1], 5: [0], 6: [0, 1]}  # before and after the capture
+ALWAYS = 0.9  # less than an even share
+GRAPHS = f"--cuda-graph-warmup-steps {WARMUP}"
+KINDS = {
+    "eager": "",
+    "model": GRAPHS,
+    "all": f"{GRAPHS} --cuda-graph-layers-per-graph all",
+    "layers": f"{GRAPHS} --cuda-graph-layers-per-graph 1",
+    "parts": f"{GRAPHS} --cuda-graph-modules attn moe_router moe_preprocess",
+    "no warm-up": "--cuda-graph-warmup-steps 0",
+    "eager recomputation": "--recompute-granularity selective --recompute-modules moe",
+    "on devices": f"{GRAPHS} --disable-gloo-process-groups",
+}
+LOGGED = r"(?:lm loss|load_balancing_loss|z_loss|validation loss at iteration.*lm loss value): \S+"
+
+
+class Run:
+    """A training: its numbers, what it logs, what ranks answered in each step, and their routers' buffers."""
+
+    def __init__(self, folder, flags, overflows, graphs):
+        with pytest.MonkeyPatch.context() as patches:
+            patches.setenv("OVERFLOWS", json.dumps(overflows))
+            patches.setenv("NOTES_PATH", f"{folder}.notes")
+            self.steps = pretrain(folder, f"{FLAGS} {flags}", graphs=graphs, script=SCRIPT)
+        self.log = (folder / "log").read_text()
+        notes = [Path(f"{folder}.notes.{rank}").read_text().splitlines() for rank in range(2)]
+        *self.answers, _ = zip(*(map(json.loads, lines) for lines in notes), strict=True)
+        buffers = [json.loads(lines[-1]) for lines in notes]
+        self.found = numbers(self.steps), re.findall(LOGGED, self.log), buffers
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A function that trains with a factor, or None for room for all, and kind of graphs; without a factor once."""
+    done = {}
+
+    def train(factor, kind, overflows=OVERFLOWS):
+        key = factor, kind, *overflows
+        if key not in done:
+            folder = tmp_path_factory.mktemp("bounds") / "run"
+            bounded = "" if factor is None else f"--moe-alltoall-capacity-factor {factor}"
+            graphs = "eager" not in kind
+            done[key] = Run(folder, f"{KINDS[kind]} {bounded}", overflows, graphs)
+        return done[key]
+
+    return train
+
+
+@pytest.mark.parametrize("kind", mostly_long(KINDS, "eager", "model", "layers"))
+def test_steps_that_overflow_run_again_as_if_they_had_not_run(run, kind):
+    bounded = run(1.9, kind)
+    expected = [
+        [[step, rank in ranks] for rank in range(2)] if first else [[step, False]] * 2
+        for step in range(1, STEPS + 1)
+        for ranks in [OVERFLOWS.get(step, [])]
+        for first in ([True, False] if ranks else [True])
+    ]
+    assert [[*each] for each in bounded.answers] == expected
+    assert bounded.found == run(None, "eager").found
+    assert bounded.log.count("raise the factor") == 1
+    captured = STEPS + 1 if "eager" in kind else WARMUP if "warm" not in kind else 0
+    assert [step["graphs"] > 0 for step in bounded.steps] == [step > captured for step in range(1, STEPS + 1)]
+
+
+@pytest.mark.parametrize("kind", mostly_long(["eager", "model"], "model"))
+def test_steps_that_all_overflow_lose_no_token_in_evaluation_either(run, kind):
+    bounded = run(ALWAYS, kind, {})
+    assert all(any(found for _, found in each) for each in bounded.answers[::2])
+    assert bounded.found == run(None, "eager", {}).found
+
+
+def test_steps_that_do_not_overflow_run_once(run):
+    bounded = run(1.9, "model", {})
+    assert [[*each] for each in bounded.answers] == [[[step, False]] * 2 for step in range(1, STEPS + 1)]
+    assert "raise the factor" not in bounded.log
+    assert bounded.found == run(None, "eager", {}).found

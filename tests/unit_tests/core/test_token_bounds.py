@@ -1,0 +1,201 @@
+"""Bounds on tokens: what the host learns of them, what is kept of statistics, and steps that run again."""
+
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.support.on_cpu_backend import on_cpu_backend
+
+FACTOR = 1.25
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _one_rank():
+    with on_cpu_backend():
+        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+
+class Router(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(moe_alltoall_capacity_factor=FACTOR)
+        self.register_buffer("tokens", torch.arange(4.0))
+
+
+@pytest.fixture
+def router():
+    return Router()
+
+
+@pytest.fixture
+def bounds(router):
+    from megatron.core import token_bounds
+
+    made = token_bounds.TokenBounds()
+    made.add(router)
+    with mock.patch.object(token_bounds, "token_bounds", made):
+        yield made
+
+
+@pytest.fixture
+def machine(bounds):
+    from megatron.core import rerun_state_machine
+
+    rerun_state_machine.destroy_rerun_state_machine()
+    rerun_state_machine.initialize_rerun_state_machine(mode=rerun_state_machine.RerunMode.VALIDATE_RESULTS)
+    with mock.patch.object(rerun_state_machine, "token_bounds", bounds):
+        yield rerun_state_machine.get_rerun_state_machine()
+    rerun_state_machine.destroy_rerun_state_machine()
+
+
+def run(bounds, *microbatches):
+    """Run the passes of a step whose micro-batches note these."""
+    for too_many in microbatches:
+        bounds.note(torch.tensor([False, too_many]))
+        bounds.copy_to_host()
+
+
+@pytest.mark.parametrize("microbatches", [[True], [False, True], [True, False]], ids=str)
+def test_a_micro_batch_that_overflows_is_known_at_the_end_of_the_step(bounds, microbatches):
+    bounds.begin()
+    run(bounds, *microbatches)
+    assert bounds.overflowed()
+    bounds.end()
+    bounds.begin()
+    run(bounds, False)
+    assert not bounds.overflowed()
+
+
+def test_the_host_learns_what_was_noted_before_the_last_copy_only(bounds):
+    bounds.begin()
+    run(bounds, False)
+    bounds.note(torch.tensor([True]))
+    assert not bounds.overflowed()
+
+
+def test_where_nothing_was_copied_the_host_waits_for_all(bounds):
+    for too_many in (True, False):
+        bounds.begin()
+        bounds.note(torch.tensor([too_many]))
+        assert bounds.overflowed() == too_many
+        bounds.end()
+
+
+def test_a_step_that_an_exception_has_ended_leaves_the_next_one_its_bounds(bounds, router):
+    bounds.begin()
+    bounds.lift()
+    bounds.begin()
+    assert router.config.moe_alltoall_capacity_factor == FACTOR
+    assert bounds.in_force
+
+
+def test_captures_are_bounded_outside_of_steps(bounds):
+    with bounds.of_captures():
+        assert bounds.in_force
+    assert not bounds.in_force
+
+
+def test_a_loop_that_would_run_no_step_again_is_refused(bounds):
+    with pytest.raises(RuntimeError, match=r"--moe-alltoall-capacity-factor needs .* should_run_forward_backward"):
+        bounds.copy_to_host()
+
+
+def test_without_bounds_there_is_nothing_to_copy():
+    from megatron.core.token_bounds import TokenBounds
+
+    TokenBounds().copy_to_host()
+
+
+def test_lifted_bounds_are_back_at_the_end_of_the_step(bounds, router):
+    bounds.begin()
+    assert "--moe-alltoall-capacity-factor 1.25" in bounds.lift()
+    assert router.config.moe_alltoall_capacity_factor is None
+    bounds.end()
+    assert router.config.moe_alltoall_capacity_factor == FACTOR
+    assert not bounds.in_force
+    bounds.begin()
+    assert bounds.lift() == ""  # said before
+
+
+def test_statistics_are_in_place_what_they_were_and_new_ones_zero(bounds, router):
+    from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+    from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
+
+    metrics: dict[str, Any] = {}
+    losses = {"loss_values": torch.full((2,), 5.0), "reduce_group": None}
+    with (
+        mock.patch.object(get_moe_metrics_tracker(), "_metrics", metrics),
+        mock.patch.object(MTPLossLoggingHelper, "tracker", losses),
+    ):
+        get_moe_metrics_tracker().record("old", torch.tensor(3.0), 1, 2)
+        bounds.save_statistics()
+        place = router.tokens.data_ptr()
+        router.tokens += 1
+        losses["loss_values"] += 1
+        for name in ("old", "new"):
+            get_moe_metrics_tracker().record(name, torch.tensor(7.0), 2, 2)
+        bounds.restore_statistics()
+        assert metrics["old"].values.tolist() == [3.0, 0.0]
+        assert metrics["new"].values.tolist() == [0.0, 0.0]
+    assert losses["loss_values"].tolist() == [5.0, 5.0]
+    assert router.tokens.tolist() == [0.0, 1.0, 2.0, 3.0]
+    assert router.tokens.data_ptr() == place
+
+
+def test_a_step_that_overflows_runs_again_once_with_room_for_all(machine, bounds, router):
+    for _ in range(2):
+        assert machine.should_run_forward_backward(None)
+        assert bounds.in_force
+        run(bounds, True)
+        router.tokens += 1
+        assert machine.should_run_forward_backward(None)
+        assert router.config.moe_alltoall_capacity_factor is None
+        assert router.tokens.tolist() == [0.0, 1.0, 2.0, 3.0]
+        run(bounds, False)
+        assert not machine.should_run_forward_backward(None)
+        assert router.config.moe_alltoall_capacity_factor == FACTOR
+        assert machine.should_checkpoint_and_exit() == (False, False, 0)
+
+
+def test_a_step_that_does_not_overflow_runs_once(machine, bounds):
+    for _ in range(2):
+        assert machine.should_run_forward_backward(None)
+        run(bounds, False)
+        assert not machine.should_run_forward_backward(None)
+        assert not bounds.in_force
+
+
+def test_a_wrong_result_of_a_step_that_overflows_is_forgotten_and_of_the_next_run_is_not(machine, bounds, router):
+    def validate(value):
+        machine.validate_result(torch.tensor(value), torch.isnan, "found NaN", fatal=True)
+
+    machine.should_checkpoint_and_exit()  # nothing is validated before a first step has ended
+    assert machine.should_run_forward_backward(None)
+    validate(float("nan"))
+    run(bounds, True)
+    assert machine.should_run_forward_backward(None)
+    validate(float("nan"))
+    run(bounds, False)
+    assert machine.should_run_forward_backward(None)  # to see whether the NaN can be reproduced
+    assert router.config.moe_alltoall_capacity_factor is None
+    assert machine.state == type(machine.state).RERUNNING_IN_PLACE
+
+
+def test_the_data_of_the_first_run_is_given_again(machine, bounds):
+    from megatron.core.rerun_state_machine import RerunDataIterator
+
+    data = RerunDataIterator(iter(range(10)))
+    assert machine.should_run_forward_backward(data)
+    first = [next(data), next(data)]
+    run(bounds, True)
+    assert machine.should_run_forward_backward(data)
+    assert [next(data), next(data)] == first
+    assert not machine.should_run_forward_backward(data)
+    assert machine.should_run_forward_backward(data)
+    assert next(data) == 2
