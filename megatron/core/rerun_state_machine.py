@@ -37,6 +37,10 @@ class RerunStateMachine(_upstream.RerunStateMachine):
     _generator_states: tuple[tuple[torch.Generator, torch.Tensor], ...] = ()
     _agreed: bool | None = None
 
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        token_bounds.clear()  # those of a training before: on some ranks its model may be there still
+
     def should_run_forward_backward(self, data_iterator: Any) -> bool:
         """Return whether to run the step, or to run it again, which all ranks agree on; see megatron-core."""
         starts = self.state == _upstream.RerunState.NOT_RUNNING_YET

@@ -39,6 +39,12 @@ class TokenBounds:
             self._copied = torch.cuda.Event()
         self._routers.add(router)
 
+    def clear(self) -> None:
+        """Forget all routers."""
+        self.end()
+        self._routers.clear()
+        self._kept, self._told = {}, False
+
     def note(self, too_many: torch.Tensor) -> None:
         """Note on the device whether any of ``too_many``, bool, is True."""
         self._too_small.logical_or_(too_many.any())

@@ -95,6 +95,17 @@ def test_a_step_that_an_exception_has_ended_leaves_the_next_one_its_bounds(bound
     assert bounds.in_force
 
 
+def test_a_machine_of_another_training_forgets_the_bounds_of_the_one_before(bounds, router):
+    from megatron.core import rerun_state_machine
+
+    bounds.begin()
+    bounds.lift()
+    with mock.patch.object(rerun_state_machine, "token_bounds", bounds):
+        rerun_state_machine.RerunStateMachine()
+    assert not bounds and not bounds.in_force
+    assert router.config.moe_alltoall_capacity_factor == FACTOR
+
+
 def test_captures_are_bounded_outside_of_steps(bounds):
     with bounds.of_captures():
         assert bounds.in_force
