@@ -159,7 +159,7 @@ def test_statistics_are_in_place_what_they_were_and_new_ones_zero(bounds, router
     assert router.tokens.data_ptr() == place
 
 
-def test_a_step_that_overflows_runs_again_once_with_room_for_all(machine, bounds, router):
+def test_a_step_that_overflows_runs_again_once_with_room_for_all(machine, bounds, router, caplog):
     for _ in range(2):
         assert machine.should_run_forward_backward(None)
         assert bounds.in_force
@@ -172,6 +172,7 @@ def test_a_step_that_overflows_runs_again_once_with_room_for_all(machine, bounds
         assert not machine.should_run_forward_backward(None)
         assert router.config.moe_alltoall_capacity_factor == FACTOR
         assert machine.should_checkpoint_and_exit() == (False, False, 0)
+    assert len([text for text in caplog.messages if "--moe-alltoall-capacity-factor 1.25" in text]) == 1
 
 
 def test_a_step_that_does_not_overflow_runs_once(machine, bounds):
@@ -191,6 +192,7 @@ def test_a_wrong_result_of_a_step_that_overflows_is_forgotten_and_of_the_next_ru
     validate(float("nan"))
     run(bounds, True)
     assert machine.should_run_forward_backward(None)
+    assert not machine.validation_counts
     validate(float("nan"))
     run(bounds, False)
     assert machine.should_run_forward_backward(None)  # to see whether the NaN can be reproduced
