@@ -34,19 +34,26 @@ KINDS = {
     "eager recomputation": "--recompute-granularity selective --recompute-modules moe",
     "on devices": f"{GRAPHS} --disable-gloo-process-groups",
 }
+# The second rank overflows in one step, the last in the next: neither is in all groups of the others.
+LAYOUTS = {
+    "data parallel experts": (4, ""),
+    "hybrid sharding": (4, "--num-distributed-optimizer-instances 2 --outer-dp-sharding-strategy optim"),
+    "optim": (2, "--data-parallel-sharding-strategy optim"),
+}
+OVERLAPPED = "--overlap-grad-reduce --overlap-param-gather"
 LOGGED = r"(?:lm loss|load_balancing_loss|z_loss|validation loss at iteration.*lm loss value): \S+"
 
 
 class Run:
     """A training: its numbers, what it logs, what ranks answered in each step, and their routers' buffers."""
 
-    def __init__(self, folder, flags, overflows, graphs):
+    def __init__(self, folder, flags, overflows, graphs, ranks=2):
         with pytest.MonkeyPatch.context() as patches:
             patches.setenv("OVERFLOWS", json.dumps(overflows))
             patches.setenv("NOTES_PATH", f"{folder}.notes")
-            self.steps = pretrain(folder, f"{FLAGS} {flags}", graphs=graphs, script=SCRIPT)
+            self.steps = pretrain(folder, f"{FLAGS} {flags}", graphs=graphs, script=SCRIPT, ranks=ranks)
         self.log = (folder / "log").read_text()
-        notes = [Path(f"{folder}.notes.{rank}").read_text().splitlines() for rank in range(2)]
+        notes = [Path(f"{folder}.notes.{rank}").read_text().splitlines() for rank in range(ranks)]
         *self.answers, _ = zip(*(map(json.loads, lines) for lines in notes), strict=True)
         buffers = [json.loads(lines[-1]) for lines in notes]
         self.found = numbers(self.steps), re.findall(LOGGED, self.log), buffers
@@ -97,3 +104,18 @@ def test_steps_that_do_not_overflow_run_once(run):
     assert [[*each] for each in bounded.answers] == [[[step, False]] * 2 for step in range(1, STEPS + 1)]
     assert "raise the factor" not in bounded.log
     assert bounded.found == run(None, "eager", {}).found
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_run_a_step_again_in_which_one_overflows(tmp_path, layout):
+    ranks, flags = LAYOUTS[layout]
+    overflows = {4: [1], 5: [ranks - 1]}
+    expected = Run(tmp_path / "eager", f"{flags} {OVERLAPPED}", overflows, False, ranks)
+    bounded = f"{flags} {OVERLAPPED} {GRAPHS} --moe-alltoall-capacity-factor 1.9"
+    found = Run(tmp_path / "graphs", bounded, overflows, True, ranks)
+    assert [step for (step, _), *_ in found.answers] == [1, 2, 3, 4, 4, 5, 5, 6, 7]
+    assert [[rank for rank, (_, answer) in enumerate(each) if answer] for each in found.answers] == [
+        *([], [], [], [1], [], [ranks - 1], [], [], [])
+    ]
+    assert found.found == expected.found
