@@ -18,11 +18,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+from megatron_fsdp_cuda_graphs.overlay import ROOT as PATCH
 
-from tests.support.case import Case  # noqa: E402
-from tests.support.training import Training  # noqa: E402
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from tests.support.case import Case
+from tests.support.training import Training
 
 MODES = {"eager": None, "a graph for each layer": 1, "all layers": 0, "the whole model": -1}
 NOT_THE_PATCH = ("cpu_backend", "overlay.py", "collectives.py")
@@ -35,8 +36,8 @@ def noted(files: dict[str, int]) -> Iterator[None]:
     def note(frame: FrameType, event: str, _: Any) -> None:
         if event == "call":
             path = Path(frame.f_code.co_filename)
-            if path.is_relative_to(ROOT / "megatron"):
-                name = path.relative_to(ROOT / "megatron").as_posix()
+            if path.is_relative_to(PATCH):
+                name = path.relative_to(PATCH).as_posix()
                 if not name.startswith(NOT_THE_PATCH):
                     files[name] = files.get(name, 0) + 1
 

@@ -17,6 +17,9 @@ SCRIPT=$1
 shift
 IS_HOST=$([ "$NODE_RANK" = 0 ] && echo true || echo false)   # of the store that all hosts meet at
 
+# Ranks that are started again would otherwise find in the store what the ranks before them left, and wait for those.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
 export NNODES
 export LAUNCHER="--nnodes $NNODES --rdzv-backend c10d --rdzv-endpoint $MASTER_ADDR:${MASTER_PORT:-29500} \
 --rdzv-id ${JOB:-train} --rdzv-conf is_host=$IS_HOST --max-restarts ${MAX_RESTARTS:-0}"

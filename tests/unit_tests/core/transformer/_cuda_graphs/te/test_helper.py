@@ -428,6 +428,7 @@ def test_megatron_fsdp_forgets_graphs_that_are_deleted():
     assert fsdp.forgotten == [layer]
 
 
+@pytest.mark.usefixtures("cpu_backend")
 @pytest.mark.parametrize("in_parts", [False, True])
 def test_megatron_fsdp_is_in_capture_mode_with_the_layers_of_its_chunk(in_parts):
     class Capturing(Fsdp):
