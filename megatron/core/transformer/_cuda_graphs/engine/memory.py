@@ -76,7 +76,9 @@ class PoolMemory:
         if reserved == self._reserved:
             return
         self._reserved = reserved
-        options: dict[str, object] = {"mempool_id": self._pool, "include_traces": False}
+        # Before 2.15 torch takes away a reference to each of these numbers; small ones are never freed.
+        pool = self._pool if max(self._pool) <= 256 else None
+        options: dict[str, object] = {"mempool_id": pool, "include_traces": False}
         takes = inspect.signature(torch.cuda.memory_snapshot).parameters  # older versions of torch show all pools
         segments = sorted(
             (segment["address"], segment["address"] + segment["total_size"])
@@ -126,7 +128,8 @@ def reuse_across_streams() -> Iterator[None]:
 
 def allocator_settings() -> dict[str, Any]:
     """Return the allocator's settings by name, and under the name of the environment variable its text."""
-    settings: dict[str, Any] = torch._C._cuda_memorySnapshot(torch.cuda.graph_pool_handle())["allocator_settings"]
+    no_pool = (1, 1)  # which has no segments to list; not a new handle, see PoolMemory
+    settings: dict[str, Any] = torch._C._cuda_memorySnapshot(no_pool)["allocator_settings"]
     return settings
 
 

@@ -164,6 +164,15 @@ class TestPoolMemory:
         )
         assert len(snapshots) <= 16  # memory is released after each backward graph
 
+    @pytest.mark.parametrize(("number", "asks_for_it"), [(256, True), (257, False)])
+    def test_asks_torch_for_no_pool_whose_number_it_would_free(self, monkeypatch, number, asks_for_it):
+        asked = []
+        monkeypatch.setattr(
+            torch.cuda, "memory_snapshot", lambda mempool_id, include_traces: asked.append(mempool_id) or []
+        )
+        PoolMemory((0, number)).size()
+        assert asked == [(0, number) if asks_for_it else None]
+
     def test_is_one_object_for_all_graphs_of_a_pool_while_someone_holds_it(self):
         pool, x = torch.cuda.graph_pool_handle(), torch.ones(3, device="cuda")
         (first, _), (second, _) = captured(pool, lambda: x * 2), captured(pool, lambda: x * 3)
