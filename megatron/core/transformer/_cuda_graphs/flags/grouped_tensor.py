@@ -21,6 +21,12 @@ _OTHERS: tuple[tuple[Callable[[Options], Any], str], ...] = (
         "drops and pads no tokens: leave out --moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity",
     ),
     (lambda o: o.get("fp8") or o.get("fp4"), "computes no FP8 or FP4: leave out --fp8-format and --fp4-format"),
+    (lambda o: o.get("fp16"), "computes no FP16: give --bf16 in place of --fp16"),
+    (
+        lambda o: any((o.get(size) or 0) % 8 for size in ("hidden_size", "moe_ffn_hidden_size", "moe_latent_size")),
+        "needs rows of 16 bytes or multiples: set --hidden-size, --moe-ffn-hidden-size and --moe-latent-size to "
+        "multiples of 8",
+    ),
     (
         lambda o: o.get("moe_token_dispatcher_type") == "flex",
         "needs --moe-token-dispatcher-type alltoall or allgather: the kernels of flex ask the host",

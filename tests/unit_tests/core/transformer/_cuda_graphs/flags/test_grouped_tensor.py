@@ -13,6 +13,10 @@ UNFIT: dict[str, dict[str, Any]] = {
     "--moe-expert-capacity-factor": {"moe_expert_capacity_factor": 1.0},
     "--fp8-format": {"fp8": "hybrid"},
     "--fp4-format": {"fp4": "e2m1"},
+    "--fp16": {"fp16": True},
+    "--hidden-size": {"hidden_size": 60},
+    "--moe-ffn-hidden-size": {"moe_ffn_hidden_size": 60},
+    "--moe-latent-size": {"moe_latent_size": 60},
     "the kernels of flex": {"moe_token_dispatcher_type": "flex"},
     "--expert-tensor-parallel-size 1": {"tensor_model_parallel_size": 2},
     "--expert-tensor-parallel-size": {"expert_tensor_parallel_size": 2},
@@ -31,6 +35,7 @@ UNFIT: dict[str, dict[str, Any]] = {
 }
 FIT: list[dict[str, Any]] = [
     {},
+    {"hidden_size": 64, "moe_ffn_hidden_size": 128, "moe_latent_size": None},
     {"expert_model_parallel_size": 2},
     {"moe_token_dispatcher_type": "allgather", "expert_model_parallel_size": 2},
     {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 1},
