@@ -167,9 +167,12 @@ class TestPoolMemory:
     @pytest.mark.parametrize(("number", "asks_for_it"), [(256, True), (257, False)])
     def test_asks_torch_for_no_pool_whose_number_it_would_free(self, monkeypatch, number, asks_for_it):
         asked = []
-        monkeypatch.setattr(
-            torch.cuda, "memory_snapshot", lambda mempool_id, include_traces: asked.append(mempool_id) or []
-        )
+
+        def snapshot(mempool_id, include_traces):
+            asked.append(mempool_id)
+            return []
+
+        monkeypatch.setattr(torch.cuda, "memory_snapshot", snapshot)
         PoolMemory((0, number)).size()
         assert asked == [(0, number) if asks_for_it else None]
 
