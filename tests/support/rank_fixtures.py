@@ -68,17 +68,23 @@ def four_ranks(cpu_backend_of_module):
 
 
 @pytest.fixture(scope="module")
-def one_rank(cpu_backend_of_module):
+def process_group(cpu_backend_of_module):
+    """A process group of this process alone, without Megatron's groups."""
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def one_rank(process_group):
     """This process alone, with collectives that communicate."""
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel()
     model_parallel_cuda_manual_seed(1234)
     yield
     parallel_state.destroy_model_parallel()
-    dist.destroy_process_group()
 
 
 @pytest.fixture

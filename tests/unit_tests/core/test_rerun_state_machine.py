@@ -6,15 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.support.on_cpu_backend import on_cpu_backend
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank():
-    with on_cpu_backend():
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-        yield
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 @pytest.fixture

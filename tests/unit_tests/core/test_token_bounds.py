@@ -6,19 +6,10 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
-
-from tests.support.on_cpu_backend import on_cpu_backend
 
 FACTOR = 1.25
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _one_rank():
-    with on_cpu_backend():
-        dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
-        yield
-        dist.destroy_process_group()
+pytestmark = pytest.mark.usefixtures("process_group")
 
 
 class Router(torch.nn.Module):

@@ -124,6 +124,12 @@ def test_what_a_host_has_to_know_is_named(examples, tmp_path, missing):
     assert f"{missing}: set it to" in done.stderr
 
 
+def test_without_a_script_for_all_hosts_it_says_so(examples, tmp_path):
+    done = run(examples / "launch_nodes.sh", tmp_path=tmp_path, NNODES="2", NODE_RANK="0", MASTER_ADDR="host0")
+    assert done.returncode
+    assert "name a launch script" in done.stderr
+
+
 def test_slurm_starts_it_on_each_host(examples, tmp_path):
     for name, text in {"scontrol": "echo host0; echo host1", "srun": 'SLURM_NODEID=1 "$@"'}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
