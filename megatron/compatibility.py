@@ -33,6 +33,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "--outer-dp",
         "fused gradient accumulation",
         "--use-nccl-ub",
+        "--megatron-fsdp-version",
     ),
     "torch's FSDP2": ("--use-torch-fsdp2",),
     "Mixture of experts": ("--num-experts", "--moe-", "--mlp-chunks", "--expert-", "--overlap-moe", "--delay-wgrad"),

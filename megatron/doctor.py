@@ -131,12 +131,18 @@ def _examine_core(report: Report) -> None:
         report.missing.append(why_off())
     if core is None:
         report.missing.append(f"megatron-core is not installed. Install megatron-core=={overlay.TESTED_VERSIONS[-1]}.")
-    elif core.version not in overlay.TESTED_VERSIONS:
+        return
+    version = f"megatron-core {core.version or 'of an unknown version'}"
+    untested = core.version not in overlay.TESTED_VERSIONS
+    if untested and not overlay.any_version():
         report.missing.append(
-            f"megatron-core {core.version or 'of an unknown version'} is refused while the patch is on. Install or "
-            f"check out one of: {known}."
+            f"{version} is refused while the patch is on. Install or check out one of: {known}; or set "
+            f"{overlay.SWITCH}=untested to try it."
         )
-    elif overlay.is_active():
+        return
+    if untested:
+        report.limits.append(f"{version} was not tested: compare a short training with an eager one first.")
+    if overlay.is_active():
         report.modules += [(name, _examine_module(name, report)) for name in overlay.patched_modules()]
 
 

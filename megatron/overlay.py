@@ -21,9 +21,9 @@ Off: ``MEGATRON_FSDP_CUDA_GRAPHS=0`` in the environment leaves megatron-core as 
 ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` torch calls no entry point at all; call ``activate`` before importing megatron.
 
 Refused: with the patch on, importing any part of a megatron-core whose version is not in ``TESTED_VERSIONS`` raises
-ImportError, an installed one and a Megatron-LM checkout alike. The version is read from the files that the import
-would take, not from package metadata, so a checkout ahead on ``sys.path`` is judged by its own version. ``import
-torch`` never raises for it.
+ImportError, an installed one and a Megatron-LM checkout alike; with ``MEGATRON_FSDP_CUDA_GRAPHS=untested`` it warns,
+and patches that version too. The version is read from the files that the import would take, not from package metadata,
+so a checkout ahead on ``sys.path`` is judged by its own version. ``import torch`` never raises for it.
 """
 
 import ast
@@ -34,7 +34,8 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from operator import attrgetter
@@ -166,14 +167,23 @@ class OverlayFinder(MetaPathFinder):
             return
         version = _read_version(spec)
         if version not in TESTED_VERSIONS:
-            known = ", ".join(TESTED_VERSIONS)
-            raise ImportError(
-                f"megatron-fsdp-cuda-graphs patches megatron-core {known} and was tested with no other version; "
-                f"found {version or 'an unknown version'} at {spec.origin}. Nothing was patched. Install "
-                f"megatron-core=={TESTED_VERSIONS[-1]} (or check out that version of Megatron-LM), or set {SWITCH}=0 "
-                "to use megatron-core without the patch.",
-                name=fullname,
-                path=spec.origin,
+            problem = (
+                f"megatron-fsdp-cuda-graphs patches megatron-core {', '.join(TESTED_VERSIONS)} and was tested with no "
+                f"other version; found {version or 'an unknown version'} at {spec.origin}."
+            )
+            if not any_version():
+                raise ImportError(
+                    f"{problem} Nothing was patched. Install megatron-core=={TESTED_VERSIONS[-1]} (or check out that "
+                    f"version of Megatron-LM), or set {SWITCH}=0 to use megatron-core without the patch, or "
+                    f"{SWITCH}=untested to try it.",
+                    name=fullname,
+                    path=spec.origin,
+                )
+            command = f"python -m {__package__} upstream {Path(spec.origin).parents[2]} --against DIR"
+            warnings.warn(
+                f"{problem} {SWITCH}=untested lets it be patched. What may break is listed by `{command}`, where "
+                "DIR has a megatron-core that was tested; compare a short training with an eager one.",
+                stacklevel=2,
             )
         self._accepted.add(spec.origin)
 
@@ -222,6 +232,7 @@ class ExtensionLoader(Loader):
         self.originals: Originals | None = None
         self.readings: list[tuple[str, str, Any]] = []
         self._own = SimpleNamespace()
+        self._later: dict[str, str] = {}
 
     def __getattr__(self, name: str) -> Any:
         if name == "found":  # while the loader is copied
@@ -251,9 +262,20 @@ class ExtensionLoader(Loader):
         ours = SourceFileLoader(self.found.name, str(self.file)).get_code(self.found.name)
         definitions = _changes(module, self._run_found)
         self.originals = Originals(module, definitions)
-        self._own = SimpleNamespace(**_changes(module, lambda module: exec(ours or "", vars(module))))
+        own = _changes(module, lambda module: exec(ours or "", vars(module)))
+        for name, later in self._later.items():
+            own[later] = vars(module)[later] = own.pop(name)
+            own[later].__name__ = own[later].__qualname__ = later
+            vars(module)[name] = definitions[name]
+        self._own = SimpleNamespace(**own)
         for name in definitions.keys() - vars(self._own).keys():
             delattr(self.originals, name)
+
+    def rename(self, later: Mapping[str, str]) -> None:
+        """Let names of this tree's file, which is running, stand for those of ``later`` that megatron-core's has."""
+        definitions = vars(self.originals)
+        self._later.update((name, other) for name, other in later.items() if other in definitions)
+        definitions.update((name, definitions[other]) for name, other in self._later.items())
 
     def _run_found(self, module: ModuleType) -> None:
         loader: Any = self.found.loader
@@ -370,12 +392,15 @@ def upstream(name: str) -> Any:
         raise ImportError(f"megatron-core has no module {name}", name=name) from None
 
 
-def extend(name: str) -> Any:
+def extend(name: str, later: Mapping[str, str] | None = None) -> Any:
     """Return megatron-core's definitions in the module that a file of this tree extends.
 
     Such a file has ``_upstream = extend(__name__)`` after its imports. When its first statement runs, every name of
     megatron-core's is in its namespace already; ``_upstream.Name`` is megatron-core's ``Name`` also after the file
     defines its own. What megatron-core's file itself used while it ran, such as a base class, stays its own.
+
+    ``later`` has names of this tree's file that a later megatron-core has under another name, by which it may have
+    something else. There ``_upstream.Name`` is what has that other name, and the file's definition takes its place.
 
     Raises ImportError if ``name`` is not a module that was loaded as an extended one, or if megatron-core's file is
     still running.
@@ -393,6 +418,7 @@ def extend(name: str) -> Any:
             f"needs its definitions: call {__name__}.upstream where they are used, not when that module is imported",
             name=name,
         )
+    loader.rename(later or {})
     return loader.originals
 
 
@@ -423,15 +449,23 @@ def is_active() -> bool:
     return any(isinstance(finder, OverlayFinder) for finder in sys.meta_path)
 
 
+def any_version() -> bool:
+    """Whether versions of megatron-core are patched that are not in ``TESTED_VERSIONS``."""
+    return os.environ.get(SWITCH) == "untested"
+
+
 def activate() -> None:
     """Turn the patch on in this process. torch calls this at the end of ``import torch``; once is enough.
 
     Does nothing if the environment variable ``MEGATRON_FSDP_CUDA_GRAPHS`` is ``0``. Raises ValueError if it is
-    anything but ``0`` or ``1``, and ImportError if a module that the patch replaces is imported already.
+    anything but ``0``, ``1`` or ``untested``, and ImportError if a module that the patch replaces is imported already.
     """
     switch = os.environ.get(SWITCH, "1")
-    if switch not in ("0", "1"):
-        raise ValueError(f"{SWITCH}={switch}: set it to 1 (patch on, the default) or 0 (patch off)")
+    if switch not in ("0", "1", "untested"):
+        raise ValueError(
+            f"{SWITCH}={switch}: set it to 1 (patch on, the default), 0 (patch off) or untested (patch on, with any "
+            "version of megatron-core)"
+        )
     if switch == "0" or is_active():
         return
     loaded = [name for name in sorted(sys.modules) if name.startswith("megatron.") and tree_file(name)]

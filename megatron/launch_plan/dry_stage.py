@@ -160,9 +160,10 @@ def without_memory() -> Iterator[None]:
             stack.enter_context(mock.patch.object(owner, name, value))
 
         # Meshes are tensors of ranks, whose values are needed.
-        index = mcore_fsdp_adapter.FullyShardedDataParallel._init_dist_index
-        replace(mcore_fsdp_adapter.FullyShardedDataParallel, "_init_dist_index", _with_values(index))
-        replace(mcore_fsdp_adapter.FullyShardedDataParallel, "sync_rng_states_across_tp_group", lambda self: None)
+        wrapper = mcore_fsdp_adapter.FullyShardedDataParallel
+        wrapper = getattr(mcore_fsdp_adapter, "FullyShardedDataParallelV1", wrapper)  # megatron-core 0.20
+        replace(wrapper, "_init_dist_index", _with_values(wrapper._init_dist_index))
+        replace(wrapper, "sync_rng_states_across_tp_group", lambda self: None)
         replace(DeviceMesh, "mesh", property(_with_values(DeviceMesh.mesh.fget)))
         # These ask the other ranks for the shapes of their shards.
         unchecked = {"run_check": False, "update_uneven_dtensor_chunk_meta": False}

@@ -111,7 +111,7 @@ class _Tree:
                     self.texts[name] = text
 
     def _extends(self, name: str) -> bool:
-        return self.theirs[name] is not None and "= extend(__name__)" in self._ours[name]
+        return self.theirs[name] is not None and "= extend(__name__" in self._ours[name]
 
     def _text(self, name: str) -> str:
         theirs = self.theirs[name]

@@ -60,11 +60,12 @@ def _missing(each: Reliance, ours: Sources, other: Sources) -> Iterator[str]:
 def _compare(each: Reliance, ours: Sources, other: Sources, findings: Findings) -> None:
     """Note how a definition differs that the patch takes the place of; the patch may also define what is nowhere."""
     before, after = (source.definition(each.module, each.path) for source in (ours, other))
+    after = (other.definition(each.module, each.later) if each.later else None) or after
     if before is None:
         return
     if after is None:
         findings.broken.append(f"gone, nobody calls the patch's: {each}")
-    elif _parameters(before) != _parameters(after):
+    elif _parameters(before) != _parameters(after) and not each.takes_any:
         findings.broken.append(f"other parameters ({_parameters(before)} -> {_parameters(after)}): {each}")
     elif ast.dump(before) != ast.dump(after):
         findings.changed.append(str(each))

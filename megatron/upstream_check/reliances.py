@@ -3,7 +3,7 @@
 import ast
 import functools
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..overlay import ROOT, patched_modules, tree_file
@@ -20,6 +20,8 @@ class Reliance:
         module: The module of megatron-core.
         path: What of it, such as ``Class.method``; empty for the module itself.
         overridden: Whether the patch puts a definition of its own in the place of this one.
+        later: What a later megatron-core may call it.
+        takes_any: Whether that definition takes any parameters, and passes them on.
     """
 
     file: str
@@ -27,6 +29,8 @@ class Reliance:
     module: str
     path: str
     overridden: bool = False
+    later: str = ""
+    takes_any: bool = False
 
     def __str__(self) -> str:
         what = f"{self.module}.{self.path}" if self.path else self.module
@@ -45,6 +49,7 @@ def _of_file(name: str, path: Path) -> Iterator[Reliance]:
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     guarded = {id(inside) for node in ast.walk(tree) if isinstance(node, ast.Try) for inside in ast.walk(node)}
     originals: dict[str, str] = {}  # by variable: the module of megatron-core behind it
+    later: dict[str, str] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and id(node) not in guarded:
             source = imported_from(node, package)
@@ -55,6 +60,7 @@ def _of_file(name: str, path: Path) -> Iterator[Reliance]:
             target = node.targets[0] if isinstance(node, ast.Assign) else node.target
             if source and isinstance(target, ast.Name):
                 originals[target.id] = source
+                later |= _later(node.value)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute):
             source = originals.get(node.value.id, "") if isinstance(node.value, ast.Name) else ""
@@ -62,7 +68,19 @@ def _of_file(name: str, path: Path) -> Iterator[Reliance]:
             if source:
                 yield Reliance(file, node.lineno, source, node.attr)
     if name in originals.values():
-        yield from _overridden(tree, name, file, originals)
+        for each in _overridden(tree, name, file, originals):
+            owner, _, rest = each.path.partition(".")
+            yield replace(each, later=f"{later[owner]}.{rest}") if owner in later else each
+
+
+def _later(call: ast.expr) -> dict[str, str]:
+    """Return the names of the patch that ``extend`` lets stand for others, and these."""
+    assert isinstance(call, ast.Call)
+    return ast.literal_eval(call.args[1]) if len(call.args) > 1 else {}
+
+
+def _takes_any(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return function.args.vararg is not None and function.args.kwarg is not None
 
 
 def _original(node: ast.expr, name: str) -> str:
@@ -77,7 +95,9 @@ def _overridden(tree: ast.Module, name: str, file: str, originals: dict[str, str
         if not isinstance(statement, Definition):
             continue
         if not isinstance(statement, ast.ClassDef):
-            yield Reliance(file, statement.lineno, name, statement.name, overridden=True)
+            yield Reliance(
+                file, statement.lineno, name, statement.name, overridden=True, takes_any=_takes_any(statement)
+            )
             continue
         for base in statement.bases:
             if not (isinstance(base, ast.Attribute) and isinstance(base.value, ast.Name)):
@@ -85,4 +105,5 @@ def _overridden(tree: ast.Module, name: str, file: str, originals: dict[str, str
             source = originals.get(base.value.id)
             for method in statements(statement.body):
                 if source and isinstance(method, ast.FunctionDef):
-                    yield Reliance(file, method.lineno, source, f"{base.attr}.{method.name}", overridden=True)
+                    path, takes_any = f"{base.attr}.{method.name}", _takes_any(method)
+                    yield Reliance(file, method.lineno, source, path, overridden=True, takes_any=takes_any)

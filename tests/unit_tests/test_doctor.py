@@ -133,6 +133,14 @@ class TestReport:
         (missing,) = doctor.examine().missing
         assert missing.startswith("megatron-core 0.20.0 is refused")
         assert "0.19.2" in missing
+        assert "MEGATRON_FSDP_CUDA_GRAPHS=untested" in missing
+
+    def test_with_another_one_that_is_to_be_tried_they_can(self, ready, monkeypatch):
+        monkeypatch.setattr(overlay, "find_core", lambda: overlay.Core("0.20.0", "somewhere"))
+        monkeypatch.setenv(overlay.SWITCH, "untested")
+        report = doctor.examine()
+        assert report.ready
+        assert "megatron-core 0.20.0 was not tested" in report.limits[0]
 
     def test_without_megatron_core_they_cannot(self, ready, monkeypatch):
         monkeypatch.setattr(overlay, "find_core", lambda: None)

@@ -26,7 +26,7 @@ RUN_BY = {
     r"pip install -c constraints.txt": ("Makefile", "pip install --quiet --no-compile --constraint constraints.txt"),
     r"pip install \.": ("tests/integration_tests/test_install.py", '"install"'),
     r"pip uninstall": ("tests/integration_tests/test_install.py", '"uninstall"'),
-    r"pip download|unzip": BY_HAND,
+    r"pip download|unzip|pip install --no-deps": BY_HAND,
     r"python -m megatron_fsdp_cuda_graphs( {2}.*)?": ("tests/unit_tests/test_doctor.py", '"megatron_fsdp_cuda_graphs"'),
     r"python -m megatron_fsdp_cuda_graphs (plan|explain)": (
         "tests/unit_tests/launch_plan/test_plan.py",

@@ -22,6 +22,7 @@ class TestUntestedVersion:
         assert f"found {version} at {sandbox.site}/megatron/core/__init__.py" in error
         assert "Install megatron-core==0.19.2" in error
         assert "MEGATRON_FSDP_CUDA_GRAPHS=0" in error
+        assert "MEGATRON_FSDP_CUDA_GRAPHS=untested to try it" in error
 
     @pytest.mark.parametrize("source", ["", "VERSION = compute()\n", None])
     def test_one_whose_version_cannot_be_read_is_refused(self, sandbox, source):
@@ -50,6 +51,66 @@ class TestUntestedVersion:
         write(sandbox.site, core_files("0.20.0"))
         code = "import megatron.core.layers as l; print(hasattr(l.Linear, 'graphed'))"
         assert sandbox.output(code, MEGATRON_FSDP_CUDA_GRAPHS="0") == "False"
+
+    @pytest.mark.parametrize("order", ORDERS)
+    def test_it_is_patched_with_one_warning_where_the_user_asks_for_that(self, sandbox, order):
+        write(sandbox.site, core_files("0.20.0"))
+        code = f"{order}, megatron.core.layers as l\nprint(l.Linear.graphed)"
+        done = sandbox.run("-W", "always", "-c", code, MEGATRON_FSDP_CUDA_GRAPHS="untested")
+        assert done.stdout == "True\n", done.stderr
+        assert done.stderr.count("UserWarning") == 1
+        assert f"found 0.20.0 at {sandbox.site}/megatron/core/__init__.py" in done.stderr
+        assert f"megatron_fsdp_cuda_graphs upstream {sandbox.site} --against" in done.stderr
+
+    def test_a_tested_version_brings_no_warning_where_the_user_would_try_any(self, sandbox):
+        done = sandbox.run("-c", "import megatron.core.layers", MEGATRON_FSDP_CUDA_GRAPHS="untested")
+        assert (done.returncode, done.stderr) == (0, "")
+
+
+class TestNameOfALaterVersion:
+    """A class that a later megatron-core has under another name, beside a function of the old name."""
+
+    PATCH = """
+        from megatron_fsdp_cuda_graphs.overlay import extend
+
+        _upstream = extend(__name__, {"Linear": "FirstLinear"})
+
+        class Linear(_upstream.Linear):
+            graphed = True
+    """
+    LATER = """
+        def Linear(kind):
+            return FirstLinear() if kind == 1 else SecondLinear()
+
+        class FirstLinear:
+            pass
+
+        class SecondLinear:
+            pass
+    """
+
+    @pytest.fixture
+    def sandbox(self, sandbox):
+        write(sandbox.patch, {"core/layers.py": self.PATCH})
+        return sandbox
+
+    def test_ours_takes_the_place_of_that_of_the_other_name(self, sandbox):
+        write(sandbox.site, {"megatron/core/layers.py": self.LATER})
+        code = """
+            import inspect, pickle
+            import megatron.core.layers as layers
+            from megatron_fsdp_cuda_graphs.overlay import upstream
+            made = layers.Linear(1)
+            print(type(made) is layers.FirstLinear, made.graphed, hasattr(layers.Linear(2), "graphed"))
+            print(layers.FirstLinear.__mro__[1] is upstream("megatron.core.layers").FirstLinear)
+            print(type(pickle.loads(pickle.dumps(made))) is layers.FirstLinear, inspect.getfile(layers.FirstLinear))
+        """
+        file = sandbox.patch / "core/layers.py"
+        assert sandbox.output(code) == f"True True False\nTrue\nTrue {file}"
+
+    def test_without_it_ours_takes_the_place_of_that_of_its_own(self, sandbox):
+        code = "import megatron.core.layers as l; print(l.Linear.graphed, hasattr(l, 'FirstLinear'))"
+        assert sandbox.output(code) == "True False"
 
 
 class TestCheckoutAheadOnThePath:

@@ -1,17 +1,12 @@
 """The check of the patch against another megatron-core: here the installed one, with one thing changed."""
 
-import os
-import shutil
-from pathlib import Path
-
 import pytest
 
 from megatron_fsdp_cuda_graphs import __main__ as command
-from megatron_fsdp_cuda_graphs.overlay import find_core
 from megatron_fsdp_cuda_graphs.upstream_check import cli
 from megatron_fsdp_cuda_graphs.upstream_check.reliances import reliances
+from tests.support.linked_core import ADAPTER, change, later_core, linked_core
 
-INSTALLED = Path(find_core().origin).parents[2]
 FSDP = "megatron/core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py"
 LAYER = "megatron/core/transformer/module.py"
 
@@ -19,22 +14,7 @@ LAYER = "megatron/core/transformer/module.py"
 @pytest.fixture
 def other(tmp_path):
     """A megatron-core of links to the installed files; ``change`` puts an edited copy in the place of one."""
-    for package in ("core", "training"):
-        shutil.copytree(
-            INSTALLED / "megatron" / package,
-            tmp_path / "megatron" / package,
-            copy_function=os.symlink,
-            ignore=shutil.ignore_patterns("__pycache__", "*.so"),
-        )
-    return tmp_path
-
-
-def change(folder, name, old, new):
-    path = folder / name
-    text = path.read_text()
-    assert old in text
-    path.unlink()
-    path.write_text(text.replace(old, new))
+    return linked_core(tmp_path)
 
 
 @pytest.fixture
@@ -51,7 +31,7 @@ def test_the_version_that_the_patch_is_made_for_breaks_nothing(run):
 
 
 def test_a_name_that_is_gone_would_break(other, run):
-    change(other, FSDP, "def setup_delayed_wgrad_acc_hook", "def set_up_hook")
+    change(other, FSDP, ("def setup_delayed_wgrad_acc_hook", "def set_up_hook"))
     status, text = run()
     assert status == 1
     assert f"gone: {FSDP[:-3].replace('/', '.')}.setup_delayed_wgrad_acc_hook (core/distributed/fsdp/src/" in text
@@ -65,22 +45,38 @@ def test_a_module_that_is_gone_would_break(other, run):
 
 
 def test_a_method_that_the_patch_overrides_and_nobody_calls_would_break(other, run):
-    change(other, FSDP, "_register_fsdp_hooks", "_register_hooks")
+    change(other, FSDP, ("_register_fsdp_hooks", "_register_hooks"))
     status, text = run()
     assert status == 1
     assert "nobody calls the patch's: " in text
     assert "MegatronFSDP._register_fsdp_hooks" in text
 
 
-def test_other_parameters_of_an_overridden_method_would_break(other, run):
-    change(other, FSDP, "def forward(self, *inputs, **kwargs)", "def forward(self, *inputs, step, **kwargs)")
+def test_other_parameters_of_an_overridden_function_would_break(other, run):
+    change(other, ADAPTER, ("def _get_dp_tp_mesh(dp_cp_group", "def _get_dp_tp_mesh(layout, dp_cp_group"))
     status, text = run()
     assert status == 1
-    assert "other parameters (self, *inputs, **kwargs -> self, *inputs, step, **kwargs): " in text
+    assert "other parameters (dp_cp_group, tp_group, ep_size=1 -> layout, dp_cp_group, tp_group, ep_size=1): " in text
+
+
+def test_other_parameters_that_the_patch_passes_on_are_to_be_read_again(other, run):
+    change(other, FSDP, ("def forward(self, *inputs, **kwargs)", "def forward(self, *inputs, step, **kwargs)"))
+    status, text = run()
+    assert status == 0
+    assert "MegatronFSDP.forward" in text
+
+
+def test_what_a_later_version_calls_otherwise_does_not_break(tmp_path, capsys):
+    assert cli.main([str(later_core(tmp_path))]) == 0
+    text = capsys.readouterr().out
+    assert "_allreduce_replicated_grads_over_gtp_remat_group" in text
+    assert "FullyShardedDataParallel" not in text
 
 
 def test_other_code_of_an_overridden_method_is_to_be_read_again(other, run):
-    change(other, FSDP, "def forward(self, *inputs, **kwargs):", "def forward(self, *inputs, **kwargs):\n        1 + 1")
+    change(
+        other, FSDP, ("def forward(self, *inputs, **kwargs):", "def forward(self, *inputs, **kwargs):\n        1 + 1")
+    )
     status, text = run()
     assert status == 0
     assert "Changed behind the patch, to be read again:\n  megatron.core" in text
@@ -89,7 +85,7 @@ def test_other_code_of_an_overridden_method_is_to_be_read_again(other, run):
 
 def test_an_importer_of_a_name_that_the_patch_lacks_would_break(other, run):
     importing = "from megatron.core.transformer.cuda_graphs import is_graph_capturing, graph_of_next_year"
-    change(other, LAYER, "import torch\n", f"import torch\n{importing}\n")
+    change(other, LAYER, ("import torch\n", f"import torch\n{importing}\n"))
     status, text = run()
     assert status == 1
     assert "not in the patch: megatron.core.transformer.cuda_graphs.graph_of_next_year" in text
@@ -100,8 +96,7 @@ def test_a_new_definition_of_the_replaced_module_is_to_be_read(other, run):
     change(
         other,
         "megatron/core/transformer/cuda_graphs.py",
-        "def is_graph_capturing",
-        "def is_new(): ...\ndef is_graph_capturing",
+        ("def is_graph_capturing", "def is_new(): ...\ndef is_graph_capturing"),
     )
     status, text = run()
     assert status == 0

@@ -43,13 +43,16 @@ def reset_model_temporary_tensors(config: Any, model: Sequence[torch.nn.Module])
 
 
 def _allreduce_replicated_grads_over_gtp_remat_group(
-    model: Sequence[torch.nn.Module], calculate_per_token_loss: bool = False
+    model: Sequence[torch.nn.Module], *args: Any, **kwargs: Any
 ) -> None:
-    """Reduce gradients over ranks that share weights; see megatron-core, which lists all process groups first."""
+    """Reduce gradients over ranks that share weights; see megatron-core, which lists all process groups first.
+
+    From 0.20 on it is given the two that it needs, and lists none.
+    """
     groups = (
         parallel_state.get_gtp_weight_remat_group(check_initialized=False),
         parallel_state.get_expert_gtp_weight_remat_group(check_initialized=False),
     )
-    if not any(group is not None and group.size() > 1 for group in groups):
+    if len(args) + len(kwargs) <= 1 and not any(group is not None and group.size() > 1 for group in groups):
         return
-    _upstream._allreduce_replicated_grads_over_gtp_remat_group(model, calculate_per_token_loss)
+    _upstream._allreduce_replicated_grads_over_gtp_remat_group(model, *args, **kwargs)

@@ -61,6 +61,7 @@ class Example:
 EXAMPLES = {
     "double buffer": Example(left_out=(DOUBLE_BUFFER,)),
     "persistent fallback": Example(left_out=(FALLBACK,)),
+    "second version": Example(),  # of a later megatron-core, too
     "local graphs": Example("--cuda-graph-impl local"),
     "fused weight gradients": Example("--data-parallel-sharding-strategy optim", left_out=(FUSED,)),
     "torch fsdp2": Example("--use-torch-fsdp2", left_out=(SHARDED,)),
@@ -235,6 +236,7 @@ def flags():
     """The parsed flags of each example, by the name of its row."""
     found = {name: parsed(str(example)) for name, example in EXAMPLES.items()}
     found["unknown module"].cuda_graph_modules = ["atn"]
+    found["second version"].megatron_fsdp_version = 2
     return found
 
 
@@ -287,7 +289,7 @@ def test_examples_of_what_is_not_refused_pass(flags):
 def test_megatrons_validation_refuses_in_the_words_of_the_rows():
     from megatron.training.arguments import validate_args
 
-    for row in (row for row in REFUSED if row.name != "unknown module"):
+    for row in (row for row in REFUSED if str(EXAMPLES[row.name]) != FITTING + " "):  # others have no flags here
         with pytest.raises(ValueError) as error:
             validate_args(parsed(str(EXAMPLES[row.name])))
         assert row.words in str(error.value), row.name

@@ -13,7 +13,8 @@ from megatron_fsdp_cuda_graphs.overlay import extend
 
 from .rank_mesh import mesh_of
 
-_upstream: Any = extend(__name__)
+# From megatron-core 0.20 on FullyShardedDataParallel makes one of two versions; graphs are for the first.
+_upstream: Any = extend(__name__, {"FullyShardedDataParallel": "FullyShardedDataParallelV1"})
 
 if TYPE_CHECKING:  # megatron-core's names
 

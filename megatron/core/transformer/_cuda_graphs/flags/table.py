@@ -195,6 +195,12 @@ _REFUSED = [
         graphs=("transformer_engine", "local"),
     ),
     _refused(
+        "second version",
+        "--megatron-fsdp-version 2, which megatron-core has from 0.20 on",
+        lambda options: str(options.get("megatron_fsdp_version", 1)) != "1",
+        "--megatron-fsdp-version: graphs are made for Megatron-FSDP's first version; set 1, or --cuda-graph-impl none",
+    ),
+    _refused(
         "local graphs",
         "--cuda-graph-impl local",
         lambda options: True,

@@ -1,0 +1,79 @@
+"""A folder of links to the installed megatron-core's files, some of them edited."""
+
+import os
+import shutil
+from pathlib import Path
+
+from megatron_fsdp_cuda_graphs.overlay import find_core
+
+ADAPTER = "megatron/core/distributed/fsdp/mcore_fsdp_adapter.py"
+FINALIZE = "megatron/core/distributed/finalize_model_grads.py"
+_BASE = "FullyShardedDataParallel"
+_VERSIONS = f"""class {_BASE}(_BaseDataParallel):
+    def __new__(cls, config, ddp_config, *args, **kwargs):
+        second = getattr(ddp_config, "megatron_fsdp_version", 1) == 2
+        return object.__new__(FullyShardedDataParallelV2 if second else FullyShardedDataParallelV1)
+
+
+class FullyShardedDataParallelV2({_BASE}):
+    pass
+
+
+"""
+_GROUPS = "model, gtp_remat_group, egtp_remat_group, calculate_per_token_loss"
+
+
+def installed() -> Path:
+    """Return the folder that holds the installed ``megatron/core``."""
+    core = find_core()
+    assert core is not None
+    return Path(core.origin).parents[2]
+
+
+def linked_core(folder: Path) -> Path:
+    """Make the links below ``folder``, and return it."""
+    for package in ("core", "training"):
+        shutil.copytree(
+            installed() / "megatron" / package,
+            folder / "megatron" / package,
+            copy_function=os.symlink,
+            ignore=shutil.ignore_patterns("__pycache__"),
+        )
+    return folder
+
+
+def change(folder: Path, name: str, *edits: tuple[str, str]) -> None:
+    """Put an edited copy in the place of a linked file; each first text of ``edits`` must be in it."""
+    path = folder / name
+    text = path.read_text()
+    for old, new in edits:
+        assert old in text, old
+        text = text.replace(old, new)
+    path.unlink()
+    path.write_text(text)
+
+
+def later_core(folder: Path) -> Path:
+    """Make a megatron-core below ``folder`` that differs from the installed one as 0.20 does, and return the folder.
+
+    ``FullyShardedDataParallel`` makes a ``FullyShardedDataParallelV1`` or a ``...V2``, and who finishes gradients gives
+    the groups of ranks that share weights.
+    """
+    linked_core(folder)
+    change(folder, "megatron/core/package_info.py", ("MINOR = 19", "MINOR = 20"))
+    change(
+        folder,
+        ADAPTER,
+        (
+            "class FullyShardedDataParallel(_BaseDataParallel):",
+            f"{_VERSIONS}class FullyShardedDataParallelV1({_BASE}):",
+        ),
+    )
+    change(
+        folder,
+        FINALIZE,
+        ("model: List[torch.nn.Module], calculate_per_token_loss: bool = False\n", f"{_GROUPS}\n"),
+        ("    gtp_remat_group = pg_collection.gtp_remat\n    egtp_remat_group = pg_collection.expt_gtp_remat\n", ""),
+        ("model, calculate_per_token_loss=config.calculate_per_token_loss", "model, None, None, False"),
+    )
+    return folder
