@@ -49,15 +49,25 @@ class Pool:
         for whole in self._owned[storage._cdata]:
             whole.set_(storage, 0, (0,), (1,))
 
+    @property
+    def held_bytes(self) -> int:
+        """How many bytes are in storages that something beside the pool holds."""
+        return sum(wholes[-1].numel() for key, wholes in self._owned.items() if not _is_abandoned(key, wholes))
+
     def overwrite_abandoned(self) -> list[Callable[[], object]]:
         """Return calls that poison the storages that only the pool holds, each storage once."""
         abandoned = [
             key
             for key, wholes in self._owned.items()
-            # torch counts the tensors on a storage, and the Python object that has stood for it
-            if key in self._dtypes and torch._C._storage_Use_Count(key) <= 1 + len(wholes) and _is_whole(wholes[-1])
+            if key in self._dtypes and _is_abandoned(key, wholes) and _is_whole(wholes[-1])
         ]
         return [poisoning(self._owned[key][-1], self._dtypes.pop(key)) for key in abandoned]
+
+
+def _is_abandoned(key: int, wholes: list[torch.Tensor]) -> bool:
+    """Whether only the pool holds the storage ``key``, of whose bytes it has the tensors ``wholes``."""
+    # torch counts the tensors on a storage, and the Python object that has stood for it
+    return bool(torch._C._storage_Use_Count(key) <= 1 + len(wholes))
 
 
 def _is_whole(tensor: torch.Tensor) -> bool:

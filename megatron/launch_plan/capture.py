@@ -8,7 +8,7 @@ from megatron.core.transformer._cuda_graphs.engine.plan import Pass, Plan, order
 from megatron.core.transformer._cuda_graphs.flags.own import WHOLE_MODEL, layers_per_graph
 from megatron.core.transformer._cuda_graphs.te import whole_model
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
-from megatron.core.transformer._cuda_graphs.te.graph_choice import Holds, blocker
+from megatron.core.transformer._cuda_graphs.te.graph_choice import Holds, blocker, recomputes_layers
 from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
 from megatron.core.transformer._cuda_graphs.te.layers import decoder_layers
 
@@ -43,18 +43,30 @@ class Captured:
         order: The order of passes over model chunks; see ``te.order``.
         static_inputs: The tensors that replays copy their inputs to; some occur often.
         most_in_flight: Layers whose forward pass has run and whose backward pass has not, at most.
+        why_nothing: Why nothing is captured; empty if something is.
     """
 
     graphs: Sequence[Graph]
     order: Sequence[float]
     static_inputs: Sequence[Any]
     most_in_flight: int
+    why_nothing: str = ""
 
 
 def captures_whole_model(helper: TECudaGraphHelper) -> bool:
     """Whether ``helper`` would capture the whole model after steps of ``pretrain_gpt.py``, which calls it as fits."""
     wanted, stepped = layers_per_graph(helper.config), helper.config.cuda_graph_warmup_steps > 0
     return (wanted == WHOLE_MODEL or (wanted is None and stepped)) and not blocker(helper.stage, Holds.MODEL)
+
+
+def why_nothing(helper: TECudaGraphHelper) -> str:
+    """Say why ``helper`` would capture nothing after steps of ``pretrain_gpt.py``; empty if it would."""
+    if not helper.flattened_callables:
+        return "no layer has a part that --cuda-graph-modules names"
+    if not recomputes_layers(helper.stage) or captures_whole_model(helper):
+        return ""
+    reason = blocker(helper.stage, Holds.DECODER)
+    return reason and f"layers are computed again in their backward pass, and {reason}"
 
 
 def _layers_in_one_graph(helper: TECudaGraphHelper) -> list[Any]:
@@ -66,8 +78,8 @@ def _layers_in_one_graph(helper: TECudaGraphHelper) -> list[Any]:
 def captured_by(helper: TECudaGraphHelper) -> Captured:
     """Return what ``helper`` would capture after steps of ``pretrain_gpt.py``."""
     layers = helper.flattened_callables
-    if not layers:
-        return Captured((), (), (), 0)
+    if reason := why_nothing(helper):
+        return Captured((), (), (), 0, reason)
     if captures_whole_model(helper):
         whole = [Graph(Pass.FORWARD, ()), Graph(Pass.BACKWARD, ())]
         inputs = whole_model.sample_inputs(helper.chunks_with_decoder[0], helper.seq_length, helper.micro_batch_size)

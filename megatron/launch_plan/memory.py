@@ -73,27 +73,38 @@ def distinct_bytes(tensors: Any) -> int:
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
-def activation_bytes(config: Any, seq_length: int, micro_batch_size: int) -> int | None:
-    """Estimate what a whole dense layer keeps from forward to backward with fused attention and 16-bit activations.
+def activation_bytes(config: Any, seq_length: int, micro_batch_size: int, layers: int) -> int | None:
+    """Estimate what whole dense layers keep from forward to backward with fused attention and 16-bit activations.
 
     The terms are those of "Reducing Activation Recomputation in Large Transformer Models"
-    (https://arxiv.org/abs/2205.05198), section 4.1, without that of attention's matrix, 5as/h.
+    (https://arxiv.org/abs/2205.05198), section 4.1, without that of attention's matrix, 5as/h. Of layers that are
+    computed again, inputs are kept, and all else of as many as are computed at a time.
 
     Args:
         config: A ``TransformerConfig``.
         seq_length: Tokens in a sequence.
         micro_batch_size: Sequences in a micro-batch.
+        layers: How many layers' forward pass has run, and not their backward pass.
 
     Returns:
-        Bytes; None for other layers, or where activations are computed again or are of another dtype.
+        Bytes; None for other layers or dtypes, or where other parts of layers than attention are computed again.
     """
-    if config.num_moe_experts or config.recompute_granularity or config.fp8 or not (config.bf16 or config.fp16):
+    selective = config.recompute_granularity == "selective" and config.recompute_modules != ["core_attn"]
+    if config.num_moe_experts or selective or config.fp8 or not (config.bf16 or config.fp16):
         return None
     tokens = seq_length * micro_batch_size // config.context_parallel_size
     parts = config.tensor_model_parallel_size
     divided = 8 * config.hidden_size + config.ffn_hidden_size * (6 if config.gated_linear_unit else 4)
     others = 10 * config.hidden_size  # inputs of norms and of projections, masks of dropout
-    return tokens * (divided // parts + others // (parts if config.sequence_parallel else 1))
+    of_layer = tokens * (divided // parts + others // (parts if config.sequence_parallel else 1))
+    if config.recompute_granularity != "full":
+        return of_layer * layers
+    shares = config.sequence_parallel or config.distribute_saved_activations
+    of_input = tokens * 2 * config.hidden_size // (parts if shares else 1)
+    recomputed = min(config.recompute_num_layers, layers)
+    if config.recompute_method == "block":  # the first layers, one at a time, after those that are kept
+        return of_input * recomputed + of_layer * max(layers - recomputed, 1)
+    return of_input * -(-layers // config.recompute_num_layers) + of_layer * recomputed
 
 
 def rows_of_experts(config: Any, seq_length: int, micro_batch_size: int) -> Counter[str]:

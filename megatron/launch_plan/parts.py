@@ -10,6 +10,8 @@ from megatron.core.transformer._cuda_graphs.flags.options import Options
 from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
 from megatron.core.transformer._cuda_graphs.te.layers import _modules_of
 
+from .capture import why_nothing
+
 # By the value of --cuda-graph-modules that selects them.
 NAMES = {
     "attn": "attention, with the norm before it",
@@ -76,7 +78,8 @@ def _count(models: list[Any], name: str) -> int:
 
 def _parts_of_layers(helper: TECudaGraphHelper, every: list[torch.nn.Module], whole_model: bool) -> Iterator[Part]:
     options = Options(helper.config)
-    graphable = {*helper.flattened_callables}
+    reason = why_nothing(helper)
+    graphable = {*(() if reason else helper.flattened_callables)}
     layers_of: dict[str, list[torch.nn.Module]] = {}
     for layer in every:
         for module in _modules_of(layer):
@@ -87,7 +90,8 @@ def _parts_of_layers(helper: TECudaGraphHelper, every: list[torch.nn.Module], wh
             continue
         chosen = options.graphs(module, *(("moe",) if module.startswith("moe_") else ()))
         graphed = chosen and graphable.issuperset(layers)
-        yield Part(name, len(layers), graphed, _why(module, options, chosen, graphed, whole_model), module)
+        why = _why(module, options, chosen, graphed, whole_model)
+        yield Part(name, len(layers), graphed, reason if reason and chosen else why, module)
         shared = sum(getattr(getattr(layer, "mlp", None), "shared_experts", None) is not None for layer in layers)
         if module == "moe_router" and shared:
             yield _shared_experts(helper, options, shared, whole_model)

@@ -86,9 +86,8 @@ def _stages(args: argparse.Namespace, every_graph: bool) -> Iterator[str]:
             found = fsdp_memory(fsdp_buffers(helper), args)
             found["static_inputs"] = distinct_bytes(captured.static_inputs)
             sizes = helper.config, helper.seq_length, helper.micro_batch_size
-            each, room = activation_bytes(*sizes), rows_of_experts(*sizes)
-        whole = not args.cuda_graph_modules
-        pool = each * captured.most_in_flight if each is not None and whole and captured.graphs else None
+            kept, room = activation_bytes(*sizes, captured.most_in_flight), rows_of_experts(*sizes)
+        pool = kept if not args.cuda_graph_modules and captured.graphs else None
         yield ""
         yield f"Pipeline stage {stage + 1} of {args.pipeline_model_parallel_size}"
         yield from _graphs(captured, every_graph)
@@ -100,7 +99,7 @@ def _stages(args: argparse.Namespace, every_graph: bool) -> Iterator[str]:
 def _graphs(captured: "Captured", every_graph: bool) -> Iterator[str]:
     count = len(captured.graphs)
     if not count:
-        yield "  Nothing would be captured: no layer has a part that --cuda-graph-modules names."
+        yield f"  Nothing would be captured: {captured.why_nothing}."
         return
     yield f"  Order of passes: {' '.join(f'{step:g}' for step in captured.order)} (chunk, minus for backward)"
     yield f"  Graphs: {count}, captured in this order:"

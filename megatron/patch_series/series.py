@@ -210,8 +210,8 @@ SERIES = (
         "4-layers",
         "--cuda-graph-impl transformer_engine: graphs of layers and of the model, also under Megatron-FSDP",
         "A replay goes through the layer's own call, so that its hooks run around it.",
-        roots=(f"{GRAPHS}te/",),
-        tests=(f"{GRAPHS}te", "core/transformer/test_module.py"),
+        roots=(f"{GRAPHS}te/", "core/transformer/transformer_config.py"),
+        tests=(f"{GRAPHS}te", "core/transformer/test_module.py", "core/transformer/test_transformer_config.py"),
     ),
     Patch(
         "5-local-graphs",

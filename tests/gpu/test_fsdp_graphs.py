@@ -34,6 +34,13 @@ GROUPED: list[dict] = [
         {"layers_per_graph": -1, "microbatches": 2, "evaluates": True},
         {"layers_per_graph": -1, "shared_experts": 256, "dropout": 0.1, "evaluates_often": True},
         {"layers_per_graph": -1, "latent_attention": True},
+        {"layers_per_graph": -1, "recompute": ["moe"], "shared_experts": 256},
+        {"layers_per_graph": -1, "recompute": ["shared_experts", "layernorm"], "shared_experts": 256},
+        {"layers_per_graph": -1, "recompute": ["mla_up_proj"], "latent_attention": True},
+        {
+            "layers_per_graph": -1,
+            "config": ["recompute_granularity='full'", "recompute_method='uniform'", "recompute_num_layers=1"],
+        },
         {"layers_per_graph": -1, "config": ["moe_latent_size=256"], "shared_experts": 256},
         {"layers_per_graph": 1, "config": ["moe_latent_size=256"], "dropout": 0.1, "evaluates": True},
         {"layers_per_graph": -1, "fused_wgrad": True, "microbatches": 2},
@@ -66,6 +73,16 @@ MORE: list[dict] = [
     {"dtype": "bf16", "layers_per_graph": -1, "fused_wgrad": True, "microbatches": 2},
     {"dtype": "bf16", "layers_per_graph": -1, "recompute": ["core_attn", "mlp"]},
     {"dtype": "bf16", "layers_per_graph": -1, "recompute": ["layernorm"]},
+    *(
+        {"dtype": "bf16", "config": ["recompute_granularity='full'", f"recompute_method='{method}'", *number]} | case
+        for method, number, case in (
+            ("uniform", ["recompute_num_layers=1"], {"layers_per_graph": -1, "evaluates": True}),
+            ("uniform", ["recompute_num_layers=3"], {"layers_per_graph": -1, "microbatches": 2}),
+            ("block", ["recompute_num_layers=2"], {"layers_per_graph": None, "fused_wgrad": True}),
+            ("uniform", ["recompute_num_layers=2"], {"microbatches": 2}),
+            ("block", ["recompute_num_layers=3"], {"control": "captured_again"}),
+        )
+    ),
     {"dtype": "bf16", "layers_per_graph": -1, "optimizer_graph": True, "microbatches": 2},
     {"dtype": "bf16", "layers_per_graph": -1, "control": "captured_again", "dropout": 0.1},
     {"dtype": "bf16", "layers_per_graph": -1, "control": "failed_backward_capture", "dropout": 0.1},

@@ -51,6 +51,27 @@ WHOLE_MODEL: list[dict[str, Any]] = [
         {"positions": "yarn", "microbatches": 2},
     )
 ]
+
+
+def _full(method: str, layers: int) -> dict[str, Any]:
+    """The flags of full recomputation."""
+    values = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
+    return {"config": [f"{name}={value!r}" for name, value in values.items()]}
+
+
+# What the backward graph of all layers, or of the model, computes again.
+RECOMPUTED: list[dict[str, Any]] = [
+    {"layers_per_graph": -1, "microbatches": 2, "layers": 5, "evaluates_often": True, **_full("uniform", 2)},
+    {"layers_per_graph": None, "dtype": "bf16", "optimizer_graph": True, **_full("uniform", 1)},
+    {"layers_per_graph": -1, "dtype": "bf16", "latent_attention": True, **_full("block", 2)},
+    {"layers_per_graph": -1, "experts": 4, "capacity": 1.0, "shared_experts": 64, **_full("uniform", 1)},
+    {"layers_per_graph": -1, "control": "captured_again", "positions": "yarn", **_full("uniform", 2)},
+    {"layers": 5, "dtype": "fp16", "steps": 10, **_full("uniform", 5)},
+    {"layers": 5, "microbatches": 2, "evaluates": True, **_full("block", 3)},
+    {"control": "captured_again", "microbatches": 1, "microbatches_later": 2, **_full("uniform", 2)},
+    {"layers_per_graph": -1, "recompute": ["core_attn"], "microbatches": 2, "evaluates": True},
+    {"layers_per_graph": None, "recompute": ["core_attn", "mlp"], "dtype": "bf16"},
+]
 # Beside graphs of the whole model, the norm of gradients and their clipping are one too.
 CLIPPED: list[dict[str, Any]] = [
     {"layers_per_graph": -1, "norm_on_device": True, **case}
@@ -157,9 +178,10 @@ VISION: list[dict[str, Any]] = [
     {"vision": True, "control": "captured_again"},
 ]
 EQUAL = DENSE + LAYERS_PER_GRAPH + WHOLE_MODEL + CLIPPED + MOE + OTHERS + EVALUATED
-EQUAL += FP16 + POSITIONS + LATENT + DENSE_PARTS + EXPERTS + VISION
+EQUAL += RECOMPUTED + FP16 + POSITIONS + LATENT + DENSE_PARTS + EXPERTS + VISION
 # In `make test` too: what none of its sets of flags has (test_pairs.py), and each control.
 QUICK: list[dict[str, Any]] = [
+    *(RECOMPUTED[0], RECOMPUTED[6]),
     *(DENSE[1], LAYERS_PER_GRAPH[-1], WHOLE_MODEL[0], *CLIPPED[3:], FP16[0], LATENT[0], VISION[-1]),
     {"layers_per_graph": -1, "dtype": "bf16", "dropout": 0.1, "microbatches": 4, "microbatches_later": 1}
     | {"evaluates": True},
@@ -182,6 +204,9 @@ SURVIVED: list[dict[str, Any]] = [
     {"control": "fallback_after_a_failure_on_one_rank", "dropout": 0.1, "layers_per_graph": -1},
     {"control": "failed_forward_capture", "dropout": 0.1, "layers_per_graph": -1},
     {"control": "failed_backward_capture", "dropout": 0.1, "layers_per_graph": -1, "microbatches": 2},
+    {"control": "failed_forward_capture", "layers_per_graph": -1, **_full("uniform", 2)},
+    {"control": "failed_backward_capture", "microbatches": 2, **_full("uniform", 2)},
+    {"control": "fallback_after_a_failure_on_one_rank", "layers_per_graph": -1, **_full("uniform", 2)},
 ]
 FAILED_EVALUATION: dict[str, Any] = {"control": "failed_capture_for_evaluation", "evaluates": True, "dropout": 0.1}
 OBJECTION: dict[str, Any] = {"control": "hook_on_one_rank", "layers_per_graph": -1, "dropout": 0.1}

@@ -148,6 +148,12 @@ FEATURES: dict[str, Setting] = {
         "--recompute-modules": "mlp",
         "--disable-bias-linear": True,
     },
+    "recomputation of layers": {
+        "--recompute-granularity": "full",
+        "--recompute-method": "uniform",
+        "--recompute-num-layers": "1",
+        MODULES: False,
+    },
     "job: chunked mlp": {"--mlp-chunks-for-training": "2"},
     "strategies: optim": {"--data-parallel-sharding-strategy": "optim"},
     "strategies: optim_grads": {"--data-parallel-sharding-strategy": "optim_grads"},
@@ -186,6 +192,8 @@ FEATURES: dict[str, Setting] = {
 APART = {
     frozenset(("optimizer graph", "checkpoints")): "torch's Adam, in the place of TransformerEngine's, saves learning "
     "rates that are tensors, and a new one has numbers",
+    frozenset(("recomputation of layers", "multi-token prediction")): "nothing is captured then",
+    frozenset(("recomputation of layers", "packed sequences in graphs")): "likewise",
     frozenset(("router", "packed sequences in graphs")): "the layers that the feature packs for are dense",
     frozenset(("up to the dispatch", "packed sequences in graphs")): "likewise",
 }

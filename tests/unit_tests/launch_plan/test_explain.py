@@ -104,6 +104,13 @@ def test_multi_token_prediction(capsys, flags):
     assert parts["attention, with the norm before it (2)"][0] == "graphed"
 
 
+def test_layers_that_are_computed_again_and_cannot_be_in_one_graph(capsys, flags):
+    more = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --mtp-num-layers 1"
+    _, parts = explained(capsys, flags(DENSE, REST, more))
+    assert {state for state, *_ in parts.values()} == {"eager"}
+    assert parts["attention, with the norm before it (3)"][1].startswith("layers are computed again")
+
+
 def test_a_hybrid_model(capsys, flags):
     pattern = "--hybrid-layer-pattern M*M- --spec tests.support.hybrid_spec local --cuda-graph-modules attn"
     _, parts = explained(capsys, flags(DENSE, pattern, "--world-size 2"))

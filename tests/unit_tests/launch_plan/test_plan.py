@@ -71,6 +71,44 @@ def test_the_whole_model(capsys, flags):
     assert lines[-1] == "- none"
 
 
+RECOMPUTE = "--num-layers 4 --world-size 2 --recompute-granularity full --recompute-method"
+
+
+@pytest.mark.parametrize(
+    ("more", "inputs", "layers"),
+    [
+        ("--num-layers 4 --world-size 2", 0, 4),
+        (f"{RECOMPUTE} uniform --recompute-num-layers 1", 4, 1),
+        (f"{RECOMPUTE} uniform --recompute-num-layers 3", 2, 3),
+        (f"{RECOMPUTE} uniform --recompute-num-layers 9", 1, 4),
+        (f"{RECOMPUTE} block --recompute-num-layers 1", 1, 3),
+        (f"{RECOMPUTE} block --recompute-num-layers 4", 4, 1),
+    ],
+)
+def test_activations_of_layers_that_are_computed_again(capsys, flags, more, inputs, layers):
+    tokens, hidden = 1024 * 2, 32
+    _, lines = planned(capsys, flags(DENSE, "--seq-length 1024 --max-position-embeddings 1024", more))
+    assert graphs(lines) == ["forward of the whole model", "backward of the whole model"]
+    (line,) = (line for line in lines if "estimated: activations" in line)
+    expected = tokens * (inputs * 2 * hidden + layers * (18 * hidden + 4 * 4 * hidden))
+    assert float(line.split()[0]) == round(expected / 2**20, 1)
+
+
+@pytest.mark.parametrize(("modules", "known"), [("core_attn", True), ("core_attn layernorm", False)])
+def test_activations_where_parts_of_layers_are_computed_again(capsys, flags, modules, known):
+    more = f"--num-layers 2 --world-size 2 --recompute-granularity selective --recompute-modules {modules}"
+    _, lines = planned(capsys, flags(DENSE, more))
+    assert ("    the graphs' pool is not estimated for these layers" in lines) is not known
+
+
+def test_layers_that_are_computed_again_and_cannot_be_in_one_graph(capsys, flags):
+    more = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --mtp-num-layers 1"
+    code, lines = planned(capsys, flags(DENSE, "--num-layers 2 --world-size 2", more))
+    assert code == 0
+    (line,) = (line for line in lines if "Nothing would be captured" in line)
+    assert "layers are computed again in their backward pass, and layers of multi-token prediction are" in line
+
+
 def test_the_whole_model_with_dropless_experts(capsys, flags):
     code, lines = planned(capsys, flags(DENSE, EXPERTS, "--num-layers 2 --moe-use-grouped-tensor --world-size 2"))
     assert code == 0

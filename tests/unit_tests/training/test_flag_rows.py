@@ -34,6 +34,7 @@ MOE = "--num-experts 4 --moe-token-dispatcher-type alltoall --disable-bias-linea
 PADDED = "--moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0"
 PACKED = "--cuda-graph-packed-sequences 4"
 SELECTIVE = "--recompute-granularity selective --recompute-modules"
+FULL = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"
 FUSED = "--no-gradient-accumulation-fusion"
 LOCAL = "--transformer-impl local"
 OVERLAP = "--overlap-moe-expert-parallel-comm --bf16"
@@ -84,7 +85,9 @@ EXAMPLES = {
     "whole model of another sharding": Example(
         "--cuda-graph-layers-per-graph model --data-parallel-sharding-strategy optim_grads"
     ),
-    "full recomputation": Example("--recompute-granularity full --recompute-method uniform --recompute-num-layers 1"),
+    "full recomputation": Example(f"{FULL} --cuda-graph-layers-per-graph 1"),
+    "recomputed layers with dropout": Example(f"{FULL} --hidden-dropout 0.1"),
+    "recomputation of layers": Example(FULL),
     "recomputed router": Example(f"{MOE} moe_router {SELECTIVE} moe"),
     "recomputed dropout": Example(f"--attention-dropout 0.1 {SELECTIVE} core_attn"),
     "recomputed mlp with bias": Example(f"{SELECTIVE} mlp"),

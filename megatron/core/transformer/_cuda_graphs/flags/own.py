@@ -17,7 +17,7 @@ PACKED_FLAG = "--cuda-graph-packed-sequences"
 GROUPED_FLAG = "--moe-use-grouped-tensor"
 FACTOR_FLAG = "--moe-alltoall-capacity-factor"
 _FALLBACK_FLAG = "--cuda-graph-fallback"
-_LAYERS_FLAG = "--cuda-graph-layers-per-graph"
+LAYERS_FLAG = "--cuda-graph-layers-per-graph"
 # A schedule of sequence lengths or batch sizes has a handful of stages; what changes more often would gain little from
 # graphs, and each capture takes seconds.
 _MAX_CAPTURES = 8
@@ -29,7 +29,7 @@ _FLAGS: dict[str, dict[str, Any]] = {
         "help": "What happens if the layers cannot be captured (--cuda-graph-impl transformer_engine): error ends the "
         "training with the layer, the rank and the cause; eager warns of the same and trains on without CUDA graphs.",
     },
-    _LAYERS_FLAG: {
+    LAYERS_FLAG: {
         "metavar": f"{ALL_LAYERS}|{WHOLE_MODEL}|1",
         "help": "With --use-megatron-fsdp and --cuda-graph-impl transformer_engine: what is recorded in one CUDA "
         f"graph: {ALL_LAYERS} for {ALL_LAYERS} consecutive layers, {WHOLE_MODEL} for all that a dense model computes, "
@@ -97,7 +97,7 @@ def check_arguments(args: Any) -> None:
                 f"{flag} {value} needs --cuda-graph-impl transformer_engine, got {args.cuda_graph_impl}: leave it out"
             )
     if layers_per_graph(args) is not None and not args.use_megatron_fsdp:
-        raise ValueError(f"{_LAYERS_FLAG} needs --use-megatron-fsdp: leave it out")
+        raise ValueError(f"{LAYERS_FLAG} needs --use-megatron-fsdp: leave it out")
 
 
 def check_values(options: Any) -> None:
@@ -139,11 +139,11 @@ def layers_per_graph(options: Any) -> LayersPerGraph | None:
     Raises:
         OptionsError: it is something else; names the flag.
     """
-    given = _given(options, _LAYERS_FLAG)
+    given = _given(options, LAYERS_FLAG)
     known: dict[str, LayersPerGraph] = {ALL_LAYERS: ALL_LAYERS, WHOLE_MODEL: WHOLE_MODEL, "1": 1}
     if given is None or str(given) in known:
         return known.get(str(given))
-    raise OptionsError(f"{_LAYERS_FLAG} {given} is not supported: use {ALL_LAYERS}, {WHOLE_MODEL} or 1")
+    raise OptionsError(f"{LAYERS_FLAG} {given} is not supported: use {ALL_LAYERS}, {WHOLE_MODEL} or 1")
 
 
 def packed_sequences(options: Any) -> int | None:

@@ -110,6 +110,16 @@ def _asks_for_tokens(options: Options) -> bool:
     return options.has_experts and options.graphs("moe") and not on_device
 
 
+def _recomputes_layers(options: Options) -> bool:
+    return bool(options.get("recompute_granularity") == "full")
+
+
+def _captures_each_layer(options: Options) -> bool:
+    """Whether graphs surely hold single layers, or parts of them."""
+    asked = options.modules or str(options.get("cuda_graph_layers_per_graph")) == "1"
+    return bool(asked) or options.stages > 1 or _has_instances(options) or not _shards_all(options)
+
+
 def _random_recompute(options: Options) -> bool:
     attention = options.get("attention_dropout", 0.0) and options.recomputes("core_attn") and options.graphs("attn")
     mlp = options.recomputes("mlp") and options.graphs("mlp")
@@ -292,10 +302,13 @@ _REFUSED = [
     ),
     _refused(
         "full recomputation",
-        "--recompute-granularity full",
-        lambda options: options.get("recompute_granularity") == "full",
-        "--recompute-granularity full computes layers again outside their graphs: use --recompute-granularity "
-        "selective, or leave it out",
+        "--recompute-granularity full, a graph for each layer: --cuda-graph-modules, --cuda-graph-layers-per-graph 1, "
+        "pipeline stages, another sharding than optim_grads_params of one instance",
+        lambda options: _recomputes_layers(options) and _captures_each_layer(options),
+        "--recompute-granularity full computes layers again outside of graphs of single layers: use "
+        "--recompute-granularity selective, or leave out what rules out graphs of all layers (--cuda-graph-modules, "
+        "--cuda-graph-layers-per-graph 1, pipeline stages, --num-distributed-optimizer-instances, a "
+        "--data-parallel-sharding-strategy other than optim_grads_params)",
     ),
     _refused(
         "recomputed router",
@@ -309,6 +322,17 @@ _REFUSED = [
         _random_recompute,
         "--recompute-modules names a part of layers that is in graphs and draws random numbers: set "
         "--attention-dropout 0 (core_attn) or --hidden-dropout 0 (mlp, moe), or leave it out of --recompute-modules",
+    ),
+    _refused(
+        "recomputed layers with dropout",
+        "--recompute-granularity full, with dropout or --moe-input-jitter-eps",
+        lambda options: (
+            _recomputes_layers(options)
+            and any(options.get(name) for name in ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps"))
+        ),
+        "--recompute-granularity full with dropout or --moe-input-jitter-eps: of generators that graphs can draw from "
+        "megatron-core keeps no states, so a layer that is computed again draws other numbers, also without graphs; "
+        "set --hidden-dropout 0 and --attention-dropout 0, and leave --moe-input-jitter-eps out",
     ),
     _refused(
         "recomputed mlp with bias",
@@ -656,7 +680,19 @@ _WORKS = [
         "runs with and without graphs load each other's checkpoints; of two pipeline stages into one and back, too",
     ),
     _works("dropout", "--hidden-dropout, --attention-dropout", _CPU),
-    _works("recomputation", "--recompute-modules core_attn, mlp, layernorm", _GPU),
+    _works(
+        "recomputation",
+        "--recompute-modules core_attn, mlp, layernorm, moe, shared_experts, mla_up_proj",
+        _GPU,
+        "saves memory in graphs of the whole model and of all layers, and in what runs eagerly; in graphs of single "
+        "layers megatron-core keeps all activations",
+    ),
+    _works(
+        "recomputation of layers",
+        "--recompute-granularity full, graphs of the whole model or of all layers",
+        _CPU,
+        "where these are ruled out nothing is captured",
+    ),
     _works("strategies", "--data-parallel-sharding-strategy", _CPU),
     _works(
         "hybrid sharding",

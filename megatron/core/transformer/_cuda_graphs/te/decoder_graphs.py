@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
+from copy import copy
 from typing import Any
 
 import torch
@@ -49,11 +50,16 @@ class DecoderGraphs(ForwardGraphs):
             if torch.is_grad_enabled():
                 self.passes.before_eager_forward()
             return type(decoder).forward(decoder, *args, **kwargs)
-        decoder.__dict__["layers"] = (_Replayed(self.passes, inputs[1:]),)  # found before the module of this name
+        own, config = decoder.__dict__, decoder.config
+        own["layers"] = (_Replayed(self.passes, inputs[1:]),)  # found before the module of this name
+        if config.recompute_granularity == "full":  # which the graphs do
+            own["config"] = copy(config)
+            own["config"].recompute_granularity = None
         try:
             return type(decoder).forward(decoder, *args, **kwargs)
         finally:
-            del decoder.__dict__["layers"]
+            own["config"] = config
+            del own["layers"]
 
     def _inputs(self, args: tuple, kwargs: dict[str, Any]) -> list[torch.Tensor] | None:
         given = self.by_name(args, kwargs)
@@ -64,6 +70,18 @@ class DecoderGraphs(ForwardGraphs):
     def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
         tokens, sequences, _ = given["hidden_states"].shape
         return tokens, sequences
+
+
+def _recomputed(decoder: Any, hidden_states: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Run all layers of ``decoder``, which are computed again in their backward pass, as it does."""
+    from megatron.core.recompute import checkpointed_forward  # imports cuda_graphs, which imports this module
+
+    unused = dict.fromkeys(("context", "context_mask", "attention_bias", "packed_seq_params"))
+    read = {name: given.get(name) for name in ("attention_mask", "rotary_pos_emb")}
+    output: torch.Tensor = checkpointed_forward(
+        decoder, hidden_states=hidden_states, use_inner_quantization_context=False, **read, **unused
+    )
+    return output
 
 
 def capture_decoder(
@@ -89,6 +107,8 @@ def capture_decoder(
     def run(hidden_states: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
         # As the decoder does.
         with get_cuda_rng_tracker().fork() if decoder.config.sequence_parallel else nullcontext():
+            if decoder.config.recompute_granularity == "full":
+                return _recomputed(decoder, hidden_states, given)
             for layer, names in zip(layers, read, strict=True):
                 output = layer(hidden_states, **{name: given[name] for name in names})
                 hidden_states = output[0] if isinstance(output, tuple) else output

@@ -8,12 +8,13 @@ from typing import Any
 import torch
 
 from ..errors import CaptureFailedError
-from ..flags.own import WHOLE_MODEL, layers_per_graph, packed_sequences
+from ..flags.own import LAYERS_FLAG, WHOLE_MODEL, layers_per_graph, packed_sequences
 from ..hooks import has_other_hooks
 from .agreement import CaptureAgreement
 from .layers import _layer_is_graphable, decoder_layers, layer_name
 from .sample_inputs import attention_mask_type
 from .stage import Stage
+from .stage_graphs import INTERLEAVED_PASSES, RECOMPUTED_LAYERS
 from .training_calls import TrainingCalls
 from .whole_model import other_method
 
@@ -72,6 +73,11 @@ def _is_other_decoder(stage: Stage) -> str:
     return "" if known and "forward" not in vars(decoder) else type(decoder).__name__
 
 
+def recomputes_layers(stage: Stage) -> bool:
+    """Whether whole layers are computed again, which graphs of single layers cannot do."""
+    return bool(stage.config.recompute_granularity == "full")
+
+
 def _hooked(modules: Iterable[tuple[str, torch.nn.Module]]) -> str:
     return next((name for name, module in modules if has_other_hooks(module)), "")
 
@@ -116,6 +122,16 @@ _TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage], object]], ...] = (
     (BOTH, "only modules of layers are captured (--cuda-graph-modules)", lambda s: s.config.cuda_graph_modules),
     (MODEL, "there is multi-token prediction", lambda s: s.config.mtp_num_layers),
     (BOTH, "FP8 and FP4 keep statistics outside of graphs", lambda s: s.config.fp8 or s.config.fp4),
+    (
+        BOTH,
+        "FP8 and FP4 are computed again (--recompute-granularity)",
+        lambda s: (s.config.fp8 or s.config.fp4) and s.config.recompute_granularity,
+    ),
+    (
+        DECODER,
+        "layers of multi-token prediction are computed again (--recompute-granularity full)",
+        lambda s: recomputes_layers(s) and not {*s.layers} <= {*_layers(s)},
+    ),
     (BOTH, "sequences are packed", lambda s: packed_sequences(s.config) is not None),
     (BOTH, "weight gradients are delayed (--delay-wgrad-compute)", lambda s: s.config.delay_wgrad_compute),
     (
@@ -146,6 +162,7 @@ class GraphChoice:
 
     Attributes:
         refused: Why the whole model was not captured though it might have been, after the last choice.
+        eager_because: Why nothing is captured, as scalars are named, if the last choice was that.
     """
 
     def __init__(self, stage: Stage):
@@ -155,19 +172,17 @@ class GraphChoice:
         self._calls = TrainingCalls(
             models[0] if models and stage.one_graph_serves_all else None, filter(None, decoders)
         )
-        self.refused = ""
+        self.refused = self.eager_because = ""
         self._tries_model = False  # though nobody asked for it
         self._model_failed = False  # when it was tried
 
     def choose(self, agreement: CaptureAgreement) -> Holds | None:
-        """Return what graphs are to hold; None if training so far would make replays fail. Log why it is no more."""
+        """Return what graphs are to hold; None if training is to go on eagerly. Log why it is no more."""
         self._calls.stop()
         wanted = layers_per_graph(self._stage.config)
         self.refused, self._tries_model = "", False
         if reason := agreement.objection(self._interleaved()):
-            self._stage.log(
-                logging.WARNING, f"no CUDA graphs are captured, and training goes on eagerly, because {reason}"
-            )
+            self._note_nothing(INTERLEAVED_PASSES, reason)
             return None
         if wanted in (None, WHOLE_MODEL):
             self.refused = agreement.objection(self._model_blocker())
@@ -176,13 +191,21 @@ class GraphChoice:
                 return Holds.MODEL
             level = logging.INFO if wanted is None else logging.WARNING
             self._stage.log(level, f"instead of the whole model its layers are captured, because {self.refused}")
+        reason = f"{LAYERS_FLAG} is 1"
         if wanted != 1:
             reason = agreement.objection(blocker(self._stage, Holds.DECODER) or self._reads())
             if not reason:
                 return Holds.DECODER
-            if reason != self.refused:
-                self._stage.log(logging.INFO, f"each layer is captured in a graph of its own, because {reason}")
+        if recomputes_layers(self._stage):
+            self._note_nothing(RECOMPUTED_LAYERS, f"layers are computed again in their backward pass, and {reason}")
+            return None
+        if wanted != 1 and reason != self.refused:
+            self._stage.log(logging.INFO, f"each layer is captured in a graph of its own, because {reason}")
         return Holds.LAYER
+
+    def _note_nothing(self, eager_because: str, reason: str) -> None:
+        self.eager_because = eager_because
+        self._stage.log(logging.WARNING, f"no CUDA graphs are captured, and training goes on eagerly, because {reason}")
 
     def captures_layers_instead(self, failed: CaptureFailedError) -> bool:
         """Whether layers are to be captured now that what was chosen last could not be."""

@@ -35,7 +35,6 @@ from .stage_graphs import (
     BEFORE_CAPTURE,
     CAPTURE_FAILED,
     CAPTURES_USED_UP,
-    INTERLEAVED_PASSES,
     NO_LAYERS,
     GraphUse,
     StageGraphs,
@@ -339,7 +338,7 @@ class TECudaGraphHelper:
                     session = CaptureSession(stage, graphs, agreement, observer, self._recaptures, *shape)
                     session.capture(holds, self._planned_input_data)
                 else:
-                    graphs.none_because = INTERLEAVED_PASSES
+                    graphs.none_because = self.choice.eager_because
             agreement.finish()
         except BaseException as error:
             self._drop_graphs()

@@ -20,7 +20,7 @@ from .whole_model import ModelGraphs
 # Why steps run eagerly, as scalars are named.
 BEFORE_CAPTURE, OTHER_INPUTS = "before-capture", "other-inputs"
 NO_LAYERS, CAPTURE_FAILED, CAPTURES_USED_UP = "no-layers", "capture-failed", "captures-used-up"
-INTERLEAVED_PASSES = "interleaved-passes"
+INTERLEAVED_PASSES, RECOMPUTED_LAYERS = "interleaved-passes", "recomputed-layers"
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,7 @@ def config(**changes):
             "fp8": None,
             "gradient_accumulation_fusion": False,
             "overlap_moe_expert_parallel_comm": False,
+            "recompute_granularity": None,
             "sequence_parallel": False,
             **changes,
         }

@@ -142,9 +142,9 @@ class Recorded(Eager):
         self.params = context.units[module].params
 
     def gather(self, direction: Direction, prefetch: bool = True) -> None:
-        if self.plan is not None:
+        if self.plan is not None and prefetch:
             self.plan.gather(direction)
-        else:
+        else:  # without a prefetch, in a pass that is computed again, no other unit is gathered
             super().gather(direction, prefetch)
 
 

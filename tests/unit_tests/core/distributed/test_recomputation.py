@@ -1,0 +1,102 @@
+"""Graphs of all layers, or of the model, whose backward pass computes activations again: what is kept until then."""
+
+import logging
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest import mock
+
+import pytest
+import torch
+
+from megatron_fsdp_cuda_graphs.cpu_backend import pools
+
+from .captured_training import CapturedTraining, graphed, trained
+from .fsdp_variants import Variant, hook_layers
+
+MODEL, ALL = -1, 0
+HOLDS = pytest.mark.parametrize("holds", [MODEL, ALL], ids=["model", "all layers"])
+
+
+def full(method, layers):
+    """A variant of three layers that computes layers again."""
+    recompute = {"recompute_granularity": "full", "recompute_method": method, "recompute_num_layers": layers}
+    return Variant(graphed(MODEL), config=recompute)
+
+
+NOTHING = Variant(graphed(MODEL))
+SELECTIVE = Variant(graphed(MODEL), config={"recompute_granularity": "selective", "recompute_modules": ["core_attn"]})
+BLOCK = full("block", 2)
+EACH, PAIRS, AT_ONCE = (full("uniform", layers) for layers in (1, 2, 3))
+
+
+@contextmanager
+def noted_bytes():
+    """Note at the beginning of each capture how much of its pool is in use."""
+    found: list[int] = []
+    begin = torch.cuda.CUDAGraph.capture_begin
+
+    def note(graph, pool=None, **mode):
+        if pool is not None:
+            found.append(pools.pool_of(pool).held_bytes)
+        begin(graph, pool=pool, **mode)
+
+    with mock.patch.object(torch.cuda.CUDAGraph, "capture_begin", note):
+        yield found
+
+
+def kept(variant, holds):
+    """The bytes of the graphs' pool that are in use between the forward and the backward pass."""
+    with noted_bytes() as found:
+        CapturedTraining(replace(variant.case, layers_per_graph=holds), variant=variant).delete()
+    return max(found)
+
+
+@HOLDS
+@pytest.mark.parametrize("variant", [SELECTIVE, BLOCK, EACH, PAIRS], ids=["selective", "block", "each", "pairs"])
+def test_what_is_computed_again_trains_bit_for_bit_as_eagerly(one_rank, variant, holds):
+    case = replace(variant.case, layers_per_graph=holds, microbatches=2)
+    eager, graphs = (trained(case, on, variant=variant) for on in (False, True))
+    assert graphs.replays == 4
+    assert eager.differences(graphs) == []
+
+
+@HOLDS
+def test_the_pool_keeps_no_activations_that_are_computed_again(one_rank, holds):
+    nothing, selective, block, each, pairs, at_once = (
+        kept(variant, holds) for variant in (NOTHING, SELECTIVE, BLOCK, EACH, PAIRS, AT_ONCE)
+    )
+    case = NOTHING.case
+    hidden_states = case.micro_batch * case.sequence * case.hidden * 4
+    assert each - pairs == pairs - at_once == hidden_states  # for each piece that is computed again, its input
+    of_a_layer = block - each
+    assert nothing - block == 2 * of_a_layer
+    scores = case.micro_batch * case.heads * case.sequence**2 * 4
+    assert nothing - selective >= 3 * scores
+    assert of_a_layer > 10 * hidden_states
+
+
+@pytest.mark.parametrize(
+    ("changes", "change", "reason"),
+    [
+        ({}, hook_layers, "layer 1 (TransformerLayer) has hooks, which do not run in replays"),
+        ({"mtp": 1}, lambda model: None, "layers of multi-token prediction are computed again"),
+        ({"layers_per_graph": 1, "unchecked": True}, lambda model: None, "--cuda-graph-layers-per-graph is 1"),
+    ],
+    ids=["hooks", "multi-token prediction", "a layer in a graph"],
+)
+def test_without_graphs_of_all_layers_training_goes_on_eagerly(one_rank, caplog, changes, change, reason):
+    case = replace(graphed(ALL), **changes)
+    variant = replace(EACH, case=case, change=change)
+    eager = trained(case, False, variant=variant)
+    with caplog.at_level(logging.WARNING):
+        training = CapturedTraining(case, variant=variant)
+    (line,) = (record.message for record in caplog.records if "no CUDA graphs are captured" in record.message)
+    assert "training goes on eagerly, because layers are computed again in their backward pass, and " in line
+    assert reason in line
+    assert training.helper.eager_reason() == "recomputed-layers"
+    for _ in range(2):
+        training.step()
+    graphs = training.trace()
+    assert not training.helper.graphs_created()
+    assert graphs.replays == 0
+    assert eager.differences(graphs) == []

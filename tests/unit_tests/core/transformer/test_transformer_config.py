@@ -1,0 +1,44 @@
+"""TransformerConfig: full recomputation with graphs of layers, and all that megatron-core checks of it."""
+
+import pytest
+
+from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+from megatron.core.transformer.heterogeneous.heterogeneous_config import HeterogeneousTransformerConfig
+
+SIZES = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+GRAPHS = {"cuda_graph_impl": "transformer_engine"}
+
+
+@pytest.mark.parametrize("kind", [TransformerConfig, MLATransformerConfig])
+def test_full_recomputation_is_taken_with_graphs_of_layers(kind):
+    with_graphs, without = (kind(**SIZES, **FULL, **graphs) for graphs in (GRAPHS, {}))
+    values = {name: value for name, value in vars(without).items() if not callable(value)}
+    assert with_graphs.recompute_granularity == "full"
+    assert {name for name in values if vars(with_graphs)[name] != values[name]} == {"cuda_graph_impl"}
+
+
+def test_kinds_of_configurations_are_derived_from_it():
+    for kind in (MLATransformerConfig, HeterogeneousTransformerConfig):
+        assert issubclass(kind, TransformerConfig)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error"),
+    [
+        ({"recompute_method": None}, "recompute_method must be"),
+        ({"recompute_num_layers": None}, "recompute_num_layers must be"),
+        ({"moe_layer_recompute": True}, "moe-layer-recompute"),
+        ({"cpu_offloading": True}, "CPU offloading"),
+    ],
+    ids=lambda each: next(iter(each)) if isinstance(each, dict) else "",
+)
+def test_what_does_not_fit_recomputation_is_refused_as_without_graphs(changes, error):
+    for graphs in (GRAPHS, {}):
+        with pytest.raises(ValueError, match=error):
+            TransformerConfig(**{**SIZES, **FULL, **graphs, **changes})
+
+
+def test_local_graphs_take_no_full_recomputation():
+    with pytest.raises(AssertionError, match="full recompute is only supported"):
+        TransformerConfig(**SIZES, **FULL, cuda_graph_impl="local")
