@@ -177,12 +177,34 @@ VISION: list[dict[str, Any]] = [
     {"vision": True, "evaluates": True},
     {"vision": True, "control": "captured_again"},
 ]
+# FP8 with a TransformerEngine in miniature (tests/support/small_transformer_engine.py).
+QUANTIZED: list[dict[str, Any]] = [
+    {"fp8": recipe, "layers_per_graph": most, "microbatches": 2, **case}
+    for recipe, most, case in (
+        ("delayed", -1, {"evaluates_often": True, "dropout": 0.1}),
+        ("delayed", -1, {"warmup": 0, "microbatches": 1, "microbatches_later": 3}),
+        ("delayed", -1, {"microbatches": 3, **SHORTER}),
+        ("delayed", -1, {"norm_on_device": True, "dtype": "bf16"}),
+        ("delayed", -1, {"control": "captured_again_later"}),
+        ("delayed", -1, {"config": ["disable_parameter_transpose_cache=True"]}),
+        ("delayed", -1, {"config": ["tp_only_amax_red=True"]}),
+        ("delayed", 0, {"evaluates_often": True, "dropout": 0.1}),
+        ("delayed", 0, {"warmup": 0, "microbatches": 3}),
+        ("delayed", 0, {"mtp": 1}),
+        ("delayed", 0, SHORTER),
+        ("delayed", 1, {"evaluates": True}),
+        ("tensorwise", -1, {"dropout": 0.1, "evaluates": True}),
+        ("tensorwise", 0, {"dtype": "bf16"}),
+        ("tensorwise", 0, {"config": ["first_last_layers_bf16=True"], "dropout": 0.1}),
+    )
+]
 EQUAL = DENSE + LAYERS_PER_GRAPH + WHOLE_MODEL + CLIPPED + MOE + OTHERS + EVALUATED
-EQUAL += RECOMPUTED + FP16 + POSITIONS + LATENT + DENSE_PARTS + EXPERTS + VISION
+EQUAL += RECOMPUTED + FP16 + POSITIONS + LATENT + DENSE_PARTS + EXPERTS + VISION + QUANTIZED
 # In `make test` too: what none of its sets of flags has (test_pairs.py), and each control.
 QUICK: list[dict[str, Any]] = [
     *(RECOMPUTED[0], RECOMPUTED[6]),
     *(DENSE[1], LAYERS_PER_GRAPH[-1], WHOLE_MODEL[0], *CLIPPED[3:], FP16[0], LATENT[0], VISION[-1]),
+    *(*QUANTIZED[:3], *QUANTIZED[7:10]),
     {"layers_per_graph": -1, "dtype": "bf16", "dropout": 0.1, "microbatches": 4, "microbatches_later": 1}
     | {"evaluates": True},
     {"layers_per_graph": -1, "control": "captured_again", "dropout": 0.1},
@@ -207,6 +229,8 @@ SURVIVED: list[dict[str, Any]] = [
     {"control": "failed_forward_capture", "layers_per_graph": -1, **_full("uniform", 2)},
     {"control": "failed_backward_capture", "microbatches": 2, **_full("uniform", 2)},
     {"control": "fallback_after_a_failure_on_one_rank", "layers_per_graph": -1, **_full("uniform", 2)},
+    {"control": "failed_backward_capture", "fp8": "delayed", "layers_per_graph": -1, "microbatches": 2},
+    {"control": "failed_forward_capture", "fp8": "delayed", "layers_per_graph": 0, "microbatches": 2},
 ]
 FAILED_EVALUATION: dict[str, Any] = {"control": "failed_capture_for_evaluation", "evaluates": True, "dropout": 0.1}
 OBJECTION: dict[str, Any] = {"control": "hook_on_one_rank", "layers_per_graph": -1, "dropout": 0.1}

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from .case import VOCABULARY, Case
+from .small_transformer_engine import quantize_linear_layers
 
 YARN = {
     "yarn_rotary_scaling_factor": 2.0,
@@ -158,6 +159,8 @@ def gpt(case: Case, config, virtual_stage: int | None = None):
     for module in model.modules() if case.unbalanced else ():
         if getattr(module, "expert_bias", None) is not None:
             module.expert_bias.copy_(-10.0 * torch.arange(case.experts))
+    if case.fp8 and not case.transformer_engine:
+        quantize_linear_layers(model)
     return model
 
 

@@ -14,7 +14,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from . import models
+from . import models, small_transformer_engine
 from .case import EVALUATION, VOCABULARY, Case
 
 
@@ -87,13 +87,15 @@ class Training:
             1234, te_rng_tracker=case.transformer_engine, use_cudagraphable_rng=True, force_reset_rng=True
         )
         self._set_microbatches(0)
+        self.patches = ExitStack()  # closed when the training is over
+        if case.fp8 and not case.transformer_engine:
+            self.patches.enter_context(small_transformer_engine.in_megatron())
         self.config = models.transformer_config(case, graphs)
         self.stream = torch.cuda.Stream()
         with torch.cuda.stream(self.stream):
             self.chunks = self._wrapped_chunks()
             self.optimizer = models.optimizer(case, self.chunks)
         self.helper: Any = None
-        self.patches = ExitStack()  # closed when the training is over
         self._connect()
         if case.optimizer_graph or case.norm_on_device:
             from .capturable import capturable_on_this_device

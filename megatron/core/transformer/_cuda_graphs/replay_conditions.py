@@ -80,6 +80,7 @@ class ReplayConditions:
         parameters: Whether parameters are compared, as they are not where others come and go.
         buffers: Whether buffers are compared: not where an ``AddressGuard`` is checked.
         autocast: What ``autocast_in_force`` returned for the captured passes; by default what it returns now.
+        quantized: Returns dictionaries with the tensors of FP8 that the graphs use, or lists of them; None without FP8.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class ReplayConditions:
         parameters: bool = True,
         buffers: bool = False,
         autocast: list[Any] | None = None,
+        quantized: Callable[[], list[Any]] | None = None,
     ):
         self._told: set[str] = set()
         self._aspects: list[_Aspect] = []
@@ -116,6 +118,12 @@ class ReplayConditions:
         for_all = ["hooks for all modules"] * len(_GLOBAL_HOOKS)
         self._aspects.append(_Aspect(for_all, lambda: _GLOBAL_HOOKS, list(map(dict, _GLOBAL_HOOKS))))
         self._aspects.append(_Aspect(["autocast"] * 4, autocast_in_force, autocast))
+        if quantized is not None:
+            then = [
+                {key: [*held] if isinstance(held, list) else held for key, held in each.items()} for each in quantized()
+            ]
+            names = ["statistics of FP8"] * 2 + ["weights quantized to FP8"] * (len(then) - 2)
+            self._compare("", names, quantized, then)
         self._compare_attributes(reads)
         self._looks, self._then = [aspect.look for aspect in self._aspects], [aspect.then for aspect in self._aspects]
 

@@ -9,9 +9,12 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
+
+from .preserve import preserve_tensors
 
 # The arguments of make_graphed_callables, and their deprecated spellings.
 _DEPRECATED = {
@@ -127,14 +130,19 @@ class Quantization:
         self._group = amax_reduction_group
         self.caches_params = caches_params
 
-    def autocast(self, index: int) -> AbstractContextManager:
-        """The context in which the callable of this index runs in warm-up and capture."""
+    def autocast(self, index: int, graph: bool = True) -> AbstractContextManager:
+        """The context in which the callable of this index runs in warm-up and capture.
+
+        Args:
+            index: The callable.
+            graph: Whether TransformerEngine leaves to replays what it does at the end of the outermost context.
+        """
         return self._graph.autocast(
             enabled=self._enabled[index],
             calibrating=self._calibrating,
             recipe=self.recipe,
             amax_reduction_group=self._group,
-            _graph=True,
+            _graph=graph,
         )
 
     @contextmanager
@@ -152,6 +160,58 @@ class Quantization:
     def of_callable(self, index: int) -> "QuantizedReplay | None":
         """Return the replay protocol for the callable of this index; None if it is not quantized."""
         return QuantizedReplay(self) if self._enabled[index] else None
+
+
+class RecordedQuantization:
+    """FP8 in passes that are recorded as they run in eager training: their graphs update the statistics, too.
+
+    What is left to replays is whether weights are quantized again, which the graphs read on the device.
+
+    Args:
+        quantization: How the layers are quantized.
+        layers: Those of the recorded modules that run under autocast.
+    """
+
+    def __init__(self, quantization: Quantization, layers: torch.nn.Module):
+        self.quantization = quantization
+        self._layers = layers
+        self._cached = [module for module in layers.modules() if hasattr(module, "is_first_microbatch")]
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """Leave statistics as they were. Within it the flag is up that has weights quantized in the recorded pass."""
+        quantization, state = self.quantization, self.quantization.state.quantization_state
+        buffers = state.global_amax_history_buffer, state.global_scale_buffer
+        registered = chain.from_iterable(each for buffer in buffers for each in buffer.values())
+        flag = state.skip_fp8_weight_update_tensor
+        with preserve_tensors(registered), quantization.preserve_statistics([self._layers]):
+            if not quantization.caches_params:
+                state.skip_fp8_weight_update_tensor = None
+            try:
+                yield
+            finally:
+                if not quantization.caches_params:
+                    state.skip_fp8_weight_update_tensor = flag
+
+    def autocast(self) -> AbstractContextManager:
+        """The context of modules that run eagerly in one which is not recorded, and updates statistics at its end."""
+        return self.quantization.autocast(0, torch.cuda.is_current_stream_capturing())
+
+    def before_forward(self) -> None:
+        """Let the graphs quantize weights again in the micro-batches in which eager training does."""
+        if not self.quantization.caches_params or not self._cached:
+            return
+        is_first = self._cached[0].is_first_microbatch
+        self.quantization.state.set_skip_fp8_weight_update_tensor(not is_first)
+        if is_first:
+            for module in self._cached:
+                module.__dict__["is_first_microbatch"] = False  # bypasses Module.__setattr__, which is slow
+
+    def tensors(self) -> list[dict[str, Any]]:
+        """Return what holds the tensors that the graphs use: statistics, by their reduction, and quantized weights."""
+        state = self.quantization.state.quantization_state
+        weights = [getattr(module, "_fp8_workspaces", {}) for module in self._cached]
+        return [state.global_amax_history_buffer, state.global_scale_buffer, *weights]
 
 
 class QuantizedReplay:

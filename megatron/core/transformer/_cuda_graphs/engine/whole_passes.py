@@ -15,6 +15,7 @@ from .capture import Capture
 from .gradient_sink import AroundBackward
 from .memory import release_cached_memory
 from .preserve import pause_gc, preserve_buffers
+from .quantization import RecordedQuantization
 from .replay import Replay, ReplayOptions, Tensors, replay
 from .rng import preserve_rng
 from .streams import capture_stream, refuse_legacy_stream
@@ -49,17 +50,27 @@ class WholePasses:
         inputs: Static inputs, by keyword. Those that require grad must be leaves.
         owner: Manages what the graphs use but do not hold.
         copies_output: Whether a replay returns a copy of the output, which its readers may keep beyond the next replay.
+        quantized: How the modules are quantized; None where they are not.
 
     Attributes:
         forward_graph: Runs the forward pass; None before capture and after ``reset``.
         backward_graph: Runs the backward pass.
     """
 
-    def __init__(self, name: str, inputs: Mapping[str, torch.Tensor], owner: PassOwner, *, copies_output: bool = True):
+    def __init__(
+        self,
+        name: str,
+        inputs: Mapping[str, torch.Tensor],
+        owner: PassOwner,
+        *,
+        copies_output: bool = True,
+        quantized: RecordedQuantization | None = None,
+    ):
         self._name = name
         self._inputs = dict(inputs)
         self._replay_type = _FreshOutputs if copies_output else Replay
         self._owner: PassOwner | None = owner
+        self._quantized = quantized
         self.forward_graph: torch.cuda.CUDAGraph | None = None
         self.backward_graph: torch.cuda.CUDAGraph | None = None
         self._replay: Replay | None = None
@@ -80,7 +91,8 @@ class WholePasses:
         """
         params = [param for param in module.parameters() if param.requires_grad]
         try:
-            with pause_gc(), preserve_rng(), preserve_buffers([module]), capture_stream():
+            quantized = nullcontext() if self._quantized is None else self._quantized.capturing()
+            with pause_gc(), preserve_rng(), preserve_buffers([module]), quantized, capture_stream():
                 for _ in range(num_warmup_iters):
                     with refuse_legacy_stream(self._name, params):
                         self._run(func, None)
@@ -146,6 +158,8 @@ class WholePasses:
         if self._replay is None or self._owner is None:
             raise RuntimeError(f"the graphs of {self._name} were reset; capture them again to replay them")
         self._owner.before_forward()
+        if self._quantized is not None:
+            self._quantized.before_forward()
         (output,) = replay(self._replay, None, *inputs, self._leaf)
         assert output is not None
         return output
@@ -170,7 +184,7 @@ class WholePasses:
             self._replay.reset()
         if self._owner is not None:
             self._owner.forget()
-        self._replay = self._owner = None
+        self._replay = self._owner = self._quantized = None
         self._inputs = {}
 
 

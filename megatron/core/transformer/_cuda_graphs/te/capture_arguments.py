@@ -2,8 +2,8 @@
 
 import logging
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import torch
 
@@ -12,6 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import CudaGraphModule
 
 from ..engine.plan import ordered_plan
+from ..engine.quantization import Quantization, RecordedQuantization
 from ..errors import ArgumentError
 from .capture_mode import offload_interface
 from .order import PassOrder, convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
@@ -131,7 +132,7 @@ class CaptureArguments:
         if all(chunk.fsdp is not None for chunk in stage.chunks):
             # Megatron-FSDP copies each gradient to its bucket as soon as it is complete, before any other replay.
             arguments["clone_param_grads_on_return"] = False
-        quantization = quantization_arguments(stage)
+        quantization = quantization_arguments(stage, [layer for own in self.layers for layer in own])
         missing = [name for name in quantization if name not in known]
         if missing and quantization["enabled"]:
             raise RuntimeError(
@@ -152,24 +153,44 @@ def num_warmup_iterations(config: Any, num_microbatches: int) -> int:
     return max(1, math.ceil((_WARMUP_ITERATIONS - done) / num_microbatches))
 
 
-def quantization_arguments(stage: Stage) -> dict[str, Any]:
-    """Return the engine's arguments that say how the layers of ``stage`` are quantized."""
+def quantization_arguments(stage: Stage, layers: Iterable[torch.nn.Module]) -> dict[str, Any]:
+    """Return the engine's arguments that say how ``layers``, of ``stage``, are quantized."""
     config = stage.config
     if not (config.fp8 or config.fp4):
         return {"enabled": False}
     from megatron.core.fp4_utils import get_fp4_recipe
     from megatron.core.fp8_utils import get_fp8_recipe, is_first_last_bf16_layer
 
-    layers = [pair for chunk in stage.chunks for pair in zip(chunk.layers, chunk.is_mtp, strict=True)]
+    pairs = [pair for chunk in stage.chunks for pair in zip(chunk.layers, chunk.is_mtp, strict=True)]
+    mtp = {layer for layer, is_mtp in pairs if is_mtp}
     return {
         "enabled": tuple(
-            not is_first_last_bf16_layer(config, -1 if mtp else layer.layer_number - 1) for layer, mtp in layers
+            not is_first_last_bf16_layer(config, -1 if layer in mtp else layer.layer_number - 1) for layer in layers
         ),
         "recipe": get_fp8_recipe(config) if config.fp8 else get_fp4_recipe(config),
         # Cached copies of FP8 weights would outlive the buffers that Megatron-FSDP gathers them to.
         "cache_quantized_params": not (config.fp8_param and any(chunk.fsdp for chunk in stage.chunks)),
         "amax_reduction_group": amax_reduction_group(stage.groups, True, config.tp_only_amax_red),
     }
+
+
+def recorded_quantization(stage: Stage) -> RecordedQuantization | None:
+    """Return how the decoder of ``stage`` is quantized where all that its passes do is recorded; None if it is not."""
+    config, model = stage.config, cast("Any", stage.chunks[0].model)
+    if not config.fp8:
+        return None
+    from transformer_engine.pytorch import graph
+
+    arguments = quantization_arguments(stage, ())
+    quantization = Quantization(
+        graph,
+        enabled=(True,),
+        calibrating=False,
+        recipe=arguments["recipe"],
+        amax_reduction_group=arguments["amax_reduction_group"],
+        caches_params=not config.disable_parameter_transpose_cache,
+    )
+    return RecordedQuantization(quantization, model.decoder.layers)
 
 
 def amax_reduction_group(

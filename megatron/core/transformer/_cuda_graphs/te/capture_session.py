@@ -17,7 +17,7 @@ from ..engine.te_engine import recover_te_engine
 from ..hooks import extracted_hooks
 from .agreement import CaptureAgreement, naming_hooks
 from .attached_graphs import CapturedLayers, gather_in_replays, noted_conditions, slots_of_layers
-from .capture_arguments import CaptureArguments, num_warmup_iterations
+from .capture_arguments import CaptureArguments, num_warmup_iterations, recorded_quantization
 from .capture_mode import outside_capture_mode
 from .capture_observer import CaptureObserver
 from .changed_shapes import Recaptures
@@ -102,6 +102,7 @@ class CaptureSession:
                 self.micro_batch_size,
                 num_warmup_iterations(self.stage.config, 1),
                 self._watch_shapes(tokens=self.seq_length, calls=1),
+                recorded_quantization(self.stage),
             )
         self.observer.captured_model(self.graphs.model.passes)
 
@@ -125,6 +126,7 @@ class CaptureSession:
                 read,
                 num_warmup_iterations(self.stage.config, 1),
                 self._watch_shapes(tokens=inputs["hidden_states"].shape[0], calls=1 + others),
+                recorded_quantization(self.stage),
             )
         self.observer.captured_decoder(self.graphs.decoder)
 

@@ -11,6 +11,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
+from ..engine.quantization import RecordedQuantization
 from ..engine.whole_passes import WholePasses
 from ..layer_graph import ATTENTION_INPUTS
 from ..replay_conditions import ReplayConditions
@@ -91,6 +92,7 @@ def capture_decoder(
     read: Sequence[Sequence[str]],
     num_warmup_iters: int,
     eager_passes: EagerPasses,
+    quantized: RecordedQuantization | None = None,
 ) -> DecoderGraphs:
     """Capture the passes of all layers of ``decoder``, whose calls replay them from then on.
 
@@ -101,26 +103,36 @@ def capture_decoder(
         read: For each layer which of the other inputs it reads.
         num_warmup_iters: How often both passes run before.
         eager_passes: Counts calls for training with tensors of another shape.
+        quantized: How the layers are quantized; None if they are not.
     """
+    from megatron.core.fp8_utils import get_fp8_context  # imports cuda_graphs, which imports this module
+
     layers = list(decoder.layers)
 
     def run(hidden_states: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
-        # As the decoder does.
-        with get_cuda_rng_tracker().fork() if decoder.config.sequence_parallel else nullcontext():
-            if decoder.config.recompute_granularity == "full":
+        # As the decoder does. Around replays it also enters the context of delayed scaling, and updates statistics.
+        config = decoder.config
+        at_once = quantized is not None and config.fp8_recipe == "delayed"
+        forked = get_cuda_rng_tracker().fork() if config.sequence_parallel else nullcontext()
+        with forked, quantized.autocast() if quantized is not None and at_once else nullcontext():
+            if config.recompute_granularity == "full":
                 return _recomputed(decoder, hidden_states, given)
             for layer, names in zip(layers, read, strict=True):
-                output = layer(hidden_states, **{name: given[name] for name in names})
+                with nullcontext() if at_once else get_fp8_context(config, layer.layer_number - 1):
+                    output = layer(hidden_states, **{name: given[name] for name in names})
                 hidden_states = output[0] if isinstance(output, tuple) else output
         return hidden_states
 
-    passes = WholePasses(type(decoder).__name__, inputs, owner, copies_output=False)
+    passes = WholePasses(type(decoder).__name__, inputs, owner, copies_output=False, quantized=quantized)
     reads = AttributeReads()
     try:
         with owner.capture():
             with reads.noted(layers):
                 passes.capture(run, decoder.layers, num_warmup_iters)
-            conditions = ReplayConditions([decoder], reads, [decoder], forward_replaced=True, buffers=True)
+            held = None if quantized is None else quantized.tensors
+            conditions = ReplayConditions(
+                [decoder], reads, [decoder], forward_replaced=True, buffers=True, quantized=held
+            )
     except BaseException:
         passes.reset()
         raise

@@ -192,7 +192,7 @@ class EvaluationGraphs:
                 [args for args, _ in samples],
                 num_warmup_iters=_WARMUP_ITERATIONS,
                 sample_kwargs=keywords,
-                **quantization_arguments(self._stage),
+                **quantization_arguments(self._stage, layers),
                 _order=order,
                 _num_layers_per_chunk=chunks,
                 _reuse_graph_input_output_buffers=True,

@@ -92,6 +92,12 @@ def _hooked_layer(stage: Stage) -> str:
     return _hooked((layer_name(layer, index), layer) for index, layer in enumerate(_layers(stage)))
 
 
+def quantized_otherwise(stage: Stage) -> bool:
+    """Whether there is FP4, or FP8 by a recipe that was not tried in graphs of several layers."""
+    config = stage.config
+    return bool(config.fp4 or (config.fp8 and config.fp8_recipe not in ("delayed", "tensorwise")))
+
+
 BOTH, MODEL, DECODER = (Holds.MODEL, Holds.DECODER), (Holds.MODEL,), (Holds.DECODER,)
 
 # What a row rules out, why, and whether it applies: what this returns stands in the reason's place for it. The first
@@ -121,7 +127,7 @@ _TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage], object]], ...] = (
     ),
     (BOTH, "only modules of layers are captured (--cuda-graph-modules)", lambda s: s.config.cuda_graph_modules),
     (MODEL, "there is multi-token prediction", lambda s: s.config.mtp_num_layers),
-    (BOTH, "FP8 and FP4 keep statistics outside of graphs", lambda s: s.config.fp8 or s.config.fp4),
+    (BOTH, "there is FP4, or FP8 other than --fp8-recipe delayed or tensorwise", quantized_otherwise),
     (
         BOTH,
         "FP8 and FP4 are computed again (--recompute-granularity)",

@@ -10,6 +10,7 @@ from megatron.core.transformer.enums import AttnMaskType
 
 from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
+from ..engine.quantization import RecordedQuantization
 from ..engine.whole_passes import WholePasses
 from ..replay_conditions import ReplayConditions
 from .forward_graphs import ForwardGraphs
@@ -79,7 +80,13 @@ class ModelGraphs(ForwardGraphs):
 
 
 def capture_whole_model(
-    model: Any, owner: Any, seq_length: int, micro_batch_size: int, num_warmup_iters: int, eager_passes: EagerPasses
+    model: Any,
+    owner: Any,
+    seq_length: int,
+    micro_batch_size: int,
+    num_warmup_iters: int,
+    eager_passes: EagerPasses,
+    quantized: RecordedQuantization | None = None,
 ) -> ModelGraphs:
     """Capture the passes of ``model``, whose calls replay them from then on.
 
@@ -90,12 +97,13 @@ def capture_whole_model(
         micro_batch_size: Sequences in a micro-batch.
         num_warmup_iters: How often both passes run before.
         eager_passes: Counts calls for training with tensors of another shape.
+        quantized: How the model is quantized; None if it is not.
     """
     # Imports TransformerEngine's wrappers, which import cuda_graphs, which imports this module.
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     inputs = sample_inputs(model, seq_length, micro_batch_size)
-    passes = WholePasses(type(model).__name__, inputs, owner)
+    passes = WholePasses(type(model).__name__, inputs, owner, quantized=quantized)
     kept: list[Any] = []  # rotary embeddings are cached where they are computed, and may leave the cache
     reads = AttributeReads()
     try:
@@ -105,7 +113,8 @@ def capture_whole_model(
                     if isinstance(module, RotaryEmbedding):
                         stack.callback(module.register_forward_hook(lambda *call: kept.append(call[-1])).remove)
                 passes.capture(model.forward, model, num_warmup_iters)
-            conditions = ReplayConditions([model], reads, [model], forward_replaced=True, buffers=True)
+            held = None if quantized is None else quantized.tensors
+            conditions = ReplayConditions([model], reads, [model], forward_replaced=True, buffers=True, quantized=held)
     except BaseException:
         passes.reset()
         raise

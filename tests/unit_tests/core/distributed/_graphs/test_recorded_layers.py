@@ -5,7 +5,8 @@ from unittest import mock
 
 import pytest
 
-from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import prepared
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs import runners
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import prepared, release_all
 from megatron.core.distributed.fsdp.src.megatron_fsdp.gradient_storages import GradientStorages
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 
@@ -68,16 +69,33 @@ def test_only_recorded_layers_are_prefetched_by_them(ranks):
     with captured(graphed(0, mtp=1)) as training:
         units = training.fsdp.fsdp_hooks.context.units
         buckets = {bucket for layer in training.layers for bucket in units[layer].buckets}
-        runners = training.fsdp.fsdp_hooks.registry.graphed
+        graphs = training.fsdp.fsdp_hooks.registry.graphed
         gathered = [
             bucket
             for layer in training.layers
-            for gathers in runners[layer].plan.gathers.values()
+            for gathers in graphs[layer].plan.gathers.values()
             for group in gathers
             for bucket, _ in group.keys
         ]
         assert set(gathered) == buckets
         assert len(gathered) == 10  # each layer in both directions, and the next one once in each
+
+
+def test_fp8_parameters_are_transposed_for_the_backward_pass_as_eagerly(ranks):
+    with captured(graphed()) as training:
+        fsdp = training.fsdp
+        fsdp._replace_param_with_raw_if_needed()
+        runner = fsdp.fsdp_hooks.registry.graphed[training.layers[1]]
+        weight = training.layers[1].mlp.linear_fc1.weight
+        runner.plan.unit.float8_params.append(weight)
+        with mock.patch.object(runners, "fp8_create_transpose_cache") as transpose:
+            runner.gather("forward")
+            assert not transpose.called
+            release_all(fsdp)
+            runner.gather("backward")
+        transpose.assert_called_once_with([weight])
+        runner.plan.unit.float8_params.clear()
+        release_all(fsdp)
 
 
 def test_a_layer_that_was_gathered_before_a_replay_counts_as_released(ranks):

@@ -55,14 +55,15 @@ def test_units_without_fixed_addresses_or_whose_gradients_are_looked_at_have_non
     assert not has_sinks(variant)
 
 
-def test_units_with_fp8_parameters_have_none(ranks):
+def test_units_with_fp8_parameters_have_none_and_can_be_recorded_unless_transposes_are_gathered(ranks):
     fsdp = Variant().build().module
     plans, unit = fsdp.fsdp_hooks.context.plans, unit_of(fsdp)
     assert plans.fits(unit)
-    assert not plans.fits(replace(unit, float8_params=unit.params[:1]))
+    quantized = replace(unit, float8_params=unit.params[:1])
+    assert plans.records(quantized) and not plans.fits(quantized)
     group = fsdp.param_and_grad_buffer.parameter_groups[unit.buckets[0]]
     with mock.patch.object(group, "transpose_weight_buffer", object()):
-        assert not plans.fits(unit)
+        assert not plans.records(quantized)
 
 
 @pytest.mark.parametrize(("mixing", "has"), [("0", False), ("1", True)])

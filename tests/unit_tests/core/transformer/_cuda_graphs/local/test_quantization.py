@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from megatron.core.transformer.cuda_graphs import CudaGraphManager, create_cudagraphs, delete_cuda_graphs
+from tests.support import small_transformer_engine
+from tests.support.small_transformer_engine import Linear, State, autocast
 
-from ..engine import small_transformer_engine
 from ..engine.captured_cases import assert_same_bits, copies, descend, device_tensor
-from ..engine.small_transformer_engine import Linear, State, autocast
 from .local_graph_cases import config, groups, use_graphable_rng
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
@@ -65,12 +65,12 @@ def train(graphed, quantized=(True, True), per_layer=False):
             loss = hidden.square().mean()
             loss.backward()
             numbers += copies([loss, x.grad])
-        create_cudagraphs()
         for layer in layers:
             product = layer.product
             numbers += copies(
                 [product.weight.grad, product.cached, product.fp8_meta["scale"], product.fp8_meta["amax"]]
             )
+        create_cudagraphs()  # quantizes weights, which the next step does anew
         descend([layer.product.weight for layer in layers])
     return numbers, State.reductions
 

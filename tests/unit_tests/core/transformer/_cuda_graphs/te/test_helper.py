@@ -19,7 +19,7 @@ from megatron.core.transformer._cuda_graphs.te.attached_graphs import CapturedLa
 from megatron.core.transformer._cuda_graphs.te.backends import Backend
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import ChangedShapes
-from megatron.core.transformer._cuda_graphs.te.graph_choice import Holds, blocker
+from megatron.core.transformer._cuda_graphs.te.graph_choice import Holds, blocker, quantized_otherwise
 from megatron.core.transformer._cuda_graphs.te.layers import fsdp_of, language_model_layers
 from megatron.core.transformer._cuda_graphs.te.order import get_overlap_moe_expert_parallel_comm_order
 from megatron.core.transformer._cuda_graphs.te.stage_graphs import StageGraphs
@@ -136,8 +136,23 @@ def test_quantized_weights_are_cached_unless_megatron_fsdp_gathers_them_in_fp8(m
     modules = [Fsdp() if under_fsdp else torch.nn.Linear(1, 1)]
     stage = stage_of([], modules=modules, fp8="e4m3", fp8_param=fp8_param, tp_only_amax_red=False)
     stage.groups.tp_dp_cp = "group"
-    arguments = capture_arguments.quantization_arguments(stage)
+    arguments = capture_arguments.quantization_arguments(stage, ())
     assert arguments["cache_quantized_params"] is not (fp8_param and under_fsdp)
+
+
+def test_each_layer_is_quantized_as_eagerly_whichever_are_captured(monkeypatch):
+    from megatron.core import fp8_utils
+
+    monkeypatch.setattr(fp8_utils, "get_fp8_recipe", lambda config: "recipe")
+    ends = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 1, "num_layers_at_end_in_bf16": 1}
+    stage = stage_of([MaskedLayer() for _ in range(4)], fp8="e4m3", fp8_param=False, tp_only_amax_red=False, **ends)
+    stage.config.num_layers = 3
+    stage.groups.tp_dp_cp = "group"
+    for number, layer in zip((1, 2, 3, 1), stage.layers, strict=True):
+        layer.layer_number = number
+    stage = replace(stage, chunks=[replace(stage.chunks[0], is_mtp=[False, False, False, True])])
+    assert capture_arguments.quantization_arguments(stage, stage.layers)["enabled"] == (False, True, False, True)
+    assert capture_arguments.quantization_arguments(stage, stage.layers[2:])["enabled"] == (False, True)
 
 
 # ----------------------------------------------------------------------------------------------------- static inputs
@@ -509,6 +524,21 @@ def test_a_language_model_within_a_larger_one_is_not_captured_whole():
     stage = stage_of([], modules=[fsdp])
     chunks = [replace(stage.chunks[0], model=fsdp.module["language_model"])]
     assert blocker(replace(stage, chunks=chunks), Holds.MODEL) == "there are parameters outside of Linear"
+
+
+@pytest.mark.parametrize(
+    ("quantized", "allowed"),
+    [
+        ({"fp8": "hybrid", "fp8_recipe": "delayed"}, True),
+        ({"fp8": "hybrid", "fp8_recipe": "tensorwise"}, True),
+        ({"fp8": "hybrid", "fp8_recipe": "mxfp8"}, False),
+        ({"fp4": "e2m1", "fp8_recipe": "delayed"}, False),
+    ],
+    ids=str,
+)
+def test_only_recipes_that_were_tried_are_captured_together(quantized, allowed):
+    options = {"cuda_graph_modules": [], "mtp_num_layers": None, **quantized}
+    assert quantized_otherwise(stage_of([], **options)) is not allowed
 
 
 @pytest.mark.parametrize(

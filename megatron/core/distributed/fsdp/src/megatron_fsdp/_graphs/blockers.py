@@ -11,7 +11,7 @@ from .unit import Unit
 
 COLLECTIVES_STAY_OUTSIDE = (
     "its collectives cannot be in graphs (that needs --data-parallel-sharding-strategy optim_grads_params, "
-    "--fsdp-double-buffer, one level of sharding, no FP8 parameters, and no NCCL_GRAPH_MIXING_SUPPORT=0)"
+    "--fsdp-double-buffer, one level of sharding, and no NCCL_GRAPH_MIXING_SUPPORT=0)"
 )
 # What must be true of no parameter, and the reason. The last does not rule out the whole model, which completes them.
 _OF_PARAMETERS: Sequence[tuple[Any, str]] = (
@@ -37,7 +37,7 @@ def model_blocker(context: Context, trainable: Iterable[torch.nn.Parameter]) -> 
 def _blocker(
     context: Context, units: Iterable[Unit | None], params: Iterable[torch.nn.Parameter], reasons: Sequence[Any]
 ) -> str:
-    if not all(unit is not None and context.plans.fits(unit) for unit in units):
+    if not all(unit is not None and context.plans.records(unit) for unit in units):
         return COLLECTIVES_STAY_OUTSIDE
     for param in params:
         for applies, reason in reasons:

@@ -17,7 +17,7 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
 
-from ..mixed_precision import fp8_discard_transpose_cache
+from ..mixed_precision import fp8_create_transpose_cache, fp8_discard_transpose_cache
 from ..param_and_grad_buffer import PrefetchOrder
 from ..training_state import TrainingState
 from .capture_buckets import CaptureBuckets
@@ -144,6 +144,8 @@ class Recorded(Eager):
     def gather(self, direction: Direction, prefetch: bool = True) -> None:
         if self.plan is not None and prefetch:
             self.plan.gather(direction)
+            if direction == "backward" and self.plan.unit.float8_params:
+                fp8_create_transpose_cache(self.plan.unit.float8_params)
         else:  # without a prefetch, in a pass that is computed again, no other unit is gathered
             super().gather(direction, prefetch)
 

@@ -114,7 +114,11 @@ class UnitPlans:
         self._reduced_once: set[Any] = set()  # process groups
 
     def fits(self, unit: Unit) -> bool:
-        """Whether ``unit`` can have a plan: its buffers must be sharded, at fixed addresses, and of one level.
+        """Whether ``unit`` can have a plan: what it gathers is not transposed before it is used."""
+        return self.records(unit) and not unit.float8_params
+
+    def records(self, unit: Unit) -> bool:
+        """Whether collectives of ``unit`` can be recorded: its buffers must be sharded, in place, and of one level.
 
         NCCL must allow collectives in graphs beside others, as it does by default.
         """
@@ -123,7 +127,7 @@ class UnitPlans:
             return False
         if fsdp.data_parallel_sharding_strategy != "optim_grads_params" or fsdp.dist_index.use_hybrid_fsdp:
             return False
-        if not fsdp.ddp_config.fsdp_double_buffer or fsdp.report_nan_in_param_grad or unit.float8_params:
+        if not fsdp.ddp_config.fsdp_double_buffer or fsdp.report_nan_in_param_grad:
             return False
         groups = [fsdp.param_and_grad_buffer.parameter_groups[bucket] for bucket in unit.buckets]
         return all(group.fsdp_unit_id is not None and group.transpose_weight_buffer is None for group in groups)

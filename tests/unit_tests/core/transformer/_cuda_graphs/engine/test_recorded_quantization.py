@@ -1,0 +1,275 @@
+"""RecordedQuantization: passes whose graphs update the statistics of FP8, with a TransformerEngine in miniature."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads
+from megatron.core.transformer._cuda_graphs.engine.quantization import Quantization, RecordedQuantization
+from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses
+from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
+from tests.support import small_transformer_engine
+from tests.support.small_transformer_engine import QuantizedProduct, State, autocast
+
+from .captured_cases import assert_same_bits, copies, descend, device_tensor
+
+pytestmark = pytest.mark.usefixtures("cpu_backend")
+
+
+@pytest.fixture(autouse=True)
+def engine(monkeypatch):
+    """The miniature in TransformerEngine's place."""
+    return small_transformer_engine.installed(monkeypatch)
+
+
+class Owner:
+    """Manages nothing."""
+
+    @contextmanager
+    def running(self, phase):
+        yield
+
+    def before_forward(self):
+        pass
+
+    before_backward = after_backward = before_eager_forward = forget = before_forward
+
+    def captured_tensors(self):
+        return ()
+
+
+class Layer(torch.nn.Module, QuantizedProduct):
+    """Caches its quantized weight as Megatron's layers do; adds its gradients up itself, as Megatron-FSDP does."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(6, 6, device="cuda") / 2)
+        self.set_up()
+        self.is_first_microbatch, self.caches = True, True
+        self.total = torch.zeros_like(self.weight)
+        self.weight.register_post_accumulate_grad_hook(self._add)
+
+    def _add(self, weight):
+        self.total += weight.grad
+        weight.grad = None
+
+    def forward(self, x):
+        output = self.product(x, self.is_first_microbatch if self.caches else None)
+        self.is_first_microbatch = False
+        return output
+
+
+class Model:
+    """Two layers that run under autocast, or in one if ``around``; the caller has opened it otherwise."""
+
+    def __init__(self, recipe="recipe", around=True, caches=True):
+        torch.manual_seed(4)
+        self.layers = torch.nn.Sequential(Layer(), Layer())
+        self.recipe, self.around, self.caches = recipe, around, caches
+        self.recorded: RecordedQuantization | None = None
+
+    def capture(self, engine, warmup=2):
+        quantization = Quantization(
+            engine,
+            enabled=(True,),
+            calibrating=False,
+            recipe=self.recipe,
+            amax_reduction_group=None,
+            caches_params=self.caches,
+        )
+        self.recorded = RecordedQuantization(quantization, self.layers)
+        passes = WholePasses("model", {"x": device_tensor(4, 6).detach()}, Owner(), quantized=self.recorded)
+        passes.capture(self.losses, self.layers, warmup)
+        for layer in self.layers:
+            layer.total.zero_()
+        return passes
+
+    def losses(self, x):
+        context = autocast(recipe=self.recipe) if self.around or self.recorded is None else self.recorded.autocast()
+        with context:
+            return self.layers(x).square().mean(-1)
+
+    def begin_step(self):
+        for layer in self.layers:
+            layer.is_first_microbatch = True
+
+    def numbers(self):
+        tensors = [(layer.total, layer.cached, *self.statistics(layer)) for layer in self.layers]
+        return copies([tensor for own in tensors for tensor in own])
+
+    @staticmethod
+    def statistics(layer):
+        return [layer.fp8_meta["scale"], layer.fp8_meta["amax"]]
+
+    def step(self):
+        for layer in self.layers:
+            layer.weight.grad = layer.total.clone()
+            layer.total.zero_()
+        descend([layer.weight for layer in self.layers])
+
+
+def train(engine, model, captured_after=None, eager=()):
+    """Numbers of five steps of three micro-batches; ``eager`` ones run eagerly though there are graphs."""
+    numbers, passes = [], None
+    for step in range(5):
+        if step == captured_after:
+            passes = model.capture(engine)
+        model.begin_step()
+        for microbatch in range(3):
+            x = device_tensor(4, 6, seed=3 * step + microbatch).detach()
+            if passes is None or microbatch in eager:
+                losses = model.losses(x)
+            elif model.around:
+                losses = passes([x])
+            else:
+                with autocast(recipe=model.recipe):
+                    losses = passes([x])
+            losses.sum().backward()
+            numbers += copies([losses])
+        numbers += model.numbers()
+        model.step()
+    return numbers
+
+
+@pytest.mark.parametrize("recipe", ["recipe", "tensorwise"])
+@pytest.mark.parametrize("around", [True, False], ids=["autocast inside", "autocast outside"])
+@pytest.mark.parametrize("captured_after", [0, 2])
+def test_training_is_bit_equal_to_eager(engine, recipe, around, captured_after):
+    expected = train(engine, Model(recipe))
+    State.reset()
+    assert_same_bits(train(engine, Model(recipe, around), captured_after), expected)
+
+
+@pytest.mark.parametrize("eager", [(0,), (1,), (0, 2)], ids=str)
+def test_micro_batches_may_run_eagerly_between_replays(engine, eager):
+    expected = train(engine, Model())
+    State.reset()
+    assert_same_bits(train(engine, Model(), 1, eager), expected)
+
+
+def test_replays_update_the_statistics_without_the_host(engine):
+    model = Model()
+    passes = model.capture(engine)
+    State.reductions.clear()
+    before = copies(model.statistics(model.layers[0]))
+    passes([device_tensor(4, 6, seed=9).detach()]).sum().backward()
+    assert State.reductions == []
+    assert not torch.equal(model.layers[0].fp8_meta["scale"], before[0])
+
+
+def test_under_the_callers_autocast_graphs_leave_the_forward_update_to_it(engine):
+    model = Model(around=False)
+    passes = model.capture(engine)
+    State.reductions.clear()
+    with autocast(recipe="recipe"):
+        losses = passes([device_tensor(4, 6, seed=9).detach()])
+    losses.sum().backward()
+    assert State.reductions == ["forward"]
+
+
+@pytest.mark.parametrize("warmup", [1, 3])
+def test_a_capture_leaves_statistics_as_they_were_those_of_other_modules_too(engine, warmup):
+    model, other = Model(), Layer()
+    with autocast(recipe="recipe"):
+        other(device_tensor(4, 6))
+    layers = [*model.layers, other]
+    before = [copies(model.statistics(layer)) for layer in layers]
+    model.capture(engine, warmup)
+    for layer, values in zip(layers, before, strict=True):
+        assert_same_bits(model.statistics(layer), values)
+
+
+def test_a_failed_capture_leaves_statistics_and_the_flag_as_they_were(engine):
+    model = Model(caches=False)
+    State.set_skip_fp8_weight_update_tensor(True)
+    flag = State.quantization_state.skip_fp8_weight_update_tensor
+    before = model.numbers()
+
+    def fail(*call):
+        if torch.cuda.is_current_stream_capturing():
+            raise KeyError("in capture")
+
+    model.layers[1].register_forward_hook(fail)
+    with pytest.raises(KeyError):
+        model.capture(engine)
+    assert_same_bits([model.statistics(layer)[0] for layer in model.layers], before[2::4])
+    assert State.quantization_state.skip_fp8_weight_update_tensor is flag and flag.item() == 1
+    assert (State.enabled, State.capturing, State.depth) == (False, False, 0)
+
+
+def quantized_weights(model, passes, is_first):
+    """The quantized weights after replays in which ``is_first`` says whether a step begins, of other weights each."""
+    found = []
+    for first in is_first:
+        if first:
+            model.begin_step()
+        passes([device_tensor(4, 6).detach()])
+        assert not any(layer.is_first_microbatch for layer in model.layers)
+        found += copies([model.layers[1].cached])
+        with torch.no_grad():
+            for layer in model.layers:
+                layer.weight.mul_(3)
+    return found
+
+
+def test_weights_are_quantized_again_where_a_step_begins(engine):
+    model = Model("tensorwise")
+    first, second, third = quantized_weights(model, model.capture(engine), [True, False, True])
+    assert torch.equal(first, second) and not torch.equal(second, third)
+
+
+def test_without_cached_weights_each_replay_quantizes_them_whatever_the_flag_says(engine):
+    State.set_skip_fp8_weight_update_tensor(True)
+    model = Model(caches=False)
+    for layer in model.layers:
+        layer.caches = False
+    passes = model.capture(engine)
+    x = device_tensor(4, 6).detach()
+    before = copies([passes([x])])
+    with torch.no_grad():
+        for layer in model.layers:
+            layer.weight.mul_(3)
+    assert not torch.equal(passes([x]), before[0])
+    assert State.quantization_state.skip_fp8_weight_update_tensor.item() == 1
+
+
+# ------------------------------------------------------------------------------------------------- what is compared
+
+
+def another_recipe(model):
+    model.layers[0].fp8_meta["scale"] = model.layers[0].fp8_meta["scale"].clone()
+    State.quantization_state.global_scale_buffer["both"][0] = model.layers[0].fp8_meta["scale"]
+
+
+def another_module(model):
+    with autocast(recipe="recipe"):
+        Layer()(device_tensor(4, 6))
+
+
+def another_weight(model):
+    model.layers[1]._fp8_workspaces["weight"] = model.layers[1].cached.clone()
+
+
+def no_weight(model):
+    model.layers[1]._fp8_workspaces.clear()
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        (another_recipe, "statistics of FP8"),
+        (another_module, "statistics of FP8"),
+        (another_weight, "weights quantized to FP8"),
+        (no_weight, "weights quantized to FP8"),
+    ],
+)
+def test_tensors_that_the_graphs_do_not_use_are_noticed(engine, change, what):
+    model = Model()
+    model.capture(engine)
+    assert model.recorded is not None
+    conditions = ReplayConditions([model.layers], AttributeReads(), quantized=model.recorded.tensors)
+    assert not conditions.have_changed()
+    change(model)
+    assert conditions.have_changed()
+    assert what in conditions.changes()
