@@ -732,7 +732,12 @@ _WORKS = [
         _OVERLAP,
         "weights other than experts stay in memory, gathered, from capture on",
     ),
-    _works("fp8", "--fp8-format, --fp8-recipe delayed or tensorwise", _GPU),
+    _works(
+        "fp8",
+        "--fp8-format, --fp8-recipe delayed or tensorwise",
+        _GPU,
+        "graphs of the whole model, or of all layers, update the statistics of delayed scaling too",
+    ),
     _works("fp8 parameters", "--fp8-param-gather, --fp8-recipe delayed or tensorwise", _GPU_FLAGS),
     _works("context parallel", "--context-parallel-size", _GPU_FLAGS),
     _works(
