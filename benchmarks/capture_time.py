@@ -106,7 +106,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=3, help="warm-up iterations")
     parser.add_argument("--rounds", type=int, default=3, help="timed captures of each engine and count")
     parser.add_argument("--profile", type=int, metavar="LINES", help="print where the host's time goes")
-    parser.add_argument("--out", type=Path, help="where to write the results, as JSON")
+    parser.add_argument("--output", type=Path, help="where to write the results, as JSON")
     args = parser.parse_args()
 
     rows = []
@@ -132,12 +132,12 @@ def main() -> None:
             print(f"{count:>6}  {name:<22}{seconds:>9.3f}{reserved:>14.1f}")
     if args.profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(args.profile)
-    if args.out:
-        arguments = {name: value for name, value in vars(args).items() if name != "out"}
+    if args.output:
+        arguments = {name: value for name, value in vars(args).items() if name != "output"}
         sys.path.insert(0, str(Path(__file__).parents[1]))
         from benchmarks.results_file import write_results
 
-        write_results(args.out, command="python benchmarks/capture_time.py", arguments=arguments, captures=rows)
+        write_results(args.output, command="python benchmarks/capture_time.py", arguments=arguments, captures=rows)
 
 
 if __name__ == "__main__":

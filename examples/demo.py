@@ -8,6 +8,7 @@ bit, or if there were no graphs.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import prepare_text
 import torch
-from demo_report import Run, Step, failures, plot, read_steps, table
+from demo_report import Run, Step, failures, plot, read_steps, summary, table
 
 EXAMPLES = Path(__file__).resolve().parent
 STALL_SECONDS = 300  # a run without a new step for so long has failed
@@ -196,6 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--output", type=Path, default=EXAMPLES.parent / "demo-output", help="folder for all files")
     parser.add_argument("--device", choices=("auto", "gpu", "cpu"), default="auto")
+    parser.add_argument("--json", type=Path, help="file for what the table ends with")
     parser.add_argument("--steps", type=int, help="training steps of each run (default: 40 on GPUs, 20 on the CPU)")
     options = parser.parse_args(arguments)
     setup = choose(options.device)
@@ -210,6 +212,10 @@ def main(arguments: list[str] | None = None) -> int:
     graphed = train(setup, "graphed", GRAPHED, steps, data, output)
     title = f"GPT under Megatron-FSDP, eager and with CUDA graphs: {setup.place}"
     code = conclude(eager, graphed, steps, output / "demo.png", title)
+    if options.json:
+        options.json.write_text(
+            json.dumps({"command": "make demo", "hardware": setup.place, **summary(eager, graphed)})
+        )
     if setup.note:
         print(setup.note)
     return code

@@ -83,6 +83,17 @@ def failures(eager: Run, graphed: Run, steps: int) -> list[str]:
     return found
 
 
+def summary(eager: Run, graphed: Run) -> dict[str, float]:
+    """Return how many steps are equal, and the median milliseconds of the second half of the steps."""
+    return {
+        "steps": max(len(eager.steps), len(graphed.steps)),
+        "equal_steps": sum(equal(a, b) for a, b in zip(eager.steps, graphed.steps, strict=False)),
+        "eager_ms": eager.median_ms(),
+        "graphed_ms": graphed.median_ms(),
+        "graphs": graphed.graphs,
+    }
+
+
 def table(eager: Run, graphed: Run) -> str:
     """Return losses, gradient norms and times of both runs side by side, then their summary.
 
@@ -101,12 +112,12 @@ def table(eager: Run, graphed: Run) -> str:
         if b.step == captured:
             cells.append(" graphs captured before this step")
         rows.append(" ".join(cells))
-    same = sum(equal(a, b) for a, b in zip(eager.steps, graphed.steps, strict=False))
-    before, after = eager.median_ms(), graphed.median_ms()
+    found = summary(eager, graphed)
+    before, after = found["eager_ms"], found["graphed_ms"]
     ratio = f"{before / after:.2f} times as fast"
     rows += [
         "",
-        f"bit-equal steps        {same} of {max(len(eager.steps), len(graphed.steps))}",
+        f"bit-equal steps        {found['equal_steps']} of {found['steps']}",
         f"median ms per step     {eager.name} {before:.1f}, {graphed.name} {after:.1f} ({ratio})",
         f"graphs made on a rank  {eager.name} {eager.graphs}, {graphed.name} {graphed.graphs}",
     ]

@@ -14,7 +14,7 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks" / "capture_time.py"
 def test_every_engine_that_is_there_captures_layers_of_each_count(tmp_path):
     out = tmp_path / "results.json"
     sizes = ["--layers", "1", "3", "--hidden", "64", "--sequence", "8", "--rounds", "2", "--warmup", "1"]
-    command = [sys.executable, "-m", "megatron_fsdp_cuda_graphs.cpu_backend", str(SCRIPT), *sizes, "--out", str(out)]
+    command = [sys.executable, "-m", "megatron_fsdp_cuda_graphs.cpu_backend", str(SCRIPT), *sizes, "--output", str(out)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
