@@ -48,7 +48,7 @@ TORCH_TRAININGS := $(addprefix tests/integration_tests/,benchmarks \
 
 .PHONY: help .venv demo test test-all test-unit test-integration test-versions test-patch test-patch-quick $(OTHER_CORES:%=test-core-%) \
 	test-processors test-avx2 test-sse4 test-threads test-torches test-newest-torch test-installed \
-	$(OTHER_TORCHES:%=test-torch-%) test-gpu test-functional bench docs lint format clean
+	$(OTHER_TORCHES:%=test-torch-%) test-gpu test-functional bench measure docs lint format clean
 
 help:
 	@echo "make demo      train a small GPT under Megatron-FSDP, eager and graphed, and compare"
@@ -64,6 +64,7 @@ help:
 	@echo "make test-gpu  tests on the GPUs of this machine"
 	@echo "make test-functional  recipes with golden values, those that this machine can run"
 	@echo "make bench     time of a step of each kind, on the GPUs of this machine"
+	@echo "make measure   what documents quote, on the GPUs of this machine, into benchmarks/results/release"
 	@echo "make docs      docs/compatibility.md, from the table of flags"
 	@echo "make lint      ruff and mypy"
 	@echo "make format    let ruff rewrite the files"
@@ -179,6 +180,9 @@ test-functional: $(ENVIRONMENT)
 # Results, plot and profiles of each kind of step; BENCH has further options. Without a GPU the times mean nothing.
 bench: $(ENVIRONMENT)
 	$(PY) benchmarks/step_time.py --output build/bench/step_time.json --logs build/bench/logs $(BENCH)
+
+measure: $(ENVIRONMENT)
+	$(PY) benchmarks/measure.py $(MEASURE)
 
 # The table of flags; a unit test says when it is out of date.
 docs: $(ENVIRONMENT)

@@ -50,7 +50,7 @@ RUN_BY = {
     r"make PYTHON=NAME": BY_HAND,
     r"make docs": ("tests/unit_tests/test_compatibility.py", "compatibility.md"),
     r"make format": (".ci/run", "part lint\n"),  # which wants what it leaves
-    r"make (test-gpu|bench)": BY_HAND,
+    r"make (test-gpu|bench|measure)": BY_HAND,
     r"pre-commit": BY_HAND,
     r"\.ci/run": BY_HAND,
     r"benchmarks/repeated_runs.sh": BY_HAND,
