@@ -126,12 +126,38 @@ MORE: list[dict] = [
 ]
 
 
-def _cases(layout: str) -> list[dict]:
+# FP8 in one graph with what happens around layers, which TransformerEngine's engine cannot capture.
+QUANTIZED: list[dict] = [
+    {"dtype": "bf16", "fp8": recipe, "fp8_params": params, "microbatches": 2, **case}
+    for recipe in ("delayed", "tensorwise")
+    for params in (False, True)
+    for case in (
+        {"layers_per_graph": -1, "microbatches": 3},
+        {"layers_per_graph": -1, "evaluates_often": True, "dropout": 0.1},
+        {"layers_per_graph": -1, "sequences_later": [512, 1024]},
+        {"layers_per_graph": -1, "optimizer_graph": True, "warmup": 0},
+        {"layers_per_graph": -1, "fused_wgrad": True},
+        {"layers_per_graph": -1, "control": "captured_again"},
+        {"layers_per_graph": -1, "control": "failed_backward_capture"},
+        {"layers_per_graph": None, "config": ["fp8_amax_history_len=16", "fp8_amax_compute_algo='max'"]},
+        {"layers_per_graph": 0, "evaluates_often": True, "dropout": 0.1},
+        {"layers_per_graph": 0, "sequences_later": [512, 1024]},
+        {"layers_per_graph": 0, "mtp": 1},
+    )
+]
+QUANTIZED += [
+    {"dtype": "bf16", "fp8": "tensorwise", "config": ["first_last_layers_bf16=True"], "layers_per_graph": most}
+    for most in (0, -1)
+]
+
+
+def _cases(layout: str, engine: str) -> list[dict]:
     if layout == "EP of all":
         return EXCHANGED
     dense = {"data parallel": MORE, "EP2 with ETP2": []}  # dense models have no experts to spread
     grouped = GROUPED if layout == "data parallel" else []
-    return [*MOE, *grouped, *dense.get(layout, MORE[1:2])]
+    quantized = QUANTIZED if (layout, engine) == ("data parallel", "native") else []
+    return [*MOE, *grouped, *dense.get(layout, MORE[1:2]), *quantized]
 
 
 RUNS = [(layout, engine) for layout in LAYOUTS for engine in ENGINES if LAYOUTS[layout][2] <= max(GPUS, 1)]
@@ -143,7 +169,7 @@ def results(compare_runs):
     found = {}
     for layout, engine in RUNS:
         options, extra, _ = LAYOUTS[layout]
-        cases = _cases(layout)
+        cases = _cases(layout, engine)
         compared = compare_runs(
             [SIZES | extra | case for case in cases],
             *options,
@@ -157,7 +183,7 @@ def results(compare_runs):
 
 @pytest.mark.parametrize(
     ("layout", "engine", "case"),
-    [pytest.param(*run, case, id=f"{run[0]}, {run[1]}: {name_of(case)}") for run in RUNS for case in _cases(run[0])],
+    [pytest.param(*run, case, id=f"{run[0]}, {run[1]}: {name_of(case)}") for run in RUNS for case in _cases(*run)],
 )
 def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
     result = results[layout, engine][name_of(case)]
@@ -174,7 +200,8 @@ def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
         assert bool(result["clipping_replays"]) != (failed or "optimizer_graph" in case)
 
     if engine == "native":
-        layers = 0 if "control" in case else case.get("layers", 4) + case.get("mtp", 0)
+        eager = "control" in case or case.get("fp8_params")
+        layers = 0 if eager else case.get("layers", 4) + case.get("mtp", 0)
         assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, layers)
 
 

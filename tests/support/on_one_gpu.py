@@ -37,13 +37,13 @@ def jobs() -> Iterator[Job]:
     """Yield all of them."""
     dead = [{"dtype": "bf16", "control": "dead_replay", "layers_per_graph": most} for most in (0, -1)]
     of_files = {
-        "test_fsdp_graphs": [SIZES | case for case in test_fsdp_graphs._cases("data parallel")],
         "test_fsdp_flags": [SIZES | case for case in test_fsdp_flags.CASES["data parallel"]],
         "test_ddp_graphs": [test_ddp_graphs.DDP | case for case in test_ddp_graphs.DATA_PARALLEL],
         "test_changed_steps": [test_changed_steps.TWICE | case for case in test_changed_steps.CASES],
     }
-    for tests, cases in of_files.items():
-        for engine in ENGINES:
+    for engine in ENGINES:
+        graphs = {"test_fsdp_graphs": [SIZES | case for case in test_fsdp_graphs._cases("data parallel", engine)]}
+        for tests, cases in (graphs | of_files).items():
             yield from (Job(tests, engine, case) for case in cases)
     yield from (Job("test_fsdp_graphs", "native", SIZES | case) for case in dead)
     for case in test_local_graphs.LAYOUTS["data parallel"][1]:
