@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks import tables
 
-EAGER = {"variant": "eager", "ms": 40.0, "reserved_mib": 2000, "max_allocated_mib": 1900, "graph_pools_mib": 0}
+EAGER: dict[str, Any] = {"variant": "eager", "ms": 40.0, "reserved_mib": 2000, "max_allocated_mib": 1900, "graph_pools_mib": 0}
 EAGER |= {"capture_seconds": 0.0, "steps": 30, "equal_steps": None}
-GRAPHS = {"variant": "native", "ms": 10.04, "reserved_mib": 2200, "max_allocated_mib": 1950, "graph_pools_mib": 300}
+GRAPHS: dict[str, Any] = {"variant": "native", "ms": 10.04, "reserved_mib": 2200, "max_allocated_mib": 1950, "graph_pools_mib": 300}
 GRAPHS |= {"capture_seconds": 0.512, "steps": 30, "equal_steps": 29}
 WHOLE = GRAPHS | {"variant": "full_iteration", "ms": 8.0, "reserved_mib": 2100}
 EMPTY = (
