@@ -13,6 +13,7 @@ Variants:
                                a graph per layer by TransformerEngine's
     full_iteration             with one graph for all passes of a step
     ddp, ddp_graphs            DistributedDataParallel and the distributed optimizer, without and with a graph per layer
+    fsdp2, fsdp2_graphs, fsdp2_full_iteration    torch's FSDP2, likewise; not of the default
     eager+optimizer, ...       the same with a graph of the optimizer
     native:NAME=VALUE,...:FLAGS    one of them with further environment variables and flags
 

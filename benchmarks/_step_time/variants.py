@@ -16,6 +16,8 @@ FSDP = (
     "--fsdp-db-use-persist-buf-on-alloc-fail",
 )
 DDP = ("--use-distributed-optimizer", "--overlap-grad-reduce", "--overlap-param-gather")
+# It needs an output layer of its own: compare with configurations that have one.
+FSDP2 = ("--use-torch-fsdp2", "--ckpt-format", "torch_dcp", "--untie-embeddings-and-output-weights")
 WARMUP_STEPS = 3  # eager steps before anything is captured
 IMPLEMENTATION = "--cuda-graph-impl"
 OPTIMIZER = ("--optimizer-cuda-graph",)
@@ -77,6 +79,9 @@ VARIANTS = {
         Variant("full_iteration", _FULL, one_graph=True),
         Variant("ddp", (*DDP, *_graphs("none")), references=("ddp",)),
         Variant("ddp_graphs", (*DDP, *_graphs(PER_LAYER)), _engine("native"), references=("ddp",)),
+        Variant("fsdp2", (*FSDP2, *_graphs("none")), references=("fsdp2",)),
+        Variant("fsdp2_graphs", (*FSDP2, *_graphs(PER_LAYER)), _engine("native"), references=("fsdp2",)),
+        Variant("fsdp2_full_iteration", (*FSDP2, *_graphs("full_iteration")), references=("fsdp2",), one_graph=True),
         # Experts in one call each way: their bits may be others.
         Variant("eager+grouped", (*FSDP, *_graphs("none"), GROUPED), {}, _GROUPED_REFERENCES),
         Variant("native+grouped", (*FSDP, *_graphs(PER_LAYER), GROUPED), _engine("native"), _GROUPED_REFERENCES),
@@ -113,4 +118,5 @@ def default_names(configuration: Configuration, *, on_cpu: bool) -> list[str]:
     if on_cpu:
         return list(ON_CPU)
     experts = configuration.has_dynamic_shapes
-    return [name for name, each in VARIANTS.items() if not (each.one_graph if experts else each.groups_experts)]
+    known = {name: each for name, each in VARIANTS.items() if not set(FSDP2) <= set(each.flags)}
+    return [name for name, each in known.items() if not (each.one_graph if experts else each.groups_experts)]
