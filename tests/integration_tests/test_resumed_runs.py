@@ -19,6 +19,7 @@ EXPERTS = """
     --num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --disable-bias-linear
     --moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0
 """
+INSTANCES = "--num-distributed-optimizer-instances 2 --overlap-grad-reduce --overlap-param-gather"
 GROUPED = "--moe-use-grouped-tensor"
 LAYOUTS = {
     "dense": "--swiglu --no-bias-swiglu-fusion",
@@ -27,7 +28,8 @@ LAYOUTS = {
     "tensor_parallel": "--tensor-model-parallel-size 2",
     "stages": STAGES,
     "virtual_stages": f"{STAGES} --num-layers-per-virtual-pipeline-stage 1 --swiglu --no-bias-swiglu-fusion",
-    "hybrid_sharding": "--num-distributed-optimizer-instances 2 --overlap-grad-reduce --overlap-param-gather",
+    "hybrid_sharding": INSTANCES,
+    "hybrid_sharding_of_all": f"{INSTANCES} --outer-dp-sharding-strategy optim",
     # The scale doubles after each two steps, and is another one at the checkpoint than in the beginning.
     "fp16": "--fp16 --initial-loss-scale 256 --loss-scale-window 2",
 }

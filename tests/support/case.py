@@ -51,6 +51,8 @@ class Case:
         latent_attention: Whether attention is multi-latent.
         tied: Whether the output layer has the embedding's weights.
         strategy: Megatron-FSDP's sharding strategy.
+        instances: Groups of ranks that shard, as many as ``--instances`` of ``compare_runs`` says.
+        outer: How these shard further among them (--outer-dp-sharding-strategy).
         double_buffer: Whether parameters are gathered to, and gradients reduced from, fixed buffers.
         unchecked: Whether graphs are attempted without what Megatron-FSDP needs for them.
         fp8_params: Whether parameters are kept, and gathered, in FP8; with ``fp8``.
@@ -105,6 +107,8 @@ class Case:
     latent_attention: bool = False
     tied: bool = True
     strategy: str = "optim_grads_params"
+    instances: int = 1
+    outer: str = "no_shard"
     double_buffer: bool = True
     unchecked: bool = False
     sequence_parallel: bool = False

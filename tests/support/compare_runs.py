@@ -60,6 +60,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     parser.add_argument("--cp", type=int, default=1, help="context parallel ranks")
     parser.add_argument("--ep", type=int, default=1, help="expert parallel ranks")
     parser.add_argument("--etp", type=int, default=None, help="tensor parallel ranks of experts")
+    parser.add_argument("--instances", type=int, default=1, help="instances of hybrid sharding")
     parser.add_argument("--stop-at-error", action="store_true", help="write the first error of any rank, and exit")
     parser.add_argument("--serve", type=Path, help="read the other arguments from this file or pipe")
     return parser.parse_args(arguments)
@@ -111,6 +112,7 @@ class Served:
             "context_parallel_size": args.cp,
             "expert_model_parallel_size": args.ep,
             "expert_tensor_parallel_size": args.etp,
+            "num_distributed_optimizer_instances": args.instances,
         }
         if layout == self._layout:
             return

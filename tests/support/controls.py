@@ -225,6 +225,22 @@ def _fail_for_evaluation(training: Training, fails: Callable[[], bool]) -> None:
     training.evaluation_replays.clear()
 
 
+def not_reduced_between_instances(training: Training) -> None:
+    """Graphs of hybrid sharding, after which nothing is reduced between instances."""
+    _not_between_instances(training, "grad_reduce_pipeline", "reduce_all_between_instances")
+
+
+def not_gathered_between_instances(training: Training) -> None:
+    """Graphs of hybrid sharding, before which nothing is gathered between instances."""
+    _not_between_instances(training, "all_gather_pipeline", "gather_between_instances")
+
+
+def _not_between_instances(training: Training, pipeline: str, method: str) -> None:
+    training.helper.create_cudagraphs()
+    owner = getattr(training.chunks[0].module, pipeline)
+    training.patches.enter_context(mock.patch.object(owner, method))
+
+
 def captured_by_two_helpers(training: Training) -> None:
     """Capture the last layers and the first one with a helper each, as for the language and the vision model of one."""
     from megatron.core.transformer._cuda_graphs.te import helper
@@ -476,6 +492,8 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         clipping_eager_on_one_rank,
         failed_capture_for_evaluation,
         failed_warm_up_for_evaluation,
+        not_reduced_between_instances,
+        not_gathered_between_instances,
         captured_by_two_helpers,
         failed_language_capture,
         beside_an_equal_model,

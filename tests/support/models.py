@@ -173,6 +173,8 @@ def under_fsdp(case: Case, config, model):
         use_megatron_fsdp=True,
         use_distributed_optimizer=True,
         data_parallel_sharding_strategy=case.strategy,
+        num_distributed_optimizer_instances=case.instances,
+        outer_dp_sharding_strategy=case.outer,
         overlap_grad_reduce=True,
         overlap_param_gather=case.overlap_param_gather,
         grad_reduce_in_fp32=True,

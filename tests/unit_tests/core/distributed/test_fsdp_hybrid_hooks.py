@@ -19,10 +19,11 @@ def test_hooks_are_those_of_megatron_core_with_hybrid_sharding(hybrid_ranks, str
 
 
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
-def test_units_that_are_reduced_in_two_levels_have_no_plan(hybrid_ranks, outer):
+def test_units_that_are_reduced_in_two_levels_have_plans(hybrid_ranks, outer):
     sharding = {"num_distributed_optimizer_instances": hybrid_ranks, "outer_dp_sharding_strategy": outer}
     fsdp = Variant(sharding=sharding).build().module
     assert fsdp.ddp_config.fsdp_double_buffer
     layers = list(fsdp.module.decoder.layers)
     with fsdp.capture_graphs(layers):
-        assert fsdp.gradient_sinks(layers, whole=True) == [None] * len(layers)
+        assert all(fsdp.gradient_sinks(layers, whole=True))
+    assert fsdp.recorded_collectives() == 2 * len(layers)

@@ -68,7 +68,7 @@ _PACKED_TEST = "tests/integration_tests/test_packed_sequences.py"
 _HYBRID = "tests/integration_tests/test_hybrid_models.py"
 _PRETRAIN = "tests/integration_tests/test_pretrain_flags.py"
 _RESUMED = "tests/integration_tests/test_resumed_runs.py"
-_WHOLE = "tests/integration_tests/test_unsharded_gradients.py"
+_INSTANCES = "tests/integration_tests/test_hybrid_sharding.py"
 _GROUPED = "tests/integration_tests/test_grouped_experts.py"
 _BOUNDS = "tests/integration_tests/test_token_bounds.py"
 _GPU = "tests/gpu/test_fsdp_graphs.py"
@@ -570,14 +570,11 @@ _NO_EFFECT = [
     ),
     _no_effect(
         "whole model of another sharding",
-        f"--cuda-graph-layers-per-graph {WHOLE_MODEL}, --num-distributed-optimizer-instances above 1 or "
+        f"--cuda-graph-layers-per-graph {WHOLE_MODEL}, "
         "--data-parallel-sharding-strategy other than optim_grads_params",
-        lambda options: (
-            options.get("cuda_graph_layers_per_graph") == WHOLE_MODEL
-            and (_has_instances(options) or not _shards_all(options))
-        ),
-        f"--cuda-graph-layers-per-graph {WHOLE_MODEL} has no effect with --num-distributed-optimizer-instances or with "
-        "--data-parallel-sharding-strategy other than optim_grads_params: layers are captured; leave it out",
+        lambda options: options.get("cuda_graph_layers_per_graph") == WHOLE_MODEL and not _shards_all(options),
+        f"--cuda-graph-layers-per-graph {WHOLE_MODEL} has no effect with --data-parallel-sharding-strategy other than "
+        "optim_grads_params: layers are captured; leave it out",
     ),
 ]
 
@@ -697,7 +694,7 @@ _WORKS = [
     _works(
         "hybrid sharding",
         "--num-distributed-optimizer-instances, --outer-dp-sharding-strategy",
-        _WHOLE,
+        _INSTANCES,
         "with --outer-dp-sharding-strategy optim the patch scales gradients and clips them as without instances, which "
         "megatron-core does not",
     ),

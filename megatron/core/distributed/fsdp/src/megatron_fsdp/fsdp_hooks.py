@@ -67,7 +67,7 @@ class FsdpHooks:
         self.module_names: dict[torch.nn.Module, str] = {}
         self.trainable: dict[torch.nn.Parameter, None] = {}
         self.registry = Registry(lambda module: Eager(self.context, module))
-        self.gradients = Gradients(fsdp)
+        self.gradients = Gradients(fsdp, self.registry)
         self.backward = BackwardPass(fsdp, self.gradients, self.registry, self.module_names, self.trainable)
         self.context = Context(fsdp, self.registry, self.gradients, self.backward, UnitPlans(fsdp))
         self.before_evaluation: list[Callable[[tuple, dict[str, Any]], object]] = []

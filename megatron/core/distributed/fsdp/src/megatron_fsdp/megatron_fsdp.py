@@ -79,6 +79,8 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             return
         if gathers and not force_sync and self.ddp_config.overlap_param_gather:
             self._replace_param_with_raw_if_needed()
+            if self.dist_index.hsdp_outer_dp_shard and self.fsdp_hooks.registry.has_graphs:
+                self.all_gather_pipeline.gather_between_instances()
             if self.graphs_of_model is not None:
                 self.graphs_of_model.start_gather()
             elif self.data_parallel_sharding_strategy != "no_shard":
@@ -103,6 +105,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         also those that a backward pass has reduced because it was told that it is a step's last.
         """
         gradients = self.fsdp_hooks.gradients
+        self.param_and_grad_buffer.gathered_between_instances = False  # the optimizer will change the weights
         if gradients.progress is Progress.REPLAYED and self.graphs_of_model is not None:
             self.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
             return

@@ -96,8 +96,11 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
 
     Attributes:
         unsharded_gradients: The gradients that accumulate in place, which are scaled at the end of a step.
+        gathered_between_instances: Whether all weights have been gathered between the instances of hybrid sharding
+            since they changed.
     """
 
+    gathered_between_instances = False
     _gradients_in_place = False
     _gradients: OptimizerGradients | None = None
     _weight_copies: WeightCopies | None = None
@@ -155,6 +158,7 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
 
     def copy_main_weights_to_model_weights(self) -> None:
         """Copy the optimizer's weights to the model's, quantized where these are; see megatron-core."""
+        self.gathered_between_instances = False
         if self._weight_copies is None and WeightCopies.plannable(self):
             self._weight_copies = WeightCopies(self)
         if self._weight_copies is not None and self._weight_copies.unmoved():
@@ -165,7 +169,41 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
 
 
 class AllGatherPipeline(_upstream.AllGatherPipeline):
-    """megatron-core's ``AllGatherPipeline``, which releases only what is not released."""
+    """megatron-core's ``AllGatherPipeline``, which releases only what is not released.
+
+    It can gather all parameters between the instances of hybrid sharding at once.
+    """
+
+    def all_gather_params(
+        self, params: list[torch.nn.Parameter], *args: Any, outer_fsdp_group_param_gather: bool = False, **kwargs: Any
+    ) -> None:
+        """Gather the buckets of ``params``; see megatron-core."""
+        between_instances = outer_fsdp_group_param_gather and not self.buffer.gathered_between_instances
+        super().all_gather_params(params, *args, outer_fsdp_group_param_gather=between_instances, **kwargs)
+
+    def gather_between_instances(self) -> None:
+        """Gather all parameters between instances, which shard them, unless that was done in this step.
+
+        The current stream waits for it. Afterwards buckets are gathered within an instance only.
+        """
+        buffer = self.buffer
+        if buffer.gathered_between_instances:
+            return
+        buffer.gathered_between_instances = True
+        weights: dict[Any, dict[Any, None]] = {}  # ordered sets of buffers, by process group
+        for bucket, params in enumerate(buffer.parameter_groups):
+            group = buffer.dist_index.get_outer_fsdp_group(is_expert_parallel=params.is_expert_param)
+            both = (self.get_fsdp_buffer(bucket, bwd) for bwd in (False, True))
+            weights.setdefault(group, {}).update(dict.fromkeys(both))
+        stream = self.outer_fsdp_group_param_gather_stream
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for group, buffers in weights.items():
+                with torch.distributed._coalescing_manager(group):
+                    for shard in (each.data for each in buffers):
+                        own = shard.chunk(group.size())[group.rank()]
+                        torch.distributed.all_gather_into_tensor(output_tensor=shard, input_tensor=own, group=group)
+        torch.cuda.current_stream().wait_stream(stream)
 
     def recycle_unused_buckets(self) -> None:
         """Release the buckets that are not used any more; see megatron-core."""
@@ -201,14 +239,63 @@ class GradReducePipeline(_upstream.GradReducePipeline):
     def _bucket_group_gradient_reduce(
         self, bucket_group: list[int], async_op: bool = False, outer_fsdp_group_grad_reduce: bool = False
     ) -> bool:
-        """Reduce a group of complete buckets; see megatron-core. Replays the reduction if it is recorded."""
+        """Reduce a group of complete buckets; see megatron-core.
+
+        Within an instance of hybrid sharding, or if there are none, the reduction is replayed if it is recorded.
+        """
         recorded = self.recorded.get(bucket_group[0])
-        if recorded is not None and async_op and not outer_fsdp_group_grad_reduce and recorded.launch():
-            return True
-        whole = self.buffer.unsharded_gradients
-        in_place = whole.left_in_place(bucket_group, between_instances=outer_fsdp_group_grad_reduce)
-        with in_place if bucket_group[0] in whole.buckets else nullcontext():
-            reduced: bool = super()._bucket_group_gradient_reduce(
-                bucket_group, async_op=async_op, outer_fsdp_group_grad_reduce=outer_fsdp_group_grad_reduce
-            )
-        return reduced
+        if recorded is None or not async_op or not recorded.launch():
+            whole = self.buffer.unsharded_gradients
+            with whole.left_in_place() if bucket_group[0] in whole.buckets else nullcontext():
+                super()._bucket_group_gradient_reduce(bucket_group, async_op=async_op)
+        if outer_fsdp_group_grad_reduce:
+            self.reduce_between_instances(bucket_group)
+            if not async_op:
+                self.wait_for_previous_grad_reduce(0)
+        return True
+
+    def reduce_all_between_instances(self) -> None:
+        """Reduce all buckets, which were reduced within each instance, between instances, and queue that."""
+        groups = {tuple(sorted(group)) for group in self.buffer.bucket_to_bucket_group.values()}
+        for group in sorted(groups, reverse=True):  # about the order of a backward pass
+            with_grads = [bucket for bucket in group if bucket in self.bucket_status]
+            if with_grads:
+                self._enforce_double_buffer_limit(with_grads)
+                self.reduce_between_instances(with_grads)
+
+    def reduce_between_instances(self, bucket_group: list[int]) -> None:
+        """Reduce between instances the gradients of a group of buckets, which accumulated in a step, and queue that.
+
+        They are added up, or averaged, in the dtype that gradients are communicated in, and each instance keeps all of
+        them, or its shard. Those that a rank has whole are scaled first, as the others were within an instance.
+        """
+        buffer, stream = self.buffer, self.outer_fsdp_group_grad_reduce_stream
+        config, dtype = buffer.ddp_config, buffer.mp_policy.grad_comm_dtype
+        to_send = {bucket: buffer.parameter_groups[bucket].hsdp_comm_gbuf for bucket in bucket_group}
+        group = buffer.dist_index.get_outer_fsdp_group()  # of experts, too, as in megatron-core
+        op = torch.distributed.ReduceOp.AVG if config.average_in_collective else torch.distributed.ReduceOp.SUM
+        sharded, rank = config.outer_dp_sharding_strategy != "no_shard", group.rank()
+        stream.wait_stream(torch.cuda.current_stream())
+        if self.rs_stream is not None:
+            stream.wait_stream(self.rs_stream)
+        received = []
+        with torch.cuda.stream(stream):
+            with torch.distributed._coalescing_manager(group):
+                for bucket, casts in to_send.items():
+                    main_grads = self.get_fsdp_buffer(bucket)
+                    grads = sent = main_grads.data
+                    if dtype is not None and dtype != grads.dtype:
+                        shard = main_grads.is_data_distributed
+                        sent = casts.allocate_bucket_storage(shard, dtype, grads.device, init_values=grads).data
+                    buffer.unsharded_gradients.scale_bucket(bucket, sent)
+                    kept, own = (each.chunk(group.size())[rank] if sharded else each for each in (grads, sent))
+                    if sharded:
+                        torch.distributed.reduce_scatter_tensor(output=own, input=sent, op=op, group=group)
+                    else:
+                        torch.distributed.all_reduce(sent, group=group, op=op)
+                    if sent is not grads:
+                        received.append((kept, own))
+            for kept, own in received:
+                kept.copy_(own)
+            done = stream.record_event()
+        self.grad_reduce_queue += [(done, casts.free_bucket_storage, bucket) for bucket, casts in to_send.items()]

@@ -63,30 +63,20 @@ class UnshardedGradients:
             param.main_grad = param.get_main_grad()
 
     @contextmanager
-    def left_in_place(self, buckets: Iterable[int], between_instances: bool) -> Iterator[None]:
-        """Meanwhile a reduction does not add gradients that are communicated in another dtype to themselves.
-
-        Args:
-            buckets: Those that are reduced.
-            between_instances: Whether they are also reduced between instances, in that dtype, as they are once in a
-                step. Then the reduction scales them, and the rounded gradients take the place of those that have
-                accumulated, as with the strategy ``optim``. Otherwise nothing is communicated.
-        """
+    def left_in_place(self) -> Iterator[None]:
+        """Meanwhile a reduction within an instance, of one rank, does not add them to themselves in another dtype."""
         buffer = self._buffer
-        config, policy = buffer.ddp_config, buffer.mp_policy
-        unscaled = [self._unscaled[bucket] for bucket in buckets if bucket in self._unscaled]
-        if between_instances:
-            buffer.ddp_config = replace(config, data_parallel_sharding_strategy="optim")
-            for main_grads, factor in unscaled:
-                main_grads.gradient_scaling_factor = factor
-        else:
-            buffer.mp_policy = replace(policy, grad_comm_dtype=None)
+        policy = buffer.mp_policy
+        buffer.mp_policy = replace(policy, grad_comm_dtype=None)
         try:
             yield
         finally:
-            buffer.ddp_config, buffer.mp_policy = config, policy
-            for main_grads, _ in unscaled:
-                main_grads.gradient_scaling_factor = None
+            buffer.mp_policy = policy
+
+    def scale_bucket(self, bucket: int, grads: torch.Tensor) -> None:
+        """Scale ``grads``, those of ``bucket`` as they are sent to other instances, if a rank has them whole."""
+        if bucket in self._unscaled:
+            grads.mul_(self._unscaled[bucket][1])
 
     def scale(self) -> None:
         """Scale them, once in a step, unless instances have. All its micro-batches must have been reduced."""

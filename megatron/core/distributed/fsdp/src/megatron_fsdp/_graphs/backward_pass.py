@@ -117,6 +117,8 @@ class BackwardPass:
         self.end_of_modules()  # what was collected is still awaited
         if self.phase in (Phase.EXPECTS_GRADIENTS, Phase.IN_PARTS) and self._gradients.handle_rest(self._trainable):
             fsdp.grad_reduce_pipeline.reset()
+        if fsdp.dist_index.use_hybrid_fsdp:
+            self._gradients.reduce_between_instances()
         self.phase = Phase.CLOSED
         fsdp.__dict__["microbatch_count"] += 1  # bypasses Module.__setattr__, which is slow
         if fsdp.model_auto_sync:

@@ -11,7 +11,7 @@ from .unit import Unit
 
 COLLECTIVES_STAY_OUTSIDE = (
     "its collectives cannot be in graphs (that needs --data-parallel-sharding-strategy optim_grads_params, "
-    "--fsdp-double-buffer, one level of sharding, and no NCCL_GRAPH_MIXING_SUPPORT=0)"
+    "--fsdp-double-buffer, and no NCCL_GRAPH_MIXING_SUPPORT=0)"
 )
 # What must be true of no parameter, and the reason. The last does not rule out the whole model, which completes them.
 _OF_PARAMETERS: Sequence[tuple[Any, str]] = (

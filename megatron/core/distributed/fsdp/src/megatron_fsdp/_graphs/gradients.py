@@ -8,6 +8,7 @@ import torch
 
 from ..param_and_grad_buffer import _check_nan_in_grad, to_local_if_dtensor
 from ..unsharded_gradients import REDUCES_EVERY_BACKWARD
+from .registry import Registry
 
 
 class Progress(IntEnum):
@@ -16,7 +17,6 @@ class Progress(IntEnum):
     REPLAYED = 0  # all of them, by graphs of the whole model
     ACCUMULATED = 1
     REDUCED = 2  # by a backward pass
-    FINAL = 3  # also those that no backward pass reduces but the one that is known to be the step's last
 
 
 class Gradients:
@@ -24,16 +24,38 @@ class Gradients:
 
     Args:
         fsdp: The wrapper.
+        registry: Its runners.
 
     Attributes:
         awaited: Parameters whose gradient the open backward pass has not handled yet.
         progress: How far they are since the last step.
+        final: Whether the last backward pass knew that it is a step's last, and reduced what no other does.
     """
 
-    def __init__(self, fsdp: Any):
-        self._fsdp = fsdp
+    def __init__(self, fsdp: Any, registry: Registry):
+        self._fsdp, self._registry = fsdp, registry
         self.awaited: set[torch.nn.Parameter] = set()
         self.progress = Progress.ACCUMULATED
+        self.final = False
+
+    @property
+    def between_instances(self) -> bool:
+        """Whether each reduction goes on between instances of hybrid sharding now: those in graphs never do."""
+        return self._is_last() and not self._registry.records_reductions
+
+    def reduce_between_instances(self) -> None:
+        """Called at the end of a backward pass: if it is a step's last, reduce what its reductions have left to it.
+
+        Ranks whose pass a graph replayed and those where it ran eagerly do so in one order.
+        """
+        if self._registry.records_reductions and self._registry.captured is None:
+            self.final = self._is_last()
+            if self.final:
+                self._fsdp.grad_reduce_pipeline.reduce_all_between_instances()
+
+    def _is_last(self) -> bool:
+        """Whether the backward pass is known to be its step's last."""
+        return getattr(self._fsdp, "is_last_microbatch", False) or self._fsdp.model_auto_sync
 
     def expect(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Await the gradients of ``params``, and no others."""
@@ -76,7 +98,7 @@ class Gradients:
         """
         fsdp = self._fsdp
         waits = fsdp.dist_index.use_hybrid_fsdp or fsdp.data_parallel_sharding_strategy not in REDUCES_EVERY_BACKWARD
-        if waits and fsdp.microbatch_count and self.progress < Progress.FINAL:
+        if waits and fsdp.microbatch_count and not self.final:
             raise RuntimeError(
                 "Megatron-FSDP reduces these gradients in the backward pass of a step's last micro-batch only, and the "
                 "pipeline schedule did not say which that is: it does if config.grad_sync_func is None, as with "
@@ -86,16 +108,15 @@ class Gradients:
     def _accumulate_and_reduce(self, params: list[torch.nn.Parameter]) -> bool:
         """Accumulate each gradient, then reduce them if this pass reduces; return whether it does."""
         fsdp = self._fsdp
-        last_microbatch = getattr(fsdp, "is_last_microbatch", False) or fsdp.model_auto_sync
-        reduces = last_microbatch or fsdp.data_parallel_sharding_strategy in REDUCES_EVERY_BACKWARD
-        own = Progress.REDUCED if reduces else Progress.ACCUMULATED
-        self.progress = Progress.FINAL if last_microbatch else max(own, min(self.progress, Progress.REDUCED))
+        self.final = getattr(fsdp, "is_last_microbatch", False) or fsdp.model_auto_sync
+        reduces = self.final or fsdp.data_parallel_sharding_strategy in REDUCES_EVERY_BACKWARD
+        self.progress = max(Progress.REDUCED if reduces else Progress.ACCUMULATED, self.progress)
         self.accumulate(params)
         if reduces:
             fsdp.grad_reduce_pipeline.reduce_gradients(
                 params,
                 suggested_queue_capacity=fsdp.suggested_RS_queue_capacity,
-                outer_fsdp_group_grad_reduce=fsdp.dist_index.use_hybrid_fsdp and last_microbatch,
+                outer_fsdp_group_grad_reduce=fsdp.dist_index.use_hybrid_fsdp and self.between_instances,
             )
         return reduces
 

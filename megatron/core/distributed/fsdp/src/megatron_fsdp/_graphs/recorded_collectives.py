@@ -85,7 +85,7 @@ class RecordedGather:
                 gathers.wait_bucket_ready(bucket, False)
 
         self.work = RecordedWork(capture, gathers.ag_stream, run)
-        weights = [groups[bucket].model_weight_buffer for bucket in buckets]
+        weights = [gathers.get_fsdp_buffer(bucket) for bucket in buckets]
         self._buckets = [
             (gathers.get_bucket_key(bucket, False), buffer, buffer.fetch_bucket().data.data_ptr())
             for bucket, buffer in zip(buckets, weights, strict=True)

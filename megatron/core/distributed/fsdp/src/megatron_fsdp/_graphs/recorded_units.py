@@ -64,6 +64,7 @@ class RecordedUnits:
         microbatches = fsdp.microbatch_count
         self._begin("before forward")
         with prepared(fsdp):
+            self.gather_between_instances()
             try:
                 with self._gathered_outside():
                     yield
@@ -142,17 +143,17 @@ class RecordedUnits:
 
     def captured_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return with their names the shards of weights and gradients, and where buckets are while they are in use."""
-        reductions = self._fsdp.grad_reduce_pipeline
+        gathers, reductions = self._fsdp.all_gather_pipeline, self._fsdp.grad_reduce_pipeline
         dtype = reductions.buffer.mp_policy.grad_comm_dtype
         groups = reductions.buffer.parameter_groups
         for bucket in self._read_buckets():
-            group = groups[bucket]
-            of = f"of bucket {bucket} ({self._fsdp.param_to_name[group.params[0]]}, ...)"
-            yield f"the weights' shard {of}", group.model_weight_buffer.data
-            if group.main_grad_buffer:
-                yield f"the main gradients' shard {of}", group.main_grad_buffer.data
-                yield f"the gradients {of}", group.main_grad_buffer.fetch_bucket(dtype=dtype).data
-                group.main_grad_buffer.free_bucket_storage()
+            of = f"of bucket {bucket} ({self._fsdp.param_to_name[groups[bucket].params[0]]}, ...)"
+            yield f"the weights' shard {of}", gathers.get_fsdp_buffer(bucket).data
+            if bucket in reductions.bucket_status:
+                main_grads = reductions.get_fsdp_buffer(bucket)
+                yield f"the main gradients' shard {of}", main_grads.data
+                yield f"the gradients {of}", main_grads.fetch_bucket(dtype=dtype).data
+                main_grads.free_bucket_storage()
 
     def _read_buckets(self) -> list[int]:
         return self._buckets
@@ -165,8 +166,14 @@ class RecordedUnits:
         Raises:
             MovedBufferError: it is not.
         """
+        self.gather_between_instances()
         self._release()
         self._weights.check()
+
+    def gather_between_instances(self) -> None:
+        """Gather parameters between instances of hybrid sharding, if these shard them, once in a step."""
+        if self._fsdp.dist_index.hsdp_outer_dp_shard:
+            self._fsdp.all_gather_pipeline.gather_between_instances()
 
     def before_eager_forward(self) -> None:
         """Called right before a forward pass with gradients that runs eagerly, where other ranks may replay theirs."""

@@ -16,10 +16,12 @@ class Runner(Protocol):
         params: The parameters that are gathered for its graphs; empty for a pass without.
         frames_backward: Whether the replay of the backward graph calls ``before_backward`` and ``after_backward``
             itself; otherwise autograd has to.
+        records_reductions: Whether a graph of the backward pass holds what reduces its gradients.
     """
 
     params: list[torch.nn.Parameter]
     frames_backward: bool
+    records_reductions: bool
 
     def gather(self, direction: Direction, prefetch: bool = True) -> None:
         """Gather the parameters for a pass, wait for them, and ``prefetch`` those of the units after it."""
@@ -76,6 +78,17 @@ class Registry:
         if runner is None:
             self._eager[module] = runner = self._make_eager(module)
         return runner
+
+    @property
+    def has_graphs(self) -> bool:
+        """Whether there are graphs for training, or a capture is under way."""
+        return bool(self.graphed) or self.whole_model is not None or self.captured is not None
+
+    @property
+    def records_reductions(self) -> bool:
+        """Whether graphs for training hold what reduces gradients, or a capture records it."""
+        runners = self.graphed if self.captured is None else self.captured
+        return self.whole_model is not None or any(runner.records_reductions for runner in runners.values())
 
     @contextmanager
     def capturing(self, runners: Mapping[torch.nn.Module, Runner]) -> Iterator[None]:

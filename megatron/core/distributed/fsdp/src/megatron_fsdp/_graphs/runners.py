@@ -37,6 +37,7 @@ class Eager:
     """
 
     frames_backward = False
+    records_reductions = False
 
     def __init__(self, context: Context, module: torch.nn.Module):
         self.module = module
@@ -69,6 +70,9 @@ class Eager:
         self._gather(params, direction, prefetch)
 
     def _gather(self, params: list[torch.nn.Parameter], direction: Direction, prefetch: bool) -> None:
+        if self._fsdp.dist_index.hsdp_outer_dp_shard and self._context.registry.has_graphs:
+            # Other ranks may replay, and gather everything between instances before that.
+            self._fsdp.all_gather_pipeline.gather_between_instances()
         self._fsdp.all_gather_and_wait_parameters_ready(
             params, prefetch=prefetch, prefetch_order=_ORDERS[direction], bwd=direction == "backward"
         )
@@ -135,6 +139,8 @@ class Recorded(Eager):
     Attributes:
         plan: Gathers, where that must be otherwise than in eager training; else None.
     """
+
+    records_reductions = True
 
     def __init__(self, context: Context, module: torch.nn.Module, plan: UnitPlan | None):
         super().__init__(context, module)
@@ -252,7 +258,7 @@ class Planned(Graphed):
         context, plan = self._context, self.plan
         self._handle_collected()
         context.gradients.handle(plan.left)
-        plan.reduce()
+        plan.reduce(self._fsdp.dist_index.use_hybrid_fsdp and context.gradients.between_instances)
         context.gradients.awaited -= self.facts.written
         self.release("forward")
         plan.unit.set_training_state(TrainingState.IDLE)

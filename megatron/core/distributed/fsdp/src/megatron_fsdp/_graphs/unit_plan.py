@@ -76,6 +76,8 @@ class UnitPlan:
     def gather(self, direction: Direction) -> None:
         """Gather the unit's parameters, wait for them, and prefetch those of the units after it."""
         gathers, backward = self.fsdp.all_gather_pipeline, direction == "backward"
+        if self.fsdp.dist_index.hsdp_outer_dp_shard:
+            gathers.gather_between_instances()
         for bucket in self.unit.buckets:
             gathers.bucket_can_be_released[gathers.get_bucket_key(bucket, backward)] = False
         for group in self.gathers[direction]:
@@ -92,12 +94,14 @@ class UnitPlan:
         for reduction in self.claimed:
             reduction.claim()
 
-    def reduce(self) -> None:
-        """Reduce the buckets that the backward graph has filled."""
+    def reduce(self, between_instances: bool = False) -> None:
+        """Reduce the buckets that the backward graph has filled, also ``between_instances`` of hybrid sharding."""
         reductions = self.fsdp.grad_reduce_pipeline
         for reduction in self.reduced:
             reductions.wait_for_previous_grad_reduce(suggested_queue_capacity=self.fsdp.suggested_RS_queue_capacity)
             reduction.launch()
+            if between_instances:
+                reductions.reduce_between_instances(reduction.buckets)
 
 
 class UnitPlans:
@@ -118,14 +122,14 @@ class UnitPlans:
         return self.records(unit) and not unit.float8_params
 
     def records(self, unit: Unit) -> bool:
-        """Whether collectives of ``unit`` can be recorded: its buffers must be sharded, in place, and of one level.
+        """Whether collectives of ``unit`` can be recorded: its buffers must be sharded, and in place.
 
         NCCL must allow collectives in graphs beside others, as it does by default.
         """
         fsdp = self._fsdp
         if os.environ.get("NCCL_GRAPH_MIXING_SUPPORT") == "0":
             return False
-        if fsdp.data_parallel_sharding_strategy != "optim_grads_params" or fsdp.dist_index.use_hybrid_fsdp:
+        if fsdp.data_parallel_sharding_strategy != "optim_grads_params":
             return False
         if not fsdp.ddp_config.fsdp_double_buffer or fsdp.report_nan_in_param_grad:
             return False

@@ -88,6 +88,7 @@ class WholeModel(RecordedUnits):
 
     def start_gather(self) -> None:
         """Start to gather the parameters outside of units, unless they are gathered."""
+        self.gather_between_instances()
         for group in self._gathers:
             group.launch()
 
