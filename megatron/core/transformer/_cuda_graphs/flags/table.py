@@ -570,8 +570,7 @@ _NO_EFFECT = [
     ),
     _no_effect(
         "whole model of another sharding",
-        f"--cuda-graph-layers-per-graph {WHOLE_MODEL}, "
-        "--data-parallel-sharding-strategy other than optim_grads_params",
+        f"--cuda-graph-layers-per-graph {WHOLE_MODEL}, --data-parallel-sharding-strategy other than optim_grads_params",
         lambda options: options.get("cuda_graph_layers_per_graph") == WHOLE_MODEL and not _shards_all(options),
         f"--cuda-graph-layers-per-graph {WHOLE_MODEL} has no effect with --data-parallel-sharding-strategy other than "
         "optim_grads_params: layers are captured; leave it out",

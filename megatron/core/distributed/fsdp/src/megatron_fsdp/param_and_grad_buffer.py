@@ -298,4 +298,4 @@ class GradReducePipeline(_upstream.GradReducePipeline):
             for kept, own in received:
                 kept.copy_(own)
             done = stream.record_event()
-        self.grad_reduce_queue += [(done, casts.free_bucket_storage, bucket) for bucket, casts in to_send.items()]
+        self.grad_reduce_queue.extend((done, casts.free_bucket_storage, bucket) for bucket, casts in to_send.items())
