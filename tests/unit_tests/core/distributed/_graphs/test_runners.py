@@ -19,7 +19,7 @@ class Parent(torch.nn.Module):
         self.child = torch.nn.Linear(1, 1)
 
 
-def eager(module, *, fine_grained=False, recurses=(), fused=frozenset()):
+def eager(module, *, fine_grained=False, recurses=(), fused=frozenset(), shards_outside=False, graphs=True):
     fsdp = Mock(
         enable_fine_grained_param_gather_hook=fine_grained,
         enable_fine_grained_param_gather_backward_hook=fine_grained,
@@ -27,9 +27,10 @@ def eager(module, *, fine_grained=False, recurses=(), fused=frozenset()):
         data_parallel_sharding_strategy="optim_grads_params",
     )
     fsdp.param_and_grad_buffer.unsharded_gradients.fused = fused
+    fsdp.dist_index.hsdp_outer_dp_shard = shards_outside
     fsdp.fsdp_unit_modules = [Parent]
     fsdp.param_and_grad_buffer.param_to_param_group = dict.fromkeys(module.parameters(), 7)
-    context: Any = SimpleNamespace(fsdp=fsdp, units={}, registry=SimpleNamespace(graphed={}))
+    context: Any = SimpleNamespace(fsdp=fsdp, units={}, registry=SimpleNamespace(graphed={}, has_graphs=graphs))
     return Eager(context, module), fsdp
 
 
@@ -70,3 +71,12 @@ def test_what_is_no_unit_is_not_released():
     runner, _ = eager(torch.nn.Linear(1, 1))
     with pytest.raises(TypeError, match="Linear is not an FSDP unit"):
         runner.release("forward")
+
+
+@pytest.mark.parametrize(("shards_outside", "graphs"), [(True, True), (True, False), (False, True)])
+def test_instances_that_shard_among_them_gather_everything_first_beside_graphs(shards_outside, graphs):
+    runner, fsdp = eager(Parent(), shards_outside=shards_outside, graphs=graphs)
+    runner.gather("forward")
+    gathered = [name for name, *_ in fsdp.mock_calls if "gather_" in name]
+    first = ["all_gather_pipeline.gather_between_instances"] * (shards_outside and graphs)
+    assert gathered == [*first, "all_gather_and_wait_parameters_ready"]

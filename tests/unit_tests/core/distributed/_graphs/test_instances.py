@@ -1,0 +1,157 @@
+"""What is sent between instances of hybrid sharding beside graphs: once in a step, in one order on all ranks."""
+
+from contextlib import contextmanager
+from functools import partial
+from unittest import mock
+
+import pytest
+import torch
+
+from ..captured_training import captured, graphed
+from ..fsdp_variants import run_backward
+
+MODEL, DECODER, LAYER = -1, 0, 1
+KINDS = pytest.mark.parametrize("kind", [MODEL, DECODER, LAYER])
+GATHER, SHARD, SUM = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
+
+
+@contextmanager
+def trained(kind, instances, outer, **changes):
+    """A model with graphs, between two steps."""
+    with captured(graphed(kind, instances=instances, outer=outer, **changes)) as training:
+        training.fsdp.is_last_microbatch = True
+        training.step()
+        yield training
+
+
+@contextmanager
+def sent_between_instances(fsdp):
+    """Note the collectives of the group of instances, each with the address of what it sends."""
+    sent = []
+    group = fsdp.dist_index.get_outer_fsdp_group()
+
+    def noting(name, send, *args, **kwargs):
+        if kwargs.get("group") is group:
+            given = kwargs.get("input_tensor", kwargs.get("input", args[0] if args else None))
+            sent.append((name, given.data_ptr()))
+        return send(*args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in (GATHER, SHARD, SUM):
+            patch.setattr(torch.distributed, name, partial(noting, name, getattr(torch.distributed, name)))
+        yield sent
+
+
+def names(sent):
+    return [name for name, _ in sent]
+
+
+def run(training, *, last):
+    training.fsdp.is_last_microbatch = last
+    run_backward(training.fsdp, training.case)
+
+
+@KINDS
+@pytest.mark.parametrize(("outer", "reduction"), [("no_shard", SUM), ("optim", SHARD)])
+def test_each_bucket_is_gathered_and_reduced_once_in_a_step(hybrid_ranks, kind, outer, reduction):
+    with trained(kind, hybrid_ranks, outer) as training:
+        buckets = len(training.fsdp.param_and_grad_buffer.parameter_groups)
+        gathers = [GATHER] * buckets * (outer == "optim")
+        with sent_between_instances(training.fsdp) as sent:
+            run(training, last=False)
+            assert names(sent) == gathers
+            run(training, last=True)
+            assert names(sent) == [*gathers, *[reduction] * buckets]
+            training.fsdp.finish_grad_sync()
+            training.fsdp.start_param_sync()
+            run(training, last=True)
+        assert names(sent) == 2 * [*gathers, *[reduction] * buckets]
+        training.fsdp.finish_grad_sync()
+
+
+@KINDS
+def test_a_pass_that_runs_eagerly_sends_in_the_order_of_a_replay(hybrid_ranks, kind):
+    with trained(kind, hybrid_ranks, "optim") as training:
+        orders = []
+        for mode in (training.model.train, training.model.eval):  # which graphs for training do not fit
+            mode()
+            with sent_between_instances(training.fsdp) as sent:
+                training.step()
+            orders.append(sent)
+        assert orders[0] == orders[1]
+        assert len(set(orders[0])) == len(orders[0]) > 0
+
+
+def test_without_graphs_each_bucket_is_sent_when_its_unit_is(hybrid_ranks):
+    with trained(DECODER, hybrid_ranks, "optim") as training:
+        training.helper.delete_cuda_graphs()
+        with sent_between_instances(training.fsdp) as sent:
+            run(training, last=True)
+            gathers = names(sent).count(GATHER)
+        buckets = len(training.fsdp.param_and_grad_buffer.parameter_groups)
+        assert gathers > buckets  # most are gathered for the backward pass, too
+        assert names(sent)[-1] == SHARD
+        assert names(sent).index(SHARD) < len(sent) - buckets
+        training.fsdp.finish_grad_sync()
+        training.helper.create_cudagraphs()
+
+
+@KINDS
+def test_weights_that_have_changed_are_gathered_anew(hybrid_ranks, kind):
+    with trained(kind, hybrid_ranks, "optim") as training:
+        buckets = len(training.fsdp.param_and_grad_buffer.parameter_groups)
+        training.model.eval()
+        with sent_between_instances(training.fsdp) as sent, torch.no_grad():
+            for copies in (False, False, True):
+                if copies:
+                    training.fsdp.install_optimized_model_weights()
+                run_evaluation(training)
+        assert names(sent) == [GATHER] * 2 * buckets
+
+
+def run_evaluation(training):
+    with mock.patch.object(torch.Tensor, "backward"):
+        run_backward(training.fsdp, training.case)
+
+
+@pytest.mark.parametrize("kind", [MODEL, DECODER])
+def test_a_schedule_that_does_not_say_which_replay_is_the_last_is_an_error(hybrid_ranks, kind):
+    with trained(kind, hybrid_ranks, "no_shard") as training:
+        run(training, last=False)
+        with pytest.raises(RuntimeError, match="--no-align-grad-reduce"):
+            training.fsdp.start_grad_sync()
+        run(training, last=True)
+        training.fsdp.start_grad_sync()
+        training.fsdp.finish_grad_sync()
+
+
+@pytest.mark.parametrize("kind", [MODEL, DECODER])
+def test_a_capture_sends_nothing_in_graphs(hybrid_ranks, kind):
+    with trained(kind, hybrid_ranks, "optim") as training:
+        training.helper.delete_cuda_graphs()
+        training.fsdp.param_and_grad_buffer.gathered_between_instances = False
+        with sent_between_instances(training.fsdp) as sent:
+            training.helper.create_cudagraphs()
+        assert set(names(sent)) == {GATHER}  # before the warm-up
+
+
+@pytest.mark.parametrize("outer", ["no_shard", "optim"])
+def test_the_shards_that_graphs_use_are_those_of_an_instance(hybrid_ranks, outer):
+    with trained(MODEL, hybrid_ranks, outer) as training:
+        fsdp, found = training.fsdp, {}
+        for name, tensor in fsdp.graphs_of_model.captured_tensors():
+            found.setdefault(name.split(" of bucket")[0], set()).add(tensor.data_ptr())
+        groups = fsdp.param_and_grad_buffer.parameter_groups
+        weights = {(group.hfsdp_helper_wbuf or group.model_weight_buffer).data.data_ptr() for group in groups}
+        grads = {(group.hfsdp_helper_gbuf or group.main_grad_buffer).data.data_ptr() for group in groups}
+        assert (found["the weights' shard"], found["the main gradients' shard"]) == (weights, grads)
+
+
+def test_a_reduction_that_is_waited_for_goes_on_between_instances(hybrid_ranks):
+    with trained(LAYER, hybrid_ranks, "no_shard") as training:
+        pipeline = training.fsdp.grad_reduce_pipeline
+        with sent_between_instances(training.fsdp) as sent:
+            pipeline._bucket_group_gradient_reduce([0], outer_fsdp_group_grad_reduce=True)
+        assert names(sent) == [SUM]
+        assert pipeline.grad_reduce_queue == []
+        training.fsdp.zero_grad_buffer()
