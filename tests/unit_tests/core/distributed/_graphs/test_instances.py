@@ -32,7 +32,8 @@ def sent_between_instances(fsdp):
 
     def noting(name, send, *args, **kwargs):
         if kwargs.get("group") is group:
-            given = kwargs.get("input_tensor", kwargs.get("input", args[0] if args else None))
+            given = args[0] if args else kwargs.get("input_tensor", kwargs.get("input"))
+            assert given is not None
             sent.append((name, given.data_ptr()))
         return send(*args, **kwargs)
 
@@ -138,7 +139,8 @@ def test_a_capture_sends_nothing_in_graphs(hybrid_ranks, kind):
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])
 def test_the_shards_that_graphs_use_are_those_of_an_instance(hybrid_ranks, outer):
     with trained(MODEL, hybrid_ranks, outer) as training:
-        fsdp, found = training.fsdp, {}
+        fsdp = training.fsdp
+        found: dict[str, set[int]] = {}
         for name, tensor in fsdp.graphs_of_model.captured_tensors():
             found.setdefault(name.split(" of bucket")[0], set()).add(tensor.data_ptr())
         groups = fsdp.param_and_grad_buffer.parameter_groups
