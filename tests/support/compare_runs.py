@@ -119,6 +119,8 @@ class Served:
         if self._layout:
             parallel_state.destroy_model_parallel()
         parallel_state.initialize_model_parallel(**layout)
+        if dist.get_world_size() == 1:  # it can stand for instances, which send to each other
+            parallel_state._INTER_PARTIAL_EXPERT_DATA_PARALLEL_GROUP = dist.new_group([0])
         self._layout, self._eager = layout, {}
 
 

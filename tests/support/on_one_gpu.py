@@ -16,7 +16,14 @@ from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
 
 from benchmarks.results_file import command_line, write_results
-from tests.gpu import test_changed_steps, test_ddp_graphs, test_fsdp_flags, test_fsdp_graphs, test_local_graphs
+from tests.gpu import (
+    test_changed_steps,
+    test_ddp_graphs,
+    test_fsdp_flags,
+    test_fsdp_graphs,
+    test_hybrid_sharding,
+    test_local_graphs,
+)
 from tests.support.gpus import DETERMINISTIC, ENGINES, SIZES
 from tests.support.launch import launch, name_of
 
@@ -46,6 +53,7 @@ def jobs() -> Iterator[Job]:
         for tests, cases in (graphs | of_files).items():
             yield from (Job(tests, engine, case) for case in cases)
     yield from (Job("test_fsdp_graphs", "native", SIZES | case) for case in dead)
+    yield from (Job("test_hybrid_sharding", "native", SIZES | case) for case in test_hybrid_sharding.CASES)
     for case in test_local_graphs.LAYOUTS["data parallel"][1]:
         yield Job("test_local_graphs", "native", test_local_graphs.LOCAL | case)
 

@@ -1,0 +1,49 @@
+"""Hybrid sharding on GPUs: two instances, or one rank that stands for both, train with graphs as they do eagerly."""
+
+from typing import Any
+
+import pytest
+
+from tests.support.gpus import DETERMINISTIC, GPUS, SIZES, write_results
+from tests.support.launch import name_of
+
+HYBRID: dict[str, Any] = {"dtype": "bf16", "instances": 2}
+OPTIM = HYBRID | {"outer": "optim"}
+CASES: list[dict[str, Any]] = [
+    HYBRID | {"layers_per_graph": -1, "microbatches": 2},
+    OPTIM | {"layers_per_graph": -1, "microbatches": 3, "dropout": 0.1, "evaluates_often": True},
+    OPTIM | {"layers_per_graph": -1, "norm_on_device": True, "fused_wgrad": True},
+    OPTIM | {"layers_per_graph": -1, "sequences_later": [512, 1024], "microbatches": 2},
+    OPTIM | {"layers_per_graph": -1, "optimizer_graph": True, "warmup": 0},
+    OPTIM | {"layers_per_graph": -1, "control": "captured_again", "microbatches_later": 2},
+    HYBRID | {"microbatches": 2, "dropout": 0.1},
+    OPTIM | {"microbatches": 2, "evaluates": True},
+    OPTIM | {"layers_per_graph": 1, "microbatches": 2},
+    OPTIM | {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"], "microbatches": 2},
+]
+
+pytestmark = pytest.mark.skipif(GPUS > 1 and GPUS % 2 == 1, reason="the GPUs are no two instances")
+
+
+@pytest.fixture(scope="session")
+def results(compare_runs):
+    """The results of each case."""
+    compared = compare_runs(
+        [SIZES | case for case in CASES],
+        *("--instances", str(min(GPUS, 2))),
+        ranks=GPUS,
+        environment=DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": "native"},
+    )
+    found = {name_of(case): result for case, result in zip(CASES, compared, strict=True)}
+    write_results("test_hybrid_sharding", {("two instances", "native"): found})
+    return found
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_graphs_train_bit_for_bit_as_eager(results, case):
+    result = results[name_of(case)]
+    assert not result["error"]
+    assert result["differences"] == []
+    microbatches = case.get("microbatches_later") or case.get("microbatches", 1)
+    by_layer = case.get("modules") or case.get("layers_per_graph") == 1
+    assert result["replays"] == 2 * microbatches * (4 if by_layer else 1)
