@@ -24,6 +24,7 @@ NAMES = {
 SHARED = "shared experts"
 OUTSIDE = "outside of layers, and graphs hold layers"
 WHOLE = "in the graphs of the whole model"
+REPEATED = "it runs several times for a micro-batch, and would overwrite its activations"
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,9 @@ def parts_of(helper: TECudaGraphHelper, whole_model: bool) -> list[Part]:
     predicting = sum(hasattr(model, "mtp") for model in models)
     if predicting:
         if helper.config.mtp_use_repeated_layer and helper.config.mtp_num_layers > 1:
-            why = "it runs several times for a micro-batch, and would overwrite its activations"
-            found.append(Part("repeated layer of multi-token prediction", predicting, False, why))
-        found.append(Part("multi-token prediction outside of its layers", predicting, False, OUTSIDE))
+            why = WHOLE if whole_model else REPEATED
+            found.append(Part("repeated layer of multi-token prediction", predicting, whole_model, why))
+        found += _outside("multi-token prediction outside of its layers", predicting, whole_model)
     decoders = [model.decoder for model in models]
     norms = _count(decoders, "final_layernorm") + _count(decoders, "final_norm")  # the latter in hybrid models
     found += _outside("final norm", norms, whole_model)

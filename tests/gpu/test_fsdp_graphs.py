@@ -84,6 +84,9 @@ MORE: list[dict] = [
         )
     ),
     {"dtype": "bf16", "layers_per_graph": -1, "optimizer_graph": True, "microbatches": 2},
+    {"dtype": "bf16", "layers_per_graph": -1, "mtp": 1, "dropout": 0.1, "microbatches": 2, "evaluates": True},
+    {"dtype": "bf16", "layers_per_graph": -1, "mtp": 2, "microbatches": 4, "microbatches_later": 1, "tied": False},
+    {"dtype": "bf16", "layers_per_graph": -1, "mtp": 2, "warmup": 0},
     {"dtype": "bf16", "layers_per_graph": -1, "control": "captured_again", "dropout": 0.1},
     {"dtype": "bf16", "layers_per_graph": -1, "control": "failed_backward_capture", "dropout": 0.1},
     {"dtype": "bf16", "layers_per_graph": -1, "control": "clipping_eager_on_one_rank"},

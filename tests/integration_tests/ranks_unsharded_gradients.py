@@ -106,7 +106,7 @@ def results(case: Case, sharding: dict[str, Any], graphs: bool) -> dict:
         return {"error": traceback.format_exc()}
     return {
         # Metrics of MoE layers are sums over micro-batches.
-        "differences": once.differences(replace(often, moe_metrics=once.moe_metrics)),
+        "differences": once.differences(replace(often, logged=once.logged)),
         "of graphs": often.differences(graphed),
         "replays": graphed.replays,
         "grad_norms": once.grad_norms,

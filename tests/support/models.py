@@ -135,6 +135,10 @@ def gpt(case: Case, config, virtual_stage: int | None = None):
         from .packed_attention import with_packed_attention
 
         spec = with_packed_attention(spec)
+    if config.context_parallel_size > 1 and not case.transformer_engine:
+        from .gathering_attention import with_gathering_attention
+
+        spec = with_gathering_attention(spec)
     if case.local and "moe_router" in case.modules and config.cuda_graph_impl == "local":
         from megatron.core.transformer.transformer_layer import MoETransformerLayer
 

@@ -31,7 +31,8 @@ class Trace:
         evaluations: The losses of each micro-batch of each evaluation.
         evaluation_replays: For each evaluation how often graphs of layers for evaluation were replayed.
         clipping_replays: How often the last graph of the gradients' norm was replayed.
-        moe_metrics: Per step what MoE layers recorded for the log (auxiliary losses), layer by layer, by its name.
+        logged: Per step what was recorded for the log, layer by layer, by its name: auxiliary losses of MoE layers, and
+            losses and hits of multi-token prediction.
     """
 
     losses: list[float]
@@ -42,7 +43,7 @@ class Trace:
     evaluations: list[list[float]] = field(default_factory=list)
     evaluation_replays: list[int] = field(default_factory=list)
     clipping_replays: int = 0
-    moe_metrics: list[dict[str, list[float]]] = field(default_factory=list)
+    logged: list[dict[str, list[float]]] = field(default_factory=list)
 
     @property
     def replays(self) -> int:
@@ -52,7 +53,7 @@ class Trace:
     def differences(self, other: "Trace") -> list[str]:
         """Say where ``other`` differs, bit for bit; empty if nowhere."""
         found = []
-        for what in ("losses", "grad_norms", "evaluations", "moe_metrics"):
+        for what in ("losses", "grad_norms", "evaluations", "logged"):
             for step, (mine, theirs) in enumerate(zip(getattr(self, what), getattr(other, what), strict=True)):
                 if mine != theirs:
                     found.append(f"{what}[{step}]: {mine!r} and {theirs!r}")
@@ -111,7 +112,7 @@ class Training:
         self.evaluations: list[list[float]] = []
         self.evaluation_replays: list[int] = []
         self.step_replays: list[int] = []  # of layers, in each step
-        self.moe_metrics: list[dict[str, list[float]]] = []
+        self.logged: list[dict[str, list[float]]] = []
 
     def _set_microbatches(self, step: int) -> None:
         from megatron.core import num_microbatches_calculator as calculator
@@ -183,6 +184,8 @@ class Training:
     def _losses(self, model: Callable[..., Any], batch: Any) -> Any:
         """Call ``model``, the model or what plans its passes, on ``batch``."""
         packed = {"packed_seq_params": batch.packed} if self.case.packed else {}
+        if self.case.mtp:
+            packed["loss_mask"] = batch.loss_mask
 
         def losses(tokens: torch.Tensor) -> Any:
             return model(tokens, batch.positions, batch.mask, labels=batch.labels, **packed)
@@ -253,7 +256,7 @@ class Training:
             with mock.patch.object(torch.cuda.CUDAGraph, "replay", _noting_replays(self.replayed)):
                 reduced = self._run_passes(number)
             self.step_replays.append(_number_of(self.replayed, _cuda_graphs(self.layers, self.helper)))
-            self._read_moe_metrics()
+            self._read_log()
             _, grad_norm, _ = self.optimizer.step()
             # only the last pipeline stage has losses
             loss = torch.stack([item["loss"] for item in reduced]).mean() if reduced else torch.zeros((), device="cuda")
@@ -266,13 +269,18 @@ class Training:
         if number == 0:
             self._gather_in_hooks(True)
 
-    def _read_moe_metrics(self) -> None:
-        """Read and clear what megatron.training logs of MoE layers."""
+    def _read_log(self) -> None:
+        """Read and clear what megatron.training logs of MoE layers and of multi-token prediction."""
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
         tracker = get_moe_metrics_tracker()
-        self.moe_metrics.append({name: entry.values.tolist() for name, entry in tracker.metrics.items()})
+        logged = {name: entry.values.tolist() for name, entry in tracker.metrics.items()}
         tracker.clear()
+        MTPLossLoggingHelper.reduce_metrics_in_tracker()
+        values = MTPLossLoggingHelper.tracker.items()
+        self.logged.append(logged | {name: value.tolist() for name, value in values if name.endswith("values")})
+        MTPLossLoggingHelper.clean_metrics_in_tracker()
 
     def _run_passes(self, step: int, forward_only: bool = False) -> list[dict[str, torch.Tensor]]:
         from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -312,7 +320,7 @@ class Training:
         of_evaluations = self.evaluations, self.evaluation_replays
         clipping = _clipping_replays(self.chunks)
         return Trace(
-            self.losses, self.grad_norms, shards, graphs, self.step_replays, *of_evaluations, clipping, self.moe_metrics
+            self.losses, self.grad_norms, shards, graphs, self.step_replays, *of_evaluations, clipping, self.logged
         )
 
 
@@ -471,6 +479,8 @@ def _batches(case: Case, step: int):
             "position_ids": positions.contiguous().cuda(),
             "attention_mask": mask.expand(size, 1, -1, -1).contiguous().cuda(),
         }
+        if case.mtp:
+            batch["loss_mask"] = (torch.rand(size, sequence, generator=generator) < 0.9).float().cuda()
         group = parallel_state.get_context_parallel_group()
         if group.size() > 1:
             batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
@@ -480,4 +490,5 @@ def _batches(case: Case, step: int):
             positions=batch["position_ids"],
             mask=None if packed else batch["attention_mask"],
             packed=packed,
+            loss_mask=batch.get("loss_mask"),
         )

@@ -9,8 +9,8 @@ from .flags.own import PACKED_FLAG
 
 # What the graphs of a layer do with packed sequences: read their offsets, or do without, having no attention.
 PackedUse = Literal["read", "unused"]
-_OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
-_ADVICE = (
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
+ADVICE = (
     f"With {PACKED_FLAG} every micro-batch of a training step needs "
     "megatron.core.packed_seq_params.pad_packed_seq_params(params, sequences, seq_length)"
 )
@@ -28,17 +28,17 @@ def static_offsets(sequences: int, seq_length: int) -> dict[str, torch.Tensor]:
     """
     offsets = torch.full((sequences + 1,), seq_length, dtype=torch.int32, device="cuda")
     offsets[0] = 0
-    return {name: offsets.clone() for name in _OFFSETS}
+    return {name: offsets.clone() for name in OFFSETS}
 
 
 def from_static_offsets(kwargs: dict[str, Any], seq_length: int) -> dict[str, Any]:
-    """Return ``kwargs`` of a layer at capture with ``packed_seq_params`` in the place of its offsets, if it has any."""
-    if _OFFSETS[0] not in kwargs:
+    """Return ``kwargs`` at capture with ``packed_seq_params`` in the place of offsets, if there are any."""
+    if OFFSETS[0] not in kwargs:
         return kwargs
     from megatron.core.packed_seq_params import PackedSeqParams
 
     kwargs = dict(kwargs)
-    offsets = {name: kwargs.pop(name) for name in _OFFSETS}
+    offsets = {name: kwargs.pop(name) for name in OFFSETS}
     kwargs["packed_seq_params"] = PackedSeqParams(
         qkv_format="thd", **offsets, max_seqlen_q=seq_length, max_seqlen_kv=seq_length, pad_between_seqs=False
     )
@@ -59,8 +59,27 @@ def to_inputs(name: str, kwargs: dict[str, Any], use: PackedUse, seq_length: int
     """
     kwargs = dict(kwargs)
     params = kwargs.pop("packed_seq_params", None)
+    if reason := misfit(params, seq_length):
+        raise ArgumentError(f"{name} was captured {reason}. {ADVICE}")
+    if use == "read":
+        kwargs |= offsets_of(params)
+    return kwargs
+
+
+def offsets_of(params: Any) -> dict[str, torch.Tensor]:
+    """Return by keyword what graphs read of ``params``, which fit them."""
+    return {name: getattr(params, name) for name in OFFSETS}
+
+
+def misfit(params: Any, seq_length: int) -> str:
+    """Say, after "was captured", why graphs do not fit a call with ``params``; empty if they do.
+
+    Args:
+        params: ``PackedSeqParams``, or None.
+        seq_length: Tokens in a micro-batch.
+    """
     if params is None:
-        raise ArgumentError(f"{name} was captured for packed sequences, and is given none. {_ADVICE}")
+        return "for packed sequences, and is given none"
     expected = {
         "qkv_format": "thd",
         "max_seqlen_q": seq_length,
@@ -72,9 +91,5 @@ def to_inputs(name: str, kwargs: dict[str, Any], use: PackedUse, seq_length: int
     for field, value in expected.items():
         given = getattr(params, field)
         if isinstance(given, torch.Tensor) or given != value:
-            raise ArgumentError(
-                f"{name} was captured for packed sequences with {field} {value}, and is given {given}. {_ADVICE}"
-            )
-    if use == "read":
-        kwargs |= {field: getattr(params, field) for field in _OFFSETS}
-    return kwargs
+            return f"for packed sequences with {field} {value}, and is given {given}"
+    return ""

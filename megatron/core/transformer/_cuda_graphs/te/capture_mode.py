@@ -19,10 +19,12 @@ logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 def enter_capture_mode() -> None:
     """Release cached memory, and let all of megatron-core know that graphs are captured."""
-    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # imports this module
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # these import this module
+    from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
 
     if MoEAuxLossAutoScaler.main_loss_backward_scale is None:  # before the first step: as schedules will copy to it
         MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1, device="cuda")
+    MTPLossAutoScaler.set_loss_scale(MTPLossAutoScaler.main_loss_backward_scale.cuda())
     release_cached_memory(thorough=True)
     if state.FREEZE_GC:
         gc.freeze()

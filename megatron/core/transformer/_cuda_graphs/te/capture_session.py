@@ -101,7 +101,7 @@ class CaptureSession:
                 self.seq_length,
                 self.micro_batch_size,
                 num_warmup_iterations(self.stage.config, 1),
-                self._watch_shapes(tokens=self.seq_length, calls=1),
+                self._watch_shapes(tokens=self.seq_length // self.stage.config.context_parallel_size, calls=1),
                 recorded_quantization(self.stage),
             )
         self.observer.captured_model(self.graphs.model.passes)

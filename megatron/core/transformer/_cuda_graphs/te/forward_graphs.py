@@ -11,6 +11,7 @@ import torch
 from ..eager_passes import EagerPasses
 from ..engine.whole_passes import WholePasses
 from ..expected_inputs import ExpectedInputs
+from ..packed_sequences import ADVICE, OFFSETS, misfit, offsets_of
 from ..replay_conditions import ReplayConditions
 from .training_calls import arguments_by_name
 
@@ -57,6 +58,7 @@ class ForwardGraphs:
         self._absent = {name: inputs[name] for name in may_be_absent if name in inputs}
         self._expected = ExpectedInputs(type(module).__name__, list(inputs.values()), self._names.__getitem__)
         self._shape = self.shape_of(inputs)
+        self._packed_tokens = int(inputs[OFFSETS[0]][-1]) if OFFSETS[0] in inputs else 0
         self._warned = False
         module.__dict__["forward"] = self
 
@@ -72,15 +74,16 @@ class ForwardGraphs:
         """Return the arguments of a call by name."""
         return arguments_by_name(self._order, args, kwargs)
 
-    def inputs_of(self, given: Mapping[str, Any]) -> list[torch.Tensor] | None:
+    def inputs_of(self, given: dict[str, Any]) -> list[torch.Tensor] | None:
         """Return the inputs of a replay, in the order of the static ones; None if the graphs do not fit this call.
 
         Why they do not is logged, once for each reason.
 
         Args:
-            given: The arguments of the call by name.
+            given: The arguments of the call by name; gets offsets in the place of packed sequences.
         """
         inputs: list[Any] = []
+        packed_otherwise = self._unpack(given) if self._packed_tokens else ""
         for name in self._names:
             value = given.get(name)
             if name in self._absent:
@@ -104,6 +107,8 @@ class ForwardGraphs:
         elif not self._warned:
             self._warned = True
             reason = f"it was captured without {', '.join(others)}" if others else "other tensors than at capture"
+            if packed_otherwise:
+                reason = f"it was captured {packed_otherwise}. {ADVICE}"
             if shape != self._shape and not others:
                 reason += self._eager_passes.outlook
         if reason:
@@ -111,6 +116,14 @@ class ForwardGraphs:
                 f"{type(self.module).__name__} runs eagerly where its CUDA graphs do not fit the call: {reason}"
             )
         return None
+
+    def _unpack(self, given: dict[str, Any]) -> str:
+        """Put offsets in the place of packed sequences in ``given``, or say why graphs do not fit them."""
+        packed = given.pop("packed_seq_params", None)
+        reason = misfit(packed, self._packed_tokens * self.shape_of(given)[0] // self._shape[0])
+        if not reason:
+            given |= offsets_of(packed)
+        return reason
 
     def reset(self) -> None:
         """Free the graphs, and give the module its ``forward`` back."""

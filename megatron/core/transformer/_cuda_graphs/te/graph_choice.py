@@ -8,15 +8,15 @@ from typing import Any
 import torch
 
 from ..errors import CaptureFailedError
-from ..flags.own import LAYERS_FLAG, WHOLE_MODEL, layers_per_graph, packed_sequences
+from ..flags.own import LAYERS_FLAG, WHOLE_MODEL, layers_per_graph
 from ..hooks import has_other_hooks
 from .agreement import CaptureAgreement
-from .layers import _layer_is_graphable, decoder_layers, layer_name
+from .layers import _layer_is_graphable, decoder_layers, layer_name, mtp_layers
 from .sample_inputs import attention_mask_type
 from .stage import Stage
 from .stage_graphs import INTERLEAVED_PASSES, RECOMPUTED_LAYERS
 from .training_calls import TrainingCalls
-from .whole_model import other_method
+from .whole_model import known_class, other_method
 
 _READS = "training reads hidden states between layers (extract_layer_indices)"
 
@@ -46,6 +46,10 @@ def _layers(stage: Stage) -> list[Any]:
     return decoder_layers(_model(stage))
 
 
+def _every_layer(stage: Stage) -> list[Any]:
+    return [*_layers(stage), *mtp_layers(_model(stage))]
+
+
 def _fsdp(stage: Stage) -> Any:
     return stage.chunks[0].fsdp
 
@@ -57,11 +61,8 @@ def _is_larger_than_model(stage: Stage) -> str:
 
 
 def _is_other_model(stage: Stage) -> str:
-    from megatron.core.models.gpt.gpt_model import GPTModel  # imports cuda_graphs, which imports this module
-
     model = _model(stage)
-    known = isinstance(model, GPTModel) and type(model).forward is GPTModel.forward and "forward" not in vars(model)
-    return "" if known else type(model).__name__
+    return "" if known_class(model) else type(model).__name__
 
 
 def _is_other_decoder(stage: Stage) -> str:
@@ -84,7 +85,7 @@ def _hooked(modules: Iterable[tuple[str, torch.nn.Module]]) -> str:
 
 def _hooked_beside_layers(stage: Stage) -> str:
     # Hooks inside a layer are recorded with it, as in a graph of its own.
-    inside = {child for layer in _layers(stage) for child in layer.modules() if child is not layer}
+    inside = {child for layer in _every_layer(stage) for child in layer.modules() if child is not layer}
     return _hooked((name, module) for name, module in _model(stage).named_modules() if name and module not in inside)
 
 
@@ -107,13 +108,13 @@ _TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage], object]], ...] = (
     (BOTH, "several micro-batches are in flight at a time", lambda s: not s.one_graph_serves_all or len(s.chunks) > 1),
     (BOTH, "the model is not under Megatron-FSDP", lambda s: _fsdp(s) is None),
     (MODEL, "there are parameters outside of {}", _is_larger_than_model),
-    (MODEL, "{} is no GPTModel with its own forward", _is_other_model),
+    (MODEL, "{} is no GPTModel or HybridModel with its own forward", _is_other_model),
     (DECODER, "{} is not an unmodified TransformerBlock or HybridStack", _is_other_decoder),
     (MODEL, "it is divided into pipeline stages", lambda s: not (_model(s).pre_process and _model(s).post_process)),
     (
         MODEL,
         "not all of its layers can be captured",
-        lambda s: not _layers(s) or not all(_layer_is_graphable(layer, s.config) for layer in _layers(s)),
+        lambda s: not _layers(s) or not all(_layer_is_graphable(layer, s.config) for layer in _every_layer(s)),
     ),
     (
         DECODER,
@@ -123,10 +124,9 @@ _TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage], object]], ...] = (
     (
         BOTH,
         "its layers have different attention masks",
-        lambda s: len({*map(attention_mask_type, _layers(s))} - {None}) > 1,
+        lambda s: len({*map(attention_mask_type, _every_layer(s))} - {None}) > 1,
     ),
     (BOTH, "only modules of layers are captured (--cuda-graph-modules)", lambda s: s.config.cuda_graph_modules),
-    (MODEL, "there is multi-token prediction", lambda s: s.config.mtp_num_layers),
     (BOTH, "there is FP4, or FP8 other than --fp8-recipe delayed or tensorwise", quantized_otherwise),
     (
         BOTH,
@@ -138,15 +138,17 @@ _TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage], object]], ...] = (
         "layers of multi-token prediction are computed again (--recompute-granularity full)",
         lambda s: recomputes_layers(s) and not {*s.layers} <= {*_layers(s)},
     ),
-    (BOTH, "sequences are packed", lambda s: packed_sequences(s.config) is not None),
     (BOTH, "weight gradients are delayed (--delay-wgrad-compute)", lambda s: s.config.delay_wgrad_compute),
     (
         BOTH,
         "activations are offloaded",
         lambda s: s.config.fine_grained_activation_offloading or s.config.cpu_offloading,
     ),
-    (MODEL, "the sequence is divided among context-parallel ranks", lambda s: s.config.context_parallel_size > 1),
-    (MODEL, "the position embedding is multimodal", lambda s: _model(s).position_embedding_type == "mrope"),
+    (
+        MODEL,
+        "multimodal positions are divided among context-parallel ranks by indices from the host",
+        lambda s: _model(s).position_embedding_type == "mrope" and s.config.context_parallel_size > 1,
+    ),
     (
         MODEL,
         "TransformerEngine's cross entropy reads values on the host (--cross-entropy-fusion-impl native does not)",
@@ -233,9 +235,8 @@ class GraphChoice:
             return reason
         if self._model_failed:
             return "its capture failed"
-        method = other_method(self._stage.chunks[0].model)
-        if method:
-            return f"{method} is not GPTModel's own, and may compute something else in every step"
+        if method := other_method(self._stage.chunks[0].model):
+            return f"{method}, and may compute something else in every step"
         return self._calls.blocker
 
     def _reads(self) -> str:

@@ -358,15 +358,17 @@ class TECudaGraphHelper:
         return time.time()
 
     def _reset_after_capture(self) -> None:
-        """Zero what capture accumulated: gradients, and metrics and token counts of MoE layers."""
+        """Zero what capture accumulated: gradients, and metrics and token counts of MoE layers and of MTP."""
         from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
         from megatron.core.transformer.moe.moe_logging import get_moe_metrics_tracker
+        from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 
         for chunk in self.model:
             chunk.zero_grad_buffer()
         for optimizer in self.optimizers:
             optimizer.zero_grad()
         get_moe_metrics_tracker().clear()
+        MTPLossLoggingHelper.clean_metrics_in_tracker()
         reset_model_temporary_tensors(self.config, self.model)
 
     def _finish_capturing(self, start_time: float) -> None:

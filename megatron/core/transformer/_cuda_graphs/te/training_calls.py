@@ -7,12 +7,36 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from ..flags.own import packed_sequences
 from ..hooks import calls_weakly, runs_outside_graphs
+from ..packed_sequences import OFFSETS, misfit, offsets_of
 
-# Arguments of GPTModel that its losses depend on and that may differ from call to call.
-INPUTS = ("input_ids", "position_ids", "attention_mask", "labels")
-# Its losses do not depend on these.
+# Arguments that the losses of most models do not depend on.
 UNUSED = ("loss_mask",)
+
+
+def expected_inputs(model: Any, sequences: int, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return the shape and dtype of each argument of ``model`` that its losses depend on, by name.
+
+    In the place of packed sequences there are their offsets.
+
+    Args:
+        model: A language model.
+        sequences: Sequences in a micro-batch.
+        tokens: Tokens of a sequence on this rank.
+    """
+    config = getattr(model, "config", None)
+    ids = (sequences, tokens), torch.int64
+    mask = (sequences, 1, tokens, tokens * getattr(config, "context_parallel_size", 1)), torch.bool
+    expected = {"input_ids": ids, "position_ids": ids, "attention_mask": mask, "labels": ids}
+    if getattr(model, "position_embedding_type", None) == "mrope":
+        expected["position_ids"] = (3, sequences, tokens), torch.int64
+    if getattr(config, "mtp_num_layers", None):
+        expected["loss_mask"] = (sequences, tokens), torch.float32
+    if (packed := packed_sequences(config)) is not None:
+        del expected["attention_mask"]
+        expected |= dict.fromkeys(OFFSETS, ((packed + 1,), torch.int32))
+    return expected
 
 
 def is_training(model: torch.nn.Module) -> bool:
@@ -62,7 +86,7 @@ class TrainingCalls:
         if not is_training(model):
             return
         if not self._passes or not self.blocker:  # one call that graphs do not fit is enough
-            self.blocker = _blocker(arguments_by_name(self._order, args, kwargs))
+            self.blocker = _blocker(model, arguments_by_name(self._order, args, kwargs))
         self._passes += 1
         own = self._passes
 
@@ -78,18 +102,21 @@ class TrainingCalls:
             self.reads_hidden_states = True
 
 
-def _blocker(given: Mapping[str, Any]) -> str:
+def _blocker(model: torch.nn.Module, given: dict[str, Any]) -> str:
     """Say why graphs would not be replayed with the arguments ``given``, whatever the length of sequences."""
     if getattr(given.get("labels"), "ndim", None) != 2:
         return "it was called without labels"
-    others = [name for name in given if given[name] is not None and name not in (*INPUTS, *UNUSED)]
+    expected = expected_inputs(model, *given["labels"].shape)
+    if OFFSETS[0] in expected:
+        packed = given.pop("packed_seq_params", None)
+        if reason := misfit(packed, given["labels"].shape[1]):
+            return f"its graphs would be captured {reason}"
+        given |= offsets_of(packed)
+    others = [name for name in given if given[name] is not None and name not in (*expected, *UNUSED)]
     if others:
         return f"it was called with {', '.join(others)}"
-    rows, length = given["labels"].shape
-    expected: dict[str, tuple[tuple[int, ...], torch.dtype]]
-    expected = dict.fromkeys(("input_ids", "position_ids", "labels"), ((rows, length), torch.int64))
-    if given.get("attention_mask") is not None:
-        expected["attention_mask"] = ((rows, 1, length, length), torch.bool)
+    if given.get("attention_mask") is None:
+        expected.pop("attention_mask", None)
     for name, (shape, dtype) in expected.items():
         tensor = given.get(name)
         if not isinstance(tensor, torch.Tensor) or tensor.shape != shape or tensor.dtype != dtype:

@@ -6,54 +6,63 @@ from typing import Any
 
 import torch
 
-from megatron.core.transformer.enums import AttnMaskType
-
 from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
 from ..engine.quantization import RecordedQuantization
 from ..engine.whole_passes import WholePasses
+from ..packed_sequences import OFFSETS, from_static_offsets
 from ..replay_conditions import ReplayConditions
 from .forward_graphs import ForwardGraphs
-from .layers import decoder_layers
-from .sample_inputs import attention_mask_type
-from .training_calls import INPUTS, UNUSED, is_training
+from .layers import decoder_layers, mtp_layers
+from .sample_inputs import LayerInputs, captures_attention
+from .training_calls import UNUSED, expected_inputs, is_training
+
+
+def known_class(model: Any) -> type | None:
+    """Return megatron-core's class that ``model`` has its ``forward`` of, ``GPTModel`` or ``HybridModel``, or None."""
+    from megatron.core.models.gpt.gpt_model import GPTModel  # these import cuda_graphs, which imports this module
+    from megatron.core.models.hybrid.hybrid_model import HybridModel
+
+    own = None if "forward" in vars(model) else getattr(type(model), "forward", None)
+    return next((kind for kind in (GPTModel, HybridModel) if isinstance(model, kind) and own is kind.forward), None)
 
 
 def other_method(model: Any) -> str:
-    """Return the name of a method of ``GPTModel`` that ``model`` has another one of; empty if there is none.
+    """Say which method of its class of megatron-core's ``model`` has another one of; empty if there is none.
 
     Those that save checkpoints do not count. Another one may read what changes from step to step.
     """
     from megatron.core.models.common.language_module.language_module import LanguageModule
-    from megatron.core.models.gpt.gpt_model import GPTModel  # imports cuda_graphs, which imports this module
 
-    for kind in (GPTModel, LanguageModule):
+    known: Any = known_class(model)
+    for kind in (known, LanguageModule):
         for name, method in vars(kind).items():
             counts = callable(method) and not name.startswith("__") and "state_dict" not in name
-            if counts and (name in vars(model) or getattr(type(model), name) is not getattr(GPTModel, name)):
-                return name
+            if counts and (name in vars(model) or getattr(type(model), name) is not getattr(known, name)):
+                return f"{name} is not {known.__name__}'s own"
     return ""
 
 
 def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[str, torch.Tensor]:
     """Make static inputs of ``model``, by the keywords of its ``forward``.
 
-    Token ids, position ids and labels are ``[micro-batch, sequence]`` (int64). The attention mask is the one that
-    layers apply where none is given.
+    Shapes and dtypes are those of ``expected_inputs``. The attention mask is the one that layers apply where none is
+    given; there is none without attention.
 
     Args:
         model: The language model.
-        seq_length: Tokens in a sequence.
+        seq_length: Tokens in a sequence, before any parallel division.
         micro_batch_size: Sequences in a micro-batch.
     """
-    layer = decoder_layers(model)[0]
-    inputs = {name: torch.zeros(micro_batch_size, seq_length, dtype=torch.int64, device="cuda") for name in INPUTS}
-    mask = layer.get_layer_static_inputs(seq_length, micro_batch_size).get("attention_mask")
-    if mask is None:
-        del inputs["attention_mask"]
-    else:
-        inputs["attention_mask"] = mask if attention_mask_type(layer) is AttnMaskType.causal else mask.zero_()
-    return inputs
+    of_layers = LayerInputs(model.config, seq_length, micro_batch_size)
+    attention = next(filter(captures_attention, [*decoder_layers(model), *mtp_layers(model)]), None)
+    _, of_attention = ((), {}) if attention is None else of_layers.make(attention, None)
+    expected = expected_inputs(model, micro_batch_size, seq_length // model.config.context_parallel_size)
+    expected.pop("attention_mask", None)
+    inputs = {name: torch.zeros(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in expected.items()}
+    if "loss_mask" in inputs:
+        inputs["loss_mask"].fill_(1)
+    return inputs | of_attention
 
 
 class ModelGraphs(ForwardGraphs):
@@ -93,7 +102,7 @@ def capture_whole_model(
     Args:
         model: The language model.
         owner: Megatron-FSDP's ``WholeModel`` of it.
-        seq_length: Tokens in a sequence.
+        seq_length: Tokens in a sequence, before any parallel division.
         micro_batch_size: Sequences in a micro-batch.
         num_warmup_iters: How often both passes run before.
         eager_passes: Counts calls for training with tensors of another shape.
@@ -104,6 +113,12 @@ def capture_whole_model(
 
     inputs = sample_inputs(model, seq_length, micro_batch_size)
     passes = WholePasses(type(model).__name__, inputs, owner, quantized=quantized)
+    unused = UNUSED if {"attention_mask", *OFFSETS} & inputs.keys() else (*UNUSED, "attention_mask")
+
+    def run(**given: torch.Tensor) -> torch.Tensor:
+        losses: torch.Tensor = model.forward(**{"attention_mask": None} | from_static_offsets(given, seq_length))
+        return losses
+
     kept: list[Any] = []  # rotary embeddings are cached where they are computed, and may leave the cache
     reads = AttributeReads()
     try:
@@ -112,7 +127,7 @@ def capture_whole_model(
                 for module in model.modules():
                     if isinstance(module, RotaryEmbedding):
                         stack.callback(module.register_forward_hook(lambda *call: kept.append(call[-1])).remove)
-                passes.capture(model.forward, model, num_warmup_iters)
+                passes.capture(run, model, num_warmup_iters)
             held = None if quantized is None else quantized.tensors
             conditions = ReplayConditions([model], reads, [model], forward_replaced=True, buffers=True, quantized=held)
     except BaseException:
@@ -125,6 +140,6 @@ def capture_whole_model(
         eager_passes,
         conditions,
         may_be_absent=("attention_mask",),
-        unused=UNUSED,
+        unused=unused,
         kept=kept,
     )
