@@ -23,6 +23,7 @@ DENSE: list[dict[str, Any]] = [
     )
     for dtype, dropout, microbatches in runs
 ]
+SHORTER: dict[str, Any] = {"sequences_later": [16, 32], "steps": 8}  # the last is replayed
 # Whole layers, all of them in one graph in the cases above.
 LAYERS_PER_GRAPH: list[dict[str, Any]] = [
     {"layers": 5, "layers_per_graph": most, **case}
@@ -49,6 +50,12 @@ WHOLE_MODEL: list[dict[str, Any]] = [
         {"control": "taken_addresses"},
         {"dtype": "fp16", "dropout": 0.1},
         {"positions": "yarn", "microbatches": 2},
+        {"positions": "mrope", "microbatches": 2},
+        {"mtp": 1, "dtype": "bf16", "dropout": 0.1, "microbatches": 4, "microbatches_later": 1, "evaluates": True},
+        {"mtp": 2, "warmup": 0, "dtype": "fp16", "tied": False, "steps": 10},
+        {"mtp": 2, "config": ["mtp_use_repeated_layer=True"], "dropout": 0.1, "microbatches": 2},
+        {"mtp": 1, "config": ["mtp_detach_heads=True"], "control": "captured_again_later"},
+        {"mtp": 1, **SHORTER},
     )
 ]
 
@@ -93,7 +100,6 @@ MOE: list[dict[str, Any]] = [
     }
     for dtype, microbatches in (("fp32", 1), ("bf16", 2))
 ]
-SHORTER: dict[str, Any] = {"sequences_later": [16, 32], "steps": 8}  # the last is replayed
 OTHERS: list[dict[str, Any]] = [
     {"experts": 4, "shared_experts": 64, "modules": ["moe_router"]},
     {"warmup": 0, "dropout": 0.1},
@@ -205,6 +211,7 @@ QUICK: list[dict[str, Any]] = [
     *(RECOMPUTED[0], RECOMPUTED[6]),
     *(DENSE[1], LAYERS_PER_GRAPH[-1], WHOLE_MODEL[0], *CLIPPED[3:], FP16[0], LATENT[0], VISION[-1]),
     *(*QUANTIZED[:3], *QUANTIZED[7:10]),
+    *(case for case in WHOLE_MODEL if case.get("mtp") and ("config" in case or "dtype" in case)),
     {"layers_per_graph": -1, "dtype": "bf16", "dropout": 0.1, "microbatches": 4, "microbatches_later": 1}
     | {"evaluates": True},
     {"layers_per_graph": -1, "control": "captured_again", "dropout": 0.1},
@@ -231,6 +238,7 @@ SURVIVED: list[dict[str, Any]] = [
     {"control": "fallback_after_a_failure_on_one_rank", "layers_per_graph": -1, **_full("uniform", 2)},
     {"control": "failed_backward_capture", "fp8": "delayed", "layers_per_graph": -1, "microbatches": 2},
     {"control": "failed_forward_capture", "fp8": "delayed", "layers_per_graph": 0, "microbatches": 2},
+    {"control": "failed_backward_capture", "mtp": 1, "layers_per_graph": -1, "warmup": 0},
 ]
 FAILED_EVALUATION: dict[str, Any] = {"control": "failed_capture_for_evaluation", "evaluates": True, "dropout": 0.1}
 OBJECTION: dict[str, Any] = {"control": "hook_on_one_rank", "layers_per_graph": -1, "dropout": 0.1}
@@ -339,7 +347,9 @@ def replays_of_a_step(case):
     return 2 * (pieces + case.get("mtp", 0)) * microbatches
 
 
-@pytest.mark.parametrize("case", mostly_long(SURVIVED, SURVIVED[0], SURVIVED[2], SURVIVED[5]), ids=name_of)
+@pytest.mark.parametrize(
+    "case", mostly_long(SURVIVED, SURVIVED[0], SURVIVED[2], SURVIVED[5], SURVIVED[-1]), ids=name_of
+)
 def test_training_goes_on_eagerly_after_a_failed_capture(results, case):
     result = results[name_of(case)]
     assert_went_on_eagerly(result)

@@ -22,7 +22,11 @@ DATA_PARALLEL: list[tuple[dict[str, Any], int, int]] = [
     ({"pattern": "MM-*M", "positions": "none", "evaluates": True, "dropout": 0.1}, 5, 1),
     ({"pattern": "M*-M", "layers_per_graph": 1, "sequences_later": [16, 32]}, 4, 4),
     ({"pattern": "M*-M", "dropout": 0.1}, 4, 1),
-    ({"pattern": "M*-M", "layers_per_graph": -1}, 4, 1),
+    ({"pattern": "M*-M", "layers_per_graph": -1, "sequences_later": [16, 32]}, 0, 1),
+    ({"pattern": "MM-", "positions": "none", "layers_per_graph": None, "dropout": 0.1}, 0, 1),
+    ({"pattern": "M*-E/*M/*M", **PADDED, "layers_per_graph": -1, "dtype": "bf16", "microbatches": 2}, 0, 1),
+    ({"pattern": "*-M-*M", "layers_per_graph": None, "dropout": 0.1, "microbatches": 2, "evaluates": True}, 0, 1),
+    ({"pattern": "M*-M", "layers_per_graph": -1, "control": "captured_again_later", "dtype": "bf16"}, 0, 1),
     ({"pattern": "M-*M", "modules": ["mamba"], "dropout": 0.1}, 2, 2),
     ({"pattern": "M-*M", "modules": ["attn", "mlp"], "microbatches": 2}, 2, 2),
     ({"pattern": "*EM-", "experts": 4, "modules": ["attn", "mamba", "moe_router", "moe_preprocess"]}, 3, 3),
@@ -59,7 +63,7 @@ def assert_equal(result):
 
 @pytest.mark.parametrize(
     ("case", "graphs", "pieces"),
-    mostly_long(DATA_PARALLEL, DATA_PARALLEL[1], DATA_PARALLEL[8], DATA_PARALLEL[10]),
+    mostly_long(DATA_PARALLEL, DATA_PARALLEL[1], DATA_PARALLEL[7], DATA_PARALLEL[8], DATA_PARALLEL[12]),
     ids=[name_of(case) for case, *_ in DATA_PARALLEL],
 )
 def test_a_hybrid_model_trains_bit_for_bit_as_eager(results, case, graphs, pieces):
@@ -67,7 +71,8 @@ def test_a_hybrid_model_trains_bit_for_bit_as_eager(results, case, graphs, piece
     assert_equal(result)
     assert result["graphs"] == graphs
     assert result["replays"] == 2 * pieces * case.get("microbatches", 1)
-    replays = graphs * case.get("microbatches", 1)
+    layers = len(case["pattern"].replace("/", "")) if "layers_per_graph" in case else graphs
+    replays = layers * case.get("microbatches", 1)
     assert result["evaluation_replays"] == ([replays] if case.get("evaluates") else [])
 
 

@@ -14,20 +14,26 @@ from tests.support.pretrain import numbers, pretrain
 from tests.support.sample import mostly_long
 
 SIZES: dict[str, Any] = {"layers": 3, "steps": 6, "micro_batch": 1, "packed": 5, "positions": "none"}
+LEARNED = {"positions": "learned_absolute", "dtype": "bf16", "dropout": 0.1, "microbatches": 2}
 # With each case how many forward graphs are replayed in a micro-batch.
 CASES: list[tuple[dict[str, Any], int]] = [
-    ({}, 3),
-    ({"positions": "learned_absolute", "dtype": "bf16", "dropout": 0.1, "microbatches": 2, "evaluates": True}, 3),
+    ({}, 1),
+    ({**LEARNED, "evaluates": True}, 1),
     ({"layers_per_graph": 1, "mtp": 1}, 4),
-    ({"layers_per_graph": -1}, 3),  # its layers are captured
+    ({"mtp": 1, **LEARNED}, 2),
+    ({"layers_per_graph": -1, **LEARNED, "evaluates": True}, 1),
+    ({"layers_per_graph": None, "mtp": 2}, 1),
+    ({"layers_per_graph": -1, "pattern": "*-*-", "microbatches": 2}, 1),
     ({"modules": ["attn"], "dropout": 0.1, "microbatches": 2}, 3),
     ({"modules": ["mlp"], "microbatches": 2}, 3),
     ({"modules": ["attn", "moe_router", "moe_preprocess"], "experts": 4}, 3),
     ({"modules": ["moe_router"], "experts": 4}, 3),
-    ({"pattern": "*-*-", "microbatches": 2}, 4),
+    ({"pattern": "*-*-", "microbatches": 2}, 1),
     ({"fsdp": False, "dtype": "bf16", "microbatches": 2}, 3),
 ]
-OTHER_SHAPES: dict[str, Any] = {"sequences_later": [32, 16], "dropout": 0.1}
+OTHER_SHAPES: list[dict[str, Any]] = [
+    {"sequences_later": [32, 16], "dropout": 0.1, "layers_per_graph": most} for most in (1, 0, -1)
+]
 # With each layout of ranks how many graphs of layers a rank has; layers and micro-batches are four in stages.
 LAYOUTS = {
     "": 3,
@@ -41,7 +47,7 @@ STAGES: list[dict[str, Any]] = [{"layers": 4, "tied": False, "microbatches": 4, 
 @pytest.fixture(scope="module")
 def results(compare_runs):
     """The result of each case on data-parallel ranks, by its name."""
-    return Trained([*(case for case, _ in CASES), OTHER_SHAPES], compare_runs, SIZES)
+    return Trained([*(case for case, _ in CASES), *OTHER_SHAPES], compare_runs, SIZES)
 
 
 def assert_equal(result):
@@ -51,19 +57,23 @@ def assert_equal(result):
 
 @pytest.mark.parametrize(
     ("case", "pieces"),
-    mostly_long(CASES, CASES[1], CASES[-1]),
+    mostly_long(CASES, CASES[1], CASES[4], CASES[5], CASES[-1]),
     ids=[name_of(case) or "whole layers" for case, _ in CASES],
 )
 def test_one_capture_serves_all_lengths(results, case, pieces):
     result = results[name_of(case)]
     assert_equal(result)
-    assert result["graphs"] == (len(case.get("pattern", "")) or SIZES["layers"] + case.get("mtp", 0))
+    layers = len(case.get("pattern", "")) or SIZES["layers"] + case.get("mtp", 0)
+    assert result["graphs"] == (0 if case.get("layers_per_graph", 0) in (None, -1) else layers)
     assert result["replays"] == 2 * pieces * case.get("microbatches", 1)
 
 
-def test_batches_of_another_length_run_eagerly(results):
-    assert_equal(results[name_of(OTHER_SHAPES)])
-    assert results[name_of(OTHER_SHAPES)]["graphs"] == 3
+@pytest.mark.parametrize("case", mostly_long(OTHER_SHAPES, OTHER_SHAPES[-1]), ids=name_of)
+def test_batches_of_another_length_run_eagerly(results, case):
+    result = results[name_of(case)]
+    assert_equal(result)
+    pieces = 3 if case["layers_per_graph"] == 1 else 1
+    assert result["step_replays"] == [0, 0, 0, 2 * pieces, 2 * pieces, 0]
 
 
 @pytest.mark.long

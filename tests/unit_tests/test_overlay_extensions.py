@@ -39,6 +39,11 @@ REPLACED = {
     "megatron.core.rerun_state_machine": {"RerunStateMachine"},
     "megatron.core.transformer.dot_product_attention": {"DotProductAttention"},
     "megatron.core.transformer.module": {"GraphableMegatronModule"},
+    "megatron.core.transformer.multi_token_prediction": {
+        "MTPLossAutoScaler",
+        "MTPLossLoggingHelper",
+        "_roll_tensor_packed_seq",
+    },
     "megatron.core.transformer.transformer_config": {"MLATransformerConfig", "TransformerConfig"},
     "megatron.core.utils": {"get_batch_on_this_tp_rank"},
     "megatron.training.argument_utils": {"core_transformer_config_from_args"},

@@ -13,7 +13,8 @@ import torch
 from megatron.core.transformer._cuda_graphs.engine import sanitizer
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.te import attached_graphs, capture_session
-from megatron.core.transformer._cuda_graphs.te.whole_model import other_method
+from megatron.core.transformer._cuda_graphs.te.whole_model import known_class, other_method
+from tests.support.hybrid_training import HybridTraining
 from tests.support.sample import each_once
 from tests.support.training import train
 
@@ -299,12 +300,29 @@ def test_a_model_with_a_method_of_its_own_may_compute_something_else_in_every_st
     model = training.fsdp.module
     assert other_method(model) == ""
     model.compute_language_model_loss = lambda labels, logits: logits
-    assert other_method(model) == "compute_language_model_loss"
+    assert other_method(model) == "compute_language_model_loss is not GPTModel's own"
     del model.compute_language_model_loss
 
     model.__class__ = type("Other", (type(model),), {"_postprocess": lambda self, *args, **kwargs: None})
-    assert other_method(model) == "_postprocess"
+    assert other_method(model) == "_postprocess is not GPTModel's own"
     training.delete()
+
+
+def test_the_methods_of_a_hybrid_model_count_likewise(one_rank):
+    training = HybridTraining(graphed(MODEL, pattern="M*"), graphs=False)
+    model = training.chunks[0].module.module
+    assert (known_class(model).__name__, other_method(model)) == ("HybridModel", "")
+    model.preprocess_for_paged_stash = lambda: None
+    assert other_method(model) == "preprocess_for_paged_stash is not HybridModel's own"
+    model.forward = model.forward
+    assert known_class(model) is None
+
+
+def test_multi_token_prediction_is_in_graphs_of_the_whole_model(one_rank):
+    eager, graphs = (trained(graphed(MODEL, mtp=1, dropout=0.1), on) for on in (False, True))
+    assert eager.differences(graphs) == []
+    assert graphs.replays == REPLAYS[MODEL]
+    assert all(step["total_values"] != [0.0] for step in graphs.logged)
 
 
 def test_the_optimizer_gets_the_gradients_of_a_replay_that_its_backward_pass_synchronizes(one_rank):

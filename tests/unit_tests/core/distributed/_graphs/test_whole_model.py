@@ -356,13 +356,12 @@ def with_own_forward(model):
 @pytest.mark.parametrize(
     ("case", "change", "reason"),
     [
-        ({"mtp": 1}, None, "there is multi-token prediction"),
         ({"modules": ("attn",)}, None, "only modules of layers are captured"),
         ({"strategy": "optim_grads", "double_buffer": True}, None, "its collectives cannot be in graphs"),
         ({}, with_hook, "decoder.final_layernorm has hooks"),
         ({}, with_parameter_hook, "parameter embedding.word_embeddings.weight has hooks"),
         ({}, with_gradient_hook, "parameter embedding.word_embeddings.weight has hooks"),
-        ({}, with_own_forward, "GPTModel is no GPTModel with its own forward"),
+        ({}, with_own_forward, "GPTModel is no GPTModel or HybridModel with its own forward"),
     ],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )

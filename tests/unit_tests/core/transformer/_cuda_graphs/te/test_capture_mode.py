@@ -204,6 +204,7 @@ class TestCaptureMode:
 
 def clears(monkeypatch):
     """What is called after capture, of a helper with two chunks and two optimizers."""
+    from megatron.core.transformer import multi_token_prediction
     from megatron.core.transformer.moe import moe_logging
 
     calls: list[object] = []
@@ -217,6 +218,9 @@ def clears(monkeypatch):
     monkeypatch.setattr(moe_logging, "get_moe_metrics_tracker", lambda: tracker)
     finalize = importlib.import_module("megatron.core.distributed.finalize_model_grads")  # a function hides the module
     monkeypatch.setattr(finalize, "reset_model_temporary_tensors", noting("temporary tensors"))
+    monkeypatch.setattr(
+        multi_token_prediction.MTPLossLoggingHelper, "clean_metrics_in_tracker", noting("metrics of MTP")
+    )
     helper = SimpleNamespace(config="config", model=chunks, optimizers=optimizers)
     te_helper.TECudaGraphHelper._reset_after_capture(helper)  # type: ignore[arg-type]
     return calls, chunks
@@ -229,8 +233,9 @@ def test_gradients_are_zeroed_after_capture(monkeypatch, cleared):
     assert (cleared,) in clears(monkeypatch)[0]
 
 
-def test_metrics_of_moe_layers_are_cleared_after_capture(monkeypatch):
-    assert ("MoE metrics",) in clears(monkeypatch)[0]
+@pytest.mark.parametrize("cleared", ["MoE metrics", "metrics of MTP"])
+def test_metrics_of_losses_are_cleared_after_capture(monkeypatch, cleared):
+    assert (cleared,) in clears(monkeypatch)[0]
 
 
 def test_temporary_tensors_of_the_model_are_reset_after_capture(monkeypatch):

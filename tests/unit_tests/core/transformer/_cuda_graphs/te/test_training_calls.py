@@ -1,8 +1,11 @@
 """training_calls: whether training calls a model as its graphs can be replayed."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer._cuda_graphs.te.training_calls import TrainingCalls
 
 
@@ -62,6 +65,54 @@ def test_one_call_that_does_not_fit_is_enough(model, calls, args, kwargs, reason
     model(*args, **kwargs)
     if unfit_is_first:
         model(*FITTING)
+    assert calls.blocker == reason
+
+
+PREDICTING = {"mtp_num_layers": 1}
+SHARED = {"context_parallel_size": 2}
+PACKING = {"cuda_graph_packed_sequences": 2}
+OFFSETS = torch.tensor([0, 3, 4], dtype=torch.int32)
+
+
+def packed(**changed):
+    fields = {"cu_seqlens_q": OFFSETS, "cu_seqlens_kv": OFFSETS, "max_seqlen_q": 4, "max_seqlen_kv": 4}
+    return PackedSeqParams(**{"qkv_format": "thd", "pad_between_seqs": False} | fields | changed)
+
+
+@pytest.mark.parametrize(
+    ("positions", "options", "mask", "kwargs", "reason"),
+    [
+        ((2, 4), PREDICTING, None, {"loss_mask": torch.ones(2, 4)}, ""),
+        ((2, 4), PREDICTING, None, {}, "its loss_mask are not of shape [2, 4] and torch.float32"),
+        ((2, 4), PREDICTING, None, {"loss_mask": TOKENS}, "its loss_mask are not of shape [2, 4] and torch.float32"),
+        ((2, 4), SHARED, torch.zeros(2, 1, 4, 8, dtype=torch.bool), {}, ""),
+        ((2, 4), SHARED, MASK, {}, "its attention_mask are not of shape [2, 1, 4, 8] and torch.bool"),
+        ((2, 4), PACKING, None, {"packed_seq_params": packed()}, ""),
+        (
+            (2, 4),
+            PACKING,
+            None,
+            {"packed_seq_params": packed(max_seqlen_q=3)},
+            "its graphs would be captured for packed sequences with max_seqlen_q 4, and is given 3",
+        ),
+        (
+            (2, 4),
+            PACKING,
+            None,
+            {"packed_seq_params": packed(cu_seqlens_q=OFFSETS[:2])},
+            "its cu_seqlens_q are not of shape [3] and torch.int32",
+        ),
+        ((2, 4), PACKING, None, {}, "its graphs would be captured for packed sequences, and is given none"),
+        ((2, 4), PACKING, MASK, {"packed_seq_params": packed()}, "it was called with attention_mask"),
+        ((3, 2, 4), {}, None, {}, ""),
+        ((2, 4), "mrope", None, {}, "its position_ids are not of shape [3, 2, 4] and torch.int64"),
+    ],
+)
+def test_what_a_call_must_have_depends_on_the_model(model, calls, positions, options, mask, kwargs, reason):
+    if len(positions) == 3 or options == "mrope":
+        model.position_embedding_type = "mrope"
+    model.config = SimpleNamespace(**{} if options == "mrope" else options)
+    model(TOKENS, torch.zeros(positions, dtype=torch.int64), mask, TOKENS, **kwargs)
     assert calls.blocker == reason
 
 

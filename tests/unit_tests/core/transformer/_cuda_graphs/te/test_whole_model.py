@@ -7,10 +7,14 @@ from typing import Any, cast
 import pytest
 import torch
 
+from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads
 from megatron.core.transformer._cuda_graphs.eager_passes import EagerPasses
 from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
-from megatron.core.transformer._cuda_graphs.te.whole_model import ModelGraphs
+from megatron.core.transformer._cuda_graphs.te.whole_model import ModelGraphs, sample_inputs
+from megatron.core.transformer.enums import AttnMaskType
+
+from .stages import MaskedLayer, config
 
 SHAPE = 2, 8
 
@@ -23,7 +27,17 @@ class Model(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.ones(()))
         self.calls = 0
 
-    def forward(self, input_ids, position_ids, attention_mask, decoder_input=None, labels=None, *, loss_mask=None):
+    def forward(
+        self,
+        input_ids,
+        position_ids,
+        attention_mask,
+        decoder_input=None,
+        labels=None,
+        *,
+        loss_mask=None,
+        packed_seq_params=None,
+    ):
         self.calls += 1
         return self.weight * input_ids
 
@@ -54,12 +68,13 @@ def mask(size=SHAPE[1]):
     return torch.zeros(SHAPE[0], 1, size, size, dtype=torch.bool)
 
 
-def graphed(with_mask=True, eager_passes=None):
+def graphed(with_mask=True, eager_passes=None, more=None):
     """A model with graphs, and their static inputs."""
     model, passes = Model(), cast(Any, Passes())
     static = {"input_ids": ids(), "position_ids": ids(), "attention_mask": mask(), "labels": ids()}
     if not with_mask:
         del static["attention_mask"]
+    static |= more or {}
     conditions = ReplayConditions([model], AttributeReads(), [model], forward_replaced=True)
     graphs = ModelGraphs(
         model,
@@ -123,6 +138,7 @@ def test_graphs_that_read_no_mask_do_not_fit_a_call_with_one():
         {"position_ids": None},
         {"attention_mask": mask(4)},
         {"decoder_input": torch.zeros(8, 2, 4)},
+        {"packed_seq_params": PackedSeqParams()},
     ],
     ids=lambda changed: next(iter(changed)),
 )
@@ -184,3 +200,126 @@ def test_a_copied_model_runs_eagerly():
     assert not replays(copied, ids(), ids(), mask(), labels=ids())
     assert replays(model, ids(), ids(), mask(), labels=ids())
     assert copied.forward.__self__ is copied
+
+
+def test_a_loss_mask_that_losses_depend_on_is_an_input():
+    model, graphs, _ = graphed(more={"loss_mask": torch.ones(SHAPE)})
+    given = torch.zeros(SHAPE)
+    assert replays(model, ids(), ids(), None, labels=ids(), loss_mask=given)
+    assert graphs.passes.replayed[0][-1] is given
+    assert not replays(model, ids(), ids(), None, labels=ids())
+
+
+OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
+
+
+def offsets(*ends):
+    return torch.tensor([0, *ends], dtype=torch.int32)
+
+
+def packed(*ends, **changed):
+    fields = {"qkv_format": "thd", "max_seqlen_q": 8, "max_seqlen_kv": 8, "pad_between_seqs": False}
+    return PackedSeqParams(**fields | dict.fromkeys(OFFSETS, offsets(*ends)) | changed)
+
+
+def graphed_for_packed():
+    return graphed(with_mask=False, more=dict.fromkeys(OFFSETS, offsets(8, 8)))
+
+
+def test_offsets_are_inputs_in_the_place_of_packed_sequences():
+    model, graphs, _ = graphed_for_packed()
+    params = packed(3, 8)
+    assert replays(model, ids(), ids(), None, labels=ids(), packed_seq_params=params)
+    assert [id(tensor) for tensor in graphs.passes.replayed[0][-2:]] == [id(params.cu_seqlens_q)] * 2
+
+
+@pytest.mark.parametrize(
+    ("params", "reason"),
+    [
+        (None, "it was captured for packed sequences, and is given none. With --cuda-graph-packed-sequences"),
+        (
+            packed(8, 8, max_seqlen_q=3),
+            "captured for packed sequences with max_seqlen_q 8, and is given 3. With --cuda",
+        ),
+        (packed(3, 4, 8), "other tensors than at capture"),
+    ],
+    ids=["none", "not padded", "more of them"],
+)
+def test_other_packed_sequences_run_eagerly(caplog, params, reason):
+    model, graphs, _ = graphed_for_packed()
+    assert not replays(model, ids(), ids(), None, labels=ids(), packed_seq_params=params)
+    assert replays(model, ids(), ids(), None, labels=ids(), packed_seq_params=packed(3, 8))
+    (record,) = caplog.records
+    assert reason in record.message
+    assert graphs._eager_passes.total == 1
+
+
+def test_packed_sequences_of_another_length_count_as_another_shape():
+    eager_passes = EagerPasses()
+    model, _, _ = graphed(False, eager_passes, dict.fromkeys(OFFSETS, offsets(8, 8)))
+    shorter, params = ids(2, 4), packed(4, 4, max_seqlen_q=4, max_seqlen_kv=4)
+    assert not replays(model, shorter, shorter, None, labels=shorter, packed_seq_params=params)
+    assert eager_passes.shape_of_all(1) == (4, 2)
+
+
+def language_model(*layers, positions="rope", **options):
+    model: Any = torch.nn.Module()
+    model.decoder = torch.nn.Module()
+    model.decoder.layers = torch.nn.ModuleList(layers)
+    model.position_embedding_type = positions
+    model.config = config(context_parallel_size=1, **options)
+    return model
+
+
+def shapes(model, sequences=1):
+    inputs = sample_inputs(model, 8, sequences)
+    return {name: (list(tensor.shape), tensor.dtype) for name, tensor in inputs.items()}
+
+
+IDS = [1, 8], torch.int64
+MASKED = {"input_ids": IDS, "position_ids": IDS, "labels": IDS, "attention_mask": ([1], torch.float32)}
+
+
+@pytest.mark.usefixtures("cpu_backend")
+def test_static_inputs_are_what_losses_depend_on():
+    assert shapes(language_model(MaskedLayer())) == MASKED
+    with_mask = {"loss_mask": ([1, 8], torch.float32)}
+    assert shapes(language_model(MaskedLayer(), mtp_num_layers=2)) == MASKED | with_mask
+    multimodal = {"position_ids": ([3, 1, 8], torch.int64)}
+    assert shapes(language_model(MaskedLayer(), positions="mrope")) == MASKED | multimodal
+
+
+@pytest.mark.usefixtures("cpu_backend")
+def test_no_token_is_masked_in_the_static_mask_of_losses():
+    assert sample_inputs(language_model(MaskedLayer(), mtp_num_layers=1), 8, 1)["loss_mask"].eq(1).all()
+
+
+@pytest.mark.usefixtures("cpu_backend")
+def test_offsets_are_static_inputs_in_the_place_of_the_attention_mask():
+    packing = dict.fromkeys(OFFSETS, ([5], torch.int32))
+    found = shapes(language_model(MaskedLayer(), cuda_graph_packed_sequences=4))
+    assert found == {name: MASKED[name] for name in ("input_ids", "position_ids", "labels")} | packing
+
+
+@pytest.mark.usefixtures("cpu_backend")
+def test_static_inputs_have_the_tokens_of_a_context_parallel_rank():
+    model = language_model(MaskedLayer())
+    model.config.context_parallel_size = 2
+    found = shapes(model)
+    assert [found[name][0] for name in ("input_ids", "position_ids", "labels")] == [[1, 4]] * 3
+
+
+class NoAttention(MaskedLayer):
+    """A layer without attention."""
+
+    def __init__(self):
+        super().__init__()
+        del self.self_attention
+
+
+@pytest.mark.usefixtures("cpu_backend")
+def test_the_mask_is_that_of_the_first_layer_with_attention():
+    assert "attention_mask" not in shapes(language_model(NoAttention()))
+    unmasked = language_model(NoAttention(), MaskedLayer(AttnMaskType.padding))
+    assert sample_inputs(unmasked, 8, 1)["attention_mask"].tolist() == [0.0]
+    assert sample_inputs(language_model(MaskedLayer()), 8, 1)["attention_mask"].tolist() == [1.0]
