@@ -23,7 +23,7 @@ CASES = {
     "dense": (f"{DENSE} --num-layers 3 --cuda-graph-layers-per-graph all", 2, 0),
     "a graph for each layer": (f"{DENSE} --num-layers 3 --cuda-graph-layers-per-graph 1", 2, 0),
     "parts of MoE layers": (f"{DENSE} {EXPERTS} --num-layers 2 {MODULES}", 2, 0),
-    "multi-token prediction": (f"{DENSE} --num-layers 2 --mtp-num-layers 1", 2, 0),
+    "multi-token prediction": (f"{DENSE} --num-layers 2 --mtp-num-layers 1 --cuda-graph-layers-per-graph all", 2, 0),
     "last pipeline stage": (f"{DENSE} --num-layers 4 {PIPELINE}", 4, 1),
     "interleaved stages": (f"{DENSE} --num-layers 4 {PIPELINE} --num-layers-per-virtual-pipeline-stage 1", 4, 0),
 }

@@ -96,11 +96,13 @@ def test_shared_experts_beside_the_dispatch(capsys, flags):
 
 
 def test_multi_token_prediction(capsys, flags):
-    _, parts = explained(capsys, flags(DENSE, REST, "--mtp-num-layers 2 --mtp-use-repeated-layer"))
+    repeated = "--mtp-num-layers 2 --mtp-use-repeated-layer"
+    _, parts = explained(capsys, flags(DENSE, REST, repeated))
+    assert {*parts.values()} == {("graphed", "in the graphs of the whole model", None)}
+    assert "repeated layer of multi-token prediction (1)" in parts
+    _, parts = explained(capsys, flags(DENSE, REST, repeated, "--cuda-graph-layers-per-graph all"))
     assert parts["repeated layer of multi-token prediction (1)"][0] == "eager"
-    assert parts["multi-token prediction outside of its layers (1)"][2] == (
-        "not possible: there is multi-token prediction"
-    )
+    assert parts["multi-token prediction outside of its layers (1)"][0] == "eager"
     assert parts["attention, with the norm before it (2)"][0] == "graphed"
 
 
@@ -121,7 +123,7 @@ def test_a_hybrid_model(capsys, flags):
         "--cuda-graph-modules attn mamba",
     )
     assert parts["final norm (1)"][0] == "eager"
-    assert parts["embedding (1)"][2] == "not possible: HybridModel is no GPTModel with its own forward"
+    assert parts["embedding (1)"][2] == "drop --cuda-graph-modules"
 
 
 def test_flags_that_do_not_fit(capsys, flags):

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from megatron.core.transformer._cuda_graphs.te import graph_choice
 from megatron_fsdp_cuda_graphs import overlay
 from megatron_fsdp_cuda_graphs.launch_plan import explain, plan
 
@@ -58,6 +59,13 @@ def test_one_layer_per_graph(capsys, flags):
     assert "- drop --cuda-graph-layers-per-graph: the embedding, the output layer and losses are captured too" in lines
 
 
+@pytest.fixture
+def layers_only(monkeypatch):
+    """Something rules out the whole model, and nothing all layers of it."""
+    monkeypatch.setattr(graph_choice, "_TABLE", ((graph_choice.MODEL, "{} says so", lambda stage: "a test"),))
+
+
+@pytest.mark.usefixtures("layers_only")
 def test_one_layer_per_graph_of_a_model_that_cannot_be_captured_whole(capsys, flags):
     more = "--num-layers 5 --cuda-graph-layers-per-graph 1 --mtp-num-layers 1"
     _, lines = planned(capsys, flags(DENSE, more, "--world-size 2"))
@@ -141,15 +149,32 @@ def test_what_dropless_experts_do_not_fit_is_refused(capsys, flags):
     assert sum("--moe-use-grouped-tensor" in line for line in lines) >= 2
 
 
+@pytest.mark.usefixtures("layers_only")
 def test_why_the_whole_model_cannot_be_captured(capsys, flags):
     more = "--num-layers 2 --cuda-graph-layers-per-graph model --mtp-num-layers 1"
     code, lines = planned(capsys, flags(DENSE, more, "--world-size 2"))
     assert code == 0
     assert "forward of MTP layer 1" in graphs(lines)
     assert lines[-1] == (
-        "- drop --cuda-graph-layers-per-graph model: layers are captured instead, because there is multi-token "
-        "prediction"
+        "- drop --cuda-graph-layers-per-graph model: layers are captured instead, because a test says so"
     )
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        "--num-layers 2 --mtp-num-layers 1",
+        "--hybrid-layer-pattern M*-/*M --spec tests.support.hybrid_spec local",
+        "--num-layers 2 --position-embedding-type mrope --mrope-section 2 3 3",
+        "--num-layers 2 --cuda-graph-packed-sequences 4 --micro-batch-size 1 --position-embedding-type none",
+    ],
+    ids=["multi-token prediction", "hybrid", "multimodal positions", "packed"],
+)
+def test_models_that_are_captured_whole(capsys, flags, more):
+    code, lines = planned(capsys, flags(DENSE, more, "--world-size 2"))
+    assert code == 0
+    assert graphs(lines) == ["forward of the whole model", "backward of the whole model"]
+    assert lines[-1] == "- none"
 
 
 def test_parts_of_layers(capsys, flags):
