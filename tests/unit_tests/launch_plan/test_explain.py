@@ -108,7 +108,7 @@ def test_multi_token_prediction(capsys, flags):
 
 def test_layers_that_are_computed_again_and_cannot_be_in_one_graph(capsys, flags):
     more = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --mtp-num-layers 1"
-    _, parts = explained(capsys, flags(DENSE, REST, more))
+    _, parts = explained(capsys, flags(DENSE, REST, more, "--cuda-graph-layers-per-graph all"))
     assert {state for state, *_ in parts.values()} == {"eager"}
     assert parts["attention, with the norm before it (3)"][1].startswith("layers are computed again")
 

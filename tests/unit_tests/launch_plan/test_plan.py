@@ -111,7 +111,7 @@ def test_activations_where_parts_of_layers_are_computed_again(capsys, flags, mod
 
 def test_layers_that_are_computed_again_and_cannot_be_in_one_graph(capsys, flags):
     more = "--recompute-granularity full --recompute-method uniform --recompute-num-layers 1 --mtp-num-layers 1"
-    code, lines = planned(capsys, flags(DENSE, "--num-layers 2 --world-size 2", more))
+    code, lines = planned(capsys, flags(DENSE, "--num-layers 2 --world-size 2 --cuda-graph-layers-per-graph all", more))
     assert code == 0
     (line,) = (line for line in lines if "Nothing would be captured" in line)
     assert "layers are computed again in their backward pass, and layers of multi-token prediction are" in line

@@ -60,7 +60,7 @@ def to_inputs(name: str, kwargs: dict[str, Any], use: PackedUse, seq_length: int
     kwargs = dict(kwargs)
     params = kwargs.pop("packed_seq_params", None)
     if reason := misfit(params, seq_length):
-        raise ArgumentError(f"{name} was captured {reason}. {ADVICE}")
+        raise ArgumentError(f"{name} {reason}. {ADVICE}")
     if use == "read":
         kwargs |= offsets_of(params)
     return kwargs
@@ -72,14 +72,14 @@ def offsets_of(params: Any) -> dict[str, torch.Tensor]:
 
 
 def misfit(params: Any, seq_length: int) -> str:
-    """Say, after "was captured", why graphs do not fit a call with ``params``; empty if they do.
+    """Say of graphs why they do not fit a call with ``params``; empty if they do.
 
     Args:
         params: ``PackedSeqParams``, or None.
         seq_length: Tokens in a micro-batch.
     """
     if params is None:
-        return "for packed sequences, and is given none"
+        return "was captured for packed sequences, and is given none"
     expected = {
         "qkv_format": "thd",
         "max_seqlen_q": seq_length,
@@ -91,5 +91,5 @@ def misfit(params: Any, seq_length: int) -> str:
     for field, value in expected.items():
         given = getattr(params, field)
         if isinstance(given, torch.Tensor) or given != value:
-            return f"for packed sequences with {field} {value}, and is given {given}"
+            return f"was captured for packed sequences with {field} {value}, and is given {given}"
     return ""

@@ -702,7 +702,12 @@ _WORKS = [
         "fused gradient accumulation (--no-gradient-accumulation-fusion not given)",
         _GPU,
     ),
-    _works("multi-token prediction", "--mtp-num-layers", _CPU),
+    _works(
+        "multi-token prediction",
+        "--mtp-num-layers",
+        _CPU,
+        "in graphs of the whole model if forward_step gives the model a loss_mask of float32, as Megatron's does",
+    ),
     _works(
         "optimizer graph",
         "--optimizer-cuda-graph",
@@ -735,7 +740,12 @@ _WORKS = [
         "graphs of the whole model, or of all layers, update the statistics of delayed scaling too",
     ),
     _works("fp8 parameters", "--fp8-param-gather, --fp8-recipe delayed or tensorwise", _GPU_FLAGS),
-    _works("context parallel", "--context-parallel-size", _GPU_FLAGS),
+    _works(
+        "context parallel",
+        "--context-parallel-size",
+        _GPU_FLAGS,
+        "graphs of the whole model were tried on the CPU backend only, with another attention than TransformerEngine's",
+    ),
     _works(
         "torch fsdp2",
         "--use-torch-fsdp2",

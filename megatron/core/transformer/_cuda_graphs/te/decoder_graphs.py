@@ -14,6 +14,7 @@ from ..eager_passes import EagerPasses
 from ..engine.quantization import RecordedQuantization
 from ..engine.whole_passes import WholePasses
 from ..layer_graph import ATTENTION_INPUTS
+from ..packed_sequences import from_static_offsets
 from ..replay_conditions import ReplayConditions
 from .forward_graphs import ForwardGraphs
 from .sample_inputs import captures_attention
@@ -77,8 +78,9 @@ def _recomputed(decoder: Any, hidden_states: torch.Tensor, given: Mapping[str, t
     """Run all layers of ``decoder``, which are computed again in their backward pass, as it does."""
     from megatron.core.recompute import checkpointed_forward  # imports cuda_graphs, which imports this module
 
-    unused = dict.fromkeys(("context", "context_mask", "attention_bias", "packed_seq_params"))
-    read = {name: given.get(name) for name in ("attention_mask", "rotary_pos_emb")}
+    given = from_static_offsets(dict(given), decoder.layers[0]._tokens(hidden_states))
+    unused = dict.fromkeys(("context", "context_mask", "attention_bias"))
+    read = {name: given.get(name) for name in ("attention_mask", "rotary_pos_emb", "packed_seq_params")}
     output: torch.Tensor = checkpointed_forward(
         decoder, hidden_states=hidden_states, use_inner_quantization_context=False, **read, **unused
     )

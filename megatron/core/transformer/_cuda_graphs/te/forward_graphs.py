@@ -108,7 +108,7 @@ class ForwardGraphs:
             self._warned = True
             reason = f"it was captured without {', '.join(others)}" if others else "other tensors than at capture"
             if packed_otherwise:
-                reason = f"it was captured {packed_otherwise}. {ADVICE}"
+                reason = f"it {packed_otherwise}. {ADVICE}"
             if shape != self._shape and not others:
                 reason += self._eager_passes.outlook
         if reason:

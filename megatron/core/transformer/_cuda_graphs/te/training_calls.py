@@ -109,8 +109,8 @@ def _blocker(model: torch.nn.Module, given: dict[str, Any]) -> str:
     expected = expected_inputs(model, *given["labels"].shape)
     if OFFSETS[0] in expected:
         packed = given.pop("packed_seq_params", None)
-        if reason := misfit(packed, given["labels"].shape[1]):
-            return f"its graphs would be captured {reason}"
+        if misfit(packed, given["labels"].shape[1]):
+            return "its packed_seq_params are not what pad_packed_seq_params returns"
         given |= offsets_of(packed)
     others = [name for name in given if given[name] is not None and name not in (*expected, *UNUSED)]
     if others:

@@ -71,6 +71,7 @@ def test_one_call_that_does_not_fit_is_enough(model, calls, args, kwargs, reason
 PREDICTING = {"mtp_num_layers": 1}
 SHARED = {"context_parallel_size": 2}
 PACKING = {"cuda_graph_packed_sequences": 2}
+NOT_PADDED = "its packed_seq_params are not what pad_packed_seq_params returns"
 OFFSETS = torch.tensor([0, 3, 4], dtype=torch.int32)
 
 
@@ -93,7 +94,7 @@ def packed(**changed):
             PACKING,
             None,
             {"packed_seq_params": packed(max_seqlen_q=3)},
-            "its graphs would be captured for packed sequences with max_seqlen_q 4, and is given 3",
+            NOT_PADDED,
         ),
         (
             (2, 4),
@@ -102,7 +103,7 @@ def packed(**changed):
             {"packed_seq_params": packed(cu_seqlens_q=OFFSETS[:2])},
             "its cu_seqlens_q are not of shape [3] and torch.int32",
         ),
-        ((2, 4), PACKING, None, {}, "its graphs would be captured for packed sequences, and is given none"),
+        ((2, 4), PACKING, None, {}, NOT_PADDED),
         ((2, 4), PACKING, MASK, {"packed_seq_params": packed()}, "it was called with attention_mask"),
         ((3, 2, 4), {}, None, {}, ""),
         ((2, 4), "mrope", None, {}, "its position_ids are not of shape [3, 2, 4] and torch.int64"),
