@@ -210,8 +210,18 @@ SERIES = (
         "4-layers",
         "--cuda-graph-impl transformer_engine: graphs of layers and of the model, also under Megatron-FSDP",
         "A replay goes through the layer's own call, so that its hooks run around it.",
-        roots=(f"{GRAPHS}te/", "core/transformer/transformer_config.py"),
-        tests=(f"{GRAPHS}te", "core/transformer/test_module.py", "core/transformer/test_transformer_config.py"),
+        roots=(
+            f"{GRAPHS}te/",
+            "core/transformer/multi_token_prediction.py",
+            "core/transformer/transformer_config.py",
+        ),
+        tests=(
+            f"{GRAPHS}te",
+            *(
+                f"core/transformer/test_{name}.py"
+                for name in ("module", "multi_token_prediction", "transformer_config")
+            ),
+        ),
     ),
     Patch(
         "5-local-graphs",

@@ -47,14 +47,14 @@ class MTPLossLoggingHelper(_upstream.MTPLossLoggingHelper):
 def _roll_tensor_packed_seq(
     tensor: torch.Tensor, shifts: int, dims: int, packed_seq_params: Any, cp_group: Any = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Move the tokens of each packed sequence to the left by one; see megatron-core, whose host reads the offsets.
+    """Move the tokens of each packed sequence to the left by one, by offsets that stay on the device.
 
     Args:
         tensor: ``[..., tokens]``.
         shifts: -1.
         dims: The last dimension.
         packed_seq_params: Has the offsets ``cu_seqlens_q``, int32 ``[sequences + 1]``, on the device of ``tensor``.
-        cp_group: The context-parallel ranks; where there are several, this is megatron-core's.
+        cp_group: The context-parallel ranks; where there are several, the host reads the offsets.
 
     Returns:
         The moved tokens, with 0 at the end of each sequence, and their sum.

@@ -15,7 +15,7 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from megatron_fsdp_cuda_graphs.overlay import upstream
 
-UPSTREAM = upstream("megatron.core.transformer.multi_token_prediction")
+MODULE = "megatron.core.transformer.multi_token_prediction"
 
 
 @pytest.fixture
@@ -78,10 +78,10 @@ TOKENS = 9
 
 
 @given(st.lists(st.integers(0, TOKENS), min_size=1, max_size=6).map(sorted), st.sampled_from([(), (2,), (3, 2)]))
-def test_packed_sequences_are_rolled_as_by_megatron_core(ends, leading):
+def test_packed_sequences_are_rolled_as_megatron_cores(ends, leading):
     packed = SimpleNamespace(cu_seqlens_q=torch.tensor([0, *ends], dtype=torch.int32))
     tensor = torch.arange(1, 1 + TOKENS).expand(*leading, TOKENS).contiguous()
-    theirs = UPSTREAM._roll_tensor_packed_seq(tensor, -1, -1, packed)
+    theirs = upstream(MODULE)._roll_tensor_packed_seq(tensor, -1, -1, packed)
     for ours, expected in zip(_roll_tensor_packed_seq(tensor, -1, -1, packed), theirs, strict=True):
         assert torch.equal(ours, expected)
         assert ours.dtype == expected.dtype
@@ -100,9 +100,9 @@ def test_a_graph_rolls_the_packed_sequences_of_each_replay():
         assert (rolled.tolist(), total.item()) == (expected, sum(expected))
 
 
-def test_other_rolls_are_left_to_megatron_core():
+def test_other_rolls_are_megatron_cores():
     ranks = SimpleNamespace(size=lambda: 2)
-    with mock.patch.object(UPSTREAM, "_roll_tensor_packed_seq", return_value="theirs") as theirs:
+    with mock.patch.object(upstream(MODULE), "_roll_tensor_packed_seq", return_value="theirs") as theirs:
         assert _roll_tensor_packed_seq(torch.zeros(4), -1, -1, "packed", ranks) == "theirs"
         assert _roll_tensor_packed_seq(torch.zeros(4), 1, -1, "packed") == "theirs"
     assert theirs.call_count == 2
