@@ -72,8 +72,14 @@ def test_one_layer_per_graph_of_a_model_that_cannot_be_captured_whole(capsys, fl
     assert "- drop --cuda-graph-layers-per-graph: all consecutive layers are captured in one graph" in lines
 
 
-def test_the_whole_model(capsys, flags):
-    code, lines = planned(capsys, flags(DENSE, "--num-layers 2 --cuda-graph-layers-per-graph model --world-size 2"))
+@pytest.mark.parametrize(
+    "more",
+    ["", "--fp8-format hybrid", "--fp8-format hybrid --fp8-recipe tensorwise --fp8-param-gather"],
+    ids=["as asked for", "FP8", "FP8 parameters"],
+)
+def test_the_whole_model(capsys, flags, more):
+    whole = "--num-layers 2 --cuda-graph-layers-per-graph model --world-size 2"
+    code, lines = planned(capsys, flags(DENSE, whole, more))
     assert code == 0
     assert graphs(lines) == ["forward of the whole model", "backward of the whole model"]
     assert lines[-1] == "- none"

@@ -225,6 +225,8 @@ def test_without_cached_weights_each_replay_quantizes_them_whatever_the_flag_say
     for layer in model.layers:
         layer.caches = False
     passes = model.capture(engine)
+    assert not any(layer._fp8_workspaces for layer in model.layers)
+    model.begin_step()
     x = device_tensor(4, 6).detach()
     before = copies([passes([x])])
     with torch.no_grad():
