@@ -129,6 +129,7 @@ MORE: list[dict] = [
 ]
 
 
+FULL = ["recompute_granularity='full'", "recompute_num_layers=2"]
 # FP8 in one graph with what happens around layers, which TransformerEngine's engine cannot capture.
 QUANTIZED: list[dict] = [
     {"dtype": "bf16", "fp8": recipe, "fp8_params": params, "microbatches": 2, **case}
@@ -146,6 +147,12 @@ QUANTIZED: list[dict] = [
         {"layers_per_graph": 0, "evaluates_often": True, "dropout": 0.1},
         {"layers_per_graph": 0, "sequences_later": [512, 1024]},
         {"layers_per_graph": 0, "mtp": 1},
+        {"layers_per_graph": -1, "mtp": 1},
+        {"layers_per_graph": -1, "recompute": ["core_attn", "mlp"]},
+        {"layers_per_graph": 0, "recompute": ["mlp"]},
+        {"layers_per_graph": -1, "config": [*FULL, "recompute_method='uniform'"]},
+        {"layers_per_graph": 0, "config": [*FULL, "recompute_method='block'"]},
+        {"layers_per_graph": -1, "control": "failed_backward_capture", "recompute": ["mlp"]},
     )
 ]
 QUANTIZED += [

@@ -31,7 +31,10 @@ class State:
         cls.recipe = cls.group = None
         cls.depth, cls.metas, cls.reductions = 0, [], []
         cls.quantization_state = SimpleNamespace(
-            global_amax_history_buffer={}, global_scale_buffer={}, skip_fp8_weight_update_tensor=None
+            global_amax_history_buffer={},
+            global_scale_buffer={},
+            skip_fp8_weight_update_tensor=None,
+            fp8_tensors_recompute_buffer=[],
         )
 
     @classmethod
@@ -158,6 +161,13 @@ class QuantizedProduct:
     def set_up(self) -> None:
         self.fp8_meta = _statistics()
         self._fp8_workspaces: dict[str, torch.Tensor] = {}
+
+    def get_fp8_meta_tensors(self) -> list[torch.Tensor]:
+        return [self.fp8_meta[name].clone() for name in ("scale", "amax")]
+
+    def reset_fp8_meta_tensors(self, values: list[torch.Tensor]) -> None:
+        for name, value in zip(("scale", "amax"), values, strict=True):
+            self.fp8_meta[name].copy_(value)
 
     @property
     def cached(self) -> torch.Tensor:

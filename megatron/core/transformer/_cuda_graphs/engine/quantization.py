@@ -168,30 +168,54 @@ class RecordedQuantization:
     What is left to replays is whether weights are quantized again, which the graphs read on the device.
 
     Args:
-        quantization: How the layers are quantized.
-        layers: Those of the recorded modules that run under autocast.
+        quantization: How the modules are quantized.
+        module: What is recorded.
+        delayed: Whether scaling is delayed: only then there are statistics.
     """
 
-    def __init__(self, quantization: Quantization, layers: torch.nn.Module):
-        self.quantization = quantization
-        self._layers = layers
-        self._cached = [module for module in layers.modules() if hasattr(module, "is_first_microbatch")]
+    def __init__(self, quantization: Quantization, module: torch.nn.Module, delayed: bool):
+        self.quantization, self.delayed = quantization, delayed
+        self._modules = [each for each in module.modules() if hasattr(each, "reset_fp8_meta_tensors")]
+        self._cached = [each for each in module.modules() if hasattr(each, "is_first_microbatch")]
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """Leave statistics as they were. Within it the flag is up that has weights quantized in the recorded pass."""
-        quantization, state = self.quantization, self.quantization.state.quantization_state
-        buffers = state.global_amax_history_buffer, state.global_scale_buffer
-        registered = chain.from_iterable(each for buffer in buffers for each in buffer.values())
+        """The context of warm-up and recording, which leaves statistics as they were, those of other modules too.
+
+        Within it the flag is up that has weights quantized, if they are cached.
+        """
+        state = self.quantization.state.quantization_state
         flag = state.skip_fp8_weight_update_tensor
-        with preserve_tensors(registered), quantization.preserve_statistics([self._layers]):
-            if not quantization.caches_params:
-                state.skip_fp8_weight_update_tensor = None
+        stashed = {id(queue): list(queue) for queue in state.fp8_tensors_recompute_buffer}
+        if not self.quantization.caches_params:
+            state.skip_fp8_weight_update_tensor = None
+        else:
+            self.quantization.state.set_skip_fp8_weight_update_tensor(False)
+        try:
+            with self._preserve_statistics(state):
+                yield
+        finally:
+            if not self.quantization.caches_params:
+                state.skip_fp8_weight_update_tensor = flag
+            # A capture that failed between its passes leaves what the second would have taken to compute layers again.
+            for queue in state.fp8_tensors_recompute_buffer:
+                queue.clear()
+                queue.extend(stashed.get(id(queue), ()))
+
+    @contextmanager
+    def _preserve_statistics(self, state: Any) -> Iterator[None]:
+        if not self.delayed:
+            yield
+            return
+        # Modules that have not run yet register theirs in warm-up, and may have them from a checkpoint.
+        statistics = [(module, module.get_fp8_meta_tensors()) for module in self._modules]
+        buffers = state.global_amax_history_buffer, state.global_scale_buffer
+        with preserve_tensors(chain.from_iterable(each for buffer in buffers for each in buffer.values())):
             try:
                 yield
             finally:
-                if not quantization.caches_params:
-                    state.skip_fp8_weight_update_tensor = flag
+                for module, values in statistics:
+                    module.reset_fp8_meta_tensors(values)
 
     def autocast(self) -> AbstractContextManager:
         """The context of modules that run eagerly in one which is not recorded, and updates statistics at its end."""

@@ -3,7 +3,7 @@
 import logging
 import math
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -174,9 +174,9 @@ def quantization_arguments(stage: Stage, layers: Iterable[torch.nn.Module]) -> d
     }
 
 
-def recorded_quantization(stage: Stage) -> RecordedQuantization | None:
-    """Return how the decoder of ``stage`` is quantized where all that its passes do is recorded; None if it is not."""
-    config, model = stage.config, cast("Any", stage.chunks[0].model)
+def recorded_quantization(stage: Stage, module: torch.nn.Module) -> RecordedQuantization | None:
+    """Return how ``module``, of ``stage``, is quantized where all that its passes do is recorded; None if it is not."""
+    config = stage.config
     if not config.fp8:
         return None
     from transformer_engine.pytorch import graph
@@ -190,7 +190,7 @@ def recorded_quantization(stage: Stage) -> RecordedQuantization | None:
         amax_reduction_group=arguments["amax_reduction_group"],
         caches_params=not config.disable_parameter_transpose_cache,
     )
-    return RecordedQuantization(quantization, model.decoder.layers)
+    return RecordedQuantization(quantization, module, config.fp8_recipe == "delayed")
 
 
 def amax_reduction_group(

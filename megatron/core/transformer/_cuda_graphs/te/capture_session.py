@@ -102,7 +102,7 @@ class CaptureSession:
                 self.micro_batch_size,
                 num_warmup_iterations(self.stage.config, 1),
                 self._watch_shapes(tokens=self.seq_length // self.stage.config.context_parallel_size, calls=1),
-                recorded_quantization(self.stage),
+                recorded_quantization(self.stage, chunk.model),
             )
         self.observer.captured_model(self.graphs.model.passes)
 
@@ -126,7 +126,7 @@ class CaptureSession:
                 read,
                 num_warmup_iterations(self.stage.config, 1),
                 self._watch_shapes(tokens=inputs["hidden_states"].shape[0], calls=1 + others),
-                recorded_quantization(self.stage),
+                recorded_quantization(self.stage, decoder.layers),
             )
         self.observer.captured_decoder(self.graphs.decoder)
 

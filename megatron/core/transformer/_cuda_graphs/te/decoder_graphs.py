@@ -74,15 +74,20 @@ class DecoderGraphs(ForwardGraphs):
         return tokens, sequences
 
 
-def _recomputed(decoder: Any, hidden_states: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Run all layers of ``decoder``, which are computed again in their backward pass, as it does."""
+def _recomputed(
+    decoder: Any, hidden_states: torch.Tensor, given: Mapping[str, torch.Tensor], quantizes: bool
+) -> torch.Tensor:
+    """Run all layers of ``decoder``, which are computed again in their backward pass, as it does.
+
+    With ``quantizes`` each layer enters the context of FP8, if it is in FP8.
+    """
     from megatron.core.recompute import checkpointed_forward  # imports cuda_graphs, which imports this module
 
     given = from_static_offsets(dict(given), decoder.layers[0]._tokens(hidden_states))
     unused = dict.fromkeys(("context", "context_mask", "attention_bias"))
     read = {name: given.get(name) for name in ("attention_mask", "rotary_pos_emb", "packed_seq_params")}
     output: torch.Tensor = checkpointed_forward(
-        decoder, hidden_states=hidden_states, use_inner_quantization_context=False, **read, **unused
+        decoder, hidden_states=hidden_states, use_inner_quantization_context=quantizes, **read, **unused
     )
     return output
 
@@ -114,11 +119,11 @@ def capture_decoder(
     def run(hidden_states: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
         # As the decoder does. Around replays it also enters the context of delayed scaling, and updates statistics.
         config = decoder.config
-        at_once = quantized is not None and config.fp8_recipe == "delayed"
+        at_once = quantized is not None and quantized.delayed
         forked = get_cuda_rng_tracker().fork() if config.sequence_parallel else nullcontext()
         with forked, quantized.autocast() if quantized is not None and at_once else nullcontext():
             if config.recompute_granularity == "full":
-                return _recomputed(decoder, hidden_states, given)
+                return _recomputed(decoder, hidden_states, given, not at_once)
             for layer, names in zip(layers, read, strict=True):
                 with nullcontext() if at_once else get_fp8_context(config, layer.layer_number - 1):
                     output = layer(hidden_states, **{name: given[name] for name in names})

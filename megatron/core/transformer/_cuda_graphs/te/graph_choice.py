@@ -129,11 +129,6 @@ _TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage], object]], ...] = (
     (BOTH, "only modules of layers are captured (--cuda-graph-modules)", lambda s: s.config.cuda_graph_modules),
     (BOTH, "there is FP4, or FP8 other than --fp8-recipe delayed or tensorwise", quantized_otherwise),
     (
-        BOTH,
-        "FP8 and FP4 are computed again (--recompute-granularity)",
-        lambda s: (s.config.fp8 or s.config.fp4) and s.config.recompute_granularity,
-    ),
-    (
         DECODER,
         "layers of multi-token prediction are computed again (--recompute-granularity full)",
         lambda s: recomputes_layers(s) and not {*s.layers} <= {*_layers(s)},

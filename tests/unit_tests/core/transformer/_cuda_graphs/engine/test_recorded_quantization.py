@@ -1,5 +1,6 @@
 """RecordedQuantization: passes whose graphs update the statistics of FP8, with a TransformerEngine in miniature."""
 
+from collections import deque
 from contextlib import contextmanager
 
 import pytest
@@ -78,7 +79,7 @@ class Model:
             amax_reduction_group=None,
             caches_params=self.caches,
         )
-        self.recorded = RecordedQuantization(quantization, self.layers)
+        self.recorded = RecordedQuantization(quantization, self.layers, self.recipe != "tensorwise")
         passes = WholePasses("model", {"x": device_tensor(4, 6).detach()}, Owner(), quantized=self.recorded)
         passes.capture(self.losses, self.layers, warmup)
         for layer in self.layers:
@@ -184,10 +185,13 @@ def test_a_failed_capture_leaves_statistics_and_the_flag_as_they_were(engine):
     model = Model(caches=False)
     State.set_skip_fp8_weight_update_tensor(True)
     flag = State.quantization_state.skip_fp8_weight_update_tensor
+    State.quantization_state.fp8_tensors_recompute_buffer.append(deque(["of a pass that is still to come"]))
     before = model.numbers()
 
     def fail(*call):
         if torch.cuda.is_current_stream_capturing():
+            State.quantization_state.fp8_tensors_recompute_buffer[0].append("of the capture")
+            State.quantization_state.fp8_tensors_recompute_buffer.append(deque(["of a layer's first pass"]))
             raise KeyError("in capture")
 
     model.layers[1].register_forward_hook(fail)
@@ -196,6 +200,8 @@ def test_a_failed_capture_leaves_statistics_and_the_flag_as_they_were(engine):
     assert_same_bits([model.statistics(layer)[0] for layer in model.layers], before[2::4])
     assert State.quantization_state.skip_fp8_weight_update_tensor is flag and flag.item() == 1
     assert (State.enabled, State.capturing, State.depth) == (False, False, 0)
+    stashed = [list(queue) for queue in State.quantization_state.fp8_tensors_recompute_buffer]
+    assert stashed == [["of a pass that is still to come"], []]
 
 
 def quantized_weights(model, passes, is_first):
