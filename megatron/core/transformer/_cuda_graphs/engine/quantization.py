@@ -177,26 +177,22 @@ class RecordedQuantization:
         self.quantization, self.delayed = quantization, delayed
         self._modules = [each for each in module.modules() if hasattr(each, "reset_fp8_meta_tensors")]
         self._cached = [each for each in module.modules() if hasattr(each, "is_first_microbatch")]
+        # Read by the graphs: whether weights stay as they were quantized; None for modules that do not cache them.
+        self._skips_weights = torch.zeros(1, device="cuda") if quantization.caches_params else None
+        self._skips = False  # its value
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """The context of warm-up and recording, which leaves statistics as they were, those of other modules too.
-
-        Within it the flag is up that has weights quantized, if they are cached.
-        """
+        """The context of warm-up and recording, which leaves statistics as they were, those of other modules too."""
         state = self.quantization.state.quantization_state
         flag = state.skip_fp8_weight_update_tensor
         stashed = {id(queue): list(queue) for queue in state.fp8_tensors_recompute_buffer}
-        if not self.quantization.caches_params:
-            state.skip_fp8_weight_update_tensor = None
-        else:
-            self.quantization.state.set_skip_fp8_weight_update_tensor(False)
+        state.skip_fp8_weight_update_tensor = self._skips_weights
         try:
             with self._preserve_statistics(state):
                 yield
         finally:
-            if not self.quantization.caches_params:
-                state.skip_fp8_weight_update_tensor = flag
+            state.skip_fp8_weight_update_tensor = flag
             # A capture that failed between its passes leaves what the second would have taken to compute layers again.
             for queue in state.fp8_tensors_recompute_buffer:
                 queue.clear()
@@ -223,10 +219,12 @@ class RecordedQuantization:
 
     def before_forward(self) -> None:
         """Let the graphs quantize weights again in the micro-batches in which eager training does."""
-        if not self.quantization.caches_params or not self._cached:
+        if self._skips_weights is None or not self._cached:
             return
-        is_first = self._cached[0].is_first_microbatch
-        self.quantization.state.set_skip_fp8_weight_update_tensor(not is_first)
+        is_first = bool(self._cached[0].is_first_microbatch)
+        if self._skips == is_first:
+            self._skips = not is_first
+            self._skips_weights.fill_(self._skips)
         if is_first:
             for module in self._cached:
                 module.__dict__["is_first_microbatch"] = False  # bypasses Module.__setattr__, which is slow
