@@ -80,7 +80,7 @@ MORE: list[dict] = [
             ("uniform", ["recompute_num_layers=3"], {"layers_per_graph": -1, "microbatches": 2}),
             ("block", ["recompute_num_layers=2"], {"layers_per_graph": None, "fused_wgrad": True}),
             ("uniform", ["recompute_num_layers=2"], {"microbatches": 2}),
-            ("block", ["recompute_num_layers=3"], {"control": "captured_again"}),
+            ("block", ["recompute_num_layers=3"], {"microbatches": 1, "microbatches_later": 2}),
         )
     ),
     {"dtype": "bf16", "layers_per_graph": -1, "optimizer_graph": True, "microbatches": 2},

@@ -46,7 +46,7 @@ def test_its_evaluations_are_equal_to_eager_ones_and_have_graphs(folder, eager, 
     eagerly, graphed = (re.findall(r"validation loss at (.*?) \| lm loss value: (\S+)", log) for log in logs)
     assert len(eagerly) == 4  # after steps 4 and 8, and on two sets after the last
     assert graphed == eagerly
-    assert ["Captured 3 layer graphs for evaluation" in log for log in logs] == [False, True]
+    assert ["Captured the whole model for evaluation" in log for log in logs] == [False, True]
     assert "run eagerly" not in logs[1]  # they fit its micro-batches, which are not those of training
 
 

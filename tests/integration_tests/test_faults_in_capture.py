@@ -29,12 +29,10 @@ BETWEEN_COLLECTIVES: list[dict[str, Any]] = [
     for phase in ("forward", "backward")
     for layers in (1, -1)
 ]
-FOR_EVALUATION: dict[str, Any] = {
-    "control": "failed_warm_up_for_evaluation",
-    "evaluates": True,
-    "dropout": 0.1,
-    "steps": 6,
-}
+FOR_EVALUATION: list[dict[str, Any]] = [
+    {"control": "failed_warm_up_for_evaluation", "evaluates": True, "layers_per_graph": layers, "steps": 6}
+    for layers in (0, -1)
+]
 
 
 @pytest.mark.parametrize(
@@ -52,7 +50,7 @@ def test_a_fault_is_an_error_on_every_rank_and_leaves_nothing_behind(tmp_path, o
 @pytest.fixture(scope="module")
 def between_collectives(compare_runs):
     """The result of each case, by its name."""
-    return Trained([*BETWEEN_COLLECTIVES, FOR_EVALUATION], compare_runs, {}, "--tp", "2")
+    return Trained([*BETWEEN_COLLECTIVES, *FOR_EVALUATION], compare_runs, {}, "--tp", "2")
 
 
 @pytest.mark.parametrize(
@@ -65,8 +63,9 @@ def test_a_rank_that_fails_in_warm_up_between_collectives_of_a_layer_leaves_no_o
     assert result["replays"] == 0
 
 
-def test_nor_does_one_that_fails_so_when_evaluation_captures(between_collectives):
-    result = between_collectives[name_of(FOR_EVALUATION)]
+@pytest.mark.parametrize("case", FOR_EVALUATION, ids=name_of)
+def test_nor_does_one_that_fails_so_when_evaluation_captures(between_collectives, case):
+    result = between_collectives[name_of(case)]
     assert not result["error"]
     assert result["differences"] == []
     assert result["evaluation_replays"] == [0]

@@ -140,6 +140,8 @@ EVALUATED: list[dict[str, Any]] = [
         {"evaluated_sequence": 48, "positions": "mrope", "microbatches": 2},
         {"layers_per_graph": -1, "dropout": 0.1},
         {"layers_per_graph": None, "microbatches": 2},
+        {"layers_per_graph": -1, "microbatches": 2, "control": "evaluation_eager_on_one_rank"},
+        {"layers_per_graph": -1, "evaluated_sequence": 48, "dtype": "bf16"},
     )
 ]
 # Flags that megatron-core's own per-layer graphs do not take, or that failed without graphs too.
@@ -225,6 +227,7 @@ QUICK: list[dict[str, Any]] = [
     {**SHORTER, "dropout": 0.1, "modules": ["attn"]},
     {"evaluates_often": True, **DENSE[1]},
     {"evaluates_often": True, "evaluated_sequence": 48, "positions": "mrope", "microbatches": 2},
+    {"evaluates_often": True, "layers_per_graph": -1, "microbatches": 2, "control": "evaluation_eager_on_one_rank"},
 ]
 
 SURVIVED: list[dict[str, Any]] = [

@@ -186,6 +186,22 @@ def captured_again_later(training: Training) -> None:
     training.patches.enter_context(mock.patch.object(training, "step", step))
 
 
+def evaluation_eager_on_one_rank(training: Training) -> None:
+    """Capture; from the second evaluation on the last rank has a hook in a layer, and the others replay."""
+    training.helper.create_cudagraphs()
+    last, since = dist.get_rank() == dist.get_world_size() - 1, len(training.evaluations)
+
+    def evaluate() -> None:
+        hooked = last and len(training.evaluations) > since
+        handle = training.layers[1].mlp.register_forward_hook(lambda *_: None) if hooked else None
+        Training.evaluate(training)
+        assert bool(training.evaluation_replays[-1]) is not hooked
+        if handle is not None:
+            handle.remove()
+
+    training.patches.enter_context(mock.patch.object(training, "evaluate", evaluate))
+
+
 def failed_capture_for_evaluation(training: Training) -> None:
     """The last rank runs out of memory when the first evaluation captures: all ranks evaluate eagerly."""
     _fail_for_evaluation(training, torch.cuda.is_current_stream_capturing)
@@ -195,7 +211,10 @@ def failed_warm_up_for_evaluation(training: Training) -> None:
     """The same in warm-up, between the collectives of attention and of the MLP."""
     from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
-    _fail_for_evaluation(training, is_graph_capturing)
+    hooks = getattr(training.chunks[0].module, "fsdp_hooks", None)
+    _fail_for_evaluation(
+        training, lambda: is_graph_capturing() or (hooks is not None and hooks.registry.captured is not None)
+    )
 
 
 def _fail_for_evaluation(training: Training, fails: Callable[[], bool]) -> None:
@@ -490,6 +509,7 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         captured_again,
         captured_again_later,
         clipping_eager_on_one_rank,
+        evaluation_eager_on_one_rank,
         failed_capture_for_evaluation,
         failed_warm_up_for_evaluation,
         not_reduced_between_instances,

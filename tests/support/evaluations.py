@@ -11,10 +11,11 @@ def replays_of_evaluations(case: Mapping[str, Any], layers: int) -> list[int]:
 
     Args:
         case: Keyword arguments of ``Case``, and perhaps ``control``.
-        layers: How many layers have graphs for evaluation; 0 where it runs eagerly.
+        layers: How many layers have graphs for evaluation, or are in one; 0 where it runs eagerly.
     """
     full = Case(**{key: value for key, value in case.items() if key != "control"})
-    replays = layers * full.microbatches_of(EVALUATION)
+    whole = full.layers_per_graph in (None, -1) and not full.fp8
+    replays = (bool(layers) if whole else layers) * full.microbatches_of(EVALUATION)
     if full.evaluates_often:
         return [0] * (full.warmup + 1) + [replays] * (full.steps - full.warmup + 1)
     return [replays] if full.evaluates else []

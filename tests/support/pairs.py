@@ -192,8 +192,8 @@ FEATURES: dict[str, Setting] = {
 APART = {
     frozenset(("optimizer graph", "checkpoints")): "torch's Adam, in the place of TransformerEngine's, saves learning "
     "rates that are tensors, and a new one has numbers",
-    frozenset(("recomputation of layers", "multi-token prediction")): "nothing is captured then",
-    frozenset(("recomputation of layers", "packed sequences in graphs")): "likewise",
+    frozenset(("recomputation of layers", "multi-token prediction", "whole layers")): "nothing is captured",
+    frozenset(("recomputation of layers", "multi-token prediction", "job: no warm-up")): "likewise",
     frozenset(("router", "packed sequences in graphs")): "the layers that the feature packs for are dense",
     frozenset(("up to the dispatch", "packed sequences in graphs")): "likewise",
 }

@@ -306,7 +306,7 @@ class Training:
             self._gather_in_hooks(False, param_sync=True)
             losses = self._run_passes(EVALUATION + len(self.evaluations), forward_only=True)
             self.evaluations.append([item["loss"].item() for item in losses])  # waits for this stream
-        self.evaluation_replays.append(_number_of(replayed, _evaluation_graphs(self.layers)))
+        self.evaluation_replays.append(_number_of(replayed, _evaluation_graphs(self.layers, self.helper)))
         for chunk in self.chunks:
             chunk.train()
         self._gather_in_hooks(True)
@@ -420,9 +420,12 @@ def _standing_in(helper: Any, *names: str) -> list[Any]:
     return [graphs for graphs in found if graphs is not None]
 
 
-def _evaluation_graphs(layers: list[torch.nn.Module]) -> list[Any]:
+def _evaluation_graphs(layers: list[torch.nn.Module], helper: Any) -> list[Any]:
     graphs = [getattr(layer, "evaluation_graph", None) for layer in layers]
-    return [engine_callable(graph).forward_graph for graph in graphs if graph is not None]
+    of_models = [graphs.evaluation for graphs in _standing_in(helper, "model_graphs")]
+    return [engine_callable(graph).forward_graph for graph in graphs if graph is not None] + [
+        graph.passes.forward_graph for graph in of_models if graph is not None
+    ]
 
 
 def _number_of(replayed: list[Any], graphs: list[Any]) -> int:

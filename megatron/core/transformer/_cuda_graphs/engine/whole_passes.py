@@ -51,10 +51,11 @@ class WholePasses:
         owner: Manages what the graphs use but do not hold.
         copies_output: Whether a replay returns a copy of the output, which its readers may keep beyond the next replay.
         quantized: How the modules are quantized; None where they are not.
+        has_backward: Whether there is a backward pass. Without one all is called without grad.
 
     Attributes:
         forward_graph: Runs the forward pass; None before capture and after ``reset``.
-        backward_graph: Runs the backward pass.
+        backward_graph: Runs the backward pass, if there is one.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class WholePasses:
         *,
         copies_output: bool = True,
         quantized: RecordedQuantization | None = None,
+        has_backward: bool = True,
     ):
-        self._name = name
+        self._name, self._has_backward = name, has_backward
         self._inputs = dict(inputs)
         self._replay_type = _FreshOutputs if copies_output else Replay
         self._owner: PassOwner | None = owner
@@ -82,7 +84,7 @@ class WholePasses:
         RNG, buffers and garbage collection are restored. After an exception there are no graphs.
 
         Args:
-            func: Takes the inputs by keyword and returns a tensor that requires grad.
+            func: Takes the inputs by keyword and returns a tensor, which requires grad if there is a backward pass.
             module: The module whose parameters and buffers it uses.
             num_warmup_iters: How often it runs before.
 
@@ -115,9 +117,12 @@ class WholePasses:
         forward_graph, backward_graph = (None, None) if capture is None else (capture.new_graph(), capture.new_graph())
         with self._running("forward", capture, forward_graph):
             output = func(**self._inputs)
-        grad = torch.zeros_like(output)
-        with self._running("backward", capture, backward_graph):
-            torch.autograd.backward(output, grad)
+        grad = torch.zeros_like(output) if self._has_backward else None
+        if grad is None:
+            backward_graph = None
+        else:
+            with self._running("backward", capture, backward_graph):
+                torch.autograd.backward(output, grad)
         grad_inputs = tuple(tensor.grad for tensor in self._inputs.values())
         for tensor in self._inputs.values():
             tensor.grad = None
@@ -130,7 +135,7 @@ class WholePasses:
             backward_graph=backward_graph,
             inputs=tuple(self._inputs.values()),
             outputs=(output.detach(),),
-            differentiable=(True,),
+            differentiable=(self._has_backward,),
             grad_outputs=(grad,),
             grad_inputs=grad_inputs,
             grad_params=(None,),

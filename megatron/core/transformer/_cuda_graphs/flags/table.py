@@ -117,7 +117,7 @@ def _recomputes_layers(options: Options) -> bool:
 def _captures_each_layer(options: Options) -> bool:
     """Whether graphs surely hold single layers, or parts of them."""
     asked = options.modules or str(options.get("cuda_graph_layers_per_graph")) == "1"
-    return bool(asked) or options.stages > 1 or _has_instances(options) or not _shards_all(options)
+    return bool(asked) or options.stages > 1 or not _shards_all(options)
 
 
 def _random_recompute(options: Options) -> bool:
@@ -303,12 +303,12 @@ _REFUSED = [
     _refused(
         "full recomputation",
         "--recompute-granularity full, a graph for each layer: --cuda-graph-modules, --cuda-graph-layers-per-graph 1, "
-        "pipeline stages, another sharding than optim_grads_params of one instance",
+        "pipeline stages, another sharding than optim_grads_params",
         lambda options: _recomputes_layers(options) and _captures_each_layer(options),
         "--recompute-granularity full computes layers again outside of graphs of single layers: use "
         "--recompute-granularity selective, or leave out what rules out graphs of all layers (--cuda-graph-modules, "
-        "--cuda-graph-layers-per-graph 1, pipeline stages, --num-distributed-optimizer-instances, a "
-        "--data-parallel-sharding-strategy other than optim_grads_params)",
+        "--cuda-graph-layers-per-graph 1, pipeline stages, --data-parallel-sharding-strategy other than "
+        "optim_grads_params)",
     ),
     _refused(
         "recomputed router",

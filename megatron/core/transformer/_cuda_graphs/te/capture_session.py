@@ -80,7 +80,7 @@ class CaptureSession:
             sharding = chunk.fsdp or self.graphs.kept.get(chunk.module)
             if sharding is not None:  # the first evaluation captures graphs for itself
                 shape = self.seq_length, self.micro_batch_size
-                self.graphs.evaluation.append(EvaluationGraphs(self.stage, chunk, sharding, shape))
+                self.graphs.evaluation.append(EvaluationGraphs(self.stage, chunk, sharding, shape, self.graphs.model))
         self.graphs.follow_rng_tracker()
         self.graphs.none_because = ""
 

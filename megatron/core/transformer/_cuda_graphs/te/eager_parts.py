@@ -40,9 +40,7 @@ def eager_parts(stage: Stage, whole_model_refused: str, evaluation: Sequence[Eva
 
 def beside_whole_model(evaluation: Sequence[EvaluationGraphs]) -> Iterator[EagerPart]:
     """Say what has no graphs though the whole model has; ``evaluation`` as of ``eager_parts``."""
-    yield EagerPart(
-        "calls without labels or with tensors of other shapes", "graphs of the whole model fit calls of training only"
-    )
+    yield EagerPart("calls without labels or with tensors of other shapes", "graphs of the whole model do not fit them")
     yield from _evaluation(evaluation)
 
 

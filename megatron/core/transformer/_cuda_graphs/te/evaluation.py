@@ -30,7 +30,8 @@ from .joined_collectives import joined_collectives
 from .layers import layer_name
 from .sample_inputs import LayerInputs, attention_mask_type, captures_attention, default_kwargs, sample_arguments
 from .stage import Chunk, Stage
-from .training_calls import arguments_by_name
+from .training_calls import arguments_by_name, call_blocker
+from .whole_model import ModelGraphs, capture_evaluation
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
@@ -104,6 +105,8 @@ def shape_of_call(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[int,
 class EvaluationGraphs:
     """Captures a forward graph of each layer, in evaluation mode, and gives it to the layer.
 
+    Where training's graphs hold the whole model, so does one of evaluation, if the first call fits it.
+
     The graphs have static inputs and a memory pool of their own, and what they return is copied: whenever evaluation
     runs, it changes nothing that training's graphs or a backward pass that is still to come will read. A capture that
     fails leaves evaluation eager.
@@ -113,10 +116,13 @@ class EvaluationGraphs:
         chunk: The chunk of it whose layers have graphs of training.
         sharding: What gathers them.
         shape: Tokens in a sequence and sequences in a micro-batch, in training.
+        whole: The graphs of the whole model in training; None if they hold layers.
     """
 
-    def __init__(self, stage: Stage, chunk: Chunk, sharding: Sharding, shape: tuple[int, int]):
-        self._stage, self._sharding, self._shape = stage, sharding, shape
+    def __init__(
+        self, stage: Stage, chunk: Chunk, sharding: Sharding, shape: tuple[int, int], whole: ModelGraphs | None = None
+    ):
+        self._stage, self._sharding, self._shape, self._whole = stage, sharding, shape, whole
         self._config, self._model = stage.config, chunk.model
         self._layers = [(layer_name(layer, index), layer) for index, layer in enumerate(chunk.layers)]
         sharding.expect_evaluation(self.capture)
@@ -145,15 +151,21 @@ class EvaluationGraphs:
             return
         agreement = self._stage.agreement(with_other_stages=False)  # later stages wait for this one's output
         graphs: list[EvaluationGraph] = []
+        shape = shape_of_call(self._model, args, kwargs) or self._shape
         try:
             if any(has_other_hooks(module) for layer in layers for module in layer.modules()):  # perhaps here only
                 raise UnsupportedError("layers, or modules in them, have hooks of others")
+            whole = self._whole is not None and not agreement.objection(self._whole_blocker(args, kwargs))
             with joined_collectives(agreement.join):
-                graphs = self._capture(agreement, shape_of_call(self._model, args, kwargs) or self._shape)
+                if whole:
+                    self._capture_model(agreement, shape)
+                else:
+                    graphs = self._capture(agreement, shape)
             agreement.finish()
         except BaseException as error:
             for graph in graphs:
                 graph.reset()
+            self._reset_model()
             failed = agreement.failed(error)
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
@@ -163,9 +175,23 @@ class EvaluationGraphs:
             else:
                 logger.warning(warning, exc_info=None if isinstance(error, UnsupportedError) else error)
             return
-        for layer, graph in zip(layers, graphs, strict=True):
+        for layer, graph in zip(layers if graphs else (), graphs, strict=True):
             layer.evaluation_graph = graph
-        log_single_rank(logger, logging.INFO, f"Captured {len(graphs)} layer graphs for evaluation")
+        captured = "the whole model" if whole else f"{len(graphs)} layer graphs"
+        log_single_rank(logger, logging.INFO, f"Captured {captured} for evaluation")
+
+    def _whole_blocker(self, args: tuple, kwargs: dict[str, Any]) -> str:
+        """Say why one graph cannot hold the model in calls such as this one; empty if it can."""
+        if self._config.fp8:
+            return "layers are quantized"
+        assert self._whole is not None
+        return call_blocker(self._whole.module, self._whole.by_name(args, kwargs))
+
+    def _capture_model(self, agreement: CaptureAgreement, shape: tuple[int, int]) -> None:
+        assert self._whole is not None
+        fsdp: Any = self._sharding
+        owner = fsdp.evaluated_model(partial(agreement.begin, "evaluation of the whole model"))
+        self._whole.evaluation = capture_evaluation(self._model, owner, *shape, _WARMUP_ITERATIONS)
 
     def _capture(self, agreement: CaptureAgreement, shape: tuple[int, int]) -> list[EvaluationGraph]:
         inputs = LayerInputs(self._config, *shape)
@@ -230,12 +256,19 @@ class EvaluationGraphs:
 
     def reset(self) -> None:
         """Free the graphs; evaluation runs eagerly."""
+        self._reset_model()
+        self._whole = None
         for _, layer in self._layers:
             if layer.evaluation_graph is not None:
                 layer.evaluation_graph.reset()
                 layer.evaluation_graph = None
         self._layers.clear()
         del self._model, self._stage
+
+    def _reset_model(self) -> None:
+        if self._whole is not None and self._whole.evaluation is not None:
+            self._whole.evaluation.reset()
+            self._whole.evaluation = None
 
 
 def _between(first: Callable, hooks: dict[str, Any], last: Callable) -> dict[str, Any]:

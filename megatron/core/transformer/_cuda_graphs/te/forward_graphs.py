@@ -31,6 +31,7 @@ class ForwardGraphs:
             the value at capture.
         unused: Arguments that what is captured does not depend on.
         kept: Tensors that the graphs read and others may let go of.
+        stands: Whether the module's calls come here.
 
     Attributes:
         module: The argument.
@@ -49,6 +50,7 @@ class ForwardGraphs:
         may_be_absent: Collection[str] = (),
         unused: Collection[str] = (),
         kept: Sequence[Any] = (),
+        stands: bool = True,
     ):
         self.module, self.passes, self.inputs = module, passes, dict(inputs)
         self._eager_passes, self._conditions, self._kept = eager_passes, conditions, kept
@@ -60,7 +62,8 @@ class ForwardGraphs:
         self._shape = self.shape_of(inputs)
         self._packed_tokens = int(inputs[OFFSETS[0]][-1]) if OFFSETS[0] in inputs else 0
         self._warned = False
-        module.__dict__["forward"] = self
+        if stands:
+            module.__dict__["forward"] = self
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, by a replay if possible."""

@@ -108,6 +108,8 @@ class StageGraphs:
     def _pool_bytes(self) -> int | None:
         layers = self._stage.layers
         graphs = [*self._of_training(), *(each.evaluation_graph.graphed for each in layers if each.evaluation_graph)]
+        if self.model is not None and self.model.evaluation is not None:
+            graphs.append(self.model.evaluation.passes)
         if len(graphs) != self._pools[0]:  # a look at the allocator takes long, and pools do not grow after capture
             sizes = [pool.bytes for pool in pools_of(graphs)]
             self._pools = len(graphs), sum(sizes) if sizes else None

@@ -86,7 +86,7 @@ class TrainingCalls:
         if not is_training(model):
             return
         if not self._passes or not self.blocker:  # one call that graphs do not fit is enough
-            self.blocker = _blocker(model, arguments_by_name(self._order, args, kwargs))
+            self.blocker = call_blocker(model, arguments_by_name(self._order, args, kwargs))
         self._passes += 1
         own = self._passes
 
@@ -102,7 +102,7 @@ class TrainingCalls:
             self.reads_hidden_states = True
 
 
-def _blocker(model: torch.nn.Module, given: dict[str, Any]) -> str:
+def call_blocker(model: torch.nn.Module, given: dict[str, Any]) -> str:
     """Say why graphs would not be replayed with the arguments ``given``, whatever the length of sequences."""
     if getattr(given.get("labels"), "ndim", None) != 2:
         return "it was called without labels"

@@ -1,7 +1,7 @@
 """A model chunk whose whole forward pass is one graph, from tokens to losses, and whose backward pass is another."""
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -10,6 +10,7 @@ from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
 from ..engine.quantization import RecordedQuantization
 from ..engine.whole_passes import WholePasses
+from ..evaluation_mode import may_replay_evaluation
 from ..packed_sequences import OFFSETS, from_static_offsets
 from ..replay_conditions import ReplayConditions
 from .forward_graphs import ForwardGraphs
@@ -65,27 +66,60 @@ def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[st
     return inputs | of_attention
 
 
-class ModelGraphs(ForwardGraphs):
-    """Stands for the ``forward`` of a language model, and replays its graphs where they fit the call.
+class _OfModel(ForwardGraphs):
+    """Graphs of a language model. They fit calls that give labels, tensors as at capture, and nothing else."""
 
-    They fit calls for training that give labels, tensors as at capture, and nothing else that losses depend on, as long
-    as the modules are what they were. The model runs eagerly in any other call, an evaluation for example.
-    """
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, by a replay if possible."""
-        if is_training(self.module):
-            given = self.by_name(args, kwargs)
-            inputs = self.inputs_of(given) if given.get("labels") is not None else None
-            if inputs is not None:
-                return self.passes(inputs)
-        if torch.is_grad_enabled():
-            self.passes.before_eager_forward()
-        return type(self.module).forward(self.module, *args, **kwargs)
+    def replay(self, args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+        """Return the losses of a call by a replay; None if the graphs do not fit it."""
+        given = self.by_name(args, kwargs)
+        inputs = self.inputs_of(given) if given.get("labels") is not None else None
+        return None if inputs is None else self.passes(inputs)
 
     def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
         sequences, tokens = given["labels"].shape
         return tokens, sequences
+
+
+class EvaluatedModelGraphs(_OfModel):
+    """The graph of a language model in evaluation."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, which is in evaluation mode, without grad, by a replay if possible."""
+        losses = self.replay(args, kwargs)
+        if losses is not None:
+            return losses
+        self.passes.before_eager_forward()
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class ModelGraphs(_OfModel):
+    """Stands for the ``forward`` of a language model, and replays its graphs where they fit the call.
+
+    They fit calls for training and, once there is a graph of it, for evaluation, as long as the modules are what they
+    were. The model runs eagerly in any other call.
+
+    Attributes:
+        evaluation: The graph of evaluation; None without one.
+    """
+
+    evaluation: EvaluatedModelGraphs | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, by a replay if possible."""
+        if is_training(self.module):
+            losses = self.replay(args, kwargs)
+            if losses is not None:
+                return losses
+        elif self.evaluation is not None and not self.module.training and _may_replay_evaluation():
+            return self.evaluation(*args, **kwargs)
+        if torch.is_grad_enabled():
+            self.passes.before_eager_forward()
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+def _may_replay_evaluation() -> bool:
+    """Whether the current modes allow it. A backward pass that calls the model may be using what a replay releases."""
+    return may_replay_evaluation() and torch._C._current_graph_task_id() == -1
 
 
 def capture_whole_model(
@@ -108,17 +142,58 @@ def capture_whole_model(
         eager_passes: Counts calls for training with tensors of another shape.
         quantized: How the model is quantized; None if it is not.
     """
+    inputs = sample_inputs(model, seq_length, micro_batch_size)
+    passes = WholePasses(type(model).__name__, inputs, owner, quantized=quantized)
+    held = None if quantized is None else quantized.tensors
+    with _captured(model, owner, inputs, seq_length, passes, num_warmup_iters, quantized=held) as captured:
+        return ModelGraphs(model, passes, inputs, eager_passes, **captured)
+
+
+def capture_evaluation(
+    model: Any, owner: Any, seq_length: int, micro_batch_size: int, num_warmup_iters: int
+) -> EvaluatedModelGraphs:
+    """Capture the forward pass of ``model``, which is in evaluation mode, without grad.
+
+    Args:
+        model: The language model, whose training has graphs. It is not quantized.
+        owner: Megatron-FSDP's ``EvaluatedModel`` of it.
+        seq_length: Tokens in a sequence.
+        micro_batch_size: Sequences in a micro-batch.
+        num_warmup_iters: How often the pass runs before.
+    """
+    inputs = sample_inputs(model, seq_length, micro_batch_size)
+    passes = WholePasses(f"{type(model).__name__} in evaluation", inputs, owner, has_backward=False)
+    with _captured(model, owner, inputs, seq_length, passes, num_warmup_iters) as captured:
+        return EvaluatedModelGraphs(model, passes, inputs, EagerPasses(), stands=False, **captured)
+
+
+@contextmanager
+def _captured(
+    model: Any,
+    owner: Any,
+    inputs: Mapping[str, torch.Tensor],
+    seq_length: int,
+    passes: WholePasses,
+    num_warmup_iters: int,
+    **conditions: Any,
+) -> Iterator[dict[str, Any]]:
+    """Capture ``passes`` of ``model`` and yield further arguments of ``ModelGraphs``; reset them after an exception.
+
+    Args:
+        model, owner, seq_length, num_warmup_iters: As of ``capture_whole_model``.
+        inputs: Static inputs of the passes.
+        passes: The passes.
+        conditions: Further arguments of ``ReplayConditions``.
+    """
     # Imports TransformerEngine's wrappers, which import cuda_graphs, which imports this module.
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    inputs = sample_inputs(model, seq_length, micro_batch_size)
-    passes = WholePasses(type(model).__name__, inputs, owner, quantized=quantized)
-    unused = UNUSED if {"attention_mask", *OFFSETS} & inputs.keys() else (*UNUSED, "attention_mask")
-
     def run(**given: torch.Tensor) -> torch.Tensor:
-        losses: torch.Tensor = model.forward(**{"attention_mask": None} | from_static_offsets(given, seq_length))
+        arguments = {"attention_mask": None} | from_static_offsets(given, seq_length)
+        losses: torch.Tensor = type(model).forward(model, **arguments)
         return losses
 
+    unused = UNUSED if {"attention_mask", *OFFSETS} & inputs.keys() else (*UNUSED, "attention_mask")
     kept: list[Any] = []  # rotary embeddings are cached where they are computed, and may leave the cache
     reads = AttributeReads()
     try:
@@ -128,18 +203,8 @@ def capture_whole_model(
                     if isinstance(module, RotaryEmbedding):
                         stack.callback(module.register_forward_hook(lambda *call: kept.append(call[-1])).remove)
                 passes.capture(run, model, num_warmup_iters)
-            held = None if quantized is None else quantized.tensors
-            conditions = ReplayConditions([model], reads, [model], forward_replaced=True, buffers=True, quantized=held)
+            noted = ReplayConditions([model], reads, [model], forward_replaced=True, buffers=True, **conditions)
+        yield {"conditions": noted, "may_be_absent": ("attention_mask",), "unused": unused, "kept": kept}
     except BaseException:
         passes.reset()
         raise
-    return ModelGraphs(
-        model,
-        passes,
-        inputs,
-        eager_passes,
-        conditions,
-        may_be_absent=("attention_mask",),
-        unused=unused,
-        kept=kept,
-    )

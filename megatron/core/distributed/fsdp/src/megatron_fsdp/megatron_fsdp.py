@@ -15,7 +15,7 @@ from ._graphs.blockers import layers_blocker, model_blocker
 from ._graphs.gradients import Progress
 from ._graphs.recorded_units import RecordedUnits
 from ._graphs.sessions import capture_evaluation, capture_layers, forget, gradient_sink, params_of
-from ._graphs.whole_model import WholeModel
+from ._graphs.whole_model import EvaluatedModel, WholeModel
 from .around_backward import RunAfterBackward as RegisterFSDPBackwardFunction  # noqa: F401, for those who import it
 from .fsdp_hooks import FsdpHooks
 from .parameter_swap import ParameterSwap
@@ -233,6 +233,14 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             begin: Called with what begins: ``before forward``, then each ``forward`` and ``backward`` pass.
         """
         return WholeModel(self.fsdp_hooks.context, begin)
+
+    def evaluated_model(self, begin: Callable[[str], object] = lambda phase: None) -> EvaluatedModel:
+        """Return the owner of a graph of the whole model's forward pass in evaluation, beside graphs of its training.
+
+        Args:
+            begin: Called with what begins: ``before forward``, then each ``forward`` pass.
+        """
+        return EvaluatedModel(self.fsdp_hooks.context, self.graphs_of_model, begin)
 
     def forget_graphs(self, modules: Iterable[torch.nn.Module]) -> None:
         """Note that ``modules`` no longer run as CUDA graphs."""

@@ -4,6 +4,7 @@ Trainings run in this process, as one rank. The integration tests evaluate on tw
 """
 
 import logging
+import weakref
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,6 +19,7 @@ from tests.unit_tests.core.distributed.fsdp_variants import FINE_FORWARD, Varian
 
 pytestmark = pytest.mark.usefixtures("side_stream")
 
+MODEL = -1  # what a graph holds
 PARTS_OF_MOE = ("attn", "moe_router", "moe_preprocess")
 
 
@@ -32,6 +34,11 @@ def evaluate(training):
     training.evaluate()
 
 
+def replays_of(layers_per_graph):
+    """How often graphs are replayed in an evaluation of a micro-batch."""
+    return 1 if layers_per_graph in (None, MODEL) else 3
+
+
 @pytest.mark.parametrize(
     ("layers_per_graph", "changes"),
     [
@@ -39,13 +46,15 @@ def evaluate(training):
         (1, {"dropout": 0.1, "dtype": "bf16", "microbatches": 2}),
         (0, {"mtp": 1}),
         (0, {"recompute": ("core_attn", "mlp")}),
+        (MODEL, {"dropout": 0.1, "dtype": "bf16", "microbatches": 2}),
+        (None, {"recompute": ("core_attn",), "latent_attention": True}),
     ],
-    ids=["all layers in a graph", "one", "MTP", "recompute"],
+    ids=["all layers in a graph", "one", "MTP", "recompute", "the model", "the model, recompute"],
 )
-def test_evaluation_replays_a_graph_for_each_layer(one_rank, layers_per_graph, changes):
+def test_evaluation_replays_a_graph_for_each_layer_or_one_of_the_model(one_rank, layers_per_graph, changes):
     eager, graphs = compared(graphed(layers_per_graph, **changes), evaluate)
     assert eager.differences(graphs) == []
-    replays = (3 + changes.get("mtp", 0)) * changes.get("microbatches", 1)
+    replays = (replays_of(layers_per_graph) + changes.get("mtp", 0)) * changes.get("microbatches", 1)
     assert graphs.evaluation_replays == [replays] * 2
     assert eager.evaluation_replays == [0, 0]
 
@@ -88,30 +97,31 @@ def test_graphs_for_evaluation_have_the_shapes_of_the_first_one(one_rank, kind, 
     value = {"evaluated_sequence": 8, "micro_batch": 1}[changed]
     eager, graphs = compared(graphed(**KINDS[kind]), partial(evaluate_as, **{changed: value}))
     assert eager.differences(graphs) == []
-    assert graphs.evaluation_replays == [3, 3]
+    assert graphs.evaluation_replays == [replays_of(KINDS[kind].get("layers_per_graph", 0))] * 2
     assert graphs.replays > 0
 
 
-@pytest.mark.parametrize("modules", [(), PARTS_OF_MOE], ids=["layers", "parts"])
-def test_evaluation_with_yet_other_shapes_runs_eagerly_and_leaves_training_the_shapes_it_needs(one_rank, modules):
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_with_yet_other_shapes_runs_eagerly_and_leaves_training_the_shapes_it_needs(one_rank, kind):
     def evaluate_twice(training):
         training.evaluate()
         evaluate_as(training, evaluated_sequence=8)
 
-    eager, graphs = compared(graphed(modules=modules, experts=4 * bool(modules)), evaluate_twice)
+    eager, graphs = compared(graphed(**KINDS[kind]), evaluate_twice)
     assert eager.differences(graphs) == []
-    assert graphs.evaluation_replays == [3, 0] * 2
+    assert graphs.evaluation_replays == [replays_of(KINDS[kind].get("layers_per_graph", 0)), 0] * 2
     assert graphs.replays > 0
 
 
-def test_capture_for_evaluation_happens_once_and_draws_no_random_numbers(one_rank, caplog):
-    training = CapturedTraining(graphed(dropout=0.1))
+@pytest.mark.parametrize(("layers_per_graph", "captured"), [(0, "3 layer graphs"), (MODEL, "the whole model")])
+def test_capture_for_evaluation_happens_once_and_draws_no_random_numbers(one_rank, caplog, layers_per_graph, captured):
+    training = CapturedTraining(graphed(layers_per_graph, dropout=0.1))
     before = torch.cuda.get_rng_state()
     with caplog.at_level(logging.INFO):
         training.evaluate()
         training.evaluate()
     messages = [record.message for record in caplog.records if "for evaluation" in record.message]
-    assert messages == ["Captured 3 layer graphs for evaluation"]
+    assert messages == [f"Captured {captured} for evaluation"]
     assert torch.equal(torch.cuda.get_rng_state(), before)
     assert in_use(training.fsdp) == [{}, {}]
     training.delete()
@@ -172,14 +182,14 @@ def evaluate_before_the_optimizers_step(training):
     training.optimizer.step = lambda: (training.evaluate(), step())[1]
 
 
-@pytest.mark.parametrize("layers_per_graph", mostly_long([0, 1], 1))
+@pytest.mark.parametrize("layers_per_graph", mostly_long([0, 1, MODEL], 1, MODEL))
 def test_evaluation_between_backward_and_the_optimizers_step_leaves_gradients_alone(one_rank, layers_per_graph):
     plain = trained(graphed(layers_per_graph), False, steps=1)
     eager, graphs = compared(graphed(layers_per_graph), evaluate_before_the_optimizers_step, steps=1)
     assert eager.differences(graphs) == []
     assert (plain.losses, plain.grad_norms) == (graphs.losses, graphs.grad_norms)
     assert all(map(torch.equal, plain.shards, graphs.shards))
-    assert graphs.evaluation_replays == [3]
+    assert graphs.evaluation_replays == [replays_of(layers_per_graph)]
 
 
 def evaluate_before_backward(training):
@@ -198,7 +208,7 @@ def evaluate_before_backward(training):
     training._losses = losses
 
 
-@pytest.mark.parametrize("layers_per_graph", mostly_long([0, 1], 1))
+@pytest.mark.parametrize("layers_per_graph", mostly_long([0, 1, MODEL], 1, MODEL))
 def test_evaluation_between_forward_and_backward_leaves_activations_alone(one_rank, layers_per_graph):
     plain = trained(graphed(layers_per_graph, dropout=0.1), False, steps=1)
     eager, graphs = compared(graphed(layers_per_graph, dropout=0.1), evaluate_before_backward, steps=1)
@@ -208,7 +218,8 @@ def test_evaluation_between_forward_and_backward_leaves_activations_alone(one_ra
     assert all(map(torch.equal, plain.shards, graphs.shards))
 
 
-def test_deleted_graphs_are_replayed_no_more_until_layers_are_captured_again(one_rank):
+@pytest.mark.parametrize("layers_per_graph", [0, MODEL])
+def test_deleted_graphs_are_replayed_no_more_until_layers_are_captured_again(one_rank, layers_per_graph):
     def delete_and_capture(training):
         training.evaluate()
         if training.helper is not None:
@@ -219,9 +230,9 @@ def test_deleted_graphs_are_replayed_no_more_until_layers_are_captured_again(one
             training.capture(lambda training: training.helper.create_cudagraphs())
         training.evaluate()
 
-    eager, graphs = compared(graphed(dropout=0.1), delete_and_capture)
+    eager, graphs = compared(graphed(layers_per_graph, dropout=0.1), delete_and_capture)
     assert eager.differences(graphs) == []
-    assert graphs.evaluation_replays == [3, 0, 3] * 2
+    assert graphs.evaluation_replays == [replays_of(layers_per_graph), 0, replays_of(layers_per_graph)] * 2
 
 
 def test_deleting_graphs_before_any_evaluation_leaves_evaluation_eager(one_rank):
@@ -244,6 +255,101 @@ def test_a_hook_inside_a_layer_runs_in_evaluation_and_the_other_layers_replay(on
     training.delete()
 
 
+def test_a_hook_in_the_model_runs_in_evaluation(one_rank):
+    training = CapturedTraining(graphed(MODEL))
+    training.evaluate()
+    seen = []
+    handle = training.layers[1].mlp.register_forward_hook(lambda module, args, output: seen.append(output))
+    training.evaluate()
+    assert len(seen) == 1
+    handle.remove()
+    training.evaluate()
+    assert training.evaluation_replays == [1, 0, 1]
+    training.delete()
+
+
+def losses_without_labels(training, step):
+    batch = next(training._batches(step))
+    model = training.chunks[0].eval()
+    with torch.cuda.stream(training.stream), torch.no_grad():
+        output = model(batch.tokens, batch.positions, batch.mask)
+    training.chunks[0].train()
+    return output
+
+
+def test_a_first_evaluation_without_losses_captures_layers(one_rank):
+    case = graphed(MODEL)
+    eager, training = CapturedTraining(case, graphs=False), CapturedTraining(case)
+    for _ in range(2):
+        assert torch.equal(losses_without_labels(eager, 7), losses_without_labels(training, 7))
+    assert all(layer.evaluation_graph is not None for layer in training.layers)
+    training.evaluate()
+    assert training.evaluation_replays == [3]
+    training.delete()
+
+
+def test_evaluation_without_losses_runs_eagerly_beside_a_graph_of_the_model(one_rank):
+    case = graphed(MODEL)
+    eager, training = CapturedTraining(case, graphs=False), CapturedTraining(case)
+    training.evaluate()
+    assert torch.equal(losses_without_labels(eager, 7), losses_without_labels(training, 7))
+    training.delete()
+
+
+def test_what_evaluation_of_the_model_returns_is_not_overwritten_by_the_next(one_rank):
+    training = CapturedTraining(graphed(MODEL))
+    training.evaluate()
+    model = training.chunks[0].eval()
+    with torch.cuda.stream(training.stream), torch.no_grad():
+        first = training._losses(model, next(training._batches(7)))
+        before = first.clone()
+        second = training._losses(model, next(training._batches(8)))
+    assert torch.equal(first, before)
+    assert not torch.equal(first, second)
+    model.train()
+    training.delete()
+
+
+def test_a_model_that_a_backward_pass_evaluates_is_not_replayed(one_rank):
+    """What the pass still reads must stay gathered."""
+
+    def evaluate_in_backward(training):
+        losses_of = training._losses
+
+        def losses(model, batch):
+            def evaluate(grad):
+                model.eval()
+                with torch.no_grad():
+                    training.evaluations.append(losses_of(model, batch).tolist())
+                model.train()
+
+            computed = losses_of(model, batch)
+            if model.training:
+                computed.register_hook(evaluate)
+            return computed
+
+        training.evaluate()
+        training._losses = losses
+
+    eager, graphs = compared(graphed(MODEL), evaluate_in_backward, steps=1)
+    assert eager.differences(graphs) == []
+    assert len(graphs.evaluations) == 2
+    assert graphs.evaluation_replays == [1]
+
+
+def test_the_memory_of_evaluation_is_freed_with_the_graphs(one_rank):
+    training = CapturedTraining(graphed(MODEL))
+    before = training.helper.graph_use().pool_bytes
+    training.evaluate()
+    graphs = training.helper.model_graphs.evaluation
+    assert training.helper.graph_use().pool_bytes > before
+    assert graphs.passes.forward_graph.pool() != training.helper.model_graphs.passes.forward_graph.pool()
+    gone = weakref.ref(graphs.passes.forward_graph), weakref.ref(graphs)
+    del graphs
+    training.delete()
+    assert [reference() for reference in gone] == [None] * 2
+
+
 def test_a_parameter_that_is_not_gathered_for_graphs_may_be_elsewhere_at_a_replay(one_rank):
     training = CapturedTraining(graphed(modules=("attn",)))
     with mock.patch.object(training.fsdp, "read_by_graphs", lambda layer: layer.self_attention.parameters()):
@@ -263,8 +369,11 @@ def test_a_parameter_that_is_not_gathered_for_graphs_may_be_elsewhere_at_a_repla
     training.delete()
 
 
-def test_layers_that_have_hooks_of_others_in_the_first_evaluation_get_no_graphs_for_it(one_rank, caplog):
-    training = CapturedTraining(graphed())
+@pytest.mark.parametrize("layers_per_graph", [0, MODEL])
+def test_layers_that_have_hooks_of_others_in_the_first_evaluation_get_no_graphs_for_it(
+    one_rank, caplog, layers_per_graph
+):
+    training = CapturedTraining(graphed(layers_per_graph))
     seen = []
     training.layers[1].register_forward_hook(lambda module, args, output: seen.append(output))
     with caplog.at_level(logging.INFO):
@@ -275,7 +384,7 @@ def test_layers_that_have_hooks_of_others_in_the_first_evaluation_get_no_graphs_
     training.delete()
 
 
-@pytest.mark.parametrize("layers_per_graph", mostly_long([0, 1], 1))
+@pytest.mark.parametrize("layers_per_graph", mostly_long([0, 1, MODEL], 1, MODEL))
 def test_a_failed_capture_for_evaluation_is_logged_and_leaves_evaluation_eager(one_rank, layers_per_graph, caplog):
     case = graphed(layers_per_graph, dropout=0.1)
 
@@ -293,4 +402,5 @@ def test_a_failed_capture_for_evaluation_is_logged_and_leaves_evaluation_eager(o
     assert eager.differences(graphs) == []
     assert graphs.evaluation_replays == [0] * 4
     (message,) = (message for message in caplog.messages if "Evaluation runs eagerly" in message)
-    assert "CUDA graph capture failed on rank 0, evaluation of layer 2 (TransformerLayer)" in message
+    captured = "the whole model" if layers_per_graph == MODEL else "layer 2 (TransformerLayer)"
+    assert f"CUDA graph capture failed on rank 0, evaluation of {captured}" in message

@@ -33,6 +33,8 @@ class RecordedUnits:
         runners: How passes of the units are recorded.
     """
 
+    _last: Direction = "backward"  # of the phases that are recorded
+
     def __init__(
         self,
         context: Context,
@@ -116,6 +118,7 @@ class RecordedUnits:
             yield
             if phase == "backward":
                 reductions.wait_for_previous_grad_reduce(0)
+            if phase == self._last:
                 self._note_addresses()
             for stream in others:
                 current.wait_stream(stream)
@@ -134,12 +137,16 @@ class RecordedUnits:
         return storages
 
     def _note_addresses(self) -> None:
-        gathers, reductions = self._fsdp.all_gather_pipeline, self._fsdp.grad_reduce_pipeline
+        self._note_weights()
+        reductions = self._fsdp.grad_reduce_pipeline
         dtype = reductions.buffer.mp_policy.grad_comm_dtype
         for bucket in self._buckets:
-            self._weights.note(gathers.get_fsdp_buffer(bucket))
             if bucket in reductions.bucket_status:
                 self._grads.note(reductions.get_fsdp_buffer(bucket), dtype)
+
+    def _note_weights(self) -> None:
+        for bucket in self._buckets:
+            self._weights.note(self._fsdp.all_gather_pipeline.get_fsdp_buffer(bucket))
 
     def captured_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Return with their names the shards of weights and gradients, and where buckets are while they are in use."""

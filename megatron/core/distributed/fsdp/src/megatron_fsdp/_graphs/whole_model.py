@@ -8,7 +8,7 @@ from megatron.core.transformer._cuda_graphs.engine.repeated_work import Repeated
 
 from ..training_state import TrainingState
 from .context import Context
-from .pipelines import release_all
+from .pipelines import release_all, release_units, take_back_unlaunched
 from .recorded_units import RecordedUnits
 from .unit import ADVICE, Direction
 from .unit_plan import GroupGather
@@ -110,11 +110,19 @@ class WholeModel(RecordedUnits):
         Raises:
             MovedBufferError: one is not.
         """
-        self.gather()
+        self.gather_in_place()
         super().before_forward()
+        self.replayed = True
+
+    def gather_in_place(self) -> None:
+        """Gather parameters outside of units to where they were at capture.
+
+        Raises:
+            MovedBufferError: one is elsewhere.
+        """
+        self.gather()
         if self._guard is not None:
             self._guard.check()
-        self.replayed = True
 
     def before_backward(self) -> None:
         """Open the backward pass, and make sure that all buffers are free, and where they were at capture.
@@ -140,3 +148,67 @@ class WholeModel(RecordedUnits):
             self._context.registry.whole_model = None
         self._context.plans.forget_gathers(self._outside)
         self._gathers = ()
+
+
+class EvaluatedModel(RecordedUnits):
+    """The ``PassOwner`` of the forward pass of a model in evaluation.
+
+    Gradients and gathered parameters outside of units stay as they are: a backward pass that is still to come may read
+    them.
+
+    Args:
+        context: The parts of the wrapper.
+        training: The owner of its graphs of training.
+        begin: As of ``RecordedUnits``.
+    """
+
+    _last = "forward"
+
+    def __init__(self, context: Context, training: WholeModel, begin: Callable[[str], object]):
+        super().__init__(context, context.units, begin, {})
+        self._training = training
+
+    @contextmanager
+    def capture(self) -> Iterator[None]:
+        """Keep the model ready for warm-up and capture. No unit is gathered at either end."""
+        fsdp = self._fsdp
+        self._begin("before forward")
+        fsdp._replace_param_with_raw_if_needed()
+        release_units(fsdp)
+        self._training.gather()
+        try:
+            yield
+        except BaseException:
+            take_back_unlaunched(fsdp)
+            raise
+        finally:
+            release_units(fsdp)
+
+    @contextmanager
+    def running(self, phase: Direction) -> Iterator[None]:
+        """The context in which the pass is warmed up or recorded."""
+        with super().running(phase):
+            self._training.gather_first_unit(phase)
+            yield
+
+    def _gradient_storages(self) -> None:
+        """None: the optimizer's gradients stay where they are."""
+
+    def _note_addresses(self) -> None:
+        self._note_weights()
+
+    def before_eager_forward(self) -> None:
+        """Called right before a pass that runs eagerly, where other ranks may replay theirs."""
+        self._training.start_gather()
+
+    def before_forward(self) -> None:
+        """Gather parameters outside of units, and make sure that all buffers are where they were at capture.
+
+        Raises:
+            MovedBufferError: one is not.
+        """
+        self._training.gather_in_place()
+        super().before_forward()
+
+    def forget(self) -> None:
+        """Nothing else knows of the graph."""
