@@ -219,11 +219,20 @@ class GradReducePipeline(_upstream.GradReducePipeline):
 
     Attributes:
         recorded: The ``RecordedReduction`` of a group of buckets, by the first bucket.
+        marked: While a graph of a backward pass is recorded, the events that its replays record: for each group of
+            buckets, in the order of the graph, when it has been reduced. None if nobody waits for them.
+        replayed: Those of the backward pass under way, if it is a replay.
+        order: The order in which groups of buckets are reduced between instances apart from the reductions within.
     """
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.recorded: dict[int, Any] = {}
+        self.marked: dict[tuple[int, ...], torch.cuda.Event] | None = None
+        self.replayed: dict[tuple[int, ...], torch.cuda.Event] = {}
+        groups = map(sorted, self.buffer.bucket_to_bucket_group.values())
+        with_grads = {tuple(bucket for bucket in group if bucket in self.bucket_status) for group in groups}
+        self.order = sorted(filter(None, with_grads), reverse=True)
 
     def _enforce_double_buffer_limit(self, add_buckets: list[int]) -> None:
         """Release gradient buckets for ``add_buckets``, and let the current stream wait for their reductions.
@@ -248,6 +257,9 @@ class GradReducePipeline(_upstream.GradReducePipeline):
             whole = self.buffer.unsharded_gradients
             with whole.left_in_place() if bucket_group[0] in whole.buckets else nullcontext():
                 super()._bucket_group_gradient_reduce(bucket_group, async_op=async_op)
+        if self.marked is not None:
+            self.marked[tuple(sorted(bucket_group))] = done = torch.cuda.Event(external=True)
+            done.record(self.rs_stream)
         if outer_fsdp_group_grad_reduce:
             self.reduce_between_instances(bucket_group)
             if not async_op:
@@ -255,19 +267,23 @@ class GradReducePipeline(_upstream.GradReducePipeline):
         return True
 
     def reduce_all_between_instances(self) -> None:
-        """Reduce all buckets, which were reduced within each instance, between instances, and queue that."""
-        groups = {tuple(sorted(group)) for group in self.buffer.bucket_to_bucket_group.values()}
-        for group in sorted(groups, reverse=True):  # about the order of a backward pass
-            with_grads = [bucket for bucket in group if bucket in self.bucket_status]
-            if with_grads:
-                self._enforce_double_buffer_limit(with_grads)
-                self.reduce_between_instances(with_grads)
+        """Reduce all buckets, which are reduced within each instance, between instances, and queue that.
 
-    def reduce_between_instances(self, bucket_group: list[int]) -> None:
+        What a replay reduces is sent on beside the rest of the replay.
+        """
+        for group in self.order:
+            self._enforce_double_buffer_limit([*group])
+            self.reduce_between_instances([*group], self.replayed.get(group))
+
+    def reduce_between_instances(self, bucket_group: list[int], after: torch.cuda.Event | None = None) -> None:
         """Reduce between instances the gradients of a group of buckets, which accumulated in a step, and queue that.
 
         They are added up, or averaged, in the dtype that gradients are communicated in, and each instance keeps all of
         them, or its shard. Those that a rank has whole are scaled first, as the others were within an instance.
+
+        Args:
+            bucket_group: The indices of the buckets.
+            after: When they have been reduced within the instance; None for what the current stream has been given.
         """
         buffer, stream = self.buffer, self.outer_fsdp_group_grad_reduce_stream
         config, dtype = buffer.ddp_config, buffer.mp_policy.grad_comm_dtype
@@ -275,9 +291,12 @@ class GradReducePipeline(_upstream.GradReducePipeline):
         group = buffer.dist_index.get_outer_fsdp_group()  # of experts, too, as in megatron-core
         op = torch.distributed.ReduceOp.AVG if config.average_in_collective else torch.distributed.ReduceOp.SUM
         sharded, rank = config.outer_dp_sharding_strategy != "no_shard", group.rank()
-        stream.wait_stream(torch.cuda.current_stream())
-        if self.rs_stream is not None:
-            stream.wait_stream(self.rs_stream)
+        if after is not None:
+            stream.wait_event(after)
+        else:
+            stream.wait_stream(torch.cuda.current_stream())
+            if self.rs_stream is not None:
+                stream.wait_stream(self.rs_stream)
         received = []
         with torch.cuda.stream(stream):
             with torch.distributed._coalescing_manager(group):

@@ -53,6 +53,7 @@ class RecordedUnits:
         self._holds_all_units = in_units == set(self._buckets)
         self._weights, self._grads = BucketPlaces("gather parameters to"), BucketPlaces("write gradients to")
         self._params = frozenset(param for unit in units.values() for param in unit.params)
+        self._reduced: dict[tuple[int, ...], torch.cuda.Event] = {}  # see ``GradReducePipeline.marked``
 
     # ------------------------------------------------------------------------------------------------------- capture
 
@@ -71,6 +72,8 @@ class RecordedUnits:
                 with self._gathered_outside():
                     yield
                 self._succeeded()
+                reductions = fsdp.grad_reduce_pipeline
+                reductions.order = [*dict.fromkeys((*self._reduced, *reductions.order))]
             except BaseException:
                 take_back_unlaunched(fsdp)
                 self._backward.drop()
@@ -115,6 +118,8 @@ class RecordedUnits:
                 stream.wait_stream(current)
             if phase == "forward" and storages is not None:
                 storages.leave_room()
+            if self._fsdp.dist_index.use_hybrid_fsdp and torch.cuda.is_current_stream_capturing():
+                reductions.marked = self._reduced
             yield
             if phase == "backward":
                 reductions.wait_for_previous_grad_reduce(0)
@@ -128,6 +133,8 @@ class RecordedUnits:
             recorded = torch.cuda.is_current_stream_capturing()  # such collectives never run
             drop_collectives(self._fsdp, finished=not recorded)
             raise
+        finally:
+            reductions.marked = None
 
     def _gradient_storages(self) -> GradientStorages | None:
         """The memory of the optimizer's gradients, if it can stay in that of the graph that is being recorded."""
@@ -194,6 +201,7 @@ class RecordedUnits:
         """
         self._backward.begin(self._units, self)
         reductions = self._fsdp.grad_reduce_pipeline
+        reductions.replayed = self._reduced
         groups = reductions.buffer.parameter_groups
         if any(groups[bucket].fsdp_unit_id is not None for _, _, bucket in reductions.grad_reduce_queue):
             reductions.wait_for_previous_grad_reduce(0)
