@@ -12,6 +12,7 @@ from ..fsdp_variants import run_backward
 
 MODEL, DECODER, LAYER = -1, 0, 1
 KINDS = pytest.mark.parametrize("kind", [MODEL, DECODER, LAYER])
+RECORDED = pytest.mark.parametrize("kind", [MODEL, DECODER])
 GATHER, SHARD, SUM = "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce"
 
 
@@ -115,7 +116,7 @@ def run_evaluation(training):
         run_backward(training.fsdp, training.case)
 
 
-@pytest.mark.parametrize("kind", [MODEL, DECODER])
+@RECORDED
 def test_a_schedule_that_does_not_say_which_replay_is_the_last_is_an_error(hybrid_ranks, kind):
     with trained(kind, hybrid_ranks, "no_shard") as training:
         run(training, last=False)
@@ -126,7 +127,7 @@ def test_a_schedule_that_does_not_say_which_replay_is_the_last_is_an_error(hybri
         training.fsdp.finish_grad_sync()
 
 
-@pytest.mark.parametrize("kind", [MODEL, DECODER])
+@RECORDED
 def test_a_capture_sends_nothing_in_graphs(hybrid_ranks, kind):
     with trained(kind, hybrid_ranks, "optim") as training:
         training.helper.delete_cuda_graphs()
@@ -134,6 +135,72 @@ def test_a_capture_sends_nothing_in_graphs(hybrid_ranks, kind):
         with sent_between_instances(training.fsdp) as sent:
             training.helper.create_cudagraphs()
         assert set(names(sent)) == {GATHER}  # before the warm-up
+
+
+@contextmanager
+def waits():
+    """Note which stream waits for which event."""
+    found = []
+    wait_event = torch.cuda.Stream.wait_event
+
+    def note(stream, event):
+        found.append((stream, event))
+        return wait_event(stream, event)
+
+    with mock.patch.object(torch.cuda.Stream, "wait_event", note):
+        yield found
+
+
+@RECORDED
+def test_graphs_of_forward_passes_wait_for_each_bucket_of_units_by_itself(hybrid_ranks, kind):
+    with trained(kind, hybrid_ranks, "optim") as training:
+        training.helper.delete_cuda_graphs()
+        with waits() as waited:
+            training.helper.create_cudagraphs()
+        gathers, groups = training.fsdp.all_gather_pipeline, training.fsdp.param_and_grad_buffer.parameter_groups
+        assert set(gathers.between_instances) == set(range(len(groups)))
+        units = [bucket for bucket, group in enumerate(groups) if group.fsdp_unit_id is not None]
+        of_gathers = [event for stream, event in waited if stream is gathers.ag_stream and event.external]
+        assert of_gathers == [gathers.between_instances[bucket] for bucket in units]
+        assert not gathers.recording
+
+
+def test_a_replay_waits_for_what_is_outside_of_units_and_an_eager_pass_for_all(hybrid_ranks):
+    with trained(MODEL, hybrid_ranks, "optim") as training:
+        gathers, groups = training.fsdp.all_gather_pipeline, training.fsdp.param_and_grad_buffer.parameter_groups
+        bucket_of = {event: bucket for bucket, event in gathers.between_instances.items()}
+        outside = {bucket for bucket, group in enumerate(groups) if group.fsdp_unit_id is None}
+
+        def awaited(mode):
+            mode()
+            with waits() as waited:
+                run(training, last=False)
+            return {bucket_of[event] for _, event in waited if event in bucket_of}
+
+        assert outside
+        for _ in range(2):  # steps
+            assert awaited(training.model.train) == outside
+            assert awaited(training.model.eval) == {*bucket_of.values()}
+            assert awaited(training.model.train) == set()
+            training.fsdp.finish_grad_sync()
+
+
+@RECORDED
+def test_after_a_replay_reductions_wait_for_their_bucket_and_after_an_eager_pass_for_its_end(hybrid_ranks, kind):
+    with trained(kind, hybrid_ranks, "no_shard") as training:
+        reductions = training.fsdp.grad_reduce_pipeline
+        groups = training.fsdp.param_and_grad_buffer.parameter_groups
+        in_graph = [group for group in groups if kind == MODEL or group.fsdp_unit_id is not None]
+        for mode, replayed in ((training.model.train, True), (training.model.eval, False)):
+            mode()
+            with waits() as waited:
+                run(training, last=True)
+            own = [event for stream, event in waited if stream is reductions.outer_fsdp_group_grad_reduce_stream]
+            external = [event for event in own if event.external]
+            assert len(set(external)) == len(external) == (len(in_graph) if replayed else 0)
+            assert bool(len(own) - len(external)) == (not replayed or kind == DECODER)
+            assert (reductions.replayed, reductions.marked) == ({}, None)
+            training.fsdp.finish_grad_sync()
 
 
 @pytest.mark.parametrize("outer", ["no_shard", "optim"])

@@ -79,11 +79,11 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             return
         if gathers and not force_sync and self.ddp_config.overlap_param_gather:
             self._replace_param_with_raw_if_needed()
-            if self.dist_index.hsdp_outer_dp_shard and self.fsdp_hooks.registry.has_graphs:
-                self.all_gather_pipeline.gather_between_instances()
             if self.graphs_of_model is not None:
                 self.graphs_of_model.start_gather()
             elif self.data_parallel_sharding_strategy != "no_shard":
+                if self.dist_index.hsdp_outer_dp_shard and self.fsdp_hooks.registry.has_graphs:
+                    self.all_gather_pipeline.gather_between_instances()
                 first = next(self.module.parameters())
                 self.all_gather_and_wait_parameters_ready(params=[first], prefetch=True, wait_bucket_ready=False)
             return

@@ -7,6 +7,7 @@ released are not released again, and the copies around the optimizer's step are 
 Everything else in this module is megatron-core's.
 """
 
+from collections.abc import Collection
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -172,7 +173,24 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
     """megatron-core's ``AllGatherPipeline``, which releases only what is not released.
 
     It can gather all parameters between the instances of hybrid sharding at once.
+
+    Attributes:
+        between_instances: The events after which buckets have been gathered between instances, by bucket; graphs of
+            forward passes wait for them.
+        recording: Whether such a graph is being recorded.
     """
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        self.between_instances: dict[int, torch.cuda.Event] = {}
+        self.recording = False
+        self._awaited = True
+
+    def async_bucket_gather(self, bucket_id: int, bwd: bool) -> None:
+        """Gather a bucket; see megatron-core."""
+        if self.recording:
+            torch.cuda.current_stream().wait_event(self.between_instances[bucket_id])
+        super().async_bucket_gather(bucket_id, bwd)
 
     def all_gather_params(
         self, params: list[torch.nn.Parameter], *args: Any, outer_fsdp_group_param_gather: bool = False, **kwargs: Any
@@ -181,29 +199,34 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
         between_instances = outer_fsdp_group_param_gather and not self.buffer.gathered_between_instances
         super().all_gather_params(params, *args, outer_fsdp_group_param_gather=between_instances, **kwargs)
 
-    def gather_between_instances(self) -> None:
+    def gather_between_instances(self, replayed: Collection[int] = ()) -> None:
         """Gather all parameters between instances, which shard them, unless that was done in this step.
 
-        The current stream waits for it. Afterwards buckets are gathered within an instance only.
+        The current stream waits for all but the buckets ``replayed``, which it uses in replays only. Afterwards buckets
+        are gathered within an instance only.
         """
-        buffer = self.buffer
-        if buffer.gathered_between_instances:
+        current, stream = torch.cuda.current_stream(), self.outer_fsdp_group_param_gather_stream
+        if not self.buffer.gathered_between_instances:
+            self.buffer.gathered_between_instances, self._awaited = True, False
+            stream.wait_stream(current)
+            with torch.cuda.stream(stream):
+                self._gather_between_instances()
+        if self._awaited:
             return
-        buffer.gathered_between_instances = True
-        weights: dict[Any, dict[Any, None]] = {}  # ordered sets of buffers, by process group
-        for bucket, params in enumerate(buffer.parameter_groups):
+        for bucket in self.between_instances.keys() - replayed:
+            current.wait_event(self.between_instances[bucket])
+        self._awaited = not replayed
+
+    def _gather_between_instances(self) -> None:
+        buffer = self.buffer
+        # What is outside of units is needed first.
+        order = sorted(enumerate(buffer.parameter_groups), key=lambda each: each[1].fsdp_unit_id is not None)
+        for bucket, params in order:
             group = buffer.dist_index.get_outer_fsdp_group(is_expert_parallel=params.is_expert_param)
-            both = (self.get_fsdp_buffer(bucket, bwd) for bwd in (False, True))
-            weights.setdefault(group, {}).update(dict.fromkeys(both))
-        stream = self.outer_fsdp_group_param_gather_stream
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for group, buffers in weights.items():
-                with torch.distributed._coalescing_manager(group):
-                    for shard in (each.data for each in buffers):
-                        own = shard.chunk(group.size())[group.rank()]
-                        torch.distributed.all_gather_into_tensor(output_tensor=shard, input_tensor=own, group=group)
-        torch.cuda.current_stream().wait_stream(stream)
+            for weights in dict.fromkeys(self.get_fsdp_buffer(bucket, bwd).data for bwd in (False, True)):
+                own = weights.chunk(group.size())[group.rank()]
+                torch.distributed.all_gather_into_tensor(output_tensor=weights, input_tensor=own, group=group)
+            self.between_instances.setdefault(bucket, torch.cuda.Event(external=True)).record()
 
     def recycle_unused_buckets(self) -> None:
         """Release the buckets that are not used any more; see megatron-core."""

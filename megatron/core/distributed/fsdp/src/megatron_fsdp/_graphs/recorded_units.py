@@ -67,7 +67,8 @@ class RecordedUnits:
         microbatches = fsdp.microbatch_count
         self._begin("before forward")
         with prepared(fsdp):
-            self.gather_between_instances()
+            if fsdp.dist_index.hsdp_outer_dp_shard:
+                fsdp.all_gather_pipeline.gather_between_instances()
             try:
                 with self._gathered_outside():
                     yield
@@ -111,7 +112,8 @@ class RecordedUnits:
         reductions = self._fsdp.grad_reduce_pipeline
         self._release()
         current = torch.cuda.current_stream()
-        others = self._fsdp.all_gather_pipeline.ag_stream, reductions.rs_stream
+        gathers = self._fsdp.all_gather_pipeline
+        others = gathers.ag_stream, reductions.rs_stream
         storages = self._gradient_storages()
         try:
             for stream in others:
@@ -120,6 +122,7 @@ class RecordedUnits:
                 storages.leave_room()
             if self._fsdp.dist_index.use_hybrid_fsdp and torch.cuda.is_current_stream_capturing():
                 reductions.marked = self._reduced
+                gathers.recording = phase == "forward" and self._fsdp.dist_index.hsdp_outer_dp_shard
             yield
             if phase == "backward":
                 reductions.wait_for_previous_grad_reduce(0)
@@ -134,7 +137,7 @@ class RecordedUnits:
             drop_collectives(self._fsdp, finished=not recorded)
             raise
         finally:
-            reductions.marked = None
+            reductions.marked, gathers.recording = None, False
 
     def _gradient_storages(self) -> GradientStorages | None:
         """The memory of the optimizer's gradients, if it can stay in that of the graph that is being recorded."""
@@ -185,9 +188,12 @@ class RecordedUnits:
         self._weights.check()
 
     def gather_between_instances(self) -> None:
-        """Gather parameters between instances of hybrid sharding, if these shard them, once in a step."""
+        """Gather parameters between instances of hybrid sharding, if these shard them, once in a step.
+
+        Graphs wait for those of the units, and the current stream for the others.
+        """
         if self._fsdp.dist_index.hsdp_outer_dp_shard:
-            self._fsdp.all_gather_pipeline.gather_between_instances()
+            self._fsdp.all_gather_pipeline.gather_between_instances(replayed=self._buckets)
 
     def before_eager_forward(self) -> None:
         """Called right before a forward pass with gradients that runs eagerly, where other ranks may replay theirs."""
