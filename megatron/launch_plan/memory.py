@@ -96,11 +96,11 @@ def activation_bytes(config: Any, seq_length: int, micro_batch_size: int, layers
     parts = config.tensor_model_parallel_size
     divided = 8 * config.hidden_size + config.ffn_hidden_size * (6 if config.gated_linear_unit else 4)
     others = 10 * config.hidden_size  # inputs of norms and of projections, masks of dropout
-    of_layer = tokens * (divided // parts + others // (parts if config.sequence_parallel else 1))
+    shares = parts if config.sequence_parallel else 1
+    of_layer = tokens * (divided // parts + others // shares)
     if config.recompute_granularity != "full":
         return of_layer * layers
-    shares = config.sequence_parallel or config.distribute_saved_activations
-    of_input = tokens * 2 * config.hidden_size // (parts if shares else 1)
+    of_input = tokens * 2 * config.hidden_size // shares
     recomputed = min(config.recompute_num_layers, layers)
     if config.recompute_method == "block":  # the first layers, one at a time, after those that are kept
         return of_input * recomputed + of_layer * max(layers - recomputed, 1)

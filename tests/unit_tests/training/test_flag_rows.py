@@ -88,6 +88,7 @@ EXAMPLES = {
     "full recomputation": Example(f"{FULL} --cuda-graph-layers-per-graph 1"),
     "recomputed layers with dropout": Example(f"{FULL} --hidden-dropout 0.1"),
     "recomputation of layers": Example(FULL),
+    "divided activations": Example(f"{FULL} --distribute-saved-activations --tensor-model-parallel-size 2"),
     "recomputed router": Example(f"{MOE} moe_router {SELECTIVE} moe"),
     "recomputed dropout": Example(f"--attention-dropout 0.1 {SELECTIVE} core_attn"),
     "recomputed mlp with bias": Example(f"{SELECTIVE} mlp"),

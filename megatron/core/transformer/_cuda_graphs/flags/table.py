@@ -335,6 +335,13 @@ _REFUSED = [
         "set --hidden-dropout 0 and --attention-dropout 0, and leave --moe-input-jitter-eps out",
     ),
     _refused(
+        "divided activations",
+        "--distribute-saved-activations",
+        lambda options: bool(options.get("distribute_saved_activations")),
+        "--distribute-saved-activations: Megatron-FSDP's hooks hand on views of hidden states, which megatron-core "
+        "does not divide, with or without graphs; leave it out",
+    ),
+    _refused(
         "recomputed mlp with bias",
         "--recompute-modules mlp, --disable-bias-linear missing",
         lambda options: options.recomputes("mlp") and bool(options.get("add_bias_linear", True)),
