@@ -184,6 +184,7 @@ FEATURES: dict[str, Setting] = {
     },
     "packed sequences in graphs": {**PACKED, "--cuda-graph-packed-sequences": "32"},
     "packed sequences beside graphs": {**PACKED, MODULES: "mlp"},
+    "context parallel": {"--context-parallel-size": "2", "--spec": "tests.support.gathering_attention local_layer"},
     "job: evaluation": {"--eval-iters": "1", "--eval-interval": "2"},
     "checkpoints": {"--save": CHECKPOINTS, "--save-interval": str(SAVED)},
     "job: no warm-up": {"--cuda-graph-warmup-steps": "0"},
@@ -202,7 +203,6 @@ ELSEWHERE = {
     "fused weight gradients of sharded parameters": "Apex",
     "fp8": "TransformerEngine's layers",
     "fp8 parameters": "TransformerEngine's layers",
-    "context parallel": "TransformerEngine's attention",
     "user buffers": "NCCL",
     "latent attention": "TransformerEngine's attention",
 }
