@@ -237,3 +237,19 @@ def test_the_sanitizer_names_memory_that_went(monkeypatch, phase, change, named)
     change(model, owner, passes)
     with pytest.raises(MovedBufferError, match=f"before the {phase} replay of model, the memory of {named}"):
         passes(inputs(3)) if losses is None else losses.mean().backward()
+
+
+def test_passes_without_grad_are_one_graph_and_their_outputs_new_tensors():
+    model, owner = Sums(), Owner()
+    model.module.eval()
+    x, weights = inputs(0)
+    passes = WholePasses("model", {"x": x, "weights": weights}, owner, has_backward=False)
+    with torch.no_grad():
+        passes.capture(model.losses, model.module, 1)
+        assert owner.events == ["forward", "forward ends", "forward captured", "forward ends"]
+        assert passes.forward_graph is not None and passes.backward_graph is None
+        expected = [model.losses(*inputs(step)) for step in range(2)]
+        replayed = [passes(inputs(step)) for step in range(2)]
+    assert_same_bits(replayed, expected)
+    assert passes.replays == 2
+    assert not any(total.any() for total in model.sums.values())
