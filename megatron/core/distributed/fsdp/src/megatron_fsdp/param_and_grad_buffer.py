@@ -207,10 +207,10 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
         """
         current, stream = torch.cuda.current_stream(), self.outer_fsdp_group_param_gather_stream
         if not self.buffer.gathered_between_instances:
-            self.buffer.gathered_between_instances, self._awaited = True, False
             stream.wait_stream(current)
             with torch.cuda.stream(stream):
                 self._gather_between_instances()
+            self.buffer.gathered_between_instances, self._awaited = True, False
         if self._awaited:
             return
         for bucket in self.between_instances.keys() - replayed:

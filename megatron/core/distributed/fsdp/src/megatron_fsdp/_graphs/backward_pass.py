@@ -73,6 +73,7 @@ class BackwardPass:
         """
         if self.phase is Phase.CLOSED:
             self.phase, self._caller_ends_it = Phase.REPLAYED, caller_ends_it
+            self._fsdp.grad_reduce_pipeline.replayed = {}
             if not caller_ends_it:
                 torch.autograd.Variable._execution_engine.queue_callback(self.finish_backward)
         if not replayed and self.phase is Phase.REPLAYED:

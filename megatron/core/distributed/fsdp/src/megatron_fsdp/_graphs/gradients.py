@@ -50,10 +50,8 @@ class Gradients:
         """
         if self._registry.records_reductions and self._registry.captured is None:
             self.final = self._is_last()
-            reductions = self._fsdp.grad_reduce_pipeline
             if self.final:
-                reductions.reduce_all_between_instances()
-            reductions.replayed = {}
+                self._fsdp.grad_reduce_pipeline.reduce_all_between_instances()
 
     def _is_last(self) -> bool:
         """Whether the backward pass is known to be its step's last."""
