@@ -18,6 +18,10 @@ PLACES = {
     "collectives of layers": ("--matching", "ProcessGroup", "--kinds", "exception", "--layers-per-graph", "1"),
     "torch's FSDP2": ("--case", '{"torch_fsdp": true, "tied": false}', "--layers-per-graph", "0", "--stride", "181"),
     "tensor parallel": ("--tp", "2", "--stride", "301", "--layers-per-graph", "1", "-1"),
+    "instances": (
+        *("--case", '{"instances": 2, "outer": "optim"}', "--matching", "ProcessGroup", "--kinds", "exception"),
+        *("--layers-per-graph", "0", "-1"),
+    ),
     "expert parallel": (
         *("--ep", "2", "--case", '{"experts": 4, "capacity": 1.0}', "--layers-per-graph", "1", "--stride", "301"),
     ),

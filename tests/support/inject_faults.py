@@ -386,7 +386,10 @@ def main() -> None:
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
-        tensor_model_parallel_size=args.tp, expert_model_parallel_size=args.ep, distributed_timeout_minutes=LIMIT / 60
+        tensor_model_parallel_size=args.tp,
+        expert_model_parallel_size=args.ep,
+        num_distributed_optimizer_instances=args.case.get("instances", 1),
+        distributed_timeout_minutes=LIMIT / 60,
     )
     first = args.stride // 2 if args.first is None else args.first
     command = command_line("tests/support/inject_faults.py", sys.argv[1:]).replace(
