@@ -36,6 +36,22 @@ LAYERS: list[dict[str, Any]] = [
     OPTIM | {"modules": ["attn"], "dtype": "bf16", "microbatches": 2},
     OPTIM | {"experts": 4, "modules": ["attn", "moe_router"], "microbatches": 2},
 ]
+# Beside what else graphs of the whole model hold.
+OTHERS: list[dict[str, Any]] = [
+    MODEL | OPTIM | {"dtype": "bf16", "microbatches": 2, **case}
+    for case in (
+        {"mtp": 1, "dropout": 0.1},
+        {"config": ["recompute_granularity='full'", "recompute_method='uniform'", "recompute_num_layers=1"]},
+        {"experts": 4, "grouped_tensor": True},
+        {"pattern": "M*-M"},
+        {"fp8": "delayed"},
+    )
+]
+# Experts of an instance are shared out among its ranks: each has gradients of its own whole.
+EXPERTS: list[dict[str, Any]] = [
+    {"experts": 4, "capacity": 1.0, "microbatches": 2, "dtype": "bf16", **case}
+    for case in (MODEL, MODEL | OPTIM, OPTIM, LAYER | OPTIM)
+]
 # Some steps run eagerly: on all ranks, or on the last one while the others replay.
 SHORTER: dict[str, Any] = {"sequences_later": [8, 16], "steps": 8, "max_captures": 1}
 CHANGED: list[dict[str, Any]] = [
@@ -49,7 +65,7 @@ CHANGED: list[dict[str, Any]] = [
         LAYER | OPTIM | {"later_on_one_rank": True},
     )
 ]
-EQUAL = [*WHOLE_MODEL, *DECODER, *LAYERS, *CHANGED]
+EQUAL = [*WHOLE_MODEL, *DECODER, *LAYERS, *OTHERS, *CHANGED]
 QUICK = [WHOLE_MODEL[4], DECODER[0], LAYERS[1], CHANGED[2]]
 FAILED: list[dict[str, Any]] = [
     MODEL | OPTIM | {"control": "failed_backward_capture", "microbatches": 2},
@@ -69,6 +85,11 @@ def results(compare_runs):
     return Trained([*EQUAL, *FAILED, *DEAD], compare_runs, SIZES, "--instances", "2", ranks=4)
 
 
+@pytest.fixture(scope="module")
+def of_experts(compare_runs):
+    return Trained(EXPERTS, compare_runs, SIZES, "--instances", "2", "--ep", "2", ranks=4)
+
+
 def replays_of_a_step(case):
     """How often graphs are replayed in the last step of ``case``: for each of its micro-batches twice, or per layer."""
     microbatches = case.get("microbatches_later") or case.get("microbatches", 1)
@@ -79,6 +100,13 @@ def replays_of_a_step(case):
 @pytest.mark.parametrize("case", mostly_long(EQUAL, *QUICK), ids=name_of)
 def test_graphs_train_bit_for_bit_as_eager(results, case):
     result = results[name_of(case)]
+    assert_as_eager(result)
+    assert result["replays"] == replays_of_a_step(case)
+
+
+@pytest.mark.parametrize("case", mostly_long(EXPERTS, EXPERTS[1]), ids=name_of)
+def test_experts_of_each_rank_train_bit_for_bit_as_eager(of_experts, case):
+    result = of_experts[name_of(case)]
     assert_as_eager(result)
     assert result["replays"] == replays_of_a_step(case)
 
