@@ -93,7 +93,7 @@ class StepMetrics:
         count = 0
         for module in self.graphable:
             count += len(getattr(module, "cuda_graphs", ()))
-            count += hasattr(vars(module).get("forward"), "passes")  # they stand for a model's or decoder's
+            count += len(getattr(vars(module).get("forward"), "slots", ()))  # they stand for a model's or decoder's
             manager = getattr(module, "cudagraph_manager", None)
             count += sum(runner.fwd_graph is not None for runner in getattr(manager, "cudagraph_runners", ()))
         return count

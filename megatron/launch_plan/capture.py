@@ -6,11 +6,11 @@ from typing import Any
 
 from megatron.core.transformer._cuda_graphs.engine.plan import Pass, Plan, ordered_plan
 from megatron.core.transformer._cuda_graphs.flags.own import WHOLE_MODEL, layers_per_graph
-from megatron.core.transformer._cuda_graphs.te import whole_model
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
 from megatron.core.transformer._cuda_graphs.te.graph_choice import Holds, blocker, recomputes_layers
 from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
 from megatron.core.transformer._cuda_graphs.te.layers import decoder_layers
+from megatron.core.transformer._cuda_graphs.te.whole_model import inputs_of_slots
 
 
 @dataclass(frozen=True)
@@ -21,15 +21,18 @@ class Graph:
         kind: Which passes it holds.
         layers: The numbers of the layers in it, in the order in which they run; empty for the whole model.
         mtp: Whether they are layers of multi-token prediction.
+        chunk: The chunk of the whole model, counted from 1; None if it is not divided into pipeline stages.
     """
 
     kind: Pass
     layers: tuple[int, ...]
     mtp: bool = False
+    chunk: int | None = None
 
     def __str__(self) -> str:
         if not self.layers:
-            return f"{self.kind.value} of the whole model"
+            what = "the whole model" if self.chunk is None else f"chunk {self.chunk} as a whole"
+            return f"{self.kind.value} of {what}"
         noun = "layers" if len(self.layers) > 1 else "layer"
         return f"{self.kind.value} of {'MTP ' if self.mtp else ''}{noun} {spans(self.layers)}"
 
@@ -53,17 +56,38 @@ class Captured:
     why_nothing: str = ""
 
 
-def captures_whole_model(helper: TECudaGraphHelper) -> bool:
-    """Whether ``helper`` would capture the whole model after steps of ``pretrain_gpt.py``, which calls it as fits."""
+def captures_whole_model(helper: TECudaGraphHelper, elsewhere: str = "") -> bool:
+    """Whether ``helper`` would capture the whole model after steps of ``pretrain_gpt.py``, which calls it as fits.
+
+    Args:
+        helper: Of one pipeline stage.
+        elsewhere: Why another stage cannot be captured as a whole; empty if it can.
+    """
     wanted, stepped = layers_per_graph(helper.config), helper.config.cuda_graph_warmup_steps > 0
-    return (wanted == WHOLE_MODEL or (wanted is None and stepped)) and not blocker(helper.stage, Holds.MODEL)
+    asked = wanted == WHOLE_MODEL or (wanted is None and stepped)
+    return asked and not elsewhere and not blocker(helper.stage, Holds.MODEL)
 
 
-def why_nothing(helper: TECudaGraphHelper) -> str:
-    """Say why ``helper`` would capture nothing after steps of ``pretrain_gpt.py``; empty if it would."""
+def _whole_chunks(helper: TECudaGraphHelper) -> Captured:
+    stage, shape = helper.stage, (helper.seq_length, helper.micro_batch_size)
+    models = [chunk.model for chunk in stage.chunks]
+    order = CaptureArguments(stage, [[model] for model in models if model is not None], *shape).order()
+    plan, inputs = inputs_of_slots(models, order, *shape)
+    graphs: list[Graph] = []
+    in_flight, most = 0, 0
+    for step in plan.steps:
+        index = plan.callable_of_slot[step.slot]
+        graphs.append(Graph(step.kind, (), chunk=None if stage.one_graph_serves_all else index + 1))
+        in_flight += len(stage.chunks[index].layers) * (1 if step.kind is Pass.FORWARD else -1)
+        most = max(most, in_flight)
+    return Captured(graphs, order.order, inputs, most)
+
+
+def why_nothing(helper: TECudaGraphHelper, whole_model: bool) -> str:
+    """Say why ``helper`` would capture nothing, not even the ``whole_model``; empty if it would capture something."""
     if not helper.flattened_callables:
         return "no layer has a part that --cuda-graph-modules names"
-    if not recomputes_layers(helper.stage) or captures_whole_model(helper):
+    if not recomputes_layers(helper.stage) or whole_model:
         return ""
     reason = blocker(helper.stage, Holds.DECODER)
     return reason and f"layers are computed again in their backward pass, and {reason}"
@@ -75,15 +99,14 @@ def _layers_in_one_graph(helper: TECudaGraphHelper) -> list[Any]:
     return decoder_layers(helper.chunks_with_decoder[0])
 
 
-def captured_by(helper: TECudaGraphHelper) -> Captured:
-    """Return what ``helper`` would capture after steps of ``pretrain_gpt.py``."""
+def captured_by(helper: TECudaGraphHelper, elsewhere: str = "") -> Captured:
+    """Return what ``helper`` would capture after steps of ``pretrain_gpt.py``; see ``captures_whole_model``."""
     layers = helper.flattened_callables
-    if reason := why_nothing(helper):
+    whole_model = captures_whole_model(helper, elsewhere)
+    if reason := why_nothing(helper, whole_model):
         return Captured((), (), (), 0, reason)
-    if captures_whole_model(helper):
-        whole = [Graph(Pass.FORWARD, ()), Graph(Pass.BACKWARD, ())]
-        inputs = whole_model.sample_inputs(helper.chunks_with_decoder[0], helper.seq_length, helper.micro_batch_size)
-        return Captured(whole, (1, -1), [inputs], len(layers))
+    if whole_model:
+        return _whole_chunks(helper)
     graphs: list[Graph] = []
     static: list[Any] = []
     in_flight, numbers = 0, ()

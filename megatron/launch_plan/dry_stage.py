@@ -91,22 +91,32 @@ def fsdp_buffers(helper: TECudaGraphHelper) -> list[Any]:
 
 
 def whole_model_blocker(args: argparse.Namespace, whole_layers: bool = False) -> str:
-    """Say why the whole model cannot be captured; empty if it can.
+    """Say why the whole model cannot be captured, in all of its pipeline stages; empty if it can.
 
     Args:
         args: Validated arguments.
         whole_layers: Whether to leave ``--cuda-graph-modules`` aside.
     """
-    with quietly(), dry_stage(args, 0) as helper:
-        if whole_layers:
-            helper.config.cuda_graph_modules = []
-        return blocker(helper.stage, Holds.MODEL)
+    for stage in range(args.pipeline_model_parallel_size):
+        with quietly(), dry_stage(args, stage) as helper:
+            if whole_layers:
+                helper.config.cuda_graph_modules = []
+            found = blocker(helper.stage, Holds.MODEL)
+        if found:
+            return found
+    return ""
+
+
+def blocker_elsewhere(args: argparse.Namespace) -> str:
+    """Return ``whole_model_blocker`` of a pipeline, whose stages hold the same; empty without stages."""
+    return whole_model_blocker(args) if args.pipeline_model_parallel_size > 1 else ""
 
 
 def parts_of_stage(args: argparse.Namespace, stage: int) -> list[Part]:
     """Return the parts of a pipeline stage, with which of them run in graphs; see ``dry_stage``."""
+    elsewhere = blocker_elsewhere(args)
     with quietly(), dry_stage(args, stage) as helper:
-        return parts_of(helper, captures_whole_model(helper))
+        return parts_of(helper, captures_whole_model(helper, elsewhere))
 
 
 def _models(args: argparse.Namespace) -> tuple[Any, list[torch.nn.Module]]:

@@ -79,7 +79,7 @@ def _count(models: list[Any], name: str) -> int:
 
 def _parts_of_layers(helper: TECudaGraphHelper, every: list[torch.nn.Module], whole_model: bool) -> Iterator[Part]:
     options = Options(helper.config)
-    reason = why_nothing(helper)
+    reason = why_nothing(helper, whole_model)
     graphable = {*(() if reason else helper.flattened_callables)}
     layers_of: dict[str, list[torch.nn.Module]] = {}
     for layer in every:

@@ -73,16 +73,17 @@ def other_graphs(args: argparse.Namespace) -> str:
 
 def _stages(args: argparse.Namespace, every_graph: bool) -> Iterator[str]:
     from .capture import captured_by
-    from .dry_stage import dry_stage, fsdp_buffers
+    from .dry_stage import blocker_elsewhere, dry_stage, fsdp_buffers
     from .memory import activation_bytes, distinct_bytes, fsdp_memory, rows_of_experts
     from .quiet import quietly
 
     if not captures_layers(args):
         yield other_graphs(args) or f"No layer would be captured: --cuda-graph-impl is {args.cuda_graph_impl}."
         return
+    elsewhere = blocker_elsewhere(args)
     for stage in range(args.pipeline_model_parallel_size):
         with quietly(), dry_stage(args, stage) as helper:
-            captured = captured_by(helper)
+            captured = captured_by(helper, elsewhere)
             found = fsdp_memory(fsdp_buffers(helper), args)
             found["static_inputs"] = distinct_bytes(captured.static_inputs)
             sizes = helper.config, helper.seq_length, helper.micro_batch_size

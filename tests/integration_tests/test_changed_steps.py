@@ -51,13 +51,20 @@ MICROBATCHES: list[dict[str, Any]] = [
         (4, 2, {"modules": ["attn"], "evaluates": True}),
         (2, 4, {"virtual": 2, "dtype": "bf16"}),
         (4, 2, {"virtual": 2}),
+        (2, 4, {"layers_per_graph": None, "evaluates": True}),
+        (4, 2, {"layers_per_graph": None, "virtual": 2}),
         (1, 3, {"fsdp": False}),
         (2, 4, {"fsdp": False, "virtual": 2}),
     )
 ]
 WITHOUT_CAPTURES: list[dict[str, Any]] = [
     {"microbatches": 2, "microbatches_later": 4, "max_captures": 1},
+    {"microbatches": 2, "microbatches_later": 4, "max_captures": 1, "layers_per_graph": None},
     {"microbatches": 2, "microbatches_later": 4, "max_captures": 1, "fsdp": False, "virtual": 2},
+]
+OTHER_LENGTHS: list[dict[str, Any]] = [
+    {"layers_per_graph": None, "microbatches": 4, "sequences_later": [24, 32], "turn": 2, "steps": 9, **case}
+    for case in ({}, {"virtual": 2})
 ]
 
 
@@ -68,7 +75,7 @@ def data_parallel(compare_runs):
 
 @pytest.fixture(scope="module")
 def pipeline(compare_runs):
-    return Trained(MICROBATCHES + WITHOUT_CAPTURES, compare_runs, PIPELINE, "--pp", "2")
+    return Trained(MICROBATCHES + WITHOUT_CAPTURES + OTHER_LENGTHS, compare_runs, PIPELINE, "--pp", "2")
 
 
 def steps_of_replays(result):
@@ -108,6 +115,8 @@ def test_graphs_are_captured_for_each_number_of_micro_batches(pipeline, case):
     result = pipeline[name_of(case)]
     assert_as_eager(result)
     passes = 2 * PIPELINE["layers"] // 2  # of a stage, forward and backward
+    if "layers_per_graph" in case:
+        passes = 2 * case.get("virtual", 1)
     after = [passes * case["microbatches_later"]] * (PIPELINE["steps"] - CAPTURED_AFTER - 1)
     assert result["step_replays"] == [0] * CAPTURED_AFTER + [passes * case["microbatches"], *after]
 
@@ -127,4 +136,11 @@ def test_megatrons_loop_captures_again_where_the_batch_grows(tmp_path):
     )
     eager, graphed = (pretrain(tmp_path / str(graphs), flags, graphs=graphs) for graphs in (False, True))
     assert numbers(graphed) == numbers(eager)
-    assert [step["graphs"] for step in graphed] == [0] * 3 + [2 * 2] * 3 + [2 * 4] * 3
+    assert [step["graphs"] for step in graphed] == [0] * 3 + [2] * 3 + [4] * 3
+
+
+@pytest.mark.parametrize("case", mostly_long(OTHER_LENGTHS, OTHER_LENGTHS[1]), ids=name_of)
+def test_whole_chunks_of_a_pipeline_run_eagerly_with_another_sequence_length(pipeline, case):
+    result = pipeline[name_of(case)]
+    assert_as_eager(result)
+    assert steps_of_replays(result) == [3, 6, 7]

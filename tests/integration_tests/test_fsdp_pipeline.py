@@ -1,7 +1,7 @@
-"""Pipeline stages under Megatron-FSDP, with a graph per layer and micro-batch, train bit for bit as eagerly.
+"""Pipeline stages under Megatron-FSDP train bit for bit as eagerly, with graphs for each micro-batch.
 
-Two stages, each with one chunk of the model (1F1B) or with several that interleave, on two CPU ranks or, with two
-data-parallel or tensor-parallel ranks a stage, on four.
+These hold whole chunks of the model, or a layer each. Two stages, each with one chunk (1F1B) or with several that
+interleave, on two CPU ranks or, with two data-parallel or tensor-parallel ranks a stage, on four.
 """
 
 from typing import Any
@@ -35,30 +35,78 @@ TWO_RANKS: list[dict[str, Any]] = [
     {"dropout": 0.1, **MOE},
     {"virtual": 2, "layers": 8, "dtype": "bf16", "dropout": 0.1},
 ]
-FAILURES: list[dict[str, Any]] = [FAILURE, FAILURE | {"virtual": 2}]
+# A graph of each chunk, with embedding, output layer and losses, in each direction and for each micro-batch.
+CHUNK: dict[str, Any] = {"layers_per_graph": None}
+PADDED: dict[str, Any] = {"experts": 4, "capacity": 1.0}
+RECOMPUTED: dict[str, Any] = {
+    "config": ["recompute_granularity='full'", "recompute_method='uniform'", "recompute_num_layers=2"]
+}
+WHOLE: list[dict[str, Any]] = [
+    CHUNK | case
+    for case in (
+        {"dtype": "bf16", "dropout": 0.1, "evaluates_often": True, "norm_on_device": True},
+        # Three layers in a chunk: more than the double buffer has places.
+        {"virtual": 2, "layers": 12, "dtype": "bf16", "dropout": 0.1, "microbatches": 6, "evaluates": True},
+        {"dtype": "fp16", "layers_per_graph": -1},
+        {"dropout": 0.1, "evaluates": True, **PADDED},
+        {"virtual": 2, "dropout": 0.1, **PADDED},
+        {"dtype": "bf16", "experts": 4, "grouped_tensor": True, "virtual": 2},
+        {"dtype": "bf16", "latent_attention": True, "optimizer_graph": True},
+        {"layers": 8, "dtype": "bf16", "evaluates": True, **RECOMPUTED},
+        {"virtual": 2, "layers": 12, "microbatches": 6, **RECOMPUTED},
+        {"virtual": 4, "layers": 8, "steps": 8, "dropout": 0.1, "control": "captured_again_later"},
+    )
+]
+WHOLE_OF_TWO_RANKS: list[dict[str, Any]] = [
+    CHUNK | case
+    for case in (
+        {"dtype": "bf16", "dropout": 0.1, "evaluates_often": True, "norm_on_device": True, "steps": 8},
+        {"virtual": 2, "layers": 8, "dtype": "bf16", "dropout": 0.1},
+        # Collectives of replays on one rank and of an eager pass on the other come in the same order.
+        {"dropout": 0.1, "control": "eager_micro_batch_on_one_rank"},
+        {"virtual": 2, "layers": 8, "dtype": "bf16", "control": "eager_micro_batch_on_one_rank"},
+        {"dropout": 0.1, **PADDED},
+    )
+]
+WHOLE_TENSOR_PARALLEL: list[dict[str, Any]] = [
+    CHUNK | case for case in ({"dtype": "bf16", "dropout": 0.1, "evaluates": True}, {"virtual": 2, "dropout": 0.1})
+]
+# Where one stage cannot be captured as a whole none is.
+REFUSED: list[dict[str, Any]] = [
+    CHUNK | {"control": "refused_on_one_stage"},
+    CHUNK | {"control": "refused_on_one_stage", "virtual": 2, "dropout": 0.1},
+]
+FAILURES: list[dict[str, Any]] = [
+    FAILURE,
+    FAILURE | {"virtual": 2},
+    FAILURE | CHUNK,  # whose layers are then tried
+    FAILURE | {"virtual": 2, "layers_per_graph": -1},
+]
 TENSOR_PARALLEL: list[dict[str, Any]] = [
     {"dtype": "bf16", "dropout": 0.1, "evaluates": True},
     {"virtual": 2, "dropout": 0.1, "modules": ["attn"]},
 ]
-DEAD_REPLAY: dict[str, Any] = {"virtual": 2, "control": "dead_replay"}
+DEAD_REPLAYS: list[dict[str, Any]] = [
+    {"virtual": 2, "control": "dead_replay", "layers_per_graph": most} for most in (0, None)
+]
 
 
 @pytest.fixture(scope="module")
 def one_rank(compare_runs):
     """The result of each case with one data-parallel rank a stage, by its name."""
-    return Trained([*ONE_RANK, *FAILURES, DEAD_REPLAY], compare_runs, SIZES, "--pp", "2")
+    return Trained([*ONE_RANK, *WHOLE, *REFUSED, *FAILURES, *DEAD_REPLAYS], compare_runs, SIZES, "--pp", "2")
 
 
 @pytest.fixture(scope="module")
 def two_ranks(compare_runs):
     """The same with two data-parallel ranks a stage."""
-    return Trained([*TWO_RANKS, *FAILURES], compare_runs, SIZES, "--pp", "2", ranks=4)
+    return Trained([*TWO_RANKS, *WHOLE_OF_TWO_RANKS, *REFUSED, *FAILURES], compare_runs, SIZES, "--pp", "2", ranks=4)
 
 
 @pytest.fixture(scope="module")
 def tensor_parallel(compare_runs):
     """The same with two tensor-parallel ranks a stage."""
-    return Trained(TENSOR_PARALLEL, compare_runs, SIZES, "--tp", "2", "--pp", "2", ranks=4)
+    return Trained(TENSOR_PARALLEL + WHOLE_TENSOR_PARALLEL, compare_runs, SIZES, "--tp", "2", "--pp", "2", ranks=4)
 
 
 def assert_bit_equal(case, result):
@@ -74,6 +122,39 @@ def assert_bit_equal(case, result):
 @pytest.mark.parametrize("case", mostly_long(ONE_RANK, ONE_RANK[1]), ids=name_of)
 def test_graphs_train_bit_for_bit_as_eager(one_rank, case):
     assert_bit_equal(case, one_rank[name_of(case)])
+
+
+def assert_whole_chunks_bit_equal(case, result):
+    assert_as_eager(result)
+    case = SIZES | case
+    chunks = case.get("virtual", 1)
+    assert result["graphs"] == 0  # of layers
+    replays = 2 * chunks * case["microbatches"]  # of the first rank, which replays all
+    assert result["step_replays"][-2:] == [replays, replays]
+    assert bool(result["clipping_replays"]) == (chunks == 1 and case.get("norm_on_device", False))
+    for_evaluation = 0 if "virtual" in case else case["layers"] // 2
+    assert result["evaluation_replays"] == replays_of_evaluations(case, for_evaluation)
+
+
+@pytest.mark.parametrize("case", mostly_long(WHOLE, WHOLE[0]), ids=name_of)
+def test_graphs_of_whole_chunks_train_bit_for_bit_as_eager(one_rank, case):
+    assert_whole_chunks_bit_equal(case, one_rank[name_of(case)])
+
+
+@pytest.mark.parametrize("case", mostly_long(WHOLE_OF_TWO_RANKS, WHOLE_OF_TWO_RANKS[3]), ids=name_of)
+def test_graphs_of_whole_chunks_train_bit_for_bit_as_eager_with_two_data_parallel_ranks(two_ranks, case):
+    assert_whole_chunks_bit_equal(case, two_ranks[name_of(case)])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", WHOLE_TENSOR_PARALLEL, ids=name_of)
+def test_graphs_of_whole_chunks_train_bit_for_bit_as_eager_with_two_tensor_parallel_ranks(tensor_parallel, case):
+    assert_whole_chunks_bit_equal(case, tensor_parallel[name_of(case)])
+
+
+@pytest.mark.parametrize(("case", "ranks"), each_once(REFUSED, ["one_rank", "two_ranks"]))
+def test_where_one_stage_cannot_be_captured_as_a_whole_layers_of_all_are(case, ranks, request):
+    assert_bit_equal(case, request.getfixturevalue(ranks)[name_of(case)])
 
 
 @pytest.mark.long
@@ -94,8 +175,9 @@ def test_after_a_failure_on_one_rank_all_stages_go_on_without_graphs(case, ranks
     assert_went_on_eagerly(result)
 
 
-def test_a_replay_that_does_nothing_changes_the_loss(one_rank):
-    assert_differs_from(one_rank[name_of(DEAD_REPLAY)], 3)
+@pytest.mark.parametrize("case", DEAD_REPLAYS, ids=name_of)
+def test_a_replay_that_does_nothing_changes_the_loss(one_rank, case):
+    assert_differs_from(one_rank[name_of(case)], 3)
 
 
 STAGES = """

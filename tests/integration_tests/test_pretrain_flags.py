@@ -52,10 +52,18 @@ def chunks_eagerly(tmp_path_factory):
     return pretrain(tmp_path_factory.mktemp("chunks") / "eager", CHUNKS, graphs=False)
 
 
-@pytest.mark.parametrize("modules", ["", "--cuda-graph-modules attn"], ids=["whole", "attn"])
-def test_chunks_of_which_some_get_no_attention_mask_train_bit_for_bit_as_eager(chunks_eagerly, tmp_path, modules):
+@pytest.mark.parametrize(
+    ("held", "graphs"),
+    [  # of each micro-batch: of two chunks, or of four layers
+        ("", 4 * 2),
+        ("--cuda-graph-layers-per-graph 1", 4 * 4),
+        pytest.param("--cuda-graph-modules attn", 4 * 4, marks=pytest.mark.long),
+    ],
+    ids=["chunks", "layers", "attn"],
+)
+def test_chunks_of_which_some_get_no_attention_mask_train_bit_for_bit_as_eager(chunks_eagerly, tmp_path, held, graphs):
     """Only the first and the last chunk of a model read batches; the others are given no mask."""
-    found = pretrain(tmp_path / "graphed", f"{CHUNKS} {modules}", graphs=True)
+    found = pretrain(tmp_path / "graphed", f"{CHUNKS} {held}", graphs=True)
     assert len(chunks_eagerly) == STEPS
     assert numbers(found) == numbers(chunks_eagerly)
-    assert [step["graphs"] for step in found] == [0] * 2 + [16] * (STEPS - 2)  # of four layers and micro-batches
+    assert [step["graphs"] for step in found] == [0] * 2 + [graphs] * (STEPS - 2)

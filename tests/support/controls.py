@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from .case import Case
-from .training import Training, engine_callable, whole_passes
+from .training import Training, engine_callable, standing_in, whole_passes
 
 
 def dead_replay(training: Training) -> None:
@@ -151,6 +151,30 @@ def layer_hook_on_one_rank(training: Training) -> None:
     if dist.get_rank() == dist.get_world_size() - 1:
         training.layers[1].register_forward_hook(lambda *_: None)
     training.helper.create_cudagraphs()
+
+
+def eager_micro_batch_on_one_rank(training: Training) -> None:
+    """Capture; the last rank then runs the second micro-batch of each step eagerly, where others replay it."""
+    training.helper.create_cudagraphs()
+    for graphs in standing_in(training.helper) if dist.get_rank() == dist.get_world_size() - 1 else ():
+        assert len(graphs.slots) > 1
+        inputs_of = graphs.inputs_of
+        graphs.inputs_of = lambda given, passes, graphs=graphs, inputs_of=inputs_of: (
+            None if passes is graphs.slots[1] else inputs_of(given, passes)
+        )
+
+
+def refused_on_one_stage(training: Training) -> None:
+    """A hook outside of layers in the last pipeline stage: layers are captured, those of the other stages too."""
+    last = dist.get_rank() == dist.get_world_size() - 1
+    if last:
+        from megatron.core.utils import get_attr_wrapped_model
+
+        get_attr_wrapped_model(training.chunks[-1], "output_layer").register_forward_hook(lambda *_: None)
+    training.helper.create_cudagraphs()
+    assert training.helper.model_graphs is None
+    reason = "output_layer has hooks, which do not run in replays"
+    assert training.helper.choice.refused == (reason if last else f"{reason} (on rank {dist.get_world_size() - 1})")
 
 
 def captured_again(training: Training) -> None:
@@ -506,6 +530,8 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         failed_backward_between_collectives,
         hook_on_one_rank,
         layer_hook_on_one_rank,
+        eager_micro_batch_on_one_rank,
+        refused_on_one_stage,
         captured_again,
         captured_again_later,
         clipping_eager_on_one_rank,

@@ -409,20 +409,20 @@ def _cuda_graphs(layers: list[torch.nn.Module], helper: Any) -> list[Any]:
 
 
 def whole_passes(helper: Any) -> list[Any]:
-    """The graphs of passes of the whole model, or of all layers of a decoder."""
-    return [graphs.passes for graphs in _standing_in(helper, "model_graphs", "decoder_graphs")]
+    """The graphs of passes of the whole model or of its chunks, or of all layers of a decoder."""
+    return [passes for graphs in standing_in(helper) for passes in graphs.slots]
 
 
-def _standing_in(helper: Any, *names: str) -> list[Any]:
-    """What stands for the forward of a model or a decoder."""
+def standing_in(helper: Any) -> list[Any]:
+    """What stands for the forward of models or decoders."""
     helpers = [helper, getattr(helper, "vision", None), getattr(helper, "language", None)]
-    found = [getattr(each, name, None) for each in helpers for name in names]
-    return [graphs for graphs in found if graphs is not None]
+    made = [each._graphs for each in helpers if hasattr(each, "_graphs")]
+    return [graphs for each in made for graphs in (*each.models, each.decoder) if graphs is not None]
 
 
 def _evaluation_graphs(layers: list[torch.nn.Module], helper: Any) -> list[Any]:
     graphs = [getattr(layer, "evaluation_graph", None) for layer in layers]
-    of_models = [graphs.evaluation for graphs in _standing_in(helper, "model_graphs")]
+    of_models = [getattr(graphs, "evaluation", None) for graphs in standing_in(helper)]
     return [engine_callable(graph).forward_graph for graph in graphs if graph is not None] + [
         graph.passes.forward_graph for graph in of_models if graph is not None
     ]
@@ -441,7 +441,7 @@ def engine_callable(graph: Any) -> Any:
 
 def _layer_graphs(layers: list[torch.nn.Module], helper: Any) -> int:
     """Count the graphs of layers, and the layers that are in one graph with others."""
-    together = sum(len(graphs.module.layers) for graphs in _standing_in(helper, "decoder_graphs"))
+    together = sum(len(getattr(graphs.module, "layers", ())) for graphs in standing_in(helper))
     return together + sum(len(getattr(layer, "cuda_graphs", ())) for layer in layers)
 
 

@@ -11,6 +11,7 @@ from _step_time.configurations import configuration
 from _step_time.variants import FSDP as BENCHMARK_FSDP
 
 from megatron.core.transformer._cuda_graphs.engine.slot import GraphedSlot
+from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses
 from megatron_fsdp_cuda_graphs.launch_plan import capture, dry_stage, memory
 from megatron_fsdp_cuda_graphs.launch_plan.flags import read_flags
 
@@ -19,13 +20,21 @@ from .conftest import DENSE, EXPERTS
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "step_time.json"
 MODULES = "--cuda-graph-modules attn moe_router moe_preprocess"
 PIPELINE = "--untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 --global-batch-size 16"
+LAYERS = "--cuda-graph-layers-per-graph 1"
+VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
 CASES = {
     "dense": (f"{DENSE} --num-layers 3 --cuda-graph-layers-per-graph all", 2, 0),
     "a graph for each layer": (f"{DENSE} --num-layers 3 --cuda-graph-layers-per-graph 1", 2, 0),
     "parts of MoE layers": (f"{DENSE} {EXPERTS} --num-layers 2 {MODULES}", 2, 0),
     "multi-token prediction": (f"{DENSE} --num-layers 2 --mtp-num-layers 1 --cuda-graph-layers-per-graph all", 2, 0),
+    "last pipeline stage": (f"{DENSE} --num-layers 4 {PIPELINE} {LAYERS}", 4, 1),
+    "interleaved stages": (f"{DENSE} --num-layers 4 {PIPELINE} {LAYERS} {VIRTUAL}", 4, 0),
+}
+WHOLE = {
+    "the whole model": (f"{DENSE} --num-layers 2", 2, 0),
+    "first pipeline stage": (f"{DENSE} --num-layers 4 {PIPELINE}", 4, 0),
     "last pipeline stage": (f"{DENSE} --num-layers 4 {PIPELINE}", 4, 1),
-    "interleaved stages": (f"{DENSE} --num-layers 4 {PIPELINE} --num-layers-per-virtual-pipeline-stage 1", 4, 0),
+    "interleaved stages": (f"{DENSE} --num-layers 4 {PIPELINE} {VIRTUAL}", 4, 1),
 }
 
 
@@ -111,6 +120,44 @@ def test_order_graphs_and_buffers_are_those_of_a_capture(command, ranks, stage, 
     assert len(graphs) == len([kind for kind, _ in recorded if kind == "forward"])
     assert {kind: found[kind] for kind in real} == real
     assert len(real) == (7 if alone else 4)
+
+
+@pytest.mark.parametrize(("command", "ranks", "stage"), WHOLE.values(), ids=WHOLE)
+def test_order_and_static_inputs_of_whole_chunks_are_those_of_a_capture(command, ranks, stage, monkeypatch):
+    flags = read_flags(f"{command} --cuda-graph-layers-per-graph model".split(), ranks)
+    assert not flags.refused
+    elsewhere = dry_stage.blocker_elsewhere(flags.args)
+    with dry_stage.dry_stage(flags.args, stage) as helper:
+        planned = capture.captured_by(helper, elsewhere)
+        static = memory.distinct_bytes(planned.static_inputs)
+    del helper
+    gc.collect()
+
+    recorded: list[tuple[str, WholePasses]] = []
+
+    def watch(kind, original):
+        def run(passes, *args):
+            if args[-1] is not None:  # no warm-up
+                recorded.append((kind, passes))
+            return original(passes, *args)
+
+        monkeypatch.setattr(WholePasses, f"_run_{kind}", run)
+
+    watch("forward", WholePasses._run_forward)
+    watch("backward", WholePasses._run_backward)
+    monkeypatch.setattr(dry_stage, "without_memory", nullcontext)
+    monkeypatch.setattr(dry_stage, "_as_transformer_engine", nullcontext)
+    with dry_stage.dry_stage(flags.args, stage) as helper, torch.cuda.stream(torch.cuda.Stream()):
+        for group in (group for buffer in dry_stage.fsdp_buffers(helper) for group in buffer.parameter_groups):
+            group.model_weight_buffer.data.fill_(0.01)
+        helper.create_cudagraphs()
+        graphs = helper._graphs.models
+        chunk_of = {passes: number for number, own in enumerate(graphs, start=1) for passes in own.slots}
+        chunks = [(kind, chunk_of[passes]) for kind, passes in recorded]
+        assert memory.distinct_bytes([passes.inputs for passes in chunk_of]) == static
+        helper.delete_cuda_graphs()
+    assert [(graph.kind.value, graph.chunk or 1) for graph in planned.graphs] == chunks
+    assert [chunk if kind == "forward" else -chunk for kind, chunk in chunks] == planned.order
 
 
 def test_weights_that_stay_in_place_are_those_of_a_capture(monkeypatch):

@@ -50,7 +50,8 @@ class Replay:
     Attributes:
         generation: How often the forward graph was replayed.
         round: That of ``order`` in which the last forward replay was.
-        leaves: The indices of the inputs of the last replay whose gradient becomes their ``grad``.
+        with_grad: The indices of the inputs that have a gradient.
+        leaves: Those of them in the last replay whose gradient becomes their ``grad``.
         sanitizer: Checks memory before each replay; usually None.
     """
 
@@ -86,7 +87,7 @@ class Replay:
             (grad, 0, ()) if grad is None else (grad, grad.data_ptr(), grad.stride()) for grad in grad_outputs
         ]
         self._grad_inputs = grad_inputs
-        self._with_grad = [index for index, grad in enumerate(grad_inputs) if grad is not None]
+        self.with_grad = [index for index, grad in enumerate(grad_inputs) if grad is not None]
         self._grad_params = list(zip(grad_params, clone_param_grads, strict=True))
         self._quantized = quantized
         self._around_backward = around_backward
@@ -100,7 +101,7 @@ class Replay:
         """Copy ``inputs`` to their static places and run the forward graph. Further ``inputs`` are parameters."""
         given = inputs[: self._num_inputs]
         self.place(given)
-        self.leaves = [index for index in self._with_grad if given[index].is_leaf and given[index].requires_grad]
+        self.leaves = [index for index in self.with_grad if given[index].is_leaf and given[index].requires_grad]
         self.generation += 1
         order, turn = self._order, self._forward_turn
         if turn <= order.last:

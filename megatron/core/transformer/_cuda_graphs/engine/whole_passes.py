@@ -1,22 +1,24 @@
-"""A function whose whole forward pass is one CUDA graph and whose whole backward pass is another.
+"""Functions whose whole forward pass is one CUDA graph and whose whole backward pass is another.
 
 Unlike those of ``make_graphed_callables``, the graphs hold all that hooks enqueue, in modules, in autograd and on other
 streams: collectives, and what becomes of the gradients of parameters.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Literal, Protocol
 
 import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import sanitizer
 from .capture import Capture
 from .gradient_sink import AroundBackward
-from .memory import release_cached_memory
+from .memory import release_cached_memory, weak_reference
 from .preserve import pause_gc, preserve_buffers
 from .quantization import RecordedQuantization
 from .replay import Replay, ReplayOptions, Tensors, replay
+from .replay_order import ReplayOrder
 from .rng import preserve_rng
 from .streams import capture_stream, refuse_legacy_stream
 
@@ -49,11 +51,15 @@ class WholePasses:
         name: What errors and profiles call it.
         inputs: Static inputs, by keyword. Those that require grad must be leaves.
         owner: Manages what the graphs use but do not hold.
-        copies_output: Whether a replay returns a copy of the output, which its readers may keep beyond the next replay.
+        copies_output: Whether a replay returns copies of the output, and of the gradients of inputs, which their
+            readers may keep beyond the next replay.
         quantized: How the modules are quantized; None where they are not.
         has_backward: Whether there is a backward pass. Without one all is called without grad.
 
     Attributes:
+        name: The argument.
+        inputs: The argument.
+        quantized: The argument; None after ``reset``.
         forward_graph: Runs the forward pass; None before capture and after ``reset``.
         backward_graph: Runs the backward pass, if there is one.
     """
@@ -68,89 +74,93 @@ class WholePasses:
         quantized: RecordedQuantization | None = None,
         has_backward: bool = True,
     ):
-        self._name, self._has_backward = name, has_backward
-        self._inputs = dict(inputs)
-        self._replay_type = _FreshOutputs if copies_output else Replay
+        self.name = name
+        self.inputs = dict(inputs)
+        self._copies_output, self._has_backward = copies_output, has_backward
         self._owner: PassOwner | None = owner
-        self._quantized = quantized
+        self.quantized = quantized
         self.forward_graph: torch.cuda.CUDAGraph | None = None
         self.backward_graph: torch.cuda.CUDAGraph | None = None
         self._replay: Replay | None = None
+        self._output: torch.Tensor | None = None
+        self._edge: GradientEdge | None = None  # where the backward pass begins, once the forward pass has run
+        self._turn = 0
         self._leaf = torch.empty(0, device="cuda", requires_grad=True)  # for its sake autograd runs the backward pass
 
     def capture(self, func: Callable[..., torch.Tensor], module: torch.nn.Module, num_warmup_iters: int) -> None:
-        """Run the passes of ``func`` some times, then record them.
-
-        RNG, buffers and garbage collection are restored. After an exception there are no graphs.
+        """Run the passes of ``func`` some times, then record them; see ``capture_passes``.
 
         Args:
             func: Takes the inputs by keyword and returns a tensor, which requires grad if there is a backward pass.
             module: The module whose parameters and buffers it uses.
             num_warmup_iters: How often it runs before.
-
-        Raises:
-            RuntimeError: a gradient is accumulated on the legacy default stream, or something cannot be captured.
         """
-        params = [param for param in module.parameters() if param.requires_grad]
-        try:
-            quantized = nullcontext() if self._quantized is None else self._quantized.capturing()
-            with pause_gc(), preserve_rng(), preserve_buffers([module]), quantized, capture_stream():
-                for _ in range(num_warmup_iters):
-                    with refuse_legacy_stream(self._name, params):
-                        self._run(func, None)
-                release_cached_memory()
-                self._run(func, Capture(None))
-            if sanitizer.requested():
-                self._look_at_memory(module)
-        except BaseException:
-            self.reset()
-            raise
+        turns = [(self, func), (self, None)] if self._has_backward else [(self, func)]
+        capture_passes(turns, {self: module}, num_warmup_iters)
 
     @contextmanager
-    def _running(self, phase: Phase, capture: Capture | None, graph: torch.cuda.CUDAGraph | None) -> Iterator[None]:
+    def _running(self, phase: Phase, recording: "_Recording | None") -> Iterator[torch.cuda.CUDAGraph | None]:
         assert self._owner is not None
-        recording = nullcontext() if capture is None or graph is None else capture.recording(graph)
-        with torch.profiler.record_function(f"{self._name} {phase}"), recording, self._owner.running(phase):
-            yield
+        graph = None if recording is None else recording.capture.new_graph()
+        recorded = nullcontext() if recording is None or graph is None else recording.capture.recording(graph)
+        with torch.profiler.record_function(f"{self.name} {phase}"), recorded, self._owner.running(phase):
+            yield graph
 
-    def _run(self, func: Callable[..., torch.Tensor], capture: Capture | None) -> None:
-        forward_graph, backward_graph = (None, None) if capture is None else (capture.new_graph(), capture.new_graph())
-        with self._running("forward", capture, forward_graph):
-            output = func(**self._inputs)
-        grad = torch.zeros_like(output) if self._has_backward else None
-        if grad is None:
-            backward_graph = None
-        else:
-            with self._running("backward", capture, backward_graph):
-                torch.autograd.backward(output, grad)
-        grad_inputs = tuple(tensor.grad for tensor in self._inputs.values())
-        for tensor in self._inputs.values():
+    def _run_forward(self, func: Callable[..., torch.Tensor], recording: "_Recording | None") -> None:
+        with self._running("forward", recording) as graph:
+            output = func(**self.inputs)
+        self._output = output.detach()
+        if self._copies_output:  # right after each replay
+            self._output = weak_reference(self._output)
+        if recording is not None:
+            self.forward_graph, self._turn = graph, recording.order.number(self.name)
+        if self._has_backward:
+            self._edge = get_gradient_edge(output)
+        elif recording is not None:
+            self._make_replay(recording, None)
+
+    def _run_backward(self, recording: "_Recording | None") -> None:
+        edge, output = self._edge, self._output
+        assert edge is not None and output is not None
+        self._edge = None
+        grad = torch.zeros_like(output) if recording is None else recording.grad_of(output)
+        with self._running("backward", recording) as graph:
+            torch.autograd.backward(edge, grad)
+        if recording is not None:
+            self.backward_graph = graph
+            self._make_replay(recording, grad)
+        for tensor in self.inputs.values():
             tensor.grad = None
-        if capture is None:
-            return
-        self.forward_graph, self.backward_graph = forward_graph, backward_graph
-        self._replay = self._replay_type(
-            name=self._name,
-            forward_graph=forward_graph,
-            backward_graph=backward_graph,
-            inputs=tuple(self._inputs.values()),
-            outputs=(output.detach(),),
+
+    def _make_replay(self, recording: "_Recording", grad: torch.Tensor | None) -> None:
+        grad_inputs = [tensor.grad for tensor in self.inputs.values()]
+        if self._copies_output:
+            grad_inputs = [each if each is None else weak_reference(each) for each in grad_inputs]
+        self._replay = (_Copies if self._copies_output else Replay)(
+            name=self.name,
+            forward_graph=self.forward_graph,
+            backward_graph=self.backward_graph,
+            inputs=tuple(self.inputs.values()),
+            outputs=(self._output,),
             differentiable=(self._has_backward,),
             grad_outputs=(grad,),
-            grad_inputs=grad_inputs,
+            grad_inputs=tuple(grad_inputs),
             grad_params=(None,),
             clone_param_grads=(False,),
             quantized=None,
             around_backward=self._owner,
+            order=recording.order,
+            turns=(self._turn, recording.order.number(self.name) if self._has_backward else None),
         )
+        self._output = None
 
     def _look_at_memory(self, module: torch.nn.Module) -> None:
         """Let each replay look first at the memory that its graph uses, as far as it is known."""
         assert self._replay is not None and self._owner is not None and self.forward_graph is not None
         tensors = sanitizer.captured_of(module)
-        tensors += sanitizer.captured((f"input {name}", tensor) for name, tensor in self._inputs.items())
+        tensors += sanitizer.captured((f"input {name}", tensor) for name, tensor in self.inputs.items())
         tensors += sanitizer.captured(self._owner.captured_tensors())
-        self._replay.sanitizer = sanitizer.Sanitizer(self._name, tensors, self.forward_graph.pool())
+        self._replay.sanitizer = sanitizer.Sanitizer(self.name, tensors, self.forward_graph.pool())
 
     def __call__(self, inputs: Iterable[torch.Tensor]) -> torch.Tensor:
         """Replay on ``inputs``, in the order of the static ones, with the same shapes and dtypes.
@@ -161,10 +171,10 @@ class WholePasses:
             RuntimeError: after ``reset``.
         """
         if self._replay is None or self._owner is None:
-            raise RuntimeError(f"the graphs of {self._name} were reset; capture them again to replay them")
+            raise RuntimeError(f"the graphs of {self.name} were reset; capture them again to replay them")
         self._owner.before_forward()
-        if self._quantized is not None:
-            self._quantized.before_forward()
+        if self.quantized is not None:
+            self.quantized.before_forward()
         (output,) = replay(self._replay, None, *inputs, self._leaf)
         assert output is not None
         return output
@@ -189,12 +199,84 @@ class WholePasses:
             self._replay.reset()
         if self._owner is not None:
             self._owner.forget()
-        self._replay = self._owner = self._quantized = None
-        self._inputs = {}
+        self._replay = self._owner = self._edge = self._output = self.quantized = None
+        self.inputs = {}
 
 
-class _FreshOutputs(Replay):
-    """A replay whose outputs are copies."""
+class _Copies(Replay):
+    """A replay whose outputs, and gradients of inputs, are copies."""
 
-    def forward(self, inputs: Iterable[torch.Tensor], options: ReplayOptions | None) -> Tensors:
-        return tuple(output if output is None else output.clone() for output in super().forward(tuple(inputs), options))
+    def forward(self, inputs: Sequence[torch.Tensor], options: ReplayOptions | None) -> Tensors:
+        outputs = super().forward(inputs, options)
+        self.leaves = self.with_grad
+        return tuple(output if output is None else output.clone() for output in outputs)
+
+
+class _Recording:
+    """What the graphs of one capture share.
+
+    Attributes:
+        capture: Records them, over one memory pool.
+        order: In what order they are replayed.
+    """
+
+    def __init__(self) -> None:
+        self.capture, self.order = Capture(None), ReplayOrder()
+        self._grads: dict[tuple, torch.Tensor] = {}
+
+    def grad_of(self, output: torch.Tensor) -> torch.Tensor:
+        """Return the static gradient of ``output``, which a backward replay reads right after it was written."""
+        key = output.shape, output.stride(), output.dtype
+        if key not in self._grads:
+            self._grads[key] = torch.zeros_like(output)
+        return self._grads[key]
+
+
+def capture_passes(
+    turns: Iterable[tuple[WholePasses, Callable[..., torch.Tensor] | None]],
+    modules: Mapping[WholePasses, torch.nn.Module],
+    num_warmup_iters: int,
+) -> None:
+    """Run passes some times, then record them, in the order in which they will be replayed.
+
+    RNG, buffers and garbage collection are restored. After an exception there are no graphs.
+
+    Args:
+        turns: The passes in order: with a function, which takes the inputs by keyword and returns a tensor that
+            requires grad, its forward pass; with None the backward pass.
+        modules: The module whose parameters and buffers the function uses.
+        num_warmup_iters: How often all of them run before.
+
+    Raises:
+        RuntimeError: a gradient is accumulated on the legacy default stream, or something cannot be captured.
+    """
+    turns = list(turns)
+    distinct = list(dict.fromkeys(modules.values()))
+    params = [param for module in distinct for param in module.parameters() if param.requires_grad]
+
+    def run(recording: _Recording | None) -> None:
+        for passes, func in turns:
+            if func is None:
+                passes._run_backward(recording)
+            else:
+                passes._run_forward(func, recording)
+
+    try:
+        with ExitStack() as stack:
+            for context in (pause_gc(), preserve_rng(), preserve_buffers(distinct)):
+                stack.enter_context(context)
+            for quantized in dict.fromkeys(passes.quantized for passes in modules):
+                if quantized is not None:
+                    stack.enter_context(quantized.capturing())
+            stack.enter_context(capture_stream())
+            for _ in range(num_warmup_iters):
+                with refuse_legacy_stream(turns[0][0].name, params):
+                    run(None)
+            release_cached_memory()
+            run(_Recording())
+        for passes, module in modules.items() if sanitizer.requested() else ():
+            passes._look_at_memory(module)
+    except BaseException:
+        for passes in modules:
+            passes.reset()
+        raise

@@ -116,8 +116,9 @@ def _recomputes_layers(options: Options) -> bool:
 
 def _captures_each_layer(options: Options) -> bool:
     """Whether graphs surely hold single layers, or parts of them."""
-    asked = options.modules or str(options.get("cuda_graph_layers_per_graph")) == "1"
-    return bool(asked) or options.stages > 1 or not _shards_all(options)
+    most = str(options.get("cuda_graph_layers_per_graph"))
+    asked = options.modules or most == "1" or (most == "all" and options.stages > 1)
+    return bool(asked) or not _shards_all(options)
 
 
 def _random_recompute(options: Options) -> bool:
@@ -303,11 +304,11 @@ _REFUSED = [
     _refused(
         "full recomputation",
         "--recompute-granularity full, a graph for each layer: --cuda-graph-modules, --cuda-graph-layers-per-graph 1, "
-        "pipeline stages, another sharding than optim_grads_params",
+        "or all in a pipeline, another sharding than optim_grads_params",
         lambda options: _recomputes_layers(options) and _captures_each_layer(options),
         "--recompute-granularity full computes layers again outside of graphs of single layers: use "
         "--recompute-granularity selective, or leave out what rules out graphs of all layers (--cuda-graph-modules, "
-        "--cuda-graph-layers-per-graph 1, pipeline stages, --data-parallel-sharding-strategy other than "
+        "--cuda-graph-layers-per-graph 1, or all in a pipeline, --data-parallel-sharding-strategy other than "
         "optim_grads_params)",
     ),
     _refused(
@@ -546,15 +547,10 @@ _REFUSED = [
     ),
     _refused(
         "local layers",
-        "--transformer-impl local with --context-parallel-size above 1, --spec missing",
-        lambda options: (
-            options.get("transformer_impl") == "local"
-            and options.several("context_parallel_size")
-            and options.knows("spec")  # configurations do not
-            and not options.get("spec")
-        ),
-        "--context-parallel-size needs TransformerEngine's attention, or another that takes parts of sequences, with "
-        "or without graphs: leave out --transformer-impl local, or set --spec",
+        "--transformer-impl local with --context-parallel-size above 1",
+        lambda options: options.get("transformer_impl") == "local" and options.several("context_parallel_size"),
+        "--context-parallel-size needs TransformerEngine's attention, with or without graphs: leave out "
+        "--transformer-impl local",
     ),
     _refused(
         "embedding in two stages",
@@ -728,7 +724,7 @@ _WORKS = [
         "in it are tensors",
     ),
     _works("tensor parallel", "--tensor-model-parallel-size, --sequence-parallel", _GPU),
-    _works("pipeline", "--pipeline-model-parallel-size", _STAGES),
+    _works("pipeline", "--pipeline-model-parallel-size", _STAGES, "each stage as a whole, or its layers"),
     _works(
         "interleaved stages", "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank", _STAGES
     ),

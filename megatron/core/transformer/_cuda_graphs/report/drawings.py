@@ -79,7 +79,7 @@ def pass_lanes(report: CaptureReport) -> str:
 
     def parts() -> Iterator[str]:
         for chunk in range(chunks):
-            what = "model" if report.whole_model else f"chunk {chunk}"
+            what = f"chunk {chunk}" if report.layers else "model"
             yield _text(4, top + chunk * lane + 20, what)
         for place, (layer, micro_batch, kind) in enumerate(report.order):
             x, y = _LEFT + place * step, top + _chunk(report, layer) * lane

@@ -180,7 +180,9 @@ class CaptureAgreement:
             self._timeline.wait(self._vote_of_stage)
 
     def objection(self, reason: str) -> str:
-        """Return why all ranks of the stage capture something else than was asked for; empty if none objects to it.
+        """Return why all ranks capture something else than was asked for; empty if none objects to it.
+
+        Those of other stages, where they need to know, ask at the same time.
 
         Args:
             reason: Why this one objects; empty if it does not.
@@ -189,6 +191,8 @@ class CaptureAgreement:
             CaptureFailedError: a rank failed.
         """
         against = self._vote_of_stage(Objection(torch.distributed.get_rank(), reason) if reason else None)
+        if self._pipeline is not None:
+            against = self._check(self._pipeline.vote(against)) or against
         return reason or (f"{against.reason} (on rank {against.rank})" if against is not None else "")
 
     def finish(self) -> None:

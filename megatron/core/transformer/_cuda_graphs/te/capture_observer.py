@@ -179,7 +179,7 @@ class CaptureObserver:
         order += [*planned, *((index, 0, BACKWARD) for index in reversed(range(first)))]
         if decoder is not None:
             use = BufferUse(0, 0, 0, len(order) - 1)
-            inputs += [StaticInput(name, each.nbytes, [use]) for name, each in decoder.inputs.items()]
+            inputs += [StaticInput(name, each.nbytes, [use]) for name, each in decoder.passes.inputs.items()]
         passes = [replace(step, layer=0 if step.layer is None else first + step.layer) for step in timeline.passes]
         self._report = self._new_report(
             layers=records,
@@ -198,17 +198,38 @@ class CaptureObserver:
         return slots
 
     @_only_warns
-    def captured_model(self, passes: Any) -> None:
-        """Report on ``passes``, the graphs of a whole model."""
+    def captured_models(self, slots: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
+        """Report on graphs of the whole model, or of its chunks.
+
+        Args:
+            slots: The ``WholePasses`` of each chunk, one for each micro-batch.
+            names: The names of the chunks.
+        """
         self.passes_end()
-        if self.timeline is None:
+        timeline = self.timeline
+        if timeline is None:
             return
-        self._report = self._new_report(
+        every = [passes for own in slots for passes in own]
+        report = self._new_report(
             whole_model=True,
-            order=[(None, 0, FORWARD), (None, 0, BACKWARD)],
-            graphs=graph_counts(passes),
-            pools=pools_of([passes]),
+            order=self._planned() or [(None, 0, FORWARD), (None, 0, BACKWARD)],
+            graphs=total([graph_counts(passes) for passes in every]),
+            pools=pools_of(every),
         )
+        if self._plan.runs:
+            records = [
+                LayerRecord(
+                    name=name,
+                    chunk=chunk,
+                    micro_batches=len(own),
+                    graphs=total([graph_counts(passes) for passes in own]),
+                    warm_up_seconds=timeline.warm_up_seconds[chunk],
+                    capture_seconds=sum(step.seconds for step in timeline.passes if step.layer == chunk),
+                )
+                for chunk, (name, own) in enumerate(zip(names, slots, strict=True))
+            ]
+            report = replace(report, layers=records)
+        self._report = report
 
     def _new_report(self, **fields: Any) -> CaptureReport:
         timeline = self.timeline

@@ -28,7 +28,7 @@ from .layers import layer_name
 from .stage import Stage
 from .stage_graphs import StageGraphs
 from .torch_fsdp import kept_parameters
-from .whole_model import capture_whole_model
+from .whole_model import capture_whole_models
 
 InputData = tuple[list[tuple[torch.Tensor, ...]], dict[str, Any]]
 
@@ -80,31 +80,48 @@ class CaptureSession:
             sharding = chunk.fsdp or self.graphs.kept.get(chunk.module)
             if sharding is not None:  # the first evaluation captures graphs for itself
                 shape = self.seq_length, self.micro_batch_size
-                self.graphs.evaluation.append(EvaluationGraphs(self.stage, chunk, sharding, shape, self.graphs.model))
+                # In a pipeline the other stages are captured for the shapes of training, layer by layer.
+                whole = self.graphs.models[0] if self.graphs.models and self.stage.one_graph_serves_all else None
+                self.graphs.evaluation.append(EvaluationGraphs(self.stage, chunk, sharding, shape, whole))
         self.graphs.follow_rng_tracker()
         self.graphs.none_because = ""
 
     # ------------------------------------------------------------------------------------------------ several layers
 
     def _capture_model(self) -> None:
-        chunk = self.stage.chunks[0]
-        fsdp: Any = chunk.fsdp
-        _free_gradients(fsdp)
+        stage, chunks = self.stage, self.stage.chunks
+        models: list[Any] = [chunk.model for chunk in chunks]
+        wrappers: list[Any] = [chunk.fsdp for chunk in chunks]
+        names = ["the whole model"] if stage.one_graph_serves_all else [f"chunk {i}" for i in range(len(chunks))]
+        for fsdp in wrappers:
+            _free_gradients(fsdp)
+        order = CaptureArguments(stage, [[model] for model in models], self.seq_length, self.micro_batch_size).order()
+        warmup_iters = num_warmup_iterations(stage.config, order.num_microbatches)
+        if not stage.one_graph_serves_all:
+            self.observer.expect(
+                {
+                    "_order": order.order,
+                    "_num_layers_per_chunk": order.num_layers_per_chunk,
+                    "num_warmup_iters": warmup_iters,
+                },
+                names,
+            )
         with (
             outside_capture_mode(),
             preserve_rng(),
-            preserve_buffers([chunk.module]),
+            preserve_buffers([chunk.module for chunk in chunks]),
         ):  # once more, if that fails within
-            self.graphs.model = capture_whole_model(
-                chunk.model,
-                fsdp.whole_model(self._beginning("the whole model")),
+            self.graphs.models = capture_whole_models(
+                models,
+                [fsdp.whole_model(self._beginning(name)) for fsdp, name in zip(wrappers, names, strict=True)],
+                order,
                 self.seq_length,
                 self.micro_batch_size,
-                num_warmup_iterations(self.stage.config, 1),
-                self._watch_shapes(tokens=self.seq_length // self.stage.config.context_parallel_size, calls=1),
-                recorded_quantization(self.stage, chunk.model),
+                warmup_iters,
+                self._watch_shapes(tokens=self.seq_length // stage.config.context_parallel_size, calls=1),
+                [recorded_quantization(stage, model) for model in models],
             )
-        self.observer.captured_model(self.graphs.model.passes)
+        self.observer.captured_models([graphs.slots for graphs in self.graphs.models], names)
 
     def _capture_decoder(self) -> None:
         """Capture all layers of the decoder in one graph for each direction; other layers are left to the engine."""

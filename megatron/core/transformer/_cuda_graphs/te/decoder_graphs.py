@@ -67,7 +67,7 @@ class DecoderGraphs(ForwardGraphs):
         given = self.by_name(args, kwargs)
         if not given.get("extract_layer_indices"):
             given.pop("extract_layer_indices", None)
-        return self.inputs_of(given)
+        return self.inputs_of(given, self.passes)
 
     def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
         tokens, sequences, _ = given["hidden_states"].shape
@@ -145,8 +145,7 @@ def capture_decoder(
         raise
     return DecoderGraphs(
         decoder,
-        passes,
-        inputs,
+        [passes],
         eager_passes,
         conditions,
         may_be_absent=list(inputs)[1:],

@@ -23,8 +23,8 @@ class ForwardGraphs:
 
     Args:
         module: The module.
-        passes: The graphs, captured.
-        inputs: Their static inputs, by the names of the arguments of ``forward``.
+        slots: The graphs, captured: one pair, or one for each micro-batch of a step. Their static inputs have the names
+            of arguments of ``forward``.
         eager_passes: Counts calls for training that the graphs do not fit.
         conditions: What the captured passes read of modules.
         may_be_absent: The inputs that a call may leave out, unless another call has given one: the graphs then read
@@ -35,15 +35,13 @@ class ForwardGraphs:
 
     Attributes:
         module: The argument.
-        passes: The argument.
-        inputs: The argument.
+        slots: The argument.
     """
 
     def __init__(
         self,
         module: Any,
-        passes: WholePasses,
-        inputs: Mapping[str, torch.Tensor],
+        slots: Sequence[WholePasses],
         eager_passes: EagerPasses,
         conditions: ReplayConditions,
         *,
@@ -52,16 +50,17 @@ class ForwardGraphs:
         kept: Sequence[Any] = (),
         stands: bool = True,
     ):
-        self.module, self.passes, self.inputs = module, passes, dict(inputs)
+        self.module, self.slots = module, slots
         self._eager_passes, self._conditions, self._kept = eager_passes, conditions, kept
         self._order = list(inspect.signature(type(module).forward).parameters)[1:]
+        inputs = slots[0].inputs
         self._names = list(inputs)
         self._known = frozenset((*inputs, *unused))
-        self._absent = {name: inputs[name] for name in may_be_absent if name in inputs}
+        self._absent = {*may_be_absent} & inputs.keys()
         self._expected = ExpectedInputs(type(module).__name__, list(inputs.values()), self._names.__getitem__)
         self._shape = self.shape_of(inputs)
         self._packed_tokens = int(inputs[OFFSETS[0]][-1]) if OFFSETS[0] in inputs else 0
-        self._warned = False
+        self._told: set[str] = set()
         if stands:
             module.__dict__["forward"] = self
 
@@ -77,13 +76,19 @@ class ForwardGraphs:
         """Return the arguments of a call by name."""
         return arguments_by_name(self._order, args, kwargs)
 
-    def inputs_of(self, given: dict[str, Any]) -> list[torch.Tensor] | None:
+    @property
+    def passes(self) -> WholePasses:
+        """The graphs of the first slot."""
+        return self.slots[0]
+
+    def inputs_of(self, given: dict[str, Any], passes: WholePasses) -> list[torch.Tensor] | None:
         """Return the inputs of a replay, in the order of the static ones; None if the graphs do not fit this call.
 
         Why they do not is logged, once for each reason.
 
         Args:
             given: The arguments of the call by name; gets offsets in the place of packed sequences.
+            passes: The graphs of its slot.
         """
         inputs: list[Any] = []
         packed_otherwise = self._unpack(given) if self._packed_tokens else ""
@@ -91,9 +96,9 @@ class ForwardGraphs:
             value = given.get(name)
             if name in self._absent:
                 if value is None:
-                    value = self._absent[name]
+                    value = passes.inputs[name]
                 else:
-                    del self._absent[name]  # a replay overwrites it
+                    self._absent.remove(name)  # a replay overwrites it
             inputs.append(value)
         others = [name for name, value in given.items() if value is not None and name not in self._known]
         changed = self._conditions.have_changed()
@@ -104,21 +109,23 @@ class ForwardGraphs:
             self._eager_passes.note(*shape)
         else:
             self._eager_passes.total += 1
-        reason = ""
         if changed:
-            reason = self._conditions.news()
-        elif not self._warned:
-            self._warned = True
-            reason = f"it was captured without {', '.join(others)}" if others else "other tensors than at capture"
-            if packed_otherwise:
-                reason = f"it {packed_otherwise}. {ADVICE}"
-            if shape != self._shape and not others:
-                reason += self._eager_passes.outlook
-        if reason:
+            self._tell(self._conditions.news())
+        elif packed_otherwise:
+            self._tell(f"it {packed_otherwise}. {ADVICE}")
+        elif others:
+            self._tell(f"it was captured without {', '.join(others)}")
+        else:
+            self._tell("other tensors than at capture" + (self._eager_passes.outlook if shape != self._shape else ""))
+        return None
+
+    def _tell(self, reason: str) -> None:
+        """Log why a call for training runs eagerly, unless the reason is empty or known."""
+        if reason and reason not in self._told:
+            self._told.add(reason)
             logger.warning(
                 f"{type(self.module).__name__} runs eagerly where its CUDA graphs do not fit the call: {reason}"
             )
-        return None
 
     def _unpack(self, given: dict[str, Any]) -> str:
         """Put offsets in the place of packed sequences in ``given``, or say why graphs do not fit them."""
@@ -132,8 +139,9 @@ class ForwardGraphs:
         """Free the graphs, and give the module its ``forward`` back."""
         if self.module.__dict__.get("forward") is self:
             del self.module.__dict__["forward"]
-        self.passes.reset()
-        self._kept, self._absent, self.inputs = (), {}, {}
+        for passes in self.slots:
+            passes.reset()
+        self._kept = ()
         self._conditions.forget()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -30,11 +31,16 @@ class Holds(Enum):
 
 
 def blocker(stage: Stage, holds: Holds) -> str:
-    """Say why this rank cannot capture the model, or its decoder, in one graph; empty if it can."""
-    for rules_out, reason, applies in _TABLE:
-        found = applies(stage) if holds in rules_out else None
-        if found:
-            return reason.format(found)
+    """Say why this rank cannot capture the model, or its decoder, in one graph; empty if it can.
+
+    In a pipeline that is a graph of each chunk and micro-batch.
+    """
+    for chunk in stage.chunks:
+        alone = replace(stage, chunks=[chunk])
+        for rules_out, reason, applies in _TABLE:
+            found = applies(alone) if holds in rules_out else None
+            if found:
+                return reason.format(found)
     return ""
 
 
@@ -101,16 +107,20 @@ def quantized_otherwise(stage: Stage) -> bool:
 
 BOTH, MODEL, DECODER = (Holds.MODEL, Holds.DECODER), (Holds.MODEL,), (Holds.DECODER,)
 
-# What a row rules out, why, and whether it applies: what this returns stands in the reason's place for it. The first
-# row that applies counts, and later ones rely on that.
+# What a row rules out, why, and whether it applies to a chunk, the only one of the stage that it is given: what this
+# returns stands in the reason's place for it. The first row that applies counts, and later ones rely on that.
 _TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage], object]], ...] = (
     (BOTH, "the {} engine captures layers only", lambda s: "" if s.takes_gradients else s.engine.name),
-    (BOTH, "several micro-batches are in flight at a time", lambda s: not s.one_graph_serves_all or len(s.chunks) > 1),
+    (DECODER, "several micro-batches are in flight at a time", lambda s: not s.one_graph_serves_all),
+    (
+        MODEL,
+        "layers run in parts (--overlap-moe-expert-parallel-comm)",
+        lambda s: s.config.overlap_moe_expert_parallel_comm,
+    ),
     (BOTH, "the model is not under Megatron-FSDP", lambda s: _fsdp(s) is None),
     (MODEL, "there are parameters outside of {}", _is_larger_than_model),
     (MODEL, "{} is no GPTModel or HybridModel with its own forward", _is_other_model),
     (DECODER, "{} is not an unmodified TransformerBlock or HybridStack", _is_other_decoder),
-    (MODEL, "it is divided into pipeline stages", lambda s: not (_model(s).pre_process and _model(s).post_process)),
     (
         MODEL,
         "not all of its layers can be captured",
@@ -128,6 +138,7 @@ _TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage], object]], ...] = (
     ),
     (BOTH, "only modules of layers are captured (--cuda-graph-modules)", lambda s: s.config.cuda_graph_modules),
     (BOTH, "there is FP4, or FP8 other than --fp8-recipe delayed or tensorwise", quantized_otherwise),
+    (MODEL, "there is FP8 in a pipeline, which was not tried", lambda s: s.config.fp8 and not s.one_graph_serves_all),
     (
         DECODER,
         "layers of multi-token prediction are computed again (--recompute-granularity full)",
@@ -172,15 +183,16 @@ class GraphChoice:
         self._stage = stage
         models = [chunk.model for chunk in stage.chunks if chunk.layers]
         decoders = (getattr(model, "decoder", None) for model in models)
-        self._calls = TrainingCalls(
-            models[0] if models and stage.one_graph_serves_all else None, filter(None, decoders)
-        )
+        self._calls = TrainingCalls(filter(None, models), filter(None, decoders))
         self.refused = self.eager_because = ""
         self._tries_model = False  # though nobody asked for it
         self._model_failed = False  # when it was tried
 
     def choose(self, agreement: CaptureAgreement) -> Holds | None:
-        """Return what graphs are to hold; None if training is to go on eagerly. Log why it is no more."""
+        """Return what graphs are to hold; None if training is to go on eagerly. Log why it is no more.
+
+        All pipeline stages hold the same, so that a capture that fails on one is followed by the same on all.
+        """
         self._calls.stop()
         wanted = layers_per_graph(self._stage.config)
         self.refused, self._tries_model = "", False
@@ -230,7 +242,7 @@ class GraphChoice:
             return reason
         if self._model_failed:
             return "its capture failed"
-        if method := other_method(self._stage.chunks[0].model):
+        for method in filter(None, (other_method(chunk.model) for chunk in self._stage.chunks)):
             return f"{method}, and may compute something else in every step"
         return self._calls.blocker
 

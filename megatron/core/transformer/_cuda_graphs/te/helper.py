@@ -166,8 +166,8 @@ class TECudaGraphHelper:
 
     @property
     def model_graphs(self) -> ModelGraphs | None:
-        """The graphs of the whole model, in which case its layers have none; None otherwise."""
-        return self._graphs.model
+        """The graphs of the whole model, or of its first chunk, in which case layers have none; None otherwise."""
+        return next(iter(self._graphs.models), None)
 
     @property
     def decoder_graphs(self) -> DecoderGraphs | None:
@@ -330,10 +330,11 @@ class TECudaGraphHelper:
                 capture_mode(self._start_capturing, offloads, self._reset_after_capture) as start_time,
             ):
                 observer.start()
+                holds = self.choice.choose(agreement)  # which stages without layers have a say in, too
                 if not stage.layers:
                     logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
                     graphs.none_because = NO_LAYERS
-                elif holds := self.choice.choose(agreement):
+                elif holds:
                     shape = self.seq_length, self.micro_batch_size
                     session = CaptureSession(stage, graphs, agreement, observer, self._recaptures, *shape)
                     session.capture(holds, self._planned_input_data)

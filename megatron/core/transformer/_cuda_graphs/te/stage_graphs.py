@@ -49,7 +49,7 @@ class StageGraphs:
     Attributes:
         none_because: The argument; empty once there are graphs.
         microbatches: The micro-batches of the steps that the capture was for; None for any number.
-        model: The graphs of the whole model, in which case its layers have none.
+        models: The graphs of the whole model, or of each chunk of it, in which case its layers have none.
         decoder: The graphs of all layers of the decoder, in which case these have none.
         kept: By chunk, the parameters that FSDP2 keeps for the graphs of its layers.
         evaluation: The graphs of evaluation.
@@ -60,7 +60,7 @@ class StageGraphs:
         self._stage = stage
         self.none_because = none_because
         self.microbatches: int | None = None
-        self.model: ModelGraphs | None = None
+        self.models: Sequence[ModelGraphs] = ()
         self.decoder: DecoderGraphs | None = None
         self.kept: Mapping[torch.nn.Module, KeptParameters] = {}
         self.evaluation: list[EvaluationGraphs] = []
@@ -108,8 +108,7 @@ class StageGraphs:
     def _pool_bytes(self) -> int | None:
         layers = self._stage.layers
         graphs = [*self._of_training(), *(each.evaluation_graph.graphed for each in layers if each.evaluation_graph)]
-        if self.model is not None and self.model.evaluation is not None:
-            graphs.append(self.model.evaluation.passes)
+        graphs += [each.evaluation.passes for each in self.models if each.evaluation is not None]
         if len(graphs) != self._pools[0]:  # a look at the allocator takes long, and pools do not grow after capture
             sizes = [pool.bytes for pool in pools_of(graphs)]
             self._pools = len(graphs), sum(sizes) if sizes else None
@@ -117,8 +116,8 @@ class StageGraphs:
 
     def _of_training(self) -> Iterable[Any]:
         """The engine's callables that are replayed in training."""
-        if self.model is not None:
-            return [self.model.passes]
+        if self.models:
+            return [passes for graphs in self.models for passes in graphs.slots]
         recorded = [] if self.decoder is None else [self.decoder.passes]
         return recorded + [
             getattr(graph, "graphed", graph) for each in self._stage.layers for graph in each.cuda_graphs
@@ -132,9 +131,8 @@ class StageGraphs:
             hook.remove()
         for evaluation in self.evaluation:
             evaluation.reset()
-        for graphs in (self.model, self.decoder):
-            if graphs is not None:
-                graphs.reset()
+        for graphs in filter(None, (*self.models, self.decoder)):
+            graphs.reset()
         for kept in self.kept.values():
             kept.release()
         detach_graphs(self._stage.chunks)

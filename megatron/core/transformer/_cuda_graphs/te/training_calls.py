@@ -13,15 +13,17 @@ from ..packed_sequences import OFFSETS, misfit, offsets_of
 
 # Arguments that the losses of most models do not depend on.
 UNUSED = ("loss_mask",)
+# What a model chunk is given by ``set_input_tensor`` where another pipeline stage runs before it.
+HIDDEN_STATES = "hidden_states"
 
 
 def expected_inputs(model: Any, sequences: int, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Return the shape and dtype of each argument of ``model`` that its losses depend on, by name.
+    """Return the shape and dtype of each argument of ``model`` that its output depends on, by name.
 
     In the place of packed sequences there are their offsets.
 
     Args:
-        model: A language model.
+        model: A language model, or a chunk of it.
         sequences: Sequences in a micro-batch.
         tokens: Tokens of a sequence on this rank.
     """
@@ -36,7 +38,41 @@ def expected_inputs(model: Any, sequences: int, tokens: int) -> dict[str, tuple[
     if (packed := packed_sequences(config)) is not None:
         del expected["attention_mask"]
         expected |= dict.fromkeys(OFFSETS, ((packed + 1,), torch.int32))
+    if not is_first(model):
+        del expected["input_ids"]
+        if expected["position_ids"] == ids:
+            del expected["position_ids"]
+    if not is_last(model):
+        del expected["labels"]
     return expected
+
+
+def is_first(model: Any) -> bool:
+    """Whether ``model`` takes tokens, not the hidden states of the pipeline stage before it."""
+    return bool(getattr(model, "pre_process", True))
+
+
+def is_last(model: Any) -> bool:
+    """Whether ``model`` returns losses, not hidden states for the pipeline stage after it."""
+    return bool(getattr(model, "post_process", True))
+
+
+def unused_by(model: Any) -> set[str]:
+    """Return the arguments that ``model``, a chunk perhaps, does not read and others like it do."""
+    return {"input_ids", "position_ids", "labels"}.difference(expected_inputs(model, 1, 1))
+
+
+def shape_of(model: Any, given: Mapping[str, Any]) -> tuple[int, int] | None:
+    """Return sequences and their tokens on this rank of a call of ``model``, a chunk perhaps; None where none is given.
+
+    Labels show it where the model computes losses.
+    """
+    if not is_first(model) and not is_last(model):
+        tokens, sequences, _ = given[HIDDEN_STATES].shape
+        config = model.config
+        return sequences, tokens * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+    shown = given.get("labels" if is_last(model) else "input_ids")
+    return None if getattr(shown, "ndim", None) != 2 else tuple(shown.shape)  # type: ignore[union-attr]
 
 
 def is_training(model: torch.nn.Module) -> bool:
@@ -53,29 +89,33 @@ class TrainingCalls:
     """Watches training until ``stop``: its calls of a model, which have the arguments that graphs would get.
 
     Args:
-        model: The model, of which one micro-batch is in flight at a time; None if that is not so.
+        models: The model, or the chunks of it that a pipeline stage has.
         decoders: A ``TransformerBlock``, or what stands in its place, of each chunk of the model.
 
     Attributes:
-        blocker: Why graphs of the whole model would not be replayed in such calls; empty if they would.
         reads_hidden_states: Whether a decoder was asked for hidden states between its layers.
-        interleaved: Whether a backward pass has run whose forward pass was not the last one. Replays of a graph that
-            serves one forward pass at a time would have overwritten what it reads.
+        interleaved: Whether a backward pass has run whose forward pass was not the last one, as in pipelines. Replays
+            of a graph that serves one forward pass at a time would have overwritten what it reads.
     """
 
-    def __init__(self, model: torch.nn.Module | None, decoders: Iterable[torch.nn.Module]):
-        self.blocker = "it has not been called for training so far"
+    def __init__(self, models: Iterable[torch.nn.Module], decoders: Iterable[torch.nn.Module]):
         self.reads_hidden_states = self.interleaved = False
+        self._blockers = dict.fromkeys(models, "it has not been called for training so far")
+        self._called: set[torch.nn.Module] = set()
         self._passes = 0
+        self._orders = {model: list(inspect.signature(model.forward).parameters) for model in self._blockers}
         watched: list[tuple[torch.nn.Module, Callable]] = [(decoder, self._watch_decoder) for decoder in decoders]
-        if model is not None:
-            self._order = list(inspect.signature(model.forward).parameters)
-            watched.append((model, self._watch_model))
+        watched += [(model, self._watch_model) for model in self._blockers]
         # After the call: other hooks may have changed its arguments. They are no reason against a graph.
         self._handles = [
             module.register_forward_hook(runs_outside_graphs(calls_weakly(watch)), with_kwargs=True)
             for module, watch in watched
         ]
+
+    @property
+    def blocker(self) -> str:
+        """Why graphs of the whole model would not be replayed in such calls; empty if they would."""
+        return next(filter(None, self._blockers.values()), "")
 
     def stop(self) -> None:
         """Watch no longer."""
@@ -85,8 +125,9 @@ class TrainingCalls:
     def _watch_model(self, model: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
         if not is_training(model):
             return
-        if not self._passes or not self.blocker:  # one call that graphs do not fit is enough
-            self.blocker = call_blocker(model, arguments_by_name(self._order, args, kwargs))
+        if model not in self._called or not self._blockers[model]:  # one call that graphs do not fit is enough
+            self._called.add(model)
+            self._blockers[model] = call_blocker(model, arguments_by_name(self._orders[model], args, kwargs))
         self._passes += 1
         own = self._passes
 
@@ -103,16 +144,19 @@ class TrainingCalls:
 
 
 def call_blocker(model: torch.nn.Module, given: dict[str, Any]) -> str:
-    """Say why graphs would not be replayed with the arguments ``given``, whatever the length of sequences."""
-    if getattr(given.get("labels"), "ndim", None) != 2:
-        return "it was called without labels"
-    expected = expected_inputs(model, *given["labels"].shape)
+    """Say why graphs of ``model`` would not be replayed with the arguments ``given``, however long sequences are."""
+    chunk: Any = model
+    hidden_states = {} if is_first(model) else {HIDDEN_STATES: chunk.decoder.input_tensor}
+    rows_and_length = shape_of(model, given | hidden_states)
+    if rows_and_length is None:
+        return f"it was called without {'labels' if is_last(model) else 'tokens'}"
+    expected = expected_inputs(model, *rows_and_length)
     if OFFSETS[0] in expected:
         packed = given.pop("packed_seq_params", None)
-        if misfit(packed, given["labels"].shape[1]):
+        if misfit(packed, rows_and_length[1]):
             return "its packed_seq_params are not what pad_packed_seq_params returns"
         given |= offsets_of(packed)
-    others = [name for name in given if given[name] is not None and name not in (*expected, *UNUSED)]
+    others = [name for name in given if given[name] is not None and name not in (*expected, *UNUSED, *unused_by(model))]
     if others:
         return f"it was called with {', '.join(others)}"
     if given.get("attention_mask") is None:

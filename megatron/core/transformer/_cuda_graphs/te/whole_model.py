@@ -1,22 +1,31 @@
-"""A model chunk whose whole forward pass is one graph, from tokens to losses, and whose backward pass is another."""
+"""Model chunks whose whole forward pass is one graph, from tokens or hidden states to losses or hidden states.
 
-from collections.abc import Iterator, Mapping
+Their backward pass is another. In a pipeline each micro-batch of a step has graphs of its own.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 
+from megatron.core.num_microbatches_calculator import get_num_microbatches
+
 from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
+from ..engine.plan import Pass, Plan, ordered_plan
 from ..engine.quantization import RecordedQuantization
-from ..engine.whole_passes import WholePasses
+from ..engine.whole_passes import WholePasses, capture_passes
 from ..evaluation_mode import may_replay_evaluation
 from ..packed_sequences import OFFSETS, from_static_offsets
 from ..replay_conditions import ReplayConditions
 from .forward_graphs import ForwardGraphs
 from .layers import decoder_layers, mtp_layers
-from .sample_inputs import LayerInputs, captures_attention
-from .training_calls import UNUSED, expected_inputs, is_training
+from .order import PassOrder
+from .sample_inputs import LayerInputs, captures_attention, sample_arguments
+from .training_calls import HIDDEN_STATES, UNUSED, expected_inputs, is_first, is_last, is_training, shape_of, unused_by
 
 
 def known_class(model: Any) -> type | None:
@@ -45,13 +54,13 @@ def other_method(model: Any) -> str:
 
 
 def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[str, torch.Tensor]:
-    """Make static inputs of ``model``, by the keywords of its ``forward``.
+    """Make static inputs of ``model``, by the keywords of its ``forward``, and ``hidden_states`` of another stage.
 
-    Shapes and dtypes are those of ``expected_inputs``. The attention mask is the one that layers apply where none is
-    given; there is none without attention.
+    Shapes and dtypes are those of ``expected_inputs``, and of the first layer's hidden states. The attention mask is
+    the one that layers apply where none is given; there is none without attention.
 
     Args:
-        model: The language model.
+        model: The language model, or a chunk of it.
         seq_length: Tokens in a sequence, before any parallel division.
         micro_batch_size: Sequences in a micro-batch.
     """
@@ -63,21 +72,58 @@ def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[st
     inputs = {name: torch.zeros(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in expected.items()}
     if "loss_mask" in inputs:
         inputs["loss_mask"].fill_(1)
+    if not is_first(model):
+        (hidden_states,), _ = of_layers.make(decoder_layers(model)[0], None)
+        inputs[HIDDEN_STATES] = hidden_states
     return inputs | of_attention
 
 
+def inputs_of_slots(
+    models: Sequence[Any], order: PassOrder, seq_length: int, micro_batch_size: int
+) -> tuple[Plan, list[dict[str, torch.Tensor]]]:
+    """Return the plan of ``order``, whose callables are ``models``, and the static inputs of each of its slots.
+
+    Slots of a model share them once nothing reads them any more. The other arguments are those of ``sample_inputs``.
+    """
+    plan = ordered_plan(order.order, order.num_layers_per_chunk, len(models))
+    samples = sample_arguments(
+        plan,
+        lambda index: ((), sample_inputs(models[index], seq_length, micro_batch_size)),
+        lambda index: index,  # of two models one may be given a mask and the other none
+    )
+    return plan, [inputs for _, inputs in samples]
+
+
 class _OfModel(ForwardGraphs):
-    """Graphs of a language model. They fit calls that give labels, tensors as at capture, and nothing else."""
+    """Graphs of a language model, or of a chunk of it.
+
+    They fit calls that give labels (where there are losses), tensors as at capture, and nothing else.
+    """
 
     def replay(self, args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
-        """Return the losses of a call by a replay; None if the graphs do not fit it."""
+        """Return the output of a call by a replay; None if the graphs do not fit it."""
         given = self.by_name(args, kwargs)
-        inputs = self.inputs_of(given) if given.get("labels") is not None else None
-        return None if inputs is None else self.passes(inputs)
+        if HIDDEN_STATES in self.passes.inputs:
+            given[HIDDEN_STATES] = self.module.decoder.input_tensor
+        passes = None if shape_of(self.module, given) is None else self._slot()
+        inputs = None if passes is None else self.inputs_of(given, passes)
+        return None if passes is None or inputs is None else passes(inputs)
+
+    def _slot(self) -> WholePasses | None:
+        """Return the graphs of the micro-batch; None in a step of another number of them, whose order is another."""
+        if is_first(self.module) and is_last(self.module):
+            return self.slots[0]
+        number = getattr(decoder_layers(self.module)[0], "current_microbatch", None)
+        if number is None or number >= len(self.slots) or get_num_microbatches() != len(self.slots):
+            self._eager_passes.total += 1
+            self._tell(f"it was captured for steps of {len(self.slots)} micro-batches that a pipeline schedule runs")
+            return None
+        return self.slots[number]
 
     def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
-        sequences, tokens = given["labels"].shape
-        return tokens, sequences
+        shape = shape_of(self.module, given)
+        assert shape is not None
+        return shape[::-1]
 
 
 class EvaluatedModelGraphs(_OfModel):
@@ -93,10 +139,10 @@ class EvaluatedModelGraphs(_OfModel):
 
 
 class ModelGraphs(_OfModel):
-    """Stands for the ``forward`` of a language model, and replays its graphs where they fit the call.
+    """Stands for the ``forward`` of a language model, or of a chunk of it, and replays its graphs where they fit.
 
     They fit calls for training and, once there is a graph of it, for evaluation, as long as the modules are what they
-    were. The model runs eagerly in any other call.
+    were, and steps have as many micro-batches. The model runs eagerly in any other call.
 
     Attributes:
         evaluation: The graph of evaluation; None without one.
@@ -122,31 +168,44 @@ def _may_replay_evaluation() -> bool:
     return may_replay_evaluation() and torch._C._current_graph_task_id() == -1
 
 
-def capture_whole_model(
-    model: Any,
-    owner: Any,
+def capture_whole_models(
+    models: Sequence[Any],
+    owners: Sequence[Any],
+    order: PassOrder,
     seq_length: int,
     micro_batch_size: int,
     num_warmup_iters: int,
     eager_passes: EagerPasses,
-    quantized: RecordedQuantization | None = None,
-) -> ModelGraphs:
-    """Capture the passes of ``model``, whose calls replay them from then on.
+    quantized: Sequence[RecordedQuantization | None],
+) -> list[ModelGraphs]:
+    """Capture the passes of ``models``, whose calls replay them from then on.
 
     Args:
-        model: The language model.
-        owner: Megatron-FSDP's ``WholeModel`` of it.
+        models: The language model, or the chunks of it in a pipeline stage.
+        owners: Megatron-FSDP's ``WholeModel`` of each.
+        order: The order of their passes, each of them being a chunk of one layer.
         seq_length: Tokens in a sequence, before any parallel division.
         micro_batch_size: Sequences in a micro-batch.
-        num_warmup_iters: How often both passes run before.
+        num_warmup_iters: How often all passes run before.
         eager_passes: Counts calls for training with tensors of another shape.
-        quantized: How the model is quantized; None if it is not.
+        quantized: How each model is quantized; None if it is not.
     """
-    inputs = sample_inputs(model, seq_length, micro_batch_size)
-    passes = WholePasses(type(model).__name__, inputs, owner, quantized=quantized)
-    held = None if quantized is None else quantized.tensors
-    with _captured(model, owner, inputs, seq_length, passes, num_warmup_iters, quantized=held) as captured:
-        return ModelGraphs(model, passes, inputs, eager_passes, **captured)
+    plan, samples = inputs_of_slots(models, order, seq_length, micro_batch_size)
+    slots: defaultdict[Any, list[WholePasses]] = defaultdict(list)
+    all_slots: list[WholePasses] = []
+    for index, inputs in zip(plan.callable_of_slot, samples, strict=True):
+        own = slots[models[index]]
+        name = type(models[index]).__name__
+        if order.num_microbatches > 1:
+            name += f" (chunk {index}, micro-batch {len(own)})"
+        own.append(WholePasses(name, inputs, owners[index], quantized=quantized[index]))
+        all_slots.append(own[-1])
+    turns = [
+        (all_slots[step.slot], models[plan.callable_of_slot[step.slot]] if step.kind is Pass.FORWARD else None)
+        for step in plan.steps
+    ]
+    with _captured(slots, owners, turns, seq_length, num_warmup_iters) as captured:
+        return [ModelGraphs(model, slots[model], eager_passes, **captured[model]) for model in models]
 
 
 def capture_evaluation(
@@ -163,48 +222,72 @@ def capture_evaluation(
     """
     inputs = sample_inputs(model, seq_length, micro_batch_size)
     passes = WholePasses(f"{type(model).__name__} in evaluation", inputs, owner, has_backward=False)
-    with _captured(model, owner, inputs, seq_length, passes, num_warmup_iters) as captured:
-        return EvaluatedModelGraphs(model, passes, inputs, EagerPasses(), stands=False, **captured)
+    with _captured({model: [passes]}, [owner], [(passes, model)], seq_length, num_warmup_iters) as captured:
+        return EvaluatedModelGraphs(model, [passes], EagerPasses(), stands=False, **captured[model])
 
 
 @contextmanager
 def _captured(
-    model: Any,
-    owner: Any,
-    inputs: Mapping[str, torch.Tensor],
+    slots: Mapping[Any, Sequence[WholePasses]],
+    owners: Sequence[Any],
+    turns: Sequence[tuple[WholePasses, Any | None]],
     seq_length: int,
-    passes: WholePasses,
     num_warmup_iters: int,
-    **conditions: Any,
-) -> Iterator[dict[str, Any]]:
-    """Capture ``passes`` of ``model`` and yield further arguments of ``ModelGraphs``; reset them after an exception.
+) -> Iterator[dict[Any, dict[str, Any]]]:
+    """Capture passes of models and yield further arguments of their graphs; reset them after an exception.
 
     Args:
-        model, owner, seq_length, num_warmup_iters: As of ``capture_whole_model``.
-        inputs: Static inputs of the passes.
-        passes: The passes.
-        conditions: Further arguments of ``ReplayConditions``.
+        slots: The passes of each model.
+        owners: As of ``capture_whole_models``.
+        turns: The order of passes: a model for its forward pass, None for a backward pass.
+        seq_length, num_warmup_iters: As of ``capture_whole_models``.
     """
     # Imports TransformerEngine's wrappers, which import cuda_graphs, which imports this module.
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    def run(**given: torch.Tensor) -> torch.Tensor:
-        arguments = {"attention_mask": None} | from_static_offsets(given, seq_length)
-        losses: torch.Tensor = type(model).forward(model, **arguments)
-        return losses
-
-    unused = UNUSED if {"attention_mask", *OFFSETS} & inputs.keys() else (*UNUSED, "attention_mask")
+    module_of = {passes: model for model, own in slots.items() for passes in own}
     kept: list[Any] = []  # rotary embeddings are cached where they are computed, and may leave the cache
     reads = AttributeReads()
     try:
-        with owner.capture():
-            with reads.noted([model]), ExitStack() as stack:
-                for module in model.modules():
+        with ExitStack() as stack:
+            for owner in owners:
+                stack.enter_context(owner.capture())
+            with reads.noted(slots), ExitStack() as hooks:
+                for module in (module for model in slots for module in model.modules()):
                     if isinstance(module, RotaryEmbedding):
-                        stack.callback(module.register_forward_hook(lambda *call: kept.append(call[-1])).remove)
-                passes.capture(run, model, num_warmup_iters)
-            noted = ReplayConditions([model], reads, [model], forward_replaced=True, buffers=True, **conditions)
-        yield {"conditions": noted, "may_be_absent": ("attention_mask",), "unused": unused, "kept": kept}
+                        hooks.callback(module.register_forward_hook(lambda *call: kept.append(call[-1])).remove)
+                for model in slots:
+                    if not is_first(model):
+                        hooks.callback(model.set_input_tensor, None)
+                functions = [
+                    (passes, None if model is None else partial(_forward, model, seq_length)) for passes, model in turns
+                ]
+                capture_passes(functions, module_of, num_warmup_iters)
+            captured = {model: _arguments(model, own[0], reads, kept) for model, own in slots.items()}
+        yield captured
     except BaseException:
-        passes.reset()
+        for passes in module_of:
+            passes.reset()
         raise
+
+
+def _arguments(model: Any, passes: WholePasses, reads: AttributeReads, kept: list[Any]) -> dict[str, Any]:
+    """Return arguments of the graphs of ``model``, one pair of which are ``passes``."""
+    held = None if passes.quantized is None else passes.quantized.tensors
+    without_mask = {*()} if {"attention_mask", *OFFSETS} & passes.inputs.keys() else {"attention_mask"}
+    return {
+        "conditions": ReplayConditions([model], reads, [model], forward_replaced=True, buffers=True, quantized=held),
+        "may_be_absent": ("attention_mask",),
+        "unused": {*UNUSED} | unused_by(model) | without_mask,
+        "kept": kept,
+    }
+
+
+def _forward(
+    model: Any, seq_length: int, hidden_states: torch.Tensor | None = None, **given: torch.Tensor
+) -> torch.Tensor:
+    if hidden_states is not None:
+        model.set_input_tensor(hidden_states)
+    absent = dict.fromkeys(("input_ids", "position_ids", "attention_mask"))
+    output: torch.Tensor = type(model).forward(model, **(absent | from_static_offsets(given, seq_length)))
+    return output

@@ -215,7 +215,7 @@ def move_what_the_owner_has(model, owner, passes):
 
 
 def move_input(model, owner, passes):
-    passes._inputs["weights"].data = passes._inputs["weights"].clone()
+    passes.inputs["weights"].data = passes.inputs["weights"].clone()
 
 
 @pytest.mark.parametrize("phase", ["forward", "backward"])

@@ -26,7 +26,7 @@ def model():
 
 @pytest.fixture
 def calls(model):
-    return TrainingCalls(model, [])
+    return TrainingCalls([model], [])
 
 
 def test_calls_with_labels_fit(model, calls):
@@ -138,7 +138,7 @@ def test_the_watch_ends(model, calls):
 
 
 def test_who_is_forgotten_watches_no_longer(model):
-    watcher = TrainingCalls(model, [])
+    watcher = TrainingCalls([model], [])
     del watcher
     model(*FITTING[:3])
 
@@ -154,7 +154,7 @@ class Decoder(torch.nn.Module):
 )
 def test_training_that_asks_for_hidden_states_between_layers_is_noticed(indices, training, grad, read):
     decoders = [Decoder(), Decoder()]
-    reads = TrainingCalls(None, decoders)
+    reads = TrainingCalls([], decoders)
     decoders[0](TOKENS)
     with torch.set_grad_enabled(grad):
         decoders[1].train(training)(TOKENS, extract_layer_indices=indices)
@@ -164,7 +164,7 @@ def test_training_that_asks_for_hidden_states_between_layers_is_noticed(indices,
 
 def test_arguments_that_another_hook_adds_are_noticed():
     decoder = Decoder()
-    reads = TrainingCalls(None, [decoder])
+    reads = TrainingCalls([], [decoder])
     decoder.register_forward_pre_hook(lambda _, args, __: (args, {"extract_layer_indices": {0}}), with_kwargs=True)
     decoder(TOKENS)
     assert reads.reads_hidden_states
@@ -172,7 +172,7 @@ def test_arguments_that_another_hook_adds_are_noticed():
 
 def test_decoders_are_no_longer_watched_either():
     decoder = Decoder()
-    reads = TrainingCalls(None, [decoder])
+    reads = TrainingCalls([], [decoder])
     reads.stop()
     assert not decoder._forward_hooks
     decoder(TOKENS, extract_layer_indices={0})
@@ -206,7 +206,7 @@ def scaled(request):
 
 
 def test_passes_in_turn(scaled):
-    passes = TrainingCalls(scaled, [])
+    passes = TrainingCalls([scaled], [])
     for _ in range(3):
         loss(scaled(2)).backward()
     assert not passes.interleaved
@@ -214,7 +214,7 @@ def test_passes_in_turn(scaled):
 
 @pytest.mark.parametrize("together", [True, False])
 def test_two_forward_passes_before_their_backward_passes(scaled, together):
-    passes = TrainingCalls(scaled, [])
+    passes = TrainingCalls([scaled], [])
     first, second = loss(scaled(2)), loss(scaled(3))
     if together:
         (first + second).backward()
@@ -226,7 +226,7 @@ def test_two_forward_passes_before_their_backward_passes(scaled, together):
 
 def test_a_pass_without_a_backward_pass_is_in_nobodys_way():
     model = Scaled()
-    passes = TrainingCalls(model, [])
+    passes = TrainingCalls([model], [])
     model(2)
     loss(model(3)).backward()
     assert not passes.interleaved
@@ -234,7 +234,7 @@ def test_a_pass_without_a_backward_pass_is_in_nobodys_way():
 
 def test_evaluation_between_forward_and_backward_is_no_training():
     model = Scaled()
-    passes = TrainingCalls(model, [])
+    passes = TrainingCalls([model], [])
     first = loss(model(2))
     with torch.no_grad():
         model(3)
@@ -247,7 +247,7 @@ def test_gradients_are_as_they_are_unwatched():
     model = Scaled()
     loss(model(2) + model(3)).backward()
     unwatched, model.weight.grad = model.weight.grad, None
-    passes = TrainingCalls(model, [])
+    passes = TrainingCalls([model], [])
     loss(model(2) + model(3)).backward()
     assert torch.equal(model.weight.grad, unwatched)
     assert passes.interleaved
@@ -255,7 +255,7 @@ def test_gradients_are_as_they_are_unwatched():
 
 def test_a_model_that_is_watched_no_longer_has_no_hooks_on_its_outputs():
     model = Scaled()
-    passes = TrainingCalls(model, [])
+    passes = TrainingCalls([model], [])
     passes.stop()
     loss(model(2) + model(3)).backward()
     assert not passes.interleaved
@@ -263,7 +263,7 @@ def test_a_model_that_is_watched_no_longer_has_no_hooks_on_its_outputs():
 
 def test_a_watch_that_is_forgotten_leaves_outputs_alone():
     model = Scaled()
-    passes = TrainingCalls(model, [])
+    passes = TrainingCalls([model], [])
     del passes
     output = model(2)
     assert output._backward_hooks is None

@@ -45,7 +45,8 @@ class Model(torch.nn.Module):
 class Passes:
     """Notes what is replayed."""
 
-    def __init__(self):
+    def __init__(self, inputs):
+        self.inputs = inputs
         self.replayed: list | None = []
 
     def __call__(self, inputs):
@@ -70,7 +71,7 @@ def mask(size=SHAPE[1]):
 
 def graphed(with_mask=True, eager_passes=None, more=None):
     """A model with graphs, and their static inputs."""
-    model, passes = Model(), cast(Any, Passes())
+    model = Model()
     static = {"input_ids": ids(), "position_ids": ids(), "attention_mask": mask(), "labels": ids()}
     if not with_mask:
         del static["attention_mask"]
@@ -78,8 +79,7 @@ def graphed(with_mask=True, eager_passes=None, more=None):
     conditions = ReplayConditions([model], AttributeReads(), [model], forward_replaced=True)
     graphs = ModelGraphs(
         model,
-        passes,
-        static,
+        [cast(Any, Passes(static))],
         eager_passes or EagerPasses(),
         conditions,
         may_be_absent=("attention_mask",),
