@@ -56,7 +56,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
     ),
     "Packed sequences": ("--cuda-graph-packed", "--sft"),
     "Precision": ("--bf16", "--fp16", "--fp8-", "--fp4-"),
-    "Recomputation": ("--recompute-",),
+    "Recomputation": ("--recompute-", "--distribute-saved-activations"),
     "Optimizer and checkpoints": ("--optimizer", "--save", "--async-save"),
     "Other flags": ("",),
 }

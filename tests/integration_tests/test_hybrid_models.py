@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.support.compared import Trained, assert_as_eager, assert_differs_from
+from tests.support.evaluations import replays_of_evaluations
 from tests.support.launch import name_of
 from tests.support.pretrain import numbers, pretrain
 from tests.support.sample import mostly_long
@@ -24,7 +25,7 @@ DATA_PARALLEL: list[tuple[dict[str, Any], int, int]] = [
     ({"pattern": "M*-M", "dropout": 0.1}, 4, 1),
     ({"pattern": "M*-M", "layers_per_graph": -1, "sequences_later": [16, 32]}, 0, 1),
     ({"pattern": "MM-", "positions": "none", "layers_per_graph": None, "dropout": 0.1}, 0, 1),
-    ({"pattern": "M*-E/*M/*M", **PADDED, "layers_per_graph": -1, "dtype": "bf16", "microbatches": 2}, 0, 1),
+    ({"pattern": "M*-E/*M/*M", **PADDED, "layers_per_graph": -1, "dtype": "bf16", "evaluates_often": True}, 0, 1),
     ({"pattern": "*-M-*M", "layers_per_graph": None, "dropout": 0.1, "microbatches": 2, "evaluates": True}, 0, 1),
     ({"pattern": "M*-M", "layers_per_graph": -1, "control": "captured_again_later", "dtype": "bf16"}, 0, 1),
     ({"pattern": "M-*M", "modules": ["mamba"], "dropout": 0.1}, 2, 2),
@@ -71,9 +72,8 @@ def test_a_hybrid_model_trains_bit_for_bit_as_eager(results, case, graphs, piece
     assert_equal(result)
     assert result["graphs"] == graphs
     assert result["replays"] == 2 * pieces * case.get("microbatches", 1)
-    layers = len(case["pattern"].replace("/", "")) if "layers_per_graph" in case else graphs
-    replays = layers * case.get("microbatches", 1)
-    assert result["evaluation_replays"] == ([replays] if case.get("evaluates") else [])
+    layers = graphs or len(case["pattern"].replace("/", ""))
+    assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, layers)
 
 
 @pytest.mark.parametrize(("case", "graphs"), mostly_long(STAGES, STAGES[1]), ids=[name_of(case) for case, _ in STAGES])

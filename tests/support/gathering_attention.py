@@ -1,12 +1,13 @@
 """Attention of context-parallel ranks in the place of TransformerEngine's: each rank gathers all keys and values."""
 
 from copy import deepcopy
+from dataclasses import replace
 from typing import Any
 
 import torch
 
 from megatron.core import parallel_state
-from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 
@@ -46,6 +47,7 @@ def with_gathering_attention(layer: Any) -> Any:
     return layer
 
 
-def local_layer(config: Any) -> Any:
-    """Megatron's own layer with this attention; for ``--spec tests.support.gathering_attention local_layer``."""
-    return with_gathering_attention(get_gpt_layer_local_spec())
+def local_layers(config: Any, vp_stage: int | None = None) -> Any:
+    """Megatron's own layers with this attention; for ``--spec tests.support.gathering_attention local_layers``."""
+    block = get_gpt_decoder_block_spec(config.transformer, use_transformer_engine=False, vp_stage=vp_stage)
+    return replace(block, layer_specs=[with_gathering_attention(layer) for layer in block.layer_specs])

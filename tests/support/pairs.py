@@ -184,6 +184,7 @@ FEATURES: dict[str, Setting] = {
     },
     "packed sequences in graphs": {**PACKED, "--cuda-graph-packed-sequences": "32"},
     "packed sequences beside graphs": {**PACKED, MODULES: "mlp"},
+    "context parallel": {"--context-parallel-size": "2", "--spec": "tests.support.gathering_attention local_layers"},
     "job: evaluation": {"--eval-iters": "1", "--eval-interval": "2"},
     "checkpoints": {"--save": CHECKPOINTS, "--save-interval": str(SAVED)},
     "job: no warm-up": {"--cuda-graph-warmup-steps": "0"},
@@ -196,13 +197,15 @@ APART = {
     frozenset(("recomputation of layers", "multi-token prediction", "job: no warm-up")): "likewise",
     frozenset(("router", "packed sequences in graphs")): "the layers that the feature packs for are dense",
     frozenset(("up to the dispatch", "packed sequences in graphs")): "likewise",
+    frozenset(("heterogeneous layers", "context parallel")): "layers of --spec are of one kind",
+    frozenset(("multi-token prediction", "context parallel")): "the attention of its layer is Megatron's own, whatever "
+    "--spec says",
 }
 # Rows that work of which no feature is: what they need is not there on the CPU backend.
 ELSEWHERE = {
     "fused weight gradients of sharded parameters": "Apex",
     "fp8": "TransformerEngine's layers",
     "fp8 parameters": "TransformerEngine's layers",
-    "context parallel": "TransformerEngine's attention",
     "user buffers": "NCCL",
     "latent attention": "TransformerEngine's attention",
 }

@@ -416,3 +416,12 @@ def test_no_graph_stays_when_graphs_are_deleted(one_rank, case):
         assert graphs_alive() > before
     model.step()  # experts keep their last input, whose backward pass knows what was replayed
     assert graphs_alive() == before
+
+
+def test_another_weight_of_multi_token_prediction_is_noticed(one_rank):
+    def change(training):
+        training.config.mtp_loss_scaling_factor = 0.3 if len(training.losses) == 2 else 0.1
+
+    eager, graphs = (trained(graphed(MODEL, mtp=1), on, between=change, steps=3) for on in (False, True))
+    assert eager.differences(graphs) == []
+    assert graphs.step_replays == [0, 2, 0, 2]

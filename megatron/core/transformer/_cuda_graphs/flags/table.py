@@ -547,10 +547,15 @@ _REFUSED = [
     ),
     _refused(
         "local layers",
-        "--transformer-impl local with --context-parallel-size above 1",
-        lambda options: options.get("transformer_impl") == "local" and options.several("context_parallel_size"),
-        "--context-parallel-size needs TransformerEngine's attention, with or without graphs: leave out "
-        "--transformer-impl local",
+        "--transformer-impl local with --context-parallel-size above 1, --spec missing",
+        lambda options: (
+            options.get("transformer_impl") == "local"
+            and options.several("context_parallel_size")
+            and options.knows("spec")  # configurations do not
+            and not options.get("spec")
+        ),
+        "--context-parallel-size needs TransformerEngine's attention, or another that takes parts of sequences, with "
+        "or without graphs: leave out --transformer-impl local, or set --spec",
     ),
     _refused(
         "embedding in two stages",
