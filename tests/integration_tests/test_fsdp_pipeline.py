@@ -16,6 +16,7 @@ from tests.support.sample import each_once, mostly_long
 
 SIZES: dict[str, Any] = {"layers": 4, "steps": 6, "microbatches": 4, "tied": False}
 MOE: dict[str, Any] = {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"]}
+LAYERS: dict[str, Any] = {"layers_per_graph": 0}  # what graphs for evaluation hold in a pipeline
 FAILURE: dict[str, Any] = {"dropout": 0.1, "control": "fallback_after_a_failure_on_one_rank"}
 ONE_RANK: list[dict[str, Any]] = [
     {},
@@ -116,7 +117,7 @@ def assert_bit_equal(case, result):
     assert result["graphs"] == slots
     assert result["replays"] == 2 * slots
     for_evaluation = 0 if "virtual" in case else case["layers"] // 2
-    assert result["evaluation_replays"] == replays_of_evaluations(case, for_evaluation)
+    assert result["evaluation_replays"] == replays_of_evaluations(case | LAYERS, for_evaluation)
 
 
 @pytest.mark.parametrize("case", mostly_long(ONE_RANK, ONE_RANK[1]), ids=name_of)
@@ -133,7 +134,7 @@ def assert_whole_chunks_bit_equal(case, result):
     assert result["step_replays"][-2:] == [replays, replays]
     assert bool(result["clipping_replays"]) == (chunks == 1 and case.get("norm_on_device", False))
     for_evaluation = 0 if "virtual" in case else case["layers"] // 2
-    assert result["evaluation_replays"] == replays_of_evaluations(case, for_evaluation)
+    assert result["evaluation_replays"] == replays_of_evaluations(case | LAYERS, for_evaluation)
 
 
 @pytest.mark.parametrize("case", mostly_long(WHOLE, WHOLE[0]), ids=name_of)
