@@ -46,7 +46,7 @@ CASES: dict[str, list[dict]] = {
         {"dtype": "bf16", **HYBRID, "capacity": 1.0, "evaluates": True},
         {"dtype": "bf16", "pattern": "M*-M/*M", "microbatches": 2},
         {"dtype": "bf16", "layers_per_graph": -1, "positions": "mrope", "microbatches": 2},
-        {"dtype": "bf16", "layers_per_graph": -1, "packed": 8, "dropout": 0.1, "microbatches": 2},
+        {"dtype": "bf16", "layers_per_graph": -1, "packed": 8, "dropout": 0.1, "microbatches": 2, "evaluates": True},
         {"dtype": "bf16", "layers_per_graph": -1, "packed": 8, "mtp": 1, "positions": "learned_absolute"},
         {"dtype": "bf16", "layers_per_graph": -1, "pattern": "M-*-M*", "dropout": 0.1, "microbatches": 2},
         {"dtype": "bf16", "layers_per_graph": -1, "pattern": "M*-M/*M", "microbatches": 2, "evaluates": True},
@@ -148,5 +148,6 @@ def test_graphs_train_bit_for_bit_as_eager(train, layout, engine, case):
         slots = case["microbatches"] if "PP2" in layout or case.get("ep_overlap") else 1
         assert result["graphs"] == of_a_pass * slots
     if engine == "native":
-        eager = "VPP2" in layout or {"fp8_params", "packed"} & {*case}
+        packed_layers = "packed" in case and case.get("layers_per_graph", 0) not in (None, -1)
+        eager = "VPP2" in layout or "fp8_params" in case or packed_layers
         assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, 0 if eager else of_a_pass)

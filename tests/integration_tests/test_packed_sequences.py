@@ -9,6 +9,7 @@ import pytest
 
 from tests.support.compared import Trained, assert_as_eager
 from tests.support.documents import write_documents
+from tests.support.evaluations import replays_of_evaluations
 from tests.support.launch import name_of
 from tests.support.pretrain import numbers, pretrain
 from tests.support.sample import mostly_long
@@ -64,7 +65,9 @@ def test_one_capture_serves_all_lengths(results, case, pieces):
     result = results[name_of(case)]
     assert_equal(result)
     layers = len(case.get("pattern", "")) or SIZES["layers"] + case.get("mtp", 0)
-    assert result["graphs"] == (0 if case.get("layers_per_graph", 0) in (None, -1) else layers)
+    whole = case.get("layers_per_graph", 0) in (None, -1)
+    assert result["graphs"] == (0 if whole else layers)
+    assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, layers if whole else 0)
     assert result["replays"] == 2 * pieces * case.get("microbatches", 1)
 
 

@@ -63,6 +63,7 @@ def _repeats_router(config: Any) -> bool:
     return CudaGraphModule.moe_router in config.cuda_graph_modules and bool(repeats)
 
 
+_PACKED = "sequences are packed, and graphs of layers were not tried with them in evaluation"
 # What in a model's ``TransformerConfig`` rules graphs of evaluation out, and the reason; the first one counts.
 _BLOCKERS: tuple[tuple[Callable[[Any], object], str], ...] = (
     (lambda config: config.fp4, "graphs of FP4 were not tried in evaluation"),
@@ -70,7 +71,6 @@ _BLOCKERS: tuple[tuple[Callable[[Any], object], str], ...] = (
         lambda config: config.fp8_param,
         "parameters are in FP8, whose places in memory are not known (--fp8-param-gather)",
     ),
-    (lambda config: packed_sequences(config) is not None, "sequences are packed"),
     (lambda config: config.delay_wgrad_compute, "weight gradients are delayed (--delay-wgrad-compute)"),
     (lambda config: config.fine_grained_activation_offloading, "activations are offloaded"),
     (_repeats_router, "MoE layers are captured in part, and run in part again or in pieces"),
@@ -133,7 +133,10 @@ class EvaluationGraphs:
             return f"the {self._stage.engine.name} engine captured the layers"
         if len(self._stage.chunks) > 1:
             return "pipeline stages have several chunks of the model each"
-        return evaluation_blocker(self._config)
+        return (_PACKED if self._whole is None and self._packs() else "") or evaluation_blocker(self._config)
+
+    def _packs(self) -> bool:
+        return packed_sequences(self._config) is not None
 
     def capture(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Capture, or log why not. All ranks of the pipeline stage must call it together, in evaluation mode.
@@ -156,6 +159,8 @@ class EvaluationGraphs:
             if any(has_other_hooks(module) for layer in layers for module in layer.modules()):  # perhaps here only
                 raise UnsupportedError("layers, or modules in them, have hooks of others")
             whole = self._whole is not None and not agreement.objection(self._whole_blocker(args, kwargs))
+            if self._packs() and not whole:
+                raise UnsupportedError(_PACKED)
             with joined_collectives(agreement.join):
                 if whole:
                     self._capture_model(agreement, shape)

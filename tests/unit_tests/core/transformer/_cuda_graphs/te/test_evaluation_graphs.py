@@ -21,6 +21,7 @@ pytestmark = pytest.mark.usefixtures("side_stream")
 
 MODEL = -1  # what a graph holds
 PARTS_OF_MOE = ("attn", "moe_router", "moe_preprocess")
+PACKED: dict[str, Any] = {"packed": 3, "micro_batch": 1, "positions": "none"}
 
 
 def compared(case, between, steps=2):
@@ -48,8 +49,9 @@ def replays_of(layers_per_graph):
         (0, {"recompute": ("core_attn", "mlp")}),
         (MODEL, {"dropout": 0.1, "dtype": "bf16", "microbatches": 2}),
         (None, {"recompute": ("core_attn",), "latent_attention": True}),
+        (MODEL, PACKED),
     ],
-    ids=["all layers in a graph", "one", "MTP", "recompute", "the model", "the model, recompute"],
+    ids=["all layers in a graph", "one", "MTP", "recompute", "the model", "the model, recompute", "the model, packed"],
 )
 def test_evaluation_replays_a_graph_for_each_layer_or_one_of_the_model(one_rank, layers_per_graph, changes):
     eager, graphs = compared(graphed(layers_per_graph, **changes), evaluate)
@@ -57,6 +59,19 @@ def test_evaluation_replays_a_graph_for_each_layer_or_one_of_the_model(one_rank,
     replays = (replays_of(layers_per_graph) + changes.get("mtp", 0)) * changes.get("microbatches", 1)
     assert graphs.evaluation_replays == [replays] * 2
     assert eager.evaluation_replays == [0, 0]
+
+
+@pytest.mark.parametrize(("layers_per_graph", "sequences"), [(0, 3), (MODEL, 4)], ids=["of layers", "not padded"])
+def test_evaluation_of_packed_sequences_runs_eagerly_where_graphs_do_not_fit_it(
+    one_rank, caplog, layers_per_graph, sequences
+):
+    with caplog.at_level(logging.INFO):
+        between = partial(evaluate_as, packed=sequences)
+        eager, graphs = compared(graphed(layers_per_graph, **PACKED), between)
+    assert eager.differences(graphs) == []
+    assert graphs.evaluation_replays == [0, 0]
+    assert graphs.replays == 2
+    assert any("sequences are packed, and graphs of layers" in record.message for record in caplog.records)
 
 
 PARTS: list[dict[str, Any]] = [
