@@ -46,6 +46,14 @@ def test_parts_of_sequences_train_bit_for_bit_as_eager(results, case, pieces):
 
 
 @pytest.mark.long
+def test_pipeline_stages_of_parts_of_sequences_are_captured_as_whole_chunks(compare_runs):
+    case = SIZES | {"layers": 4, "layers_per_graph": -1, "tied": False, "microbatches": 4, "evaluates": True}
+    (result,) = compare_runs([case], "--pp", "2", "--cp", "2", ranks=4)
+    assert_as_eager(result)
+    assert (result["graphs"], result["replays"]) == (0, 2 * 4)
+
+
+@pytest.mark.long
 def test_training_goes_on_eagerly_after_a_failed_capture(results):
     assert_went_on_eagerly(results[name_of(FAILED)])
 

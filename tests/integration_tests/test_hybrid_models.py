@@ -40,6 +40,7 @@ DATA_PARALLEL: list[tuple[dict[str, Any], int, int]] = [
 STAGES: list[tuple[dict[str, Any], int]] = [
     ({"pattern": "*-|M*", "dropout": 0.1}, 8),
     ({"pattern": "*|-|M-|*M", "virtual": 2, "evaluates": True}, 12),
+    ({"pattern": "*|-|M-|*M", "virtual": 2, "layers_per_graph": -1, "dropout": 0.1}, 0),
 ]
 BETWEEN = {"tied": False, "microbatches": 4}
 
@@ -76,11 +77,15 @@ def test_a_hybrid_model_trains_bit_for_bit_as_eager(results, case, graphs, piece
     assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, layers)
 
 
-@pytest.mark.parametrize(("case", "graphs"), mostly_long(STAGES, STAGES[1]), ids=[name_of(case) for case, _ in STAGES])
+@pytest.mark.parametrize(
+    ("case", "graphs"), mostly_long(STAGES, *STAGES[1:]), ids=[name_of(case) for case, _ in STAGES]
+)
 def test_pipeline_stages_of_a_hybrid_model_train_bit_for_bit_as_eager(stages, case, graphs):
     result = stages[name_of(case)]
     assert_equal(result)
     assert result["graphs"] == graphs
+    if not graphs:  # of layers
+        assert result["replays"] == 2 * case["virtual"] * BETWEEN["microbatches"]
 
 
 def test_a_replay_that_does_nothing_changes_the_loss(results):

@@ -42,7 +42,7 @@ LAYOUTS = {
     "--pipeline-model-parallel-size 2 --num-layers 4 --num-layers-per-virtual-pipeline-stage 1"
     " --untie-embeddings-and-output-weights": 2 * 4,
 }
-STAGES: list[dict[str, Any]] = [{"layers": 4, "tied": False, "microbatches": 4, "dropout": 0.1}]
+STAGES: dict[str, Any] = {"layers": 4, "tied": False, "microbatches": 4, "dropout": 0.1}
 
 
 @pytest.fixture(scope="module")
@@ -81,9 +81,12 @@ def test_batches_of_another_length_run_eagerly(results, case):
 
 @pytest.mark.long
 def test_pipeline_stages_read_packed_sequences_too(compare_runs):
-    (result,) = compare_runs([SIZES | case for case in STAGES], "--pp", "2")
-    assert_equal(result)
-    assert result["graphs"] == 2 * 4  # layers of a stage, micro-batches
+    cases = [SIZES | STAGES | {"layers_per_graph": most} for most in (1, -1)]
+    layers, chunks = compare_runs(cases, "--pp", "2")
+    for result in (layers, chunks):
+        assert_equal(result)
+    assert (layers["graphs"], layers["replays"]) == (2 * 4, 2 * 2 * 4)  # layers of a stage, micro-batches
+    assert (chunks["graphs"], chunks["replays"]) == (0, 2 * 4)
 
 
 def test_where_the_host_reads_lengths_the_capture_fails_and_names_it(compare_runs):
