@@ -1,6 +1,7 @@
 """WholePasses: a function's passes as one graph each, with what its hooks enqueue."""
 
 import gc
+from collections import Counter
 from contextlib import contextmanager
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.engine import sanitizer
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
-from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses
+from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses, capture_passes
 
 from .captured_cases import assert_same_bits, copies, device_tensor, mlp
 
@@ -253,3 +254,100 @@ def test_passes_without_grad_are_one_graph_and_their_outputs_new_tensors():
     assert_same_bits(replayed, expected)
     assert passes.replays == 2
     assert not any(total.any() for total in model.sums.values())
+
+
+# Two chunks and three micro-batches, as a virtual pipeline stage runs them: up to three passes are in flight.
+ORDER = [1, 1, 2, -2, 2, -1, 1, -2, -1, 2, -2, -1]
+
+
+def chunk_passes(order, graphs, skipped=()):
+    """What chunks of a model compute in the order of a pipeline: outputs, gradients of inputs, sums of gradients.
+
+    Passes of the micro-batches ``skipped`` run eagerly where there are graphs.
+    """
+    models = {chunk: Sums() for chunk in (1, 2)}
+    functions = {chunk: lambda x, model=model: model.module(x) for chunk, model in models.items()}
+    slots: dict[tuple[int, int], WholePasses] = {}
+    if graphs:
+        turns, counts = [], Counter[int]()
+        for step in order:
+            chunk, number = abs(step), counts[step]
+            counts[step] += 1
+            if step > 0:
+                x = device_tensor(4, 6, seed=0).detach().requires_grad_()
+                slots[chunk, number] = WholePasses(f"chunk {chunk}, {number}", {"x": x}, Owner())
+            turns.append((slots[chunk, number], functions[chunk] if step > 0 else None))
+        modules = {passes: models[chunk].module for (chunk, _), passes in slots.items()}
+        capture_passes(turns, modules, 1)
+        for model in models.values():
+            model.zero()
+    numbers = []
+    for round_ in range(2):
+        done, running = Counter[int](), {}
+        for step in order:
+            chunk, number = abs(step), done[step]
+            done[step] += 1
+            if step > 0:
+                x = device_tensor(4, 6, seed=10 * round_ + number).detach().requires_grad_()
+                replays = graphs and number not in skipped
+                running[chunk, number] = x, slots[chunk, number]([x]) if replays else functions[chunk](x)
+            else:
+                x, output = running[chunk, number]
+                output.backward(device_tensor(*output.shape, seed=number + 50).detach())
+        for x, output in running.values():  # all of them are kept beyond later replays
+            numbers += copies([output, x.grad])
+        numbers += copies([total for model in models.values() for total in model.sums.values()])
+    return numbers
+
+
+@pytest.mark.parametrize("skipped", [(), (1,)])
+def test_passes_of_several_micro_batches_in_flight_are_bit_equal_to_eager_ones(skipped):
+    assert_same_bits(chunk_passes(ORDER, True, skipped), chunk_passes(ORDER, False))
+
+
+def pair_of_slots():
+    model = Sums()
+    slots = []
+    for number in range(2):
+        x, weights = inputs(number)
+        slots.append(WholePasses(f"micro-batch {number}", {"x": x, "weights": weights}, Owner()))
+    first, second = slots
+    turns = [(first, model.losses), (second, model.losses), (first, None), (second, None)]
+    capture_passes(turns, dict.fromkeys(slots, model.module), 1)
+    return slots
+
+
+def test_a_replay_out_of_the_order_of_capture_is_refused():
+    first, second = pair_of_slots()
+    losses = second(inputs(1))
+    first(inputs(2))
+    with pytest.raises(RuntimeError, match="micro-batch 1: backward of a replay whose activations a later"):
+        losses.sum().backward()
+
+
+def test_slots_share_one_pool_and_a_static_gradient():
+    first, second = pair_of_slots()
+    graphs = [graph for slot in (first, second) for graph in (slot.forward_graph, slot.backward_graph)]
+    assert len({tuple(graph.pool()) for graph in graphs}) == 1
+    assert first._replay._grad_outputs[0][0] is second._replay._grad_outputs[0][0]
+
+
+def test_a_slot_that_fails_leaves_no_graphs_of_others():
+    model = Sums()
+    slots = []
+    for number in range(2):
+        x, weights = inputs(number)
+        slots.append(WholePasses(f"micro-batch {number}", {"x": x, "weights": weights}, Owner()))
+
+    def failing(x, weights):
+        losses = model.losses(x, weights)
+        return losses * losses.sum().item() if torch.cuda.is_current_stream_capturing() else losses
+
+    with pytest.raises(RuntimeError, match="when stream is capturing"):
+        capture_passes(
+            [(slots[0], model.losses), (slots[1], failing), (slots[0], None), (slots[1], None)],
+            dict.fromkeys(slots, model.module),
+            1,
+        )
+    assert [(slot.forward_graph, slot.backward_graph) for slot in slots] == [(None, None)] * 2
+    assert not torch.cuda.is_current_stream_capturing()

@@ -301,6 +301,28 @@ class TestObjections:
         assert reasons[rank] == f"reason {rank}"
         assert {*reasons} == {f"reason {rank}", f"reason {rank} (on rank {rank})"}
 
+    @pytest.mark.parametrize("fails", [None, 3])
+    def test_one_is_that_of_other_pipeline_stages_too(self, fails):
+        def run(rank):
+            stage, place = divmod(rank, 2)
+            agreed = CaptureAgreement([Group(2, f"stage {stage}")], Group(2, f"pipeline {place}"))
+            try:
+                if rank == fails:
+                    raise A_FAULT
+                reasons = [agreed.objection("reason 0" if rank == 0 else ""), agreed.objection("")]
+                agreed.finish()
+            except Exception as raised:
+                raise agreed.failed(raised) from raised
+            return reasons
+
+        results = on_ranks(4, run)
+        if fails is None:
+            assert results == [["reason 0", ""]] + [["reason 0 (on rank 0)", ""]] * 3
+        else:
+            assert {str(error) for error in results} == {
+                "CUDA graph capture failed on rank 3, before the first layer: RuntimeError: a fault"
+            }
+
     def test_each_rank_that_has_one_gives_its_own(self):
         assert self.capture(range(4)) == [f"reason {rank}" for rank in range(4)]
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer._cuda_graphs.te.training_calls import TrainingCalls
+from megatron.core.transformer._cuda_graphs.te.training_calls import TrainingCalls, expected_inputs, unused_by
 
 
 class Model(torch.nn.Module):
@@ -267,3 +267,66 @@ def test_a_watch_that_is_forgotten_leaves_outputs_alone():
     del passes
     output = model(2)
     assert output._backward_hooks is None
+
+
+class Chunk(Model):
+    """A chunk of a pipeline's model: the first, the last, or one between them."""
+
+    def __init__(self, first, last, hidden_states=None):
+        super().__init__()
+        self.pre_process, self.post_process = first, last
+        self.decoder = Decoder()
+        self.decoder.input_tensor = hidden_states
+        self.config = SimpleNamespace(sequence_parallel=True, tensor_model_parallel_size=2, context_parallel_size=1)
+
+
+HIDDEN = torch.zeros(2, 2, 8)  # of four tokens on two ranks that divide the sequence
+FIRST, BETWEEN, LAST = ((True, False), (False, False), (False, True))
+
+
+@pytest.mark.parametrize(
+    ("place", "args", "reason"),
+    [
+        (FIRST, (TOKENS, TOKENS, MASK), ""),
+        (FIRST, FITTING, ""),  # labels that this chunk does not read
+        (FIRST, (None, None, None, TOKENS), "it was called without tokens"),
+        (FIRST, (TOKENS, TOKENS.int(), None), "its position_ids are not of shape [2, 4] and torch.int64"),
+        (BETWEEN, (None, None, None), ""),
+        (BETWEEN, FITTING, ""),
+        (BETWEEN, (None, None, MASK), ""),
+        (BETWEEN, (None, None, MASK[:1]), "its attention_mask are not of shape [2, 1, 4, 4] and torch.bool"),
+        (LAST, (None, None, None, TOKENS), ""),
+        (LAST, (TOKENS, TOKENS, None), "it was called without labels"),
+    ],
+)
+def test_a_chunk_is_called_with_what_it_reads(place, args, reason):
+    first, last = place
+    chunk = Chunk(first, last, None if first else HIDDEN)
+    calls = TrainingCalls([chunk], [])
+    chunk(*args)
+    assert calls.blocker == reason
+
+
+def test_one_chunk_whose_calls_do_not_fit_is_enough():
+    first, last = Chunk(*FIRST), Chunk(False, True, HIDDEN)
+    calls = TrainingCalls([first, last], [])
+    first(TOKENS, TOKENS, None)
+    assert calls.blocker == "it has not been called for training so far"
+    last(None, None, None)
+    assert calls.blocker == "it was called without labels"
+
+
+@pytest.mark.parametrize(
+    ("place", "read"),
+    [
+        (FIRST, {"input_ids", "position_ids", "attention_mask"}),
+        (BETWEEN, {"attention_mask"}),
+        (LAST, {"attention_mask", "labels"}),
+    ],
+)
+def test_what_a_chunk_reads(place, read):
+    chunk = Chunk(*place)
+    assert expected_inputs(chunk, 2, 4).keys() == read
+    assert unused_by(chunk) == {"input_ids", "position_ids", "labels"} - read
+    chunk.position_embedding_type = "mrope"  # of which each chunk computes its own
+    assert expected_inputs(chunk, 2, 4).keys() == read | {"position_ids"}

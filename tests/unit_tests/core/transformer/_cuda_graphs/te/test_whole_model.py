@@ -2,6 +2,7 @@
 
 import copy
 import logging
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -11,6 +12,7 @@ from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads
 from megatron.core.transformer._cuda_graphs.eager_passes import EagerPasses
 from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
+from megatron.core.transformer._cuda_graphs.te import whole_model
 from megatron.core.transformer._cuda_graphs.te.whole_model import ModelGraphs, sample_inputs
 from megatron.core.transformer.enums import AttnMaskType
 
@@ -323,3 +325,80 @@ def test_the_mask_is_that_of_the_first_layer_with_attention():
     unmasked = language_model(NoAttention(), MaskedLayer(AttnMaskType.padding))
     assert sample_inputs(unmasked, 8, 1)["attention_mask"].tolist() == [0.0]
     assert sample_inputs(language_model(MaskedLayer()), 8, 1)["attention_mask"].tolist() == [1.0]
+
+
+class Chunk(Model):
+    """A chunk between two others: it reads hidden states. Steps have as many micro-batches as it says."""
+
+    microbatches = 2
+
+    def __init__(self):
+        super().__init__()
+        self.pre_process = self.post_process = False
+        self.decoder = torch.nn.Module()
+        self.decoder.layers = torch.nn.ModuleList([torch.nn.Linear(1, 1)])
+        self.decoder.input_tensor = None
+        self.config = SimpleNamespace(sequence_parallel=False, context_parallel_size=1)
+
+    def forward(self, input_ids, position_ids, attention_mask, *args, **kwargs):
+        self.calls += 1
+        return self.weight * cast(Any, self.decoder).input_tensor
+
+
+def hidden(length=SHAPE[1], value=0.0):
+    return torch.full((length, SHAPE[0], 4), value, requires_grad=True)
+
+
+@pytest.fixture
+def chunk(monkeypatch):
+    """A chunk with graphs for steps of two micro-batches, and the passes of each."""
+    chunk = Chunk()
+    monkeypatch.setattr(whole_model, "get_num_microbatches", lambda: chunk.microbatches)
+    slots = [Passes({"attention_mask": mask(), "hidden_states": hidden()}) for _ in range(2)]
+    conditions = ReplayConditions([chunk], AttributeReads(), [chunk], forward_replaced=True)
+    unused = {"input_ids", "position_ids", "labels", "loss_mask"}
+    ModelGraphs(
+        chunk,
+        cast(Any, slots),
+        EagerPasses(),
+        conditions,
+        may_be_absent=("attention_mask",),
+        unused=unused,
+    )
+    return chunk, slots
+
+
+def call(chunk, microbatch, hidden_states, *args):
+    """Call a chunk as a schedule does; return whether it has replayed."""
+    vars(chunk.decoder.layers[0])["current_microbatch"] = microbatch
+    chunk.decoder.input_tensor = hidden_states
+    return replays(chunk, *args) if args else replays(chunk, None, None, None)
+
+
+def test_each_micro_batch_replays_its_own_graphs_on_its_hidden_states(chunk):
+    chunk, slots = chunk
+    given = [hidden(value=1.0), hidden(value=2.0)]
+    assert all(call(chunk, number, given[number]) for number in (0, 1))
+    for slot, hidden_states in zip(slots, given, strict=True):
+        (inputs,) = slot.replayed
+        assert [id(tensor) for tensor in inputs] == [id(slot.inputs["attention_mask"]), id(hidden_states)]
+
+
+def test_a_chunk_ignores_what_it_does_not_read(chunk):
+    assert call(chunk[0], 0, hidden(), ids(), ids())
+
+
+def test_hidden_states_of_another_shape_run_eagerly(chunk):
+    assert call(chunk[0], 0, hidden())
+    assert not call(chunk[0], 1, hidden(4))
+    assert call(chunk[0], 0, hidden())
+
+
+@pytest.mark.parametrize(("microbatch", "microbatches"), [(0, 3), (2, 2), (None, 2)])
+def test_steps_of_another_number_of_micro_batches_run_eagerly(chunk, caplog, microbatch, microbatches):
+    chunk, _ = chunk
+    chunk.microbatches = microbatches
+    with caplog.at_level(logging.WARNING):
+        assert not any(call(chunk, microbatch, hidden()) for _ in range(2))
+    (record,) = caplog.records
+    assert "captured for steps of 2 micro-batches" in record.message
