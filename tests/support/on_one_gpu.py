@@ -23,6 +23,7 @@ from tests.gpu import (
     test_fsdp_graphs,
     test_hybrid_sharding,
     test_local_graphs,
+    test_pipeline_chunks,
 )
 from tests.support.gpus import DETERMINISTIC, ENGINES, SIZES
 from tests.support.launch import launch, name_of
@@ -54,6 +55,7 @@ def jobs() -> Iterator[Job]:
             yield from (Job(tests, engine, case) for case in cases)
     yield from (Job("test_fsdp_graphs", "native", SIZES | case) for case in dead)
     yield from (Job("test_hybrid_sharding", "native", SIZES | case) for case in test_hybrid_sharding.CASES)
+    yield from (Job("test_pipeline_chunks", "native", SIZES | case) for case in test_pipeline_chunks.ON_ONE_GPU)
     for case in test_local_graphs.LAYOUTS["data parallel"][1]:
         yield Job("test_local_graphs", "native", test_local_graphs.LOCAL | case)
 
