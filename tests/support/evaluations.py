@@ -14,7 +14,7 @@ def replays_of_evaluations(case: Mapping[str, Any], layers: int) -> list[int]:
         layers: How many layers have graphs for evaluation, or are in one; 0 where it runs eagerly.
     """
     full = Case(**{key: value for key, value in case.items() if key != "control"})
-    whole = full.layers_per_graph in (None, -1) and not full.fp8
+    whole = full.layers_per_graph in (None, -1)
     replays = (bool(layers) if whole else layers) * full.microbatches_of(EVALUATION)
     if full.evaluates_often:
         return [0] * (full.warmup + 1) + [replays] * (full.steps - full.warmup + 1)

@@ -183,20 +183,33 @@ class RecordedQuantization:
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
-        """The context of warm-up and recording, which leaves statistics as they were, those of other modules too."""
+        """The context of warm-up and recording.
+
+        It leaves statistics as they were, those of other modules too, and which modules are to quantize weights.
+        """
         state = self.quantization.state.quantization_state
-        flag = state.skip_fp8_weight_update_tensor
         stashed = {id(queue): list(queue) for queue in state.fp8_tensors_recompute_buffer}
-        state.skip_fp8_weight_update_tensor = self._skips_weights
+        first = [module.is_first_microbatch for module in self._cached]
         try:
             with self._preserve_statistics(state):
                 yield
         finally:
-            state.skip_fp8_weight_update_tensor = flag
+            for module, is_first in zip(self._cached, first, strict=True):
+                module.__dict__["is_first_microbatch"] = is_first
             # A capture that failed between its passes leaves what the second would have taken to compute layers again.
             for queue in state.fp8_tensors_recompute_buffer:
                 queue.clear()
                 queue.extend(stashed.get(id(queue), ()))
+
+    @contextmanager
+    def reading_flag(self) -> Iterator[None]:
+        """The context of a forward pass, which reads the flag if it is recorded."""
+        state = self.quantization.state.quantization_state
+        flag, state.skip_fp8_weight_update_tensor = state.skip_fp8_weight_update_tensor, self._skips_weights
+        try:
+            yield
+        finally:
+            state.skip_fp8_weight_update_tensor = flag
 
     @contextmanager
     def _preserve_statistics(self, state: Any) -> Iterator[None]:

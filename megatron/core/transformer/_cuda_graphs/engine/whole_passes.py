@@ -107,7 +107,8 @@ class WholePasses:
             yield graph
 
     def _run_forward(self, func: Callable[..., torch.Tensor], recording: "_Recording | None") -> None:
-        with self._running("forward", recording) as graph:
+        reading_flag = nullcontext() if self.quantized is None else self.quantized.reading_flag()
+        with reading_flag, self._running("forward", recording) as graph:
             output = func(**self.inputs)
         self._output = output.detach()
         if self._copies_output:  # right after each replay

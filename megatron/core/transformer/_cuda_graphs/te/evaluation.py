@@ -25,7 +25,7 @@ from ..flags.own import packed_sequences
 from ..hooks import extracted_hooks, has_other_hooks
 from ..replay_conditions import ReplayConditions
 from .agreement import CaptureAgreement
-from .capture_arguments import quantization_arguments
+from .capture_arguments import quantization_arguments, recorded_quantization
 from .joined_collectives import joined_collectives
 from .layers import layer_name
 from .sample_inputs import LayerInputs, attention_mask_type, captures_attention, default_kwargs, sample_arguments
@@ -187,8 +187,6 @@ class EvaluationGraphs:
 
     def _whole_blocker(self, args: tuple, kwargs: dict[str, Any]) -> str:
         """Say why one graph cannot hold the model in calls such as this one; empty if it can."""
-        if self._config.fp8:
-            return "layers are quantized"
         assert self._whole is not None
         return call_blocker(self._whole.module, self._whole.by_name(args, kwargs))
 
@@ -196,7 +194,8 @@ class EvaluationGraphs:
         assert self._whole is not None
         fsdp: Any = self._sharding
         owner = fsdp.evaluated_model(partial(agreement.begin, "evaluation of the whole model"))
-        self._whole.evaluation = capture_evaluation(self._model, owner, *shape, _WARMUP_ITERATIONS)
+        quantized = recorded_quantization(self._stage, self._whole.module)
+        self._whole.evaluation = capture_evaluation(self._model, owner, *shape, _WARMUP_ITERATIONS, quantized)
 
     def _capture(self, agreement: CaptureAgreement, shape: tuple[int, int]) -> list[EvaluationGraph]:
         inputs = LayerInputs(self._config, *shape)

@@ -138,7 +138,6 @@ _TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage], object]], ...] = (
     ),
     (BOTH, "only modules of layers are captured (--cuda-graph-modules)", lambda s: s.config.cuda_graph_modules),
     (BOTH, "there is FP4, or FP8 other than --fp8-recipe delayed or tensorwise", quantized_otherwise),
-    (MODEL, "there is FP8 in a pipeline, which was not tried", lambda s: s.config.fp8 and not s.one_graph_serves_all),
     (
         DECODER,
         "layers of multi-token prediction are computed again (--recompute-granularity full)",

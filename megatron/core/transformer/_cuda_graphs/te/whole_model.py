@@ -209,19 +209,26 @@ def capture_whole_models(
 
 
 def capture_evaluation(
-    model: Any, owner: Any, seq_length: int, micro_batch_size: int, num_warmup_iters: int
+    model: Any,
+    owner: Any,
+    seq_length: int,
+    micro_batch_size: int,
+    num_warmup_iters: int,
+    quantized: RecordedQuantization | None = None,
 ) -> EvaluatedModelGraphs:
     """Capture the forward pass of ``model``, which is in evaluation mode, without grad.
 
     Args:
-        model: The language model, whose training has graphs. It is not quantized.
+        model: The language model, whose training has graphs.
         owner: Megatron-FSDP's ``EvaluatedModel`` of it.
         seq_length: Tokens in a sequence.
         micro_batch_size: Sequences in a micro-batch.
         num_warmup_iters: How often the pass runs before.
+        quantized: How the model is quantized; None if it is not. Not that of its training.
     """
     inputs = sample_inputs(model, seq_length, micro_batch_size)
-    passes = WholePasses(f"{type(model).__name__} in evaluation", inputs, owner, has_backward=False)
+    name = f"{type(model).__name__} in evaluation"
+    passes = WholePasses(name, inputs, owner, quantized=quantized, has_backward=False)
     with _captured({model: [passes]}, [owner], [(passes, model)], seq_length, num_warmup_iters) as captured:
         return EvaluatedModelGraphs(model, [passes], EagerPasses(), stands=False, **captured[model])
 
