@@ -56,6 +56,8 @@ WHOLE: list[dict[str, Any]] = [
         {"layers": 8, "dtype": "bf16", "evaluates": True, **RECOMPUTED},
         {"virtual": 2, "layers": 12, "microbatches": 6, **RECOMPUTED},
         {"virtual": 4, "layers": 8, "steps": 8, "dropout": 0.1, "control": "captured_again_later"},
+        {"fp8": "delayed", "dropout": 0.1, "evaluates": True},
+        {"fp8": "delayed", "virtual": 2, "dropout": 0.1},
     )
 ]
 WHOLE_OF_TWO_RANKS: list[dict[str, Any]] = [
@@ -67,6 +69,7 @@ WHOLE_OF_TWO_RANKS: list[dict[str, Any]] = [
         {"dropout": 0.1, "control": "eager_micro_batch_on_one_rank"},
         {"virtual": 2, "layers": 8, "dtype": "bf16", "control": "eager_micro_batch_on_one_rank"},
         {"dropout": 0.1, **PADDED},
+        {"fp8": "delayed", "control": "eager_micro_batch_on_one_rank"},
     )
 ]
 WHOLE_TENSOR_PARALLEL: list[dict[str, Any]] = [

@@ -189,9 +189,9 @@ class QuantizedProduct:
             if is_first_microbatch is not None:
                 self._fp8_workspaces["weight"] = weight
         elif skip is not None:
-            weight.copy_(torch.where(skip.bool(), weight, _quantized(given, meta, WEIGHT, recipe, skip)))
+            weight.data.copy_(torch.where(skip.bool(), weight, _quantized(given, meta, WEIGHT, recipe, skip)))
         elif is_first_microbatch:
-            weight.copy_(_quantized(given, meta, WEIGHT, recipe))
+            weight.data.copy_(_quantized(given, meta, WEIGHT, recipe))
         return _Product.apply(x, self.weight, weight, meta, State.is_first_fp8_module())
 
 

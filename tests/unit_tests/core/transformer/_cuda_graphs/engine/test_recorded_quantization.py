@@ -181,6 +181,15 @@ def test_a_capture_leaves_statistics_as_they_were_those_of_other_modules_too(eng
         assert_same_bits(model.statistics(layer), values)
 
 
+@pytest.mark.parametrize("first", [True, False])
+def test_after_a_capture_the_same_modules_are_to_quantize_weights_as_before(engine, first):
+    model = Model()
+    for layer in model.layers:
+        layer.is_first_microbatch = first
+    model.capture(engine)
+    assert [layer.is_first_microbatch for layer in model.layers] == [first, first]
+
+
 def test_a_failed_capture_leaves_statistics_and_the_flag_as_they_were(engine):
     model = Model(caches=False)
     State.set_skip_fp8_weight_update_tensor(True)
