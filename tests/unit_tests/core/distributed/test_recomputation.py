@@ -11,7 +11,7 @@ import torch
 from megatron_fsdp_cuda_graphs.cpu_backend import pools
 
 from .captured_training import CapturedTraining, graphed, trained
-from .fsdp_variants import Variant, hook_layers
+from .fsdp_variants import FINE_BOTH, Variant, hook_layers
 
 MODEL, ALL = -1, 0
 HOLDS = pytest.mark.parametrize("holds", [MODEL, ALL], ids=["model", "all layers"])
@@ -52,7 +52,11 @@ def kept(variant, holds):
 
 
 @HOLDS
-@pytest.mark.parametrize("variant", [SELECTIVE, BLOCK, EACH, PAIRS], ids=["selective", "block", "each", "pairs"])
+@pytest.mark.parametrize(
+    "variant",
+    [SELECTIVE, BLOCK, EACH, PAIRS, replace(PAIRS, fsdp=FINE_BOTH)],
+    ids=["selective", "block", "each", "pairs", "fine-grained hooks"],
+)
 def test_what_is_computed_again_trains_bit_for_bit_as_eagerly(one_rank, variant, holds):
     case = replace(variant.case, layers_per_graph=holds, microbatches=2)
     eager, graphs = (trained(case, on, variant=variant) for on in (False, True))

@@ -694,7 +694,7 @@ _WORKS = [
         "--recompute-modules core_attn, mlp, layernorm, moe, shared_experts, mla_up_proj",
         _GPU,
         "saves memory in graphs of the whole model and of all layers, and in what runs eagerly; in graphs of single "
-        "layers megatron-core keeps all activations",
+        "layers only layernorm and mla_up_proj do",
     ),
     _works(
         "recomputation of layers",
