@@ -2,6 +2,7 @@
 
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -170,11 +171,13 @@ def test_a_replay_waits_for_what_is_outside_of_units_and_an_eager_pass_for_all(h
         gathers, groups = training.fsdp.all_gather_pipeline, training.fsdp.param_and_grad_buffer.parameter_groups
         bucket_of = {event: bucket for bucket, event in gathers.between_instances.items()}
         outside = {bucket for bucket, group in enumerate(groups) if group.fsdp_unit_id is None}
+        begun: list[int] = []  # how often gathers have waited for the weights, by pass
 
         def awaited(mode):
             mode()
             with waits() as waited:
                 run(training, last=False)
+            begun.append(sum(stream is gathers.outer_fsdp_group_param_gather_stream for stream, _ in waited))
             return {bucket_of[event] for _, event in waited if event in bucket_of}
 
         assert outside
@@ -183,6 +186,26 @@ def test_a_replay_waits_for_what_is_outside_of_units_and_an_eager_pass_for_all(h
             assert awaited(training.model.eval) == {*bucket_of.values()}
             assert awaited(training.model.train) == set()
             training.fsdp.finish_grad_sync()
+        assert begun == [1, 0, 0] * 2
+
+
+def test_transposed_weights_are_gathered_too(hybrid_ranks):
+    with trained(MODEL, hybrid_ranks, "optim") as training:
+        gathers, (first, *_) = training.fsdp.all_gather_pipeline, training.fsdp.param_and_grad_buffer.parameter_groups
+        transposed = SimpleNamespace(data=torch.zeros_like(first.hfsdp_helper_wbuf.data))
+        with (
+            mock.patch.multiple(first, transpose_weight_buffer=transposed, hfsdp_helper_wtbuf=transposed),
+            sent_between_instances(training.fsdp) as sent,
+        ):
+            gathers.gather_between_instances()
+            first_of_all, then = sorted(sent.index((GATHER, shard)) for shard in own_shards(first, transposed))
+        assert then == first_of_all + 1
+        assert len(sent) == len(training.fsdp.param_and_grad_buffer.parameter_groups) + 1
+
+
+def own_shards(group, transposed):
+    """Where the first instance's shards of weights are."""
+    return group.hfsdp_helper_wbuf.data.data_ptr(), transposed.data.data_ptr()
 
 
 @RECORDED

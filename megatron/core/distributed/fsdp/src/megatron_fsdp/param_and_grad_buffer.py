@@ -180,11 +180,12 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
         recording: Whether such a graph is being recorded.
     """
 
+    _awaited: bool  # by the current stream, all of them
+
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.between_instances: dict[int, torch.cuda.Event] = {}
         self.recording = False
-        self._awaited = True
 
     def async_bucket_gather(self, bucket_id: int, bwd: bool) -> None:
         """Gather a bucket; see megatron-core."""
