@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ..captured_training import captured, graphed
-from ..fsdp_variants import run_backward
+from ..fsdp_variants import Variant, run_backward
 
 MODEL, DECODER, LAYER = -1, 0, 1
 KINDS = pytest.mark.parametrize("kind", [MODEL, DECODER, LAYER])
@@ -221,9 +221,24 @@ def test_after_a_replay_reductions_wait_for_their_bucket_and_after_an_eager_pass
             own = [event for stream, event in waited if stream is reductions.outer_fsdp_group_grad_reduce_stream]
             external = [event for event in own if event.external]
             assert len(set(external)) == len(external) == (len(in_graph) if replayed else 0)
+            assert {event.stream for event in external} <= {reductions.rs_stream}
             assert bool(len(own) - len(external)) == (not replayed or kind == DECODER)
             assert reductions.marked is None
             training.fsdp.finish_grad_sync()
+
+
+@RECORDED
+def test_gradients_of_units_are_sent_in_another_dtype_from_two_buffers(hybrid_ranks, kind):
+    case = graphed(kind, instances=hybrid_ranks)
+    with captured(case, Variant(case, sharding={"megatron_fsdp_grad_comm_dtype": torch.bfloat16})) as training:
+        groups = training.fsdp.param_and_grad_buffer.parameter_groups
+        assert sum(group.fsdp_unit_id is not None for group in groups) == 3
+        with sent_between_instances(training.fsdp) as sent:
+            run(training, last=True)
+        training.fsdp.finish_grad_sync()
+        assert len(sent) == len(groups)
+        outside = sum(group.fsdp_unit_id is None for group in groups)
+        assert len(set(sent)) == 2 + outside
 
 
 def test_a_gather_that_failed_is_made_again(hybrid_ranks):
@@ -267,7 +282,7 @@ def test_a_reduction_that_is_waited_for_goes_on_between_instances(hybrid_ranks):
     with trained(LAYER, hybrid_ranks, "no_shard") as training:
         pipeline = training.fsdp.grad_reduce_pipeline
         with sent_between_instances(training.fsdp) as sent:
-            pipeline._bucket_group_gradient_reduce([0], outer_fsdp_group_grad_reduce=True)
+            assert pipeline._bucket_group_gradient_reduce([0], outer_fsdp_group_grad_reduce=True)
         assert names(sent) == [SUM]
         assert pipeline.grad_reduce_queue == []
         training.fsdp.zero_grad_buffer()
