@@ -252,6 +252,24 @@ def test_pipeline_stages(capsys, flags):
         ["1", "-1", "1", "-1", "1", "-1"],
     ]
     assert lines.count("Pipeline stage 2 of 2") == 1
+    assert graphs(lines).count("forward of chunk 1 as a whole") == 3  # a micro-batch each, in the first stage
+
+
+@pytest.mark.parametrize(
+    ("layers_per_graph", "first"), [("model", "forward of chunk 1 as a whole"), ("all", "forward of layer 1")]
+)
+def test_virtual_pipeline_stages(capsys, flags, layers_per_graph, first):
+    more = "--num-layers 4 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1"
+    given = flags(DENSE, more, "--untie-embeddings-and-output-weights --world-size 2 --global-batch-size 4")
+    _, lines = planned(capsys, [*given, "--cuda-graph-layers-per-graph", layers_per_graph])
+    assert graphs(lines)[0] == first
+
+
+def test_where_another_stage_is_not_captured_as_a_whole_layers_are(capsys, flags, monkeypatch):
+    monkeypatch.setattr("megatron_fsdp_cuda_graphs.launch_plan.dry_stage.blocker_elsewhere", lambda args: "of another")
+    more = "--num-layers 4 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"
+    _, lines = planned(capsys, flags(DENSE, more, "--world-size 2 --global-batch-size 4"))
+    assert graphs(lines)[0] == "forward of layer 1"
 
 
 def test_all_refusals_come_at_once(capsys, flags):

@@ -111,3 +111,31 @@ class TestObserver:
         failed = "CUDA graph capture failed on rank 0, the whole model, forward: RuntimeError: out of memory"
         assert str(watched.failed(RuntimeError("out of memory"))) == failed
         assert shown == ["the whole model, forward warm-up", "closed"]
+
+    def test_chunks_captured_as_a_whole_are_rows_with_passes_of_each_micro_batch(self, tmp_path, caplog):
+        observer = CaptureObserver.on_rank_0("native", config(str(tmp_path)), "capture", 1)
+        agreement = CaptureAgreement([], None, observer.timeline)
+        order, names = [1, 2, -2, 1, -1, 2, -2, -1], ["chunk 0", "chunk 1"]
+        observer.start()
+        observer.expect({"_order": order, "_num_layers_per_chunk": [1, 1], "num_warmup_iters": 1}, names)
+        for step in order * 2:  # warm-up, and capture
+            agreement.begin(names[abs(step) - 1], "forward" if step > 0 else "backward")
+        graphs = SimpleNamespace(forward_graph=torch.cuda.CUDAGraph(), backward_graph=torch.cuda.CUDAGraph())
+        for graph in vars(graphs).values():
+            graph.pool = lambda: (0, 1)
+        observer.captured_models([[graphs] * 2] * 2, names)
+        with caplog.at_level("INFO"):
+            observer.finish(lambda: REST)
+        (text,) = [record.getMessage() for record in caplog.records if "CUDA graphs, native" in record.getMessage()]
+        rows = [line.split()[:-2] for line in text.splitlines()[2:5]]
+        assert rows == [
+            ["chunk", "0", "2", "2", "0"],
+            ["chunk", "1", "2", "2", "0"],
+            ["whole", "model", "4", "4", "0"],
+        ]
+        data = json.loads((tmp_path / "capture.json").read_text())
+        kinds = [(0, 0), (1, 0), (1, 0), (0, 1), (0, 0), (1, 1), (1, 1), (0, 1)]
+        expected = [[*place, "forward" if step > 0 else "backward"] for place, step in zip(kinds, order, strict=True)]
+        assert data["order"] == expected
+        assert [[each["layer"], each["micro_batch"], each["kind"]] for each in data["passes"]] == expected
+        assert ">chunk 1<" in (tmp_path / "capture.html").read_text()
