@@ -115,6 +115,8 @@ class ForwardGraphs:
             self._tell(f"it {packed_otherwise}. {ADVICE}")
         elif others:
             self._tell(f"it was captured without {', '.join(others)}")
+        elif missing := [name for name, value in zip(self._names, inputs, strict=True) if value is None]:
+            self._tell(f"it was captured with {', '.join(missing)}")
         else:
             self._tell("other tensors than at capture" + (self._eager_passes.outlook if shape != self._shape else ""))
         return None

@@ -204,12 +204,14 @@ def test_a_copied_model_runs_eagerly():
     assert copied.forward.__self__ is copied
 
 
-def test_a_loss_mask_that_losses_depend_on_is_an_input():
+def test_a_loss_mask_that_losses_depend_on_is_an_input(caplog):
     model, graphs, _ = graphed(more={"loss_mask": torch.ones(SHAPE)})
     given = torch.zeros(SHAPE)
     assert replays(model, ids(), ids(), None, labels=ids(), loss_mask=given)
     assert graphs.passes.replayed[0][-1] is given
     assert not replays(model, ids(), ids(), None, labels=ids())
+    (record,) = caplog.records
+    assert record.message.endswith("do not fit the call: it was captured with loss_mask")
 
 
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
