@@ -14,7 +14,8 @@ This page is about `--cuda-graph-impl transformer_engine` with `--use-megatron-f
 a row says so.
 
 - **works**: the same bits as without graphs, shown by the test behind the link. What ran on which GPUs is in
-  [measurements.md](measurements.md).
+  [measurements.md](measurements.md). Behind it what a graph holds at most: the whole `model`, one of its `layers`, or
+  `parts` of a layer; all else is eager ([using.md](using.md#how-much-one-graph-holds)).
 - **refused**: an error with these words before anything runs. All refused flags of a job are listed at once.
 - **no effect**, **not tried**: a warning with these words.
 
@@ -79,9 +80,10 @@ def page(table: Iterable[Row] = TABLE) -> str:
 
 
 def _verdict(row: Row) -> str:
-    if row.verdict is Verdict.WORKS and row.shown:
-        return f"[works](../{row.shown})"
-    return row.verdict.value
+    if row.verdict is not Verdict.WORKS:
+        return row.verdict.value
+    works = f"[works](../{row.shown})" if row.shown else "works"
+    return f"{works}: {row.holds}" if row.holds else works
 
 
 def _cell(text: str) -> str:

@@ -124,13 +124,16 @@ def _models(args: argparse.Namespace) -> tuple[Any, list[torch.nn.Module]]:
     for name, value in _NEEDS_A_GPU.items():
         setattr(given, name, value)
     model = hybrid_config_from_args(given) if is_hybrid_model(given) else gpt_config_from_args(given)
+    ddp_config = get_megatron_ddp_config(args)
+    ddp_config.nccl_ub = False  # buffers are of the same size, and its allocator is compiled for a GPU
     models = model.get_builder_cls()(model).build_distributed_models(
         ProcessGroupCollection.use_mpu_process_groups(),
-        ddp_config=get_megatron_ddp_config(args),
+        ddp_config=ddp_config,
         use_megatron_fsdp=args.use_megatron_fsdp,
         use_torch_fsdp2=args.use_torch_fsdp2,
         data_parallel_random_init=False,  # would communicate
     )
+    model.transformer.transformer_impl = args.transformer_impl  # which the checks of flags read
     return model.transformer, models
 
 

@@ -139,7 +139,7 @@ QUANTIZED: list[dict] = [
         {"layers_per_graph": -1, "microbatches": 3},
         {"layers_per_graph": -1, "evaluates_often": True, "dropout": 0.1},
         {"layers_per_graph": -1, "sequences_later": [512, 1024]},
-        {"layers_per_graph": -1, "optimizer_graph": True, "warmup": 0},
+        {"layers_per_graph": -1, "optimizer_graph": True},
         {"layers_per_graph": -1, "fused_wgrad": True},
         {"layers_per_graph": -1, "control": "captured_again"},
         {"layers_per_graph": -1, "control": "failed_backward_capture"},

@@ -219,6 +219,13 @@ def test_the_whole_model_of_instances(capsys, flags):
     assert graphs(lines) == ["forward of the whole model", "backward of the whole model"]
 
 
+@pytest.mark.parametrize("more", ["--context-parallel-size 2", "--use-nccl-ub"])
+def test_what_only_gpus_have_is_planned_without_one(capsys, flags, more):
+    code, lines = planned(capsys, flags(DENSE, "--num-layers 2 --world-size 4", more))
+    assert code == 0
+    assert graphs(lines) == ["forward of the whole model", "backward of the whole model"]
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

@@ -164,7 +164,7 @@ EXAMPLES = {
     "mlp": Example("--cuda-graph-modules mlp"),
     "router": Example(f"{MOE} moe_router"),
     "up to the dispatch": Example(f"{MOE} attn moe_router moe_preprocess"),
-    "padded experts": Example(f"{MOE} attn moe {PADDED}"),
+    "padded experts": Example(f"{MOE.replace('--cuda-graph-modules', PADDED)}"),
     "dropless experts": Example(MOE.replace("--cuda-graph-modules", "--moe-use-grouped-tensor")),
     "bounded tokens": Example(
         MOE.replace("--cuda-graph-modules", "--moe-use-grouped-tensor --expert-model-parallel-size 2")
@@ -185,9 +185,12 @@ EXAMPLES = {
     "multi-token prediction": Example("--mtp-num-layers 1 --position-embedding-type rope"),
     "optimizer graph": Example("--optimizer-cuda-graph"),
     "tensor parallel": Example("--tensor-model-parallel-size 2"),
-    "expert parallel": Example(f"{MOE} attn --expert-model-parallel-size 2"),
+    "expert parallel": Example(
+        MOE.replace("--cuda-graph-modules", "--moe-use-grouped-tensor --expert-model-parallel-size 2")
+    ),
     "expert parallel overlap": Example(
-        f"{MOE} attn moe_router moe_preprocess {OVERLAP}", left_out=(DOUBLE_BUFFER, FALLBACK)
+        f"{MOE} attn moe_router moe_preprocess {OVERLAP} --expert-model-parallel-size 2",
+        left_out=(DOUBLE_BUFFER, FALLBACK),
     ),
     "fp8": Example("--fp8-format hybrid"),
 }

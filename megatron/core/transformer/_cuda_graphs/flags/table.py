@@ -35,6 +35,7 @@ class Row:
         when: Whether options are of this row; None for what works, of which nothing is said.
         graphs: The values of ``--cuda-graph-impl`` that the row is about.
         sharding: The flag that shards the model.
+        holds: Of what works: what a graph holds at most, ``model``, ``layers`` (one each) or ``parts`` of them.
     """
 
     name: str
@@ -45,6 +46,7 @@ class Row:
     when: Condition | None = None
     graphs: tuple[str, ...] = ("transformer_engine",)
     sharding: str = MEGATRON_FSDP
+    holds: str = ""
 
     def applies(self, options: Options, sharding: str) -> bool:
         """Whether something is to be said of ``options`` of a model that the flag ``sharding`` shards."""
@@ -80,8 +82,8 @@ def _refused(name: str, flags: str, when: Condition, words: str, **other: Any) -
     return Row(name, flags, Verdict.REFUSED, words, _CHECK, when, **other)
 
 
-def _works(name: str, flags: str, shown: str, words: str = "", **other: Any) -> Row:
-    return Row(name, flags, Verdict.WORKS, words, shown, **other)
+def _works(name: str, flags: str, shown: str, words: str = "", *, holds: str = "model", **other: Any) -> Row:
+    return Row(name, flags, Verdict.WORKS, words, shown, holds=holds, **other)
 
 
 def _not_tried(name: str, flags: str, when: Condition, words: str = "", **other: Any) -> Row:
@@ -635,10 +637,10 @@ _NOT_TRIED = [
 
 _WORKS = [
     _works("whole layers", "--cuda-graph-modules not given, dense model", _CPU),
-    _works("attention", "--cuda-graph-modules attn", _CPU),
-    _works("mlp", "--cuda-graph-modules mlp, dense layers", _CPU),
-    _works("router", "--cuda-graph-modules moe_router", _CPU),
-    _works("up to the dispatch", "--cuda-graph-modules attn moe_router moe_preprocess", _CPU),
+    _works("attention", "--cuda-graph-modules attn", _CPU, holds="parts"),
+    _works("mlp", "--cuda-graph-modules mlp, dense layers", _CPU, holds="parts"),
+    _works("router", "--cuda-graph-modules moe_router", _CPU, holds="parts"),
+    _works("up to the dispatch", "--cuda-graph-modules attn moe_router moe_preprocess", _CPU, holds="parts"),
     _works("padded experts", "--moe-pad-expert-input-to-capacity, whole layers or --cuda-graph-modules moe", _CPU),
     _works(
         "dropless experts",
@@ -652,7 +654,7 @@ _WORKS = [
         _BOUNDS,
         "with --moe-use-grouped-tensor and --moe-token-dispatcher-type alltoall",
     ),
-    _works("overlapped shared experts", "--moe-shared-expert-overlap", _CPU),
+    _works("overlapped shared experts", "--moe-shared-expert-overlap", _CPU, holds="parts"),
     _works("tied embeddings", "tied embeddings (--untie-embeddings-and-output-weights not given)", _CPU),
     _works("positions", "--position-embedding-type learned_absolute, rope, yarn, mrope or none", _CPU),
     _works(
@@ -673,6 +675,7 @@ _WORKS = [
         "--sft or --dataloader-inter-document-masking, attention not in graphs",
         _PACKED_TEST,
         "verified on the CPU backend only, with another attention than TransformerEngine's",
+        holds="parts",
     ),
     _works("heterogeneous layers", "--heterogeneous-layers-config-path", _PRETRAIN),
     _works(
@@ -702,7 +705,7 @@ _WORKS = [
         _CPU,
         "where these are ruled out nothing is captured",
     ),
-    _works("strategies", "--data-parallel-sharding-strategy", _CPU),
+    _works("strategies", "--data-parallel-sharding-strategy other than optim_grads_params", _CPU, holds="layers"),
     _works(
         "hybrid sharding",
         "--num-distributed-optimizer-instances, --outer-dp-sharding-strategy",
@@ -731,7 +734,10 @@ _WORKS = [
     _works("tensor parallel", "--tensor-model-parallel-size, --sequence-parallel", _GPU),
     _works("pipeline", "--pipeline-model-parallel-size", _STAGES, "each stage as a whole, or its layers"),
     _works(
-        "interleaved stages", "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank", _STAGES
+        "interleaved stages",
+        "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank",
+        _STAGES,
+        holds="layers",
     ),
     _works(
         "expert parallel",
@@ -745,6 +751,7 @@ _WORKS = [
         "--overlap-moe-expert-parallel-comm, --cuda-graph-modules attn, moe_router or moe_preprocess",
         _OVERLAP,
         "weights other than experts stay in memory, gathered, from capture on",
+        holds="parts",
     ),
     _works(
         "fp8",
@@ -766,6 +773,7 @@ _WORKS = [
         "layers with graphs are still gathered before each pass, but keep the memory of their parameters between "
         "passes",
         sharding=TORCH_FSDP,
+        holds="layers",
     ),
     _works("user buffers", "--use-nccl-ub", _GPU_FLAGS),
     _works("latent attention", "--multi-latent-attention", _CPU),
