@@ -150,7 +150,8 @@ def main(arguments: list[str] | None = None) -> None:
     args = parser.parse_args(arguments)
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl")
-    rows = []
+    rows: list[dict[str, Any]] = []
+    command = command_line("benchmarks/gathers_beside_gemms.py", sys.argv[1:] if arguments is None else arguments)
     with torch.cuda.stream(torch.cuda.Stream()):
         for kind in args.kinds:
             for graph in (False, True):
@@ -163,9 +164,8 @@ def main(arguments: list[str] | None = None) -> None:
                 rows.append(row)
                 if dist.get_rank() == 0:
                     print(row, flush=True)
-    if dist.get_rank() == 0 and args.output:
-        command = command_line("benchmarks/gathers_beside_gemms.py", sys.argv[1:] if arguments is None else arguments)
-        write_results(args.output, command=command, gpus=dist.get_world_size(), results=rows)
+                    if args.output:  # the next kind may end the process
+                        write_results(args.output, command=command, gpus=dist.get_world_size(), results=rows)
     dist.destroy_process_group()
 
 

@@ -737,7 +737,6 @@ _WORKS = [
         "interleaved stages",
         "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank",
         _STAGES,
-        holds="layers",
     ),
     _works(
         "expert parallel",
