@@ -272,7 +272,7 @@ def test_where_the_whole_model_cannot_be_captured_by_default_its_layers_are(one_
     def fails(*args, **kwargs):
         raise RuntimeError("no such kernel")
 
-    monkeypatch.setattr(capture_session, "capture_whole_model", fails)
+    monkeypatch.setattr(capture_session, "capture_whole_models", fails)
     case = replace(graphed(None, dropout=0.1), warmup=1, steps=3)
     eager, graphs = train(case, False), train(case, True)
     assert eager.differences(graphs) == []
@@ -363,7 +363,7 @@ def test_an_interrupted_capture_of_the_whole_model_is_not_followed_by_one_of_lay
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(capture_session, "capture_whole_model", interrupted)
+    monkeypatch.setattr(capture_session, "capture_whole_models", interrupted)
     monkeypatch.setattr(capture_session, "capture_decoder", lambda *args: pytest.fail("captures layers"))
     with pytest.raises(KeyboardInterrupt):
         CapturedTraining(graphed(None))
