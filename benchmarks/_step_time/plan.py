@@ -24,6 +24,7 @@ class Run:
         steps: How many steps are timed.
         profiled: Whether it is profiled, and not timed.
         top_python: How many Python functions a profile lists.
+        communicates: Whether parameters are gathered and gradients reduced.
     """
 
     number: int
@@ -35,6 +36,7 @@ class Run:
     steps: int
     profiled: bool
     top_python: int
+    communicates: bool = True
 
     @property
     def file_name(self) -> str:
@@ -65,6 +67,7 @@ def plan(trained: Iterable[tuple[Configuration, Variant]], *, steps: int, profil
                     steps,
                     profile,
                     top_python,
+                    variant.communicates,
                 )
             )
     return runs

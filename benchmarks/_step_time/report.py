@@ -7,7 +7,7 @@ from typing import Any
 from .variants import Variant
 
 Result = Mapping[str, Any]
-FULL_ITERATION, EAGER = "full_iteration", "eager"
+FULL_ITERATION, EAGER, ALONE = "full_iteration", "eager", "compute_alone"
 
 
 def equal_steps(numbers: Sequence[Any], reference: Sequence[Any]) -> int:
@@ -31,6 +31,7 @@ def rows(variants: Sequence[Variant], timed: Mapping[str, Result], profiled: Map
     Returns:
         The measured values with these: ``reference``, the variant that it must equal, and ``equal_steps`` of
         ``steps``; ``ratio_to_eager`` and ``ratio_to_full_iteration`` (with the optimizer's graph, to those with it);
+        ``ratio_to_compute_alone``, to the variant ``compute_alone``;
         ``ratio_to_compute``, to the milliseconds in which eager Megatron-FSDP keeps the GPU busy with other work than
         NCCL's kernels, which no arrangement of the same kernels on one stream can undercut; and ``repeatable``,
         whether the profiled run computed the same as the timed one. A value that cannot be had is None or missing.
@@ -56,6 +57,7 @@ def _row(
     suffix = "+optimizer" if with_optimizer else ""
     row["ratio_to_full_iteration"] = _ratio(result, timed.get(FULL_ITERATION + suffix))
     row["ratio_to_eager"] = _ratio(result, timed.get(EAGER + suffix))
+    row["ratio_to_compute_alone"] = _ratio(result, timed.get(ALONE))
     row["ratio_to_compute"] = round(result["ms"] / compute, 3) if compute else None
     reference = _reference(variant, timed)
     row["steps"] = len(result["numbers"])
@@ -110,6 +112,7 @@ COLUMNS: Columns = (
     ("ms", ("ms",)),
     ("/full it.", ("ratio_to_full_iteration",)),
     ("/eager", ("ratio_to_eager",)),
+    ("/alone", ("ratio_to_compute_alone",)),
     ("/compute", ("ratio_to_compute",)),
     ("MiB", ("reserved_mib",)),
     ("peak MiB", ("max_reserved_mib",)),

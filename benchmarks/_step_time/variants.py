@@ -35,6 +35,7 @@ class Variant:
         environment: Variables set during the training. Only those read after the imports take effect.
         references: Variants that must compute the same bits; the first that ran is compared with.
         one_graph: Whether a graph holds all passes of a step.
+        communicates: Whether parameters are gathered and gradients reduced (``resident.without_collectives``).
     """
 
     name: str
@@ -42,6 +43,7 @@ class Variant:
     environment: dict[str, str] = field(default_factory=dict)
     references: tuple[str, ...] = ("eager",)
     one_graph: bool = False
+    communicates: bool = True
 
     @property
     def groups_experts(self) -> bool:
@@ -68,6 +70,8 @@ def _engine(name: str) -> dict[str, str]:
 
 
 _FULL = (*FSDP, *_graphs("full_iteration"))
+# The optimizer's shards are those of FSDP; parameters and gradients lie whole on each rank.
+_RESIDENT = (*_FULL, "--data-parallel-sharding-strategy", "optim")
 _GROUPED_REFERENCES = ("eager+grouped",)
 _OPTIMIZER_REFERENCES = ("eager+optimizer", "full_iteration+optimizer")
 VARIANTS = {
@@ -77,6 +81,7 @@ VARIANTS = {
         Variant("native", (*FSDP, *_graphs(PER_LAYER)), _engine("native")),
         Variant("te", (*FSDP, *_graphs(PER_LAYER)), _engine("transformer_engine")),
         Variant("full_iteration", _FULL, one_graph=True),
+        Variant("compute_alone", _RESIDENT, references=(), one_graph=True, communicates=False),
         Variant("ddp", (*DDP, *_graphs("none")), references=("ddp",)),
         Variant("ddp_graphs", (*DDP, *_graphs(PER_LAYER)), _engine("native"), references=("ddp",)),
         Variant("fsdp2", (*FSDP2, *_graphs("none")), references=("fsdp2",)),

@@ -12,6 +12,7 @@ import os
 import sys
 import time
 import traceback
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ import torch.distributed as dist  # noqa: E402
 from benchmarks._step_time.cleanup import clean_up  # noqa: E402
 from benchmarks._step_time.plan import Run  # noqa: E402
 from benchmarks._step_time.recorder import CaptureClock, Recorder, TrainingLog, count_graphs  # noqa: E402
+from benchmarks._step_time.resident import without_collectives  # noqa: E402
 from benchmarks._step_time.step_profile import StepProfile  # noqa: E402
 
 
@@ -85,7 +87,8 @@ class Worker:
         sys.argv = ["pretrain_gpt.py", *run.flags]
         self._log.recorder = recorder
         try:
-            self._main()
+            with nullcontext() if run.communicates else without_collectives():
+                self._main()
         except SystemExit as end:  # --exit-interval
             if end.code:
                 raise

@@ -19,7 +19,12 @@ pytestmark = pytest.mark.long
 def trained(tmp_path_factory):
     """The ended benchmark, of three variants of which one has another seed, and its folder."""
     folder = tmp_path_factory.mktemp("step_time")
-    chosen = ["--configurations", "B", "--variants", "eager", "native", OTHER_SEED, "--steps", str(STEPS)]
+    return train(folder, "eager", "native", OTHER_SEED), folder
+
+
+def train(folder, *variants, more=()):
+    """Time ``variants`` of B in ``folder`` and return the ended process."""
+    chosen = ["--configurations", "B", "--variants", *variants, "--steps", str(STEPS), *more]
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *chosen, "--output", str(folder / "it.json"), "--logs", str(folder / "logs")],
         env=os.environ | {"CUDA_VISIBLE_DEVICES": ""},
@@ -29,7 +34,7 @@ def trained(tmp_path_factory):
         check=False,
     )
     assert (folder / "it.json").exists(), done.stdout + done.stderr
-    return done, folder
+    return done
 
 
 @pytest.fixture(scope="module")
@@ -80,3 +85,17 @@ def test_there_are_a_plot_and_lists_of_functions(trained):
     _, folder = trained
     assert (folder / "it.png").read_bytes().startswith(b"\x89PNG")
     assert "cumulative" in (folder / "logs" / "B-native.python.txt").read_text()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_compute_alone_trains_as_eager_steps_do_but_for_the_gradients_of_other_ranks(ranks, tmp_path):
+    done = train(tmp_path, "eager", "compute_alone", more=("--gpus", str(ranks), "--no-profile"))
+    assert done.returncode == 0, done.stdout
+    found = json.loads((tmp_path / "it.json").read_text())["numbers"]["B"]
+    eager, alone = found["eager"], found["compute_alone"]
+    if ranks == 1:
+        assert alone == eager
+    else:
+        assert alone[0][0] == eager[0][0]  # the loss of the first step
+        assert alone[0][1] != eager[0][1]
+        assert alone[-1] != eager[-1]

@@ -32,9 +32,11 @@ def test_steps_are_equal_up_to_the_first_that_differs(numbers, same):
     assert report.equal_steps(numbers, SAME) == same
 
 
-def test_ratios_are_to_eager_to_the_full_iteration_and_to_what_eager_computes():
-    found = rows({"eager": timed(8.0), "native": timed(4.0), "full_iteration": timed(2.0)}, {"eager": profiled(1.6)})
-    native = found["native"]
+def test_ratios_are_to_eager_to_the_full_iteration_and_to_what_is_computed():
+    times = {"eager": timed(8.0), "native": timed(4.0), "full_iteration": timed(2.0)}
+    other = {"compute_alone": timed(1.0, LATER)}
+    native = rows(times | other, {"eager": profiled(1.6)})["native"]
+    assert native["ratio_to_compute_alone"] == 4.0
     assert native["ratio_to_eager"] == 0.5
     assert native["ratio_to_full_iteration"] == 2.0
     assert native["ratio_to_compute"] == 2.5
@@ -42,7 +44,7 @@ def test_ratios_are_to_eager_to_the_full_iteration_and_to_what_eager_computes():
 
 def test_a_ratio_to_what_was_not_measured_is_none():
     native = rows({"native": timed(4.0)})["native"]
-    assert {native[f"ratio_to_{other}"] for other in ("eager", "full_iteration", "compute")} == {None}
+    assert {native[f"ratio_to_{other}"] for other in ("eager", "full_iteration", "compute", "compute_alone")} == {None}
     assert native["reference"] is native["equal_steps"] is None
 
 
@@ -70,6 +72,12 @@ def test_a_step_that_differs_from_the_reference_is_a_failure():
 def test_a_run_that_ended_early_differs_from_a_longer_reference():
     native = rows({"eager": timed(8.0, SAME[:3]), "native": timed(4.0)})["native"]
     assert report.failures(native) == ["differs from eager in step 4"]
+
+
+def test_a_training_without_collectives_has_nothing_to_equal():
+    alone = rows({"eager": timed(8.0), "compute_alone": timed(1.0, LATER)})["compute_alone"]
+    assert alone["reference"] is alone["equal_steps"] is None
+    assert report.failures(alone) == []
 
 
 def test_ddp_is_compared_with_ddp():

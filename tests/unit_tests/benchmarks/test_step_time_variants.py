@@ -116,6 +116,15 @@ def test_experts_without_the_host_are_in_graphs_of_whole_layers():
         assert "--cuda-graph-modules" not in flags
 
 
+def test_one_variant_trains_without_collectives_and_with_whole_parameters_on_each_rank():
+    assert [name for name, each in variants.VARIANTS.items() if not each.communicates] == ["compute_alone"]
+    alone = variants.variant("compute_alone")
+    assert value(alone.flags, "--data-parallel-sharding-strategy") == "optim"
+    assert value(alone.flags, "--cuda-graph-impl") == "full_iteration"
+    (run,) = plan([(configuration("A"), alone)], steps=40, profiled=False, top_python=3)
+    assert not run.communicates
+
+
 def test_what_a_variant_must_equal_exists():
     assert {name for each in variants.VARIANTS.values() for name in each.references} <= variants.VARIANTS.keys()
 
@@ -129,6 +138,7 @@ def test_all_times_are_taken_before_the_first_profile():
     runs = planned()
     assert [run.profiled for run in runs] == [False, False, True, True]
     assert [run.number for run in runs] == [0, 1, 2, 3]
+    assert all(run.communicates for run in runs)
     assert len(planned(profiled=False)) == 2
 
 
