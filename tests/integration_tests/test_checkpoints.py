@@ -7,9 +7,12 @@ import pytest
 from tests.support.pretrain import numbers, pretrain
 from tests.support.sample import mostly_long
 
-# An evaluation ends step 4, right before the checkpoint that the second run loads.
+# An evaluation ends step 4, right before the checkpoint that the second run loads. Each rank has all weights of some
+# experts, and empty shards of those of the others.
 FLAGS = """
-    --train-iters 9 --eval-interval 4 --eval-iters 1 --eval-micro-batch-size 1 --split 80,10,10 --logging-level 20
+    --num-experts 4 --moe-token-dispatcher-type alltoall --moe-use-grouped-tensor --disable-bias-linear
+    --swiglu --no-bias-swiglu-fusion --train-iters 9
+    --eval-interval 4 --eval-iters 1 --eval-micro-batch-size 1 --split 80,10,10 --logging-level 20
 """
 SAVED, CAPTURED_AFTER = 4, 3
 

@@ -24,7 +24,10 @@ GROUPED = "--moe-use-grouped-tensor"
 LAYOUTS = {
     "dense": "--swiglu --no-bias-swiglu-fusion",
     "experts": EXPERTS,
-    "dropless": f"--num-experts 4 --moe-token-dispatcher-type alltoall --disable-bias-linear {GROUPED}",
+    "dropless": f"""
+        --num-experts 4 --moe-token-dispatcher-type alltoall --disable-bias-linear --swiglu --no-bias-swiglu-fusion
+        {GROUPED}
+    """,
     "tensor_parallel": "--tensor-model-parallel-size 2",
     "stages": STAGES,
     "virtual_stages": f"{STAGES} --num-layers-per-virtual-pipeline-stage 1 --swiglu --no-bias-swiglu-fusion",

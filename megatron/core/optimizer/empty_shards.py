@@ -16,6 +16,9 @@ def state_of_every_parameter(
 ) -> dict[Any, dict[str, Any]]:
     """Return ``states`` with those of parameters whose local shard is empty.
 
+    They come in the order of the optimizer's parameters, which is the same on all ranks, whichever shards are empty:
+    megatron-core runs collectives for one state after another.
+
     Values that are not sharded, such as a number of steps, are those of another parameter, on this rank or on one that
     holds other shards: an optimizer does not advance them without a gradient, and any rank's may be the one that is
     saved.
@@ -28,12 +31,14 @@ def state_of_every_parameter(
         name_of: Returns a parameter's name.
     """
     params = [param for group in optimizer.param_groups for param in group["params"] if isinstance(param, DTensor)]
-    empty = {name_of(param): param for param in params if not param._local_tensor.numel()}
+    named = {name_of(param): param for param in params}
+    empty = {name: param for name, param in named.items() if not param._local_tensor.numel()}
     model = next((_described(state) for name, state in states.items() if name not in empty and state), None)
     model = _of_any_rank(model, params[0]) if params else model
     if model is None:  # no step yet
         return states
-    return states | {name: _like(model, param, states.get(name, {})) for name, param in empty.items()}
+    every = states | {name: _like(model, param, states.get(name, {})) for name, param in empty.items()}
+    return {name: every[name] for name in named if name in every} | every
 
 
 def _described(state: dict[str, Any]) -> dict[str, Any]:

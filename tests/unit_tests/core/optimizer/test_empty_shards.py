@@ -54,6 +54,19 @@ def test_a_step_number_that_was_loaded_does_not_stay_behind(optimizer):
     assert states[EMPTY]["exp_avg"] is loaded["exp_avg"]
 
 
+def test_states_come_in_the_order_of_the_parameters_whichever_shards_are_empty(mesh):
+    shapes = {"a": (0, 3), "b": (2, 3), "c": (0, 3), "d": (1, 3)}
+    tensors = {name: DTensor.from_local(torch.ones(shape), mesh, [Shard(0)]) for name, shape in shapes.items()}
+    params = {name: torch.nn.Parameter(tensor) for name, tensor in tensors.items()}
+    optimizer = torch.optim.Adam(params.values())
+    for param in (params["d"], params["b"]):
+        optimizer.state[param] = {"step": torch.tensor(1.0), "exp_avg": torch.zeros_like(param)}
+    names = {id(param): name for name, param in params.items()}
+    own = {names[id(param)]: state for param, state in optimizer.state.items()}
+    assert [*own] == ["d", "b"]
+    assert [*state_of_every_parameter(optimizer, own, lambda param: names[id(param)])] == ["a", "b", "c", "d"]
+
+
 def test_before_the_first_step_there_are_no_states(optimizer):
     assert completed(optimizer) == {}
 
