@@ -257,8 +257,13 @@ def test_deleting_graphs_before_any_evaluation_leaves_evaluation_eager(one_rank)
     assert training.evaluation_replays == [0]
 
 
-def test_a_hook_inside_a_layer_runs_in_evaluation_and_the_other_layers_replay(one_rank):
-    training = CapturedTraining(graphed())
+@pytest.mark.parametrize(
+    ("layers_per_graph", "replays"), [(1, [3, 2, 3]), (MODEL, [1, 0, 1])], ids=["layer-graphs", "the-whole-model"]
+)
+def test_a_hook_inside_a_layer_runs_in_evaluation_and_what_is_in_other_graphs_replays(
+    one_rank, layers_per_graph, replays
+):
+    training = CapturedTraining(graphed(layers_per_graph))
     training.evaluate()
     seen = []
     handle = training.layers[1].mlp.register_forward_hook(lambda module, args, output: seen.append(output))
@@ -266,20 +271,7 @@ def test_a_hook_inside_a_layer_runs_in_evaluation_and_the_other_layers_replay(on
     assert len(seen) == 1
     handle.remove()
     training.evaluate()
-    assert training.evaluation_replays == [3, 2, 3]
-    training.delete()
-
-
-def test_a_hook_in_the_model_runs_in_evaluation(one_rank):
-    training = CapturedTraining(graphed(MODEL))
-    training.evaluate()
-    seen = []
-    handle = training.layers[1].mlp.register_forward_hook(lambda module, args, output: seen.append(output))
-    training.evaluate()
-    assert len(seen) == 1
-    handle.remove()
-    training.evaluate()
-    assert training.evaluation_replays == [1, 0, 1]
+    assert training.evaluation_replays == replays
     training.delete()
 
 

@@ -38,6 +38,24 @@ def prepared(fsdp: Any) -> Iterator[None]:
                 fsdp._replace_param_with_distributed_if_needed()
 
 
+@contextmanager
+def prepared_for_evaluation(fsdp: Any) -> Iterator[None]:
+    """Let the model hold raw parameters, no parameter of a unit be gathered and no collective be in flight at either end.
+
+    Gradients stay as they are, and so do gathered parameters outside of units: a backward pass that is still to come
+    may read them.
+    """
+    fsdp._replace_param_with_raw_if_needed()
+    release_units(fsdp)
+    try:
+        yield
+    except BaseException:
+        take_back_unlaunched(fsdp)
+        raise
+    finally:
+        release_units(fsdp)
+
+
 def release_captured(fsdp: Any) -> None:
     """Give back what a capture leaves: gradients, gathered parameters, states."""
     for param in fsdp.module.parameters():

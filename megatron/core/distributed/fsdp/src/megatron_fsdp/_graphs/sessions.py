@@ -12,7 +12,7 @@ import torch
 from .capture_buckets import CaptureBuckets
 from .context import Context
 from .gradient_sink import UnitSink, has_gradient_hooks
-from .pipelines import prepared, release_captured, release_units, take_back_unlaunched
+from .pipelines import prepared, prepared_for_evaluation, release_captured
 from .runners import Captured, Evaluated, Facts, Graphed, Planned
 
 
@@ -111,24 +111,13 @@ def gradient_sink(
 
 @contextmanager
 def capture_evaluation(context: Context, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-    """Keep the model in capture mode for graphs of forward passes of ``modules`` in evaluation.
-
-    No parameter of a unit is gathered and no collective in flight at either end. Gradients stay as they are, and so do
-    gathered parameters outside of units: a backward pass that is still to come may read them.
-    """
+    """Keep the model in capture mode for graphs of forward passes of ``modules`` in evaluation."""
     fsdp, modules = context.fsdp, list(modules)
-    fsdp._replace_param_with_raw_if_needed()
-    release_units(fsdp)
-    read = {module: params_of(context, module) for module in modules}
-    buckets = CaptureBuckets(fsdp, modules)
-    try:
+    with prepared_for_evaluation(fsdp):
+        read = {module: params_of(context, module) for module in modules}
+        buckets = CaptureBuckets(fsdp, modules)
         with context.registry.capturing({module: Evaluated(context, module, read[module], buckets) for module in read}):
             yield
-    except BaseException:
-        take_back_unlaunched(fsdp)
-        raise
-    finally:
-        release_units(fsdp)
     context.registry.evaluated.update({module: Evaluated(context, module, read[module]) for module in read})
 
 

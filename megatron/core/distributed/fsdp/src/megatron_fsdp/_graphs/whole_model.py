@@ -8,7 +8,7 @@ from megatron.core.transformer._cuda_graphs.engine.repeated_work import Repeated
 
 from ..training_state import TrainingState
 from .context import Context
-from .pipelines import release_all, release_units, take_back_unlaunched
+from .pipelines import prepared_for_evaluation, release_all
 from .recorded_units import RecordedUnits
 from .unit import ADVICE, Direction
 from .unit_plan import GroupGather
@@ -171,18 +171,10 @@ class EvaluatedModel(RecordedUnits):
     @contextmanager
     def capture(self) -> Iterator[None]:
         """Keep the model ready for warm-up and capture. No unit is gathered at either end."""
-        fsdp = self._fsdp
         self._begin("before forward")
-        fsdp._replace_param_with_raw_if_needed()
-        release_units(fsdp)
-        self._training.gather()
-        try:
+        with prepared_for_evaluation(self._fsdp):
+            self._training.gather()
             yield
-        except BaseException:
-            take_back_unlaunched(fsdp)
-            raise
-        finally:
-            release_units(fsdp)
 
     @contextmanager
     def running(self, phase: Direction) -> Iterator[None]:
