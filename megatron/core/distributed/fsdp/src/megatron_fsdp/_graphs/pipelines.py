@@ -40,7 +40,7 @@ def prepared(fsdp: Any) -> Iterator[None]:
 
 @contextmanager
 def prepared_for_evaluation(fsdp: Any) -> Iterator[None]:
-    """Let the model hold raw parameters, no parameter of a unit be gathered and no collective be in flight at either end.
+    """Let the model hold raw parameters, no unit be gathered and no collective be in flight at either end.
 
     Gradients stay as they are, and so do gathered parameters outside of units: a backward pass that is still to come
     may read them.
