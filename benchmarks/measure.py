@@ -12,7 +12,10 @@ prints goes to ``logs`` beside it, which is not for the repository. Where there 
 
 import argparse
 import json
+import math
+import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -24,6 +27,8 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 PRODUCT = ("megatron/core", "megatron/training")
+LONGEST = 590.0  # seconds of a part: one command of ten minutes
+GRACE = 10  # seconds in which processes end by themselves
 
 
 @dataclass(frozen=True)
@@ -34,15 +39,15 @@ class Part:
         name: Its name, and that of its file.
         gpus: The numbers of GPUs that it is for.
         arguments: What Python is called with; ``GPUS`` and ``FILE`` are replaced.
+        seconds: About how long it takes on one H100; with more GPUs somewhat longer.
         about: What of the repository the result depends on.
-        seconds: How long it may take.
     """
 
     name: str
     gpus: tuple[int, ...]
     arguments: str
+    seconds: int = 300
     about: tuple[str, ...] = PRODUCT
-    seconds: int = 590
 
     def file(self, folder: Path, gpus: int) -> Path:
         """Return the file of its results."""
@@ -50,32 +55,84 @@ class Part:
 
 
 _TIMES = "benchmarks/step_time.py --gpus GPUS --output FILE --no-profile --stall-seconds 120"
+_GROUPED = "eager native eager+grouped native+grouped"
+_DENSE = "eager native full_iteration compute_alone"
+_UNTIED = "--untie-embeddings-and-output-weights"
+_FULL = "--recompute-granularity full --recompute-method"
+_LONG = "A:--num-layers 4 --seq-length 16384 --max-position-embeddings 16384"
+_RECOMPUTED = (
+    "A",
+    f"A:{_FULL} uniform --recompute-num-layers 1",
+    f"A:{_FULL} block --recompute-num-layers 8",
+    "A:--recompute-granularity selective --recompute-modules layernorm core_attn",
+)
+_LONG_ONES = (_LONG, f"{_LONG} {_FULL} uniform --recompute-num-layers 1")
+# What documents quote most comes first.
 PARTS = (
-    Part("step_time_a_b", (1, 2), f"{_TIMES} --configurations A B --variants eager native full_iteration --launches 2"),
-    Part("step_time_a", (4,), f"{_TIMES} --configurations A --variants eager native full_iteration --launches 2"),
+    Part("step_time_a_b", (1, 2), f"{_TIMES} --configurations A B --variants {_DENSE} --launches 2", 180),
+    Part("step_time_a", (4,), f"{_TIMES} --configurations A --variants {_DENSE} --launches 2", 180),
+    Part("step_time_c_d", (1, 2), f"{_TIMES} --configurations C D --variants {_GROUPED}", 160),
+    Part("step_time_c", (4,), f"{_TIMES} --configurations C --variants {_GROUPED} --expert-parallel 4", 100),
+    Part("replay_overhead", (1,), "benchmarks/replay_overhead.py --rounds 3 --repeats 50 --output FILE", 40),
+    Part("capture_time", (1,), "benchmarks/capture_time.py --output FILE", 50),
+    Part("demo", (1, 2), "examples/demo.py --json FILE", 80),
     Part(
         "step_time_a_b_optimizer",
         (1, 2),
         f"{_TIMES} --configurations A B --variants eager+optimizer native+optimizer full_iteration+optimizer",
+        100,
     ),
-    Part("step_time_c", (1, 2, 4), f"{_TIMES} --configurations C --variants eager native eager+grouped native+grouped"),
-    Part("step_time_d", (1, 2), f"{_TIMES} --configurations D --variants eager native eager+grouped native+grouped"),
-    Part("step_time_ddp", (2,), f"{_TIMES} --configurations A B --variants ddp ddp_graphs"),
-    Part("scaling", (2,), "benchmarks/scaling.py --gpus GPUS --output FILE --no-profile"),
-    Part("equality", (1,), "-m tests.support.on_one_gpu --output FILE"),
-    Part("functional", (1, 2, 4), "tests/functional_tests/run.py --output FILE"),
-    Part("demo", (1, 2), "examples/demo.py --json FILE"),
-    Part("soak", (1,), "benchmarks/soak.py --ranks 1 --configurations dense grouped --steps 1000 --output FILE"),
-    Part("soak", (2,), "benchmarks/soak.py --ranks 2 --configurations dense moe --steps 1000 --output FILE"),
-    Part("grouped_experts", (1,), "benchmarks/grouped_experts.py --output FILE"),
-    Part("replay_overhead", (1,), "benchmarks/replay_overhead.py --rounds 3 --repeats 50 --output FILE"),
-    Part("capture_time", (1,), "benchmarks/capture_time.py --output FILE"),
-    Part("local_graphs", (1,), "benchmarks/local_graphs.py --rounds 2 --output FILE"),
-    Part("buffer_reuse", (2,), "benchmarks/buffer_reuse.py --output FILE"),
+    Part("equality", (1,), "-m tests.support.on_one_gpu --engines native --output FILE", 320),
+    Part("equality_te", (1,), "-m tests.support.on_one_gpu --engines transformer_engine --output FILE", 200),
+    Part(
+        "soak",
+        (1,),
+        "benchmarks/soak.py --ranks 1 --configurations dense grouped --steps 1000 --at-once 4 --output FILE",
+        200,
+    ),
+    Part("soak", (2,), "benchmarks/soak.py --ranks 2 --configurations dense moe --steps 1000 --output FILE", 500),
+    Part(
+        "step_time_fsdp2",
+        (1, 2),
+        f"{_TIMES} --configurations 'A:{_UNTIED}' 'B:{_UNTIED}' "
+        "--variants eager native fsdp2 fsdp2_graphs fsdp2_full_iteration",
+        150,
+    ),
+    Part(
+        "recomputation",
+        (1,),
+        f"{_TIMES} --steps 15 --configurations {shlex.join(_RECOMPUTED)} --variants eager native",
+        120,
+    ),
+    Part(
+        "recomputation_long",
+        (1,),
+        f"{_TIMES} --steps 14 --configurations {shlex.join(_LONG_ONES)} --variants native",
+        60,
+    ),
+    Part("step_time_ddp", (2,), f"{_TIMES} --configurations A B C --variants ddp ddp_graphs", 120),
+    Part("scaling", (2,), "benchmarks/scaling.py --gpus GPUS --output FILE --no-profile", 300),
+    Part("functional", (2, 4), "tests/functional_tests/run.py --output FILE", 300),
+    Part(
+        "faults",
+        (2,),
+        "-m torch.distributed.run --nproc-per-node 2 tests/support/inject_faults.py --stride 151 --output FILE",
+        200,
+    ),
+    Part("grouped_experts", (1,), "benchmarks/grouped_experts.py --output FILE", 90),
+    Part("local_graphs", (1,), "benchmarks/local_graphs.py --rounds 2 --output FILE", 200),
+    Part(
+        "local_graphs_te",
+        (1,),
+        "benchmarks/local_graphs.py --rounds 2 --transformer-engine --output FILE",
+        240,
+    ),
+    Part("buffer_reuse", (2,), "benchmarks/buffer_reuse.py --output FILE", 300),
     Part(
         "rerun_agreement",
         (2,),
         "-m torch.distributed.run --nproc-per-node 2 benchmarks/rerun_agreement.py --output FILE",
+        60,
     ),
 )
 
@@ -91,7 +148,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--gpus", type=int, help="take the parts for so many GPUs (default: those of this machine)")
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts whose names begin so")
     parser.add_argument("--commit", help="what is measured (default: what git says)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="begin no part after so long")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=math.inf,
+        help="how long all may take; no part is begun that takes longer than what is left",
+    )
     parser.add_argument("--list", action="store_true", help="measure nothing: list the parts")
     parser.add_argument("--stale", action="store_true", help="measure nothing: list results older than their code")
     return parser.parse_args(arguments)
@@ -121,23 +183,43 @@ def measured(file: Path) -> dict[str, Any]:
     return found
 
 
-def run(part: Part, file: Path, gpus: int, commit: str) -> bool:
-    """Run ``part``, and note in its file what was measured; return whether it succeeded."""
+def run(part: Part, file: Path, gpus: int, commit: str, seconds: float) -> bool:
+    """Run ``part`` for at most ``seconds``, note in its file what was measured, and return whether it succeeded."""
     log = file.parent / "logs" / f"{file.stem}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     words = {"GPUS": str(gpus), "FILE": str(file)}
     command = [sys.executable, *(words.get(word, word) for word in shlex.split(part.arguments))]
     file.unlink(missing_ok=True)
     with log.open("w") as output:
+        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
         try:
-            status = subprocess.run(
-                command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, timeout=part.seconds
-            ).returncode
+            status = process.wait(seconds)
         except subprocess.TimeoutExpired:
             status = 124
+        finally:
+            end(process)
     if file.exists():
         file.write_text(json.dumps(measured(file) | {"commit": commit, "exit": status}, indent=1) + "\n")
     return status == 0 and file.exists()
+
+
+def end(process: subprocess.Popen) -> None:
+    """End ``process``, the first of its session, and what it started, which would keep the GPUs from the next part."""
+
+    def send(number: int) -> bool:
+        process.poll()
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return False
+        return True
+
+    if send(signal.SIGTERM):
+        until = time.monotonic() + GRACE
+        while send(0) and time.monotonic() < until:
+            time.sleep(0.1)
+        send(signal.SIGKILL)
+    process.wait()
 
 
 def stale(files: list[Path]) -> Iterator[tuple[Path, str, int]]:
@@ -166,25 +248,24 @@ def main() -> int:
     if args.list:
         for part in PARTS:
             for gpus in part.gpus:
-                print(
-                    f"{part.name}, {gpus} GPUs: {measured(part.file(args.folder, gpus)).get('commit', 'not measured')}"
-                )
+                commit = measured(part.file(args.folder, gpus)).get("commit", "not measured")
+                print(f"{part.name}, {gpus} GPUs, about {part.seconds} s: {commit}")
         return 0
     import torch
 
     gpus, commit = args.gpus or torch.cuda.device_count(), args.commit or current_commit()
     parts = [part for part in PARTS if gpus in part.gpus and part.name.startswith(tuple(args.only))]
-    start, failed = time.monotonic(), []
+    end_of_all, failed = time.monotonic() + args.seconds, []
     for number, part in enumerate(parts, 1):
         file, begun = part.file(args.folder, gpus), time.monotonic()
-        before = measured(file)
+        before, left = measured(file), end_of_all - begun
         if before.get("commit") == commit and before.get("exit") == 0:
             outcome = "done before"
-        elif begun - start > args.seconds:
-            outcome = "not begun"
+        elif part.seconds > left:
+            outcome = f"not begun: takes about {part.seconds} s"
         else:
-            print(f"{number} of {len(parts)}: {part.name} ...", flush=True)
-            outcome = "done" if run(part, file, gpus, commit) else "FAILED"
+            print(f"{number} of {len(parts)}: {part.name}: about {part.seconds} s ...", flush=True)
+            outcome = "done" if run(part, file, gpus, commit, min(left, LONGEST)) else "FAILED"
         if outcome == "FAILED":
             failed.append(part.name)
         print(f"{number} of {len(parts)}: {part.name}: {outcome}, {time.monotonic() - begun:.0f} s", flush=True)
@@ -192,4 +273,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped"))
     sys.exit(main())

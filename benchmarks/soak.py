@@ -9,8 +9,9 @@ that differ, and the MiB that the allocator held after each step, which a pictur
 none was reserved in the second half of a run. Exits with 1 if steps differ, are missing, or ran without graphs, if
 memory grew, or a training failed.
 
-Where there are GPUs for it, trainings that do not need each other run side by side. A configuration is written as soon
-as it is done; logs, and the metrics of each step so far, are in a folder beside the JSON.
+Where there are GPUs for it, or ``--at-once`` says so, trainings that do not need each other run side by side. A
+configuration is written as soon as it is done; logs, and the metrics of each step so far, are in a folder beside the
+JSON.
 """
 
 import argparse

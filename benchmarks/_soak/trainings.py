@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import time
+from itertools import cycle, islice
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
@@ -24,11 +25,11 @@ def gpus() -> list[str]:
 
 
 class Trainings:
-    """Trainings, of which so many run at once, each on GPUs of its own.
+    """Trainings, of which so many run at once, each on GPUs of its own as long as there are any.
 
     Args:
         ranks: Processes of a training.
-        at_once: How many run at once. With GPUs no more do than there are GPUs for.
+        at_once: How many run at once. Where there are fewer GPUs some trainings share theirs.
         logs: A folder for what each training prints and for its metrics.
 
     Raises:
@@ -43,7 +44,7 @@ class Trainings:
             raise ValueError(f"--ranks {ranks}: there are only {len(devices)} GPUs")
         self._on_cpu = not devices
         self._places: SimpleQueue[str] = SimpleQueue()
-        for group in groups[:at_once] if devices else [""] * at_once:
+        for group in islice(cycle(groups or [""]), at_once):
             self._places.put(group)
         self._running: dict[str, subprocess.Popen[bytes]] = {}
         self._stopped = False

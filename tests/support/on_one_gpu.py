@@ -4,10 +4,12 @@
     python -m tests.support.on_one_gpu --only "experts" --logs logs
 
 One after the other, as pytest runs them, they take an hour, of which the GPU works few minutes. What tests say beside
-bits (graphs, replays) is in the file of results and not checked. Needs a GPU and TransformerEngine.
+bits (graphs, replays) is in the file of results and not checked. A case for which the others had left no memory is
+trained again. Needs a GPU and TransformerEngine.
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -84,33 +86,58 @@ def is_as_it_should_be(result: dict[str, Any]) -> bool:
     return not result["error"] and bool(result["differences"]) == (result["control"] in DEAD)
 
 
+def train_all(chosen: list[Job], folder: Path, processes: int) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """Yield each job with its result, as ``train`` returns it, from so many processes at a time."""
+    folder.mkdir(parents=True, exist_ok=True)
+    parts = []
+    for engine in ENGINES:
+        own = [job for job in chosen if job.engine == engine]
+        share = -(-len(own) // CASES)
+        parts += [own[start::share] for start in range(share)]
+    with ThreadPoolExecutor(processes) as pool:
+        folders = (folder / f"{index}-{part[0].engine}" for index, part in enumerate(parts))
+        for part, results in zip(parts, pool.map(train, parts, folders), strict=True):
+            yield from zip(part, results, strict=True)
+
+
+def lacked_memory(result: dict[str, Any]) -> bool:
+    """Whether a case failed as the other processes had left no memory on the GPU."""
+    return bool(re.search("out ?of ?memory", result["error"], re.IGNORECASE))
+
+
 def main() -> int:
     """Train, print what is wrong, and write the results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="file of the results, JSON")
+    parser.add_argument("--output", type=Path, help="file of the results, JSON; written as they come")
     parser.add_argument("--logs", type=Path, help="folder for what processes write")
     parser.add_argument("--processes", type=int, default=12, help="at a time")
+    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="cases that these capture")
     parser.add_argument("--only", default="", help="cases whose name has this text")
     args = parser.parse_args()
-    chosen = [job for job in jobs() if args.only in f"{job.tests} {name_of(job.case)}"]
-    with TemporaryDirectory() as temporary, ThreadPoolExecutor(args.processes) as pool:
+    chosen = [job for job in jobs() if job.engine in args.engines and args.only in f"{job.tests} {name_of(job.case)}"]
+    command = command_line("-m tests.support.on_one_gpu", sys.argv[1:]).replace("'", "")
+    results: list[dict[str, Any]] = []
+    again: list[Job] = []
+
+    def keep(result: dict[str, Any]) -> None:
+        results.append(result)
+        if args.output:
+            write_results(args.output, command=command, cases=len(chosen), results=results)
+
+    with TemporaryDirectory() as temporary:
         folder = args.logs or Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        parts = []
-        for engine in ENGINES:
-            own = [job for job in chosen if job.engine == engine]
-            share = -(-len(own) // CASES)
-            parts += [own[start::share] for start in range(share)]
-        trained = pool.map(train, parts, (folder / f"{index}-{part[0].engine}" for index, part in enumerate(parts)))
-        results = [result for part in trained for result in part]
+        for job, result in train_all(chosen, folder / "first", args.processes):
+            if lacked_memory(result):
+                again.append(job)
+            else:
+                keep(result)
+        for _, result in train_all(again, folder / "again", min(2, args.processes)):
+            keep(result)
     wrong = [result for result in results if not is_as_it_should_be(result)]
     for result in wrong:
         what = result["error"][-800:] or result["differences"][:2] or "equal, and must not be"
         print(f"{result['tests']}, {result['engine']}: {result['case']}: {what}")
-    print(f"{len(results) - len(wrong)} of {len(results)} as they should be")
-    if args.output:
-        command = command_line("-m tests.support.on_one_gpu", sys.argv[1:]).replace("'", "")
-        write_results(args.output, command=command, results=results)
+    print(f"{len(results) - len(wrong)} of {len(results)} as they should be, {len(again)} trained again for memory")
     return bool(wrong)
 
 

@@ -1,4 +1,4 @@
-"""trainings of the soak: each on GPUs of its own, none after a stop."""
+"""trainings of the soak: each on GPUs of its own while there are any, none after a stop."""
 
 import importlib
 import json
@@ -31,13 +31,19 @@ class Process:
         return self.status
 
 
-def test_trainings_side_by_side_have_gpus_of_their_own(module, monkeypatch, tmp_path):
-    monkeypatch.setattr(module, "gpus", lambda: ["3", "4", "5", "6", "7"])
+@pytest.mark.parametrize(
+    ("gpus", "at_once", "expected"),
+    [(["3", "4", "5", "6", "7"], 2, ["3,4", "5,6"]), (["3", "4"], 2, ["3,4", "3,4"]), ([], 2, ["", ""])],
+)
+def test_trainings_side_by_side_have_gpus_of_their_own_if_there_are_any(
+    module, monkeypatch, tmp_path, gpus, at_once, expected
+):
+    monkeypatch.setattr(module, "gpus", lambda: gpus)
     monkeypatch.setattr(module.subprocess, "Popen", Process)
-    trainings = module.Trainings(2, 8, tmp_path)
-    with ThreadPoolExecutor(4) as pool:
-        placed = list(pool.map(trainings.train, "abcd", ["--flags"] * 4))
-    assert sorted(map(str, placed)) == ["['3,4']"] * 2 + ["['5,6']"] * 2
+    trainings = module.Trainings(2, at_once, tmp_path)
+    with ThreadPoolExecutor(2) as pool:
+        placed = list(pool.map(trainings.train, "ab", ["--flags"] * 2))
+    assert sorted(placed) == [[place] for place in expected]
 
 
 def test_a_training_that_fails_is_an_error_with_its_log_and_gives_its_gpus_back(module, monkeypatch, tmp_path):
