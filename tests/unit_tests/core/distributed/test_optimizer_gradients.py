@@ -75,6 +75,20 @@ def test_between_steps_there_are_none_and_they_take_no_memory(training):
             assert {grad.untyped_storage().nbytes() for grad in grads} == {0}
 
 
+def test_those_of_others_stay_when_gradients_are_zeroed_twice(training):
+    fsdp, case = training
+    step(fsdp, case)
+    step(fsdp, case)
+    fsdp.zero_grad_buffer()
+    param = fsdp.param_and_grad_buffer.optimizer_named_parameters[0][1]
+    param.decoupled_grad = param.grad = own = torch.ones_like(param)
+    fsdp.zero_grad_buffer()
+    assert param.grad is own
+    grads = step(fsdp, case)
+    fsdp.zero_grad_buffer()
+    assert attached(fsdp) == [None] * len(grads)
+
+
 def test_they_start_where_the_allocator_would_let_tensors_start(training):
     fsdp, case = training
     step(fsdp, case)

@@ -54,6 +54,7 @@ class OptimizerGradients:
         self._locals = [grad._local_tensor for grad in self._grads]
         self._casts = PlannedCopies((grad._local_tensor.view(-1), shard) for _, grad, shard in cast)
         self._placement = Placement(dict.fromkeys(buffers))
+        self._are_attached = True
 
     def unmoved(self, buffer: Any) -> bool:
         """Whether parameters, main gradients and the views of them are those that were kept."""
@@ -68,14 +69,16 @@ class OptimizerGradients:
         self.in_place |= torch.cuda.is_current_stream_capturing()
         self.storages.allocate()
         self._casts.run()
+        self._are_attached = True
         for param, grad in self._attached:
             if getattr(param, self._name, None) is not grad:
                 setattr(param, self._name, grad)
 
     def release(self) -> None:
         """Take the gradients away until ``update``, and give their memory back, unless a graph may read them."""
-        if self.in_place:
+        if self.in_place or not self._are_attached:
             return
+        self._are_attached = False
         for param, _ in self._attached:
             setattr(param, self._name, None)
         self.storages.free()

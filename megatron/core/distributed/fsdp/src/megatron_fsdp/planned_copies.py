@@ -50,9 +50,17 @@ class Placement:
 
     def __init__(self, buffers: Iterable[Any]):
         """Note where each of ``buffers`` has its data now."""
-        self._buffers = list(buffers)
-        self._data = [buffer.data for buffer in self._buffers]
-        self._addresses = [data.data_ptr() for data in self._data]
+        self._buffers: list[Any] = []
+        self._data: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        for buffer in buffers:
+            self.add(buffer)
+
+    def add(self, buffer: Any) -> None:
+        """Note where ``buffer`` has its data now."""
+        self._buffers.append(buffer)
+        self._data.append(buffer.data)
+        self._addresses.append(buffer.data.data_ptr())
 
     def unchanged(self) -> bool:
         """Whether all the data is where it was."""

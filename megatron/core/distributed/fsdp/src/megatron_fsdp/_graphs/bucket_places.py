@@ -8,6 +8,7 @@ import torch
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 
+from ..planned_copies import Placement
 from .unit import ADVICE
 
 
@@ -24,6 +25,7 @@ class BucketPlaces:
         self._fixed: dict[int, Hashable] | None = {}  # by address the memory's name; None if some has none
         # Allocators, which may put a bucket elsewhere while others are in use, and how many places each has.
         self._pools: dict[Any, int] = {}
+        self._undivided = Placement(())  # buffers whose buckets are parts of their own data
 
     def note(self, buffer: Any, dtype: torch.dtype | None = None) -> None:
         """Note where ``buffer`` puts a bucket of ``dtype`` (its own if None) now."""
@@ -31,6 +33,9 @@ class BucketPlaces:
         if address in self._buffers:
             return
         self._buffers[address] = buffer, dtype
+        if not buffer.is_data_distributed and dtype in (None, buffer.dtype):
+            self._undivided.add(buffer)
+            return
         named = get_global_memory_buffer().buffer.items()
         name = next((name for name, memory in named if memory.data_ptr() == address), None)
         allocator = buffer.temporary_bucket_allocator
@@ -55,7 +60,9 @@ class BucketPlaces:
 
     def _nothing_moved(self) -> bool:
         """Whether all memory is where it was, and all of it idle: then every bucket goes where it went."""
-        if self._fixed is None or [len(pool.idle_buffer) for pool in self._pools] != [*self._pools.values()]:
+        if self._fixed is None or not self._undivided.unchanged():
+            return False
+        if [len(pool.idle_buffer) for pool in self._pools] != [*self._pools.values()]:
             return False
         memory = get_global_memory_buffer().buffer
         return [memory[name].data_ptr() for name in self._fixed.values() if name in memory] == [*self._fixed]
