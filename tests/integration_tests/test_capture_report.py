@@ -4,12 +4,19 @@ import json
 
 import pytest
 
-from tests.support.pretrain import numbers, pretrain
+from tests.support.pretrain import FLAGS, numbers, pretrain
 from tests.support.sample import mostly_long
 
-LAYERS = 3  # of FLAGS
+LAYERS, HIDDEN, SEQUENCE, MICRO_BATCH = 3, 64, 32, 2  # of FLAGS
+BYTES = 2  # of a bf16 number
+FSDP_HOOKS = {"forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"}
 QUICK = ("--cuda-graph-layers-per-graph 1", "--cuda-graph-layers-per-graph model")
 TRAIN = "--train-iters 4 --cuda-graph-warmup-steps 2"
+
+
+def test_the_sizes_are_those_of_the_flags():
+    assert f"--num-layers {LAYERS} --hidden-size {HIDDEN}" in FLAGS
+    assert f"--seq-length {SEQUENCE} " in FLAGS and f"--micro-batch-size {MICRO_BATCH}\n" in FLAGS
 
 
 @pytest.fixture(scope="module")
@@ -54,9 +61,26 @@ def test_passes(reported):
     assert report["seconds"]["waiting"] > 0  # two ranks vote
 
 
+def test_hooks(reported):
+    flag, report, _, _ = reported
+    layers = [] if flag.endswith("model") else range(LAYERS)
+    of_fsdp = [(hook["layer"], hook["route"]) for hook in report["hooks"] if hook["hook"].startswith("FsdpHooks.")]
+    if flag.endswith("all"):
+        assert {*of_fsdp} == {(layer, "recorded") for layer in layers}
+    else:
+        assert sorted(of_fsdp) == sorted((layer, route) for layer in layers for route in FSDP_HOOKS)
+
+
+def test_static_inputs(reported):
+    flag, report, _, _ = reported
+    hidden = [each for each in report["static_inputs"] if each["name"] == "hidden_states"]
+    count = 0 if flag.endswith("model") else LAYERS if flag.endswith("1") else 1
+    assert [each["bytes"] for each in hidden] == [SEQUENCE * MICRO_BATCH * HIDDEN * BYTES] * count
+
+
 def test_page_and_log(reported):
     flag, report, page, log = reported
-    assert page.count("<svg") == 1
+    assert page.count("<svg") == (1 if flag.endswith("model") else 2)
     assert page.count("micro-batch 0, forward: ") == (LAYERS if flag.endswith("1") else 1)
     assert log.count("CUDA graphs, native engine, rank 0:") == 1
     for part in report["eager"]:

@@ -76,6 +76,17 @@ def has_other_hooks(module: torch.nn.Module) -> bool:
     return own or torch.nn.modules.module._has_any_global_hook()
 
 
+def number_of_hooks(module: torch.nn.Module) -> int:
+    """How many hooks ``module`` has."""
+    attributes = module.__dict__
+    return (
+        len(attributes["_forward_pre_hooks"])
+        + len(attributes["_forward_hooks"])
+        + len(attributes["_backward_pre_hooks"])
+        + len(attributes["_backward_hooks"])
+    )
+
+
 @dataclass(frozen=True)
 class ModuleHooks:
     """The hooks of one module before capture.

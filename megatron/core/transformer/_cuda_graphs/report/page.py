@@ -1,13 +1,20 @@
-"""A report as JSON, and as one HTML page that loads nothing else."""
+"""A report as one HTML page that loads nothing else."""
 
-import json
 from collections.abc import Iterable, Iterator
 from html import escape
-from pathlib import Path
 
-from .drawings import ALLOCATED, CAPTURING, COLOURS, RESERVED, memory_chart, pass_lanes
+from .drawings import (
+    ALLOCATED,
+    CAPTURING,
+    COLOURS,
+    RESERVED,
+    buffer_lives,
+    buffers_left_out,
+    memory_chart,
+    pass_lanes,
+)
 from .record import KINDS, CaptureReport
-from .table import in_bytes, number
+from .table import hook_counts, in_bytes, number
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #222; max-width: 1100px; margin: 2em auto; padding: 0 1em; }
@@ -19,20 +26,14 @@ border-bottom: 1px solid #ddd; vertical-align: top; } td.n, th.n { text-align: r
 svg .on text { fill: #fff; } .key { display: inline-block; width: 1em; height: 1em; margin: 0 .3em 0 .8em;
 vertical-align: -.15em; } .frame { border: 2px solid #222; }
 """
-
-
-def write(report: CaptureReport, folder: str, name: str) -> tuple[Path, Path]:
-    """Write ``name.json`` and ``name.html`` to ``folder``, which is made if need be; return their paths.
-
-    Raises:
-        OSError: they cannot be written.
-    """
-    target = Path(folder)
-    target.mkdir(parents=True, exist_ok=True)
-    data, html = target / f"{name}.json", target / f"{name}.html"
-    data.write_text(json.dumps(report.as_json(), indent=1) + "\n")
-    html.write_text(page(report), encoding="utf-8")
-    return data, html
+_ROUTES = {
+    "forward_pre_hooks": "runs before the layer's forward pass, outside of its graph",
+    "forward_hooks": "runs after the layer's forward pass, outside of its graph",
+    "backward_pre_hooks": "runs before the layer's backward pass, outside of its graph",
+    "backward_hooks": "runs after the layer's backward pass, outside of its graph",
+    "withheld": "did not run during capture; not part of any graph",
+    "recorded": "what it launched on the GPU is part of the graph",
+}
 
 
 def page(report: CaptureReport) -> str:
@@ -76,6 +77,17 @@ def _body(report: CaptureReport) -> Iterator[str]:
     kinds = [(COLOURS[kind], kind.replace("_", " ")) for kind in KINDS if kind in there]
     yield _legend(*kinds, more=frame if any(layer.recorded_with is not None for layer in report.layers) else "")
     yield f'<div class="scroll">{pass_lanes(report)}</div>'
+    if report.static_inputs:
+        yield "<h2>Static inputs over their lives</h2>"
+        yield _paragraph(
+            "A replay reads its inputs from the same memory each time. Each row is such memory, and each bar one layer "
+            "and micro-batch that uses it, from its forward pass to its last pass, over the same axis as above. "
+            "Several bars in a row share the memory."
+        )
+        yield _legend(("#66aabb", "even micro-batch"), ("#aa88bb", "odd micro-batch"))
+        yield f'<div class="scroll">{buffer_lives(report)}</div>'
+        if left_out := buffers_left_out(report):
+            yield _paragraph(f"{left_out} more are in the JSON file beside this page.")
     if report.layers:
         yield "<h2>Layers</h2>"
         yield _paragraph(
@@ -85,6 +97,13 @@ def _body(report: CaptureReport) -> Iterator[str]:
         header = ("layer", "chunk", "micro-batches", *(f"{_of(kind)} graphs" for kind in KINDS))
         header += ("recorded with", "warm-up s", "capture s")
         yield _table(header, _layer_rows(report), numbers=(1, 2, 3, 4, 5, 7, 8))
+    if report.hooks:
+        yield "<h2>Hooks</h2>"
+        yield _paragraph(
+            "Hooks are functions that run around a module, for example to gather its sharded parameters. Recording "
+            "must leave some of them out of the graph."
+        )
+        yield _table(("hook", "where", "count", "during capture"), _hook_rows(report), numbers=(2,))
     yield "<h2>What stays eager</h2>"
     yield _paragraph("These parts run as without graphs.")
     yield _table(("part", "why"), [(part.what, part.why) for part in report.eager])
@@ -107,6 +126,10 @@ def _summary(report: CaptureReport) -> Iterator[tuple[str, str]]:
         yield "reserved, before and after", f"{in_bytes(before.reserved)}, {in_bytes(after.reserved)}"
     for pool in report.pools:
         yield f"memory pool of {pool.graphs} graphs", in_bytes(pool.bytes)
+    uses = sum(len(buffer.uses) for buffer in report.static_inputs)
+    if uses:
+        size = in_bytes(sum(buffer.bytes for buffer in report.static_inputs))
+        yield "static inputs, and how often layers use them", f"{len(report.static_inputs)} of {size}, {uses}"
 
 
 _SECONDS = {
@@ -128,6 +151,11 @@ def _layer_rows(report: CaptureReport) -> Iterator[tuple[str, ...]]:
             f"{layer.warm_up_seconds:.3f}",
             f"{layer.capture_seconds:.3f}",
         )
+
+
+def _hook_rows(report: CaptureReport) -> Iterator[tuple[str, ...]]:
+    for (hook, route, on_layer), count in hook_counts(report).items():
+        yield hook, "layers" if on_layer else "modules inside layers", str(count), _ROUTES[route]
 
 
 def _paragraph(text: str) -> str:

@@ -1,7 +1,7 @@
 """What is known of one capture, as data: what the table, the JSON file and the page show."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 FORWARD, BACKWARD, WEIGHT_GRADIENTS = KINDS = ("forward", "backward", "weight_gradients")
@@ -68,6 +68,57 @@ class LayerRecord:
 
 
 @dataclass(frozen=True)
+class BufferUse:
+    """One use of a static input.
+
+    Attributes:
+        layer: The layer's index.
+        micro_batch: Counted from 0.
+        first: The index in the order of passes of the forward pass.
+        last: The index of the last pass that reads it.
+    """
+
+    layer: int
+    micro_batch: int
+    first: int
+    last: int
+
+
+@dataclass
+class StaticInput:
+    """Memory that graphs read an input from.
+
+    Attributes:
+        name: The input's name.
+        bytes: Its size.
+        uses: Who reads it, and when.
+    """
+
+    name: str
+    bytes: int
+    uses: list[BufferUse] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class HookRoute:
+    """Where a hook went.
+
+    Attributes:
+        layer: The index of the layer that it is on or in.
+        module: The path of its module in the layer; empty for the layer.
+        hook: Its name.
+        route: ``forward_pre_hooks``, ``forward_hooks``, ``backward_pre_hooks`` or ``backward_hooks`` if it runs outside
+            of the graph, as capture-time hook of this kind; ``withheld`` if it does not run at capture; ``recorded`` if
+            the graph holds what it does.
+    """
+
+    layer: int
+    module: str
+    hook: str
+    route: str
+
+
+@dataclass(frozen=True)
 class EagerPart:
     """Something that has no graphs.
 
@@ -109,6 +160,8 @@ class CaptureReport:
         passes: The passes that were captured, with their times; empty if the engine runs no hooks at capture.
         memory: In the order of time.
         pools: The memory of graphs; empty where the engine does not show it.
+        static_inputs: Memory that inputs are copied to.
+        hooks: Where the hooks of layers went.
         eager: What stays eager.
     """
 
@@ -122,6 +175,8 @@ class CaptureReport:
     passes: Sequence[CapturedPass] = ()
     memory: Sequence[MemorySample] = ()
     pools: Sequence[Pool] = ()
+    static_inputs: Sequence[StaticInput] = ()
+    hooks: Sequence[HookRoute] = ()
     eager: Sequence[EagerPart] = ()
 
     def as_json(self) -> dict[str, Any]:

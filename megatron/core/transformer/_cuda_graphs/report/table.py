@@ -1,5 +1,6 @@
 """A capture's report as a table of text, for the log."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
@@ -35,6 +36,11 @@ def in_bytes(count: int) -> str:
 def span(names: Sequence[str]) -> str:
     """Name consecutive layers by the first and the last."""
     return names[0] if len(names) == 1 else f"{names[0]} to {names[-1]}"
+
+
+def hook_counts(report: CaptureReport) -> Counter[tuple[str, str, bool]]:
+    """Count hooks by name, route, and whether they are on a layer rather than inside."""
+    return Counter((hook.hook, hook.route, not hook.module) for hook in report.hooks)
 
 
 def _alike(layers: Sequence[LayerRecord]) -> Iterator[list[LayerRecord]]:
@@ -75,5 +81,12 @@ def _notes(report: CaptureReport) -> Iterator[str]:
         )
     for pool in report.pools:
         yield f"a pool of {in_bytes(pool.bytes)} holds {pool.graphs} graphs"
+    uses = sum(len(buffer.uses) for buffer in report.static_inputs)
+    if uses:
+        size = in_bytes(sum(buffer.bytes for buffer in report.static_inputs))
+        yield f"{len(report.static_inputs)} static inputs of {size} serve {uses} uses"
+    for (hook, route, on_layer), count in hook_counts(report).items():
+        outside = "" if route in ("withheld", "recorded") else "outside of graphs, as "
+        yield f"hook {hook}, {count} {'on layers' if on_layer else 'inside layers'}: {outside}{route}"
     for why, parts in groupby(report.eager, lambda part: part.why):
         yield f"eager: {', '.join(part.what for part in parts)}, because {why}"

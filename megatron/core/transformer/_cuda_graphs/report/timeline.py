@@ -1,17 +1,14 @@
 """When the passes of a capture began and ended, and how much memory there was."""
 
-import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 
 import torch
 
+from .progress import Progress
 from .record import BACKWARD, FORWARD, CapturedPass, MemorySample
 
-logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
-
-_BETWEEN_LINES = 30.0  # of the log, in seconds
 Planned = tuple[int | None, int, str]  # layer, micro-batch, kind
 
 
@@ -50,10 +47,11 @@ class Timeline:
         self.warm_up_seconds: defaultdict[int | None, float] = defaultdict(float)
         self.waited = 0.0
         self.order: Sequence[Planned] = ()
+        self._names: Sequence[str] = ()
         self._warm_ups = 0
         self._begun = 0  # passes
         self._open: tuple[Planned, bool, float] | None = None  # the pass, whether it is captured, when it began
-        self._last_line = self._zero
+        self._progress: Progress | None = None
 
     @property
     def now(self) -> float:
@@ -64,9 +62,15 @@ class Timeline:
         """Note how much memory there is."""
         self.samples.append(MemorySample(self.now, phase, *self._memory()))
 
-    def expect(self, order: Sequence[Planned], warm_ups: int) -> None:
-        """Say which passes each of ``warm_ups`` iterations of warm-up will have, and then the capture."""
-        self.order, self._warm_ups, self._begun = order, warm_ups, 0
+    def expect(self, order: Sequence[Planned], names: Sequence[str], warm_ups: int) -> None:
+        """Say which passes will begin.
+
+        Args:
+            order: Those of one iteration of warm-up, and of capture; empty for those of the whole model.
+            names: What the progress calls each layer.
+            warm_ups: The iterations of warm-up.
+        """
+        self.order, self._names, self._warm_ups, self._begun = order, names, warm_ups, 0
 
     def begin(self, what: str, phase: str = "") -> None:
         """Note that something begins.
@@ -99,9 +103,10 @@ class Timeline:
         phase = "capture" if captured else "warm-up"
         if captured or not self.samples or self.samples[-1].phase != phase:
             self.sample(phase)
-        if self._clock() - self._last_line > _BETWEEN_LINES:
-            self._last_line = self._clock()
-            logger.info(f"CUDA graph capture: pass {self._begun}, {what}, {kind} {phase}")
+        if self._progress is None:
+            self._progress = Progress(len(self.order) * (self._warm_ups + 1) or None)
+        name = what if planned[0] is None else self._names[planned[0]]
+        self._progress.begin(f"{name}, {kind} {phase}")
         self._open = planned, captured, self._clock()
 
     @staticmethod
@@ -124,3 +129,6 @@ class Timeline:
         if self._open is not None:
             self._end_pass()
             self.sample("captured")
+        if self._progress is not None:
+            self._progress.close()
+            self._progress = None

@@ -10,11 +10,21 @@ from typing import Any
 import torch
 
 from ..engine.plan import Pass, Plan, ordered_plan
-from ..report.page import write
-from ..report.record import BACKWARD, FORWARD, WEIGHT_GRADIENTS, CaptureReport, LayerRecord, total
+from ..report.files import write
+from ..report.record import (
+    BACKWARD,
+    FORWARD,
+    KINDS,
+    WEIGHT_GRADIENTS,
+    BufferUse,
+    CaptureReport,
+    LayerRecord,
+    StaticInput,
+    total,
+)
 from ..report.table import table
 from ..report.timeline import Planned, Timeline
-from .captured_parts import graph_counts, pools_of
+from .captured_parts import graph_counts, hook_routes, pools_of, recorded_hooks, static_inputs_of
 from .decoder_graphs import DecoderGraphs
 from .layers import layer_name
 
@@ -76,13 +86,18 @@ class CaptureObserver:
         if self.timeline is not None:
             self.timeline.sample("start")
 
-    def expect(self, order: Sequence[float], num_layers_per_chunk: Sequence[int], num_warmup_iters: int) -> None:
-        """Say which passes will be captured, as ``make_graphed_callables`` is told it."""
+    def expect(self, arguments: dict[str, Any], names: Sequence[str]) -> None:
+        """Say which passes will be captured.
+
+        Args:
+            arguments: The keyword arguments of ``make_graphed_callables``.
+            names: The names of its callables.
+        """
         if self.timeline is None:
             return
-        self._plan = ordered_plan(order, num_layers_per_chunk, sum(num_layers_per_chunk))
+        self._plan = ordered_plan(arguments["_order"], arguments["_num_layers_per_chunk"], len(names))
         with_hooks = [step for step in self._planned() if step[2] != WEIGHT_GRADIENTS]
-        self.timeline.expect(with_hooks, num_warmup_iters)
+        self.timeline.expect(with_hooks, names, arguments["num_warmup_iters"])
 
     def _planned(self) -> list[Planned]:
         """The steps of the plan, each with its layer, micro-batch and kind."""
@@ -105,54 +120,82 @@ class CaptureObserver:
 
     @_only_warns
     def captured_layers(
-        self, layers: Sequence[Sequence[torch.nn.Module]] = (), names: Sequence[str] = (), graphs: Sequence[Any] = ()
+        self,
+        layers: Sequence[Sequence[torch.nn.Module]],
+        names: Sequence[str],
+        graphs: Sequence[Any],
+        sample_args: Sequence[tuple[torch.Tensor, ...]],
+        arguments: dict[str, Any],
     ) -> None:
-        """Report on graphs of layers, and on those of the decoder if there are any.
+        """Report on graphs of layers, and on those of the decoder if there are any. Hooks must be in place again.
 
         Args:
             layers: The layers of each model chunk that the engine has captured.
             names: Their names.
             graphs: What the engine returned for each slot of the plan.
+            sample_args: The static positional inputs of each slot.
+            arguments: The engine's keyword arguments.
         """
-        timeline, decoder = self.timeline, self._decoder
+        timeline = self.timeline
         if timeline is None:
             return
-        slots_of: defaultdict[int, list[Any]] = defaultdict(list)
-        for layer, graphed in zip(self._plan.callable_of_slot, graphs, strict=True):
-            slots_of[layer].append(graphed)
+        capture_seconds: defaultdict[int | None, float] = defaultdict(float)
+        for step in timeline.passes:
+            capture_seconds[step.layer] += step.seconds
+        slots_of = self._slots()
+        decoder = self._decoder
         together = [] if decoder is None else list(decoder.module.layers)
         first = len(together)  # of the others
+        none: dict[str, int | None] = dict.fromkeys(KINDS, 0)
         records = [
-            self._record(layer_name(layer, index), 0, [], -1, recorded_with=0) for index, layer in enumerate(together)
+            LayerRecord(
+                name=layer_name(layer, index),
+                chunk=0,
+                micro_batches=1,
+                graphs=none if index or decoder is None else graph_counts(decoder.passes),
+                recorded_with=0,
+                warm_up_seconds=0.0 if index else timeline.warm_up_seconds[None],
+                capture_seconds=0.0 if index else capture_seconds[None],
+            )
+            for index, layer in enumerate(together)
         ]
-        if decoder is not None:
-            records[0] = self._record(records[0].name, 0, [decoder.passes], None, recorded_with=0)
-        chunks = [chunk for chunk, own in enumerate(layers) for _ in own]
         records += [
-            self._record(name, chunk, slots_of[index], index)
-            for index, (name, chunk) in enumerate(zip(names, chunks, strict=True))
+            LayerRecord(
+                name=names[index],
+                chunk=chunk,
+                micro_batches=len(slots_of[index]),
+                graphs=total([graph_counts(graphs[slot]) for slot in slots_of[index]]),
+                warm_up_seconds=timeline.warm_up_seconds[index],
+                capture_seconds=capture_seconds[index],
+            )
+            for index, chunk in enumerate(chunk for chunk, own in enumerate(layers) for _ in own)
         ]
+        samples = list(zip(sample_args, arguments["sample_kwargs"], strict=True))
+        planned = [(first + (layer or 0), micro_batch, kind) for layer, micro_batch, kind in self._planned()]
+        inputs = static_inputs_of(self._plan, graphs, samples, planned)
+        for buffer in inputs:
+            buffer.uses = [replace(use, first=use.first + first, last=use.last + first) for use in buffer.uses]
         order = [(index, 0, FORWARD) for index in range(first)]
-        order += [(first + (layer or 0), micro_batch, kind) for layer, micro_batch, kind in self._planned()]
-        order += [(index, 0, BACKWARD) for index in reversed(range(first))]
+        order += [*planned, *((index, 0, BACKWARD) for index in reversed(range(first)))]
+        if decoder is not None:
+            use = BufferUse(0, 0, 0, len(order) - 1)
+            inputs += [StaticInput(name, each.nbytes, [use]) for name, each in decoder.passes.inputs.items()]
         passes = [replace(step, layer=0 if step.layer is None else first + step.layer) for step in timeline.passes]
-        every = [*([] if decoder is None else [decoder.passes]), *graphs]
-        self._report = self._new_report(every, layers=records, order=order, passes=passes)
-
-    def _record(
-        self, name: str, chunk: int, graphs: Sequence[Any], timed_as: int | None, recorded_with: int | None = None
-    ) -> LayerRecord:
-        """Return what is known of a layer, or of a chunk as a whole, whose passes have this number in the timeline."""
-        assert self.timeline is not None
-        return LayerRecord(
-            name,
-            chunk,
-            len(graphs) or 1,
-            total(list(map(graph_counts, graphs))),
-            recorded_with,
-            warm_up_seconds=self.timeline.warm_up_seconds[timed_as],
-            capture_seconds=sum(step.seconds for step in self.timeline.passes if step.layer == timed_as),
+        self._report = self._new_report(
+            layers=records,
+            order=order,
+            passes=passes,
+            graphs=total([record.graphs for record in records]),
+            pools=pools_of([*([] if decoder is None else [decoder.passes]), *graphs]),
+            static_inputs=inputs,
+            hooks=[*recorded_hooks(together), *hook_routes([layer for own in layers for layer in own], first)],
         )
+
+    def _slots(self) -> list[list[int]]:
+        slots: list[list[int]] = [[] for _ in {*self._plan.callable_of_slot}]
+        for slot, layer in enumerate(self._plan.callable_of_slot):
+            slots[layer].append(slot)
+        return slots
 
     @_only_warns
     def captured_models(self, slots: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
@@ -163,34 +206,44 @@ class CaptureObserver:
             names: The names of the chunks.
         """
         self.passes_end()
-        if self.timeline is None:
+        timeline = self.timeline
+        if timeline is None:
             return
-        order = self._planned()
-        self._report = self._new_report(
-            [passes for own in slots for passes in own],
+        every = [passes for own in slots for passes in own]
+        report = self._new_report(
             whole_model=True,
-            order=order or [(None, 0, FORWARD), (None, 0, BACKWARD)],
-            layers=[
-                self._record(name, chunk, own, chunk)
-                for chunk, (name, own) in enumerate(zip(names, slots, strict=True))
-                if order
-            ],
+            order=self._planned() or [(None, 0, FORWARD), (None, 0, BACKWARD)],
+            graphs=total([graph_counts(passes) for passes in every]),
+            pools=pools_of(every),
         )
+        if self._plan.runs:
+            records = [
+                LayerRecord(
+                    name=name,
+                    chunk=chunk,
+                    micro_batches=len(own),
+                    graphs=total([graph_counts(passes) for passes in own]),
+                    warm_up_seconds=timeline.warm_up_seconds[chunk],
+                    capture_seconds=sum(step.seconds for step in timeline.passes if step.layer == chunk),
+                )
+                for chunk, (name, own) in enumerate(zip(names, slots, strict=True))
+            ]
+            report = replace(report, layers=records)
+        self._report = report
 
-    def _new_report(self, graphs: Sequence[Any], **fields: Any) -> CaptureReport:
+    def _new_report(self, **fields: Any) -> CaptureReport:
         timeline = self.timeline
         assert timeline is not None
+        seconds = {
+            "warm_up": sum(timeline.warm_up_seconds.values()),
+            "capture": sum(step.seconds for step in timeline.passes),
+            "waiting": timeline.waited,
+        }
         known: dict[str, Any] = {
             "engine": self._engine,
             "whole_model": False,
-            "seconds": {
-                "warm_up": sum(timeline.warm_up_seconds.values()),
-                "capture": sum(step.seconds for step in timeline.passes),
-                "waiting": timeline.waited,
-            },
+            "seconds": seconds,
             "passes": timeline.passes,
-            "graphs": total(list(map(graph_counts, graphs))),
-            "pools": pools_of(graphs),
         }
         return CaptureReport(**(known | fields))
 

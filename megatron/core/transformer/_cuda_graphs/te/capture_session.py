@@ -75,7 +75,7 @@ class CaptureSession:
                         stack.enter_context(kept.kept())
                     self._capture_layers(input_data)
             else:
-                self.observer.captured_layers()
+                self.observer.captured_layers((), (), (), (), {"sample_kwargs": ()})
         for chunk in self.stage.chunks if self.stage.role.evaluates else ():
             sharding = chunk.fsdp or self.graphs.kept.get(chunk.module)
             if sharding is not None:  # the first evaluation captures graphs for itself
@@ -98,7 +98,14 @@ class CaptureSession:
         order = CaptureArguments(stage, [[model] for model in models], self.seq_length, self.micro_batch_size).order()
         warmup_iters = num_warmup_iterations(stage.config, order.num_microbatches)
         if not stage.one_graph_serves_all:
-            self.observer.expect(order.order, order.num_layers_per_chunk, warmup_iters)
+            self.observer.expect(
+                {
+                    "_order": order.order,
+                    "_num_layers_per_chunk": order.num_layers_per_chunk,
+                    "num_warmup_iters": warmup_iters,
+                },
+                names,
+            )
         with (
             outside_capture_mode(),
             preserve_rng(),
@@ -156,7 +163,7 @@ class CaptureSession:
         layers = tuple(layer for own in apart for layer in own)
         sample_args, arguments = input_data()
         names = [layer_name(layer, index) for index, layer in enumerate(layers)]
-        self.observer.expect(*(arguments[each] for each in ("_order", "_num_layers_per_chunk", "num_warmup_iters")))
+        self.observer.expect(arguments, names)
         # As the decoder does under sequence parallelism.
         rng = get_cuda_rng_tracker().fork() if stage.config.sequence_parallel else nullcontext()
         elsewhere = {layer for chunk in self.graphs.kept for layer in chunk.modules()}
@@ -183,7 +190,7 @@ class CaptureSession:
         CapturedLayers(stage, apart, slots, graphs, samples).attach(conditions, eager_passes)
         if stage.config.overlap_moe_expert_parallel_comm:
             gather_in_replays(stage.chunks)
-        self.observer.captured_layers(apart, names, graphs)
+        self.observer.captured_layers(apart, names, graphs, sample_args, arguments)
 
     def _eager_passes_of_layers(self, tokens: int) -> EagerPasses | None:
         if self.graphs.shapes is not None:  # those of the decoder count as well

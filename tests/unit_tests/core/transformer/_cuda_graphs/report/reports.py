@@ -2,12 +2,15 @@
 
 from megatron.core.transformer._cuda_graphs.report.record import (
     KINDS,
+    BufferUse,
     CapturedPass,
     CaptureReport,
     EagerPart,
+    HookRoute,
     LayerRecord,
     MemorySample,
     Pool,
+    StaticInput,
 )
 
 MIB = 2**20
@@ -44,10 +47,16 @@ def report(**changes):
             MemorySample(3.0, "end", 120 * MIB, 300 * MIB),
         ],
         "pools": [Pool(12, 80 * MIB)],
+        "static_inputs": [
+            StaticInput("hidden_states", 4 * MIB, [BufferUse(0, 0, 0, 11)]),
+            StaticInput("hidden_states", 4 * MIB, [BufferUse(2, 0, 4, 9), BufferUse(2, 1, 10, 13)]),
+        ],
+        "hooks": [HookRoute(layer, "", "gather", "forward_pre_hooks") for layer in range(4)]
+        + [HookRoute(1, "mlp", "<count>", "recorded")],
         "eager": [
             EagerPart("embedding (Embedding)", "it is outside of layers"),
             EagerPart("final_norm (Norm)", "it is outside of layers"),
-            EagerPart("evaluation", "it is <FP8>"),
+            EagerPart("evaluation", "it is FP8"),
         ],
     }
     return CaptureReport(**(fields | changes))

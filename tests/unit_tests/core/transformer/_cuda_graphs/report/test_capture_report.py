@@ -1,4 +1,4 @@
-"""The report of a capture under Megatron-FSDP has the graphs and passes of the model.
+"""The report of a capture under Megatron-FSDP has the graphs, passes, static inputs and hooks of the model.
 
 One rank on the CPU backend, three layers.
 """
@@ -9,8 +9,10 @@ from collections import Counter
 import pytest
 import torch
 
+from megatron.core.transformer._cuda_graphs.hooks import number_of_hooks
 from megatron.core.transformer._cuda_graphs.report.timeline import Timeline
 from tests.unit_tests.core.distributed.captured_training import CapturedTraining, graphed
+from tests.unit_tests.core.distributed.fsdp_variants import Variant
 
 pytestmark = pytest.mark.usefixtures("side_stream")
 
@@ -25,10 +27,11 @@ class Captured:
         report: The report as JSON.
         recorded: How many graphs the tape recorded for it.
         in_passes: How many of them before the last pass ended, according to the report.
+        hooks: How many hooks layers had before.
     """
 
-    def __init__(self, folder, monkeypatch, layers_per_graph, **changes):
-        self.recorded = 0
+    def __init__(self, folder, monkeypatch, layers_per_graph, variant=None, **changes):
+        self.recorded = self.hooks = 0
         self.in_passes: int | None = None
         capture_end = torch.cuda.CUDAGraph.capture_end
         captured = self
@@ -50,12 +53,13 @@ class Captured:
                 return super().make_helper()
 
             def capture(self, capture):
+                captured.hooks = sum(map(number_of_hooks, self.layers))
                 with monkeypatch.context() as patched:
                     patched.setattr(torch.cuda.CUDAGraph, "capture_end", counting)
                     patched.setattr(Timeline, "end", ending)
                     super().capture(capture)
 
-        training = Reporting(graphed(layers_per_graph, **changes))
+        training = Reporting(graphed(layers_per_graph, **changes), variant=variant)
         self.report = json.loads((folder / "capture.json").read_text())
         self.page = (folder / "capture.html").read_text()
         training.delete()
@@ -101,7 +105,7 @@ def test_graphs_of_layers(capture, layers_per_graph, together, graphs, passes):
 def test_graphs_of_the_whole_model(capture):
     captured = capture(MODEL)
     report = captured.report
-    assert report["whole_model"] and report["layers"] == []
+    assert report["whole_model"] and report["layers"] == report["hooks"] == []
     assert report["graphs"] == {"forward": 1, "backward": 1, "weight_gradients": 0}
     assert captured.recorded == 2 + report["collectives"]
     assert steps(report["passes"]) == [(None, 0, "forward"), (None, 0, "backward")]
@@ -131,6 +135,50 @@ def test_times_of_layers_add_up(capture):
         of_layers = [layer[f"{name}_seconds"] for layer in report["layers"]]
         assert min(of_layers) > 0
         assert sum(of_layers) == pytest.approx(report["seconds"][name])
+
+
+def add_hooks(model):
+    """Give one layer a hook, and a module in it another."""
+    layer = model.decoder.layers[1]
+    layer.register_forward_hook(on_the_layer)
+    layer.mlp.register_forward_pre_hook(inside)
+
+
+def on_the_layer(module, args, output):
+    pass
+
+
+def inside(module, args):
+    pass
+
+
+def test_hooks_and_where_they_went(capture):
+    captured = capture(ONE, variant=Variant(graphed(ONE), change=add_hooks))
+    routes = [(hook["layer"], hook["module"], hook["hook"], hook["route"]) for hook in captured.report["hooks"]]
+    on_layers = [route for route in routes if not route[1]]
+    assert len(on_layers) == captured.hooks == 4 * LAYERS + 1
+    fsdp = {
+        "unshard_for_forward": "forward_pre_hooks",
+        "release_after_forward": "forward_hooks",
+        "unshard_for_backward": "backward_pre_hooks",
+        "release_after_backward": "backward_hooks",
+    }
+    for layer in range(LAYERS):
+        for name, route in fsdp.items():
+            assert (layer, "", f"FsdpHooks.{name}", route) in routes
+    assert (1, "", "on_the_layer", "forward_hooks") in routes
+    assert (1, "mlp", "inside", "recorded") in routes
+
+
+def test_static_inputs_and_their_uses(capture):
+    inputs = capture(ONE).report["static_inputs"]
+    uses = [(each["name"], use["layer"], use["first"], use["last"]) for each in inputs for use in each["uses"]]
+    hidden = [use for use in uses if use[0] == "hidden_states"]
+    assert hidden == [("hidden_states", layer, layer, 2 * LAYERS - 1 - layer) for layer in range(LAYERS)]
+    assert [len(each["uses"]) for each in inputs if each["name"] == "rotary_pos_emb"] == [LAYERS]
+    case = graphed(ONE)
+    sizes = {each["bytes"] for each in inputs if each["name"] == "hidden_states"}
+    assert sizes == {case.sequence * case.micro_batch * case.hidden * 4}
 
 
 @pytest.mark.parametrize(

@@ -5,14 +5,17 @@ from html.parser import HTMLParser
 
 import pytest
 
-from megatron.core.transformer._cuda_graphs.report.page import page, write
-from megatron.core.transformer._cuda_graphs.report.record import MemorySample
+from megatron.core.transformer._cuda_graphs.report.files import write
+from megatron.core.transformer._cuda_graphs.report.page import page
+from megatron.core.transformer._cuda_graphs.report.record import BufferUse, MemorySample, StaticInput
 
 from .reports import counts, report
 
 WHOLE = {
     "whole_model": True,
     "layers": (),
+    "hooks": (),
+    "static_inputs": (),
     "graphs": counts(1, 1),
     "order": [(None, 0, "forward"), (None, 0, "backward")],
     "passes": (),
@@ -65,7 +68,7 @@ def parsed():
     return Parsed(page(report()))
 
 
-@pytest.mark.parametrize("changes", [{}, WHOLE, {"memory": ()}], ids=str)
+@pytest.mark.parametrize("changes", [{}, WHOLE, {"memory": ()}, {"static_inputs": ()}], ids=str)
 def test_tags_are_closed_and_nothing_is_loaded(changes):
     text = page(report(**changes))
     for tag, attributes in Parsed(text).elements:
@@ -78,7 +81,9 @@ def test_sections(parsed):
     assert parsed.text("h2") == [
         "Memory over capture",
         "Order of passes",
+        "Static inputs over their lives",
         "Layers",
+        "Hooks",
         "What stays eager",
     ]
     assert Parsed(page(report(**WHOLE))).text("h2") == ["Memory over capture", "Order of passes", "What stays eager"]
@@ -121,6 +126,19 @@ def test_passes_have_names_and_times(parsed):
     assert len([title for title in titles if title.endswith("ms")]) == 16
 
 
+def test_a_bar_for_each_use_of_a_static_input(parsed):
+    assert len(parsed.boxes(fill="#66aabb")) == 2
+    (odd,) = parsed.boxes(fill="#aa88bb")
+    even = [box for box in parsed.boxes(fill="#66aabb") if box["y"] == odd["y"]]
+    assert len(even) == 1
+    assert float(even[0]["x"]) + float(even[0]["width"]) <= float(odd["x"])
+
+
+def test_static_inputs_that_are_left_out_are_counted():
+    many = [StaticInput("mask", 1, [BufferUse(0, 0, 0, 1)]) for _ in range(83)]
+    assert "3 more are in the JSON file beside this page." in Parsed(page(report(static_inputs=many))).text("p")
+
+
 def test_memory_is_drawn_to_scale(parsed):
     reserved, allocated = (attributes["points"] for tag, attributes in parsed.elements if tag == "polyline")
     heights = [float(point.split(",")[1]) for point in reserved.split()]
@@ -137,7 +155,7 @@ def test_an_allocator_that_reports_nothing_is_said_to():
 
 
 def test_names_are_escaped(parsed):
-    assert "it is <FP8>" in parsed.text("td")
+    assert "<count>" in parsed.text("td")
 
 
 def test_files(tmp_path):

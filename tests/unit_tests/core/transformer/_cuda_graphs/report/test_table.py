@@ -17,8 +17,11 @@ CUDA graphs, native engine, rank 0:
   3 more graphs hold collectives alone
   memory allocated 100.0 MiB -> 120.0 MiB, reserved 200.0 MiB -> 300.0 MiB
   a pool of 80.0 MiB holds 12 graphs
+  2 static inputs of 8.0 MiB serve 3 uses
+  hook gather, 4 on layers: outside of graphs, as forward_pre_hooks
+  hook <count>, 1 inside layers: recorded
   eager: embedding (Embedding), final_norm (Norm), because it is outside of layers
-  eager: evaluation, because it is <FP8>"""
+  eager: evaluation, because it is FP8"""
 
 
 def test_layers_alike_are_one_row():
@@ -26,10 +29,10 @@ def test_layers_alike_are_one_row():
 
 
 def test_the_whole_model_is_one_row():
-    whole = report(whole_model=True, layers=(), graphs=counts(1, 1), collectives=0)
+    whole = report(whole_model=True, layers=(), graphs=counts(1, 1), hooks=(), static_inputs=(), collectives=0)
     lines = table(whole).splitlines()
     assert lines[2].split() == ["whole", "model", "1", "1", "0", "0.750", "1.500"]
-    assert not any("more graphs" in line for line in lines)
+    assert not any("static inputs" in line or "hook" in line or "more graphs" in line for line in lines)
 
 
 def test_what_the_engine_does_not_show_is_a_question_mark():

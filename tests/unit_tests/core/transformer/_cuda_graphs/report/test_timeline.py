@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from megatron.core.transformer._cuda_graphs.report import timeline as module
 from megatron.core.transformer._cuda_graphs.report.timeline import Timeline
 
 ORDER = [(0, 0, "forward"), (1, 0, "forward"), (1, 0, "backward"), (0, 0, "backward")]
@@ -16,10 +17,18 @@ WHERE = [("one", "forward"), ("two", "forward"), ("two", "backward"), ("one", "b
 class Watched:
     """A timeline with a clock that only the test advances; memory grows by a byte a look."""
 
-    def __init__(self):
+    def __init__(self, monkeypatch):
         self.now = 10.0
         looks: Iterator[int] = count(1)
         self.timeline = Timeline(lambda: self.now, lambda: ((look := next(looks)), look * 100))
+        self.shown: list[str] = []
+        self.totals: list[int | None] = []
+
+        def progress(total):
+            self.totals.append(total)
+            return SimpleNamespace(begin=self.shown.append, close=lambda: self.shown.append("closed"))
+
+        monkeypatch.setattr(module, "Progress", progress)
 
     def run(self, where, seconds, wait=0.0):
         self.timeline.begin(*where)
@@ -31,8 +40,8 @@ class Watched:
 
 
 @pytest.fixture
-def watched():
-    return Watched()
+def watched(monkeypatch):
+    return Watched(monkeypatch)
 
 
 @pytest.fixture
@@ -45,7 +54,7 @@ def capturing(monkeypatch):
 @pytest.mark.usefixtures("capturing")
 class TestLayers:
     def test_passes_of_the_last_iteration_are_captured(self, watched):
-        watched.timeline.expect(ORDER, warm_ups=2)
+        watched.timeline.expect(ORDER, ["first", "second"], warm_ups=2)
         watched.timeline.begin("before the first layer")
         watched.timeline.wait(lambda: watched.advance(4))
         watched.advance(100)  # counts for no pass
@@ -63,7 +72,7 @@ class TestLayers:
 
     def test_memory_is_looked_at_at_the_start_of_warm_up_and_of_each_captured_pass(self, watched):
         watched.timeline.sample("start")
-        watched.timeline.expect(ORDER, warm_ups=2)
+        watched.timeline.expect(ORDER, ["first", "second"], warm_ups=2)
         for where in WHERE * 3:
             watched.run(where, 1)
         watched.timeline.end()
@@ -72,16 +81,24 @@ class TestLayers:
         assert [sample.allocated for sample in samples] == list(range(1, 8))
         assert [sample.reserved for sample in samples] == list(range(100, 800, 100))
 
-    def test_a_long_capture_says_now_and_then_how_far_it_is(self, watched, caplog):
-        watched.timeline.expect(ORDER, warm_ups=1)
-        with caplog.at_level("INFO"):
-            for where in WHERE * 2:
-                watched.run(where, 16)
-        assert caplog.messages == [
-            "CUDA graph capture: pass 3, two, backward warm-up",
-            "CUDA graph capture: pass 5, one, forward capture",
-            "CUDA graph capture: pass 7, two, backward capture",
+    def test_progress_names_layer_and_phase(self, watched):
+        watched.timeline.expect(ORDER, ["first", "second"], warm_ups=1)
+        for where in WHERE * 2:
+            watched.run(where, 1)
+        watched.timeline.end()
+        assert watched.totals == [8]
+        assert watched.shown == [
+            *("first, forward warm-up", "second, forward warm-up", "second, backward warm-up"),
+            *("first, backward warm-up", "first, forward capture", "second, forward capture"),
+            *("second, backward capture", "first, backward capture", "closed"),
         ]
+
+    def test_a_failed_capture_takes_the_progress_away(self, watched):
+        watched.timeline.expect(ORDER, ["first", "second"], warm_ups=1)
+        watched.run(WHERE[0], 1)
+        watched.timeline.end()
+        watched.timeline.end()
+        assert watched.shown == ["first, forward warm-up", "closed"]
 
 
 def test_what_the_passes_of_the_whole_model_wait_counts_for_none(watched, capturing):
@@ -98,3 +115,5 @@ def test_what_the_passes_of_the_whole_model_wait_counts_for_none(watched, captur
     ]
     assert dict(watched.timeline.warm_up_seconds) == {None: 4}
     assert watched.timeline.waited == 6 * (0.25 + 0.5)
+    assert watched.totals == [None]
+    assert watched.shown[-2:] == ["the whole model, backward capture", "closed"]

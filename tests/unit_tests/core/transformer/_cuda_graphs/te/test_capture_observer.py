@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
+from megatron.core.transformer._cuda_graphs.report import timeline
 from megatron.core.transformer._cuda_graphs.te.agreement import CaptureAgreement
 from megatron.core.transformer._cuda_graphs.te.capture_observer import CaptureObserver
 
@@ -36,12 +37,12 @@ def observe(folder=None, number=1, layers=2):
         return {f"{kind}_pre_hooks": {0: agreement.beginning(name, kind)} for kind in ("forward", "backward")}
 
     observer.start()
-    observer.expect(arguments["_order"], arguments["_num_layers_per_chunk"], arguments["num_warmup_iters"])
+    observer.expect(arguments, names)
     graphs = make_graphed_callables(
         tuple(modules), samples, capture_time_hooks=[votes(name) for name in names], **arguments
     )
     observer.passes_end()
-    observer.captured_layers([modules], names, graphs)
+    observer.captured_layers([modules], names, graphs, samples, arguments)
     agreement.finish()
     return observer
 
@@ -99,20 +100,24 @@ class TestObserver:
         CaptureAgreement([], None, observer.timeline).join()
         assert observer.timeline is not None and observer.timeline.waited > 0
 
-    def test_failures_are_agreed_on_as_without(self, monkeypatch):
+    def test_failures_are_agreed_on_as_without_and_take_the_progress_away(self, monkeypatch):
+        shown: list[str] = []
+        progress = SimpleNamespace(begin=shown.append, close=lambda: shown.append("closed"))
+        monkeypatch.setattr(timeline, "Progress", lambda total: progress)
         observer = CaptureObserver.on_rank_0("native", config(), "capture", 1)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
         watched = CaptureAgreement([], None, observer.timeline)
         watched.begin("the whole model", "forward")
         failed = "CUDA graph capture failed on rank 0, the whole model, forward: RuntimeError: out of memory"
         assert str(watched.failed(RuntimeError("out of memory"))) == failed
+        assert shown == ["the whole model, forward warm-up", "closed"]
 
     def test_chunks_captured_as_a_whole_are_rows_with_passes_of_each_micro_batch(self, tmp_path, caplog):
         observer = CaptureObserver.on_rank_0("native", config(str(tmp_path)), "capture", 1)
         agreement = CaptureAgreement([], None, observer.timeline)
         order, names = [1, 2, -2, 1, -1, 2, -2, -1], ["chunk 0", "chunk 1"]
         observer.start()
-        observer.expect(order, [1, 1], 1)
+        observer.expect({"_order": order, "_num_layers_per_chunk": [1, 1], "num_warmup_iters": 1}, names)
         for step in order * 2:  # warm-up, and capture
             agreement.begin(names[abs(step) - 1], "forward" if step > 0 else "backward")
         graphs = SimpleNamespace(forward_graph=torch.cuda.CUDAGraph(), backward_graph=torch.cuda.CUDAGraph())
