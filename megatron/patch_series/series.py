@@ -128,6 +128,16 @@ FAULTS = (
     ),
     Patch(
         "1-faults",
+        "Megatron-FSDP: two pipeline stages can have the embedding",
+        "Tied embeddings and multi-token prediction put it in the first and the last stage, which shard it alike. "
+        "Their gradients were added up, and the sum, a plain tensor, took the place of the sharded gradient, where "
+        "clipping ended with an error.",
+        {"megatron.core.distributed.finalize_model_grads": ("_allreduce_embedding_grad",)},
+        tests=("core/distributed/test_finalize_model_grads.py",),
+        which="embedding",
+    ),
+    Patch(
+        "1-faults",
         "Attention without TransformerEngine takes the sizes of multi-latent attention",
         "MultiLatentAttention gives sizes of keys and values that DotProductAttention did not take: a TypeError.",
         {"megatron.core.transformer.dot_product_attention": ("DotProductAttention.__init__",)},

@@ -22,6 +22,7 @@ ONE_RANK: list[dict[str, Any]] = [
     {},
     {"dtype": "bf16", "dropout": 0.1, "modules": ["attn"], "evaluates_often": True, "warmup": 0},
     {"evaluates": True, "positions": "mrope"},
+    {"dropout": 0.1, "tied": True, "evaluates": True},
     {"dropout": 0.1, **MOE, "evaluates_often": True},
     {"virtual": 2},
     # Three layers in a chunk: more than the double buffer has places.
@@ -39,6 +40,7 @@ TWO_RANKS: list[dict[str, Any]] = [
 # A graph of each chunk, with embedding, output layer and losses, in each direction and for each micro-batch.
 CHUNK: dict[str, Any] = {"layers_per_graph": None}
 PADDED: dict[str, Any] = {"experts": 4, "capacity": 1.0}
+PREDICTING: dict[str, Any] = {"mtp": 1}  # with the embedding in the last stage too
 RECOMPUTED: dict[str, Any] = {
     "config": ["recompute_granularity='full'", "recompute_method='uniform'", "recompute_num_layers=2"]
 }
@@ -58,6 +60,12 @@ WHOLE: list[dict[str, Any]] = [
         {"virtual": 4, "layers": 8, "steps": 8, "dropout": 0.1, "control": "captured_again_later"},
         {"fp8": "delayed", "dropout": 0.1, "evaluates": True},
         {"fp8": "delayed", "virtual": 2, "dropout": 0.1},
+        {"dtype": "bf16", "dropout": 0.1, "tied": True, "evaluates": True, "norm_on_device": True},
+        {"dtype": "bf16", "dropout": 0.1, "evaluates_often": True, "positions": "mrope", **PREDICTING},
+        {"virtual": 2, "tied": True, "dropout": 0.1, "mtp": 2},
+        {"fp8": "delayed", "virtual": 2, **PREDICTING},
+        {"config": [*RECOMPUTED["config"][:2], "recompute_num_layers=1"], **PADDED, **PREDICTING},
+        {"pattern": "M*|-M/*M", "tied": True, "dropout": 0.1},
     )
 ]
 WHOLE_OF_TWO_RANKS: list[dict[str, Any]] = [
@@ -70,7 +78,12 @@ WHOLE_OF_TWO_RANKS: list[dict[str, Any]] = [
         {"virtual": 2, "layers": 8, "dtype": "bf16", "control": "eager_micro_batch_on_one_rank"},
         {"dropout": 0.1, **PADDED},
         {"fp8": "delayed", "control": "eager_micro_batch_on_one_rank"},
+        {"tied": True, "control": "eager_micro_batch_on_one_rank", **PREDICTING},
+        {"virtual": 2, "layers": 8, "tied": True, "dtype": "bf16"},
     )
+]
+WHOLE_OF_TWO_INSTANCES: list[dict[str, Any]] = [
+    CHUNK | PREDICTING | {"instances": 2, "tied": True, **case} for case in ({"dropout": 0.1}, {"outer": "optim"})
 ]
 WHOLE_TENSOR_PARALLEL: list[dict[str, Any]] = [
     CHUNK | case for case in ({"dtype": "bf16", "dropout": 0.1, "evaluates": True}, {"virtual": 2, "dropout": 0.1})
@@ -105,6 +118,12 @@ def one_rank(compare_runs):
 def two_ranks(compare_runs):
     """The same with two data-parallel ranks a stage."""
     return Trained([*TWO_RANKS, *WHOLE_OF_TWO_RANKS, *REFUSED, *FAILURES], compare_runs, SIZES, "--pp", "2", ranks=4)
+
+
+@pytest.fixture(scope="module")
+def two_instances(compare_runs):
+    """The same with two instances of one data-parallel rank a stage."""
+    return Trained(WHOLE_OF_TWO_INSTANCES, compare_runs, SIZES, "--pp", "2", "--instances", "2", ranks=4)
 
 
 @pytest.fixture(scope="module")
@@ -156,6 +175,12 @@ def test_graphs_of_whole_chunks_train_bit_for_bit_as_eager_with_two_tensor_paral
     assert_whole_chunks_bit_equal(case, tensor_parallel[name_of(case)])
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("case", WHOLE_OF_TWO_INSTANCES, ids=name_of)
+def test_graphs_of_whole_chunks_train_bit_for_bit_as_eager_with_hybrid_sharding(two_instances, case):
+    assert_whole_chunks_bit_equal(case, two_instances[name_of(case)])
+
+
 @pytest.mark.parametrize(("case", "ranks"), each_once(REFUSED, ["one_rank", "two_ranks"]))
 def test_where_one_stage_cannot_be_captured_as_a_whole_layers_of_all_are(case, ranks, request):
     assert_bit_equal(case, request.getfixturevalue(ranks)[name_of(case)])
@@ -182,6 +207,22 @@ def test_after_a_failure_on_one_rank_all_stages_go_on_without_graphs(case, ranks
 @pytest.mark.parametrize("case", DEAD_REPLAYS, ids=name_of)
 def test_a_replay_that_does_nothing_changes_the_loss(one_rank, case):
     assert_differs_from(one_rank[name_of(case)], 3)
+
+
+# megatron-core's own reduction of the embedding's gradients, without Megatron-FSDP, is what both are compared with.
+SHARED_EMBEDDING: list[dict[str, Any]] = [{}, {"mtp": 1}, {"mtp": 1, "tied": False}, {"strategy": "no_shard"}]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", SHARED_EMBEDDING, ids=name_of)
+def test_an_embedding_in_two_stages_is_trained_as_without_megatron_fsdp(compare_runs, case):
+    sharded, whole = (
+        compare_runs([SIZES | LAYERS | {"tied": True, **case, "fsdp": fsdp}], "--pp", "2", ranks=4)[0]
+        for fsdp in (True, False)
+    )
+    assert_as_eager(sharded)
+    assert sharded["losses"] == pytest.approx(whole["losses"], rel=1e-6)
+    assert sharded["grad_norms"] == pytest.approx(whole["grad_norms"], rel=1e-5)
 
 
 STAGES = """

@@ -30,6 +30,8 @@ LAYOUTS = {
     """,
     "tensor_parallel": "--tensor-model-parallel-size 2",
     "stages": STAGES,
+    "tied_stages": STAGES.replace("--untie-embeddings-and-output-weights", ""),
+    "predicting_stages": f"{STAGES} --mtp-num-layers 1",
     "virtual_stages": f"{STAGES} --num-layers-per-virtual-pipeline-stage 1 --swiglu --no-bias-swiglu-fusion",
     "hybrid_sharding": INSTANCES,
     "hybrid_sharding_of_all": f"{INSTANCES} --outer-dp-sharding-strategy optim",
@@ -105,7 +107,7 @@ def test_a_checkpoint_of_dropless_experts_is_loaded_without_the_flag_and_back(sa
         checkpoint = place
 
 
-@pytest.mark.parametrize("stages", ["stages", "virtual_stages"])
+@pytest.mark.parametrize("stages", ["stages", "tied_stages", "predicting_stages", "virtual_stages"])
 def test_a_checkpoint_of_stages_is_loaded_without_stages_and_back(saved, tmp_path, stages):
     checkpoint, _ = saved(stages, EAGER)
     layout = LAYOUTS[stages]
@@ -116,5 +118,5 @@ def test_a_checkpoint_of_stages_is_loaded_without_stages_and_back(saved, tmp_pat
     for number, flags in enumerate([without, f"{layout} --no-load-rng"], 1):
         place = tmp_path / str(number)
         read = assert_saved_as_loaded(checkpoint, place, tmp_path / f"run{number}", flags)
-        assert len({key for key in read if key.startswith("model.") and "linear_proj.weight" in key}) == 4
+        assert len({key for key in read if "model.module.decoder" in key and "linear_proj.weight" in key}) == 4
         checkpoint = place

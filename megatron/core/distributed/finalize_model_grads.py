@@ -1,13 +1,17 @@
 """What follows the backward passes of a step, without work for what a model does not have.
 
+The gradients of an embedding that two pipeline stages have are reduced where they are sharded, too.
+
 Everything else in this module is megatron-core's.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from megatron.core import parallel_state
 from megatron_fsdp_cuda_graphs.overlay import extend
@@ -40,6 +44,29 @@ def reset_model_temporary_tensors(config: Any, model: Sequence[torch.nn.Module])
             found = [module for module in chunk.modules() if any(hasattr(module, name) for name in _RESET)]
             _holders[chunk] = _Holders(found)
     _upstream.reset_model_temporary_tensors(config, [_holders[chunk] for chunk in model if _holders[chunk]])
+
+
+def _allreduce_embedding_grad(
+    model: Sequence[torch.nn.Module],
+    embd_group: Any,
+    pp_group: Any,
+    weight_getter: Callable[[torch.nn.Module], Any],
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    """Add up the gradients of an embedding that the first and another pipeline stage have; see megatron-core.
+
+    Under Megatron-FSDP both shard it alike, in a bucket of its own, and megatron-core adds up their shards. It would
+    leave the shard in the place of the sharded gradient then, and find no gradient that is decoupled.
+    """
+
+    def gradient_of(module: torch.nn.Module) -> Any:
+        weight = weight_getter(module)
+        gradient = getattr(weight, "decoupled_grad", None)
+        gradient = getattr(weight, "grad", None) if gradient is None else gradient
+        return SimpleNamespace(grad=gradient) if isinstance(gradient, DTensor) else weight
+
+    _upstream._allreduce_embedding_grad(model, embd_group, pp_group, gradient_of, *args, **kwargs)
 
 
 def _allreduce_replicated_grads_over_gtp_remat_group(

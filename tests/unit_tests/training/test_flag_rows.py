@@ -122,7 +122,7 @@ EXAMPLES = {
     "optimizer graph with a loss scale": Example("--optimizer-cuda-graph --fp16"),
     "optimizer graph without warm-up": Example("--optimizer-cuda-graph --cuda-graph-warmup-steps 0"),
     "negative warm-up": Example("--cuda-graph-warmup-steps -1"),
-    "embedding in two stages": Example("--pipeline-model-parallel-size 2"),
+    "embedding in two stages": Example("--pipeline-model-parallel-size 2 --init-model-with-meta-device"),
     "interleaved stages": Example(
         "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --num-layers 4"
         " --num-layers-per-virtual-pipeline-stage 1"

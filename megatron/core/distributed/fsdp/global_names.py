@@ -1,7 +1,8 @@
 """Names of a model's parameters that do not depend on how pipeline stages share its layers.
 
 A chunk of the model counts its layers from 0. Checkpoints hold the parameters of all stages by name, so each layer has
-to have the number there that it has in the whole model.
+to have the number there that it has in the whole model. An output layer that has the weights of another stage's
+embedding has their name, too.
 """
 
 import re
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 
 # What wrappers put in front, the outermost list of layers with a layer's place in it, and the rest.
+_WRAPPERS = re.compile(r"(?:module\.)*")
 _PARTS = re.compile(r"((?:module\.)*)((?:.*?\.)??layers)\.(\d+)(?=\.|$)")
 
 
@@ -21,7 +23,11 @@ def global_name(chunk: torch.nn.Module) -> Callable[[str], str]:
         chunk: A chunk of the model, wrapped or not; its layers have ``layer_number``, in the whole model and from 1.
     """
     numbers = {}
+    tied = {}
     for name, module in chunk.named_modules():
+        if getattr(module, "share_embeddings_and_output_weights", False) and not hasattr(module, "embedding"):
+            inner = _WRAPPERS.sub("", f"{name}.", count=1).removeprefix(".")
+            tied[f"{inner}output_layer.weight"] = f"{inner}embedding.word_embeddings.weight"
         parts = _PARTS.fullmatch(name)
         if parts is not None and hasattr(module, "layer_number"):
             numbers[parts[2], parts[3]] = module.layer_number - 1
@@ -29,7 +35,13 @@ def global_name(chunk: torch.nn.Module) -> Callable[[str], str]:
     def replaced(parts: re.Match[str]) -> str:
         return f"{parts[1]}{parts[2]}.{numbers.get((parts[2], parts[3]), parts[3])}"
 
-    return lambda name: _PARTS.sub(replaced, name, count=1) if _PARTS.match(name) else name
+    def renamed(name: str) -> str:
+        inner = _WRAPPERS.sub("", name, count=1)
+        if inner in tied:
+            return name.removesuffix(inner) + tied[inner]
+        return _PARTS.sub(replaced, name, count=1) if _PARTS.match(name) else name
+
+    return renamed
 
 
 def by_global_name(chunks: Sequence[torch.nn.Module], named: Iterable[dict[str, Any]]) -> dict[str, Any]:

@@ -6,6 +6,9 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate
 
 CONFIG = SimpleNamespace(moe_router_enable_expert_bias=True, moe_router_load_balancing_type="global_aux_loss")
 
@@ -67,3 +70,34 @@ def test_gradients_are_reduced_over_ranks_that_share_weights_where_there_are_any
     monkeypatch.setattr(module._upstream, "_allreduce_replicated_grads_over_gtp_remat_group", reduce)
     module._allreduce_replicated_grads_over_gtp_remat_group(["model"], True)
     assert reduce.mock_calls == [mock.call(["model"], True)] * calls
+
+
+class Chunk(torch.nn.Module):
+    """The first chunk of a pipeline, with an embedding that the last one has too."""
+
+    pre_process, ddp_config = True, SimpleNamespace(use_megatron_fsdp=True)
+
+    def __init__(self, weight):
+        super().__init__()
+        self.weight = weight
+
+
+def sharded(values, mesh):
+    return DTensor.from_local(torch.tensor(values), mesh, [Replicate()])
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("attribute", ["grad", "decoupled_grad"])
+def test_the_shard_of_an_embeddings_gradient_is_reduced_in_place(monkeypatch, attribute):
+    one_rank_mesh = init_device_mesh("cpu", (1,))
+    module = importlib.import_module("megatron.core.distributed.finalize_model_grads")
+    weight = torch.nn.Parameter(sharded([1.0, 2.0], one_rank_mesh))
+    gradient = sharded([3.0, 4.0], one_rank_mesh)
+    setattr(weight, attribute, gradient)
+    group = mock.Mock(size=lambda: 2)
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 1])
+    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group: tensor.mul_(2))
+    monkeypatch.setattr(module, "is_pp_first_stage", lambda _: True)
+    module._allreduce_embedding_grad([Chunk(weight)], group, group, lambda chunk: chunk.weight)
+    assert getattr(weight, attribute) is gradient
+    assert gradient.to_local().tolist() == [6, 8]

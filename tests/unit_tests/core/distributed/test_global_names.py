@@ -45,6 +45,20 @@ def test_other_names_are_as_they_were():
         assert rename(name) == name
 
 
+@pytest.mark.parametrize(
+    ("where", "inner"), [(lambda block: block["module"], ""), (lambda block: block["module"]["decoder"], "decoder.")]
+)
+@pytest.mark.parametrize("prefix", ["", "module.", "module.module."])
+def test_weights_of_another_stages_embedding_have_its_name(where, inner, prefix):
+    block = chunk(3)
+    where(block).share_embeddings_and_output_weights = True
+    rename = global_name(block)
+    assert rename(f"{prefix}{inner}output_layer.weight") == f"{prefix}{inner}embedding.word_embeddings.weight"
+    assert rename(f"{prefix}other.output_layer.weight") == f"{prefix}other.output_layer.weight"
+    where(block).embedding = nn.Embedding(2, 2)  # as of one stage, or with multi-token prediction in the last
+    assert global_name(block)(f"{prefix}{inner}output_layer.weight") == f"{prefix}{inner}output_layer.weight"
+
+
 def test_of_layers_within_layers_the_outer_ones_have_numbers_of_the_whole_model():
     block = chunk(3)
     block["module"]["decoder"]["layers"][0].experts = nn.ModuleDict({"layers": nn.ModuleList([Layer(9)])})

@@ -561,10 +561,13 @@ _REFUSED = [
     ),
     _refused(
         "embedding in two stages",
-        "--pipeline-model-parallel-size above 1, tied embeddings or --mtp-num-layers",
-        lambda options: options.stages > 1 and _uses_embedding_twice(options),
-        "--pipeline-model-parallel-size: the first and the last stage share the embedding, and Megatron-FSDP shards "
-        "it differently in each; add --untie-embeddings-and-output-weights, and leave --mtp-num-layers out",
+        "--pipeline-model-parallel-size above 1, --init-model-with-meta-device, tied embeddings or --mtp-num-layers",
+        lambda options: (
+            bool(options.get("init_model_with_meta_device")) and options.stages > 1 and _uses_embedding_twice(options)
+        ),
+        "--init-model-with-meta-device gives each of two pipeline stages that have the embedding other weights of it, "
+        "with or without graphs: leave it out, or add --untie-embeddings-and-output-weights and leave --mtp-num-layers "
+        "out",
     ),
 ]
 

@@ -33,12 +33,12 @@ def expected_inputs(model: Any, sequences: int, tokens: int) -> dict[str, tuple[
     expected = {"input_ids": ids, "position_ids": ids, "attention_mask": mask, "labels": ids}
     if getattr(model, "position_embedding_type", None) == "mrope":
         expected["position_ids"] = (3, sequences, tokens), torch.int64
-    if getattr(config, "mtp_num_layers", None):
+    if predicts_tokens(model):
         expected["loss_mask"] = (sequences, tokens), torch.float32
     if (packed := packed_sequences(config)) is not None:
         del expected["attention_mask"]
         expected |= dict.fromkeys(OFFSETS, ((packed + 1,), torch.int32))
-    if not is_first(model):
+    if not is_first(model) and not predicts_tokens(model):
         del expected["input_ids"]
         if expected["position_ids"] == ids:
             del expected["position_ids"]
@@ -55,6 +55,11 @@ def is_first(model: Any) -> bool:
 def is_last(model: Any) -> bool:
     """Whether ``model`` returns losses, not hidden states for the pipeline stage after it."""
     return bool(getattr(model, "post_process", True))
+
+
+def predicts_tokens(model: Any) -> bool:
+    """Whether ``model`` has layers of multi-token prediction, which embed tokens too."""
+    return hasattr(model, "mtp")
 
 
 def unused_by(model: Any) -> set[str]:

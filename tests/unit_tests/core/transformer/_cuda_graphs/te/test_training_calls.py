@@ -68,7 +68,7 @@ def test_one_call_that_does_not_fit_is_enough(model, calls, args, kwargs, reason
     assert calls.blocker == reason
 
 
-PREDICTING = {"mtp_num_layers": 1}
+PREDICTING = "mtp"
 SHARED = {"context_parallel_size": 2}
 PACKING = {"cuda_graph_packed_sequences": 2}
 NOT_PADDED = "its packed_seq_params are not what pad_packed_seq_params returns"
@@ -112,7 +112,9 @@ def packed(**changed):
 def test_what_a_call_must_have_depends_on_the_model(model, calls, positions, options, mask, kwargs, reason):
     if len(positions) == 3 or options == "mrope":
         model.position_embedding_type = "mrope"
-    model.config = SimpleNamespace(**{} if options == "mrope" else options)
+    if options == PREDICTING:
+        model.mtp = torch.nn.Module()
+    model.config = SimpleNamespace(**{} if isinstance(options, str) else options)
     model(TOKENS, torch.zeros(positions, dtype=torch.int64), mask, TOKENS, **kwargs)
     assert calls.blocker == reason
 
@@ -330,3 +332,6 @@ def test_what_a_chunk_reads(place, read):
     assert unused_by(chunk) == {"input_ids", "position_ids", "labels"} - read
     chunk.position_embedding_type = "mrope"  # of which each chunk computes its own
     assert expected_inputs(chunk, 2, 4).keys() == read | {"position_ids"}
+    chunk.position_embedding_type = "rope"
+    chunk.mtp = torch.nn.Module()  # which embeds tokens too
+    assert expected_inputs(chunk, 2, 4).keys() == read | {"input_ids", "position_ids", "loss_mask"}

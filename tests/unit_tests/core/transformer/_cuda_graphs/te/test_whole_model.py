@@ -266,8 +266,10 @@ def test_packed_sequences_of_another_length_count_as_another_shape():
     assert eager_passes.shape_of_all(1) == (4, 2)
 
 
-def language_model(*layers, positions="rope", **options):
+def language_model(*layers, positions="rope", predicts=False, **options):
     model: Any = torch.nn.Module()
+    if predicts:
+        model.mtp = torch.nn.Module()
     model.decoder = torch.nn.Module()
     model.decoder.layers = torch.nn.ModuleList(layers)
     model.position_embedding_type = positions
@@ -288,14 +290,14 @@ MASKED = {"input_ids": IDS, "position_ids": IDS, "labels": IDS, "attention_mask"
 def test_static_inputs_are_what_losses_depend_on():
     assert shapes(language_model(MaskedLayer())) == MASKED
     with_mask = {"loss_mask": ([1, 8], torch.float32)}
-    assert shapes(language_model(MaskedLayer(), mtp_num_layers=2)) == MASKED | with_mask
+    assert shapes(language_model(MaskedLayer(), predicts=True)) == MASKED | with_mask
     multimodal = {"position_ids": ([3, 1, 8], torch.int64)}
     assert shapes(language_model(MaskedLayer(), positions="mrope")) == MASKED | multimodal
 
 
 @pytest.mark.usefixtures("cpu_backend")
 def test_no_token_is_masked_in_the_static_mask_of_losses():
-    assert sample_inputs(language_model(MaskedLayer(), mtp_num_layers=1), 8, 1)["loss_mask"].eq(1).all()
+    assert sample_inputs(language_model(MaskedLayer(), predicts=True), 8, 1)["loss_mask"].eq(1).all()
 
 
 @pytest.mark.usefixtures("cpu_backend")
