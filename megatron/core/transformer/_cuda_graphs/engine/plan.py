@@ -42,6 +42,14 @@ class Plan:
         """All steps, in the order in which they run in training."""
         return tuple(step for run in self.runs for step in run)
 
+    @cached_property
+    def slots_of_callables(self) -> list[list[int]]:
+        """For each callable its slots, by micro-batch."""
+        slots: list[list[int]] = [[] for _ in {*self.callable_of_slot}]
+        for slot, index in enumerate(self.callable_of_slot):
+            slots[index].append(slot)
+        return slots
+
     def last_steps(self) -> frozenset[Step]:
         """The last step of every slot, after which another slot may use its static tensors."""
         return frozenset({step.slot: step for step in self.steps}.values())

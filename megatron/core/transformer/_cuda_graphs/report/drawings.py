@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterator, Sequence
 from html import escape
 from itertools import groupby
+from operator import attrgetter
 
 from .record import BACKWARD, FORWARD, WEIGHT_GRADIENTS, CaptureReport, MemorySample
 from .table import in_bytes
@@ -52,7 +53,7 @@ def memory_chart(samples: Sequence[MemorySample]) -> str:
             yield f'<line x1="{_LEFT}" x2="{_WIDTH - 20}" y1="{y(level):.1f}" y2="{y(level):.1f}" stroke="#ddd"/>'
             yield _text(_LEFT - 6, y(level) + 4, in_bytes(level), "end")
             yield _text(x(time), bottom + 18, f"{time - start:.2f} s", "middle")
-        for colour, read in ((RESERVED, _reserved), (ALLOCATED, _allocated)):
+        for colour, read in ((RESERVED, attrgetter("reserved")), (ALLOCATED, attrgetter("allocated"))):
             points = " ".join(f"{x(sample.time):.1f},{y(read(sample)):.1f}" for sample in samples)
             yield f'<polyline points="{points}" fill="none" stroke="{colour}" stroke-width="2"/>'
             for sample in samples:
@@ -61,14 +62,6 @@ def memory_chart(samples: Sequence[MemorySample]) -> str:
                 yield f'<circle {place} r="3" fill="{colour}"><title>{escape(title)}</title></circle>'
 
     return _svg(_WIDTH, height, "memory over the capture", parts())
-
-
-def _reserved(sample: MemorySample) -> int:
-    return sample.reserved
-
-
-def _allocated(sample: MemorySample) -> int:
-    return sample.allocated
 
 
 def pass_lanes(report: CaptureReport) -> str:

@@ -1,7 +1,9 @@
-"""A report as one HTML page that loads nothing else."""
+"""A report as JSON, and as one HTML page that loads nothing else."""
 
+import json
 from collections.abc import Iterable, Iterator
 from html import escape
+from pathlib import Path
 
 from .drawings import (
     ALLOCATED,
@@ -34,6 +36,20 @@ _ROUTES = {
     "withheld": "did not run during capture; not part of any graph",
     "recorded": "what it launched on the GPU is part of the graph",
 }
+
+
+def write(report: CaptureReport, folder: str, name: str) -> tuple[Path, Path]:
+    """Write ``name.json`` and ``name.html`` to ``folder``, which is made if need be; return their paths.
+
+    Raises:
+        OSError: they cannot be written.
+    """
+    target = Path(folder)
+    target.mkdir(parents=True, exist_ok=True)
+    data, html = target / f"{name}.json", target / f"{name}.html"
+    data.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+    html.write_text(page(report), encoding="utf-8")
+    return data, html
 
 
 def page(report: CaptureReport) -> str:

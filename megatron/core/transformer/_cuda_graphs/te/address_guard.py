@@ -1,7 +1,6 @@
 """Guards what the graphs of layers use at fixed addresses; parameters under Megatron-FSDP have guards of their own."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 import torch
 
@@ -13,40 +12,32 @@ _ADVICE = (
 )
 
 
-@dataclass(frozen=True)
-class GuardedLayer:
-    """A layer that was just captured.
-
-    Attributes:
-        name: Its name in errors.
-        layer: The layer.
-        parameters: Whether its parameters are to be guarded.
-        main_grads: Whether its graphs add to ``param.main_grad`` (``--gradient-accumulation-fusion``).
-    """
-
-    name: str
-    layer: torch.nn.Module
-    parameters: bool
-    main_grads: bool
-
-
-def guard_layer(guarded: GuardedLayer, inputs: Iterable[tuple[str, torch.Tensor]]) -> AddressGuard | None:
-    """Return a guard of the tensors that the graphs of a layer use at fixed addresses; None if there are none.
+def guard_layer(
+    name: str,
+    layer: torch.nn.Module,
+    inputs: Sequence[tuple[str, torch.Tensor]],
+    *,
+    parameters: bool = True,
+    main_grads: bool = False,
+) -> AddressGuard | None:
+    """Return a guard of the tensors that the graphs of ``layer`` use at fixed addresses; None if there are none.
 
     Args:
-        guarded: The layer.
+        name: What errors call the layer.
+        layer: The layer, just captured.
         inputs: Its static inputs, each after its name.
+        parameters: Whether its parameters are guarded.
+        main_grads: Whether its graphs add to ``param.main_grad`` (``--gradient-accumulation-fusion``).
     """
-    params = places_of(guarded.layer, "_parameters") if guarded.parameters else []
-    names = [f"{place.name} of {guarded.name}" for place in params]
-    writing = params if guarded.main_grads else []
-    names += [f"the main gradient of {name}" for name in names[: len(writing)]]
+    params = places_of(layer, "_parameters") if parameters else []
+    names = [f"{place.name} of {name}" for place in params]
+    writing = params if main_grads else []
+    names += [f"the main gradient of {param}" for param in names[: len(writing)]]
     # Some modules make a buffer only when they first need it.
-    buffers = [place for place in places_of(guarded.layer, "_buffers") if place.tensor is not None]
-    names += [f"the buffer {place.name} of {guarded.name}" for place in buffers]
-    given = list(inputs)
-    names += [f"the static input {name}" for name, _ in given]
-    static = [tensor for _, tensor in given]
+    buffers = [place for place in places_of(layer, "_buffers") if place.tensor is not None]
+    names += [f"the buffer {place.name} of {name}" for place in buffers]
+    names += [f"the static input {each} of {name}" for each, _ in inputs]
+    static = [tensor for _, tensor in inputs]
     if not names:
         return None
 

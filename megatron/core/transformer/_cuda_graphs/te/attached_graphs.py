@@ -1,131 +1,75 @@
 """Graphs attached to layers, with what guards them, and taken away again."""
 
-from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
-from ..engine.addresses import AddressGuard
+from ..engine.plan import Plan
 from ..layer_graph import LayerGraph, LayerGraphs, static_inputs
 from ..replay_conditions import ReplayConditions
-from .address_guard import GuardedLayer, guard_layer
+from .address_guard import guard_layer
 from .layers import layer_name
 from .sample_inputs import SampleArguments, captures_attention, default_kwargs, packed_use
 from .stage import Chunk, Layers, Stage
 
 
-@dataclass(frozen=True)
-class CapturedLayers:
-    """Layers whose passes an engine has captured.
-
-    Attributes:
-        stage: The stage that they are of.
-        layers: The captured layers of each chunk.
-        slots: For each layer the indices of its micro-batches in ``graphs`` and ``samples``, as of ``slots_of_layers``.
-        graphs: The engine's callables.
-        samples: Their static positional and keyword inputs.
-    """
-
-    stage: Stage
-    layers: Sequence[Layers]
-    slots: Sequence[Sequence[int]]
-    graphs: Sequence[Any]
-    samples: Sequence[SampleArguments]
-
-    def attach(self, conditions: Sequence[ReplayConditions], eager_passes: EagerPasses | None) -> None:
-        """Give layers their graphs.
-
-        Args:
-            conditions: For each layer what its passes read.
-            eager_passes: Counts passes of other shapes; None if these may not run eagerly.
-        """
-        stage = self.stage
-        layers = [layer for own in self.layers for layer in own]
-        guards = self.guards()
-        absent = default_kwargs(layers, [kwargs for _, kwargs in self.samples])
-        given: dict[int, torch.Tensor | None] = {}
-        for index, (layer, slots) in enumerate(zip(layers, self.slots, strict=True)):
-            graphs = (
-                LayerGraph(
-                    layer_name(layer, index),
-                    self.graphs[slot],
-                    *self.samples[slot],
-                    has_attention=captures_attention(layer),
-                    num_microbatches=None if stage.one_graph_serves_all else len(slots),
-                    absent=absent[slot],
-                    given=given,
-                    keeps_values=len(stage.chunks) > 1,  # only the first and the last chunk of a model read batches
-                    guard=guards[index],
-                    conditions=conditions[index],
-                    may_run_eagerly=stage.may_skip_replays,
-                    eager_passes=eager_passes,
-                    packed=packed_use(layer),
-                )
-                for slot in slots
-            )
-            layer.cuda_graphs = LayerGraphs(map(stage.role.wrap, graphs))
-
-    def guards(self) -> list[AddressGuard | None]:
-        """Return a guard for each layer, None for layers with nothing to guard.
-
-        Megatron-FSDP guards parameters itself.
-        """
-        layers: list[GuardedLayer] = []
-        fused = self.stage.config.gradient_accumulation_fusion  # backward graphs add to ``param.main_grad``
-        for chunk, own in zip(self.stage.chunks, self.layers, strict=True):
-            alone = chunk.fsdp is None
-            for layer in own:
-                layers.append(GuardedLayer(layer_name(layer, len(layers)), layer, alone, alone and fused))
-        guards: list[AddressGuard | None] = []
-        guarded: set[int] = set()  # layers share static inputs
-        for index, slots in enumerate(self.slots):
-            inputs = []
-            for slot in slots:
-                for name, tensor in static_inputs(self.graphs[slot], *self.samples[slot]):
-                    if id(tensor) not in guarded:
-                        guarded.add(id(tensor))
-                        inputs.append((f"{name} of {layers[index].name}", tensor))
-            guards.append(guard_layer(layers[index], inputs))
-        return guards
-
-
-@contextmanager
-def noted_conditions(
-    layers: Sequence[torch.nn.Module], elsewhere: Collection[torch.nn.Module]
-) -> Iterator[list[ReplayConditions]]:
-    """Note what the passes of ``layers`` read that are captured in this context.
+def attach_graphs(
+    stage: Stage,
+    layers: Sequence[Layers],
+    plan: Plan,
+    graphs: Sequence[Any],
+    samples: Sequence[SampleArguments],
+    conditions: Sequence[ReplayConditions],
+    eager_passes: EagerPasses | None,
+) -> None:
+    """Give layers their graphs, with what guards them. Megatron-FSDP guards parameters itself.
 
     Args:
-        layers: The layers, which have their hooks again at the end of the context.
-        elsewhere: Layers that have other parameters when they are called than at capture.
-
-    Yields:
-        What is empty until the end of the context: the conditions of each layer.
+        stage: The stage that they are of.
+        layers: The captured layers of each chunk.
+        plan: The order of their passes.
+        graphs: The engine's callables, one for each slot of ``plan``.
+        samples: Their static positional and keyword inputs.
+        conditions: For each layer what its passes read.
+        eager_passes: Counts passes of other shapes; None if these may not run eagerly.
     """
-    conditions: list[ReplayConditions] = []
-    reads = AttributeReads()
-    with reads.noted(layers):
-        yield conditions
-    conditions += [
-        ReplayConditions([layer], reads, [layer], layer_name(layer, index), parameters=layer not in elsewhere)
-        for index, layer in enumerate(layers)
-    ]
-
-
-def slots_of_layers(num_layers_per_chunk: Sequence[int], num_microbatches: int) -> list[range]:
-    """Return for each layer the indices of its micro-batches among the captured callables.
-
-    These come by chunk, then micro-batch, then layer.
-    """
-    slots: list[range] = []
-    for layers in num_layers_per_chunk:
-        first = len(slots) * num_microbatches
-        slots += [range(first + layer, first + layers * num_microbatches, layers) for layer in range(layers)]
-    return slots
+    alone = [chunk.fsdp is None for chunk, own in zip(stage.chunks, layers, strict=True) for _ in own]
+    every = [layer for own in layers for layer in own]
+    absent = default_kwargs(every, [kwargs for _, kwargs in samples])
+    given: dict[int, torch.Tensor | None] = {}
+    guarded: set[int] = set()  # layers share static inputs
+    for index, (layer, slots) in enumerate(zip(every, plan.slots_of_callables, strict=True)):
+        name = layer_name(layer, index)
+        inputs = {id(each[1]): each for slot in slots for each in static_inputs(graphs[slot], *samples[slot])}
+        guard = guard_layer(
+            name,
+            layer,
+            [each for key, each in inputs.items() if key not in guarded],
+            parameters=alone[index],
+            main_grads=alone[index] and stage.config.gradient_accumulation_fusion,
+        )
+        guarded |= inputs.keys()
+        attached = (
+            LayerGraph(
+                name,
+                graphs[slot],
+                *samples[slot],
+                has_attention=captures_attention(layer),
+                num_microbatches=None if stage.one_graph_serves_all else len(slots),
+                absent=absent[slot],
+                given=given,
+                keeps_values=len(stage.chunks) > 1,  # only the first and the last chunk of a model read batches
+                guard=guard,
+                conditions=conditions[index],
+                may_run_eagerly=stage.may_skip_replays,
+                eager_passes=eager_passes,
+                packed=packed_use(layer),
+            )
+            for slot in slots
+        )
+        layer.cuda_graphs = LayerGraphs(map(stage.role.wrap, attached))
 
 
 def gather_in_replays(chunks: Sequence[Chunk]) -> None:

@@ -1,7 +1,6 @@
 """Watches a capture on rank 0, shows how far it is, and reports on it afterwards."""
 
 import logging
-from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import wraps
@@ -9,12 +8,11 @@ from typing import Any
 
 import torch
 
-from ..engine.plan import Pass, Plan, ordered_plan
-from ..report.files import write
+from ..engine.plan import Pass, Plan
+from ..report.page import write
 from ..report.record import (
     BACKWARD,
     FORWARD,
-    KINDS,
     WEIGHT_GRADIENTS,
     BufferUse,
     CaptureReport,
@@ -27,6 +25,7 @@ from ..report.timeline import Planned, Timeline
 from .captured_parts import graph_counts, hook_routes, pools_of, recorded_hooks, static_inputs_of
 from .decoder_graphs import DecoderGraphs
 from .layers import layer_name
+from .sample_inputs import SampleArguments
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
@@ -86,27 +85,18 @@ class CaptureObserver:
         if self.timeline is not None:
             self.timeline.sample("start")
 
-    def expect(self, arguments: dict[str, Any], names: Sequence[str]) -> None:
-        """Say which passes will be captured.
-
-        Args:
-            arguments: The keyword arguments of ``make_graphed_callables``.
-            names: The names of its callables.
-        """
-        if self.timeline is None:
-            return
-        self._plan = ordered_plan(arguments["_order"], arguments["_num_layers_per_chunk"], len(names))
-        with_hooks = [step for step in self._planned() if step[2] != WEIGHT_GRADIENTS]
-        self.timeline.expect(with_hooks, names, arguments["num_warmup_iters"])
+    def expect(self, plan: Plan, names: Sequence[str], warmup_iters: int) -> None:
+        """Say which passes will be captured, of callables with these ``names``, after as many iterations of warm-up."""
+        if self.timeline is not None:
+            self._plan = plan
+            with_hooks = [step for step in self._planned() if step[2] != WEIGHT_GRADIENTS]
+            self.timeline.expect(with_hooks, names, warmup_iters)
 
     def _planned(self) -> list[Planned]:
         """The steps of the plan, each with its layer, micro-batch and kind."""
-        place_of_slot: list[tuple[int, int]] = []
-        micro_batches: Counter[int] = Counter()
-        for layer in self._plan.callable_of_slot:
-            place_of_slot.append((layer, micro_batches[layer]))
-            micro_batches[layer] += 1
-        return [(*place_of_slot[step.slot], _KIND[step.kind]) for step in self._plan.steps]
+        places = enumerate(self._plan.slots_of_callables)
+        of_slot = {slot: (layer, number) for layer, slots in places for number, slot in enumerate(slots)}
+        return [(*of_slot[step.slot], _KIND[step.kind]) for step in self._plan.steps]
 
     def passes_end(self) -> None:
         """Say that the engine has run the last pass."""
@@ -124,8 +114,7 @@ class CaptureObserver:
         layers: Sequence[Sequence[torch.nn.Module]],
         names: Sequence[str],
         graphs: Sequence[Any],
-        sample_args: Sequence[tuple[torch.Tensor, ...]],
-        arguments: dict[str, Any],
+        samples: Sequence[SampleArguments],
     ) -> None:
         """Report on graphs of layers, and on those of the decoder if there are any. Hooks must be in place again.
 
@@ -133,44 +122,21 @@ class CaptureObserver:
             layers: The layers of each model chunk that the engine has captured.
             names: Their names.
             graphs: What the engine returned for each slot of the plan.
-            sample_args: The static positional inputs of each slot.
-            arguments: The engine's keyword arguments.
+            samples: The static inputs of each slot.
         """
-        timeline = self.timeline
+        timeline, decoder = self.timeline, self._decoder
         if timeline is None:
             return
-        capture_seconds: defaultdict[int | None, float] = defaultdict(float)
-        for step in timeline.passes:
-            capture_seconds[step.layer] += step.seconds
-        slots_of = self._slots()
-        decoder = self._decoder
         together = [] if decoder is None else list(decoder.module.layers)
         first = len(together)  # of the others
-        none: dict[str, int | None] = dict.fromkeys(KINDS, 0)
         records = [
-            LayerRecord(
-                name=layer_name(layer, index),
-                chunk=0,
-                micro_batches=1,
-                graphs=none if index or decoder is None else graph_counts(decoder.passes),
-                recorded_with=0,
-                warm_up_seconds=0.0 if index else timeline.warm_up_seconds[None],
-                capture_seconds=0.0 if index else capture_seconds[None],
-            )
-            for index, layer in enumerate(together)
+            self._record(layer_name(layer, index), 0, [], -1, recorded_with=0) for index, layer in enumerate(together)
         ]
-        records += [
-            LayerRecord(
-                name=names[index],
-                chunk=chunk,
-                micro_batches=len(slots_of[index]),
-                graphs=total([graph_counts(graphs[slot]) for slot in slots_of[index]]),
-                warm_up_seconds=timeline.warm_up_seconds[index],
-                capture_seconds=capture_seconds[index],
-            )
-            for index, chunk in enumerate(chunk for chunk, own in enumerate(layers) for _ in own)
-        ]
-        samples = list(zip(sample_args, arguments["sample_kwargs"], strict=True))
+        if decoder is not None:
+            records[0] = self._record(records[0].name, 0, [decoder.passes], None, recorded_with=0)
+        chunks = [chunk for chunk, own in enumerate(layers) for _ in own]
+        for index, slots in enumerate(self._plan.slots_of_callables):
+            records.append(self._record(names[index], chunks[index], [graphs[slot] for slot in slots], index))
         planned = [(first + (layer or 0), micro_batch, kind) for layer, micro_batch, kind in self._planned()]
         inputs = static_inputs_of(self._plan, graphs, samples, planned)
         for buffer in inputs:
@@ -182,20 +148,28 @@ class CaptureObserver:
             inputs += [StaticInput(name, each.nbytes, [use]) for name, each in decoder.passes.inputs.items()]
         passes = [replace(step, layer=0 if step.layer is None else first + step.layer) for step in timeline.passes]
         self._report = self._new_report(
+            [*([] if decoder is None else [decoder.passes]), *graphs],
             layers=records,
             order=order,
             passes=passes,
-            graphs=total([record.graphs for record in records]),
-            pools=pools_of([*([] if decoder is None else [decoder.passes]), *graphs]),
             static_inputs=inputs,
             hooks=[*recorded_hooks(together), *hook_routes([layer for own in layers for layer in own], first)],
         )
 
-    def _slots(self) -> list[list[int]]:
-        slots: list[list[int]] = [[] for _ in {*self._plan.callable_of_slot}]
-        for slot, layer in enumerate(self._plan.callable_of_slot):
-            slots[layer].append(slot)
-        return slots
+    def _record(
+        self, name: str, chunk: int, graphs: Sequence[Any], timed_as: int | None, recorded_with: int | None = None
+    ) -> LayerRecord:
+        """Return what is known of a layer, or of a chunk as a whole, whose passes have this number in the timeline."""
+        assert self.timeline is not None
+        return LayerRecord(
+            name,
+            chunk,
+            len(graphs) or 1,
+            total(list(map(graph_counts, graphs))),
+            recorded_with,
+            warm_up_seconds=self.timeline.warm_up_seconds[timed_as],
+            capture_seconds=sum(step.seconds for step in self.timeline.passes if step.layer == timed_as),
+        )
 
     @_only_warns
     def captured_models(self, slots: Sequence[Sequence[Any]], names: Sequence[str]) -> None:
@@ -206,44 +180,34 @@ class CaptureObserver:
             names: The names of the chunks.
         """
         self.passes_end()
-        timeline = self.timeline
-        if timeline is None:
+        if self.timeline is None:
             return
-        every = [passes for own in slots for passes in own]
-        report = self._new_report(
+        order = self._planned()
+        self._report = self._new_report(
+            [passes for own in slots for passes in own],
             whole_model=True,
-            order=self._planned() or [(None, 0, FORWARD), (None, 0, BACKWARD)],
-            graphs=total([graph_counts(passes) for passes in every]),
-            pools=pools_of(every),
-        )
-        if self._plan.runs:
-            records = [
-                LayerRecord(
-                    name=name,
-                    chunk=chunk,
-                    micro_batches=len(own),
-                    graphs=total([graph_counts(passes) for passes in own]),
-                    warm_up_seconds=timeline.warm_up_seconds[chunk],
-                    capture_seconds=sum(step.seconds for step in timeline.passes if step.layer == chunk),
-                )
+            order=order or [(None, 0, FORWARD), (None, 0, BACKWARD)],
+            layers=[
+                self._record(name, chunk, own, chunk)
                 for chunk, (name, own) in enumerate(zip(names, slots, strict=True))
-            ]
-            report = replace(report, layers=records)
-        self._report = report
+                if order
+            ],
+        )
 
-    def _new_report(self, **fields: Any) -> CaptureReport:
+    def _new_report(self, graphs: Sequence[Any], **fields: Any) -> CaptureReport:
         timeline = self.timeline
         assert timeline is not None
-        seconds = {
-            "warm_up": sum(timeline.warm_up_seconds.values()),
-            "capture": sum(step.seconds for step in timeline.passes),
-            "waiting": timeline.waited,
-        }
         known: dict[str, Any] = {
             "engine": self._engine,
             "whole_model": False,
-            "seconds": seconds,
+            "seconds": {
+                "warm_up": sum(timeline.warm_up_seconds.values()),
+                "capture": sum(step.seconds for step in timeline.passes),
+                "waiting": timeline.waited,
+            },
             "passes": timeline.passes,
+            "graphs": total(list(map(graph_counts, graphs))),
+            "pools": pools_of(graphs),
         }
         return CaptureReport(**(known | fields))
 

@@ -9,14 +9,17 @@ import torch
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
 from ..engine.memory import release_cached_memory
+from ..engine.plan import ordered_plan
 from ..engine.preserve import preserve_buffers
 from ..engine.rng import preserve_rng
 from ..engine.te_engine import recover_te_engine
 from ..hooks import extracted_hooks
+from ..replay_conditions import ReplayConditions
 from .agreement import CaptureAgreement, naming_hooks
-from .attached_graphs import CapturedLayers, gather_in_replays, noted_conditions, slots_of_layers
+from .attached_graphs import attach_graphs, gather_in_replays
 from .capture_arguments import CaptureArguments, num_warmup_iterations, recorded_quantization
 from .capture_mode import outside_capture_mode
 from .capture_observer import CaptureObserver
@@ -75,7 +78,7 @@ class CaptureSession:
                         stack.enter_context(kept.kept())
                     self._capture_layers(input_data)
             else:
-                self.observer.captured_layers((), (), (), (), {"sample_kwargs": ()})
+                self.observer.captured_layers((), (), (), ())
         for chunk in self.stage.chunks if self.stage.role.evaluates else ():
             sharding = chunk.fsdp or self.graphs.kept.get(chunk.module)
             if sharding is not None:  # the first evaluation captures graphs for itself
@@ -98,14 +101,8 @@ class CaptureSession:
         order = CaptureArguments(stage, [[model] for model in models], self.seq_length, self.micro_batch_size).order()
         warmup_iters = num_warmup_iterations(stage.config, order.num_microbatches)
         if not stage.one_graph_serves_all:
-            self.observer.expect(
-                {
-                    "_order": order.order,
-                    "_num_layers_per_chunk": order.num_layers_per_chunk,
-                    "num_warmup_iters": warmup_iters,
-                },
-                names,
-            )
+            plan = ordered_plan(order.order, order.num_layers_per_chunk, len(models))
+            self.observer.expect(plan, names, warmup_iters)
         with (
             outside_capture_mode(),
             preserve_rng(),
@@ -163,34 +160,33 @@ class CaptureSession:
         layers = tuple(layer for own in apart for layer in own)
         sample_args, arguments = input_data()
         names = [layer_name(layer, index) for index, layer in enumerate(layers)]
-        self.observer.expect(arguments, names)
+        plan = ordered_plan(arguments["_order"], arguments["_num_layers_per_chunk"], len(layers))
+        self.observer.expect(plan, names, arguments["num_warmup_iters"])
         # As the decoder does under sequence parallelism.
         rng = get_cuda_rng_tracker().fork() if stage.config.sequence_parallel else nullcontext()
-        elsewhere = {layer for chunk in self.graphs.kept for layer in chunk.modules()}
+        elsewhere = {layer for chunk in self.graphs.kept for layer in chunk.modules()}  # have other parameters in calls
+        reads = AttributeReads()
         # TransformerEngine's engine leaves warm-up's draws and buffer updates behind.
-        with (
-            preserve_rng(),
-            preserve_buffers(layers),
-            self._fsdp_capture(),
-            noted_conditions(layers, elsewhere) as conditions,
-            extracted_hooks(layers) as hooks,
-            rng,
-        ):
-            if engine.takes_hooks:
-                arguments["capture_time_hooks"] = naming_hooks(hooks, names, self.agreement)
-            if stage.takes_gradients and all(chunk.fsdp is not None for chunk in stage.chunks):
-                arguments["gradient_sinks"] = self._gradient_sinks()
-            arguments["pool"] = pool = torch.cuda.graph_pool_handle()
-            with recover_te_engine(pool, layers, arguments.get("recipe")):
-                graphs = engine.capture(layers, sample_args, **arguments)
-            self.observer.passes_end()
-        slots = slots_of_layers(arguments["_num_layers_per_chunk"], len(graphs) // len(layers))
+        with preserve_rng(), preserve_buffers(layers), self._fsdp_capture():
+            with reads.noted(layers), extracted_hooks(layers) as hooks, rng:
+                if engine.takes_hooks:
+                    arguments["capture_time_hooks"] = naming_hooks(hooks, names, self.agreement)
+                if stage.takes_gradients and all(chunk.fsdp is not None for chunk in stage.chunks):
+                    arguments["gradient_sinks"] = self._gradient_sinks()
+                arguments["pool"] = pool = torch.cuda.graph_pool_handle()
+                with recover_te_engine(pool, layers, arguments.get("recipe")):
+                    graphs = engine.capture(layers, sample_args, **arguments)
+                self.observer.passes_end()
+            conditions = [
+                ReplayConditions([layer], reads, [layer], name, parameters=layer not in elsewhere)
+                for layer, name in zip(layers, names, strict=True)
+            ]
         samples = list(zip(sample_args, arguments["sample_kwargs"], strict=True))
         eager_passes = self._eager_passes_of_layers(tokens=sample_args[0][0].shape[0])
-        CapturedLayers(stage, apart, slots, graphs, samples).attach(conditions, eager_passes)
+        attach_graphs(stage, apart, plan, graphs, samples, conditions, eager_passes)
         if stage.config.overlap_moe_expert_parallel_comm:
             gather_in_replays(stage.chunks)
-        self.observer.captured_layers(apart, names, graphs, sample_args, arguments)
+        self.observer.captured_layers(apart, names, graphs, samples)
 
     def _eager_passes_of_layers(self, tokens: int) -> EagerPasses | None:
         if self.graphs.shapes is not None:  # those of the decoder count as well

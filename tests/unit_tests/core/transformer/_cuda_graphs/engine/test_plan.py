@@ -41,6 +41,14 @@ def test_slots_are_numbered_by_chunk_then_microbatch_then_layer():
     assert plan.callable_of_slot == (0, 1, 0, 1, 2, 2)
 
 
+@given(orders())
+def test_each_callable_has_a_slot_for_each_micro_batch(case):
+    order, layers, microbatches = case
+    plan = ordered_plan(order, layers, sum(layers))
+    assert [len(slots) for slots in plan.slots_of_callables] == [microbatches] * sum(layers)
+    assert all(plan.callable_of_slot[slot] == i for i, slots in enumerate(plan.slots_of_callables) for slot in slots)
+
+
 def test_passes_follow_an_interleaved_order():
     plan = ordered_plan([1, 2, 1, 2, -2, -1, -2, -1], [2, 1], 3)
     assert passes(plan) == "f0 f1 f4 f2 f3 f5 b4 b1 b0 b5 b3 b2"

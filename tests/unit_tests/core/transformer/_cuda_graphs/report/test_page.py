@@ -5,8 +5,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from megatron.core.transformer._cuda_graphs.report.files import write
-from megatron.core.transformer._cuda_graphs.report.page import page
+from megatron.core.transformer._cuda_graphs.report.page import page, write
 from megatron.core.transformer._cuda_graphs.report.record import BufferUse, MemorySample, StaticInput
 
 from .reports import counts, report

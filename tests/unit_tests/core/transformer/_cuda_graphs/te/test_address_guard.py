@@ -4,14 +4,14 @@ import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
-from megatron.core.transformer._cuda_graphs.te.address_guard import GuardedLayer, guard_layer
+from megatron.core.transformer._cuda_graphs.te.address_guard import guard_layer
 
 
 def test_a_main_gradient_that_moved_is_named():
     layer = torch.nn.Linear(2, 2)
     for param in layer.parameters():
         param.main_grad = torch.zeros_like(param)
-    guard = guard_layer(GuardedLayer("layer 1", layer, True, True), [])
+    guard = guard_layer("layer 1", layer, [], main_grads=True)
     assert guard is not None
     guard.check()
     layer.bias.main_grad = torch.zeros(2)
@@ -20,4 +20,4 @@ def test_a_main_gradient_that_moved_is_named():
 
 
 def test_nothing_needs_no_guard():
-    assert guard_layer(GuardedLayer("layer", torch.nn.Identity(), True, True), []) is None
+    assert guard_layer("layer", torch.nn.Identity(), [], main_grads=True) is None

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
+from megatron.core.transformer._cuda_graphs.engine.plan import ordered_plan
 from megatron.core.transformer._cuda_graphs.report import timeline
 from megatron.core.transformer._cuda_graphs.te.agreement import CaptureAgreement
 from megatron.core.transformer._cuda_graphs.te.capture_observer import CaptureObserver
@@ -37,12 +38,12 @@ def observe(folder=None, number=1, layers=2):
         return {f"{kind}_pre_hooks": {0: agreement.beginning(name, kind)} for kind in ("forward", "backward")}
 
     observer.start()
-    observer.expect(arguments, names)
+    observer.expect(ordered_plan([1, 1, -1, -1], [layers], layers), names, 1)
     graphs = make_graphed_callables(
         tuple(modules), samples, capture_time_hooks=[votes(name) for name in names], **arguments
     )
     observer.passes_end()
-    observer.captured_layers([modules], names, graphs, samples, arguments)
+    observer.captured_layers([modules], names, graphs, [(args, {}) for args in samples])
     agreement.finish()
     return observer
 
@@ -117,7 +118,7 @@ class TestObserver:
         agreement = CaptureAgreement([], None, observer.timeline)
         order, names = [1, 2, -2, 1, -1, 2, -2, -1], ["chunk 0", "chunk 1"]
         observer.start()
-        observer.expect({"_order": order, "_num_layers_per_chunk": [1, 1], "num_warmup_iters": 1}, names)
+        observer.expect(ordered_plan(order, [1, 1], 2), names, 1)
         for step in order * 2:  # warm-up, and capture
             agreement.begin(names[abs(step) - 1], "forward" if step > 0 else "backward")
         graphs = SimpleNamespace(forward_graph=torch.cuda.CUDAGraph(), backward_graph=torch.cuda.CUDAGraph())

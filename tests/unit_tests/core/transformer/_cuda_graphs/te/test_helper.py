@@ -3,19 +3,19 @@
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given
 
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 from megatron.core.transformer._cuda_graphs.engine.plan import ordered_plan
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
+from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
 from megatron.core.transformer._cuda_graphs.te import capture_arguments
-from megatron.core.transformer._cuda_graphs.te.attached_graphs import CapturedLayers, slots_of_layers
+from megatron.core.transformer._cuda_graphs.te.attached_graphs import attach_graphs
 from megatron.core.transformer._cuda_graphs.te.backends import Backend
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import ChangedShapes
@@ -27,7 +27,6 @@ from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
 from megatron_fsdp_cuda_graphs.overlay import upstream
 
-from ..pipeline_orders import orders
 from .stages import PARAMETERS, Failure, MaskedLayer, capture, config, engine, helper_of, set_microbatches, stage_of
 
 # --------------------------------------------------------------------------------------------------- construction
@@ -53,19 +52,6 @@ def test_expandable_segments_with_registered_nccl_memory_are_refused(monkeypatch
     monkeypatch.delenv("NCCL_GRAPH_REGISTER", raising=False)
     with pytest.raises(AssertionError, match=f"{variable}=expandable_segments:True needs NCCL_GRAPH_REGISTER=0"):
         TECudaGraphHelper([], config(), 8, 1)
-
-
-# --------------------------------------------------------------------------------------------------------- slots
-
-
-@given(orders())
-def test_a_layers_slots_are_those_of_the_plan_by_microbatch(case):
-    order, layers, microbatches = case
-    slots = slots_of_layers(layers, microbatches)
-    callable_of_slot = ordered_plan(order, layers, sum(layers)).callable_of_slot
-    assert [list(of_layer) for of_layer in slots] == [
-        [slot for slot, index in enumerate(callable_of_slot) if index == layer] for layer in range(sum(layers))
-    ]
 
 
 @pytest.mark.parametrize(
@@ -316,8 +302,9 @@ class TestMovedParameters:
         layer.inner.register_buffer("cache", None)
         chunk = Fsdp() if under_fsdp else torch.nn.Module()
         stage = stage_of([layer], modules=[chunk], gradient_accumulation_fusion=True)
-        (guard,) = CapturedLayers(stage, [[layer]], [[0]], [lambda: None], [((static,), {})]).guards()
-        assert guard is not None
+        plan, unread = ordered_plan([1, -1], [1], 1), cast(ReplayConditions, None)
+        attach_graphs(stage, [[layer]], plan, [lambda: None], [((static,), {})], [unread], None)
+        guard = layer.cuda_graphs[0]._guard
         guard.check()
         names = {
             "parameter": "inner.weight",
