@@ -25,7 +25,7 @@ class BucketPlaces:
         self._fixed: dict[int, Hashable] | None = {}  # by address the memory's name; None if some has none
         # Allocators, which may put a bucket elsewhere while others are in use, and how many places each has.
         self._pools: dict[Any, int] = {}
-        self._undivided = Placement(())  # buffers whose buckets are parts of their own data
+        self._undivided: Placement | None = None  # buffers whose buckets are parts of their own data
 
     def note(self, buffer: Any, dtype: torch.dtype | None = None) -> None:
         """Note where ``buffer`` puts a bucket of ``dtype`` (its own if None) now."""
@@ -34,6 +34,7 @@ class BucketPlaces:
             return
         self._buffers[address] = buffer, dtype
         if not buffer.is_data_distributed and dtype in (None, buffer.dtype):
+            self._undivided = self._undivided or Placement(())
             self._undivided.add(buffer)
             return
         named = get_global_memory_buffer().buffer.items()
@@ -60,7 +61,7 @@ class BucketPlaces:
 
     def _nothing_moved(self) -> bool:
         """Whether all memory is where it was, and all of it idle: then every bucket goes where it went."""
-        if self._fixed is None or not self._undivided.unchanged():
+        if self._fixed is None or (self._undivided is not None and not self._undivided.unchanged()):
             return False
         if [len(pool.idle_buffer) for pool in self._pools] != [*self._pools.values()]:
             return False

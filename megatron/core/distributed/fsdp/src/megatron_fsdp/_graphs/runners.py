@@ -258,7 +258,7 @@ class Planned(Graphed):
         context, plan = self._context, self.plan
         self._handle_collected()
         context.gradients.handle(plan.left)
-        plan.reduce(context.gradients.between_instances)
+        plan.reduce(self._fsdp.dist_index.use_hybrid_fsdp and context.gradients.between_instances)
         context.gradients.awaited -= self.facts.written
         self.release("forward")
         plan.unit.set_training_state(TrainingState.IDLE)
