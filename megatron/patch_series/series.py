@@ -102,6 +102,15 @@ FAULTS = (
     ),
     Patch(
         "1-faults",
+        "Megatron-FSDP: checkpoints load without the optimizer's states",
+        "--finetune and --no-load-optim ended with a NotImplementedError if --bf16 or --fp16 was set: the optimizer's "
+        "parameters were to be copied from the model's. They are what a checkpoint was read into.",
+        {OPTIMIZER: ("DistributedOptimizer._copy_model_params_to_main_params",)},
+        tests=("core/optimizer/test_distrib_optimizer.py",),
+        which="taken_over or takes_over",
+    ),
+    Patch(
+        "1-faults",
         "Megatron-FSDP: meshes have the ranks of a pipeline stage",
         "They were laid over all ranks of the job, of which a pipeline stage has only some.",
         {

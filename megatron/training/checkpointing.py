@@ -21,6 +21,7 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 _CHUNKS = "_chunks"  # in a state dict: the chunks of a pipeline stage
+_MISSING_STATE = "Missing key in checkpoint state_dict: optimizer.state."
 
 
 def get_rng_state(ckpt_format: str, tp_group: Any, pp_group: Any, **others: Any) -> Any:
@@ -85,7 +86,8 @@ def _load_base_checkpoint(
     """Load a checkpoint into ``sharded_state_dict``; see megatron-core.
 
     Raises:
-        ValueError: the checkpoint lacks layers of the model, or its random number generators are of another device.
+        ValueError: the checkpoint lacks layers of the model or the optimizer's states, or its random number generators
+            are of another device.
     """
     asked = sharded_state_dict or {}
     _expect_tensors(asked)
@@ -93,13 +95,18 @@ def _load_base_checkpoint(
     try:
         loaded, name, *rest = _upstream._load_base_checkpoint(load_dir, args, rank0, sharded_state_dict, **others)
     except CheckpointException as error:
-        if "rng_state" not in str(error):
-            raise
-        raise ValueError(
-            f"--load {load_dir}: the states of its random number generators do not fit those of this run, as between a "
-            "GPU and the CPU backend, or where it was saved with fewer tensor or pipeline ranks. Add --no-load-rng; "
-            "dropout then differs from the run that saved them."
-        ) from error
+        if "rng_state" in str(error):
+            raise ValueError(
+                f"--load {load_dir}: the states of its random number generators do not fit those of this run, as "
+                "between a GPU and the CPU backend, or where it was saved with fewer tensor or pipeline ranks. Add "
+                "--no-load-rng; dropout then differs from the run that saved them."
+            ) from error
+        if _MISSING_STATE in str(error):
+            raise ValueError(
+                f"--load {load_dir}: it lacks the optimizer's states, as one that --no-save-optim saved, or a run that "
+                "had skipped all steps. Add --no-load-optim, or --finetune to count iterations from 0 too."
+            ) from error
+        raise
     if loaded is not None and chunks:
         given = {key: asked[key] for key in _model_keys(chunks)}
         if not args.finetune and others.get("gpt_compat_layer_maps") is None:

@@ -77,6 +77,18 @@ def test_a_resumed_run_is_equal_to_one_without_an_interruption(saved, tmp_path, 
     assert [bool(step["graphs"]) for step in steps] == [False] + [loader != EAGER] * (STEPS - SAVED - 1)
 
 
+@pytest.mark.parametrize("flag", ["--no-load-optim", "--finetune"])
+def test_a_checkpoint_is_loaded_without_the_optimizers_states(saved, tmp_path, flag):
+    _, (_, expected, _) = saved("dense", EAGER)
+    flags, place = f"{COMMON} {LAYOUTS['dense']}", tmp_path / "saved"
+    run(tmp_path / "first", f"{flags} --save {place} --save-interval {SAVED} --no-save-optim", EAGER)
+    flags += f" --load {place} --ckpt-step {SAVED} {flag}"
+    (_, eager, _), (_, graphed, _) = (run(tmp_path / kind, flags, kind) for kind in (EAGER, "model"))
+    assert graphed == eager
+    assert (eager[0][:2] == expected[SAVED][:2]) == (flag == "--no-load-optim")
+    assert eager[0] != expected[0]
+
+
 def tensors(checkpoint):
     """The model's parameters and the optimizer's states in a checkpoint, by name."""
     reader = FileSystemReader(checkpoint)
@@ -88,10 +100,10 @@ def tensors(checkpoint):
     return read
 
 
-def assert_saved_as_loaded(checkpoint, place, folder, flags):
+def assert_saved_as_loaded(checkpoint, place, folder, flags, ranks=2):
     """A run that is done saves to ``place`` what it has loaded."""
     again = f"--train-iters {SAVED} --override-opt-param-scheduler --save {place} --save-interval {STEPS} {flags}"
-    assert pretrain(folder, f"{again} --load {checkpoint} --ckpt-step {SAVED}", graphs=False) == []
+    assert pretrain(folder, f"{again} --load {checkpoint} --ckpt-step {SAVED}", graphs=False, ranks=ranks) == []
     first, second = (tensors(each / f"iter_{SAVED:07}") for each in (checkpoint, place))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[key], second[key]) for key in first)
@@ -105,6 +117,23 @@ def test_a_checkpoint_of_dropless_experts_is_loaded_without_the_flag_and_back(sa
         place = tmp_path / str(number)
         assert assert_saved_as_loaded(checkpoint, place, tmp_path / f"run{number}", flags)
         checkpoint = place
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "flags"),
+    [
+        ("dense", 1, "--data-parallel-sharding-strategy optim_grads"),
+        ("dense", 2, "--tensor-model-parallel-size 2 --no-load-rng"),
+        ("dense", 4, INSTANCES),
+        ("dropless", 2, "--data-parallel-sharding-strategy optim"),
+        ("dropless", 4, "--expert-model-parallel-size 2"),
+    ],
+)
+def test_a_checkpoint_is_loaded_with_another_sharding(saved, tmp_path, layout, ranks, flags):
+    checkpoint, _ = saved(layout, EAGER)
+    assert assert_saved_as_loaded(
+        checkpoint, tmp_path / "saved", tmp_path / "run", f"{LAYOUTS[layout]} {flags}", ranks=ranks
+    )
 
 
 @pytest.mark.parametrize("stages", ["stages", "tied_stages", "predicting_stages", "virtual_stages"])

@@ -145,6 +145,14 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
             self.grad_scaler.load_state_dict(state_dict.pop(_LOSS_SCALE))
         super().load_state_dict(state_dict)
 
+    def _copy_model_params_to_main_params(self, state_dict: dict[str, Any] | None = None) -> None:
+        """Take over the model's parameters after a checkpoint without the optimizer's states; see megatron-core.
+
+        Under Megatron-FSDP a checkpoint is read into the optimizer's parameters, and the model's are copies of these.
+        """
+        if not self.ddp_config.use_megatron_fsdp or isinstance(self.optimizer, _upstream.HybridDeviceOptimizer):
+            super()._copy_model_params_to_main_params(state_dict)
+
     def _param_name(self, param: torch.nn.Parameter) -> str:
         """Return a parameter's name in checkpoints; see megatron-core.
 

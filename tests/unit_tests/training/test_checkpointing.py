@@ -61,6 +61,11 @@ def test_states_of_another_device_are_refused_by_the_flag(loads):
         loads(fails_with("Size mismatch between saved [5056] and current: [16] for rng_state.(0, 0).0"), {})
 
 
+def test_missing_states_of_the_optimizer_are_refused_by_the_flag(loads):
+    with pytest.raises(ValueError, match=r"--load folder: .*--no-save-optim.*--no-load-optim"):
+        loads(fails_with("Missing key in checkpoint state_dict: optimizer.state.module.weight.step."), {})
+
+
 def test_other_failures_are_as_they_were(loads):
     with pytest.raises(CheckpointException, match=r"model\.decoder"):
         loads(fails_with("Missing key in checkpoint state_dict: model.decoder"), {})

@@ -178,6 +178,39 @@ def test_a_checkpoint_has_the_loss_scale(optimizer, monkeypatch):
         assert saving.sharded_param_state_fsdp_dtensor() == {"state": {}}
 
 
+@pytest.mark.parametrize(("fsdp", "copies"), [(True, 0), (False, 1)])
+def test_the_models_parameters_are_taken_over_where_they_are_not_the_optimizers(optimizer, monkeypatch, fsdp, copies):
+    from megatron.core.optimizer import distrib_optimizer
+
+    given = []
+    monkeypatch.setattr(
+        distrib_optimizer._upstream.DistributedOptimizer,
+        "_copy_model_params_to_main_params",
+        lambda self, state_dict: given.append(state_dict),
+    )
+    made, checkpoint = optimizer([None], fsdp=fsdp), {"model": {}}
+    made.param_groups = made.optimizer.param_groups
+    made.reload_model_params(checkpoint)
+    assert given == [checkpoint] * copies
+
+
+def test_the_host_takes_over_the_models_parameters_if_the_optimizer_is_there(optimizer, monkeypatch):
+    from megatron.core.optimizer import distrib_optimizer
+
+    class OnHost:
+        updates = 0
+
+        def update_fp32_param_by_new_param(self):
+            self.updates += 1
+
+    for module in (distrib_optimizer, distrib_optimizer._upstream):
+        monkeypatch.setattr(module, "HybridDeviceOptimizer", OnHost)
+    made = optimizer([None])
+    made.optimizer = OnHost()
+    made._copy_model_params_to_main_params()
+    assert made.optimizer.updates == 1
+
+
 def test_parameters_are_called_as_in_the_whole_model(optimizer, monkeypatch):
     from megatron.core.optimizer import distrib_optimizer
 
