@@ -231,11 +231,13 @@ SERIES = (
         "A replay goes through the layer's own call, so that its hooks run around it.",
         roots=(
             f"{GRAPHS}te/",
+            "core/models/",
             "core/transformer/multi_token_prediction.py",
             "core/transformer/transformer_config.py",
         ),
         tests=(
             f"{GRAPHS}te",
+            "core/models",
             *(
                 f"core/transformer/test_{name}.py"
                 for name in ("module", "multi_token_prediction", "transformer_config")

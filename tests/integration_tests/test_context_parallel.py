@@ -21,6 +21,9 @@ CASES: list[tuple[dict[str, Any], int]] = [
     ({"layers_per_graph": -1, "dtype": "bf16", "dropout": 0.1, "microbatches": 2, "evaluates": True}, 1),
     ({"layers_per_graph": None, "mtp": 1, "microbatches": 2}, 1),
     ({"layers_per_graph": -1, "positions": "yarn", "sequences_later": [16, 32]}, 1),
+    ({"layers_per_graph": -1, "positions": "mrope", "dtype": "bf16", "microbatches": 2, "evaluates": True}, 1),
+    ({"layers_per_graph": 1, "positions": "mrope"}, 2),
+    ({"layers_per_graph": None, "positions": "mrope", "mtp": 1, "sequences_later": [16, 32]}, 1),
     ({"layers_per_graph": -1, "control": "captured_again"}, 1),
 ]
 FAILED: dict[str, Any] = {"layers_per_graph": -1, "control": "failed_backward_capture"}
@@ -46,8 +49,10 @@ def test_parts_of_sequences_train_bit_for_bit_as_eager(results, case, pieces):
 
 
 @pytest.mark.long
-def test_pipeline_stages_of_parts_of_sequences_are_captured_as_whole_chunks(compare_runs):
+@pytest.mark.parametrize("positions", ["rope", "mrope"])
+def test_pipeline_stages_of_parts_of_sequences_are_captured_as_whole_chunks(compare_runs, positions):
     case = SIZES | {"layers": 4, "layers_per_graph": -1, "tied": False, "microbatches": 4, "evaluates": True}
+    case["positions"] = positions
     (result,) = compare_runs([case], "--pp", "2", "--cp", "2", ranks=4)
     assert_as_eager(result)
     assert (result["graphs"], result["replays"]) == (0, 2 * 4)

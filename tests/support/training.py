@@ -489,7 +489,8 @@ def _batches(case: Case, step: int):
             batch["loss_mask"] = (torch.rand(size, sequence, generator=generator) < 0.9).float().cuda()
         group = parallel_state.get_context_parallel_group()
         if group.size() > 1:
-            batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group)
+            whole = {"position_ids": batch.pop("position_ids")} if case.positions == "mrope" else {}
+            batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group) | whole
         yield SimpleNamespace(
             tokens=batch["tokens"],
             labels=batch["labels"],

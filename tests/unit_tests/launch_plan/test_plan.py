@@ -172,9 +172,11 @@ def test_why_the_whole_model_cannot_be_captured(capsys, flags):
         "--num-layers 2 --mtp-num-layers 1",
         "--hybrid-layer-pattern M*-/*M --spec tests.support.hybrid_spec local",
         "--num-layers 2 --position-embedding-type mrope --mrope-section 2 3 3",
+        "--num-layers 2 --position-embedding-type mrope --mrope-section 2 3 3 --context-parallel-size 2 "
+        "--spec tests.support.gathering_attention local_layers",
         "--num-layers 2 --cuda-graph-packed-sequences 4 --micro-batch-size 1 --position-embedding-type none",
     ],
-    ids=["multi-token prediction", "hybrid", "multimodal positions", "packed"],
+    ids=["multi-token prediction", "hybrid", "multimodal positions", "multimodal positions of parts", "packed"],
 )
 def test_models_that_are_captured_whole(capsys, flags, more):
     code, lines = planned(capsys, flags(DENSE, more, "--world-size 2"))

@@ -151,11 +151,6 @@ _TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage], object]], ...] = (
     ),
     (
         MODEL,
-        "multimodal positions are divided among context-parallel ranks by indices from the host",
-        lambda s: _model(s).position_embedding_type == "mrope" and s.config.context_parallel_size > 1,
-    ),
-    (
-        MODEL,
         "TransformerEngine's cross entropy reads values on the host (--cross-entropy-fusion-impl native does not)",
         lambda s: s.config.cross_entropy_loss_fusion and s.config.cross_entropy_fusion_impl == "te",
     ),

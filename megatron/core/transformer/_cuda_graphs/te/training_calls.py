@@ -29,10 +29,11 @@ def expected_inputs(model: Any, sequences: int, tokens: int) -> dict[str, tuple[
     """
     config = getattr(model, "config", None)
     ids = (sequences, tokens), torch.int64
-    mask = (sequences, 1, tokens, tokens * getattr(config, "context_parallel_size", 1)), torch.bool
+    whole = tokens * getattr(config, "context_parallel_size", 1)
+    mask = (sequences, 1, tokens, whole), torch.bool
     expected = {"input_ids": ids, "position_ids": ids, "attention_mask": mask, "labels": ids}
     if getattr(model, "position_embedding_type", None) == "mrope":
-        expected["position_ids"] = (3, sequences, tokens), torch.int64
+        expected["position_ids"] = (3, sequences, whole), torch.int64  # which it divides among the ranks itself
     if predicts_tokens(model):
         expected["loss_mask"] = (sequences, tokens), torch.float32
     if (packed := packed_sequences(config)) is not None:

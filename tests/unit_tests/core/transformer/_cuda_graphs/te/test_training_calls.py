@@ -332,6 +332,8 @@ def test_what_a_chunk_reads(place, read):
     assert unused_by(chunk) == {"input_ids", "position_ids", "labels"} - read
     chunk.position_embedding_type = "mrope"  # of which each chunk computes its own
     assert expected_inputs(chunk, 2, 4).keys() == read | {"position_ids"}
+    chunk.config = SimpleNamespace(context_parallel_size=2)
+    assert expected_inputs(chunk, 2, 4)["position_ids"] == ((3, 2, 8), torch.int64)
     chunk.position_embedding_type = "rope"
     chunk.mtp = torch.nn.Module()  # which embeds tokens too
     assert expected_inputs(chunk, 2, 4).keys() == read | {"input_ids", "position_ids", "loss_mask"}

@@ -1,0 +1,35 @@
+"""Rotary embeddings that graphs can divide among context-parallel ranks: by views, not by indices from the host.
+
+Everything else in this module is megatron-core's.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from megatron_fsdp_cuda_graphs.overlay import extend
+
+_upstream: Any = extend(__name__)
+
+if TYPE_CHECKING:  # megatron-core's names
+
+    def __getattr__(name: str) -> Any: ...
+
+
+def get_pos_emb_on_this_cp_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
+    """Return the two pieces of positional embeddings that this context-parallel rank has; see megatron-core.
+
+    Args:
+        pos_emb: The embeddings of whole sequences.
+        seq_dim: Their dimension of tokens, which is cut into twice as many pieces as there are ranks.
+        cp_group: The ranks.
+
+    Raises:
+        ValueError: there is no ``cp_group``.
+        RuntimeError: the pieces would not have one length.
+    """
+    if cp_group is None:
+        raise ValueError("cp_group must be provided to get positional embedding per CP rank")
+    pieces, rank = 2 * cp_group.size(), cp_group.rank()
+    cut = pos_emb.unflatten(seq_dim, (pieces, -1))
+    return torch.cat([cut.select(seq_dim, piece) for piece in (rank, pieces - 1 - rank)], seq_dim)

@@ -1,0 +1,41 @@
+"""Positional embeddings are divided among context-parallel ranks as megatron-core does it, without the host."""
+
+import importlib
+from types import SimpleNamespace
+from unittest import mock
+
+import pytest
+import torch
+
+SIZE = 2
+
+
+@pytest.fixture(scope="module")
+def module():
+    """The module."""
+    return importlib.import_module("megatron.core.models.common.embeddings.rope_utils")
+
+
+def ranks():
+    return [SimpleNamespace(size=lambda: SIZE, rank=lambda rank=rank: rank) for rank in range(SIZE)]
+
+
+@pytest.mark.parametrize("seq_dim", [0, 1])
+def test_each_rank_has_the_pieces_that_megatron_core_gives_it(module, seq_dim):
+    whole = torch.rand(16, 8, 3)
+    with (
+        mock.patch.object(torch.Tensor, "cuda", lambda tensor, **_: tensor),
+        mock.patch.object(torch, "tensor", lambda values, **_: torch.as_tensor(values)),
+    ):
+        expected = [module._upstream.get_pos_emb_on_this_cp_rank(whole, seq_dim, rank) for rank in ranks()]
+    for rank, pieces in zip(ranks(), expected, strict=True):
+        assert torch.equal(module.get_pos_emb_on_this_cp_rank(whole, seq_dim, rank), pieces)
+        with torch.device("meta"):  # as under capture, no tensor is made on the host
+            assert module.get_pos_emb_on_this_cp_rank(whole.to("meta"), seq_dim, rank).shape == pieces.shape
+
+
+def test_what_cannot_be_divided_is_an_error(module):
+    with pytest.raises(RuntimeError):
+        module.get_pos_emb_on_this_cp_rank(torch.rand(6, 1), 0, ranks()[0])
+    with pytest.raises(ValueError, match="cp_group"):
+        module.get_pos_emb_on_this_cp_rank(torch.rand(4, 1), 0, None)
