@@ -1,6 +1,6 @@
 """Memory of graphs in a pipeline, with static buffers that serve one micro-batch after another and without.
 
-    python benchmarks/buffer_reuse.py --output benchmarks/results/buffer_reuse.json
+    python benchmarks/buffer_reuse.py --output buffer_reuse.json
 
 Trains a GPT in two pipeline stages, of one model chunk each or of two that interleave, with graphs of TECudaGraphHelper
 and with local graphs, each time in processes of its own: as they are, and with what lets buffers be used again switched

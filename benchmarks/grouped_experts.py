@@ -1,6 +1,6 @@
 """Which kernel for the experts of a layer: can a graph replay it for other numbers of tokens, what bits, what time?
 
-    python benchmarks/grouped_experts.py --output benchmarks/results/grouped_experts.json
+    python benchmarks/grouped_experts.py --output grouped_experts.json
 
 The linear layers of a dropless layer's experts, bf16: ``torch.nn.functional.grouped_mm``, whose offsets are read on the
 device; TransformerEngine's ``GroupedLinear``, whose numbers of tokens the host knows; and a matmul an expert. For each:

@@ -1,6 +1,6 @@
 """Local graphs: this patch's against megatron-core's own, on the same model, in one run.
 
-    python benchmarks/local_graphs.py --output benchmarks/results/local_graphs.json
+    python benchmarks/local_graphs.py --output local_graphs.json
 
 Trains a GPT on one rank under DistributedDataParallel, each time in a process of its own: eagerly, with this patch's
 local graphs, and with megatron-core's (MEGATRON_FSDP_CUDA_GRAPHS=0), one after the other, as many rounds as asked.

@@ -14,6 +14,7 @@ import argparse
 import json
 import math
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -38,7 +39,8 @@ class Part:
     Attributes:
         name: Its name, and that of its file.
         gpus: The numbers of GPUs that it is for.
-        arguments: What Python is called with; ``GPUS`` and ``FILE`` are replaced.
+        arguments: What Python is called with; ``GPUS``, ``FILE``, ``LAUNCHES`` and ``SECONDS``, which it has, are
+            replaced.
         seconds: About how long it takes on one H100; with more GPUs somewhat longer.
         about: What of the repository the result depends on.
     """
@@ -55,6 +57,7 @@ class Part:
 
 
 _TIMES = "benchmarks/step_time.py --gpus GPUS --output FILE --no-profile --stall-seconds 120"
+_EQUALITY = "-m tests.support.on_one_gpu --processes 15 --seconds SECONDS --output FILE"
 _GROUPED = "eager native eager+grouped native+grouped"
 _DENSE = "eager native full_iteration compute_alone"
 _UNTIED = "--untie-embeddings-and-output-weights"
@@ -69,8 +72,8 @@ _RECOMPUTED = (
 _LONG_ONES = (_LONG, f"{_LONG} {_FULL} uniform --recompute-num-layers 1")
 # What documents quote most comes first.
 PARTS = (
-    Part("step_time_a_b", (1, 2), f"{_TIMES} --configurations A B --variants {_DENSE} --launches 2", 180),
-    Part("step_time_a", (4,), f"{_TIMES} --configurations A --variants {_DENSE} --launches 2", 180),
+    Part("step_time_a_b", (1, 2), f"{_TIMES} --configurations A B --variants {_DENSE} --launches LAUNCHES", 180),
+    Part("step_time_a", (4,), f"{_TIMES} --configurations A --variants {_DENSE} --launches LAUNCHES", 180),
     Part("step_time_c_d", (1, 2), f"{_TIMES} --configurations C D --variants {_GROUPED}", 160),
     Part("step_time_c", (4,), f"{_TIMES} --configurations C --variants {_GROUPED} --expert-parallel 4", 100),
     Part("replay_overhead", (1,), "benchmarks/replay_overhead.py --rounds 3 --repeats 50 --output FILE", 40),
@@ -82,8 +85,8 @@ PARTS = (
         f"{_TIMES} --configurations A B --variants eager+optimizer native+optimizer full_iteration+optimizer",
         100,
     ),
-    Part("equality", (1,), "-m tests.support.on_one_gpu --engines native --output FILE", 320),
-    Part("equality_te", (1,), "-m tests.support.on_one_gpu --engines transformer_engine --output FILE", 200),
+    Part("equality", (1,), f"{_EQUALITY} --engines native", 150),
+    Part("equality_te", (1,), f"{_EQUALITY} --engines transformer_engine", 150),
     Part(
         "soak",
         (1,),
@@ -154,6 +157,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         default=math.inf,
         help="how long all may take; no part is begun that takes longer than what is left",
     )
+    parser.add_argument("--launches", type=int, default=2, help="of dense models, whose times are medians over them")
     parser.add_argument("--list", action="store_true", help="measure nothing: list the parts")
     parser.add_argument("--stale", action="store_true", help="measure nothing: list results older than their code")
     return parser.parse_args(arguments)
@@ -183,12 +187,20 @@ def measured(file: Path) -> dict[str, Any]:
     return found
 
 
-def run(part: Part, file: Path, gpus: int, commit: str, seconds: float) -> bool:
-    """Run ``part`` for at most ``seconds``, note in its file what was measured, and return whether it succeeded."""
+def run(part: Part, file: Path, commit: str, seconds: float, **words: int) -> bool:
+    """Run ``part`` for at most ``seconds``, note in its file what was measured, and return whether it succeeded.
+
+    Args:
+        part: The part.
+        file: Its file.
+        commit: What is measured.
+        seconds: How long it may take.
+        words: What is replaced in its arguments beside ``FILE`` and ``SECONDS``.
+    """
     log = file.parent / "logs" / f"{file.stem}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
-    words = {"GPUS": str(gpus), "FILE": str(file)}
-    command = [sys.executable, *(words.get(word, word) for word in shlex.split(part.arguments))]
+    replaced = {"FILE": file, "SECONDS": int(seconds), **words}
+    command = [sys.executable, *(str(replaced.get(word, word)) for word in shlex.split(part.arguments))]
     file.unlink(missing_ok=True)
     with log.open("w") as output:
         process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
@@ -230,8 +242,9 @@ def stale(files: list[Path]) -> Iterator[tuple[Path, str, int]]:
     about = {part.name: part.about for part in PARTS}
     for file in files:
         name = file.stem.rpartition("_")[0]
-        commit = str(measured(file).get("commit", "")).partition(",")[0].rstrip("+")
-        if not git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}"):
+        named = re.search(r"\b[0-9a-f]{7,}\b", str(measured(file).get("commit", "")))
+        commit = named[0] if named else ""
+        if not commit or not git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}"):
             commit = git("log", "-1", "--format=%h", "--", str(file))
         changes = git("rev-list", "--count", f"{commit}..HEAD", "--", *about.get(name, PRODUCT)) if commit else ""
         if changes != "0":
@@ -265,7 +278,8 @@ def main() -> int:
             outcome = f"not begun: takes about {part.seconds} s"
         else:
             print(f"{number} of {len(parts)}: {part.name}: about {part.seconds} s ...", flush=True)
-            outcome = "done" if run(part, file, gpus, commit, min(left, LONGEST)) else "FAILED"
+            options = {"GPUS": gpus, "LAUNCHES": args.launches}
+            outcome = "done" if run(part, file, commit, min(left, LONGEST), **options) else "FAILED"
         if outcome == "FAILED":
             failed.append(part.name)
         print(f"{number} of {len(parts)}: {part.name}: {outcome}, {time.monotonic() - begun:.0f} s", flush=True)

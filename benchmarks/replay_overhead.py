@@ -1,6 +1,6 @@
 """Host time of a replay and memory of a graph: this project's engine, TransformerEngine's and torch's.
 
-    python benchmarks/replay_overhead.py --output benchmarks/results/replay_overhead.json
+    python benchmarks/replay_overhead.py --output replay_overhead.json
 
 Captures 1, 8 and 64 tiny layers in a row with each engine in turn and times, on the host alone, their forward and their
 backward replays: the GPU has next to nothing to do, so this is what an engine costs in Python, autograd and the driver.

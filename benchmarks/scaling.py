@@ -1,6 +1,6 @@
 """How the cost of a step grows with layers and with micro-batches: time, host time, memory, capture, CUDA API calls.
 
-    python benchmarks/scaling.py --gpus 2 --output benchmarks/results/scaling.json
+    python benchmarks/scaling.py --gpus 2 --output scaling.json
 
 Models of configuration B of ``step_time.py`` (hidden 1024, sequence 512; tiny ones on the CPU backend, whose times mean
 nothing), by default eager and with graphs: each number of layers with the first number of micro-batches, and

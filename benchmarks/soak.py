@@ -1,6 +1,6 @@
 """A long training with graphs against an eager one, bit for bit: with evaluation, checkpoints, and a new process.
 
-    python benchmarks/soak.py --output benchmarks/results/soak.json      # two GPUs; two CPU ranks where there is none
+    python benchmarks/soak.py --output soak.json      # two GPUs; two CPU ranks where there is none
 
 For each of ``--configurations`` it runs ``examples/pretrain_gpt.py`` under Megatron-FSDP three times: eagerly without
 an interruption; with graphs, saving checkpoints, to ``--resume-from``; and from that checkpoint in new

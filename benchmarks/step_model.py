@@ -1,8 +1,8 @@
 """A model of a step under Megatron-FSDP (ZeRO-3), fitted on measured runs, checked on others, asked about larger ones.
 
-    python benchmarks/step_model.py --output benchmarks/results/step_model.json \\
-        --fit benchmarks/results/step_time_log/a_b_profiled.json benchmarks/results/step_time_log/b_chains.json \\
-        --check benchmarks/results/step_time_variants.json benchmarks/results/step_time_log/chains.json
+    cd benchmarks/results/step_model
+    python ../../step_model.py --output model.json --fit a_b_profiled.json b_chains.json \\
+        --check step_time_variants.json chains.json step_time.json
 
 Files are of ``step_time.py`` and ``scaling.py``; dense models, eager and with this project's graphs. Each is taken for
 a host of its own: hosts differ, and one number says how slow a file's host is beside the first one's. Fitted are

@@ -1,6 +1,6 @@
 """Time of a training step: Megatron-FSDP eagerly, with graphs, with one graph for all passes; DistributedDataParallel.
 
-    python benchmarks/step_time.py --gpus 2 --output benchmarks/results/step_time.json
+    python benchmarks/step_time.py --gpus 2 --output step_time.json
 
 Configurations, in bf16 with micro-batches of one sequence, trained by ``examples/pretrain_gpt.py``:
     A  16 layers, hidden 2048, sequence 2048

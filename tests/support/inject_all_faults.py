@@ -1,6 +1,6 @@
 """Runs ``inject_faults.py`` at every place, in several pairs of CPU ranks side by side, and adds up what they found.
 
-    python tests/support/inject_all_faults.py --pairs 14 --output benchmarks/results/faults_in_capture.json
+    python tests/support/inject_all_faults.py --pairs 14 --output faults_in_capture.json
 
 A pair takes every ``--pairs``-th place; it keeps two cores busy. With ``--seconds`` no fault is tried later: the places
 that remain count as left out, and pairs that have not ended ``GRACE`` seconds after that are stopped. Further options

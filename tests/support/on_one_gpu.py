@@ -9,8 +9,10 @@ trained again. Needs a GPU and TransformerEngine.
 """
 
 import argparse
+import math
 import re
 import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -30,9 +32,11 @@ from tests.gpu import (
 from tests.support.gpus import DETERMINISTIC, ENGINES, SIZES
 from tests.support.launch import launch, name_of
 
+LAST = 60  # seconds of a process, about
 CASES = 8  # of a process, which keeps memory of all that it has trained
 # The controls of which a replay does nothing: they must differ.
 DEAD = {"dead_local_replay", "dead_replay"}
+LEFT_OUT = {"losses", "grad_norms", "threads", "instructions"}  # of results: they are compared already
 
 
 class Job(NamedTuple):
@@ -71,7 +75,8 @@ def train(part: list[Job], folder: Path) -> list[dict[str, Any]]:
     missing = {"differences": [], "error": f"the process ended with {done.returncode}: {folder.name}/log"}
     results = [*found, *([missing] * (len(part) - len(found)))]
     return [
-        {"tests": job.tests, "engine": job.engine, "case": name_of(job.case)} | result | {"control": control(job)}
+        {"tests": job.tests, "engine": job.engine, "case": name_of(job.case), "control": control(job)}
+        | {key: value for key, value in result.items() if key not in {"case", *LEFT_OUT}}
         for job, result in zip(part, results, strict=True)
     ]
 
@@ -86,8 +91,19 @@ def is_as_it_should_be(result: dict[str, Any]) -> bool:
     return not result["error"] and bool(result["differences"]) == (result["control"] in DEAD)
 
 
-def train_all(chosen: list[Job], folder: Path, processes: int) -> Iterator[tuple[Job, dict[str, Any]]]:
-    """Yield each job with its result, as ``train`` returns it, from so many processes at a time."""
+def train_all(chosen: list[Job], folder: Path, processes: int, until: float) -> Iterator[tuple[Job, dict[str, Any]]]:
+    """Yield each job with its result, as ``train`` returns it, of those that began before it was too late.
+
+    Args:
+        chosen: The jobs.
+        folder: Where each process writes to a folder of its own.
+        processes: At a time.
+        until: When no further process begins, of ``time.monotonic``.
+    """
+
+    def in_time(part: list[Job], own: Path) -> list[dict[str, Any]]:
+        return train(part, own) if time.monotonic() < until else []
+
     folder.mkdir(parents=True, exist_ok=True)
     parts = []
     for engine in ENGINES:
@@ -96,8 +112,8 @@ def train_all(chosen: list[Job], folder: Path, processes: int) -> Iterator[tuple
         parts += [own[start::share] for start in range(share)]
     with ThreadPoolExecutor(processes) as pool:
         folders = (folder / f"{index}-{part[0].engine}" for index, part in enumerate(parts))
-        for part, results in zip(parts, pool.map(train, parts, folders), strict=True):
-            yield from zip(part, results, strict=True)
+        for part, results in zip(parts, pool.map(in_time, parts, folders), strict=True):
+            yield from zip(part, results, strict=False)
 
 
 def lacked_memory(result: dict[str, Any]) -> bool:
@@ -111,11 +127,13 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="file of the results, JSON; written as they come")
     parser.add_argument("--logs", type=Path, help="folder for what processes write")
     parser.add_argument("--processes", type=int, default=12, help="at a time")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no process begins in the last minute of them")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="cases that these capture")
     parser.add_argument("--only", default="", help="cases whose name has this text")
     args = parser.parse_args()
     chosen = [job for job in jobs() if job.engine in args.engines and args.only in f"{job.tests} {name_of(job.case)}"]
     command = command_line("-m tests.support.on_one_gpu", sys.argv[1:]).replace("'", "")
+    until = time.monotonic() + args.seconds - LAST
     results: list[dict[str, Any]] = []
     again: list[Job] = []
 
@@ -126,19 +144,21 @@ def main() -> int:
 
     with TemporaryDirectory() as temporary:
         folder = args.logs or Path(temporary)
-        for job, result in train_all(chosen, folder / "first", args.processes):
+        for job, result in train_all(chosen, folder / "first", args.processes, until):
             if lacked_memory(result):
                 again.append(job)
             else:
                 keep(result)
-        for _, result in train_all(again, folder / "again", min(2, args.processes)):
+        for _, result in train_all(again, folder / "again", min(2, args.processes), until):
             keep(result)
     wrong = [result for result in results if not is_as_it_should_be(result)]
     for result in wrong:
         what = result["error"][-800:] or result["differences"][:2] or "equal, and must not be"
         print(f"{result['tests']}, {result['engine']}: {result['case']}: {what}")
     print(f"{len(results) - len(wrong)} of {len(results)} as they should be, {len(again)} trained again for memory")
-    return bool(wrong)
+    if len(results) < len(chosen):
+        print(f"{len(chosen) - len(results)} did not run: time was up")
+    return bool(wrong or len(results) < len(chosen))
 
 
 if __name__ == "__main__":

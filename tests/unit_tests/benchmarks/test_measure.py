@@ -18,13 +18,13 @@ CRASHES = f"{WRITES}; sys.exit(3)"
 def run(tmp_path, monkeypatch, capsys):
     """Measures ``programs``, by the names of parts, and returns the exit code and what was printed."""
 
-    def run(programs, *arguments, commit="a1", **options):
+    def run(programs, *given, commit="a1", arguments="GPUS FILE", **options):
         parts = []
         for name, program in programs.items():
             (tmp_path / f"{name}.py").write_text(program)
-            parts.append(Part(name, (2,), f"{tmp_path / name}.py GPUS FILE", **options))
+            parts.append(Part(name, (2,), f"{tmp_path / name}.py {arguments}", **options))
         monkeypatch.setattr(measure, "PARTS", parts)
-        line = ["measure.py", "--folder", str(tmp_path / "found"), "--gpus", "2", "--commit", commit, *arguments]
+        line = ["measure.py", "--folder", str(tmp_path / "found"), "--gpus", "2", "--commit", commit, *given]
         monkeypatch.setattr(sys, "argv", line)
         return measure.main(), capsys.readouterr().out
 
@@ -40,6 +40,14 @@ def test_a_part_leaves_what_it_measured_at_which_commit_and_what_it_printed(run,
     assert code == 0
     assert found(tmp_path, "times") == {"gpus": 2, "commit": "a1", "exit": 0}
     assert (tmp_path / "found" / "logs" / "times_2gpu.log").read_text() == "measured\n"
+
+
+def test_a_part_is_told_how_many_launches_and_how_much_time_there_are(run, tmp_path):
+    program = "import json, sys; json.dump({'words': [*map(int, sys.argv[1:3])]}, open(sys.argv[3], 'w'))"
+    run({"times": program}, "--seconds", "400", "--launches", "3", arguments="LAUNCHES SECONDS FILE")
+    launches, seconds = found(tmp_path, "times")["words"]
+    assert launches == 3
+    assert 390 <= seconds <= 400
 
 
 def test_what_was_done_at_this_commit_is_not_done_again(run):

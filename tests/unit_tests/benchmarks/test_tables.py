@@ -1,4 +1,4 @@
-"""Tables of documents are made from files of results; the figures here are made up."""
+"""Tables and figures of documents are made from files of results; the figures here are made up."""
 
 import json
 from typing import Any
@@ -11,18 +11,24 @@ EAGER: dict[str, Any] = {"variant": "eager", "ms": 40.0, "reserved_mib": 2000, "
 EAGER |= {"graph_pools_mib": 0, "capture_seconds": 0.0, "steps": 30, "equal_steps": None}
 GRAPHS: dict[str, Any] = {"variant": "native", "ms": 10.04, "reserved_mib": 2200, "max_allocated_mib": 1950}
 GRAPHS |= {"graph_pools_mib": 300, "capture_seconds": 0.512, "steps": 30, "equal_steps": 29}
+GRAPHS |= {"ratio_to_full_iteration": 1.25, "ratio_to_compute_alone": 1.5}
 WHOLE = GRAPHS | {"variant": "full_iteration", "ms": 8.0, "reserved_mib": 2100}
+ALONE = GRAPHS | {"variant": "compute_alone", "ms": 7.0}
+FAILED = {"variant": "full_iteration", "error": "rank 1: no"}
 EMPTY = (
-    "# A project\n\n<!-- times by benchmarks/tables.py from: found -->\n<!-- end of what tables.py made -->\n\nMore.\n"
+    "# A project\n\n<!-- times by benchmarks/tables.py from: z a -->\n<!-- end of what tables.py made -->\n\n"
+    "It takes 3.1<!--=z configurations/A/native/ms--> ms, 9.99<!--=z configurations/A/eager/ms over "
+    "configurations/A/native/ms--> of it, 7,000<!--=z configurations/A/native/reserved_mib--> MiB.\n"
 )
 
 
 def results(*rows: dict[str, Any], name: str = "A:--num-layers 3") -> dict[str, Any]:
-    return {"command": "python it.py", "hardware": "2 x a GPU", "configurations": {name: list(rows)}}
+    found = {"command": "python it.py", "hardware": "2 x NVIDIA H100 80GB HBM3", "commit": "a1"}
+    return found | {"configurations": {name: list(rows)}}
 
 
 def cells(kind: str, found: dict[str, Any]) -> list[dict[str, str]]:
-    header, *rows = tables.KINDS[kind]({"results/one.json": found})
+    header, *rows = tables.KINDS[kind]({"results/one.json": {"commit": "a1", "hardware": "1 x NVIDIA H200"} | found})
     return [dict(zip(header, row, strict=True)) for row in rows]
 
 
@@ -30,20 +36,21 @@ def test_a_row_has_times_ratios_memory_and_equal_steps():
     assert cells("times", results(EAGER, GRAPHS, WHOLE)) == [
         {
             "model": "A: 16 layers, hidden 2048, sequence 2048, `--num-layers 3`",
-            "GPUs, results": "[2 x a GPU](results/one.json)",
+            "GPUs, results": "[2 x H100](results/one.json)",
             "eager: ms": "40.0",
             "graphs: ms": "10.0",
             "time / eager": "0.25",
             "time / full iteration": "1.25",
             "memory / eager": "1.10",
             "steps equal to eager's": "29 of 30",
+            "commit": "a1",
         }
     ]
 
 
 def test_a_full_iteration_that_failed_is_told_from_one_that_did_not_run():
-    failed = {"variant": "full_iteration", "error": "rank 1: no"}
-    said = [cells("times", results(EAGER, GRAPHS, *more))[0]["time / full iteration"] for more in ((failed,), ())]
+    alone = {key: value for key, value in GRAPHS.items() if not key.startswith("ratio")}
+    said = [cells("times", results(EAGER, alone, *more))[0]["time / full iteration"] for more in ((FAILED,), ())]
     assert said == ["cannot be captured", "not run"]
 
 
@@ -58,28 +65,120 @@ def test_a_variant_without_its_eager_training_is_left_out():
     assert cells("times", results(GRAPHS)) == []
 
 
+def test_of_several_launches_the_least_and_the_most_are_said():
+    several = [{"ms": ms, "ratio_to_full_iteration": ms / 8} for ms in (9.0, 10.04, 12.0)]
+    (row,) = cells("launches", results(EAGER, GRAPHS | {"launches": several}, WHOLE, ALONE))
+    assert row["eager: ms"] == "40.0"
+    assert row["graphs: ms"] == "10.0 (9.0 to 12.0)"
+    assert row["full iteration: ms"] == "8.0"
+    assert row["compute alone: ms"] == "7.0"
+    assert row["graphs / full iteration"] == "1.25 (1.12 to 1.50)"
+    assert row["graphs / compute alone"] == "1.50"
+
+
+def test_a_row_has_its_own_commit_or_that_of_its_file():
+    other = [row | {"variant": f"{row['variant']}+optimizer", "commit": "b2"} for row in (EAGER, GRAPHS)]
+    rows = cells("launches", results(EAGER, GRAPHS, *other))
+    assert [row["commit"] for row in rows] == ["a1", "b2"]
+    assert rows[1]["model"] == "A, `--num-layers 3`, `--optimizer-cuda-graph`"
+
+
 def test_memory_has_a_row_for_each_variant_that_ran():
-    failed = {"variant": "full_iteration", "error": "rank 1: no"}
-    eager, graphs = cells("memory", results(EAGER, GRAPHS, failed, name="B"))
-    assert [*eager.values()][2:] == ["eager", "2000", "1900", "0", "0.00"]
+    eager, graphs = cells("memory", results(EAGER, GRAPHS, FAILED, name="B"))
+    assert [*eager.values()] == ["B", "2 x H100", "eager", "2000", "1900", "0", "0.00"]
     assert [*graphs.values()][2:] == ["graphs", "2200", "1950", "300", "0.51"]
 
 
-def test_equality_counts_cases_by_tests_and_engine():
-    case = {"tests": "test_a", "engine": "native", "differences": [], "error": ""}
-    other = case | {"tests": "test_b"}
-    found = {"hardware": "a GPU", "results": [case, case | {"differences": ["loss"]}, other | {"error": "no"}, other]}
-    one, two = cells("equality", found)
-    assert (one["tests"], one["equal to eager training"], one["others"]) == ("test_a", "1 of 2", "1 differs")
-    assert (two["tests"], two["equal to eager training"], two["others"]) == ("test_b", "1 of 2", "1 failed")
+def test_recomputation_has_a_row_for_each_configuration_trained_eagerly_or_not():
+    (alone,) = cells("recomputation", results(GRAPHS))
+    assert (alone["model"], alone["eager: ms"], alone["graphs: ms"]) == ("A, `--num-layers 3`", "not run", "10.0")
+    (both,) = cells("recomputation", results(EAGER, GRAPHS))
+    assert (both["eager: ms"], both["reserved: MiB"], both["pools of graphs: MiB"]) == ("40.0", "2200", "300")
+
+
+def test_growth_has_a_row_for_each_number_of_layers_and_micro_batches():
+    models = [{"layers": layers, "micro_batches": 1} | row for layers in (8, 16) for row in (EAGER, GRAPHS)]
+    first, second = cells("growth", {"models": models})
+    assert (first["layers"], second["layers"], first["eager: ms"], first["graphs: ms"]) == ("8", "16", "40.0", "10.0")
+    assert first["graphs: MiB reserved"] == "2200"
+
+
+def test_equality_counts_cases_by_tests_and_engine_and_controls_that_must_differ_apart():
+    case = {"tests": "test_a", "engine": "native", "differences": [], "error": "", "control": ""}
+    other = case | {"tests": "test_b", "engine": "transformer_engine"}
+    dead = case | {"control": "dead_replay", "differences": ["loss"]}
+    found = {"results": [case, case | {"differences": ["loss"]}, dead, other | {"error": "no"}, other], "cases": 7}
+    one, two, left = cells("equality", found)
+    assert (one["what"], one["equal"], one["others"]) == (
+        "`tests/gpu/test_a.py`",
+        "1 of 2",
+        "1 differ, 1 differ and must",
+    )
+    assert (two["engine"], two["equal"], two["others"]) == ("TransformerEngine's", "1 of 2", "1 failed")
+    assert (left["what"], left["others"]) == ("there was no time for", "2 cases")
+
+
+def test_comparisons_of_several_files_are_taken_as_they_are():
+    each = {"what": "all", "engine": "ours", "layout": "TP", "hardware": "4 x NVIDIA H200", "equal": 3, "cases": 4}
+    (row,) = cells("equality", {"comparisons": [each | {"others": "why", "commit": "b2"}]})
+    assert [*row.values()] == ["all", "ours", "TP", "4 x H200", "3 of 4", "why", "b2"]
+
+
+def test_long_trainings_and_faults_say_how_many_were_as_they_should_be():
+    moe = {"steps": 500, "resumed_after": 250, "differing_steps": [7], "flat": False}
+    (row,) = cells("soaks", {"moe": moe})
+    assert (row["losses and norms equal to eager's"], row["memory"]) == ("499 of 500", "grows")
+    (row,) = cells("faults", {"results": [{"what": "all", "passed": 1999, "attempts": 2000, "commit": "b2"}]})
+    assert (row["passed"], row["commit"]) == ("1,999 of 2,000", "b2")
+
+
+def test_engines_are_compared_by_medians_of_rounds():
+    def rows(**figures):
+        return [
+            {"engine": engine} | {name: value * times for name, value in figures.items()}
+            for engine, times in (("native", 1), ("transformer_engine", 2), ("torch", 9))
+        ]
+
+    time = [row | {"callables": 8} for many in (1, 2, 9) for row in rows(forward_us=many * 10, backward_us=many)]
+    found = {"host_time": time, "memory": rows(bytes_per_callable=2**20)}
+    found["captures"] = [row | {"layers": 16} for row in rows(seconds=0.5)]
+    forward, backward, memory, capture = cells("engines", found)
+    assert [*forward.values()][2:5] == ["20.0", "40.0", "0.50"]
+    assert [*backward.values()][2:5] == ["2.0", "4.0", "0.50"]
+    assert [*memory.values()][2:5] == ["1.0", "2.0", "0.50"]
+    assert [*capture.values()][2:5] == ["0.500", "1.000", "0.50"]
+
+
+def test_local_graphs_are_compared_with_those_of_megatron_core():
+    medians = {"step_ms": 2.0, "capture_s": 0.1, "reserved_MiB": 10.0, "allocated_MiB": 9.0}
+    found = {"medians": dict.fromkeys(("eager", "this patch", "megatron-core"), medians), "command": "python it.py"}
+    found |= {"ratios": dict.fromkeys(medians, 1.0), "equal_losses": {"eager": 2, "this patch": 2, "megatron-core": 0}}
+    *figures, losses = cells("local", found)
+    assert {row["layers"] for row in figures} == {"Megatron's own"}
+    assert figures[0]["ours"] == "2.0"
+    assert (losses["ours"], losses["megatron-core's"]) == ("2 of 2 rounds", "0 of 2 rounds")
+
+
+def test_buffers_that_serve_again_are_compared_with_those_that_do_not():
+    rows = [{"graphs": "local", "chunks": 2, "reuse": reuse, "reserved_MiB": 9.0 - reuse} for reuse in (True, False)]
+    (row,) = cells("buffers", {"results": rows})
+    assert (row["chunks a stage"], row["reserved: MiB"], row["without reuse: MiB"]) == ("2", "8", "9")
+
+
+def test_predictions_are_those_for_64_gpus():
+    step = {"model": "8B", "tokens": 4096, "compute_ms": 1234.4, "exposed_ms": 5.0}
+    step["step_ms"] = {"eager": 2000.0, "all layers": 1500.0}
+    (row,) = cells("predictions", {"predictions": [step | {"gpus": gpus} for gpus in (8, 64)]})
+    assert [*row.values()] == ["8B", "4,096", "1,234", "5", "2,000", "1,500"]
 
 
 @pytest.fixture
 def project(tmp_path, monkeypatch):
     """A repository with a document that has no table yet, and a folder of results."""
-    (tmp_path / "found").mkdir()
+    folder = tmp_path / tables.RESULTS
+    folder.mkdir(parents=True)
     for name, configuration in (("z", "A"), ("a", "B")):
-        (tmp_path / "found" / f"{name}.json").write_text(json.dumps(results(EAGER, GRAPHS, name=configuration)))
+        (folder / f"{name}.json").write_text(json.dumps(results(EAGER, GRAPHS, name=configuration)))
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/page.md").write_text(EMPTY)
     monkeypatch.setattr(tables, "ROOT", tmp_path)
@@ -90,23 +189,35 @@ def project(tmp_path, monkeypatch):
 def test_a_document_is_written_once_and_then_stays(project):
     assert tables.main([]) == 0
     written = project.read_text()
-    assert written.startswith("# A project\n") and written.endswith("\n\nMore.\n")
+    assert written.startswith("# A project\n")
     rows = [line for line in written.splitlines() if line.startswith("| ")][1:]
-    assert [row[2] for row in rows] == ["B", "A"]
-    assert "(../found/a.json)" in rows[0]
+    assert [row[2] for row in rows] == ["A", "B"]
+    assert f"(../{tables.RESULTS}/z.json)" in rows[0]
+    assert "It takes 10.0<!--" in written
+    assert " ms, 3.98<!--" in written
+    assert " of it, 2,200<!--" in written
     assert tables.main([]) == 0
     assert project.read_text() == written
+
+
+def test_a_place_leaves_out_what_comments_must_not_have(project):
+    file = project.parents[1] / tables.RESULTS / "z.json"
+    file.write_text(json.dumps({"rows": [EAGER, GRAPHS | {"variant": "native::--flag all"}]}))
+    project.write_text("1.0<!--=z rows/native::flag all/ms--> 1<!--=z rows/1/reserved_mib-->")
+    tables.main([])
+    assert project.read_text() == "10.0<!--=z rows/native::flag all/ms--> 2200<!--=z rows/1/reserved_mib-->"
 
 
 def test_a_figure_changed_by_hand_is_noticed_and_written_anew(project):
     tables.main([])
     written = project.read_text()
     assert tables.main(["--check"]) == 0
-    project.write_text(written.replace("10.0", "9.9"))
-    assert tables.main(["--check"]) == 1
-    assert "9.9" in project.read_text()
-    assert tables.main([]) == 0
-    assert project.read_text() == written
+    for figure in "| 10.0 |", "takes 10.0":
+        project.write_text(written.replace(figure, figure.replace("10.0", "9.9"), 1))
+        assert tables.main(["--check"]) == 1
+        assert "9.9" in project.read_text()
+        assert tables.main([]) == 0
+        assert project.read_text() == written
 
 
 def test_documents_say_what_their_files_say():

@@ -35,7 +35,8 @@ def run(monkeypatch, tmp_path):
         monkeypatch.setattr(on_one_gpu, "train", train)
         monkeypatch.setattr(sys, "argv", ["on_one_gpu", "--output", str(tmp_path / "found.json"), *arguments])
         code = on_one_gpu.main()
-        return code, json.loads((tmp_path / "found.json").read_text()), seen
+        file = tmp_path / "found.json"
+        return code, json.loads(file.read_text()) if file.exists() else None, seen
 
     return run
 
@@ -65,3 +66,11 @@ def test_a_case_that_failed_for_another_reason_or_again_has_failed(run):
         code, found, _ = run({("native", 3): errors})
         assert code == 1
         assert [result["case"] for result in found["results"] if result["error"]] == ["('native', 3)"]
+
+
+def test_what_there_was_no_time_for_did_not_run_and_is_no_success(run, capsys):
+    code, found, seen = run({}, "--seconds", "59", "--engines", "native")
+    assert code == 1
+    assert seen == []
+    assert "12 did not run" in capsys.readouterr().out
+    assert found is None

@@ -1,0 +1,130 @@
+"""Tables of what was compared with eager training, and of what an engine costs."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from operator import itemgetter
+from statistics import median
+from typing import Any
+
+from .steps import Results, Row, gpus
+
+ENGINES = {"native": "ours", "transformer_engine": "TransformerEngine's"}
+DEAD = {"dead_local_replay", "dead_replay"}  # controls that must differ
+
+
+def equality(results: Results) -> Iterator[Row]:
+    """Yield a row for each kind of comparison: how many cases are equal to eager training."""
+    yield "what", "engine", "layout", "GPUs", "equal", "others", "commit"
+    for found in results.values():
+        for each in found.get("comparisons", ()):
+            yield (
+                *(each["what"], each["engine"], each["layout"], gpus(each)),
+                *(f"{each['equal']} of {each['cases']}", each["others"], each["commit"]),
+            )
+        groups: dict[tuple[str, str], Counter] = {}
+        for case in found.get("results", ()):
+            dead, differs = case["control"] in DEAD, bool(case["differences"])
+            outcome = (
+                "failed"
+                if case["error"]
+                else "differ and must"
+                if dead and differs
+                else "differ"
+                if differs
+                else "equal"
+            )
+            groups.setdefault((case["tests"], case["engine"]), Counter())[outcome] += 1
+        for (tests, engine), counts in sorted(groups.items()):
+            others = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if outcome != "equal")
+            cases = counts.total() - counts["differ and must"]
+            yield (
+                *(f"`tests/gpu/{tests}.py`", ENGINES[engine], "DP", gpus(found)),
+                *(f"{counts['equal']} of {cases}", others, found["commit"]),
+            )
+        left = found.get("cases", 0) - len(found.get("results", ()))
+        if left > 0:
+            yield "there was no time for", "", "DP", gpus(found), "", f"{left} cases", found["commit"]
+
+
+def faults(results: Results) -> Iterator[Row]:
+    """Yield a row for each case in which faults were injected."""
+    yield "case", "on", "passed", "commit"
+    for found in results.values():
+        for each in found["results"]:
+            yield each["what"], gpus(found), f"{each['passed']:,} of {each['attempts']:,}", each["commit"]
+
+
+def soaks(results: Results) -> Iterator[Row]:
+    """Yield a row for each long training."""
+    yield "model", "GPUs", "steps, resumed after", "losses and norms equal to eager's", "memory", "commit"
+    names = {
+        "dense": "dense, the whole model",
+        "moe": "parts of MoE layers",
+        "grouped": "dropless experts in graphs of the whole model, tokens unbalanced anew in each micro-batch",
+    }
+    for found in results.values():
+        for name, said in names.items():
+            if name in found:
+                each = found[name]
+                equal = each["steps"] - len(each["differing_steps"])
+                flat = "flat" if each["flat"] else "grows"
+                yield (
+                    *(said, gpus(found), f"{each['steps']}, {each['resumed_after']}"),
+                    *(f"{equal} of {each['steps']}", flat, found["commit"]),
+                )
+
+
+def engines(results: Results) -> Iterator[Row]:
+    """Yield a row for each figure of what graphs cost with either engine, medians of rounds."""
+    yield "", "GPUs", "ours", "TransformerEngine's", "ratio", "commit"
+    for found in results.values():
+
+        def compared(
+            what: str,
+            rows: Sequence[Mapping[str, Any]],
+            figure: Callable[[Mapping[str, Any]], float],
+            digits: int,
+            found: Mapping[str, Any] = found,
+        ) -> Row:
+            ours, theirs = (median(figure(row) for row in rows if row["engine"] == engine) for engine in ENGINES)
+            figures = (f"{ours:.{digits}f}", f"{theirs:.{digits}f}", f"{ours / theirs:.2f}")
+            return what, gpus(found), *figures, found["commit"]
+
+        for many in sorted({row["callables"] for row in found.get("host_time", ())}):
+            rows = [row for row in found["host_time"] if row["callables"] == many]
+            for name in "forward", "backward":
+                what = f"host time of a {name} replay of a small callable, of {many} in a row: us"
+                yield compared(what, rows, itemgetter(f"{name}_us"), 1)
+        if "memory" in found:
+            what = "memory for each callable, buffers shared: MiB"
+            yield compared(what, found["memory"], lambda row: row["bytes_per_callable"] / 2**20, 1)
+        for many in sorted({row["layers"] for row in found.get("captures", ())}):
+            rows = [row for row in found["captures"] if row["layers"] == many]
+            yield compared(f"capture of {many} TransformerEngine layers: s", rows, lambda row: row["seconds"], 3)
+
+
+def local(results: Results) -> Iterator[Row]:
+    """Yield a row for each figure of local graphs, this patch's and megatron-core's."""
+    yield "layers", "GPUs", "", "eager", "ours", "megatron-core's", "ratio", "commit"
+    kinds = {"step_ms": ("step: ms", 1), "capture_s": ("capture: s", 3)}
+    kinds |= {"reserved_MiB": ("memory reserved: MiB", 0), "allocated_MiB": ("memory allocated: MiB", 0)}
+    for found in results.values():
+        layers = "TransformerEngine's" if "--transformer-engine" in found["command"] else "Megatron's own"
+        medians = found["medians"]
+        for key, (said, digits) in kinds.items():
+            figures = (f"{medians[name][key]:.{digits}f}" for name in ("eager", "this patch", "megatron-core"))
+            yield layers, gpus(found), said, *figures, f"{found['ratios'][key]:.3f}", found["commit"]
+        same, rounds = found["equal_losses"], found["equal_losses"]["eager"]
+        figures = (f"{same[name]} of {rounds} rounds" for name in ("this patch", "megatron-core"))
+        yield layers, gpus(found), "losses equal to eager ones", "", *figures, "", found["commit"]
+
+
+def buffers(results: Results) -> Iterator[Row]:
+    """Yield a row for each kind of graphs in a pipeline: memory with static buffers that serve again, and without."""
+    yield "graphs", "chunks a stage", "GPUs", "reserved: MiB", "without reuse: MiB", "commit"
+    for found in results.values():
+        reserved = {(row["graphs"], row["chunks"], row["reuse"]): row["reserved_MiB"] for row in found["results"]}
+        for graphs, chunks, reuse in reserved:
+            if reuse:
+                figures = (f"{reserved[graphs, chunks, each]:.0f}" for each in (True, False))
+                yield f"`{graphs}`", str(chunks), gpus(found), *figures, found["commit"]

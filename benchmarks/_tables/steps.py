@@ -1,0 +1,179 @@
+"""Tables of times and memory of steps, from results of ``step_time.py`` and ``scaling.py``."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from benchmarks._step_time.configurations import DESCRIPTIONS
+
+Row = tuple[str, ...]
+Results = Mapping[str, Mapping[str, Any]]
+NAMES = {
+    "eager": "eager",
+    "native": "graphs",
+    "native::--cuda-graph-layers-per-graph all": "graphs of all layers",
+    "full_iteration": "full iteration",
+    "compute_alone": "compute alone",
+}
+FLAGS = {"+grouped": "`--moe-use-grouped-tensor`", "+optimizer": "`--optimizer-cuda-graph`"}
+
+
+def times(results: Results) -> Iterator[Row]:
+    """Yield a row for each configuration that was trained eagerly and with graphs."""
+    yield (
+        *("model", "GPUs, results", "eager: ms", "graphs: ms", "time / eager", "time / full iteration"),
+        *("memory / eager", "steps equal to eager's", "commit"),
+    )
+    for path, found, model, variants in _trained(results, described=True):
+        eager, graphs = variants["eager"], variants["native"]
+        if FLAGS["+optimizer"] in model:
+            continue
+        yield (
+            model,
+            f"[{gpus(found)}]({path})",
+            _ms(eager),
+            _ms(graphs),
+            f"{graphs['ms'] / eager['ms']:.2f}",
+            _spread(graphs, "ratio_to_full_iteration", variants.get("full_iteration")),
+            f"{graphs['reserved_mib'] / eager['reserved_mib']:.2f}",
+            f"{graphs['equal_steps']} of {graphs['steps']}",
+            commit(found, graphs),
+        )
+
+
+def launches(results: Results) -> Iterator[Row]:
+    """Yield a row for each configuration: medians over launches, and the least and the most."""
+    yield (
+        *("model", "GPUs", "eager: ms", "graphs: ms", "full iteration: ms", "compute alone: ms"),
+        *("graphs / full iteration", "graphs / compute alone", "commit"),
+    )
+    for _, found, model, variants in _trained(results):
+        graphs, whole, alone = (variants.get(name, {}) for name in ("native", "full_iteration", "compute_alone"))
+        yield (
+            model,
+            gpus(found),
+            _spread(variants["eager"], "ms"),
+            _spread(graphs, "ms"),
+            _spread(whole, "ms"),
+            _spread(alone, "ms"),
+            _spread(graphs, "ratio_to_full_iteration", whole),
+            _spread(graphs, "ratio_to_compute_alone", alone),
+            commit(found, graphs),
+        )
+
+
+def memory(results: Results) -> Iterator[Row]:
+    """Yield a row for each variant of a configuration."""
+    yield "model", "GPUs", "", "reserved: MiB", "tensors at their peak: MiB", "pools of graphs: MiB", "capture: s"
+    for _, found, model, variants in _trained(results):
+        for name, said in NAMES.items():
+            row = variants.get(name, {})
+            if "reserved_mib" in row:
+                keys = ("reserved_mib", "max_allocated_mib", "graph_pools_mib")
+                yield (
+                    model,
+                    gpus(found),
+                    said,
+                    *(f"{row[key]:.0f}" for key in keys),
+                    f"{row['capture_seconds']:.2f}",
+                )
+
+
+def recomputation(results: Results) -> Iterator[Row]:
+    """Yield a row for each configuration: times, and memory with graphs."""
+    yield "model", "GPUs", "eager: ms", "graphs: ms", "reserved: MiB", "pools of graphs: MiB", "commit"
+    for found in results.values():
+        for configuration, rows in found["configurations"].items():
+            eager, graphs = ({row["variant"]: row for row in rows}.get(name, {}) for name in ("eager", "native"))
+            figures = (f"{graphs[key]:.0f}" for key in ("reserved_mib", "graph_pools_mib"))
+            yield _model(configuration, ""), gpus(found), _ms(eager), _ms(graphs), *figures, found["commit"]
+
+
+def growth(results: Results) -> Iterator[Row]:
+    """Yield a row for each number of layers and of micro-batches."""
+    yield (
+        *("layers", "micro-batches", "GPUs", "eager: ms", "graphs: ms", "eager: MiB reserved", "graphs: MiB reserved"),
+        *("capture: s", "steps equal to eager's", "commit"),
+    )
+    for found in results.values():
+        models: dict[tuple[int, int], dict[str, Any]] = {}
+        for row in found["models"]:
+            models.setdefault((row["layers"], row["micro_batches"]), {})[row["variant"]] = row
+        for (layers, many), variants in models.items():
+            eager, graphs = variants["eager"], variants["native"]
+            yield (
+                *(str(layers), str(many), gpus(found), _ms(eager), _ms(graphs)),
+                *(str(eager["reserved_mib"]), str(graphs["reserved_mib"]), f"{graphs['capture_seconds']:.2f}"),
+                *(f"{graphs['equal_steps']} of {graphs['steps']}", found["commit"]),
+            )
+
+
+def predictions(results: Results) -> Iterator[Row]:
+    """Yield a row for each model on 64 GPUs and each number of tokens, as ``step_model.py`` predicts it."""
+    yield "model, 64 GPUs", "tokens of a rank's micro-batch", "compute", "exposed collectives", "eager", "with graphs"
+    for found in results.values():
+        for each in found["predictions"]:
+            if each["gpus"] == 64:
+                times = (
+                    each["compute_ms"],
+                    each["exposed_ms"],
+                    each["step_ms"]["eager"],
+                    each["step_ms"]["all layers"],
+                )
+                yield each["model"], f"{each['tokens']:,}", *(f"{ms:,.0f}" for ms in times)
+
+
+def gpus(found: Mapping[str, Any]) -> str:
+    """Return how many GPUs of which model a file is about."""
+    return str(found["hardware"]).replace("NVIDIA ", "").removesuffix(" 80GB HBM3")
+
+
+def commit(found: Mapping[str, Any], row: Mapping[str, Any]) -> str:
+    """Return at which commit a row was measured: its own, or its file's."""
+    return str(row.get("commit", found["commit"]))
+
+
+def _trained(
+    results: Results, *, described: bool = False
+) -> Iterator[tuple[str, Mapping[str, Any], str, dict[str, Any]]]:
+    """Yield what was trained eagerly and with graphs: its file, what is in that, the model, and variants by name.
+
+    Variants with further flags, which are compared with each other, come as a model of their own, by the plain names.
+    """
+    for path, found in results.items():
+        for configuration, rows in found.get("configurations", {}).items():
+            all_variants = {row["variant"]: row for row in rows}
+            for suffix in ("", *FLAGS):
+                ending = len(suffix)
+                variants = {
+                    name[: len(name) - ending]: row for name, row in all_variants.items() if name.endswith(suffix)
+                }
+                if all("ms" in variants.get(name, {}) for name in ("eager", "native")):
+                    yield path, found, _model(configuration, suffix, described=described), variants
+
+
+def _model(configuration: str, suffix: str, *, described: bool = False) -> str:
+    name, _, flags = configuration.partition(":")
+    head = f"{name}: {DESCRIPTIONS[name]}" if described else name
+    return ", ".join(filter(None, [head, f"`{flags}`" * bool(flags), FLAGS.get(suffix, "")]))
+
+
+def _ms(row: Mapping[str, Any]) -> str:
+    return f"{row['ms']:.1f}" if "ms" in row else "not run"
+
+
+def _spread(row: Mapping[str, Any], key: str, base: Mapping[str, Any] | None = None) -> str:
+    """Return a figure of a row, and between which it lies if there were several launches.
+
+    Args:
+        row: A row; empty if there is none.
+        key: Of the figure: ``ms``, or a ratio.
+        base: The row that a ratio is to.
+    """
+    if "error" in (base or row):
+        return "cannot be captured"
+    if row.get(key) is None:
+        return "not run"
+    digits = 1 if key == "ms" else 2
+    each = [launch[key] for launch in row.get("launches", ()) if launch.get(key) is not None]
+    between = f" ({min(each):.{digits}f} to {max(each):.{digits}f})" if len(each) > 1 else ""
+    return f"{row[key]:.{digits}f}{between}"
