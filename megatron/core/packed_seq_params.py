@@ -1,7 +1,4 @@
-"""Lengths of packed sequences in fixed shapes, as CUDA graphs need them.
-
-Everything else in this module is megatron-core's.
-"""
+"""Lengths of packed sequences in fixed shapes, as CUDA graphs need them."""
 
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any

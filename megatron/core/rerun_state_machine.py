@@ -1,7 +1,4 @@
-"""Reruns of steps, which draw the same random numbers, agreed on by ranks without waiting for their devices.
-
-Everything else in this module is megatron-core's.
-"""
+"""Reruns of steps, which draw the same random numbers, agreed on by ranks without waiting for their devices."""
 
 import logging
 from typing import TYPE_CHECKING, Any, cast

@@ -1,7 +1,4 @@
-"""A batch that no rank but one needs is not broadcast.
-
-Everything else in this module is megatron-core's.
-"""
+"""A batch that no rank but one needs is not broadcast."""
 
 import functools
 import inspect

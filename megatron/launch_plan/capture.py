@@ -18,7 +18,6 @@ class Graph:
     """One graph.
 
     Attributes:
-        kind: Which passes it holds.
         layers: The numbers of the layers in it, in the order in which they run; empty for the whole model.
         mtp: Whether they are layers of multi-token prediction.
         chunk: The chunk of the whole model, counted from 1; None if it is not divided into pipeline stages.

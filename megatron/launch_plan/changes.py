@@ -20,12 +20,7 @@ _NEEDED = {"moe_preprocess": ("moe_router",)}
 
 @dataclass(frozen=True)
 class Change:
-    """A change of flags.
-
-    Attributes:
-        words: What to do.
-        arguments: All flags after it.
-    """
+    """A change of flags."""
 
     words: str
     arguments: Sequence[str]
@@ -46,7 +41,6 @@ def accepted(change: Change, args: argparse.Namespace) -> argparse.Namespace | N
     """Return the validated arguments after ``change``; None if a check refuses them.
 
     Args:
-        change: The change.
         args: Arguments with the ranks of the job.
     """
     flags = read_flags(change.arguments, args.world_size)
@@ -58,8 +52,6 @@ def to_graph(module: str, arguments: Sequence[str], args: argparse.Namespace) ->
 
     Args:
         module: The part's value of ``--cuda-graph-modules``.
-        arguments: The flags as they are.
-        args: The same, validated.
     """
     for change in _candidates(module, arguments, Options(args).modules):
         after = accepted(change, args)
@@ -74,8 +66,6 @@ def to_graph_all(
     """Return the smallest known change with which a graph holds the whole model; None if there is none.
 
     Args:
-        arguments: The flags as they are.
-        args: The same, validated.
         blocker: Returns why the whole model cannot be captured with given arguments; empty if it can.
     """
     words, rest = [], [*arguments]

@@ -94,7 +94,6 @@ def whole_model_blocker(args: argparse.Namespace, whole_layers: bool = False) ->
     """Say why the whole model cannot be captured, in all of its pipeline stages; empty if it can.
 
     Args:
-        args: Validated arguments.
         whole_layers: Whether to leave ``--cuda-graph-modules`` aside.
     """
     for stage in range(args.pipeline_model_parallel_size):

@@ -38,7 +38,6 @@ def fsdp_memory(buffers: Iterable[Any], args: argparse.Namespace) -> Counter[str
 
     Args:
         buffers: The ``ParamAndGradBuffer`` of each model chunk, with no bucket in use.
-        args: Megatron's arguments.
     """
     found: Counter[str] = Counter()
     for buffer in buffers:

@@ -32,10 +32,6 @@ class Part:
     """A kind of module.
 
     Attributes:
-        name: What it is.
-        count: How many there are in the stage.
-        graphed: Whether it runs in graphs.
-        why: The reason.
         module: The value of ``--cuda-graph-modules`` that selects it; None for what is outside of layers.
     """
 

@@ -38,7 +38,6 @@ def patches(checkout: Path, series: tuple[Patch, ...] = SERIES) -> Iterator[tupl
 
     Args:
         checkout: It holds ``megatron/core``; it is read only.
-        series: The patches.
 
     Raises:
         FileNotFoundError: it does not.

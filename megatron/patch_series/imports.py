@@ -20,7 +20,6 @@ def with_imports(
     Args:
         text: A file of megatron-core with these definitions.
         ours: The statements of our file, of which the imports are taken.
-        used: The names that our definitions use.
         moved: Names that ``text`` imports now and defined before.
         gone: Names that ``text`` imports and does not need any more.
     """

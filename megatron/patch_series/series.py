@@ -16,8 +16,6 @@ class Patch:
 
     Attributes:
         folder: The series that it is in, a folder.
-        title: The first line of its message.
-        why: The rest of it.
         changes: Of modules of megatron-core the definitions that it changes, ``f`` and ``Class.m``.
         roots: It also brings all that there is below these paths in ``megatron``, as far as it is not there yet.
         tests: Files with tests of it, below ``tests/unit_tests``, and folders, of which those tests are meant that need

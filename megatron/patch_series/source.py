@@ -17,7 +17,6 @@ class Source:
 
     Attributes:
         lines: Its lines, the first of which has the number 1.
-        body: Its statements.
         names: With each name that it binds the statement that does.
     """
 

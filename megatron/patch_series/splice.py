@@ -27,8 +27,6 @@ def splice(theirs: str, ours: str, names: Collection[str] | None = None) -> str:
     """Return the text of megatron-core's file with definitions of ours in it.
 
     Args:
-        theirs: The text of megatron-core's file.
-        ours: The text of the file of the patch.
         names: ``f`` and ``Class.m`` of those that are taken of ours; None for all. What they use of ours beside what
             megatron-core has is taken too.
 
@@ -213,10 +211,8 @@ def _replacement(
     """Return what a checkout has in the place of megatron-core's ``there``: our ``node``, and it or its statements.
 
     Args:
-        own, source: The files of both.
         reference: A pattern for what ours calls megatron-core's.
         renamed: Names in the text of ours what a checkout calls otherwise.
-        owner: Our class, if it is a method.
     """
     text = renamed(own.code(node))
     references = len(re.findall(reference, own.code(owner) if owner else "\n".join(own.lines)))

@@ -1,7 +1,4 @@
-"""The configuration of a model from Megatron's arguments, with this project's own options of CUDA graphs.
-
-Everything else in this module is megatron-core's.
-"""
+"""The configuration of a model from Megatron's arguments, with this project's own options of CUDA graphs."""
 
 import argparse
 from typing import TYPE_CHECKING, Any

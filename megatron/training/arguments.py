@@ -1,7 +1,4 @@
-"""Megatron's arguments, with the checks that CUDA graphs of a sharded model need.
-
-Everything else of megatron-core's module of this path is megatron-core's own.
-"""
+"""Megatron's arguments, with the checks that CUDA graphs of a sharded model need."""
 
 import argparse
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,4 @@
-"""Checkpoints that runs with and without graphs load alike, with layers by their numbers in the whole model.
-
-Everything else in this module is megatron-core's.
-"""
+"""Checkpoints that runs with and without graphs load alike, with layers by their numbers in the whole model."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any

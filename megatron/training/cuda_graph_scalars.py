@@ -37,7 +37,6 @@ class CudaGraphScalars:
         """Count the iteration that ended last, once however often this is called after it; write if it is time.
 
         Args:
-            helper: The helper.
             deleting: Whether its graphs are about to be deleted, so that what was not written is written now.
         """
         tensorboard, wandb = get_tensorboard_writer(), get_wandb_writer()

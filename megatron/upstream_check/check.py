@@ -36,7 +36,6 @@ def check(ours: Sources, other: Sources) -> Findings:
 
     Args:
         ours: The megatron-core that the patch is made for.
-        other: The one to check.
     """
     findings = Findings()
     for each in reliances():

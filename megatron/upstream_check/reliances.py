@@ -15,9 +15,6 @@ class Reliance:
     """Something of megatron-core's that a file of the patch needs.
 
     Attributes:
-        file: The file, below the patch's folder.
-        line: Where in it.
-        module: The module of megatron-core.
         path: What of it, such as ``Class.method``; empty for the module itself.
         overridden: Whether the patch puts a definition of its own in the place of this one.
         later: What a later megatron-core may call it.

@@ -12,11 +12,7 @@ Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 @dataclass(frozen=True)
 class Sources:
-    """The modules below a folder.
-
-    Attributes:
-        root: It holds ``megatron/core``.
-    """
+    """The modules below a folder."""
 
     root: Path
 

@@ -1,8 +1,6 @@
 """What follows the backward passes of a step, without work for what a model does not have.
 
 The gradients of an embedding that two pipeline stages have are reduced where they are sharded, too.
-
-Everything else in this module is megatron-core's.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -18,7 +18,6 @@ class CountedRanks:
     """The ranks of a model, and which of its parameters' gradients count on this one.
 
     Attributes:
-        group: The ranks.
         replicated: Whether several of them hold the same gradients, of which only the first rank's count.
     """
 

@@ -1,7 +1,4 @@
-"""The distributed optimizer, whose step under Megatron-FSDP costs the host less.
-
-Everything else in this module is megatron-core's.
-"""
+"""The distributed optimizer, whose step under Megatron-FSDP costs the host less."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any

@@ -54,7 +54,6 @@ def gradients_of(params: Sequence[Any], name: str) -> list[Any]:
     """Return the gradient of each parameter, or None.
 
     Args:
-        params: The parameters.
         name: Their attribute that has it: ``grad``, or ``decoupled_grad``, which a parameter may lack.
     """
     return list(map(_GRAD, params)) if name == "grad" else [getattr(param, name, None) for param in params]

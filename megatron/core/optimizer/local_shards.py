@@ -62,7 +62,6 @@ class LocalShards:
         """Whether the step of ``optimizer`` does the same to local tensors as to ``DTensor``.
 
         Args:
-            optimizer: The optimizer.
             kinds: Classes of optimizers that update each element by itself, and nothing but tensors, in place.
         """
         params = [param for group in optimizer.param_groups for param in group["params"]]

@@ -1,7 +1,4 @@
-"""The CUDA graph of the optimizer's step, under Megatron-FSDP too.
-
-Everything else in this module is megatron-core's.
-"""
+"""The CUDA graph of the optimizer's step, under Megatron-FSDP too."""
 
 from typing import Any
 

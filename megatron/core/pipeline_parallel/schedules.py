@@ -1,7 +1,4 @@
-"""Schedules in which the host learns of bounds on tokens that were too small while the backward pass runs.
-
-Everything else in this module is megatron-core's.
-"""
+"""Schedules in which the host learns of bounds on tokens that were too small while the backward pass runs."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,4 @@
-"""Attention without TransformerEngine, also of keys and values of other sizes, which multi-latent attention has.
-
-Everything else in this module is megatron-core's.
-"""
+"""Attention without TransformerEngine, also of keys and values of other sizes, which multi-latent attention has."""
 
 from typing import TYPE_CHECKING, Any
 

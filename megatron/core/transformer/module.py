@@ -1,7 +1,4 @@
-"""``GraphableMegatronModule`` that replays its graphs through its own call, so that its hooks run around them.
-
-Everything else in this module is megatron-core's.
-"""
+"""``GraphableMegatronModule`` that replays its graphs through its own call, so that its hooks run around them."""
 
 from copy import copy
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,4 @@
-"""Multi-token prediction that graphs of the whole model can hold: what they read and add to stays where it is.
-
-Everything else in this module is megatron-core's.
-"""
+"""Multi-token prediction that graphs of the whole model can hold: what they read and add to stays where it is."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,4 @@
-"""A model's configuration, also of full recomputation beside graphs that hold more than a layer.
-
-Everything else in this module is megatron-core's.
-"""
+"""A model's configuration, also of full recomputation beside graphs that hold more than a layer."""
 
 from copy import copy
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,4 @@
-"""Statistics of a step, taken without the host waiting for the device where nothing is to be reduced.
-
-Everything else in this module is megatron-core's.
-"""
+"""Statistics of a step, taken without the host waiting for the device where nothing is to be reduced."""
 
 from typing import TYPE_CHECKING, Any
 

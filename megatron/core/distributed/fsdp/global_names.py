@@ -48,7 +48,6 @@ def by_global_name(chunks: Sequence[torch.nn.Module], named: Iterable[dict[str, 
     """Return what the chunks of a pipeline stage have by name, in one dictionary by global name.
 
     Args:
-        chunks: The chunks.
         named: Of each chunk, values by name.
 
     Raises:

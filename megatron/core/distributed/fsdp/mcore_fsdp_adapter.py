@@ -2,7 +2,6 @@
 
 megatron-core lays the mesh over all ranks of the job; under pipeline parallelism a stage has only some of them. It
 allows no graphs of layers beside ``--overlap-moe-expert-parallel-comm``.
-Everything else in this module is megatron-core's.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -41,7 +40,6 @@ def _get_dp_tp_mesh(dp_cp_group, tp_group, ep_size: int = 1) -> torch.Tensor:
 
     Args:
         dp_cp_group: The ranks over which parameters are sharded; of experts the expert-data-parallel ones.
-        tp_group: The tensor-parallel ranks.
         ep_size: Ignored: the groups say already which ranks have the same experts.
     """
     return mesh_of(dp_cp_group, tp_group)

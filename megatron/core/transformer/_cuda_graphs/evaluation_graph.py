@@ -28,7 +28,6 @@ class EvaluationGraph(LayerGraph):
         sample_kwargs: Its static keyword inputs, tensors.
         in_place: Knows where the graph reads parameters and buffers.
         dispatcher: What the capture has set in the layer's token dispatcher, which a replay sets again.
-        options: Further arguments of ``LayerGraph``.
     """
 
     def __init__(

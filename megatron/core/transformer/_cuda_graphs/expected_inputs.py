@@ -12,8 +12,6 @@ class ExpectedInputs:
     """The inputs that a callable was captured with, and what errors call them.
 
     Args:
-        owner: What errors call the callable.
-        tensors: The inputs at capture.
         name_of: Returns what errors call the input of this index.
         advice: The end of an error about another shape or dtype.
     """

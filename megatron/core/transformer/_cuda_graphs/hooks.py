@@ -92,7 +92,6 @@ class ModuleHooks:
     """The hooks of one module before capture.
 
     Attributes:
-        module: The module they were taken from.
         saved: For each of torch's hook and flag dicts, a copy of its entries, in their order.
     """
 

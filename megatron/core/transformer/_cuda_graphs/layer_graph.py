@@ -38,8 +38,6 @@ class LayerGraph:
     """Replays the graphs of one layer for one micro-batch, from either engine.
 
     Args:
-        name: The layer's name in errors.
-        graphed: The engine's callable.
         sample_args: Its static positional inputs, tensors.
         sample_kwargs: Its static keyword inputs, tensors.
         has_attention: Whether the graphs hold attention; if not, inputs that only attention reads are ignored.
@@ -57,9 +55,6 @@ class LayerGraph:
         packed: What the graphs do with packed sequences; None if there are none, or attention is not captured.
 
     Attributes:
-        packed: The argument.
-        graphed: The engine's callable.
-        name: The layer's name in errors.
         around: Called with the engine's callable, positional and keyword arguments in the place of it; None for itself.
     """
 

@@ -49,9 +49,7 @@ def to_inputs(name: str, kwargs: dict[str, Any], use: PackedUse, seq_length: int
     """Return ``kwargs`` of a layer at a replay without ``packed_seq_params``, and with its offsets if graphs read them.
 
     Args:
-        name: The layer's name in errors.
         kwargs: The keywords that the layer is called with.
-        use: What its graphs do with packed sequences.
         seq_length: Tokens in a micro-batch.
 
     Raises:

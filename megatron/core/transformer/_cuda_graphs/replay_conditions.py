@@ -28,13 +28,8 @@ class _Aspect:
     """One kind of thing that is compared.
 
     Args:
-        names: What a warning calls each thing.
         look: Returns the things there are now, always in the same order.
         then: Those at capture; by default what ``look`` returns.
-
-    Attributes:
-        look: The argument.
-        then: The argument, or what ``look`` returned.
     """
 
     def __init__(self, names: Sequence[Any], look: Callable[[], list[Any]], then: list[Any] | None = None):
@@ -73,9 +68,7 @@ class ReplayConditions:
 
     Args:
         roots: The captured modules; what is inside of them belongs to them.
-        reads: What the captured passes read.
         run_hooks: Those whose own hooks run around replays.
-        name: What warnings call the modules.
         forward_replaced: Whether replays take the place of the ``forward`` of ``roots`` by the time of a comparison.
         parameters: Whether parameters are compared, as they are not where others come and go.
         buffers: Whether buffers are compared: not where an ``AddressGuard`` is checked.

@@ -1,7 +1,4 @@
-"""Experts that compute all their tokens at once with ``--moe-use-grouped-tensor``; parameters stay what they are.
-
-Everything else in this module is megatron-core's.
-"""
+"""Experts that compute all their tokens at once with ``--moe-use-grouped-tensor``; parameters stay what they are."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -104,7 +104,6 @@ def linears(modules: Sequence[torch.nn.Module], numbers: Iterable[int] | None = 
     """Return the parameters ``weight`` and ``bias`` of ``modules``.
 
     Args:
-        modules: Linear layers.
         numbers: What comes after these names where a module has the parameters of several experts.
     """
     suffixes = [""] if numbers is None else [*map(str, numbers)]
@@ -136,8 +135,6 @@ def compute_experts(
     Args:
         config: Their ``TransformerConfig``.
         activation_func: Theirs, as of ``MLP``.
-        fc1: Their first layers.
-        fc2: Their second layers.
         rows: The tokens ``[rows, hidden]``, expert after expert.
         tokens_per_expert: Integers ``[experts]``, on the device.
         probs: By what the router scales each row, ``[rows]``.

@@ -1,7 +1,4 @@
-"""Routers whose tokens may be bounded on their way to experts.
-
-Everything else in this module is megatron-core's.
-"""
+"""Routers whose tokens may be bounded on their way to experts."""
 
 from typing import TYPE_CHECKING, Any
 

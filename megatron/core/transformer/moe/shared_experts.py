@@ -1,7 +1,4 @@
-"""Shared experts that overlap the dispatch of tokens, also if a CUDA graph holds the layer up to the dispatch.
-
-Everything else in this module is megatron-core's.
-"""
+"""Shared experts that overlap the dispatch of tokens, also if a CUDA graph holds the layer up to the dispatch."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,4 @@
-"""Dispatchers that leave the number of tokens of each expert on the device, with ``--moe-use-grouped-tensor``.
-
-Everything else in this module is megatron-core's.
-"""
+"""Dispatchers that leave the number of tokens of each expert on the device, with ``--moe-use-grouped-tensor``."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -11,7 +11,6 @@ class Lease[Buffers]:
 
     Attributes:
         key: Requests with an equal key may be served by these tensors.
-        buffers: The tensors.
         holders: How many hold them; 0 while they are free.
     """
 

@@ -15,7 +15,6 @@ def recover_from_failed_capture(pool: tuple, capture: "Capture | None" = None) -
     """Take the allocator and the generators out of capture mode, in which torch leaves both.
 
     Args:
-        pool: The memory pool of the failed capture.
         capture: The failed ``Capture``, whose generators may not be current any more; None if another engine captured.
     """
     with suppress(RuntimeError):  # the capture had not begun, or was ended

@@ -11,7 +11,6 @@ class CaptureTimeHooks:
     """The hooks that run around one callable in warm-up and capture, outside the graph.
 
     Args:
-        name: The callable's name in errors.
         hooks: ``{kind: {id: hook}}`` with the kinds of ``HOOK_KINDS``; None for no hooks.
 
     Forward-pre hooks are offered ``(module, args, kwargs)``, forward hooks ``(module, args, output)``, the others

@@ -9,7 +9,6 @@ def connected_leaves(outputs: Iterable[torch.Tensor], stops: Iterable[torch.Tens
     """Return the leaves that require grad and from which ``outputs`` were computed, each once, in arbitrary order.
 
     Args:
-        outputs: The tensors from which the search starts.
         stops: Tensors at which it stops: the backward pass ends there.
     """
     outputs = list(outputs)

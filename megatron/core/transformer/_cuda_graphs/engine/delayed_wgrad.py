@@ -19,7 +19,6 @@ class DelayedWeightGradients:
 
     Args:
         modules: Modules with ``need_backward_dw`` and ``backward_dw``, which run in the forward pass.
-        params: The callable's parameters.
     """
 
     def __init__(self, modules: Iterable[Any], params: Iterable[torch.Tensor]):

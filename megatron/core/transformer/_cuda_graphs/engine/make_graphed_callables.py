@@ -89,8 +89,7 @@ def make_graphed_callables(
             replay overwrites them, so each must be consumed before. The same always holds for gradients of parameters
             that TransformerEngine has marked with ``skip_backward_post_hook``, and for gradients of inputs, except
             leaves, of which backward returns copies.
-        pre_warmup_hook: Called once, before warm-up.
-        post_warmup_hook: Called once, after warm-up.
+        pre_warmup_hook, post_warmup_hook: Called once, before and after warm-up.
         capture_time_hooks: For each callable None or ``{kind: {id: hook}}``, with the kinds ``forward_pre_hooks``,
             ``forward_hooks``, ``backward_pre_hooks`` and ``backward_hooks``. They run around the callable's passes in
             every warm-up iteration and in capture, outside the graph, and are not replayed. See ``CaptureTimeHooks``

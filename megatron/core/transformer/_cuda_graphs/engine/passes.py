@@ -16,9 +16,6 @@ class CapturePasses:
     """The passes of one capture.
 
     Args:
-        plan: The passes, in order.
-        slots: The slots of the plan.
-        training: Whether backward passes run.
         shares_memory: Whether graphs that are captured later may use memory that no later replay reads.
     """
 

@@ -89,7 +89,6 @@ def ordered_plan(order: Sequence[float], num_layers_per_chunk: Sequence[int] | i
             (the weight gradients that its backward delayed, for every micro-batch of the chunk or for none).
         num_layers_per_chunk: The number of callables of each chunk; one number for all chunks, or None to divide the
             callables evenly.
-        num_callables: The number of callables.
 
     Raises:
         ValueError: the order and the counts contradict each other.

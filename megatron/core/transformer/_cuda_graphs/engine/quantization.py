@@ -32,7 +32,6 @@ def resolve_quantization(arguments: Mapping[str, Any], callables: Sequence[Calla
     Args:
         arguments: ``enabled``, ``calibrating``, ``recipe``, ``amax_reduction_group`` and ``cache_quantized_params`` of
             ``make_graphed_callables``, or their deprecated spellings; None if not given.
-        callables: The callables that are captured.
 
     Raises:
         ValueError: an argument is given in both spellings, or ``enabled`` has another length.
@@ -134,7 +133,6 @@ class Quantization:
         """The context in which the callable of this index runs in warm-up and capture.
 
         Args:
-            index: The callable.
             graph: Whether TransformerEngine leaves to replays what it does at the end of the outermost context.
         """
         return self._graph.autocast(
@@ -168,8 +166,6 @@ class RecordedQuantization:
     What is left to replays is whether weights are quantized again, which the graphs read on the device.
 
     Args:
-        quantization: How the modules are quantized.
-        module: What is recorded.
         delayed: Whether scaling is delayed: only then there are statistics.
     """
 

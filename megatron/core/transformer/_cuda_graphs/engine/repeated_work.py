@@ -18,9 +18,6 @@ CAPTURES = 3  # after so many, work whose addresses change is left alone
 class RepeatedWork:
     """Work on memory that stays where it is from step to step.
 
-    Args:
-        name: What to call it in messages.
-
     Attributes:
         replays: How often its last graph was replayed.
     """

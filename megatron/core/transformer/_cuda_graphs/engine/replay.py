@@ -33,16 +33,12 @@ class Replay:
     """A forward and a backward graph with the static tensors around them.
 
     Args:
-        name: What profiles and errors call it.
         forward_graph, backward_graph: The graphs; the latter None where nothing requires grad.
-        inputs: Static inputs.
-        outputs: Static outputs.
         differentiable: For each output whether it takes part in autograd.
         grad_outputs: Static gradients of outputs; None where an output is not differentiable.
         grad_inputs: Static gradients of inputs; None where an input requires none.
         grad_params: Static gradients of parameters; None for what backward returns no gradient of.
         clone_param_grads: For each of these whether it is returned as a copy.
-        quantized: What is done for quantization.
         around_backward: What runs around the replays of the backward graph.
         order: In what order graphs of the capture are replayed; None for graphs that share no memory with others.
         turns: The numbers in ``order`` of forward and backward; None for one that leaves all memory as it was.
@@ -125,7 +121,6 @@ class Replay:
 
         Args:
             grads: The gradients of the outputs; None for zeros.
-            options: Those of the forward replay.
             replayed_in: ``round`` right after the forward replay.
 
         Raises:

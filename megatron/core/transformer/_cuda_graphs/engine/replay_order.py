@@ -12,8 +12,6 @@ class ReplayOrder:
     of former rounds have kept is lost. ``Replay`` counts rounds itself, without a call.
 
     Attributes:
-        last: The number of the last replay.
-        round: The number of the round.
         began: The number of the replay that began the round.
     """
 
@@ -40,7 +38,6 @@ class ReplayOrder:
         """Raise the error about a backward pass whose forward pass was of a former round, or that would begin one.
 
         Args:
-            number: The number of the backward pass.
             name: What the error calls its callable, unless ``rename`` was told.
 
         Raises:

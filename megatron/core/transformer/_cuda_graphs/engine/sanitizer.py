@@ -25,13 +25,7 @@ def requested() -> bool:
 class CapturedTensor:
     """A tensor that a graph uses, as it was at capture; it is not kept alive.
 
-    Args:
-        name: What errors call it.
-        tensor: The tensor.
-
     Attributes:
-        name: The same.
-        address: Where it was.
         is_on_device: Whether its memory is a GPU's.
     """
 
@@ -67,8 +61,6 @@ class Sanitizer:
     """Checks the memory that the graphs of one callable use.
 
     Args:
-        name: The callable's name in errors.
-        tensors: What the graphs use.
         pool: The pool of the graphs, whose memory is theirs though nothing else holds it.
     """
 

@@ -68,12 +68,9 @@ class GraphedSlot:
     may be in the graphs' memory themselves, but not each in the place of another.
 
     Args:
-        name: What errors and profiles call it.
-        func: The module or function.
         args: Static positional inputs; nested structures of tensors.
         kwargs: Static keyword inputs; nested structures of tensors.
         hooks: What runs around it in warm-up and capture.
-        options: What the capture was asked for.
         autocast: Makes the context in which ``func`` runs in warm-up and capture.
         quantized: What its replays do for quantization; None where it is not quantized.
         module: The module whose parameters and submodules a function uses; None for ``module_of(func)``.
@@ -85,7 +82,6 @@ class GraphedSlot:
 
     Attributes:
         eager: The function, or the module's ``forward`` as it was, which runs without graphs.
-        params: The parameters that get a gradient.
         differentiable: For each output whether it takes part in autograd.
         replaced: What a module's ``__dict__`` had where this object's methods are now.
         forward_graph: Runs the forward pass; None before capture and after ``reset``.
@@ -207,9 +203,7 @@ class GraphedSlot:
         """Run the backward pass of the last ``forward``, hooks around it, recorded by ``recording(graph)``.
 
         Args:
-            recording: The context in which autograd runs.
             new_grads: Makes static gradients for the given outputs.
-            graph: The graph to record into.
 
         Raises:
             RuntimeError: an input that requires grad got none, and unused inputs are not allowed; an output depends on
@@ -487,7 +481,6 @@ class GraphedSlot:
         """Let errors about inputs speak in the words of a caller.
 
         Args:
-            owner: What they call the callable.
             names: What they call each input, positional ones first.
             advice: What follows an error about another shape or dtype.
         """

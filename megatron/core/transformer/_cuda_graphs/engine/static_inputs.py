@@ -64,7 +64,6 @@ def keep_apart(plan: Plan, inputs: Sequence[tuple[tuple, dict[str, Any]]]) -> li
 
     Args:
         plan: The passes in the order in which they run; a slot lives from its forward pass to its last one.
-        inputs: Positional and keyword inputs of each slot.
     """
     last_steps = plan.last_steps()
     apart = list(inputs)

@@ -63,7 +63,6 @@ def refuse_legacy_stream(name: str, leaves: Iterable[torch.Tensor]) -> Iterator[
     Such a pass cannot be captured. This error comes in warm-up, before a capture would fail half-way.
 
     Args:
-        name: The callable's name in errors.
         leaves: Parameters and inputs; a hook on each notes the stream on which autograd runs its AccumulateGrad node.
 
     Raises:

@@ -35,8 +35,6 @@ def recover_te_engine(pool: tuple, modules: Sequence[torch.nn.Module], recipe: A
 
     Args:
         pool: The memory pool that the engine captures into.
-        modules: The modules that it captures.
-        recipe: The quantization recipe; None without quantization.
     """
     stream, gc_enabled = torch.cuda.current_stream(), gc.isenabled()
     calls = {kind: vars(kind).get("__call__") for kind in map(type, modules)}

@@ -48,7 +48,6 @@ class WholePasses:
     """The two graphs of a function that returns one tensor.
 
     Args:
-        name: What errors and profiles call it.
         inputs: Static inputs, by keyword. Those that require grad must be leaves.
         owner: Manages what the graphs use but do not hold.
         copies_output: Whether a replay returns copies of the output, and of the gradients of inputs, which their
@@ -57,8 +56,6 @@ class WholePasses:
         has_backward: Whether there is a backward pass. Without one all is called without grad.
 
     Attributes:
-        name: The argument.
-        inputs: The argument.
         quantized: The argument; None after ``reset``.
         forward_graph: Runs the forward pass; None before capture and after ``reset``.
         backward_graph: Runs the backward pass, if there is one.
@@ -217,7 +214,6 @@ class _Recording:
     """What the graphs of one capture share.
 
     Attributes:
-        capture: Records them, over one memory pool.
         order: In what order they are replayed.
     """
 

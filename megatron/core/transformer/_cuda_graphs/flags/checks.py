@@ -49,7 +49,6 @@ def check_fsdp_options(*sources: Any, sharding: str = MEGATRON_FSDP) -> None:
 
     Args:
         sources: Where the options are; see ``Options``.
-        sharding: The flag that shards the model.
 
     Raises:
         ValueError: a flag is missing or does not fit; all such flags are listed, with the reasons.

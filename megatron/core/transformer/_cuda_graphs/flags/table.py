@@ -28,13 +28,10 @@ class Row:
 
     Attributes:
         name: Of the row, for tests.
-        flags: The flags, as typed.
-        verdict: What is known of them.
         words: The line that a user gets: the flag at fault, why, and what to do. Of what works, a remark or nothing.
         shown: The test that shows it, as a path in this repository.
         when: Whether options are of this row; None for what works, of which nothing is said.
         graphs: The values of ``--cuda-graph-impl`` that the row is about.
-        sharding: The flag that shards the model.
         holds: Of what works: what a graph holds at most, ``model``, ``layers`` (one each) or ``parts`` of them.
     """
 

@@ -20,7 +20,6 @@ class CudagraphBufferMetadata:
 
     Attributes:
         is_cudagraph_input: Whether graphs take the tensor as an input.
-        is_cudagraph_output: Whether a graph returns it.
         input_use_count: The number of graph inputs that are this tensor.
         cudagraph_reuse_ref_count: The number of those inputs that read the output of another graph in place, without a
             copy.
@@ -52,7 +51,6 @@ class ArgMetadata:
     """Describes an argument: a tensor by its properties, without its memory, any other argument by itself.
 
     Attributes:
-        type: The argument's type.
         value: The address of a tensor; any other argument itself.
         shape, stride, dtype, device, requires_grad: Of a tensor. A tensor whose elements overlap or leave gaps gets
             strides without either.
@@ -206,7 +204,6 @@ def mismatches(
     ``requires_grad`` must not require grad. Everything else must be equal to what was captured, of the same type.
 
     Args:
-        args, kwargs: Of the call.
         captured_args, captured_kwargs: Of the captured call, with descriptions in the place of tensors.
         grad_enabled: Whether the call is to be differentiated.
 

@@ -19,15 +19,11 @@ class RecordedCall:
     Args:
         base_module: The module, or another object, whose parameters ``func`` uses.
         func: The function; None for the module's own call.
-        args, kwargs: The arguments.
 
     Attributes:
-        name: What errors and profiles call it.
         module: ``base_module``; the modules among its attributes if it is no module itself.
         function: What is called, for comparison with other calls.
-        func: The same as a function.
         args, kwargs: The arguments, with descriptions in the place of tensors.
-        metas: These descriptions.
         returned: What the function returned last in warm-up or capture, described likewise.
         quantization: That of the recorded pass, set by its runner; None without, and for calls that are not recorded.
         autocast: What ``autocast_in_force`` returned at construction.

@@ -31,23 +31,16 @@ class CallCapture:
     A ``CaptureSession`` warms up all calls, then captures their passes in the order of the record.
 
     Args:
-        call: The call.
-        buffers: The static tensors of the session.
-        pool: The memory pool of the graphs.
         sharded: The weights of the module that are sharded over ranks.
-        differentiates: Whether there is a backward pass.
-        retain_graph: Whether the backward pass keeps autograd's graph.
         warmup: What passes of the same function have shown, or will show; shared with its other captures.
 
     Attributes:
-        call: The argument.
         inputs, outputs: Descriptions of the tensors that the forward graph takes, and of those that it returns.
         slot: The graphs with their static tensors; None before the capture.
         quantized: What replays do for quantization; None without it.
         shared_params: Parameters whose gradients are left to autograd, as other calls give them one in the same
             backward pass.
         changes_state: Whether the forward graph writes buffers of the module, or metrics of MoE layers.
-        writes_inputs: Whether the forward graph writes its inputs.
     """
 
     def __init__(

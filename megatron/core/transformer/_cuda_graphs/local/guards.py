@@ -21,9 +21,7 @@ class FunctionGuard:
     Static inputs are not compared: they belong to the graphs' pool and cannot move.
 
     Args:
-        name: What errors call the function.
         module: Its module. Parameters are looked up at each check, so that replaced ones are detected.
-        reads: The attributes that the captured passes read.
         autocast: What ``autocast_in_force`` returned for the recorded pass.
     """
 

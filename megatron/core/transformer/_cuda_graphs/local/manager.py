@@ -41,7 +41,6 @@ class CudaGraphManager(torch.nn.Module):
         base_module: The module, or other object, whose method is replaced; only with ``function_name``.
         function_name: The method of ``base_module`` that this manager replaces. It then takes two more keywords:
             ``eager=True`` runs it without graphs, ``cache_key`` selects the graph.
-        need_backward: Whether gradients may be computed.
         pg_collection: The process groups; by default those of ``parallel_state``.
         inline_capture: Whether all graphs are captured at their first call.
         num_warmup_steps: How often the module runs before its capture; by default the configuration's
@@ -192,8 +191,6 @@ class CudaGraphManager(torch.nn.Module):
         """Run ``megatron_module`` on ``args`` and ``kwargs``.
 
         Args:
-            megatron_module: The module.
-            args, kwargs: The arguments.
             cache_key: Selects the graph for inference; by default the key of ``inference_context``, if there is one.
 
         Returns:

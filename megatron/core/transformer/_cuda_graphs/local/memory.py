@@ -129,7 +129,6 @@ class StaticInput:
         """Copy ``given`` to the static tensor, unless that holds its value already.
 
         Args:
-            given: The value.
             in_use: Whether the current value will still be read.
 
         Returns:
@@ -155,9 +154,6 @@ class StaticBuffers:
 
     If a graph returns a tensor that another takes, both use the first graph's output; its gradient is the output of the
     second one's backward graph. All others come from ``pool``.
-
-    Attributes:
-        pool: The pool.
     """
 
     def __init__(self) -> None:
@@ -251,7 +247,6 @@ class StaticBuffers:
         """Return the ``StaticInput`` for ``tensor``, from ``inputs``: one object for all graphs that read it.
 
         Args:
-            tensor: The static tensor.
             is_written: Whether the graph writes its inputs.
         """
         address = tensor.data_ptr()

@@ -58,9 +58,6 @@ class _CudagraphReplayNode(ReplayNode):
         """Replay the forward graph of ``runner``.
 
         Args:
-            ctx: The context of autograd's function.
-            runner: The ``_CudaGraphRunner``.
-            is_first_microbatch: Whether weights are quantized again.
             inputs: The tensors among the arguments, then the parameters that get a gradient.
 
         Raises:

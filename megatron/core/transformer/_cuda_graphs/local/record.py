@@ -31,10 +31,7 @@ class _CudagraphGlobalRecord:
             ``(runner, "bwd")``.
         cudagraph_inference_record: ``(runner, "fwd", args, kwargs)`` of graphs for inference, which were captured at
             their first call; with metadata in place of tensors.
-        tensor_reuse_pool: The pool of static tensors of ``session``.
         session: The session of the runners of ``cudagraph_record``, or of those that were captured last.
-        inference: The shared state of graphs for inference.
-        managers: All living managers.
     """
 
     cudagraph_created = False

@@ -50,7 +50,6 @@ class _CudaGraphRunner(torch.nn.Module):
     makes as many as are busy at once.
 
     Args:
-        base_module: The module whose parameters ``func`` uses.
         mempool: The memory pool of the graphs, a handle of ``torch.cuda.graph_pool_handle``.
         fwd_graph_input_args, fwd_graph_input_kwargs: Arguments of the call to record; calls to replay must be like it.
         func: What to run; None for the module's own call. With a function the base may be any object: the modules

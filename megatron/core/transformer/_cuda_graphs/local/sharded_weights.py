@@ -45,11 +45,7 @@ def gather_into_pool(device: int, pool: tuple) -> None:
 
 
 class ShardedWeights:
-    """The sharded weights that a runner's graphs use. If there are none, all methods do nothing.
-
-    Args:
-        module: The module of the runner.
-    """
+    """The sharded weights that a runner's graphs use. If there are none, all methods do nothing."""
 
     def __init__(self, module: torch.nn.Module):
         self._params = [param for param in module.parameters() if getattr(param, "is_gtp_weight_remat", False)]
@@ -62,7 +58,6 @@ class ShardedWeights:
         """Return ``recording`` with the communication that a pass starts complete at its end.
 
         Args:
-            recording: The context in which the pass runs.
             reductions: Whether gradients are reduced, as in a backward pass, besides weights gathered.
             finalizes: Whether the last reduced gradients are added to main gradients.
         """

@@ -9,7 +9,6 @@ class Turn:
     """The place of a runner in the recorded order. Sets of runners are integers with a bit for each runner.
 
     Attributes:
-        name: The runner's name in errors.
         number: Its place among all forward passes.
         bit: Its bit in such sets; 0 if it was not recorded.
         busy_at_forward, busy_at_backward: The runners that were between their forward and backward pass when its own

@@ -18,7 +18,6 @@ class Progress:
 
     Args:
         total: The number of passes; None if it is not known.
-        clock: Returns seconds.
     """
 
     def __init__(self, total: int | None, clock: Callable[[], float] = time.monotonic):

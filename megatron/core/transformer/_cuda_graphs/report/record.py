@@ -72,7 +72,6 @@ class BufferUse:
     """One use of a static input.
 
     Attributes:
-        layer: The layer's index.
         micro_batch: Counted from 0.
         first: The index in the order of passes of the forward pass.
         last: The index of the last pass that reads it.
@@ -86,13 +85,7 @@ class BufferUse:
 
 @dataclass
 class StaticInput:
-    """Memory that graphs read an input from.
-
-    Attributes:
-        name: The input's name.
-        bytes: Its size.
-        uses: Who reads it, and when.
-    """
+    """Memory that graphs read an input from."""
 
     name: str
     bytes: int
@@ -106,7 +99,6 @@ class HookRoute:
     Attributes:
         layer: The index of the layer that it is on or in.
         module: The path of its module in the layer; empty for the layer.
-        hook: Its name.
         route: ``forward_pre_hooks``, ``forward_hooks``, ``backward_pre_hooks`` or ``backward_hooks`` if it runs outside
             of the graph, as capture-time hook of this kind; ``withheld`` if it does not run at capture; ``recorded`` if
             the graph holds what it does.
@@ -123,7 +115,6 @@ class EagerPart:
     """Something that has no graphs.
 
     Attributes:
-        what: The part of the model.
         why: The reason, and what would change it.
     """
 
@@ -136,7 +127,6 @@ class Pool:
     """A memory pool of graphs.
 
     Attributes:
-        graphs: The number of graphs that use it.
         bytes: The size of its segments.
     """
 
@@ -160,9 +150,6 @@ class CaptureReport:
         passes: The passes that were captured, with their times; empty if the engine runs no hooks at capture.
         memory: In the order of time.
         pools: The memory of graphs; empty where the engine does not show it.
-        static_inputs: Memory that inputs are copied to.
-        hooks: Where the hooks of layers went.
-        eager: What stays eager.
     """
 
     engine: str

@@ -24,12 +24,10 @@ class Timeline:
     Times are the host's: in warm-up the device may be behind.
 
     Args:
-        clock: Returns seconds.
         memory: Returns allocated and reserved bytes.
 
     Attributes:
         samples: What the memory was, in the order of time.
-        passes: The passes that were captured.
         warm_up_seconds: By layer; None stands for all that are in one graph.
         waited: Seconds in which this rank waited for others.
         order: The passes that one capture has; empty for those of one graph.
@@ -67,8 +65,6 @@ class Timeline:
 
         Args:
             order: Those of one iteration of warm-up, and of capture; empty for those of the whole model.
-            names: What the progress calls each layer.
-            warm_ups: The iterations of warm-up.
         """
         self.order, self._names, self._warm_ups, self._begun = order, names, warm_ups, 0
 
@@ -76,7 +72,6 @@ class Timeline:
         """Note that something begins.
 
         Args:
-            what: What it is.
             phase: ``forward`` or ``backward`` if it is a pass.
         """
         self._end_pass()

@@ -23,10 +23,7 @@ def guard_layer(
     """Return a guard of the tensors that the graphs of ``layer`` use at fixed addresses; None if there are none.
 
     Args:
-        name: What errors call the layer.
-        layer: The layer, just captured.
         inputs: Its static inputs, each after its name.
-        parameters: Whether its parameters are guarded.
         main_grads: Whether its graphs add to ``param.main_grad`` (``--gradient-accumulation-fusion``).
     """
     params = places_of(layer, "_parameters") if parameters else []

@@ -27,7 +27,6 @@ class Failure:
 
     Attributes:
         rank: The rank that it failed on, of all ranks.
-        where: What was captured.
         cause: The type of the exception and its text.
         interrupted: Whether it was an interruption, not an error.
     """
@@ -50,7 +49,6 @@ class Objection:
 
     Attributes:
         rank: The rank that objects, of all ranks.
-        reason: Why it does.
     """
 
     rank: int
@@ -157,7 +155,6 @@ class CaptureAgreement:
         """Note what is captured from now on, for errors to name it.
 
         Args:
-            where: Says what it is.
             phase: Which part of it: ``forward`` or ``backward`` if it is a pass.
         """
         self._where = f"{where}, {phase}" if phase else where
@@ -246,8 +243,6 @@ def naming_hooks(
 
     Args:
         hooks: The capture-time hooks of each layer, by kind; None for a layer without any.
-        names: The names of the layers.
-        agreement: Is told.
     """
     with_names = []
     for name, own in zip(names, hooks, strict=True):

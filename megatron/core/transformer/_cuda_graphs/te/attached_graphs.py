@@ -27,11 +27,8 @@ def attach_graphs(
     """Give layers their graphs, with what guards them. Megatron-FSDP guards parameters itself.
 
     Args:
-        stage: The stage that they are of.
         layers: The captured layers of each chunk.
-        plan: The order of their passes.
         graphs: The engine's callables, one for each slot of ``plan``.
-        samples: Their static positional and keyword inputs.
         conditions: For each layer what its passes read.
         eager_passes: Counts passes of other shapes; None if these may not run eagerly.
     """

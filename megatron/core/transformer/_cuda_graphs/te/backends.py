@@ -18,8 +18,6 @@ class Backend:
 
     Attributes:
         name: ``native`` or ``transformer_engine``.
-        capture: The function.
-        parameters: The names of its parameters.
     """
 
     name: str

@@ -28,7 +28,6 @@ class CaptureArguments:
     """Makes the arguments of one capture of layers.
 
     Args:
-        stage: The pipeline stage.
         layers: The layers of each chunk that get graphs of their own.
         seq_length: Tokens in a sequence.
         micro_batch_size: Sequences in a micro-batch.
@@ -111,10 +110,6 @@ class CaptureArguments:
 
     def of_engine(self, passes: PassOrder, sample_kwargs: Sequence[dict[str, torch.Tensor]]) -> dict[str, Any]:
         """Return the keyword arguments of the engine, but those that take gradients and hooks.
-
-        Args:
-            passes: The order of passes.
-            sample_kwargs: The keyword inputs of each slot.
 
         Raises:
             RuntimeError: layers are quantized, which the engine does not know.

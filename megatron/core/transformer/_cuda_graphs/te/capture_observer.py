@@ -50,10 +50,7 @@ class CaptureObserver:
     """Watches one capture, unless this is another rank than 0.
 
     Args:
-        engine: The name of the engine that captures.
         folder: Where the report is written to; None for nowhere.
-        name: What its files are called.
-        active: Whether there is anything to do.
 
     Attributes:
         timeline: What the capture is to be noted in; None for nothing.
@@ -71,10 +68,8 @@ class CaptureObserver:
         """Return one that watches on rank 0 only.
 
         Args:
-            engine: The name of the engine.
             config: The ``TransformerConfig``; its attribute ``cuda_graph_report`` names the folder of the report.
             name: What the files of a first capture are called.
-            number: Counts captures from 1.
         """
         first = not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0
         folder = getattr(config, "cuda_graph_report", None)
@@ -120,9 +115,7 @@ class CaptureObserver:
 
         Args:
             layers: The layers of each model chunk that the engine has captured.
-            names: Their names.
             graphs: What the engine returned for each slot of the plan.
-            samples: The static inputs of each slot.
         """
         timeline, decoder = self.timeline, self._decoder
         if timeline is None:
@@ -177,7 +170,6 @@ class CaptureObserver:
 
         Args:
             slots: The ``WholePasses`` of each chunk, one for each micro-batch.
-            names: The names of the chunks.
         """
         self.passes_end()
         if self.timeline is None:

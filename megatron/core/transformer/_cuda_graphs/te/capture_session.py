@@ -41,10 +41,6 @@ class CaptureSession:
     """Captures ``stage`` once. If that fails, ``graphs`` are to be deleted: nothing else is left to undo.
 
     Attributes:
-        stage: The stage.
-        graphs: Gets the graphs.
-        agreement: What its ranks agree by.
-        observer: Watches.
         recaptures: Says which passes of other shapes are watched.
         seq_length: Tokens in a sequence.
         micro_batch_size: Sequences in a micro-batch.
@@ -62,7 +58,6 @@ class CaptureSession:
         """Capture.
 
         Args:
-            holds: What a graph is to hold.
             input_data: Returns the positional inputs and the keyword arguments of ``make_graphed_callables`` for the
                 layers that have graphs of their own.
         """

@@ -28,10 +28,6 @@ class ChangedShapes:
         calls: How many of these a micro-batch has.
         groups: Process groups that connect all ranks with graphs, one after the other; None if graphs are kept.
         num_microbatches: Micro-batches of the first step.
-
-    Attributes:
-        passes: The argument.
-        tokens: The argument.
     """
 
     def __init__(
@@ -81,11 +77,7 @@ class ChangedShapes:
 
 
 class Recaptures:
-    """The captures of ``stage`` after the first one.
-
-    Attributes:
-        done: How many there were.
-    """
+    """The captures of ``stage`` after the first one."""
 
     def __init__(self, stage: Stage):
         self._stage = stage

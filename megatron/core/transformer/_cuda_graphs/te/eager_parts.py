@@ -18,9 +18,7 @@ def eager_parts(stage: Stage, whole_model_refused: str, evaluation: Sequence[Eva
     """Say what has no graphs though layers of ``stage`` have.
 
     Args:
-        stage: The pipeline stage.
         whole_model_refused: Why the whole model was not captured; empty if --cuda-graph-layers-per-graph says so.
-        evaluation: What captures graphs for evaluation.
     """
     if whole_model_refused:
         yield EagerPart("the model as a whole", whole_model_refused)

@@ -86,11 +86,6 @@ def shape_of_call(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[int,
     """Return tokens in a sequence and sequences in a micro-batch of a call of ``model``; None where it does not show.
 
     Models of others may add to the tokens that they are called with: the features of images, for example.
-
-    Args:
-        model: A language model.
-        args: The positional arguments of the call.
-        kwargs: Its keyword arguments.
     """
     forward = type(model).forward  # not the replays of all of it, which may stand for it
     if not forward.__module__.startswith("megatron.core.models."):
@@ -112,9 +107,7 @@ class EvaluationGraphs:
     fails leaves evaluation eager.
 
     Args:
-        stage: The pipeline stage.
         chunk: The chunk of it whose layers have graphs of training.
-        sharding: What gathers them.
         shape: Tokens in a sequence and sequences in a micro-batch, in training.
         whole: The graphs of the whole model in training; None if they hold layers.
     """
@@ -143,7 +136,6 @@ class EvaluationGraphs:
 
         Args:
             args: Positional arguments of the model in the evaluation that begins: the graphs are for their shape.
-            kwargs: Its keyword arguments.
         """
         if not self._layers:  # reset
             return

@@ -22,7 +22,6 @@ class ForwardGraphs:
     """Stands for the ``forward`` of ``module`` as long as there are graphs of its passes, or of a part of them.
 
     Args:
-        module: The module.
         slots: The graphs, captured: one pair, or one for each micro-batch of a step. Their static inputs have the names
             of arguments of ``forward``.
         eager_passes: Counts calls for training that the graphs do not fit.
@@ -32,10 +31,6 @@ class ForwardGraphs:
         unused: Arguments that what is captured does not depend on.
         kept: Tensors that the graphs read and others may let go of.
         stands: Whether the module's calls come here.
-
-    Attributes:
-        module: The argument.
-        slots: The argument.
     """
 
     def __init__(
@@ -88,7 +83,6 @@ class ForwardGraphs:
 
         Args:
             given: The arguments of the call by name; gets offsets in the place of packed sequences.
-            passes: The graphs of its slot.
         """
         inputs: list[Any] = []
         packed_otherwise = self._unpack(given) if self._packed_tokens else ""

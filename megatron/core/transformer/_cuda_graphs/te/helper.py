@@ -71,10 +71,6 @@ class TECudaGraphHelper:
             allocator uses expandable segments while NCCL registers memory of graphs.
         ValueError: an option that Megatron-FSDP needs for graphs is missing, or one does not fit.
         RuntimeError: the selected engine cannot be imported, or cannot run Megatron-FSDP's hooks.
-
-    Attributes:
-        stage: What is captured.
-        choice: What one graph is to hold.
     """
 
     _role = Role()

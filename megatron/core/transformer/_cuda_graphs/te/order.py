@@ -14,7 +14,6 @@ class PassOrder:
     """The passes of a pipeline stage in the order in which they are captured.
 
     Attributes:
-        order: The ``_order`` of ``make_graphed_callables``.
         num_layers_per_chunk: The number of captured layers of each chunk of ``order``.
         num_microbatches: The number of forward passes of each chunk.
         chunk_id_list: If the chunks of ``order`` are single layers: ``[model chunk, layer of the chunk]``, counted from
@@ -63,7 +62,6 @@ def get_overlap_moe_expert_parallel_comm_order(
     In the steady state a chunk's backward pass and the next forward pass alternate layer by layer, forward first.
 
     Args:
-        order: The order of chunks.
         num_layers_per_chunk: The number of captured layers of each chunk.
         capture_wgrad_graph: Whether weight gradients have graphs of their own. They follow their layer's backward pass,
             but those of a chunk's first layer, the last of its backward pass, follow the forward pass beside it.

@@ -80,7 +80,6 @@ def default_kwargs(
     attention masks, the values differ, and the defaults are copies that engines do not write to.
 
     Args:
-        layers: The captured layers.
         sample_kwargs: The keyword inputs of each slot, as they were captured.
     """
     if len({attention_mask_type(layer) for layer in layers} - {None}) < 2:
@@ -120,7 +119,6 @@ class LayerInputs:
         """Return new inputs for ``layer``: hidden states, and the inputs of attention.
 
         Args:
-            layer: The layer.
             model: Its language model, which has the rotary embedding; None for no such input.
         """
         inputs = layer.get_layer_static_inputs(self._seq_length, self._micro_batch_size)

@@ -29,8 +29,6 @@ class Role:
         every_stage: Whether each pipeline stage has such a helper.
         zeroes_gradients: Whether gradients are zeroed by its captures.
         fits_shapes: Whether it captures again for other shapes.
-        logs_steps: Whether it has steps logged.
-        evaluates: Whether evaluation gets graphs.
         rotary: Whether the rotary embeddings of the model are among the inputs of layers.
         report: What the files of its report are called.
         wrap: What layers get in place of a graph, called with it.
@@ -76,10 +74,7 @@ class Stage:
 
     Attributes:
         config: The model's ``TransformerConfig``.
-        groups: The process groups.
         p2p_communicator: Megatron's, of this stage.
-        engine: What captures layers.
-        chunks: The chunks of the model.
         role: What its helper does beside others.
     """
 

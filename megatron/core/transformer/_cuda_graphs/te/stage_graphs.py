@@ -43,7 +43,6 @@ class StageGraphs:
     """What a capture of ``stage`` has made.
 
     Args:
-        stage: The stage.
         none_because: Why there are no graphs.
 
     Attributes:
@@ -52,7 +51,6 @@ class StageGraphs:
         models: The graphs of the whole model, or of each chunk of it, in which case its layers have none.
         decoder: The graphs of all layers of the decoder, in which case these have none.
         kept: By chunk, the parameters that FSDP2 keeps for the graphs of its layers.
-        evaluation: The graphs of evaluation.
         shapes: The passes of other shapes; None where these may not run eagerly.
     """
 

@@ -33,7 +33,6 @@ class KeptParameters:
     """Those parameters of layers that FSDP2 shards.
 
     Args:
-        chunk: A chunk of the model.
         sharded: Its modules that FSDP2 shards, the root first.
         layers: Layers in it; FSDP2 may shard them with other modules.
     """

@@ -71,7 +71,6 @@ class VisionArguments(CaptureArguments):
     Args:
         num_microbatches: Micro-batches that inputs are made for.
         keeps_all: Whether all of them are in flight at a time.
-        further: As of ``CaptureArguments``.
     """
 
     def __init__(self, num_microbatches: int, keeps_all: bool, *further: Any):

@@ -245,9 +245,7 @@ def _captured(
 
     Args:
         slots: The passes of each model.
-        owners: As of ``capture_whole_models``.
         turns: The order of passes: a model for its forward pass, None for a backward pass.
-        seq_length, num_warmup_iters: As of ``capture_whole_models``.
     """
     # Imports TransformerEngine's wrappers, which import cuda_graphs, which imports this module.
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding

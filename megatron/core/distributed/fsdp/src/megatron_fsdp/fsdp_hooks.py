@@ -54,8 +54,6 @@ class FsdpHooks:
         fsdp: The wrapper whose pipelines and buffers the hooks drive.
         context: What the hooks share with captures and graphs.
         registry: Decides how a pass of a module is run.
-        gradients: The gradients.
-        backward: The backward pass of the model.
         module_names: The name of each module in the model, for profiles.
         trainable: All parameters that require a gradient; an ordered set, whose hashes are known.
         before_evaluation: Called once with the arguments of the model, and forgotten, before the next forward pass in

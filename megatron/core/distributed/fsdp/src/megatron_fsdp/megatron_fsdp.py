@@ -1,7 +1,4 @@
-"""``MegatronFSDP`` whose hooks are named methods of one object, and which supports per-layer CUDA graphs.
-
-Everything else in this module is megatron-core's.
-"""
+"""``MegatronFSDP`` whose hooks are named methods of one object, and which supports per-layer CUDA graphs."""
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
@@ -28,9 +25,6 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     """megatron-core's ``MegatronFSDP`` with the hooks of ``fsdp_hooks.FsdpHooks``.
 
     Its arguments, methods and behaviour are megatron-core's.
-
-    Attributes:
-        fsdp_hooks: The hooks and their state.
     """
 
     fsdp_hooks: FsdpHooks

@@ -19,16 +19,10 @@ class OptimizerGradients:
 
     Attributes:
         in_place: Whether a graph may read the gradients, so that they stay attached and at their addresses.
-        storages: The memory of the casts.
     """
 
     def __init__(self, buffer: Any, *, in_place: bool):
-        """Keep the gradients that ``buffer``, a ``ParamAndGradBuffer``, has attached to its parameters.
-
-        Args:
-            buffer: The buffer.
-            in_place: As the attribute.
-        """
+        """Keep the gradients that ``buffer``, a ``ParamAndGradBuffer``, has attached to its parameters."""
         self.in_place = in_place
         self._name = "decoupled_grad" if buffer.use_decoupled_grad else "grad"
         self._params = buffer.optimizer_named_parameters

@@ -3,8 +3,6 @@
 Each model has its own double buffer, a data race of double buffering is fixed, weights can stay in place without a
 double buffer, gradients that accumulate in place are scaled once, recorded reductions are replayed, buckets that are
 released are not released again, and the copies around the optimizer's step are planned once.
-
-Everything else in this module is megatron-core's.
 """
 
 from collections.abc import Collection

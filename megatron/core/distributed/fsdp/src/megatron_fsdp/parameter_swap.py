@@ -20,7 +20,6 @@ class _Holder:
     """The direct parameters of one module.
 
     Attributes:
-        module: The module.
         params: Its raw parameters and the optimizer's, each by the names that the module gives them, in its order.
     """
 
@@ -45,7 +44,6 @@ class ParameterSwap:
         """Find the places of the parameters of ``model``, which may hold either set, tied parameters included.
 
         Args:
-            model: The model.
             raw: Its raw parameters, by name.
             distributed: The optimizer's parameters, by the same names.
 

@@ -28,15 +28,10 @@ class BackwardPass:
     """The backward pass of one ``MegatronFSDP``.
 
     Args:
-        fsdp: The wrapper.
-        gradients: Its gradients.
-        registry: Its runners.
         module_names: The names of all modules, filled while hooks are registered.
         trainable: All parameters that require a gradient, likewise.
 
     Attributes:
-        module_names: The argument.
-        phase: How far it is.
         runners: Those of modules whose backward pass has begun in it; what was replayed as a whole has its owner here.
         takers: Who takes the complete gradients of parameters; others are handled at once.
         collected: Parameters whose gradient a runner has taken and not handled yet.

@@ -16,7 +16,6 @@ class CaptureBuckets:
 
     Args:
         fsdp: The wrapper, whose modules hold raw parameters.
-        modules: The modules that are captured.
     """
 
     def __init__(self, fsdp: Any, modules: Sequence[torch.nn.Module]):

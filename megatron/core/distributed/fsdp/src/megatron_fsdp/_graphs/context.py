@@ -19,8 +19,6 @@ class Context:
     Attributes:
         fsdp: The wrapper, whose pipelines and buffers they drive.
         registry: Decides how a pass is run.
-        gradients: Its gradients.
-        backward: Its backward pass.
         plans: Makes plans, and owns recorded collectives.
         units: Its FSDP units by module, in the order of forward; filled while hooks are registered.
     """

@@ -15,9 +15,6 @@ class UnitSink:
     """The ``GradientSink`` of one FSDP unit.
 
     Args:
-        context: The parts of the wrapper.
-        module: The unit.
-        facts: What the capture shows of it.
         before, after: Called with the unit before and after each replay of the backward graph, if ``facts.whole``:
             ``FsdpHooks.unshard_for_backward`` and ``release_after_backward``.
 

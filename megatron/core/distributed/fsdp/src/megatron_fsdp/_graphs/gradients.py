@@ -22,10 +22,6 @@ class Progress(IntEnum):
 class Gradients:
     """Accumulates and reduces the gradients of one ``MegatronFSDP``, and knows which are still to come.
 
-    Args:
-        fsdp: The wrapper.
-        registry: Its runners.
-
     Attributes:
         awaited: Parameters whose gradient the open backward pass has not handled yet.
         progress: How far they are since the last step.
@@ -152,8 +148,6 @@ class Gradients:
         """Return ``param.main_grad``, a view of its bucket for this backward pass.
 
         Args:
-            param: The parameter.
-            bucket: Its bucket's index.
             claimed: The storage of each bucket that the caller has claimed already, by index.
         """
         main_grads = param._gbuf

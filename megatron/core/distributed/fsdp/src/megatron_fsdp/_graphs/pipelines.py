@@ -120,7 +120,6 @@ def drop_collectives(fsdp: Any, *, finished: bool = True) -> None:
     """Empty both pipelines: no collective in flight, no gradient bucket in use. Gathered parameters stay gathered.
 
     Args:
-        fsdp: The wrapper.
         finished: Whether collectives in flight will come to an end; those of an abandoned graph never run.
     """
     take_back_unlaunched(fsdp)

@@ -27,8 +27,6 @@ class RecordedWork:
     communicator is: NCCL keeps a communicator alive as long as a graph holds work of it.
 
     Args:
-        capture: Records the graph.
-        stream: The stream that the work runs on.
         run: Enqueues the work, on the current stream or on others that join it.
     """
 
@@ -66,12 +64,8 @@ class RecordedGather:
     """The all-gather of one group of parameter buckets.
 
     Args:
-        capture: Records the graph.
         gathers: The pipeline of all-gathers; no bucket of ``buckets`` is in use.
         buckets: The indices of the buckets, all of one unit and of one process group.
-
-    Attributes:
-        work: The graph.
     """
 
     def __init__(self, capture: Capture, gathers: Any, buckets: Sequence[int]):
@@ -128,13 +122,8 @@ class RecordedReduction:
     """The reduction of one group of gradient buckets: scaling, reduce-scatter, addition to the rank's shard.
 
     Args:
-        capture: Records the graph.
         reductions: The pipeline of reductions, whose queue is empty.
         buckets: The indices of the buckets, all of one unit and of one process group.
-
-    Attributes:
-        buckets: The argument.
-        work: The graph.
     """
 
     def __init__(self, capture: Capture, reductions: Any, buckets: list[int]):

@@ -24,7 +24,6 @@ class RecordedUnits:
     leaves it so.
 
     Args:
-        context: The parts of the wrapper.
         units: The units, by module, in the order of forward.
         begin: Called with what begins: ``before forward``, then each pass that is warmed up or recorded.
         plans: How those units gather that must do it otherwise than in eager training.

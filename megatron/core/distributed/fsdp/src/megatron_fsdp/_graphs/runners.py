@@ -29,12 +29,7 @@ _ORDERS = {"forward": PrefetchOrder.FORWARD_PASS_ORDER, "backward": PrefetchOrde
 
 
 class Eager:
-    """The ``Runner`` of passes that run eagerly, and what the others have in common.
-
-    Args:
-        context: The parts of the wrapper.
-        module: The module.
-    """
+    """The ``Runner`` of passes that run eagerly, and what the others have in common."""
 
     frames_backward = False
     records_reductions = False
@@ -181,11 +176,7 @@ class Facts:
 
 
 class Graphed(Eager):
-    """Replays of a module without a plan.
-
-    Attributes:
-        facts: What its capture has shown.
-    """
+    """Replays of a module without a plan."""
 
     def __init__(self, context: Context, module: torch.nn.Module, facts: Facts):
         super().__init__(context, module)
@@ -234,11 +225,7 @@ class Graphed(Eager):
 
 
 class Planned(Graphed):
-    """Replays of a unit with a plan.
-
-    Attributes:
-        plan: The plan.
-    """
+    """Replays of a unit with a plan."""
 
     def __init__(self, context: Context, module: torch.nn.Module, facts: Facts, plan: UnitPlan):
         super().__init__(context, module, facts)
@@ -273,7 +260,6 @@ class Captured(Graphed):
     """Passes that an engine captures, with hooks between them. Gradients computed meanwhile are meaningless.
 
     Attributes:
-        facts: What this capture shows.
         sink: What takes gradients in the backward graph; None for autograd.
     """
 

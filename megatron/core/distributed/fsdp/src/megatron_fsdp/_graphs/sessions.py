@@ -24,7 +24,6 @@ def capture_layers(context: Context, modules: Iterable[torch.nn.Module], keep_bu
     parameters are restored (raw, or the optimizer's ``DTensor``).
 
     Args:
-        context: The parts of the wrapper.
         modules: The modules that are captured, each an FSDP unit or one whose parameters are never released.
         keep_buckets: Whether graphs read no experts, and the buckets of all other parameters of ``modules`` keep
             their memory as long as there are graphs.
@@ -91,10 +90,7 @@ def gradient_sink(
     """Return what takes the gradients of ``module`` in its backward graph; None if autograd has to handle them.
 
     Args:
-        context: The parts of the wrapper.
-        module: A module that is being captured.
         whole: Whether its graphs hold all that it computes.
-        before, after: As of ``UnitSink``.
 
     Raises:
         RuntimeError: the module is not being captured.

@@ -27,8 +27,6 @@ class GroupGather:
 
     Attributes:
         group: The indices of the buckets.
-        keys: Their keys in the pipeline of all-gathers.
-        status: The pipeline's status of all buckets.
         eagerly: Has megatron-core gather those of the buckets that are not gathered yet.
         recordings: The recorded all-gathers there are, by group.
     """
@@ -58,8 +56,6 @@ class UnitPlan:
     """The steps around the graphs of one unit.
 
     Attributes:
-        fsdp: The wrapper.
-        unit: The unit.
         gathers: For each direction what to gather: the unit's groups of buckets, then those to prefetch.
         claimed: The reductions of buckets that the backward graph writes to.
         reduced: Those of them whose every gradient the backward graph writes.
@@ -105,11 +101,7 @@ class UnitPlan:
 
 
 class UnitPlans:
-    """Makes the plans of one ``MegatronFSDP``, and owns the recorded collectives.
-
-    Args:
-        fsdp: The wrapper.
-    """
+    """Makes the plans of one ``MegatronFSDP``, and owns the recorded collectives."""
 
     def __init__(self, fsdp: Any):
         self._fsdp = fsdp

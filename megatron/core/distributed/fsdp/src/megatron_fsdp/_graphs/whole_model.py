@@ -21,10 +21,6 @@ class WholeModel(RecordedUnits):
     units (of embedding, final norm and output layer) stay gathered for a whole step, so they are gathered before a
     replay.
 
-    Args:
-        context: The parts of the wrapper.
-        begin: As of ``RecordedUnits``.
-
     Attributes:
         replayed: Whether the last forward pass with gradients was a replay.
         clipping: The optimizer's norm and clipping of the gradients, which are where the backward graph left them.
@@ -155,11 +151,6 @@ class EvaluatedModel(RecordedUnits):
 
     Gradients and gathered parameters outside of units stay as they are: a backward pass that is still to come may read
     them.
-
-    Args:
-        context: The parts of the wrapper.
-        training: The owner of its graphs of training.
-        begin: As of ``RecordedUnits``.
     """
 
     _last = "forward"
