@@ -32,8 +32,8 @@ from tests.gpu import (
 from tests.support.gpus import DETERMINISTIC, ENGINES, SIZES
 from tests.support.launch import launch, name_of
 
-LAST = 60  # seconds of a process, about
-CASES = 8  # of a process, which keeps memory of all that it has trained
+LAST = 75  # seconds of a process, about
+CASES = 5  # of a process, which keeps memory of all that it has trained
 # The controls of which a replay does nothing: they must differ.
 DEAD = {"dead_local_replay", "dead_replay"}
 LEFT_OUT = {"losses", "grad_norms", "threads", "instructions"}  # of results: they are compared already
@@ -127,7 +127,7 @@ def main() -> int:
     parser.add_argument("--output", type=Path, help="file of the results, JSON; written as they come")
     parser.add_argument("--logs", type=Path, help="folder for what processes write")
     parser.add_argument("--processes", type=int, default=12, help="at a time")
-    parser.add_argument("--seconds", type=float, default=math.inf, help="no process begins in the last minute of them")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="no process begins in the last 75 of them")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="cases that these capture")
     parser.add_argument("--only", default="", help="cases whose name has this text")
     args = parser.parse_args()

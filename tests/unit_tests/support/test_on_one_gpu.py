@@ -69,7 +69,7 @@ def test_a_case_that_failed_for_another_reason_or_again_has_failed(run):
 
 
 def test_what_there_was_no_time_for_did_not_run_and_is_no_success(run, capsys):
-    code, found, seen = run({}, "--seconds", "59", "--engines", "native")
+    code, found, seen = run({}, "--seconds", "74", "--engines", "native")
     assert code == 1
     assert seen == []
     assert "12 did not run" in capsys.readouterr().out
