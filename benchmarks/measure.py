@@ -1,7 +1,7 @@
 """Measures everything that documents quote, at one commit, into one folder; goes on where it stopped.
 
     python benchmarks/measure.py                     # what is not done at this commit on this machine's GPUs
-    python benchmarks/measure.py --only step_time    # those whose names begin so
+    python benchmarks/measure.py --only 'step_time*' # those of these names
     python benchmarks/measure.py --list              # the parts, and at which commit each was measured
     python benchmarks/measure.py --stale             # files of results that are older than the code they are about
 
@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
 
@@ -149,7 +150,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=RESULTS / "release", help="where results go")
     parser.add_argument("--gpus", type=int, help="take the parts for so many GPUs (default: those of this machine)")
-    parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="parts whose names begin so")
+    parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help="parts of these names; * is any text")
     parser.add_argument("--commit", help="what is measured (default: what git says)")
     parser.add_argument(
         "--seconds",
@@ -267,7 +268,7 @@ def main() -> int:
     import torch
 
     gpus, commit = args.gpus or torch.cuda.device_count(), args.commit or current_commit()
-    parts = [part for part in PARTS if gpus in part.gpus and part.name.startswith(tuple(args.only))]
+    parts = [part for part in PARTS if gpus in part.gpus and any(fnmatch(part.name, name) for name in args.only)]
     end_of_all, failed = time.monotonic() + args.seconds, []
     for number, part in enumerate(parts, 1):
         file, begun = part.file(args.folder, gpus), time.monotonic()
