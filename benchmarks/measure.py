@@ -39,7 +39,7 @@ class Part:
 
     Attributes:
         name: Its name, and that of its file.
-        gpus: The numbers of GPUs that it is for.
+        gpus: The numbers of GPUs that it is for; 0 for a machine that has none.
         arguments: What Python is called with; ``GPUS``, ``FILE``, ``LAUNCHES`` and ``SECONDS``, which it has, are
             replaced.
         seconds: About how long it takes on one H100; with more GPUs somewhat longer.
@@ -116,7 +116,17 @@ PARTS = (
     ),
     Part("step_time_ddp", (2,), f"{_TIMES} --configurations A B C --variants ddp ddp_graphs", 120),
     Part("scaling", (2,), "benchmarks/scaling.py --gpus GPUS --output FILE --no-profile", 300),
+    *(
+        Part(f"equality_{name}", (2, 4), f"-m tests.support.on_gpus test_{name} --output FILE", 400)
+        for name in ("fsdp_graphs", "fsdp_flags", "ddp_graphs", "local_graphs", "changed_steps", "hybrid_sharding")
+    ),
     Part("functional", (2, 4), "tests/functional_tests/run.py --output FILE", 300),
+    Part(
+        "faults_cpu",
+        (0,),
+        "tests/support/inject_all_faults.py --seconds 300 --layers-per-graph 0 1 -1 --output FILE",
+        400,
+    ),
     Part(
         "faults",
         (2,),

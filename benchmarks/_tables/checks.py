@@ -6,10 +6,10 @@ from operator import itemgetter
 from statistics import median
 from typing import Any
 
-from .steps import Results, Row, gpus
+from .steps import Results, Row, commit, gpus
 
 ENGINES = {"native": "ours", "transformer_engine": "TransformerEngine's"}
-DEAD = {"dead_local_replay", "dead_replay"}  # controls that must differ
+MUST_DIFFER = "control=dead_"  # in the name of a case: a control of which a replay does nothing
 
 
 def equality(results: Results) -> Iterator[Row]:
@@ -21,29 +21,28 @@ def equality(results: Results) -> Iterator[Row]:
                 *(each["what"], each["engine"], each["layout"], gpus(each)),
                 *(f"{each['equal']} of {each['cases']}", each["others"], each["commit"]),
             )
-        groups: dict[tuple[str, str], Counter] = {}
+        groups: dict[tuple[str, str, str], Counter] = {}
         for case in found.get("results", ()):
-            dead, differs = case["control"] in DEAD, bool(case["differences"])
-            outcome = (
-                "failed"
-                if case["error"]
-                else "differ and must"
-                if dead and differs
-                else "differ"
-                if differs
-                else "equal"
-            )
-            groups.setdefault((case["tests"], case["engine"]), Counter())[outcome] += 1
-        for (tests, engine), counts in sorted(groups.items()):
+            group = case["tests"], case.get("engine", "native"), case.get("layout", "data parallel")
+            groups.setdefault(group, Counter())[_outcome(case)] += 1
+        for (tests, engine, layout), counts in sorted(groups.items()):
             others = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if outcome != "equal")
             cases = counts.total() - counts["differ and must"]
             yield (
-                *(f"`tests/gpu/{tests}.py`", ENGINES[engine], "DP", gpus(found)),
+                *(f"`tests/gpu/{tests}.py`", ENGINES[engine], layout, gpus(found)),
                 *(f"{counts['equal']} of {cases}", others, found["commit"]),
             )
         left = found.get("cases", 0) - len(found.get("results", ()))
         if left > 0:
-            yield "there was no time for", "", "DP", gpus(found), "", f"{left} cases", found["commit"]
+            yield "there was no time for", "", "", gpus(found), "", f"{left} cases", found["commit"]
+
+
+def _outcome(case: Mapping[str, Any]) -> str:
+    if case["error"]:
+        return "failed"
+    if not case["differences"]:
+        return "equal"
+    return "differ and must" if MUST_DIFFER in case["case"] else "differ"
 
 
 def faults(results: Results) -> Iterator[Row]:
@@ -51,7 +50,11 @@ def faults(results: Results) -> Iterator[Row]:
     yield "case", "on", "passed", "commit"
     for found in results.values():
         for each in found["results"]:
-            yield each["what"], gpus(found), f"{each['passed']:,} of {each['attempts']:,}", each["commit"]
+            passed, attempts = (
+                sum(each[key].values()) if isinstance(each[key], dict) else each[key] for key in ("passed", "attempts")
+            )
+            what = each.get("what", f"`{each['case']}`")
+            yield what, gpus(found), f"{passed:,} of {attempts:,}", commit(found, each)
 
 
 def soaks(results: Results) -> Iterator[Row]:

@@ -32,7 +32,7 @@ def write_results(name: str, found: Mapping[Any, dict[str, Any]]) -> None:
         gpus=GPUS,
         sizes=SIZES,
         results=[
-            dict(zip(("layout", "engine"), run, strict=False)) | result
+            {"tests": name} | dict(zip(("layout", "engine"), run, strict=False)) | result
             for run, by_case in found.items()
             for result in by_case.values()
         ],

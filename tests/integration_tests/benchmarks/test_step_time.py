@@ -99,3 +99,11 @@ def test_compute_alone_trains_as_eager_steps_do_but_for_the_gradients_of_other_r
         assert alone[0][0] == eager[0][0]  # the loss of the first step
         assert alone[0][1] != eager[0][1]
         assert alone[-1] != eager[-1]
+
+
+def test_graphs_under_torchs_fsdp2_compute_the_bits_of_its_eager_steps(tmp_path):
+    done = train(tmp_path, "fsdp2", "fsdp2_graphs", more=("--no-profile",))
+    assert done.returncode == 0, done.stdout
+    _, graphs = json.loads((tmp_path / "it.json").read_text())["configurations"]["B"]
+    assert (graphs["reference"], graphs["equal_steps"]) == ("fsdp2", STEPS)
+    assert graphs["graphs"] > 0

@@ -104,9 +104,9 @@ def test_growth_has_a_row_for_each_number_of_layers_and_micro_batches():
 
 
 def test_equality_counts_cases_by_tests_and_engine_and_controls_that_must_differ_apart():
-    case = {"tests": "test_a", "engine": "native", "differences": [], "error": "", "control": ""}
-    other = case | {"tests": "test_b", "engine": "transformer_engine"}
-    dead = case | {"control": "dead_replay", "differences": ["loss"]}
+    case = {"tests": "test_a", "engine": "native", "differences": [], "error": "", "case": "dtype=bf16"}
+    other = case | {"tests": "test_b", "engine": "transformer_engine", "layout": "tensor parallel"}
+    dead = case | {"case": "dtype=bf16 control=dead_replay", "differences": ["loss"]}
     found = {"results": [case, case | {"differences": ["loss"]}, dead, other | {"error": "no"}, other], "cases": 7}
     one, two, left = cells("equality", found)
     assert (one["what"], one["equal"], one["others"]) == (
@@ -114,7 +114,7 @@ def test_equality_counts_cases_by_tests_and_engine_and_controls_that_must_differ
         "1 of 2",
         "1 differ, 1 differ and must",
     )
-    assert (two["engine"], two["equal"], two["others"]) == ("TransformerEngine's", "1 of 2", "1 failed")
+    assert (two["engine"], two["layout"], two["others"]) == ("TransformerEngine's", "tensor parallel", "1 failed")
     assert (left["what"], left["others"]) == ("there was no time for", "2 cases")
 
 
@@ -128,8 +128,11 @@ def test_long_trainings_and_faults_say_how_many_were_as_they_should_be():
     moe = {"steps": 500, "resumed_after": 250, "differing_steps": [7], "flat": False}
     (row,) = cells("soaks", {"moe": moe})
     assert (row["losses and norms equal to eager's"], row["memory"]) == ("499 of 500", "grows")
-    (row,) = cells("faults", {"results": [{"what": "all", "passed": 1999, "attempts": 2000, "commit": "b2"}]})
-    assert (row["passed"], row["commit"]) == ("1,999 of 2,000", "b2")
+    summed = {"what": "all", "case": "x", "passed": 1999, "attempts": 2000, "commit": "b2"}
+    counted = {"case": "layers=2", "passed": {"memory": 3, "interrupt": 4}, "attempts": {"memory": 3, "interrupt": 5}}
+    one, two = cells("faults", {"results": [summed, counted]})
+    assert (one["case"], one["passed"], one["commit"]) == ("all", "1,999 of 2,000", "b2")
+    assert (two["case"], two["passed"], two["commit"]) == ("`layers=2`", "7 of 8", "a1")
 
 
 def test_engines_are_compared_by_medians_of_rounds():
