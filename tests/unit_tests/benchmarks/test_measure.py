@@ -10,7 +10,8 @@ import pytest
 from benchmarks import measure
 from benchmarks.measure import PARTS, ROOT, Part
 
-WRITES = "import json, sys; json.dump({'gpus': int(sys.argv[1])}, open(sys.argv[2], 'w')); print('measured')"
+WRITES = "import json, sys; json.dump({'gpus': int(sys.argv[1]), 'numbers': [1]}, open(sys.argv[2], 'w'))"
+WRITES += "; print('measured')"
 CRASHES = f"{WRITES}; sys.exit(3)"
 
 
@@ -38,7 +39,7 @@ def found(tmp_path, name):
 def test_a_part_leaves_what_it_measured_at_which_commit_and_what_it_printed(run, tmp_path):
     code, _ = run({"times": WRITES})
     assert code == 0
-    assert found(tmp_path, "times") == {"gpus": 2, "commit": "a1", "exit": 0}
+    assert found(tmp_path, "times") == {"gpus": 2, "commit": "a1", "exit": 0}  # without what each step computed
     assert (tmp_path / "found" / "logs" / "times_2gpu.log").read_text() == "measured\n"
 
 
@@ -134,7 +135,7 @@ def repository(tmp_path, monkeypatch):
 def test_results_are_stale_once_their_code_has_changed(repository, tmp_path):
     first = repository("megatron/core/engine.py", "1")
     named, unnamed = tmp_path / "results/named_2gpu.json", tmp_path / "results/unnamed_2gpu.json"
-    repository("results/named_2gpu.json", json.dumps({"commit": first}))
+    repository("results/named_2gpu.json", json.dumps({"commit": f"{first} or before"}))
     second = repository("results/unnamed_2gpu.json", "{}")
     repository("docs/page.md", "1")
     assert list(measure.stale([named, unnamed])) == []
