@@ -22,7 +22,8 @@ def pad_packed_seq_params(params: Any, sequences: int, seq_length: int) -> Any:
 
     Args:
         params: The ``PackedSeqParams`` (``thd``) of one micro-batch, with ``cu_seqlens_q`` and ``cu_seqlens_kv``, int32
-            ``[sequences of the micro-batch + 1]``, that end with ``seq_length``.
+            ``[sequences of the micro-batch + 1]``, that end with ``seq_length``, also where context-parallel ranks have
+            parts of each sequence.
         sequences: The greatest number of sequences in a micro-batch, as in ``--cuda-graph-packed-sequences``.
         seq_length: Tokens in a micro-batch, and the longest sequence that there may be.
 

@@ -35,6 +35,21 @@ CASES: list[tuple[dict[str, Any], int]] = [
 OTHER_SHAPES: list[dict[str, Any]] = [
     {"sequences_later": [32, 16], "dropout": 0.1, "layers_per_graph": most} for most in (1, 0, -1)
 ]
+# Each of two context-parallel ranks has parts of each sequence.
+PARTS: list[tuple[dict[str, Any], int]] = [
+    ({"layers_per_graph": 1, "mtp": 1}, 4),
+    ({"microbatches": 2, "dtype": "bf16"}, 1),
+    ({"layers_per_graph": None, "mtp": 2, **LEARNED, "evaluates": True}, 1),
+    ({"layers_per_graph": -1, "pattern": "*-*-", "sequences_later": [16, 32]}, 1),
+    (
+        {
+            "layers_per_graph": -1,
+            "config": ["recompute_granularity='full'", "recompute_method='uniform'", "recompute_num_layers=1"],
+        },
+        1,
+    ),
+    ({"layers_per_graph": -1, "fp8": "delayed"}, 1),
+]
 # With each layout of ranks how many graphs of layers a rank has; layers and micro-batches are four in stages.
 LAYOUTS = {
     "": 3,
@@ -49,6 +64,12 @@ STAGES: dict[str, Any] = {"layers": 4, "tied": False, "microbatches": 4, "dropou
 def results(compare_runs):
     """The result of each case on data-parallel ranks, by its name."""
     return Trained([*(case for case, _ in CASES), *OTHER_SHAPES], compare_runs, SIZES)
+
+
+@pytest.fixture(scope="module")
+def parts(compare_runs):
+    """The result of each case on context-parallel ranks, by its name."""
+    return Trained([case for case, _ in PARTS], compare_runs, SIZES, "--cp", "2")
 
 
 def assert_equal(result):
@@ -71,6 +92,15 @@ def test_one_capture_serves_all_lengths(results, case, pieces):
     assert result["replays"] == 2 * pieces * case.get("microbatches", 1)
 
 
+@pytest.mark.parametrize(("case", "pieces"), mostly_long(PARTS, PARTS[2]), ids=[name_of(case) for case, _ in PARTS])
+def test_one_capture_serves_all_lengths_of_which_ranks_have_parts(parts, case, pieces):
+    result = parts[name_of(case)]
+    assert_equal(result)
+    layers = len(case.get("pattern", "")) or SIZES["layers"] + case.get("mtp", 0)
+    assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, layers)
+    assert result["replays"] == 2 * pieces * case.get("microbatches", 1)
+
+
 @pytest.mark.parametrize("case", mostly_long(OTHER_SHAPES, OTHER_SHAPES[-1]), ids=name_of)
 def test_batches_of_another_length_run_eagerly(results, case):
     result = results[name_of(case)]
@@ -80,9 +110,10 @@ def test_batches_of_another_length_run_eagerly(results, case):
 
 
 @pytest.mark.long
-def test_pipeline_stages_read_packed_sequences_too(compare_runs):
+@pytest.mark.parametrize("parts", [(), ("--cp", "2")], ids=["whole sequences", "parts"])
+def test_pipeline_stages_read_packed_sequences_too(compare_runs, parts):
     cases = [SIZES | STAGES | {"layers_per_graph": most} for most in (1, -1)]
-    layers, chunks = compare_runs(cases, "--pp", "2")
+    layers, chunks = compare_runs(cases, "--pp", "2", *parts, ranks=4 if parts else 2)
     for result in (layers, chunks):
         assert_equal(result)
     assert (layers["graphs"], layers["replays"]) == (2 * 4, 2 * 2 * 4)  # layers of a stage, micro-batches

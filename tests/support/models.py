@@ -135,7 +135,7 @@ def gpt(case: Case, config, virtual_stage: int | None = None):
         from .packed_attention import with_packed_attention
 
         spec = with_packed_attention(spec)
-    if config.context_parallel_size > 1 and not case.transformer_engine:
+    elif config.context_parallel_size > 1 and not case.transformer_engine:
         from .gathering_attention import with_gathering_attention
 
         spec = with_gathering_attention(spec)

@@ -475,9 +475,9 @@ def _batches(case: Case, step: int):
             positions = steps.cumsum(-1)
         packed = None
         if case.packed:
-            from .packed_attention import packed_params, positions_in_sequences
+            from .packed_attention import packed_params, places_on_rank, positions_in_sequences
 
-            packed = packed_params(sequence, case.packed, generator)
+            packed = packed_params(sequence, case.packed, generator, parallel_state.get_context_parallel_world_size())
             positions = positions_in_sequences(packed.cu_seqlens_q).expand(case.micro_batch, -1)
         batch = {
             "tokens": microbatch[:, :-1].contiguous().cuda(),
@@ -488,7 +488,11 @@ def _batches(case: Case, step: int):
         if case.mtp:
             batch["loss_mask"] = (torch.rand(size, sequence, generator=generator) < 0.9).float().cuda()
         group = parallel_state.get_context_parallel_group()
-        if group.size() > 1:
+        if group.size() > 1 and packed is not None:
+            del batch["attention_mask"]
+            own = places_on_rank(packed.cu_seqlens_q, sequence // group.size(), group.rank(), group.size())
+            batch = {name: value.index_select(1, own) for name, value in batch.items()}
+        elif group.size() > 1:
             whole = {"position_ids": batch.pop("position_ids")} if case.positions == "mrope" else {}
             batch = get_batch_on_this_cp_rank(batch, is_hybrid_cp=False, cp_group=group) | whole
         yield SimpleNamespace(

@@ -85,7 +85,7 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
     def _tokens(self, hidden_states: torch.Tensor) -> int:
         """The tokens of a micro-batch of one row, whose part on this rank is ``hidden_states``."""
         parts: int = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
-        return len(hidden_states) * parts
+        return len(hidden_states) * parts * int(self.config.context_parallel_size)
 
     def _may_replay_evaluation(self, decide: Any) -> bool:
         """Whether this call may be one of evaluation that replays, ``decide`` being who decides about replays."""

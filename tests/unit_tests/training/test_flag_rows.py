@@ -146,7 +146,6 @@ EXAMPLES = {
     "packed sequences in graphs": Example(f"--sft {PACKED} --position-embedding-type none"),
     "packed rows of moe layers": Example(f"{MOE} moe_router --sft --micro-batch-size 2"),
     "packed sequences in rows": Example(f"{PACKED} --micro-batch-size 2"),
-    "packed sequences over ranks": Example(f"{PACKED} --context-parallel-size 2", left_out=(LOCAL,)),
     "packed sequences without fused rotary embeddings": Example(
         f"{PACKED} --position-embedding-type rope --no-rope-fusion"
     ),

@@ -14,6 +14,7 @@ from megatron.core.transformer.multi_token_prediction import (
     _roll_tensor_packed_seq,
 )
 from megatron_fsdp_cuda_graphs.overlay import upstream
+from tests.support.packed_attention import places_on_rank
 
 MODULE = "megatron.core.transformer.multi_token_prediction"
 
@@ -101,8 +102,31 @@ def test_a_graph_rolls_the_packed_sequences_of_each_replay():
 
 
 def test_other_rolls_are_megatron_cores():
-    ranks = SimpleNamespace(size=lambda: 2)
     with mock.patch.object(upstream(MODULE), "_roll_tensor_packed_seq", return_value="theirs") as theirs:
-        assert _roll_tensor_packed_seq(torch.zeros(4), -1, -1, "packed", ranks) == "theirs"
         assert _roll_tensor_packed_seq(torch.zeros(4), 1, -1, "packed") == "theirs"
-    assert theirs.call_count == 2
+    assert theirs.call_count == 1
+
+
+@given(
+    st.lists(st.integers(0, 4), min_size=1, max_size=6).map(sorted), st.sampled_from([2, 3]), st.sampled_from([0, 1])
+)
+def test_packed_sequences_that_ranks_share_are_rolled_as_whole_ones(ends, ranks, behind):
+    offsets = torch.tensor([0, *ends], dtype=torch.int32) * 2 * ranks
+    tokens = (ends[-1] + behind) * 2  # of a rank, some perhaps behind the last sequence
+    packed = SimpleNamespace(cu_seqlens_q=offsets)
+    whole = torch.arange(1, 1 + tokens * ranks).expand(2, -1).contiguous()
+    expected, _ = _roll_tensor_packed_seq(whole, -1, -1, packed)
+    covering = torch.cat((offsets, torch.tensor([tokens * ranks], dtype=torch.int32)))  # one more sequence
+    places = [places_on_rank(covering, tokens, rank, ranks) for rank in range(ranks)]
+
+    def gather(parts, tensor, group):
+        for part, place in zip(parts, places, strict=True):
+            part.copy_(whole[:, place])
+
+    for rank in range(ranks):
+        group = SimpleNamespace(size=lambda: ranks, rank=lambda rank=rank: rank)
+        own = whole[:, places[rank]]
+        with mock.patch.object(torch.distributed, "all_gather", gather):
+            rolled, total = _roll_tensor_packed_seq(own, -1, -1, packed, group)
+        assert torch.equal(rolled, expected[:, places[rank]])
+        assert total == rolled.sum()

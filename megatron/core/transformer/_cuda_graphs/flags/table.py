@@ -450,12 +450,6 @@ _REFUSED = [
         "--cuda-graph-packed-sequences needs sequences in one row: set --micro-batch-size 1, and a longer --seq-length",
     ),
     _refused(
-        "packed sequences over ranks",
-        "--cuda-graph-packed-sequences, --context-parallel-size",
-        lambda options: _packed_in_graphs(options) and options.several("context_parallel_size"),
-        "--cuda-graph-packed-sequences needs whole sequences on each rank: leave --context-parallel-size out",
-    ),
-    _refused(
         "packed sequences without fused rotary embeddings",
         "--cuda-graph-packed-sequences, --no-rope-fusion, or yarn or mrope, which are not fused",
         lambda options: (
@@ -668,7 +662,8 @@ _WORKS = [
         "--cuda-graph-packed-sequences",
         _PACKED_TEST,
         "whoever makes the batches calls megatron.core.packed_seq_params.pad_packed_seq_params, in the eager training "
-        "of a comparison too",
+        "of a comparison too; with --context-parallel-size on the CPU backend only, with another attention than "
+        "TransformerEngine's",
     ),
     _works(
         "packed sequences beside graphs",

@@ -105,11 +105,8 @@ class LayerInputs:
 
     def __init__(self, config: Any, seq_length: int, micro_batch_size: int):
         self._packed = packed_sequences(config)
-        if self._packed is not None and (micro_batch_size != 1 or config.context_parallel_size > 1):
-            raise ValueError(
-                f"{PACKED_FLAG} needs micro-batches of one row on one rank: set --micro-batch-size 1, and leave "
-                "--context-parallel-size out"
-            )
+        if self._packed is not None and micro_batch_size != 1:
+            raise ValueError(f"{PACKED_FLAG} needs micro-batches of one row: set --micro-batch-size 1")
         self._config = config
         self._seq_length = seq_length
         self._micro_batch_size = micro_batch_size

@@ -159,7 +159,7 @@ def call_blocker(model: torch.nn.Module, given: dict[str, Any]) -> str:
     expected = expected_inputs(model, *rows_and_length)
     if OFFSETS[0] in expected:
         packed = given.pop("packed_seq_params", None)
-        if misfit(packed, rows_and_length[1]):
+        if misfit(packed, rows_and_length[1] * chunk.config.context_parallel_size):
             return "its packed_seq_params are not what pad_packed_seq_params returns"
         given |= offsets_of(packed)
     others = [name for name in given if given[name] is not None and name not in (*expected, *UNUSED, *unused_by(model))]

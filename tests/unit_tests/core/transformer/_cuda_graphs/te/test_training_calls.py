@@ -70,7 +70,7 @@ def test_one_call_that_does_not_fit_is_enough(model, calls, args, kwargs, reason
 
 PREDICTING = "mtp"
 SHARED = {"context_parallel_size": 2}
-PACKING = {"cuda_graph_packed_sequences": 2}
+PACKING = {"cuda_graph_packed_sequences": 2, "context_parallel_size": 1}
 NOT_PADDED = "its packed_seq_params are not what pad_packed_seq_params returns"
 OFFSETS = torch.tensor([0, 3, 4], dtype=torch.int32)
 
@@ -103,6 +103,8 @@ def packed(**changed):
             {"packed_seq_params": packed(cu_seqlens_q=OFFSETS[:2])},
             "its cu_seqlens_q are not of shape [3] and torch.int32",
         ),
+        ((2, 4), PACKING | SHARED, None, {"packed_seq_params": packed()}, NOT_PADDED),
+        ((2, 4), PACKING | SHARED, None, {"packed_seq_params": packed(max_seqlen_q=8, max_seqlen_kv=8)}, ""),
         ((2, 4), PACKING, None, {}, NOT_PADDED),
         ((2, 4), PACKING, MASK, {"packed_seq_params": packed()}, "it was called with attention_mask"),
         ((3, 2, 4), {}, None, {}, ""),
