@@ -1,7 +1,7 @@
 """Checkpoints that runs with and without graphs load alike, with layers by their numbers in the whole model."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
@@ -11,11 +11,6 @@ from megatron.core.tensor_parallel import convert_cuda_rng_state
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
-
-if TYPE_CHECKING:  # megatron-core's names
-
-    def __getattr__(name: str) -> Any: ...
-
 
 _CHUNKS = "_chunks"  # in a state dict: the chunks of a pipeline stage
 _MISSING_STATE = "Missing key in checkpoint state_dict: optimizer.state."

@@ -1,7 +1,7 @@
 """The distributed optimizer, whose step under Megatron-FSDP costs the host less."""
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -19,10 +19,6 @@ from .local_shards import LocalShards
 _upstream: Any = extend(__name__)
 
 _LOSS_SCALE = "grad_scaler"  # in checkpoints
-
-if TYPE_CHECKING:  # megatron-core's names
-
-    def __getattr__(name: str) -> Any: ...
 
 
 class DistributedOptimizer(_upstream.DistributedOptimizer):

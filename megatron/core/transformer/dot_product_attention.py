@@ -1,14 +1,10 @@
 """Attention without TransformerEngine, also of keys and values of other sizes, which multi-latent attention has."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
-
-if TYPE_CHECKING:  # megatron-core's names
-
-    def __getattr__(name: str) -> Any: ...
 
 
 class DotProductAttention(_upstream.DotProductAttention):

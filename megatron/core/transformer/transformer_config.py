@@ -1,15 +1,11 @@
 """A model's configuration, also of full recomputation beside graphs that hold more than a layer."""
 
 from copy import copy
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
-
-if TYPE_CHECKING:  # megatron-core's names
-
-    def __getattr__(name: str) -> Any: ...
 
 
 class TransformerConfig(_upstream.TransformerConfig):

@@ -1,6 +1,6 @@
 """Experts that compute all their tokens at once with ``--moe-use-grouped-tensor``; parameters stay what they are."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -10,10 +10,6 @@ from megatron.core.transformer.moe.grouped_tensor import compute_experts, linear
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
-
-if TYPE_CHECKING:  # megatron-core's names
-
-    def __getattr__(name: str) -> Any: ...
 
 
 class TEGroupedMLP(_upstream.TEGroupedMLP):

@@ -1,6 +1,6 @@
 """Routers whose tokens may be bounded on their way to experts."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from megatron.core.token_bounds import token_bounds
@@ -9,10 +9,6 @@ from megatron.core.transformer._cuda_graphs.flags.own import alltoall_capacity_f
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
-
-if TYPE_CHECKING:  # megatron-core's names
-
-    def __getattr__(name: str) -> Any: ...
 
 
 class TopKRouter(_upstream.TopKRouter):

@@ -1,6 +1,6 @@
 """Dispatchers that leave the number of tokens of each expert on the device, with ``--moe-use-grouped-tensor``."""
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -11,10 +11,6 @@ from megatron.core.transformer.moe.moe_utils import permute
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
-
-if TYPE_CHECKING:  # megatron-core's names
-
-    def __getattr__(name: str) -> Any: ...
 
 
 class MoEAllGatherTokenDispatcher(_upstream.MoEAllGatherTokenDispatcher):

@@ -3,17 +3,13 @@
 Everything else in this module is megatron-core's.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
-
-if TYPE_CHECKING:  # megatron-core's names
-
-    def __getattr__(name: str) -> Any: ...
 
 
 def get_pos_emb_on_this_cp_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: Any) -> torch.Tensor:
