@@ -27,12 +27,10 @@ class CUDAGraph:
         return super().__new__(cls)
 
     def __init__(self, keep_graph: bool = False) -> None:
-        self.keep_graph = keep_graph
         self.replays = 0
         self._tape: Tape | None = None
         self._recorder: Recorder | None = None
         self._generators: set[GeneratorState] = set()
-        self._is_instantiated = False
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Refuse copies and pickles, as torch's class does: a graph is tied to its addresses.
@@ -109,22 +107,12 @@ class CUDAGraph:
             raise RuntimeError("Capture must end on the same stream it began on.")
         self._tape = recorder.tape
         recorder.tape.pool.add_graph()
-        self._is_instantiated = not self.keep_graph
         if not self.op_count:
             warnings.warn(
                 "The CUDA Graph is empty. This usually means that the graph was attempted to be captured on wrong "
                 "device or stream. On the CPU backend, tensors made without device='cuda' are host tensors.",
                 stacklevel=2,
             )
-
-    def instantiate(self) -> None:
-        """Make a graph kept with ``keep_graph=True`` ready to replay.
-
-        Raises:
-            RuntimeError: nothing was captured.
-        """
-        self._captured()
-        self._is_instantiated = True
 
     def replay(self) -> None:
         """Run the graph's operators again, into the memory they had at capture.
@@ -136,14 +124,12 @@ class CUDAGraph:
         """
         tape = self._captured()
         capture_state.refuse_while_capturing("CUDAGraph.replay")
-        self._is_instantiated = True
         tape.replay()
         self.replays += 1
 
     def reset(self) -> None:
         """Drop the graph and its reference to its pool."""
         self._tape = None
-        self._is_instantiated = False
         self.replays = 0
 
     def pool(self) -> pools.PoolHandle:
@@ -166,21 +152,10 @@ class CUDAGraph:
         if self._recorder is not None:
             self._recorder.register(generator.state)
 
-    def enable_debug_mode(self) -> None:
-        """Accepted; ``debug_dump`` needs no preparation here."""
-
     def debug_dump(self, debug_path: str, *, verbose: bool = True) -> None:
         """Write the names of the graph's operators, one a line, to ``debug_path``, whatever ``verbose`` is."""
         with open(debug_path, "w", encoding="utf-8") as file:
             file.writelines(f"{name}\n" for name in self._captured().names)
-
-    def raw_cuda_graph(self) -> int:
-        """Not supported: a tape has no cudaGraph_t."""
-        raise RuntimeError("the CPU backend has no cudaGraph_t: raw_cuda_graph() needs a GPU")
-
-    def raw_cuda_graph_exec(self) -> int:
-        """Not supported: a tape has no cudaGraphExec_t."""
-        raise RuntimeError("the CPU backend has no cudaGraphExec_t: raw_cuda_graph_exec() needs a GPU")
 
     def _captured(self) -> Tape:
         if self._tape is None:

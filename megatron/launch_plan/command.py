@@ -1,15 +1,79 @@
-"""What the commands ``plan`` and ``explain`` share: their own arguments, and the process in which they run."""
+"""What the commands ``plan`` and ``explain`` share: their arguments, the process in which they run, their ends."""
 
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING
 
 from .. import overlay
 from ..doctor import why_off
 
+if TYPE_CHECKING:
+    from .flags import Flags
 
-def own_arguments(name: str, description: str, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+
+def run(
+    name: str,
+    description: str,
+    arguments: Sequence[str],
+    lines: "Callable[[argparse.Namespace, list[str], Flags], Iterable[str]]",
+) -> int:
+    """Run a command: read its arguments and the flags of a training, and print what they are said to do.
+
+    Args:
+        name: The command.
+        description: What it does.
+        arguments: Its own arguments, and flags as ``pretrain_gpt`` takes them.
+        lines: Says it, given the own arguments, the others, and the flags, which fit together.
+
+    Returns:
+        The exit code: 0 if the flags fit together, 1 if not, 2 if nothing can be said.
+    """
+    try:
+        own, given = _own_arguments(name, description, arguments)
+        _need_no_gpu()
+        from .flags import read_flags
+
+        flags = read_flags(given, own.world_size)
+    except SystemExit as end:
+        return int(end.code or 0)
+    if flags.refused:
+        print("\n".join(verdict(flags)))
+        return 1
+    try:
+        said = list(lines(own, given, flags))
+    except Exception as error:
+        return _not_built(error)
+    print("\n".join(said))
+    return 0
+
+
+def verdict(flags: "Flags") -> Iterator[str]:
+    """Yield lines that say whether flags fit together, and of what job they are."""
+    yield "The flags do not fit together:" if flags.refused else "The flags fit together."
+    yield from bulleted(flags.refused)
+    if flags.remarks:
+        yield from ("", "Remarks:", *bulleted(flags.remarks))
+    if flags.refused:
+        return
+    args = flags.args
+    sizes = {
+        "data": args.data_parallel_size,
+        "tensor": args.tensor_model_parallel_size,
+        "pipeline": args.pipeline_model_parallel_size,
+        "context": args.context_parallel_size,
+        "expert": args.expert_model_parallel_size,
+    }
+    yield f"Ranks: {args.world_size} (--world-size); parallel: {', '.join(f'{k} {v}' for k, v in sizes.items())}"
+
+
+def bulleted(texts: Sequence[str]) -> list[str]:
+    """Return ``texts`` as items of a list."""
+    return [f"- {text}" for text in texts]
+
+
+def _own_arguments(name: str, description: str, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
     """Parse a command's own arguments, and return them and the flags of the training.
 
     Raises:
@@ -34,7 +98,7 @@ def own_arguments(name: str, description: str, arguments: Sequence[str]) -> tupl
     return own, flags
 
 
-def need_no_gpu() -> None:
+def _need_no_gpu() -> None:
     """Let code for GPUs run in this process as on a GPU of compute capability 9.0, whether there is one or not.
 
     Raises:
@@ -54,7 +118,7 @@ def need_no_gpu() -> None:
         from . import dry_stage  # noqa: F401
 
 
-def not_built(error: Exception) -> int:
+def _not_built(error: Exception) -> int:
     """Say why the model of accepted flags cannot be built here; return the exit code.
 
     That is 2 if only this process lacks something: a package, or the size of a vocabulary.

@@ -2,38 +2,27 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
-from .command import need_no_gpu, not_built, own_arguments
+from .command import run
+from .plan import captures_layers, other_graphs
+
+if TYPE_CHECKING:
+    from .flags import Flags
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the parts. Returns the exit code: 0 if the flags fit together, 1 if not, 2 if nothing can be said."""
-    try:
-        own, given = own_arguments("explain", "Say which parts of a model flags would put in graphs.", arguments)
-        need_no_gpu()
-        from .flags import read_flags
-        from .plan import captures_layers, other_graphs, verdict
-
-        flags = read_flags(given, own.world_size)
-    except SystemExit as end:
-        return int(end.code or 0)
-    if flags.refused:
-        print("\n".join(verdict(flags)))
-        return 1
-    if not captures_layers(flags.args):
-        print(other_graphs(flags.args) or "There are no graphs to explain: --cuda-graph-impl is none; see plan.")
-        return 0
-    try:
-        lines = list(_lines(given, flags.args))
-    except Exception as error:
-        return not_built(error)
-    print("\n".join(lines))
-    return 0
+    """Print the parts; return the exit code, see ``command.run``."""
+    return run("explain", "Say which parts of a model flags would put in graphs.", arguments, _lines)
 
 
-def _lines(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
+def _lines(own: argparse.Namespace, given: list[str], flags: "Flags") -> Iterator[str]:
     from .dry_stage import parts_of_stage
 
+    args = flags.args
+    if not captures_layers(args):
+        yield other_graphs(args) or "There are no graphs to explain: --cuda-graph-impl is none; see plan."
+        return
     remedies: dict[str | None, str] = {}
     for stage in range(args.pipeline_model_parallel_size):
         parts = parts_of_stage(args, stage)

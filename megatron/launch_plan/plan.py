@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from .command import need_no_gpu, not_built, own_arguments
+from .command import bulleted, run, verdict
 
 if TYPE_CHECKING:
     from .capture import Captured
@@ -20,43 +20,14 @@ NOT_COUNTED = (
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Print the plan. Returns the exit code: 0 if the flags fit together, 1 if not, 2 if nothing can be said."""
-    try:
-        own, given = own_arguments("plan", "Say what flags would capture, without a GPU.", arguments)
-        need_no_gpu()
-        from .flags import read_flags
-
-        flags = read_flags(given, own.world_size)
-    except SystemExit as end:
-        return int(end.code or 0)
-    if flags.refused:
-        print("\n".join(verdict(flags)))
-        return 1
-    try:
-        stages, advice = list(_stages(flags.args, own.every_graph)), list(_advice(given, flags.args))
-    except Exception as error:
-        return not_built(error)
-    print("\n".join([*verdict(flags), *stages, "", "Flags to add or drop:", *_bulleted(advice or ["none"])]))
-    return 0
+    """Print the plan; return the exit code, see ``command.run``."""
+    return run("plan", "Say what flags would capture, without a GPU.", arguments, _lines)
 
 
-def verdict(flags: "Flags") -> Iterator[str]:
-    """Yield lines that say whether flags fit together, and of what job they are."""
-    yield "The flags do not fit together:" if flags.refused else "The flags fit together."
-    yield from _bulleted(flags.refused)
-    if flags.remarks:
-        yield from ("", "Remarks:", *_bulleted(flags.remarks))
-    if flags.refused:
-        return
-    args = flags.args
-    sizes = {
-        "data": args.data_parallel_size,
-        "tensor": args.tensor_model_parallel_size,
-        "pipeline": args.pipeline_model_parallel_size,
-        "context": args.context_parallel_size,
-        "expert": args.expert_model_parallel_size,
-    }
-    yield f"Ranks: {args.world_size} (--world-size); parallel: {', '.join(f'{k} {v}' for k, v in sizes.items())}"
+def _lines(own: argparse.Namespace, given: list[str], flags: "Flags") -> Iterator[str]:
+    yield from verdict(flags)
+    yield from _stages(flags.args, own.every_graph)
+    yield from ("", "Flags to add or drop:", *bulleted(list(_advice(given, flags.args)) or ["none"]))
 
 
 def captures_layers(args: argparse.Namespace) -> bool:
@@ -182,7 +153,3 @@ def _parts_to_add(given: Sequence[str], args: argparse.Namespace) -> Iterator[st
         change = changes.to_graph(module, given, args)
         if change is not None:
             yield f"{change.words}: graphs then hold {name}"
-
-
-def _bulleted(texts: Sequence[str]) -> list[str]:
-    return [f"- {text}" for text in texts]

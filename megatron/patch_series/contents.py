@@ -8,6 +8,7 @@ from functools import cache
 from pathlib import Path
 
 from ..overlay import ROOT, TESTED_VERSIONS, patched_modules, tree_file
+from ..upstream_check.sources import imported_from
 from .narrow import narrowed
 from .series import SERIES, Patch
 from .source import Source, parsed
@@ -140,7 +141,7 @@ class _Tree:
         """Return a module that is replaced as a whole later: what files that are there define, it imports from them."""
         package = name.rpartition(".")[0]
         nodes = [node for node in parsed(self._ours[name]).body if isinstance(node, ast.ImportFrom)]
-        there = [node for node in nodes if _module(node, package) in self._whole and node.names[0].name != "*"]
+        there = [node for node in nodes if imported_from(node, package) in self._whole and node.names[0].name != "*"]
         return splice(self.theirs[name] or "", "\n".join(map(ast.unparse, there)))
 
 
@@ -150,17 +151,10 @@ def imports(text: str, package: str) -> tuple[tuple[str, str], ...]:
     found: list[tuple[str, str]] = []
     for node in ast.walk(parsed(text)):
         if isinstance(node, ast.ImportFrom):
-            found += ((_module(node, package), alias.name) for alias in node.names)
+            found += ((imported_from(node, package), alias.name) for alias in node.names)
         elif isinstance(node, ast.Import):
             found += ((alias.name, "") for alias in node.names)
     return tuple(found)
-
-
-def _module(node: ast.ImportFrom, package: str) -> str:
-    parts = package.split(".")
-    return ".".join(
-        [*parts[: len(parts) - node.level + 1], *filter(None, [node.module])] if node.level else [node.module or ""]
-    )
 
 
 def _check_version(checkout: Path) -> None:

@@ -1,11 +1,11 @@
 """Forward graphs of layers for evaluation, captured when the first evaluation after training's capture begins."""
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from inspect import signature
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -37,24 +37,6 @@ logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 # As often as torch's own make_graphed_callables: training has not warmed up what evaluation runs.
 _WARMUP_ITERATIONS = 3
-
-
-class Sharding(Protocol):
-    """What shards layers and gathers them before their passes: ``MegatronFSDP``, or FSDP2's ``KeptParameters``."""
-
-    def expect_evaluation(self, prepare: Callable[[tuple, dict[str, Any]], object]) -> None:
-        """Call ``prepare`` once, before the next forward pass of the model in evaluation mode and without grad.
-
-        It gets the positional arguments and the keyword arguments of the model.
-        """
-
-    def capture_evaluation_graphs(self, layers: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
-        """Return the context in which graphs of ``layers`` are captured for evaluation."""
-        ...
-
-    def read_by_graphs(self, layer: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-        """Return the parameters of ``layer`` that are gathered for its graphs."""
-        ...
 
 
 def _repeats_router(config: Any) -> bool:
@@ -108,12 +90,13 @@ class EvaluationGraphs:
 
     Args:
         chunk: The chunk of it whose layers have graphs of training.
+        sharding: What shards it, and gathers layers: ``MegatronFSDP``, or FSDP2's ``KeptParameters``.
         shape: Tokens in a sequence and sequences in a micro-batch, in training.
         whole: The graphs of the whole model in training; None if they hold layers.
     """
 
     def __init__(
-        self, stage: Stage, chunk: Chunk, sharding: Sharding, shape: tuple[int, int], whole: ModelGraphs | None = None
+        self, stage: Stage, chunk: Chunk, sharding: Any, shape: tuple[int, int], whole: ModelGraphs | None = None
     ):
         self._stage, self._sharding, self._shape, self._whole = stage, sharding, shape, whole
         self._config, self._model = stage.config, chunk.model
