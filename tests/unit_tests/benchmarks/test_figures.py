@@ -7,7 +7,8 @@ import pytest
 from benchmarks.tables import BLOCK, FIGURE, ROOT
 from tests.unit_tests.test_documented_commands import FENCED
 
-MEASURED = ("README.md", "docs/performance.md", "docs/measurements.md")
+PAGES = ("flags", "how-it-works", "limits", "measurements", "performance", "scale", "using")
+MEASURED = ("README.md", *(f"docs/{page}.md" for page in PAGES))
 NOT_TEXT = re.compile(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->")
 NAMES = "torch|Torch|Python|megatron-core|TransformerEngine|newer|verified|capability|Apache"
 VERSION = re.compile(rf"(\b({NAMES})\b[^.|]{{0,12}}?)[\d.]+(( to|,) [\d.]+)*")
