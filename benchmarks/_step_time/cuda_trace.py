@@ -51,13 +51,15 @@ def figures(events: Iterable[dict[str, Any]], *, steps: int, wall_ms: float) -> 
         ``profiled_ms`` of a step; ``host_ms``, those in which the host did not wait for the GPU, and ``waiting_ms``;
         ``gpu_busy_ms``, of which ``compute_ms`` are with and ``nccl_alone_ms`` without work other than NCCL's kernels;
         ``calls``, by the names of ``CALLS``; ``api_calls``, by the name of the function; ``collectives``, NCCL's
-        kernels by name: ``calls``, and ``median_us``, of which those that wait for another rank are part.
+        kernels by name: ``calls``, and ``median_us``, of which those that wait for another rank are part; ``kernels``,
+        copies and fills included, by name: ``calls`` and ``us``.
     """
     api: Counter[str] = Counter()
     waiting_calls: list[Interval] = []
     compute: list[Interval] = []
     nccl: list[Interval] = []
     collectives: dict[str, list[float]] = {}
+    kernels: dict[str, list[float]] = {}
     for event in events:
         category, name = event.get("cat"), event["name"]
         interval = (event["ts"], event["ts"] + event["dur"])
@@ -66,6 +68,7 @@ def figures(events: Iterable[dict[str, Any]], *, steps: int, wall_ms: float) -> 
             if waits(event):
                 waiting_calls.append(interval)
         elif category in GPU:
+            kernels.setdefault(name, []).append(event["dur"])
             is_nccl = category == "kernel" and "nccl" in name.lower()
             (nccl if is_nccl else compute).append(interval)
             if is_nccl and (found := re.search(COLLECTIVE, name)):
@@ -85,7 +88,29 @@ def figures(events: Iterable[dict[str, Any]], *, steps: int, wall_ms: float) -> 
             name: {"calls": round(len(each) / steps, 2), "median_us": round(statistics.median(each), 1)}
             for name, each in collectives.items()
         },
+        "kernels": {
+            name: {"calls": round(len(each) / steps, 2), "us": round(sum(each) / steps, 2)}
+            for name, each in sorted(kernels.items(), key=lambda item: -sum(item[1]))
+        },
     }
+
+
+def differences(kernels: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:
+    """Say which kernels a step has more or fewer of than another, the most time first.
+
+    Args:
+        kernels: ``kernels`` of ``figures``.
+        others: Those of the other step.
+    """
+    none = {"calls": 0.0, "us": 0.0}
+    pairs = {name: (kernels.get(name, none), others.get(name, none)) for name in {**kernels, **others}}
+    more = {name: {what: one[what] - other[what] for what in none} for name, (one, other) in pairs.items()}
+    by_time = sorted(more.items(), key=lambda item: -abs(item[1]["us"]))
+    return [
+        f"{each['us']:>+9.1f} us {each['calls']:>+7.2f} calls of {pairs[name][1]['calls']:.2f}  {name}"
+        for name, each in by_time
+        if each["calls"] or abs(each["us"]) >= 1
+    ]
 
 
 def waits(event: Mapping[str, Any]) -> bool:

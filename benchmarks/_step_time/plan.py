@@ -25,6 +25,8 @@ class Run:
         profiled: Whether it is profiled, and not timed.
         top_python: How many Python functions a profile lists.
         communicates: Whether parameters are gathered and gradients reduced.
+        examined: What is looked at closely, if anything, and times mean less: ``capture``, its ``functions``, or
+            ``memory``.
     """
 
     number: int
@@ -37,6 +39,7 @@ class Run:
     profiled: bool
     top_python: int
     communicates: bool = True
+    examined: str = ""
 
     @property
     def file_name(self) -> str:

@@ -23,6 +23,7 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 
 from benchmarks._step_time.cleanup import clean_up  # noqa: E402
+from benchmarks._step_time.examination import EXAMINATIONS  # noqa: E402
 from benchmarks._step_time.plan import Run  # noqa: E402
 from benchmarks._step_time.recorder import CaptureClock, Recorder, TrainingLog, count_graphs  # noqa: E402
 from benchmarks._step_time.resident import without_collectives  # noqa: E402
@@ -59,15 +60,18 @@ class Worker:
                 result["graphs"] = count_graphs()
 
         profiled = self._profile(run) if run.profiled else None
+        examination = EXAMINATIONS[run.examined](self._clock) if run.examined else None
         self._clock.seconds = 0.0
-        recorder = Recorder(profiled.after_step if profiled else after_step)
+        recorder = Recorder((examination or profiled).after_step if examination or profiled else after_step)
         self._train(run, recorder)
         result["numbers"] = recorder.numbers()
         result["evaluations"] = recorder.evaluations()
         result["last_loss"] = recorder.last_loss()
         if profiled:
             result["profile"] = profiled.figures
-        elif not run.profiled:
+        elif examination:
+            result["found"] = examination.found()
+        else:
             result |= recorder.milliseconds(run.steps // 2 + 1, run.steps)
             result["capture_seconds"] = round(self._clock.seconds, 3)
         del recorder
