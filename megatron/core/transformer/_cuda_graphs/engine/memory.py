@@ -91,14 +91,12 @@ class PoolMemory:
 _memories: weakref.WeakValueDictionary[tuple, PoolMemory] = weakref.WeakValueDictionary()
 
 
-def release_cached_memory(thorough: bool = False) -> None:
+def release_cached_memory() -> None:
     """Return the allocator's cached memory to the device: graphs, which have a pool of their own, cannot use it.
 
-    Args:
-        thorough: Whether a full garbage collection runs first, which can take longer than the capture of many graphs;
-            otherwise only the younger generations are collected.
+    Of garbage only the younger generations are collected: a walk through all objects can take longer than the capture.
     """
-    gc.collect(2 if thorough else 1)
+    gc.collect(1)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 

@@ -21,7 +21,7 @@ from .stage import Layers, Stage
 
 # Iterations that a layer should have had before it is captured, training steps included: as many as torch's own
 # make_graphed_callables runs. (The ten or eleven that are asked for elsewhere are for torch's DistributedDataParallel.)
-_WARMUP_ITERATIONS = 3
+WARMUP_ITERATIONS = 3
 
 
 class CaptureArguments:
@@ -145,7 +145,7 @@ class CaptureArguments:
 def num_warmup_iterations(config: Any, num_microbatches: int) -> int:
     """Return how often passes run before a capture that runs each for ``num_microbatches``, after training steps."""
     done = config.cuda_graph_warmup_steps * get_num_microbatches()
-    return max(1, math.ceil((_WARMUP_ITERATIONS - done) / num_microbatches))
+    return max(1, math.ceil((WARMUP_ITERATIONS - done) / num_microbatches))
 
 
 def quantization_arguments(stage: Stage, layers: Iterable[torch.nn.Module]) -> dict[str, Any]:

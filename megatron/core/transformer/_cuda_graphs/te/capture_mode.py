@@ -25,7 +25,7 @@ def enter_capture_mode() -> None:
     if MoEAuxLossAutoScaler.main_loss_backward_scale is None:  # before the first step: as schedules will copy to it
         MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1, device="cuda")
     MTPLossAutoScaler.set_loss_scale(MTPLossAutoScaler.main_loss_backward_scale.cuda())
-    release_cached_memory(thorough=True)
+    release_cached_memory()
     if state.FREEZE_GC:
         gc.freeze()
     state._set_capture_start()

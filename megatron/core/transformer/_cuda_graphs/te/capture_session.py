@@ -44,6 +44,7 @@ class CaptureSession:
         recaptures: Says which passes of other shapes are watched.
         seq_length: Tokens in a sequence.
         micro_batch_size: Sequences in a micro-batch.
+        warms_up: Whether passes of the whole model run before they are captured.
     """
 
     stage: Stage
@@ -53,6 +54,7 @@ class CaptureSession:
     recaptures: Recaptures
     seq_length: int
     micro_batch_size: int
+    warms_up: bool = True
 
     def capture(self, holds: Holds, input_data: Callable[[], InputData]) -> None:
         """Capture.
@@ -94,7 +96,7 @@ class CaptureSession:
         for fsdp in wrappers:
             _free_gradients(fsdp)
         order = CaptureArguments(stage, [[model] for model in models], self.seq_length, self.micro_batch_size).order()
-        warmup_iters = num_warmup_iterations(stage.config, order.num_microbatches)
+        warmup_iters = num_warmup_iterations(stage.config, order.num_microbatches) if self.warms_up else 0
         if not stage.one_graph_serves_all:
             plan = ordered_plan(order.order, order.num_layers_per_chunk, len(models))
             self.observer.expect(plan, names, warmup_iters)

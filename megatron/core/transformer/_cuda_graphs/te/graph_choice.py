@@ -12,6 +12,7 @@ from ..errors import CaptureFailedError
 from ..flags.own import LAYERS_FLAG, WHOLE_MODEL, layers_per_graph
 from ..hooks import has_other_hooks
 from .agreement import CaptureAgreement
+from .capture_arguments import WARMUP_ITERATIONS
 from .layers import _layer_is_graphable, decoder_layers, layer_name, mtp_layers
 from .sample_inputs import attention_mask_type
 from .stage import Stage
@@ -171,6 +172,8 @@ class GraphChoice:
     Attributes:
         refused: Why the whole model was not captured though it might have been, after the last choice.
         eager_because: Why nothing is captured, as scalars are named, if the last choice was that.
+        needs_warmup: Why passes of the whole model run before it is captured, if that was the last choice; empty if
+            training has warmed them up on all ranks.
     """
 
     def __init__(self, stage: Stage):
@@ -178,15 +181,22 @@ class GraphChoice:
         models = [chunk.model for chunk in stage.chunks if chunk.layers]
         decoders = (getattr(model, "decoder", None) for model in models)
         self._calls = TrainingCalls(filter(None, models), filter(None, decoders))
-        self.refused = self.eager_because = ""
+        self.refused = self.eager_because = self.needs_warmup = ""
         self._tries_model = False  # though nobody asked for it
         self._model_failed = False  # when it was tried
 
-    def choose(self, agreement: CaptureAgreement) -> Holds | None:
+    def choose(self, agreement: CaptureAgreement, seq_length: int, micro_batch_size: int) -> Holds | None:
         """Return what graphs are to hold; None if training is to go on eagerly. Log why it is no more.
 
         All pipeline stages hold the same, so that a capture that fails on one is followed by the same on all.
+
+        Args:
+            agreement: What ranks agree by.
+            seq_length: Tokens in a sequence, before any parallel division.
+            micro_batch_size: Sequences in a micro-batch.
         """
+        tokens = seq_length // self._stage.config.context_parallel_size
+        untrained = self._calls.untrained(micro_batch_size, tokens, WARMUP_ITERATIONS)
         self._calls.stop()
         wanted = layers_per_graph(self._stage.config)
         self.refused, self._tries_model = "", False
@@ -197,6 +207,7 @@ class GraphChoice:
             self.refused = agreement.objection(self._model_blocker())
             if not self.refused:
                 self._tries_model = wanted is None
+                self.needs_warmup = agreement.objection(untrained)
                 return Holds.MODEL
             level = logging.INFO if wanted is None else logging.WARNING
             self._stage.log(level, f"instead of the whole model its layers are captured, because {self.refused}")

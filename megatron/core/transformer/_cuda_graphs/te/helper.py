@@ -326,13 +326,14 @@ class TECudaGraphHelper:
                 capture_mode(self._start_capturing, offloads, self._reset_after_capture) as start_time,
             ):
                 observer.start()
-                holds = self.choice.choose(agreement)  # which stages without layers have a say in, too
+                shape = self.seq_length, self.micro_batch_size
+                holds = self.choice.choose(agreement, *shape)  # which stages without layers have a say in, too
                 if not stage.layers:
                     logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
                     graphs.none_because = NO_LAYERS
                 elif holds:
-                    shape = self.seq_length, self.micro_batch_size
-                    session = CaptureSession(stage, graphs, agreement, observer, self._recaptures, *shape)
+                    warms_up = bool(self.choice.needs_warmup)
+                    session = CaptureSession(stage, graphs, agreement, observer, self._recaptures, *shape, warms_up)
                     session.capture(holds, self._planned_input_data)
                 else:
                     graphs.none_because = self.choice.eager_because

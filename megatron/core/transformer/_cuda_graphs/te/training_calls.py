@@ -1,6 +1,7 @@
 """How a model is called in training: with what graphs of all of it, or of several layers, take, or otherwise."""
 
 import inspect
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -108,6 +109,7 @@ class TrainingCalls:
         self.reads_hidden_states = self.interleaved = False
         self._blockers = dict.fromkeys(models, "it has not been called for training so far")
         self._called: set[torch.nn.Module] = set()
+        self._shapes: dict[torch.nn.Module, Counter[tuple[int, int] | None]] = defaultdict(Counter)
         self._passes = 0
         self._orders = {model: list(inspect.signature(model.forward).parameters) for model in self._blockers}
         watched: list[tuple[torch.nn.Module, Callable]] = [(decoder, self._watch_decoder) for decoder in decoders]
@@ -123,6 +125,23 @@ class TrainingCalls:
         """Why graphs of the whole model would not be replayed in such calls; empty if they would."""
         return next(filter(None, self._blockers.values()), "")
 
+    def untrained(self, sequences: int, tokens: int, passes: int) -> str:
+        """Say why passes of this shape may set up more than they do each time; empty if they have run often enough.
+
+        Args:
+            sequences: Sequences in a micro-batch.
+            tokens: Tokens of a sequence on this rank.
+            passes: How many count as enough.
+        """
+        if not self._blockers:
+            return ""
+        if not self._handles:
+            return "training is not watched any more"
+        if torch.cuda.current_stream() == torch.cuda.default_stream():  # see ``refuse_legacy_stream``
+            return "it runs on the legacy default stream"
+        fewest = min(self._shapes[model][sequences, tokens] for model in self._blockers)
+        return "" if fewest >= passes else f"it has run {fewest} passes of {sequences} x {tokens} tokens so far"
+
     def stop(self) -> None:
         """Watch no longer."""
         while self._handles:
@@ -131,9 +150,11 @@ class TrainingCalls:
     def _watch_model(self, model: torch.nn.Module, args: tuple, kwargs: Mapping[str, Any], output: Any) -> None:
         if not is_training(model):
             return
+        given = arguments_by_name(self._orders[model], args, kwargs)
+        self._shapes[model][_shape_of_call(model, given)] += 1
         if model not in self._called or not self._blockers[model]:  # one call that graphs do not fit is enough
             self._called.add(model)
-            self._blockers[model] = call_blocker(model, arguments_by_name(self._orders[model], args, kwargs))
+            self._blockers[model] = call_blocker(model, given)
         self._passes += 1
         own = self._passes
 
@@ -149,11 +170,13 @@ class TrainingCalls:
             self.reads_hidden_states = True
 
 
+def _shape_of_call(model: Any, given: dict[str, Any]) -> tuple[int, int] | None:
+    return shape_of(model, given if is_first(model) else given | {HIDDEN_STATES: model.decoder.input_tensor})
+
+
 def call_blocker(model: torch.nn.Module, given: dict[str, Any]) -> str:
     """Say why graphs of ``model`` would not be replayed with the arguments ``given``, however long sequences are."""
-    chunk: Any = model
-    hidden_states = {} if is_first(model) else {HIDDEN_STATES: chunk.decoder.input_tensor}
-    rows_and_length = shape_of(model, given | hidden_states)
+    rows_and_length = _shape_of_call(model, given)
     if rows_and_length is None:
         return f"it was called without {'labels' if is_last(model) else 'tokens'}"
     expected = expected_inputs(model, *rows_and_length)

@@ -158,9 +158,9 @@ class TestCaptureMode:
     def test_cached_memory_is_released_before_and_after(self, monkeypatch):
         calls = []
         for module in (te_helper, capture_mode):
-            monkeypatch.setattr(module, "release_cached_memory", lambda **how: calls.append(how))
+            monkeypatch.setattr(module, "release_cached_memory", lambda: calls.append("release"))
         helper_of(lambda: calls.append("capture")).create_cudagraphs()
-        assert calls == [{"thorough": True}, "capture", {}]
+        assert calls == ["release", "capture", "release"]
 
     def test_memory_that_several_streams_used_is_used_again_in_it_alone(self):
         reused = []
