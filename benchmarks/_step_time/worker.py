@@ -61,8 +61,9 @@ class Worker:
 
         profiled = self._profile(run) if run.profiled else None
         examination = EXAMINATIONS[run.examined](self._clock) if run.examined else None
+        looks = examination or profiled
         self._clock.seconds = 0.0
-        recorder = Recorder((examination or profiled).after_step if examination or profiled else after_step)
+        recorder = Recorder(looks.after_step if looks else after_step)
         self._train(run, recorder)
         result["numbers"] = recorder.numbers()
         result["evaluations"] = recorder.evaluations()
