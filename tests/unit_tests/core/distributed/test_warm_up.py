@@ -1,0 +1,47 @@
+"""How often the passes of a whole model run before they are captured. One rank on the CPU backend."""
+
+import pytest
+
+from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses
+from megatron.core.transformer._cuda_graphs.te.agreement import CaptureAgreement
+from tests.support.training import Training
+
+from .captured_training import graphed
+
+pytestmark = pytest.mark.usefixtures("side_stream")
+
+
+@pytest.fixture
+def warm_ups(one_rank, monkeypatch):
+    """A function that trains a number of steps, captures the whole model, and returns how often it ran before."""
+    made = []
+
+    def count(steps):
+        ran = []
+        run = WholePasses._run_forward
+        monkeypatch.setattr(WholePasses, "_run_forward", lambda *given: ran.append(given[-1]) or run(*given))
+        training = Training(graphed(-1), graphs=True)
+        training.make_helper()
+        made.append(training.helper)
+        for _ in range(steps):
+            training.step()
+        training.capture(lambda training: training.helper.create_cudagraphs())
+        training.step()
+        assert training.step_replays[-1] > 0
+        return sum(recording is None for recording in ran), len(ran)
+
+    yield count
+    for helper in made:
+        helper.delete_cuda_graphs()
+
+
+@pytest.mark.parametrize(("steps", "runs"), [(1, 1), (2, 1), (3, 0), (4, 0)])
+def test_the_model_does_not_run_again_where_training_has_run_it_three_times(warm_ups, steps, runs):
+    assert warm_ups(steps) == (runs, runs + 1)
+
+
+def test_it_runs_where_training_has_not_run_it_on_another_rank(warm_ups, monkeypatch):
+    # Whether passes run in turn, whether the whole model can be captured, and whether it has run.
+    answers = iter(["", "", "not on rank 1"])
+    monkeypatch.setattr(CaptureAgreement, "objection", lambda self, reason: next(answers))
+    assert warm_ups(3) == (1, 2)
