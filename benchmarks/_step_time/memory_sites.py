@@ -9,7 +9,9 @@ from typing import Any
 import torch
 
 # Of a block's frames, those that say what it is for.
-OWN = re.compile(r".*?/((?:megatron|transformer_engine|flash_attn|examples|benchmarks|torch/optim|torch/cuda)/.*)")
+OWN = re.compile(
+    r".*?/((?:megatron|megatron_fsdp_cuda_graphs|transformer_engine|flash_attn|examples|benchmarks|torch/optim|torch/cuda)/.*)"
+)
 FRAMES = 3
 EAGER = (0, 0)
 Snapshot = Sequence[Mapping[str, Any]]
@@ -17,7 +19,7 @@ Snapshot = Sequence[Mapping[str, Any]]
 
 def record() -> None:
     """Note from now on which line allocates what, and when."""
-    torch.cuda.memory._record_memory_history("all", context="state", stacks="python", clear_history=True)
+    torch.cuda.memory._record_memory_history("all", context="alloc", stacks="python", clear_history=True)
 
 
 def stop() -> None:

@@ -160,18 +160,9 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
 
     def step_with_ready_grads(self) -> bool:
         """Step with gradients that are ready, and start to gather parameters; see megatron-core."""
-        if self._makes_states_before_graphs():
-            # In cached memory of activations they would leave gaps, which graphs, with a pool of their own, cannot use.
-            torch.cuda.empty_cache()
         with self._on_local_shards():
             successful: bool = super().step_with_ready_grads()
         return successful
-
-    def _makes_states_before_graphs(self) -> bool:
-        """Whether the coming step is the first, which makes the optimizer's states, and graphs will be captured."""
-        if self.is_stub_optimizer or self.optimizer.state:
-            return False
-        return any(getattr(chunk.config, "cuda_graph_impl", "none") != "none" for chunk in self.model_chunks)
 
     def _on_local_shards(self) -> AbstractContextManager[None]:
         """Return a context in which the optimizer has local shards, if that makes no difference."""

@@ -127,3 +127,17 @@ def test_they_stay_once_a_graph_has_written_them(training, captured):
     fsdp.zero_grad_buffer()
     assert any(grad is not None for grad in before)
     assert all(one is other for one, other in zip(before, attached(fsdp), strict=True))
+
+
+@pytest.mark.parametrize("capturing", [False, True])
+def test_they_are_first_made_in_memory_of_their_own(training, capturing):
+    fsdp, case = training
+    fsdp.zero_grad_buffer()
+    run_backward(fsdp, case)
+    with (
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=capturing),
+        mock.patch.object(torch.cuda, "empty_cache") as release,
+    ):
+        for _ in range(2):
+            fsdp.param_and_grad_buffer.update_main_grads()
+    assert release.call_count == (0 if capturing else 1)

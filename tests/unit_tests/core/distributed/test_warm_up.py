@@ -2,6 +2,7 @@
 
 import pytest
 
+from megatron.core.transformer._cuda_graphs.engine import whole_passes
 from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses
 from megatron.core.transformer._cuda_graphs.te.agreement import CaptureAgreement
 from tests.support.training import Training
@@ -17,7 +18,8 @@ def warm_ups(one_rank, monkeypatch):
     made = []
 
     def count(steps):
-        ran = []
+        ran, workspaces = [], []
+        monkeypatch.setattr(whole_passes, "make_workspaces", lambda: workspaces.append(len(ran)))
         run = WholePasses._run_forward
         monkeypatch.setattr(WholePasses, "_run_forward", lambda *given: ran.append(given[-1]) or run(*given))
         training = Training(graphed(-1), graphs=True)
@@ -28,7 +30,9 @@ def warm_ups(one_rank, monkeypatch):
         training.capture(lambda training: training.helper.create_cudagraphs())
         training.step()
         assert training.step_replays[-1] > 0
-        return sum(recording is None for recording in ran), len(ran)
+        of_warm_up = sum(recording is None for recording in ran)
+        assert workspaces == ([] if of_warm_up else [0])  # where no pass before the capture makes them
+        return of_warm_up, len(ran)
 
     yield count
     for helper in made:

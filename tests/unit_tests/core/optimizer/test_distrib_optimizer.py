@@ -44,21 +44,6 @@ def test_otherwise_they_are_megatron_cores(optimizer):
     assert [grad.data_ptr() for grad in found] == [tensor.data_ptr() for tensor in tensors]
 
 
-@pytest.mark.parametrize("impl", ["none", "transformer_engine"])
-@pytest.mark.parametrize("states", [{}, {"param": {}}], ids=["first step", "later step"])
-def test_states_that_a_step_makes_before_graphs_are_captured_get_memory_of_their_own(
-    optimizer, monkeypatch, impl, states
-):
-    calls = []
-    made = optimizer([None], fsdp=False)
-    made.optimizer.state, made.model_chunks = states, [SimpleNamespace(config=SimpleNamespace(cuda_graph_impl=impl))]
-    upstream = next(kind for kind in type(made).__mro__[1:] if "step_with_ready_grads" in vars(kind))
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("release"))
-    monkeypatch.setattr(upstream, "step_with_ready_grads", lambda self: calls.append("step") or True)
-    assert made.step_with_ready_grads()
-    assert calls == (["release", "step"] if impl != "none" and not states else ["step"])
-
-
 class Passes:
     """Graphs of the whole model's passes; notes the keys of what would run beside them."""
 

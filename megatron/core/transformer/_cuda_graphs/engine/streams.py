@@ -49,6 +49,16 @@ def capture_stream() -> Iterator[torch.cuda.Stream]:
         outer.wait_stream(stream)
 
 
+def make_workspaces() -> None:
+    """Let cuBLAS allocate its workspaces for the current stream, of this thread and of autograd's.
+
+    Allocated in a capture, as they stay, they would divide the largest blocks of the graph's pool.
+    """
+    with torch.enable_grad():
+        ones = torch.ones(8, 8, device="cuda", requires_grad=True)
+        (ones @ ones).sum().backward()
+
+
 LEGACY_STREAM_ADVICE = (
     "A gradient of the captured layer is accumulated on the legacy default stream: its AccumulateGrad node was made "
     "there. Build and wrap the model, and run the steps before capture, under torch.cuda.stream(...) with a stream of "

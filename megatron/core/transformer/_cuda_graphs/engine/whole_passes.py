@@ -20,7 +20,7 @@ from .quantization import RecordedQuantization
 from .replay import Replay, ReplayOptions, Tensors, replay
 from .replay_order import ReplayOrder
 from .rng import preserve_rng
-from .streams import capture_stream, refuse_legacy_stream
+from .streams import capture_stream, make_workspaces, refuse_legacy_stream
 
 Phase = Literal["forward", "backward"]
 
@@ -266,6 +266,8 @@ def capture_passes(
                 if quantized is not None:
                     stack.enter_context(quantized.capturing())
             stack.enter_context(capture_stream())
+            if not num_warmup_iters:
+                make_workspaces()
             for _ in range(num_warmup_iters):
                 with refuse_legacy_stream(turns[0][0].name, params):
                     run(None)

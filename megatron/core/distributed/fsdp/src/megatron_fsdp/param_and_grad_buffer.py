@@ -115,6 +115,10 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
                 self._gradients.update()
                 return
             self._gradients.release()  # others may keep these objects until the optimizer has stepped
+        elif self.ddp_config.megatron_fsdp_cuda_graph_mode and not torch.cuda.is_current_stream_capturing():
+            # In cached memory of activations gradients, and the optimizer's first states, would leave gaps between
+            # them, which only eager passes fill: graphs have a pool of their own.
+            torch.cuda.empty_cache()
         super().update_main_grads()
         if self.ddp_config.megatron_fsdp_cuda_graph_mode:  # otherwise ``zero_grad`` frees them
             in_place = self._gradients_in_place or torch.cuda.is_current_stream_capturing()

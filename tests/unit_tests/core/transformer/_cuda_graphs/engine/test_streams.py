@@ -1,11 +1,13 @@
-"""streams: gradients on the legacy default stream are refused before capture."""
+"""streams: gradients on the legacy default stream are refused before capture; workspaces of the capture's stream."""
 
 from unittest import mock
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
+from megatron.core.transformer._cuda_graphs.engine.streams import capture_stream, make_workspaces
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
 
@@ -54,3 +56,17 @@ def test_the_hooks_that_look_for_the_legacy_stream_are_gone_after_warm_up():
     layer = torch.nn.Linear(3, 3).cuda()
     make_graphed_callables(layer, (torch.ones(2, 3, device="cuda", requires_grad=True),))
     assert not any(param._backward_hooks for param in layer.parameters())
+
+
+def test_workspaces_are_made_by_products_in_a_forward_and_a_backward_pass_also_without_grad():
+    products = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.mm.default:
+                products.append(torch.cuda.current_stream())
+            return function(*args, **(kwargs or {}))
+
+    with capture_stream() as stream, torch.no_grad(), Noting():
+        make_workspaces()
+    assert products == [stream] * 3
