@@ -18,10 +18,16 @@ def warm_ups(one_rank, monkeypatch):
     made = []
 
     def count(steps):
-        ran, workspaces = [], []
+        ran: list[object] = []
+        workspaces: list[int] = []
         monkeypatch.setattr(whole_passes, "make_workspaces", lambda: workspaces.append(len(ran)))
         run = WholePasses._run_forward
-        monkeypatch.setattr(WholePasses, "_run_forward", lambda *given: ran.append(given[-1]) or run(*given))
+
+        def noted(passes, func, recording):
+            ran.append(recording)
+            run(passes, func, recording)
+
+        monkeypatch.setattr(WholePasses, "_run_forward", noted)
         training = Training(graphed(-1), graphs=True)
         training.make_helper()
         made.append(training.helper)
