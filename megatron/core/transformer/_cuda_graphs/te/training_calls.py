@@ -176,7 +176,8 @@ def _shape_of_call(model: Any, given: dict[str, Any]) -> tuple[int, int] | None:
 
 def call_blocker(model: torch.nn.Module, given: dict[str, Any]) -> str:
     """Say why graphs of ``model`` would not be replayed with the arguments ``given``, however long sequences are."""
-    rows_and_length = _shape_of_call(model, given)
+    chunk: Any = model
+    rows_and_length = _shape_of_call(chunk, given)
     if rows_and_length is None:
         return f"it was called without {'labels' if is_last(model) else 'tokens'}"
     expected = expected_inputs(model, *rows_and_length)
