@@ -1,19 +1,27 @@
 """Checkpoints that runs with and without graphs load alike, with layers by their numbers in the whole model."""
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from megatron.core import parallel_state
-from megatron.core.distributed.fsdp.global_names import by_global_name, global_name, layers_of
+from megatron.core.distributed.fsdp.global_names import (
+    by_global_name,
+    global_name,
+    inner_name,
+    layers_of,
+    unused_output_weights,
+)
 from megatron.core.tensor_parallel import convert_cuda_rng_state
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
 
 _CHUNKS = "_chunks"  # in a state dict: the chunks of a pipeline stage
-_MISSING_STATE = "Missing key in checkpoint state_dict: optimizer.state."
+_BY_NAME = ("state", "param_to_group_meta")  # in a state dict of the optimizer: what parameters' names are keys of
+_MISSING_STATE = re.compile(r"Missing key in checkpoint state_dict: (optimizer\.state\.\S+)\.\s")
 
 
 def get_rng_state(ckpt_format: str, tp_group: Any, pp_group: Any, **others: Any) -> Any:
@@ -54,14 +62,23 @@ def generate_state_dict(args: Any, model: list[Any], *more: Any, **others: Any) 
 def preprocess_fsdp_dtensor_state_dict(args: Any, raw_state_dict: dict[str, Any], model: Any) -> dict[str, Any]:
     """Return ``raw_state_dict`` as it is saved and loaded; see megatron-core.
 
-    Of a pipeline stage it has the parameters of all chunks, by their names in the whole model.
+    Of a pipeline stage it has the parameters of all chunks that passes read, by their names in the whole model.
     """
     chunks = raw_state_dict.get(_CHUNKS)
     if chunks is not None:
-        keys = _model_keys(chunks)
-        raw_state_dict = {key: value for key, value in raw_state_dict.items() if key not in (_CHUNKS, *keys)} | {
-            "model": by_global_name(chunks, [raw_state_dict[key] for key in keys])
-        }
+        keys, unused = _model_keys(chunks), unused_output_weights(chunks)
+
+        def used(named: dict[str, Any]) -> dict[str, Any]:
+            return {name: value for name, value in named.items() if inner_name(name) not in unused}
+
+        model_state = used(by_global_name(chunks, [raw_state_dict[key] for key in keys]))
+        raw_state_dict = {key: value for key, value in raw_state_dict.items() if key not in (_CHUNKS, *keys)}
+        raw_state_dict["model"] = model_state
+        if "optimizer" in raw_state_dict:
+            optimizer = raw_state_dict["optimizer"]
+            raw_state_dict["optimizer"] = optimizer | {
+                key: used(optimizer[key]) for key in _BY_NAME if key in optimizer
+            }
         model = _Stage(chunks)
     processed: dict[str, Any] = _upstream.preprocess_fsdp_dtensor_state_dict(args, raw_state_dict, model)
     return processed
@@ -93,10 +110,11 @@ def _load_base_checkpoint(
                 "between a GPU and the CPU backend, or where it was saved with fewer tensor or pipeline ranks. Add "
                 "--no-load-rng; dropout then differs from the run that saved them."
             ) from error
-        if _MISSING_STATE in str(error):
+        if missing := _MISSING_STATE.search(f"{error} "):
             raise ValueError(
-                f"--load {load_dir}: it lacks the optimizer's states, as one that --no-save-optim saved, or a run that "
-                "had skipped all steps. Add --no-load-optim, or --finetune to count iterations from 0 too."
+                f"--load {load_dir}: it lacks {missing[1]}. If it is of another model, set the flags that saved it. "
+                "If --no-save-optim saved it, or a run that had skipped all steps, add --no-load-optim, or --finetune "
+                "to count iterations from 0 too."
             ) from error
         raise
     if loaded is not None and chunks:

@@ -14,7 +14,8 @@ from tests.support.pretrain import numbers, pretrain
 
 STEPS, SAVED = 5, 2
 COMMON = f"--train-iters {STEPS} --cuda-graph-warmup-steps 1"  # captured before and after the checkpoint
-STAGES = "--pipeline-model-parallel-size 2 --num-layers 4 --untie-embeddings-and-output-weights"
+UNTIED = "--untie-embeddings-and-output-weights"
+STAGES = f"--pipeline-model-parallel-size 2 --num-layers 4 {UNTIED}"
 EXPERTS = """
     --num-experts 4 --expert-model-parallel-size 2 --moe-token-dispatcher-type alltoall --disable-bias-linear
     --moe-pad-expert-input-to-capacity --moe-expert-capacity-factor 1.0
@@ -30,8 +31,9 @@ LAYOUTS = {
     """,
     "tensor_parallel": "--tensor-model-parallel-size 2",
     "stages": STAGES,
-    "tied_stages": STAGES.replace("--untie-embeddings-and-output-weights", ""),
+    "tied_stages": STAGES.replace(UNTIED, ""),
     "predicting_stages": f"{STAGES} --mtp-num-layers 1",
+    "predicting_tied_stages": f"{STAGES} --mtp-num-layers 1".replace(UNTIED, ""),
     "virtual_stages": f"{STAGES} --num-layers-per-virtual-pipeline-stage 1 --swiglu --no-bias-swiglu-fusion",
     "hybrid_sharding": INSTANCES,
     "hybrid_sharding_of_all": f"{INSTANCES} --outer-dp-sharding-strategy optim",
@@ -136,7 +138,9 @@ def test_a_checkpoint_is_loaded_with_another_sharding(saved, tmp_path, layout, r
     )
 
 
-@pytest.mark.parametrize("stages", ["stages", "tied_stages", "predicting_stages", "virtual_stages"])
+@pytest.mark.parametrize(
+    "stages", ["stages", "tied_stages", "predicting_stages", "predicting_tied_stages", "virtual_stages"]
+)
 def test_a_checkpoint_of_stages_is_loaded_without_stages_and_back(saved, tmp_path, stages):
     checkpoint, _ = saved(stages, EAGER)
     layout = LAYOUTS[stages]

@@ -62,7 +62,9 @@ def test_states_of_another_device_are_refused_by_the_flag(loads):
 
 
 def test_missing_states_of_the_optimizer_are_refused_by_the_flag(loads):
-    with pytest.raises(ValueError, match=r"--load folder: .*--no-save-optim.*--no-load-optim"):
+    with pytest.raises(
+        ValueError, match=r"--load folder: it lacks optimizer.state.module.weight.step\. .*--no-load-optim"
+    ):
         loads(fails_with("Missing key in checkpoint state_dict: optimizer.state.module.weight.step."), {})
 
 
@@ -86,7 +88,7 @@ class Chunk(torch.nn.Module):
 def prepared(monkeypatch):
     """A function that makes the state dict of a stage's chunks; returns what is saved and the model with its names."""
 
-    def prepare(chunks, stages=2):
+    def prepare(chunks, stages=2, **others):
         keys = ["model"] if len(chunks) == 1 else ["model0", "model1"]
         models = {
             key: {"layers.0.weight": chunk.module["layers"][0].weight} for key, chunk in zip(keys, chunks, strict=True)
@@ -100,7 +102,7 @@ def prepared(monkeypatch):
 
         monkeypatch.setattr(checkpointing._upstream, "preprocess_fsdp_dtensor_state_dict", preprocess)
         args = types.SimpleNamespace(ckpt_format="fsdp_dtensor", pipeline_model_parallel_size=stages)
-        state_dict = checkpointing.generate_state_dict(args, chunks)
+        state_dict = checkpointing.generate_state_dict(args, chunks) | others
         return checkpointing.preprocess_fsdp_dtensor_state_dict(args, state_dict, chunks[0]), *seen
 
     return prepare
@@ -119,6 +121,22 @@ def test_the_chunks_of_a_stage_are_saved_by_their_layers_numbers(prepared):
 def test_a_stage_of_one_chunk_is_saved_by_its_layers_numbers(prepared):
     saved, _ = prepared([Chunk(2)])
     assert saved["model"].keys() == {"layers.1.weight"}
+
+
+def test_weights_that_no_pass_reads_are_not_saved(prepared):
+    chunk = Chunk(2)
+    chunk.module.share_embeddings_and_output_weights, chunk.module.pre_process = True, False
+    chunk.module.embedding = torch.nn.Identity()
+    scaler = {"scale": 1}
+    by_name = {"module.output_layer.weight": 1, "module.layers.1.weight": 2}
+    optimizer = {"state": by_name, "param_to_group_meta": by_name, "grad_scaler": scaler}
+    saved, _ = prepared([chunk], optimizer=optimizer)
+    left = {"module.layers.1.weight": 2}
+    assert saved["optimizer"] == {"state": left, "param_to_group_meta": left, "grad_scaler": scaler}
+    assert saved["optimizer"]["grad_scaler"] is scaler  # what is read is put there
+    saved, _ = prepared([Chunk(2)], optimizer=optimizer)
+    assert saved["optimizer"] == optimizer
+    assert prepared([Chunk(2)], optimizer={})[0]["optimizer"] == {}
 
 
 def test_without_stages_it_is_megatron_cores(prepared):

@@ -16,6 +16,25 @@ _WRAPPERS = re.compile(r"(?:module\.)*")
 _PARTS = re.compile(r"((?:module\.)*)((?:.*?\.)??layers)\.(\d+)(?=\.|$)")
 
 
+def inner_name(name: str) -> str:
+    """Return ``name`` without what wrappers put in front."""
+    return _WRAPPERS.sub("", name, count=1).removeprefix(".")
+
+
+def unused_output_weights(chunks: Iterable[torch.nn.Module]) -> set[str]:
+    """Return the names without wrappers of output layers' weights in ``chunks`` that no pass reads.
+
+    A stage that predicts further tokens has a copy of the embedding, and where that is tied the output layer uses it.
+    """
+    return {
+        inner_name(f"{name}.output_layer.weight")
+        for chunk in chunks
+        for name, module in chunk.named_modules()
+        if getattr(module, "share_embeddings_and_output_weights", False) and hasattr(module, "embedding")
+        if not module.pre_process
+    }
+
+
 def global_name(chunk: torch.nn.Module) -> Callable[[str], str]:
     """Return a function from a name of a module, parameter or state in ``chunk`` to the global name.
 
@@ -26,8 +45,7 @@ def global_name(chunk: torch.nn.Module) -> Callable[[str], str]:
     tied = {}
     for name, module in chunk.named_modules():
         if getattr(module, "share_embeddings_and_output_weights", False) and not hasattr(module, "embedding"):
-            inner = _WRAPPERS.sub("", f"{name}.", count=1).removeprefix(".")
-            tied[f"{inner}output_layer.weight"] = f"{inner}embedding.word_embeddings.weight"
+            tied[inner_name(f"{name}.output_layer.weight")] = inner_name(f"{name}.embedding.word_embeddings.weight")
         parts = _PARTS.fullmatch(name)
         if parts is not None and hasattr(module, "layer_number"):
             numbers[parts[2], parts[3]] = module.layer_number - 1
@@ -36,7 +54,7 @@ def global_name(chunk: torch.nn.Module) -> Callable[[str], str]:
         return f"{parts[1]}{parts[2]}.{numbers.get((parts[2], parts[3]), parts[3])}"
 
     def renamed(name: str) -> str:
-        inner = _WRAPPERS.sub("", name, count=1)
+        inner = inner_name(name)
         if inner in tied:
             return name.removesuffix(inner) + tied[inner]
         return _PARTS.sub(replaced, name, count=1) if _PARTS.match(name) else name

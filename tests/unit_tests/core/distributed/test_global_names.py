@@ -6,7 +6,7 @@ pytest.importorskip("megatron.core")
 
 from torch import nn
 
-from megatron.core.distributed.fsdp.global_names import by_global_name, global_name
+from megatron.core.distributed.fsdp.global_names import by_global_name, global_name, unused_output_weights
 
 
 class Layer(nn.Linear):
@@ -57,6 +57,19 @@ def test_weights_of_another_stages_embedding_have_its_name(where, inner, prefix)
     assert rename(f"{prefix}other.output_layer.weight") == f"{prefix}other.output_layer.weight"
     where(block).embedding = nn.Embedding(2, 2)  # as of one stage, or with multi-token prediction in the last
     assert global_name(block)(f"{prefix}{inner}output_layer.weight") == f"{prefix}{inner}output_layer.weight"
+
+
+@pytest.mark.parametrize(
+    ("shares", "embedding", "pre_process", "unused"),
+    [(True, True, False, 1), (False, True, False, 0), (True, False, False, 0), (True, True, True, 0)],
+)
+def test_an_output_layer_beside_an_embedding_of_a_later_stage_is_not_read(shares, embedding, pre_process, unused):
+    block = chunk(3)
+    model = block["module"]
+    model.share_embeddings_and_output_weights, model.pre_process = shares, pre_process
+    if embedding:
+        model.embedding = nn.Embedding(2, 2)
+    assert unused_output_weights([chunk(1), block]) == {*["output_layer.weight"][:unused]}
 
 
 def test_of_layers_within_layers_the_outer_ones_have_numbers_of_the_whole_model():
