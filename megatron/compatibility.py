@@ -58,7 +58,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
     "Packed sequences": ("--cuda-graph-packed", "--sft"),
     "Precision": ("--bf16", "--fp16", "--fp8-", "--fp4-"),
     "Recomputation": ("--recompute-", "--distribute-saved-activations"),
-    "Optimizer and checkpoints": ("--optimizer", "--save", "--async-save"),
+    "Optimizer and checkpoints": ("--optimizer", "--save", "--async-save", "--non-persistent-save"),
     "Other flags": ("",),
 }
 

@@ -136,6 +136,7 @@ EXAMPLES = {
     "checkpoints of gated layers that are not sharded": Example(
         "--save checkpoints --swiglu --data-parallel-sharding-strategy no_shard"
     ),
+    "checkpoints that do not persist": Example("--non-persistent-save-interval 2 --non-persistent-ckpt-type global"),
     "few micro-batches of virtual stages": Example(
         "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --num-layers 4"
         " --num-layers-per-virtual-pipeline-stage 1 --microbatch-group-size-per-virtual-pipeline-stage 4"

@@ -532,6 +532,13 @@ _REFUSED = [
         "with or without graphs; set another strategy, or leave --save out",
     ),
     _refused(
+        "checkpoints that do not persist",
+        "--non-persistent-save-interval",
+        lambda options: options.get("non_persistent_save_interval") is not None,
+        "--non-persistent-save-interval: megatron-core cannot load what this saves under Megatron-FSDP, with or "
+        "without graphs; set a shorter --save-interval, and --save-retain-interval to keep few",
+    ),
+    _refused(
         "few micro-batches of virtual stages",
         "--microbatch-group-size-per-virtual-pipeline-stage above the number of micro-batches",
         _groups_too_large,
