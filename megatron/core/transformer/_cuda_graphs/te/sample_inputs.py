@@ -118,7 +118,7 @@ class LayerInputs:
         Args:
             model: Its language model, which has the rotary embedding; None for no such input.
         """
-        inputs = layer.get_layer_static_inputs(self._seq_length, self._micro_batch_size)
+        inputs = self._inputs_and_mask(layer)
         hidden_states = inputs.pop("hidden_states")
         if captures_attention(layer):
             if self._packed is not None:
@@ -130,6 +130,26 @@ class LayerInputs:
             if rotary is not None:
                 inputs["rotary_pos_emb"] = rotary
         return (hidden_states,), inputs
+
+    def _inputs_and_mask(self, layer: Any) -> dict[str, torch.Tensor]:
+        """Return what ``layer`` says that its static inputs are.
+
+        megatron-core makes the causal mask on the host, for each layer again, which takes longer than a capture of it.
+        """
+        from megatron.core.transformer.transformer_layer import TransformerLayer  # imports cuda_graphs
+
+        shape = self._seq_length, self._micro_batch_size
+        name = "get_layer_static_inputs"
+        if name in vars(layer) or getattr(type(layer), name) is not TransformerLayer.get_layer_static_inputs:
+            inputs: dict[str, torch.Tensor] = layer.get_layer_static_inputs(*shape)
+            return inputs
+        base: Any = super(TransformerLayer, layer)
+        inputs = base.get_layer_static_inputs(*shape)
+        if captures_attention(layer):
+            tokens = self._seq_length // layer.config.context_parallel_size
+            mask = torch.ones(self._micro_batch_size, 1, tokens, self._seq_length, dtype=torch.bool, device="cuda")
+            inputs["attention_mask"] = mask.triu_(1)
+        return inputs
 
     def _rotary_embedding(self, model: Any | None, hidden_states: torch.Tensor) -> torch.Tensor | None:
         """The table ``[sequence, 1 or micro-batch, 1, head]`` that every layer of ``model`` is given, or None."""

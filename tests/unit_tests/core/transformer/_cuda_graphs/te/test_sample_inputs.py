@@ -16,6 +16,7 @@ from megatron.core.transformer._cuda_graphs.te.sample_inputs import (
 )
 from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
 from megatron.core.transformer.identity_op import IdentityOp
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from ..pipeline_orders import orders
 
@@ -285,3 +286,47 @@ def test_tables_of_positions_are_the_slots_own():
 )
 def test_there_is_no_rotary_table_where(config, layer, chunk):
     assert list(layer_inputs(**config).make(layer, chunk)[1]) == ["attention_mask"]
+
+
+def transformer_layer(kind=TransformerLayer, parts=1):
+    layer = kind.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    layer.self_attention = torch.nn.Identity()
+    layer.config = SimpleNamespace(
+        cuda_graph_modules=[],
+        context_parallel_size=parts,
+        tensor_model_parallel_size=1,
+        sequence_parallel=False,
+        hidden_size=4,
+        fp32_residual_connection=False,
+        bf16=True,
+    )
+    return layer
+
+
+@pytest.mark.parametrize("parts", [1, 2])
+def test_a_transformer_layer_has_megatron_cores_inputs_without_a_mask_made_on_the_host(cpu_backend, monkeypatch, parts):
+    layer = transformer_layer(parts=parts)
+    expected = layer.get_layer_static_inputs(8, 2)
+    monkeypatch.setattr(torch, "tril", lambda *_: pytest.fail("a mask is made on the host"))
+    (hidden_states,), inputs = layer_inputs(context_parallel_size=parts).make(layer, None)
+    made = {"hidden_states": hidden_states, **inputs}
+    assert list(made) == list(expected)
+    for name, tensor in expected.items():
+        assert torch.equal(made[name], tensor)
+        assert (made[name].dtype, made[name].device) == (tensor.dtype, tensor.device)
+
+
+@pytest.mark.parametrize("of_class", [True, False])
+def test_inputs_that_a_layer_says_itself_are_taken(cpu_backend, of_class):
+    def own(*given):
+        *_, seq_length, micro_batch_size = given
+        return {"hidden_states": torch.zeros(seq_length), "attention_mask": torch.ones(micro_batch_size)}
+
+    kind = type("Own", (TransformerLayer,), {"get_layer_static_inputs": own}) if of_class else TransformerLayer
+    layer = transformer_layer(kind)
+    if not of_class:
+        vars(layer)["get_layer_static_inputs"] = own
+    (hidden_states,), inputs = layer_inputs().make(layer, None)
+    assert hidden_states.shape == (8,)
+    assert inputs["attention_mask"].tolist() == [1, 1]
