@@ -43,10 +43,9 @@ def install() -> None:
         threads,
     )
     from . import held_results as held
-    from . import transformer_engine as te
 
     memory = (addresses, generators, device_names, cuda_graph)
-    for part in (compiler, te, device, streams, *memory, distributed, collectives, held, threads):
+    for part in (compiler, device, streams, *memory, distributed, collectives, held, threads):
         part.install()
     patches.rebind_early_names()
 

@@ -188,7 +188,8 @@ def test_the_models_parameters_are_taken_over_where_they_are_not_the_optimizers(
         "_copy_model_params_to_main_params",
         lambda self, state_dict: given.append(state_dict),
     )
-    made, checkpoint = optimizer([None], fsdp=fsdp), {"model": {}}
+    checkpoint: dict[str, dict] = {"model": {}}
+    made = optimizer([None], fsdp=fsdp)
     made.param_groups = made.optimizer.param_groups
     made.reload_model_params(checkpoint)
     assert given == [checkpoint] * copies

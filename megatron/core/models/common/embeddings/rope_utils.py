@@ -25,7 +25,7 @@ def get_pos_emb_on_this_cp_rank(pos_emb: torch.Tensor, seq_dim: int, cp_group: A
         RuntimeError: the pieces would not have one length.
     """
     if cp_group is None:  # an error of megatron-core's
-        return _upstream.get_pos_emb_on_this_cp_rank(pos_emb, seq_dim, cp_group)  # type: ignore[no-any-return]
+        return _upstream.get_pos_emb_on_this_cp_rank(pos_emb, seq_dim, cp_group)
     pieces, rank = 2 * cp_group.size(), cp_group.rank()
     cut = pos_emb.unflatten(seq_dim, (pieces, -1))
     return torch.cat([cut.select(seq_dim, piece) for piece in (rank, pieces - 1 - rank)], seq_dim)

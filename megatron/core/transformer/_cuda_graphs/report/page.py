@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict
 from html import escape
 from pathlib import Path
 
@@ -47,7 +48,7 @@ def write(report: CaptureReport, folder: str, name: str) -> tuple[Path, Path]:
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     data, html = target / f"{name}.json", target / f"{name}.html"
-    data.write_text(json.dumps(report.as_json(), indent=1) + "\n")
+    data.write_text(json.dumps(asdict(report), indent=1) + "\n")
     html.write_text(page(report), encoding="utf-8")
     return data, html
 

@@ -1,8 +1,7 @@
 """What is known of one capture, as data: what the table, the JSON file and the page show."""
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
 
 FORWARD, BACKWARD, WEIGHT_GRADIENTS = KINDS = ("forward", "backward", "weight_gradients")
 
@@ -165,10 +164,6 @@ class CaptureReport:
     static_inputs: Sequence[StaticInput] = ()
     hooks: Sequence[HookRoute] = ()
     eager: Sequence[EagerPart] = ()
-
-    def as_json(self) -> dict[str, Any]:
-        """Return it as dicts, lists, strings and numbers."""
-        return asdict(self)
 
 
 def total(counts: Sequence[dict[str, int | None]]) -> dict[str, int | None]:

@@ -6,13 +6,18 @@ from typing import Any
 import torch
 
 from ..eager_passes import EagerPasses
+from ..engine.addresses import AddressGuard, places_of
 from ..engine.plan import Plan
 from ..layer_graph import LayerGraph, LayerGraphs, static_inputs
 from ..replay_conditions import ReplayConditions
-from .address_guard import guard_layer
 from .layers import layer_name
 from .sample_inputs import SampleArguments, captures_attention, default_kwargs, packed_use
 from .stage import Chunk, Layers, Stage
+
+_ADVICE = (
+    "Parameters, main gradients, buffers and static inputs must not be replaced, moved or offloaded while there are "
+    "graphs: call delete_cuda_graphs first, and create_cudagraphs afterwards."
+)
 
 
 def attach_graphs(
@@ -67,6 +72,43 @@ def attach_graphs(
             for slot in slots
         )
         layer.cuda_graphs = LayerGraphs(map(stage.role.wrap, attached))
+
+
+def guard_layer(
+    name: str,
+    layer: torch.nn.Module,
+    inputs: Sequence[tuple[str, torch.Tensor]],
+    *,
+    parameters: bool = True,
+    main_grads: bool = False,
+) -> AddressGuard | None:
+    """Return a guard of the tensors that the graphs of ``layer`` use at fixed addresses; None if there are none.
+
+    Args:
+        inputs: Its static inputs, each after its name.
+        main_grads: Whether its graphs add to ``param.main_grad`` (``--gradient-accumulation-fusion``).
+    """
+    params = places_of(layer, "_parameters") if parameters else []
+    names = [f"{place.name} of {name}" for place in params]
+    writing = params if main_grads else []
+    names += [f"the main gradient of {param}" for param in names[: len(writing)]]
+    # Some modules make a buffer only when they first need it.
+    buffers = [place for place in places_of(layer, "_buffers") if place.tensor is not None]
+    names += [f"the buffer {place.name} of {name}" for place in buffers]
+    names += [f"the static input {each} of {name}" for each, _ in inputs]
+    static = [tensor for _, tensor in inputs]
+    if not names:
+        return None
+
+    def tensors() -> list[torch.Tensor | None]:
+        return [
+            *[owner.get(key) for _, owner, key in params],
+            *[getattr(owner.get(key), "main_grad", None) for _, owner, key in writing],
+            *[owner.get(key) for _, owner, key in buffers],
+            *static,
+        ]
+
+    return AddressGuard(tensors, names.__getitem__, _ADVICE)
 
 
 def gather_in_replays(chunks: Sequence[Chunk]) -> None:

@@ -1,25 +1,40 @@
 """What stays eager beside the graphs of a model, and why."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from megatron.core.transformer.module import GraphableMegatronModule
 
 from ..report.record import EagerPart
-from .evaluation import EvaluationGraphs
 from .layers import decoder_layers, mtp_layers
 from .stage import Stage
+from .stage_graphs import StageGraphs
 
 _OUTSIDE = "graphs hold layers only"
 
 
-def eager_parts(stage: Stage, whole_model_refused: str, evaluation: Sequence[EvaluationGraphs]) -> Iterator[EagerPart]:
-    """Say what has no graphs though layers of ``stage`` have.
+def eager_parts(stage: Stage, graphs: StageGraphs, whole_model_refused: str) -> Iterator[EagerPart]:
+    """Say what has no graphs though layers of ``stage``, or all of it, have.
 
     Args:
+        stage: What was captured.
+        graphs: What there is of it now.
         whole_model_refused: Why the whole model was not captured; empty if --cuda-graph-layers-per-graph says so.
     """
+    if graphs.models:
+        what = "calls without labels or with tensors of other shapes"
+        yield EagerPart(what, "graphs of the whole model do not fit them")
+    else:
+        yield from _beside_layers(stage, whole_model_refused)
+    if not graphs.evaluation:
+        yield EagerPart("evaluation", "only language models under Megatron-FSDP or torch's FSDP2 have graphs for it")
+    for blocker in {each.blocker(): None for each in graphs.evaluation}:
+        if blocker:
+            yield EagerPart("evaluation", blocker)
+
+
+def _beside_layers(stage: Stage, whole_model_refused: str) -> Iterator[EagerPart]:
     if whole_model_refused:
         yield EagerPart("the model as a whole", whole_model_refused)
     modules = " ".join(module.name for module in stage.config.cuda_graph_modules or ())
@@ -33,21 +48,6 @@ def eager_parts(stage: Stage, whole_model_refused: str, evaluation: Sequence[Eva
                 yield EagerPart(f"layer {place} ({type(layer).__name__}){where}", _why_eager(layer, modules))
         for name, module in () if model is None else _outside_layers(model):
             yield EagerPart(f"{name} ({type(module).__name__}){where}", _OUTSIDE)
-    yield from _evaluation(evaluation)
-
-
-def beside_whole_model(evaluation: Sequence[EvaluationGraphs]) -> Iterator[EagerPart]:
-    """Say what has no graphs though the whole model has; ``evaluation`` as of ``eager_parts``."""
-    yield EagerPart("calls without labels or with tensors of other shapes", "graphs of the whole model do not fit them")
-    yield from _evaluation(evaluation)
-
-
-def _evaluation(evaluation: Sequence[EvaluationGraphs]) -> Iterator[EagerPart]:
-    if not evaluation:
-        yield EagerPart("evaluation", "only language models under Megatron-FSDP or torch's FSDP2 have graphs for it")
-    for blocker in {graphs.blocker(): None for graphs in evaluation}:
-        if blocker:
-            yield EagerPart("evaluation", blocker)
 
 
 def _why_eager(layer: torch.nn.Module, modules: str) -> str:

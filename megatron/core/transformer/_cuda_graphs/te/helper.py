@@ -26,7 +26,7 @@ from .capture_observer import CaptureObserver
 from .capture_session import CaptureSession, InputData
 from .changed_shapes import Recaptures
 from .decoder_graphs import DecoderGraphs
-from .eager_parts import beside_whole_model, eager_parts
+from .eager_parts import eager_parts
 from .graph_choice import GraphChoice
 from .joined_collectives import joined_collectives
 from .layers import _layer_is_graphable, fsdp_of, language_model_layers
@@ -386,13 +386,10 @@ class TECudaGraphHelper:
 
     def _beside_graphs(self) -> dict[str, Any]:
         """What the report says of the model beside the graphs of its layers."""
-        chunks, evaluation = self.stage.chunks, self._graphs.evaluation
-        eager = beside_whole_model(evaluation)
-        if self.model_graphs is None:
-            eager = eager_parts(self.stage, self.choice.refused, evaluation)
+        wrappers = [chunk.fsdp for chunk in self.stage.chunks if chunk.fsdp is not None]
         return {
-            "collectives": sum(chunk.fsdp.recorded_collectives() for chunk in chunks if chunk.fsdp is not None),
-            "eager": list(eager),
+            "collectives": sum(fsdp.recorded_collectives() for fsdp in wrappers),
+            "eager": list(eager_parts(self.stage, self._graphs, self.choice.refused)),
         }
 
     def _go_on_eagerly(self) -> None:

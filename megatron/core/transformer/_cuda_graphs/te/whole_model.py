@@ -94,11 +94,32 @@ def inputs_of_slots(
     return plan, [inputs for _, inputs in samples]
 
 
-class _OfModel(ForwardGraphs):
-    """Graphs of a language model, or of a chunk of it.
+class ModelGraphs(ForwardGraphs):
+    """Stands for the ``forward`` of a language model, or of a chunk of it, and replays its graphs where they fit.
 
-    They fit calls that give labels (where there are losses), tensors as at capture, and nothing else.
+    They fit calls for training that give labels (where there are losses), tensors as at capture and nothing else, as
+    long as the modules are what they were, and steps have as many micro-batches. So do those of ``evaluation`` calls in
+    evaluation, once there are any. The model runs eagerly in any other call.
+
+    Attributes:
+        evaluation: The graph of the forward pass in evaluation; None without one.
     """
+
+    evaluation: "ModelGraphs | None" = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model, by a replay if possible."""
+        graphs: ModelGraphs | None = None
+        if is_training(self.module):
+            graphs = self
+        elif self.evaluation is not None and not self.module.training and _may_replay_evaluation():
+            graphs = self.evaluation
+        output = None if graphs is None else graphs.replay(args, kwargs)
+        if output is not None:
+            return output
+        if graphs is not None or torch.is_grad_enabled():
+            (graphs or self).passes.before_eager_forward()
+        return type(self.module).forward(self.module, *args, **kwargs)
 
     def replay(self, args: tuple, kwargs: Mapping[str, Any]) -> torch.Tensor | None:
         """Return the output of a call by a replay; None if the graphs do not fit it."""
@@ -124,43 +145,6 @@ class _OfModel(ForwardGraphs):
         shape = shape_of(self.module, given)
         assert shape is not None
         return shape[::-1]
-
-
-class EvaluatedModelGraphs(_OfModel):
-    """The graph of a language model in evaluation."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, which is in evaluation mode, without grad, by a replay if possible."""
-        losses = self.replay(args, kwargs)
-        if losses is not None:
-            return losses
-        self.passes.before_eager_forward()
-        return type(self.module).forward(self.module, *args, **kwargs)
-
-
-class ModelGraphs(_OfModel):
-    """Stands for the ``forward`` of a language model, or of a chunk of it, and replays its graphs where they fit.
-
-    They fit calls for training and, once there is a graph of it, for evaluation, as long as the modules are what they
-    were, and steps have as many micro-batches. The model runs eagerly in any other call.
-
-    Attributes:
-        evaluation: The graph of evaluation; None without one.
-    """
-
-    evaluation: EvaluatedModelGraphs | None = None
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model, by a replay if possible."""
-        if is_training(self.module):
-            losses = self.replay(args, kwargs)
-            if losses is not None:
-                return losses
-        elif self.evaluation is not None and not self.module.training and _may_replay_evaluation():
-            return self.evaluation(*args, **kwargs)
-        if torch.is_grad_enabled():
-            self.passes.before_eager_forward()
-        return type(self.module).forward(self.module, *args, **kwargs)
 
 
 def _may_replay_evaluation() -> bool:
@@ -215,7 +199,7 @@ def capture_evaluation(
     micro_batch_size: int,
     num_warmup_iters: int,
     quantized: RecordedQuantization | None = None,
-) -> EvaluatedModelGraphs:
+) -> ModelGraphs:
     """Capture the forward pass of ``model``, which is in evaluation mode, without grad.
 
     Args:
@@ -230,7 +214,7 @@ def capture_evaluation(
     name = f"{type(model).__name__} in evaluation"
     passes = WholePasses(name, inputs, owner, quantized=quantized, has_backward=False)
     with _captured({model: [passes]}, [owner], [(passes, model)], seq_length, num_warmup_iters) as captured:
-        return EvaluatedModelGraphs(model, [passes], EagerPasses(), stands=False, **captured[model])
+        return ModelGraphs(model, [passes], EagerPasses(), stands=False, **captured[model])
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 """page: a report as HTML that is well formed and loads nothing."""
 
 import json
+from dataclasses import asdict
 from html.parser import HTMLParser
 
 import pytest
@@ -160,5 +161,5 @@ def test_names_are_escaped(parsed):
 def test_files(tmp_path):
     data, html = write(report(), str(tmp_path / "new" / "folder"), "capture")
     assert (data.name, html.name) == ("capture.json", "capture.html")
-    assert json.loads(data.read_text()) == json.loads(json.dumps(report().as_json()))
+    assert json.loads(data.read_text()) == json.loads(json.dumps(asdict(report())))
     assert html.read_text(encoding="utf-8") == page(report())

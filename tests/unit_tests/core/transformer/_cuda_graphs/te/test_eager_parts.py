@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -36,10 +37,14 @@ class Model(torch.nn.Module):
         self.decoder.layers, self.decoder.final_norm = torch.nn.ModuleList(layers), torch.nn.LayerNorm(2)
 
 
-def parts(*layers, graphed=(), modules=(), refused="", evaluation=(), chunks=1):
+def graphs_of(models=(), evaluation=()) -> Any:
+    return SimpleNamespace(models=models, evaluation=evaluation)
+
+
+def parts(*layers, graphed=(), modules=(), refused="", evaluation=(), chunks=1, models=()):
     stage = stage_of(*[list(graphed)] * chunks, cuda_graph_modules=list(modules))
     with_model = [replace(chunk, model=Model(*layers)) for chunk in stage.chunks]
-    found = eager_parts(replace(stage, chunks=with_model), refused, evaluation)
+    found = eager_parts(replace(stage, chunks=with_model), graphs_of(models, evaluation), refused)
     return {part.what: part.why for part in found}
 
 
@@ -74,6 +79,13 @@ def test_the_whole_model():
     assert "the model as a whole" not in parts()
 
 
+def test_beside_graphs_of_the_whole_model():
+    assert [*parts(Layer(), models=[object()])] == [
+        "calls without labels or with tensors of other shapes",
+        "evaluation",
+    ]
+
+
 def test_reasons_evaluation_blocker_are_given_once():
     several = [SimpleNamespace(blocker=lambda: "FP8")] * 2
     assert parts(evaluation=several)["evaluation"] == "FP8"
@@ -88,4 +100,4 @@ def test_chunks_are_told_apart():
 
 
 def test_a_chunk_without_a_model_has_no_parts():
-    assert [part.what for part in eager_parts(stage_of([]), "", ())] == ["evaluation"]
+    assert [part.what for part in eager_parts(stage_of([]), graphs_of(), "")] == ["evaluation"]

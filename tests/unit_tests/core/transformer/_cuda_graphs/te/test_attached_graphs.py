@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
-from megatron.core.transformer._cuda_graphs.te.address_guard import guard_layer
+from megatron.core.transformer._cuda_graphs.te.attached_graphs import guard_layer
 
 
 def test_a_main_gradient_that_moved_is_named():
