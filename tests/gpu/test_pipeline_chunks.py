@@ -26,6 +26,7 @@ ON_ONE_GPU: list[dict[str, Any]] = [
         {"control": "captured_again", "dropout": 0.1},
         {"control": "eager_micro_batch_on_one_rank", "dropout": 0.1},
         {"layers_per_graph": 1, "dropout": 0.1},
+        {"mtp": 1, "dropout": 0.1, "evaluates_often": True},
     )
 ]
 STAGES: list[dict[str, Any]] = [
@@ -35,6 +36,8 @@ STAGES: list[dict[str, Any]] = [
         {"virtual": 2, "dropout": 0.1},
         {"virtual": 2, "experts": 8, "grouped_tensor": True},
         {"config": FULL, "microbatches": 8},
+        {"tied": True, "mtp": 1, "virtual": 2, "evaluates_often": True},
+        {"layers_per_graph": 1, "virtual": 2, "evaluates": True},
     )
 ]
 

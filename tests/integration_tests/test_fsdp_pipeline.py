@@ -16,7 +16,7 @@ from tests.support.sample import each_once, mostly_long
 
 SIZES: dict[str, Any] = {"layers": 4, "steps": 6, "microbatches": 4, "tied": False}
 MOE: dict[str, Any] = {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"]}
-LAYERS: dict[str, Any] = {"layers_per_graph": 0}  # what graphs for evaluation hold in a pipeline
+LAYERS: dict[str, Any] = {"layers_per_graph": 0}
 FAILURE: dict[str, Any] = {"dropout": 0.1, "control": "fallback_after_a_failure_on_one_rank"}
 ONE_RANK: list[dict[str, Any]] = [
     {},
@@ -65,7 +65,8 @@ WHOLE: list[dict[str, Any]] = [
         {"virtual": 2, "tied": True, "dropout": 0.1, "mtp": 2},
         {"fp8": "delayed", "virtual": 2, **PREDICTING},
         {"config": [*RECOMPUTED["config"][:2], "recompute_num_layers=1"], **PADDED, **PREDICTING},
-        {"pattern": "M*|-M/*M", "tied": True, "dropout": 0.1},
+        {"pattern": "M*|-M/*M", "tied": True, "dropout": 0.1, "evaluates": True},
+        {"virtual": 2, "dropout": 0.1, "evaluates_often": True, "evaluated_sequence": 48, **PADDED},
     )
 ]
 WHOLE_OF_TWO_RANKS: list[dict[str, Any]] = [
@@ -79,6 +80,8 @@ WHOLE_OF_TWO_RANKS: list[dict[str, Any]] = [
         {"dropout": 0.1, **PADDED},
         {"fp8": "delayed", "control": "eager_micro_batch_on_one_rank"},
         {"tied": True, "control": "eager_micro_batch_on_one_rank", **PREDICTING},
+        {"dropout": 0.1, "evaluates_often": True, "fp8": "delayed", **PREDICTING},
+        {"dtype": "bf16", "dropout": 0.1, "evaluates_often": True, "control": "evaluation_eager_on_one_rank"},
         {"virtual": 2, "layers": 8, "tied": True, "dtype": "bf16"},
     )
 ]
@@ -99,6 +102,10 @@ FAILURES: list[dict[str, Any]] = [
     FAILURE | CHUNK,  # whose layers are then tried
     FAILURE | {"virtual": 2, "layers_per_graph": -1},
 ]
+FAILED_EVALUATION: list[dict[str, Any]] = [
+    CHUNK | {"evaluates": True, "dropout": 0.1, "control": "failed_capture_for_evaluation"},
+    CHUNK | {"evaluates": True, "virtual": 2, "control": "failed_capture_for_evaluation"},
+]
 TENSOR_PARALLEL: list[dict[str, Any]] = [
     {"dtype": "bf16", "dropout": 0.1, "evaluates": True},
     {"virtual": 2, "dropout": 0.1, "modules": ["attn"]},
@@ -111,7 +118,9 @@ DEAD_REPLAYS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def one_rank(compare_runs):
     """The result of each case with one data-parallel rank a stage, by its name."""
-    return Trained([*ONE_RANK, *WHOLE, *REFUSED, *FAILURES, *DEAD_REPLAYS], compare_runs, SIZES, "--pp", "2")
+    return Trained(
+        [*ONE_RANK, *WHOLE, *REFUSED, *FAILURES, *FAILED_EVALUATION, *DEAD_REPLAYS], compare_runs, SIZES, "--pp", "2"
+    )
 
 
 @pytest.fixture(scope="module")
@@ -138,8 +147,7 @@ def assert_bit_equal(case, result):
     slots = case["layers"] // 2 * case["microbatches"]  # of the layers of a stage
     assert result["graphs"] == slots
     assert result["replays"] == 2 * slots
-    for_evaluation = 0 if "virtual" in case else case["layers"] // 2
-    assert result["evaluation_replays"] == replays_of_evaluations(case | LAYERS, for_evaluation)
+    assert result["evaluation_replays"] == replays_of_evaluations(case | LAYERS, case["layers"] // 2)
 
 
 @pytest.mark.parametrize("case", mostly_long(ONE_RANK, ONE_RANK[1]), ids=name_of)
@@ -155,8 +163,7 @@ def assert_whole_chunks_bit_equal(case, result):
     replays = 2 * chunks * case["microbatches"]  # of the first rank, which replays all
     assert result["step_replays"][-2:] == [replays, replays]
     assert bool(result["clipping_replays"]) == (chunks == 1 and case.get("norm_on_device", False))
-    for_evaluation = 0 if "virtual" in case else case["layers"] // 2
-    assert result["evaluation_replays"] == replays_of_evaluations(case | LAYERS, for_evaluation)
+    assert result["evaluation_replays"] == [chunks * replays for replays in replays_of_evaluations(case, 1)]
 
 
 @pytest.mark.parametrize("case", mostly_long(WHOLE, WHOLE[0]), ids=name_of)
@@ -202,6 +209,15 @@ def test_graphs_train_bit_for_bit_as_eager_with_two_tensor_parallel_ranks(tensor
 def test_after_a_failure_on_one_rank_all_stages_go_on_without_graphs(case, ranks, request):
     result = request.getfixturevalue(ranks)[name_of(case)]
     assert_went_on_eagerly(result)
+
+
+@pytest.mark.parametrize("case", mostly_long(FAILED_EVALUATION, FAILED_EVALUATION[1]), ids=name_of)
+def test_a_stage_that_fails_to_capture_evaluation_evaluates_eagerly_beside_the_other(one_rank, case):
+    result = one_rank[name_of(case)]
+    assert_as_eager(result)
+    chunks = case.get("virtual", 1)
+    assert result["replays"] == 2 * chunks * SIZES["microbatches"]
+    assert result["evaluation_replays"][-1] == chunks * SIZES["microbatches"]  # on the first stage
 
 
 @pytest.mark.parametrize("case", DEAD_REPLAYS, ids=name_of)

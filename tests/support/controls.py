@@ -250,13 +250,18 @@ def _fail_for_evaluation(training: Training, fails: Callable[[], bool]) -> None:
             raise torch.OutOfMemoryError("out of memory, as it were")
         return forward(*args, **kwargs)
 
+    def synchronize() -> None:
+        """As schedules without stages do at the end of an evaluation."""
+        if not training.case.torch_fsdp:
+            training.chunks[0].synchronize_param_gather()
+
     training.helper.create_cudagraphs()
-    if not training.case.torch_fsdp:
-        training.chunks[0].synchronize_param_gather()  # as schedules do at the end of an evaluation
+    synchronize()
     before = training_state(training)
     last = dist.get_rank() == dist.get_world_size() - 1
     with mock.patch.object(mlp, "forward", fail) if last else nullcontext():
         training.evaluate()
+    synchronize()
     after = training_state(training)
     assert not any(layer.evaluation_graph for layer in training.layers)
     changed = [key for key in before if before[key] != after[key]]

@@ -76,12 +76,11 @@ class CaptureSession:
                     self._capture_layers(input_data)
             else:
                 self.observer.captured_layers((), (), (), ())
-        for chunk in self.stage.chunks if self.stage.role.evaluates else ():
+        for index, chunk in enumerate(self.stage.chunks if self.stage.role.evaluates else ()):
             sharding = chunk.fsdp or self.graphs.kept.get(chunk.module)
             if sharding is not None:  # the first evaluation captures graphs for itself
                 shape = self.seq_length, self.micro_batch_size
-                # In a pipeline the other stages are captured for the shapes of training, layer by layer.
-                whole = self.graphs.models[0] if self.graphs.models and self.stage.one_graph_serves_all else None
+                whole = self.graphs.models[index] if self.graphs.models else None
                 self.graphs.evaluation.append(EvaluationGraphs(self.stage, chunk, sharding, shape, whole))
         self.graphs.follow_rng_tracker()
         self.graphs.none_because = ""

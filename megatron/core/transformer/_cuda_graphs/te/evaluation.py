@@ -30,7 +30,7 @@ from .joined_collectives import joined_collectives
 from .layers import layer_name
 from .sample_inputs import LayerInputs, attention_mask_type, captures_attention, default_kwargs, sample_arguments
 from .stage import Chunk, Stage
-from .training_calls import arguments_by_name, call_blocker
+from .training_calls import arguments_by_name, call_blocker, is_first, shape_of_hidden_states
 from .whole_model import ModelGraphs, capture_evaluation
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
@@ -72,17 +72,20 @@ def shape_of_call(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[int,
     forward = type(model).forward  # not the replays of all of it, which may stand for it
     if not forward.__module__.startswith("megatron.core.models."):
         return None
-    tokens = arguments_by_name(signature(forward).parameters, (model, *args), kwargs).get("input_ids")
-    if not isinstance(tokens, torch.Tensor):
-        return None
-    sequences, length = tokens.shape
+    if not is_first(model):
+        sequences, length = shape_of_hidden_states(model, model.decoder.input_tensor)
+    else:
+        tokens = arguments_by_name(signature(forward).parameters, (model, *args), kwargs).get("input_ids")
+        if not isinstance(tokens, torch.Tensor):
+            return None
+        sequences, length = tokens.shape
     return length * model.config.context_parallel_size, sequences
 
 
 class EvaluationGraphs:
     """Captures a forward graph of each layer, in evaluation mode, and gives it to the layer.
 
-    Where training's graphs hold the whole model, so does one of evaluation, if the first call fits it.
+    Where training's graphs hold the whole model, or the chunk, so does one of evaluation, if the first call fits it.
 
     The graphs have static inputs and a memory pool of their own, and what they return is copied: whenever evaluation
     runs, it changes nothing that training's graphs or a backward pass that is still to come will read. A capture that
@@ -92,7 +95,7 @@ class EvaluationGraphs:
         chunk: The chunk of it whose layers have graphs of training.
         sharding: What shards it, and gathers layers: ``MegatronFSDP``, or FSDP2's ``KeptParameters``.
         shape: Tokens in a sequence and sequences in a micro-batch, in training.
-        whole: The graphs of the whole model in training; None if they hold layers.
+        whole: The graphs of the whole model, or of the chunk, in training; None if they hold layers.
     """
 
     def __init__(
@@ -107,8 +110,6 @@ class EvaluationGraphs:
         """Return why there are no graphs to capture; empty if there are."""
         if not self._stage.takes_gradients:
             return f"the {self._stage.engine.name} engine captured the layers"
-        if len(self._stage.chunks) > 1:
-            return "pipeline stages have several chunks of the model each"
         return (_PACKED if self._whole is None and self._packs() else "") or evaluation_blocker(self._config)
 
     def _packs(self) -> bool:

@@ -75,11 +75,16 @@ def shape_of(model: Any, given: Mapping[str, Any]) -> tuple[int, int] | None:
     Labels show it where the model computes losses.
     """
     if not is_first(model) and not is_last(model):
-        tokens, sequences, _ = given[HIDDEN_STATES].shape
-        config = model.config
-        return sequences, tokens * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
+        return shape_of_hidden_states(model, given[HIDDEN_STATES])
     shown = given.get("labels" if is_last(model) else "input_ids")
     return None if getattr(shown, "ndim", None) != 2 else tuple(shown.shape)  # type: ignore[union-attr]
+
+
+def shape_of_hidden_states(model: Any, hidden_states: torch.Tensor) -> tuple[int, int]:
+    """Return sequences and their tokens on this context-parallel rank, of which ``hidden_states`` may be parts."""
+    tokens, sequences, _ = hidden_states.shape
+    config = model.config
+    return sequences, tokens * (config.tensor_model_parallel_size if config.sequence_parallel else 1)
 
 
 def is_training(model: torch.nn.Module) -> bool:

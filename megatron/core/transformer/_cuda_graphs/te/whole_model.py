@@ -131,8 +131,11 @@ class ModelGraphs(ForwardGraphs):
         return None if passes is None or inputs is None else passes(inputs)
 
     def _slot(self) -> WholePasses | None:
-        """Return the graphs of the micro-batch; None in a step of another number of them, whose order is another."""
-        if is_first(self.module) and is_last(self.module):
+        """Return the graphs of the micro-batch; None in a step of another number of them, whose order is another.
+
+        Those of evaluation serve each: no backward pass reads what one has left.
+        """
+        if not self.module.training or (is_first(self.module) and is_last(self.module)):
             return self.slots[0]
         number = getattr(decoder_layers(self.module)[0], "current_microbatch", None)
         if number is None or number >= len(self.slots) or get_num_microbatches() != len(self.slots):
@@ -246,8 +249,8 @@ def _captured(
                     if isinstance(module, RotaryEmbedding):
                         hooks.callback(module.register_forward_hook(lambda *call: kept.append(call[-1])).remove)
                 for model in slots:
-                    if not is_first(model):
-                        hooks.callback(model.set_input_tensor, None)
+                    if not is_first(model):  # evaluation captures within a call
+                        hooks.callback(model.set_input_tensor, model.decoder.input_tensor)
                 functions = [
                     (passes, None if model is None else partial(_forward, model, seq_length)) for passes, model in turns
                 ]

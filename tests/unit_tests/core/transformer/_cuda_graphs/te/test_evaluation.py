@@ -74,6 +74,17 @@ def test_a_call_shows_tokens_of_all_context_parallel_ranks_and_sequences(args, k
     assert shape_of_call(language_model(ranks=4), args, kwargs) == (32, 2)
 
 
+@pytest.mark.parametrize(("sequence_parallel", "tokens"), [(False, 8), (True, 16)])
+def test_hidden_states_show_them_to_a_later_pipeline_stage(sequence_parallel, tokens):
+    model = language_model(ranks=4)
+    model.pre_process = False
+    model.decoder = SimpleNamespace(input_tensor=torch.zeros(8, 2, 4))
+    model.config = SimpleNamespace(
+        context_parallel_size=4, tensor_model_parallel_size=2, sequence_parallel=sequence_parallel
+    )
+    assert shape_of_call(model, (None, None, None), {}) == (4 * tokens, 2)
+
+
 def test_a_call_with_embeddings_does_not_show_them():
     assert shape_of_call(language_model(), (), {"input_ids": None, "decoder_input": torch.zeros(8, 2, 4)}) is None
 
