@@ -1,5 +1,6 @@
 """The gradients that a loss scale is divided out of, and those that are clipped in a graph."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -42,6 +43,24 @@ def test_otherwise_they_are_megatron_cores(optimizer):
     tensors = [torch.ones(2), torch.ones(3)]
     found = optimizer(tensors, fsdp=False)._collect_main_grad_data_for_unscaling()
     assert [grad.data_ptr() for grad in found] == [tensor.data_ptr() for tensor in tensors]
+
+
+@pytest.mark.parametrize("impl", ["none", "transformer_engine"])
+@pytest.mark.parametrize("states", [{}, {"param": {}}], ids=["first step", "later step"])
+@pytest.mark.parametrize("fsdp", [True, False])
+def test_states_that_a_step_makes_before_graphs_are_captured_get_memory_of_their_own(
+    optimizer, monkeypatch, impl, states, fsdp
+):
+    calls = []
+    made = optimizer([None], fsdp=fsdp)
+    made.optimizer.state, made.model_chunks = states, [SimpleNamespace(config=SimpleNamespace(cuda_graph_impl=impl))]
+    upstream = next(kind for kind in type(made).__mro__[1:] if "step_with_ready_grads" in vars(kind))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("release"))
+    monkeypatch.setattr(type(made), "_on_local_shards", lambda self: nullcontext())
+    monkeypatch.setattr(upstream, "step_with_ready_grads", lambda self: calls.append("step"))
+    made.step_with_ready_grads()
+    # Under Megatron-FSDP gradients are made in each step, and it has been done before.
+    assert calls == (["release", "step"] if impl != "none" and not states and not fsdp else ["step"])
 
 
 class Passes:
