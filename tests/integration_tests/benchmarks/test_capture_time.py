@@ -24,3 +24,20 @@ def test_every_engine_that_is_there_captures_layers_of_each_count(tmp_path):
     assert {"python", "torch"} <= result["versions"].keys()
     assert result["hardware"]
     assert "reserved MiB" in done.stdout
+
+
+@pytest.mark.long
+def test_a_capture_of_a_model_is_told_by_what_the_host_does(tmp_path):
+    out = tmp_path / "results.json"
+    options = ["--models", "B", "--variants", "native", "eager", "--examine", "capture", "functions"]
+    command = [sys.executable, str(SCRIPT), *options, "--output", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(out.read_text())["examined"]
+    assert [(row["variant"], row["examined"]) for row in found] == [("native", "capture"), ("native", "functions")]
+    capture, functions = (row["found"] for row in found)
+    phases = capture["phases"]
+    assert {"forward recorded", "backward recorded", "graphs instantiated"} <= phases.keys()
+    assert sum(row["ms"] for row in phases.values()) == pytest.approx(1000 * capture["seconds"], rel=0.1)
+    assert "cumulative time" in functions["functions"]
+    assert "forward recorded" in done.stdout
