@@ -6,6 +6,7 @@ from tests.unit_tests.core.distributed.fsdp_variants import (
     FINE_BOTH,
     FINE_FORWARD,
     FULL_RECOMPUTE,
+    LAYERS_ARE_UNITS,
     SHARED,
     STRATEGIES,
     Variant,
@@ -26,6 +27,10 @@ VARIANTS = {
     **{
         f"{strategy}, fine-grained hooks": Variant(small(strategy=strategy, microbatches=2), fsdp=FINE_FORWARD)
         for strategy in ("optim_grads", "optim_grads_params")
+    },
+    **{
+        f"{strategy}, layers are units": Variant(small(strategy=strategy, microbatches=2), fsdp=LAYERS_ARE_UNITS)
+        for strategy in ("optim", "optim_grads")
     },
     "full recompute": Variant(small(dropout=0.1), config=FULL_RECOMPUTE),
     "full recompute, fine-grained hooks, both": Variant(small(dropout=0.1), config=FULL_RECOMPUTE, fsdp=FINE_BOTH),

@@ -11,6 +11,7 @@ import torch
 from tests.support.linked_core import later_core
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo.py"
+HOOKS = Path(__file__).parents[1] / "unit_tests" / "core" / "distributed" / "test_fsdp_hook_registration.py"
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its demo trains on the CPU backend")
 
@@ -46,6 +47,12 @@ print(inspect.getsourcefile(adapter.FullyShardedDataParallelV1))
         ["_BaseDataParallel.__init__", "FullyShardedDataParallel.__init__", "_BaseDataParallel.__init__"]
     )
     assert not file.startswith(str(folder))
+
+
+@pytest.mark.long
+def test_hooks_are_those_that_it_registers(folder):
+    done = run(folder, "-m", "pytest", "-q", str(HOOKS), MEGATRON_FSDP_CUDA_GRAPHS="untested")
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.long

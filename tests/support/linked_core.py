@@ -7,6 +7,7 @@ from pathlib import Path
 from megatron_fsdp_cuda_graphs.overlay import find_core
 
 ADAPTER = "megatron/core/distributed/fsdp/mcore_fsdp_adapter.py"
+FSDP = "megatron/core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py"
 FINALIZE = "megatron/core/distributed/finalize_model_grads.py"
 _BASE = "FullyShardedDataParallel"
 _VERSIONS = f"""class {_BASE}(_BaseDataParallel):
@@ -20,6 +21,8 @@ class FullyShardedDataParallelV2({_BASE}):
 
 
 """
+_SHARDS_PARAMETERS = 'self.ddp_config.data_parallel_sharding_strategy == "optim_grads_params":\n'
+_SHARDS = 'self.ddp_config.data_parallel_sharding_strategy != "no_shard":\n'
 _GROUPS = "model, gtp_remat_group, egtp_remat_group, calculate_per_token_loss"
 
 
@@ -53,11 +56,16 @@ def change(folder: Path, name: str, *edits: tuple[str, str]) -> None:
     path.write_text(text)
 
 
+def _with_every_strategy(follows: str) -> tuple[str, str]:
+    """An edit: what was asked of sharded parameters before a line is asked of all that is sharded."""
+    return _SHARDS_PARAMETERS + follows, _SHARDS + follows
+
+
 def later_core(folder: Path) -> Path:
     """Make a megatron-core below ``folder`` that differs from the installed one as 0.20 does, and return the folder.
 
-    ``FullyShardedDataParallel`` makes a ``FullyShardedDataParallelV1`` or a ``...V2``, and who finishes gradients gives
-    the groups of ranks that share weights.
+    ``FullyShardedDataParallel`` makes a ``FullyShardedDataParallelV1`` or a ``...V2``, layers are units with every
+    strategy that shards, and who finishes gradients gives the groups of ranks that share weights.
     """
     linked_core(folder)
     change(folder, "megatron/core/package_info.py", ("MINOR = 19", "MINOR = 20"))
@@ -68,6 +76,13 @@ def later_core(folder: Path) -> Path:
             "class FullyShardedDataParallel(_BaseDataParallel):",
             f"{_VERSIONS}class FullyShardedDataParallelV1({_BASE}):",
         ),
+        _with_every_strategy("                self.fsdp_unit_modules ="),
+    )
+    change(
+        folder,
+        FSDP,
+        _with_every_strategy("                    self.forward_pre_hooks["),
+        ('            assert self.data_parallel_sharding_strategy == "optim_grads_params"\n', ""),
     )
     change(
         folder,

@@ -139,5 +139,6 @@ def _sharding_config() -> type:
 FULL_RECOMPUTE = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 FINE_FORWARD = {"enable_fine_grained_param_gather_hook": True}
 FINE_BOTH = FINE_FORWARD | {"enable_fine_grained_param_gather_backward_hook": True}
+LAYERS_ARE_UNITS = {"fsdp_unit_modules": ["megatron.core.transformer.TransformerLayer"]}
 SHARED: dict[str, Any] = {"model": {"share_embeddings_and_output_weights": False}, "change": tie_output_layer}
 STRATEGIES = ("no_shard", "optim", "optim_grads", "optim_grads_params")

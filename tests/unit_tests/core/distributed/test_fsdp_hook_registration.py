@@ -9,6 +9,7 @@ import torch
 from .fsdp_variants import (
     FINE_BOTH,
     FINE_FORWARD,
+    LAYERS_ARE_UNITS,
     SHARED,
     STRATEGIES,
     Variant,
@@ -26,7 +27,6 @@ VARIANTS = {
     **{strategy: Variant(small(strategy=strategy)) for strategy in STRATEGIES},
     **{f"{strategy}, fine forward": Variant(small(strategy=strategy), fsdp=FINE_FORWARD) for strategy in STRATEGIES},
     "fine forward and backward": Variant(fsdp=FINE_BOTH),
-    "units with unsharded parameters": Variant(small(strategy="optim_grads"), fsdp={"fsdp_unit_modules": ["layer"]}),
     "bf16": Variant(small(dtype="bf16")),
     "experts": Variant(small(experts=4, shared_experts=32)),
     "kept transposes": Variant(sharding={"keep_fp8_transpose_cache": True}),
@@ -39,12 +39,7 @@ VARIANTS = {
 
 def build(name: str, **how):
     """A ``MegatronFSDP`` of the variant."""
-    variant = VARIANTS[name]
-    if "fsdp_unit_modules" in variant.fsdp:
-        from megatron.core.transformer import TransformerLayer
-
-        variant = Variant(variant.case, fsdp={"fsdp_unit_modules": [TransformerLayer]})
-    return variant.build(**how).module
+    return VARIANTS[name].build(**how).module
 
 
 @pytest.fixture(params=VARIANTS, scope="module")
@@ -57,6 +52,13 @@ def test_hooks_are_those_of_megatron_core(pair):
     theirs, ours = (hooks_of(fsdp) for fsdp in pair)
     assert ours == translated(theirs)
     assert any(theirs.values())
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads"])
+def test_units_with_unsharded_parameters_have_the_hooks_of_others(fsdp, strategy):
+    unsharded = Variant(small(strategy=strategy), fsdp=LAYERS_ARE_UNITS).build().module
+    ours, others = (hooks_of(each.module.decoder.layers[0]) for each in (unsharded, fsdp))
+    assert ours == others
 
 
 def test_parameters_have_the_same_gradient_hooks(pair):

@@ -129,12 +129,12 @@ class FsdpHooks:
             self.release_after_forward
         )
         self._register_backward_unshard(module)
-        if self._shards_params:
-            attach = partial(self.attach_after_backward, self.release_after_backward)
-            setattr(attach, BACKWARD_HANDLER, self.release_after_backward)
-            hooks.forward_pre_hooks[f"module {name} register post-backward hook"] = module.register_forward_pre_hook(
-                attach, with_kwargs=True
-            )
+        # As megatron-core 0.20 does. 0.19 does so where parameters are sharded, and otherwise has units only if told.
+        attach = partial(self.attach_after_backward, self.release_after_backward)
+        setattr(attach, BACKWARD_HANDLER, self.release_after_backward)
+        hooks.forward_pre_hooks[f"module {name} register post-backward hook"] = module.register_forward_pre_hook(
+            attach, with_kwargs=True
+        )
         self._register_gradients(module.parameters())
 
     def _register_other(self, name, module):

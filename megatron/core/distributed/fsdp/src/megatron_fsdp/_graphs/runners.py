@@ -39,8 +39,6 @@ class Eager:
         self.params: list[torch.nn.Parameter] = []
         self._context, self._fsdp = context, context.fsdp
         self._unit = context.units.get(module)
-        shards_params = self._fsdp.data_parallel_sharding_strategy == "optim_grads_params"
-        self._has_end = shards_params and self._unit is not None  # ``after_backward`` is called
         self._in_place = self._fsdp.param_and_grad_buffer.unsharded_gradients
 
     def _params(self, direction: Direction) -> list[torch.nn.Parameter]:
@@ -107,7 +105,7 @@ class Eager:
         else:  # fine-grained hooks are on every module
             for submodule in self.module.modules():
                 submodule._training_state = TrainingState.PRE_BACKWARD
-        if self._has_end and self.params:
+        if self._unit is not None and self.params:  # ``after_backward`` will be called
             self._context.backward.takers.update(dict.fromkeys(self.params, self))
         self.gather("backward")
 
@@ -274,8 +272,7 @@ class Captured(Graphed):
         self._check(direction)
 
     def _claim(self) -> None:
-        if self._has_end:
-            self._discard_transposes()  # freed later; the graph makes its own
+        self._discard_transposes()  # freed later; the graph makes its own
         self._buckets.backward_begins(self.module)
         if self.sink is not None:  # writes to the buckets; the graph must not allocate them
             for param in self.params:
