@@ -67,6 +67,10 @@ CASES: dict[str, list[dict]] = {
         {"dtype": "bf16", "layers_per_graph": -1, "microbatches": 2, "evaluates": True},
         {"dtype": "bf16", "layers_per_graph": -1, "dropout": 0.1, "positions": "yarn"},
         {"dtype": "bf16", "layers_per_graph": -1, "mtp": 1},
+        {"dtype": "bf16", "layers_per_graph": -1, "positions": "mrope", "microbatches": 2},
+        {"dtype": "bf16", "layers_per_graph": -1, "packed": 8, "microbatches": 2, "evaluates": True},
+        {"dtype": "bf16", "layers_per_graph": -1, "packed": 8, "mtp": 1, "positions": "learned_absolute"},
+        {"dtype": "bf16", "layers_per_graph": 1, "packed": 8, "positions": "none"},
     ],
     "PP2": [
         {"dtype": "bf16", **STAGES},

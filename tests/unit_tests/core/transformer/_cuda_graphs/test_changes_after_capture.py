@@ -15,6 +15,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads
+from tests.support import models
 from tests.support.sample import each_once
 from tests.unit_tests.core.distributed.captured_training import CapturedTraining
 from tests.unit_tests.core.distributed.kinds_of_passes import SCOPES, losses_of, of_another_length
@@ -68,6 +69,23 @@ def compare(case, change):
     before, after = graphed.step_replays[1:3]
     outcome = "replays" if after == before else "some" if after else "eagerly"
     return eagerly(replace(case, modules=(), layers_per_graph=0), change).differences(graphed), outcome
+
+
+def model_of(training):
+    return training.fsdp.module
+
+
+def another_optimizer(training):
+    training.optimizer = models.optimizer(training.case, training.chunks)
+    training.optimizer.config.clip_grad = 0.25
+    training._connect()
+
+
+def other_weights(training):
+    with torch.cuda.stream(training.stream), torch.no_grad():
+        for param in (param for group in training.optimizer.param_groups for param in group["params"]):
+            param.data = param.data * 0.5  # as what loads a checkpoint may put it there
+        training.fsdp.param_and_grad_buffer.copy_main_weights_to_model_weights()
 
 
 def other_forward(training):
@@ -137,6 +155,12 @@ CHANGES = {
         middle(training).self_attention.core_attention.scale_mask_softmax, "scale", 3.0
     ),
     "activation function": lambda training: setattr(middle(training).mlp, "activation_func", torch.tanh),
+    "hook of the output layer": lambda training: model_of(training).output_layer.register_forward_hook(
+        lambda module, args, output: (output[0] * 2, output[1])
+    ),
+    "mode of the embedding": lambda training: model_of(training).embedding.eval(),
+    "another optimizer": another_optimizer,
+    "other weights": other_weights,
 }
 
 
@@ -216,6 +240,16 @@ def test_after_a_change_training_is_eagers_and_replays_are_as_documented(one_ran
     differences, outcome = compare(SCOPES[of], CHANGES[name])
     assert differences == []
     assert outcome == documented()[name][of]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_a_parameter_that_is_frozen_is_an_error_as_eagerly(one_rank, scope, graphs):
+    training = CapturedTraining(scope, graphs)
+    training.fsdp._replace_param_with_raw_if_needed()  # as each pass does
+    middle(training).self_attention.linear_proj.weight.requires_grad_(False)
+    with pytest.raises(AssertionError, match=r"linear_proj\.weight has requires_grad=False"):
+        training.step()
+    training.delete()
 
 
 def test_a_replay_and_an_eager_pass_in_one_backward_pass_are_refused(one_rank, scope):

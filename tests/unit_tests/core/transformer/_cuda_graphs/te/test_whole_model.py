@@ -212,6 +212,8 @@ def test_a_loss_mask_that_losses_depend_on_is_an_input(caplog):
     assert not replays(model, ids(), ids(), None, labels=ids())
     (record,) = caplog.records
     assert record.message.endswith("do not fit the call: it was captured with loss_mask")
+    for other in (torch.ones(SHAPE, dtype=torch.bool), torch.ones(1, *SHAPE)):
+        assert not replays(model, ids(), ids(), None, labels=ids(), loss_mask=other)
 
 
 OFFSETS = ("cu_seqlens_q", "cu_seqlens_kv")
