@@ -15,7 +15,8 @@ Variants:
     compute_alone              full_iteration without communication: each rank holds all parameters and accumulates all
                                gradients by itself, none is gathered or reduced (losses, the gradient norm and what
                                ranks agree on still are), and the optimizer steps on its usual shard. What it trains is
-                               of no use with more than one rank; a step minus this one is what sharding costs
+                               of no use with more than one rank. Where the GPU bounds a step, what takes longer
+                               than this is what sharding costs
     ddp, ddp_graphs            DistributedDataParallel and the distributed optimizer, without and with a graph per layer
     fsdp2, fsdp2_graphs, fsdp2_full_iteration    torch's FSDP2, likewise; not of the default
     eager+optimizer, ...       the same with a graph of the optimizer
