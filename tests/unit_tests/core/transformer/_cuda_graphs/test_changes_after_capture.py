@@ -76,6 +76,7 @@ def model_of(training):
 
 
 def another_optimizer(training):
+    training.fsdp._replace_param_with_distributed_if_needed()  # as after each step
     training.optimizer = models.optimizer(training.case, training.chunks)
     training.optimizer.config.clip_grad = 0.25
     training._connect()
@@ -83,8 +84,9 @@ def another_optimizer(training):
 
 def other_weights(training):
     with torch.cuda.stream(training.stream), torch.no_grad():
+        training.fsdp.synchronize_param_gather()  # what was gathered ahead would be read as it was
         for param in (param for group in training.optimizer.param_groups for param in group["params"]):
-            param.data = param.data * 0.5  # as what loads a checkpoint may put it there
+            param.to_local().mul_(0.5)  # as a checkpoint is loaded
         training.fsdp.param_and_grad_buffer.copy_main_weights_to_model_weights()
 
 
