@@ -49,7 +49,6 @@ ROOT = Path(__file__).resolve().parent
 PACKAGES = ("core", "training")  # of megatron-core; other folders of this tree are the patch's own
 TESTED_VERSIONS = ("0.19.0", "0.19.1", "0.19.2")
 SWITCH = "MEGATRON_FSDP_CUDA_GRAPHS"
-UPSTREAM_PREFIX = "_upstream_"
 
 
 class Core(NamedTuple):
@@ -141,7 +140,7 @@ def _read_version(core: ModuleSpec) -> str | None:
 
 
 class OverlayFinder(MetaPathFinder):
-    """Finds the modules that this tree replaces, extends or adds, and megatron-core's own behind the replaced ones."""
+    """Finds the modules that this tree replaces, extends or adds."""
 
     def __init__(self) -> None:
         self._accepted: set[str] = set()
@@ -150,9 +149,6 @@ class OverlayFinder(MetaPathFinder):
         if not fullname.startswith("megatron.") or fullname.split(".")[1] not in PACKAGES:
             return None
         self._refuse_untested(fullname)
-        parent, _, leaf = fullname.rpartition(".")
-        if leaf.startswith(UPSTREAM_PREFIX):
-            return _upstream_spec(fullname, f"{parent}.{leaf.removeprefix(UPSTREAM_PREFIX)}", path)
         file = tree_file(fullname)
         if file is None:
             return None
@@ -324,72 +320,28 @@ def _extension(module: ModuleType | None) -> ExtensionLoader | None:
     return loader if isinstance(loader, ExtensionLoader) else None
 
 
-class UpstreamLoader(Loader):
-    """Loads megatron-core's own module through the loader it was found with, under its public name."""
-
-    def __init__(self, found: ModuleSpec, loader: Loader) -> None:
-        self.found = found
-        self.loader = loader
-
-    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
-        return self.loader.create_module(self.found)
-
-    def exec_module(self, module: ModuleType) -> None:
-        # Before the first statement runs: classes and functions take their __module__ from here.
-        module.__name__ = self.found.name
-        self.loader.exec_module(module)
-
-    def get_source(self, fullname: str) -> str | None:
-        get_source = getattr(self.loader, "get_source", None)
-        return get_source(self.found.name) if get_source else None
-
-
-def _upstream_spec(alias: str, name: str, path: Any) -> ModuleSpec | None:
-    found = ordinary_spec(name, path)
-    if tree_file(name) is None or found is None or found.loader is None or found.origin is None:
-        return None
-    return importlib.util.spec_from_file_location(alias, found.origin, loader=UpstreamLoader(found, found.loader))
-
-
-def _public_name(name: str) -> str:
-    """Return the name under which the module ``name`` is imported, also if it runs as ``python -m``."""
-    if name == "__main__" and (spec := sys.modules[name].__spec__) is not None:
-        name = spec.name
+def _check_name(name: str) -> None:
     if not name.startswith("megatron."):
         raise ImportError(f"{name} is no megatron.* module: import a file of the patch as megatron.*", name=name)
-    return name
-
-
-def _alias(name: str) -> str:
-    """Return the name under which the import system keeps megatron-core's own module ``name``."""
-    parent, _, leaf = name.rpartition(".")
-    return f"{parent}.{UPSTREAM_PREFIX}{leaf}"
 
 
 def upstream(name: str) -> Any:
     """Return megatron-core's own definitions in the module ``name``.
 
-    Of a module that this tree replaces they are a module of their own, loaded once, by the import system, under an
-    alias; its classes and functions keep ``name`` as their ``__module__``. Of a module that this tree extends they are
-    what ``extend`` returns there, also while its file in this tree still runs. Any other module, and every one with
-    the patch off, is itself.
+    Of a module that this tree extends they are what ``extend`` returns there, also while its file in this tree still
+    runs. Any other module of megatron-core's, and every one with the patch off, is itself.
 
-    Raises ImportError if megatron-core has no such module, or if ``name`` is not a ``megatron.*`` name.
+    Raises ImportError if megatron-core has no such module, if this tree replaces it, or if ``name`` is not a
+    ``megatron.*`` name.
     """
-    name = _public_name(name)
+    _check_name(name)
+    module = importlib.import_module(name)
     file = tree_file(name)
     if file is None or not is_active():
-        return importlib.import_module(name)
-    if _extends(file):
-        importlib.import_module(name)
-        return extend(name)
-    alias = _alias(name)
-    try:
-        return importlib.import_module(alias)
-    except ModuleNotFoundError as error:
-        if error.name != alias:
-            raise
-        raise ImportError(f"megatron-core has no module {name}", name=name) from None
+        return module
+    if not _extends(file):
+        raise ImportError(f"{name} is the patch's own: nothing in it is megatron-core's", name=name)
+    return extend(name)
 
 
 def extend(name: str, later: Mapping[str, str] | None = None) -> Any:
@@ -407,7 +359,7 @@ def extend(name: str, later: Mapping[str, str] | None = None) -> Any:
     """
     loader = _extension(sys.modules.get(name))
     if loader is None:
-        _public_name(name)
+        _check_name(name)
         raise ImportError(
             f"{name} was not loaded through the patch: call {__name__}.activate() before anything imports megatron",
             name=name,

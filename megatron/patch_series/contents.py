@@ -2,8 +2,8 @@
 
 import ast
 import re
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
@@ -57,15 +57,6 @@ def patches(checkout: Path, series: tuple[Patch, ...] = SERIES) -> Iterator[tupl
                 if text != before.get(name, tree.theirs[name])
             ],
         )
-
-
-def with_all(patches: Iterable[tuple[Patch, list[File]]]) -> list[File]:
-    """Return the files of all of them, each as the last leaves it and as it was before the first."""
-    changed: dict[str, File] = {}
-    for _, files in patches:
-        for file in files:
-            changed[file.path] = replace(file, before=changed.get(file.path, file).before)
-    return list(changed.values())
 
 
 class _Tree:

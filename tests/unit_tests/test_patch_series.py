@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,8 +26,12 @@ def patches():
 
 @pytest.fixture(scope="module")
 def files(patches):
-    """The files that all patches change or add, with all of them."""
-    return contents.with_all(patches)
+    """The files that all patches change or add: as the last leaves each, and as it was before the first."""
+    changed: dict[str, contents.File] = {}
+    for _, each in patches:
+        for file in each:
+            changed[file.path] = replace(file, before=changed.get(file.path, file).before)
+    return list(changed.values())
 
 
 @pytest.fixture

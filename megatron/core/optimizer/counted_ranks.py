@@ -13,8 +13,6 @@ import torch.distributed as dist
 
 from megatron.core import parallel_state
 
-from ..distributed.fsdp.rank_mesh import mesh_of
-
 
 class CountedRanks:
     """The ranks of a model, and which of its parameters' gradients count on this one.
@@ -63,7 +61,9 @@ def _spanned(group: dist.ProcessGroup, other: dist.ProcessGroup) -> dist.Process
 
     It is one of Megatron's groups: they get the timeouts that change after start-up.
     """
-    ranks = sorted(mesh_of(group, other).flatten().tolist())
+    # Ranks are numbered as places in a box, so a step along one side adds the same number wherever it is taken.
+    own = dist.get_rank()
+    ranks = sorted(rank + (further - own) for rank in _ranks(group) for further in _ranks(other))
     if len(ranks) == dist.get_world_size():
         return dist.group.WORLD
     device = torch.device(dist.distributed_c10d._get_object_coll_device(group))

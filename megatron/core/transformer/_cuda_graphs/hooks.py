@@ -76,17 +76,6 @@ def has_other_hooks(module: torch.nn.Module) -> bool:
     return own or torch.nn.modules.module._has_any_global_hook()
 
 
-def number_of_hooks(module: torch.nn.Module) -> int:
-    """How many hooks ``module`` has."""
-    attributes = module.__dict__
-    return (
-        len(attributes["_forward_pre_hooks"])
-        + len(attributes["_forward_hooks"])
-        + len(attributes["_backward_pre_hooks"])
-        + len(attributes["_backward_hooks"])
-    )
-
-
 @dataclass(frozen=True)
 class ModuleHooks:
     """The hooks of one module before capture.
@@ -150,26 +139,17 @@ class ModuleHooks:
         them is aborted there; at replays torch calls it with the real ones.
         """
         sorted_hooks: HookDicts = {kind: {} for kind in HOOK_KINDS}
-        for key, hook in self.saved["_forward_pre_hooks"].items():
-            if _is_of_torch_fsdp(hook):
-                continue
-            handler = getattr(hook, BACKWARD_HANDLER, None)
-            if handler is not None:
-                sorted_hooks["backward_hooks"][key] = _module_only(handler)
-            elif key in self.saved["_forward_pre_hooks_with_kwargs"]:
-                sorted_hooks["forward_pre_hooks"][key] = _forward_pre_hook_with_kwargs(hook)
-            else:
-                sorted_hooks["forward_pre_hooks"][key] = _forward_pre_hook(hook)
-        for key, hook in self.saved["_forward_hooks"].items():
-            if _is_of_torch_fsdp(hook):
-                continue
-            handler = getattr(hook, BACKWARD_PRE_HANDLER, None)
-            if handler is not None:
-                sorted_hooks["backward_pre_hooks"][key] = _module_only(handler)
-            elif key in self.saved["_forward_hooks_with_kwargs"]:
-                sorted_hooks["forward_hooks"][key] = _forward_hook_with_kwargs(hook)
-            else:
-                sorted_hooks["forward_hooks"][key] = _forward_hook(hook)
+        for kind, marked, kind_of_marked, given in (
+            ("forward_pre_hooks", BACKWARD_HANDLER, "backward_hooks", _given_before),
+            ("forward_hooks", BACKWARD_PRE_HANDLER, "backward_pre_hooks", _given_after),
+        ):
+            for key, hook in self.saved[f"_{kind}"].items():
+                handler = getattr(hook, marked, None)
+                if handler is not None:
+                    sorted_hooks[kind_of_marked][key] = _calling(handler, lambda *offered: ())
+                elif not _is_of_torch_fsdp(hook):
+                    with_kwargs = key in self.saved[f"_{kind}_with_kwargs"]
+                    sorted_hooks[kind][key] = _calling(hook, partial(given, with_kwargs))
         for key, hook in self.saved["_backward_pre_hooks"].items():
             sorted_hooks["backward_pre_hooks"][key] = _without_gradients(hook, 1)
         for key, hook in self.saved["_backward_hooks"].items():
@@ -188,11 +168,21 @@ def _is_of_torch_fsdp(hook):
 # The functions that the engine calls. Its error messages use ``__wrapped__``.
 
 
-def _module_only(handler):
-    def call(module, *offered):
-        return handler(module)
+def _calling(hook, given):
+    """Call ``hook`` with the module and what ``given`` returns of what the engine offers."""
 
-    return _wrapping(call, handler)
+    def call(module, *offered):
+        return hook(module, *given(*offered))
+
+    return _wrapping(call, hook)
+
+
+def _given_before(with_kwargs, args=(), kwargs=None):
+    return (args, kwargs or {}) if with_kwargs else (args,)
+
+
+def _given_after(with_kwargs, args=(), output=None):
+    return (args, {}, output) if with_kwargs else (args, output)
 
 
 class _GradientsReadError(Exception):
@@ -215,34 +205,6 @@ def _without_gradients(hook, count):
             return hook(module, *[_NoGradients()] * count)
         except _GradientsReadError:
             return None
-
-    return _wrapping(call, hook)
-
-
-def _forward_pre_hook(hook):
-    def call(module, args=(), kwargs=None):
-        return hook(module, args)
-
-    return _wrapping(call, hook)
-
-
-def _forward_pre_hook_with_kwargs(hook):
-    def call(module, args=(), kwargs=None):
-        return hook(module, args, kwargs or {})
-
-    return _wrapping(call, hook)
-
-
-def _forward_hook(hook):
-    def call(module, args=(), output=None):
-        return hook(module, args, output)
-
-    return _wrapping(call, hook)
-
-
-def _forward_hook_with_kwargs(hook):
-    def call(module, args=(), output=None):
-        return hook(module, args, {}, output)
 
     return _wrapping(call, hook)
 

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.hooks import number_of_hooks
+from megatron.core.transformer._cuda_graphs.hooks import HOOK_KINDS
 from megatron.core.transformer._cuda_graphs.report.timeline import Timeline
 from tests.unit_tests.core.distributed.captured_training import CapturedTraining, graphed
 from tests.unit_tests.core.distributed.fsdp_variants import Variant
@@ -53,7 +53,7 @@ class Captured:
                 return super().make_helper()
 
             def capture(self, capture):
-                captured.hooks = sum(map(number_of_hooks, self.layers))
+                captured.hooks = sum(len(getattr(each, f"_{kind}")) for each in self.layers for kind in HOOK_KINDS)
                 with monkeypatch.context() as patched:
                     patched.setattr(torch.cuda.CUDAGraph, "capture_end", counting)
                     patched.setattr(Timeline, "end", ending)

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.core.transformer.cuda_graphs import set_current_microbatch
-from megatron_fsdp_cuda_graphs.overlay import upstream
+from tests.support.replaced import replaced
 
 
 class Layer:
@@ -119,5 +119,5 @@ def chunks(draw):
 def test_the_same_layers_are_told_as_by_megatron_core(make, microbatch):
     (chunk, layers), (their_chunk, their_layers) = make(), make()
     set_current_microbatch(chunk, microbatch)
-    upstream("megatron.core.transformer.cuda_graphs").set_current_microbatch(their_chunk, microbatch)
+    replaced("megatron.core.transformer.cuda_graphs").set_current_microbatch(their_chunk, microbatch)
     assert told(layers) == told(their_layers)

@@ -25,7 +25,7 @@ from megatron.core.transformer._cuda_graphs.te.order import get_overlap_moe_expe
 from megatron.core.transformer._cuda_graphs.te.stage_graphs import StageGraphs
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
-from megatron_fsdp_cuda_graphs.overlay import upstream
+from tests.support.replaced import replaced
 
 from .stages import PARAMETERS, Failure, MaskedLayer, capture, config, engine, helper_of, set_microbatches, stage_of
 
@@ -103,7 +103,7 @@ def test_the_amax_reduction_group_is_that_of_megatron_core(with_context, tp_only
     having_groups: Any = SimpleNamespace(pg_collection=groups)
     theirs, ours = (
         helper._get_amax_reduction_group(having_groups, with_context, tp_only)
-        for helper in (upstream("megatron.core.transformer.cuda_graphs").TECudaGraphHelper, TECudaGraphHelper)
+        for helper in (replaced("megatron.core.transformer.cuda_graphs").TECudaGraphHelper, TECudaGraphHelper)
     )
     assert ours == theirs
 

@@ -15,7 +15,7 @@ from megatron.core.transformer.mlp import MLP
 from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron_fsdp_cuda_graphs.overlay import upstream
+from tests.support.replaced import replaced
 
 IDENTITY, ATTENTION = IdentityOp(), torch.nn.Identity()
 
@@ -83,7 +83,7 @@ def test_another_module_is_never_graphable(modules):
 @pytest.mark.parametrize("layer", [*LAYERS.values(), torch.nn.Identity()], ids=[*LAYERS, "not a graphable module"])
 def test_megatron_core_answers_the_same_for_every_choice_of_modules(layer):
     names = [module.name for module in CudaGraphModule]
-    theirs = upstream("megatron.core.transformer.cuda_graphs")._layer_is_graphable
+    theirs = replaced("megatron.core.transformer.cuda_graphs")._layer_is_graphable
     for count in range(len(names) + 1):
         for modules in combinations(names, count):
             assert _layer_is_graphable(layer, config(*modules)) == theirs(layer, config(*modules)), modules

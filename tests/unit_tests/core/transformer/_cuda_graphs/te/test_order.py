@@ -13,7 +13,7 @@ from megatron.core.transformer._cuda_graphs.te.order import (
     convert_schedule_table_to_order,
     get_overlap_moe_expert_parallel_comm_order,
 )
-from megatron_fsdp_cuda_graphs.overlay import upstream
+from tests.support.replaced import replaced
 
 
 def test_the_worked_examples_of_the_docstrings_hold():
@@ -46,7 +46,7 @@ def test_an_order_starts_with_the_warm_up_and_then_alternates(case):
 
 @given(schedules())
 def test_orders_are_those_of_megatron_core(case):
-    theirs = upstream("megatron.core.transformer.cuda_graphs")
+    theirs = replaced("megatron.core.transformer.cuda_graphs")
     order = convert_schedule_table_to_order(*case)
     assert order == theirs.convert_schedule_table_to_order(*case)
 
@@ -61,7 +61,7 @@ def chunk_orders(draw):
 
 @given(chunk_orders(), st.booleans())
 def test_orders_of_layers_are_those_of_megatron_core(case, with_weight_gradients):
-    theirs = upstream("megatron.core.transformer.cuda_graphs")
+    theirs = replaced("megatron.core.transformer.cuda_graphs")
     order, layers = case
     ours = get_overlap_moe_expert_parallel_comm_order(order, layers, with_weight_gradients)
     assert ours == theirs.get_overlap_moe_expert_parallel_comm_order(order, layers, with_weight_gradients)

@@ -22,16 +22,16 @@ from megatron.core.transformer.cuda_graphs import (
     set_current_microbatch,
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
-from megatron_fsdp_cuda_graphs.overlay import upstream
 from tests.support import models, vision_training
 from tests.support.case import Case
+from tests.support.replaced import replaced
 from tests.support.vision_training import CLASSES, PATCH
 
 from ..engine.captured_cases import Forward, assert_same_bits, copies, descend, device_tensor, none_outputs
 from .conftest import MICROBATCHES
 from .stages import set_microbatches
 
-UPSTREAM = upstream("megatron.core.transformer.cuda_graphs")
+UPSTREAM = replaced("megatron.core.transformer.cuda_graphs")
 ORDERS = {1: [1, -1, 1, -1, 1, -1], 2: [1, 1, -1, 1, -1, -1]}  # by the number of pipeline stages
 OTHER_ORDERS = {2: [1, 1, -1, -1], 4: [1, 1, -1, 1, -1, 1, -1, -1]}  # of two stages, by the number of micro-batches
 SIDE = 4 * PATCH

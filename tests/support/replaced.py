@@ -1,0 +1,18 @@
+"""megatron-core's own file of a module that the patch replaces, to compare with."""
+
+import importlib
+from functools import cache
+from importlib.util import module_from_spec
+from typing import Any
+
+from megatron_fsdp_cuda_graphs.overlay import ordinary_spec
+
+
+@cache
+def replaced(name: str) -> Any:
+    """Load megatron-core's module ``name`` beside that of the patch."""
+    spec = ordinary_spec(name, importlib.import_module(name.rpartition(".")[0]).__path__)
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
