@@ -152,6 +152,7 @@ def text(result: dict[str, Any]) -> str:
             lines += [f"{when}, MiB:", *(f"  {name}: {pool}" for name, pool in looked["pools"].items())]
             for pool, sites in looked["sites"].items():
                 lines += [f"  {pool}:", *_listed(sites)]
+            lines += ["  gaps beside:", *_listed(looked["gaps"])]
     for pool, peak in found.get("at the peak", {}).items():
         lines += [f"at the peak, {pool}: {peak['used']} MiB", *_listed(peak["sites"])]
     return "\n".join(lines)

@@ -36,26 +36,33 @@ def summary(segments: Snapshot, most: int = 40) -> dict[str, Any]:
 
     Returns:
         ``pools``: for graphs and for eager work, by stream, ``reserved``, ``used`` by tensors, and ``segments``, their
-        number; ``sites``: for both, by the lines that allocated it, what is used.
+        number; ``sites``: for both, by the lines that allocated it, what is used; ``gaps``: what tensors keep from
+        being given back to the device, by the lines that allocated those in the same segment, the largest first.
     """
     streams = {stream: place for place, stream in enumerate(sorted({each["stream"] for each in segments}))}
     pools: defaultdict[str, Counter[str]] = defaultdict(Counter)
     sites: defaultdict[str, Counter[str]] = defaultdict(Counter)
+    gaps = Counter[str]()
     for segment in segments:
         pool = "eager" if tuple(segment["segment_pool_id"]) == EAGER else "graphs"
         found = pools[f"{pool}, stream {streams[segment['stream']]}"]
         found["segments"] += 1
         found["reserved"] += segment["total_size"]
+        own = Counter[str]()
         for block in segment["blocks"]:
             if block["state"].startswith("active"):
-                found["used"] += block["size"]
-                sites[pool][_site(block.get("frames", ()))] += block["size"]
+                own[_site(block.get("frames", ()))] += block["size"]
+        found["used"] += own.total()
+        sites[pool].update(own)
+        if own and pool == "eager":
+            gaps[" and ".join(own)] += segment["total_size"] - own.total()
     return {
         "pools": {
             name: {what: n if what == "segments" else _mib(n) for what, n in found.items()}
             for name, found in sorted(pools.items())
         },
         "sites": {pool: {site: _mib(n) for site, n in found.most_common(most)} for pool, found in sites.items()},
+        "gaps": {sites: _mib(n) for sites, n in gaps.most_common(10)},
     }
 
 

@@ -92,6 +92,7 @@ def install() -> None:
         "temperature": lambda device=None: 0,
         "power_draw": lambda device=None: 0,
         "clock_rate": lambda device=None: 0,
+        "current_blas_handle": lambda: 0,
         "cudart": lambda: SimpleNamespace(cudaProfilerStart=lambda: 0, cudaProfilerStop=lambda: 0),
     }.items():
         patch(cuda, name, value, why)

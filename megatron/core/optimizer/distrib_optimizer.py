@@ -162,7 +162,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         """Step with gradients that are ready, and start to gather parameters; see megatron-core."""
         if not (self.is_stub_optimizer or self.ddp_config.use_megatron_fsdp or self.optimizer.state):
             impls = {getattr(chunk.config, "cuda_graph_impl", "none") for chunk in self.model_chunks}
-            if impls != {"none"}:  # see Megatron-FSDP's ``update_main_grads``: here gradients have their memory already
+            if impls != {"none"}:  # see Megatron-FSDP's ``update_main_grads``
                 torch.cuda.empty_cache()
         with self._on_local_shards():
             successful: bool = super().step_with_ready_grads()

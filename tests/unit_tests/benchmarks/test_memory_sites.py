@@ -38,6 +38,7 @@ def test_memory_is_told_by_pool_and_by_the_line_that_allocated_it():
         "eager, stream 0": {"segments": 1, "reserved": 20.0, "used": 4.0},
         "graphs, stream 1": {"segments": 1, "reserved": 10.0, "used": 10.0},
     }
+    assert found["gaps"] == {"megatron/core/layer.py:7 forward": 16.0}
     assert found["sites"] == {"eager": {"megatron/core/layer.py:7 forward": 4.0}, "graphs": {"not known": 10.0}}
 
 

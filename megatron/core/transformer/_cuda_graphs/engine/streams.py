@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -52,11 +53,23 @@ def capture_stream() -> Iterator[torch.cuda.Stream]:
 def make_workspaces() -> None:
     """Let cuBLAS allocate its workspaces for the current stream, of this thread and of autograd's.
 
-    Allocated in a capture, as they stay, they would divide the largest blocks of the graph's pool.
+    Allocated in a capture, as they stay, they would divide the largest blocks of the graph's pool. torch allocates one
+    where it is asked for the handle, without a product, whose kernels might have to be loaded.
     """
     with torch.enable_grad():
-        ones = torch.ones(8, 8, device="cuda", requires_grad=True)
-        (ones @ ones).sum().backward()
+        _AsksForHandle.apply(torch.ones((), device="cuda", requires_grad=True)).backward()
+
+
+class _AsksForHandle(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        torch.cuda.current_blas_handle()
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        torch.cuda.current_blas_handle()
+        return grad
 
 
 LEGACY_STREAM_ADVICE = (
