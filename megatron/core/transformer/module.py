@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
-from megatron.core.transformer._cuda_graphs.dispatcher_state import preserve_dispatcher_state
+from megatron.core.transformer._cuda_graphs.dispatcher_state import DispatcherState
 from megatron.core.transformer._cuda_graphs.evaluation_graph import EvaluationGraph
 from megatron.core.transformer._cuda_graphs.evaluation_mode import may_replay_evaluation
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
@@ -60,7 +60,7 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
             if graph is not None:
                 hidden_states: Any = args[0] if args else kwargs.get("hidden_states")
                 if not graph.fits(hidden_states):  # megatron-core's own call would decide again
-                    with preserve_dispatcher_state(self):
+                    with DispatcherState(self):
                         return super(_upstream.GraphableMegatronModule, self).__call__(*args, **kwargs)
                 if graph.packed is not None:
                     kwargs = to_inputs(graph.name, kwargs, graph.packed, self._tokens(hidden_states))
@@ -68,7 +68,7 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
         elif self._may_replay_evaluation(decide):
             forward, graphs = self._evaluate, "evaluation"
         else:
-            with preserve_dispatcher_state(self):
+            with DispatcherState(self):
                 return super().__call__(*args, **kwargs)
         # torch runs the hooks around the current `forward`. Not through __call__, which would run the eager layer that
         # `Module.compile` has compiled.
@@ -96,7 +96,7 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         graph = self.evaluation_graph
-        with preserve_dispatcher_state(self):
+        with DispatcherState(self):
             if graph is None or not graph.accepts(args, kwargs):
                 return type(self).forward(self, *args, **kwargs)
             own = self.__dict__

@@ -1,7 +1,5 @@
 """What a token dispatcher keeps from one part of an MoE layer to the next: shapes, counts, splits."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 
@@ -22,12 +20,8 @@ class DispatcherState:
             attributes.clear()
             attributes.update(values)
 
+    def __enter__(self) -> None:
+        """Begin a pass of another shape, which changes them."""
 
-@contextmanager
-def preserve_dispatcher_state(layer: Any) -> Iterator[None]:
-    """Restore the ``DispatcherState`` of ``layer`` at the end: passes of another shape change it."""
-    state = DispatcherState(layer)
-    try:
-        yield
-    finally:
-        state.restore()
+    def __exit__(self, *error: object) -> None:
+        self.restore()

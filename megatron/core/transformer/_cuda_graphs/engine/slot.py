@@ -87,6 +87,9 @@ class GraphedSlot:
         forward_graph: Runs the forward pass; None before capture and after ``reset``.
         backward_graph: Runs the backward pass; None where nothing requires grad.
         weight_gradient_graph: Computes the weight gradients that backward delays; None where it delays none.
+        outputs: The static outputs, flattened.
+        grad_inputs: The static gradients of the inputs; None for an input that gets none.
+        grad_outputs: The static gradients of the outputs; None for an output that takes no part in autograd.
     """
 
     def __init__(
@@ -136,11 +139,11 @@ class GraphedSlot:
         self.backward_graph: torch.cuda.CUDAGraph | None = None
         self.weight_gradient_graph: torch.cuda.CUDAGraph | None = None
         self.differentiable: tuple[bool, ...] = ()
-        self._outputs: Tensors = ()
+        self.outputs: Tensors = ()
         self._output_spec: TreeSpec | None = None
         self._returns_one_tensor = self._returns_tuple = False
-        self._grad_outputs: Tensors = ()
-        self._grad_inputs: Tensors = ()
+        self.grad_outputs: Tensors = ()
+        self.grad_inputs: Tensors = ()
         self._grad_params: Tensors = ()
         self._memory: PoolMemory | None = None
         self._replay: Replay | None = None
@@ -170,7 +173,7 @@ class GraphedSlot:
         for leaf in outputs:
             if leaf is not None and not isinstance(leaf, torch.Tensor):
                 raise TypeError(f"{self.name} returned {leaf!r}, which is neither a tensor nor None")
-        self._outputs = tuple(outputs)
+        self.outputs = tuple(outputs)
         self.differentiable = tuple(_requires_grad(leaf) for leaf in outputs)
         self.forward_graph = graph
 
@@ -209,7 +212,7 @@ class GraphedSlot:
             RuntimeError: an input that requires grad got none, and unused inputs are not allowed; an output depends on
                 a parameter that is neither an input nor the module's; or gradients arrive on the legacy default stream.
         """
-        outputs = [output for output in self._outputs if _requires_grad(output)]
+        outputs = [output for output in self.outputs if _requires_grad(output)]
         self.hooks.run("backward_pre_hooks", self.func)
         if outputs:
             inputs = [tensor for tensor in self.inputs if tensor.requires_grad]
@@ -259,7 +262,7 @@ class GraphedSlot:
 
     def detach_outputs(self) -> None:
         """Let go of autograd's nodes and what they saved; from here on only the memory of the outputs is needed."""
-        self._outputs = tuple(output if output is None else output.detach() for output in self._outputs)
+        self.outputs = tuple(output if output is None else output.detach() for output in self.outputs)
 
     def _keep_gradients(self, inputs, grad_outputs, input_grads, param_grads) -> None:
         if not self._options.allow_unused_input and any(grad is None for grad in input_grads):
@@ -269,11 +272,9 @@ class GraphedSlot:
                 "it"
             )
         remaining = iter(grad_outputs)
-        self._grad_outputs = tuple(
-            next(remaining) if differentiable else None for differentiable in self.differentiable
-        )
+        self.grad_outputs = tuple(next(remaining) if differentiable else None for differentiable in self.differentiable)
         remaining = iter(input_grads)
-        self._grad_inputs = tuple(next(remaining) if tensor.requires_grad else None for tensor in self.inputs)
+        self.grad_inputs = tuple(next(remaining) if tensor.requires_grad else None for tensor in self.inputs)
         self._grad_params = tuple(param_grads)
 
     @property
@@ -292,17 +293,17 @@ class GraphedSlot:
 
     def drop_results(self) -> None:
         """Let go of what a pass of warm-up computed."""
-        self._outputs = self._grad_outputs = self._grad_inputs = self._grad_params = ()
+        self.outputs = self.grad_outputs = self.grad_inputs = self._grad_params = ()
 
     def release_outputs(self) -> None:
         """Let later captures use the memory of the outputs, which nothing reads after the backward pass."""
         if not self._options.retain_graph:
-            self._outputs = self._weak(self._outputs)
+            self.outputs = self._weak(self.outputs)
 
     def release_gradients(self, keep: Collection[int] = ()) -> None:
         """Let later captures use the memory of gradients that have been read: all but those of the inputs ``keep``."""
-        weak = self._weak(self._grad_inputs)
-        self._grad_inputs = tuple(self._grad_inputs[i] if i in keep else grad for i, grad in enumerate(weak))
+        weak = self._weak(self.grad_inputs)
+        self.grad_inputs = tuple(self.grad_inputs[i] if i in keep else grad for i, grad in enumerate(weak))
         read = [None if _read_later(param) else grad for param, grad in self._params_and_grads()]
         self._grad_params = tuple(
             grad if weak is None else weak for weak, grad in zip(self._weak(read), self._grad_params, strict=True)
@@ -314,7 +315,7 @@ class GraphedSlot:
 
     def release_grad_outputs(self) -> None:
         """Let later captures use the memory of the outputs' static gradients, unless someone else keeps it."""
-        self._grad_outputs = tuple(grad if grad is None else weak_reference(grad) for grad in self._grad_outputs)
+        self.grad_outputs = tuple(grad if grad is None else weak_reference(grad) for grad in self.grad_outputs)
 
     def release_inputs(self) -> None:
         """Let later captures use the memory of the static inputs, unless someone else keeps it."""
@@ -323,24 +324,9 @@ class GraphedSlot:
         self.args, self.kwargs = tree_unflatten(self.inputs, structure)
 
     @property
-    def outputs(self) -> Tensors:
-        """The static outputs, flattened."""
-        return self._outputs
-
-    @property
-    def grad_inputs(self) -> Tensors:
-        """The static gradients of the inputs; None for an input that gets none."""
-        return self._grad_inputs
-
-    @property
     def trained_params(self) -> tuple[torch.Tensor, ...]:
         """The parameters to which the last backward pass gave a gradient."""
         return tuple(param for param, grad in self._params_and_grads() if grad is not None)
-
-    @property
-    def grad_outputs(self) -> tuple[torch.Tensor | None, ...]:
-        """The static gradients of the outputs; None for an output that takes no part in autograd."""
-        return self._grad_outputs
 
     def _weak(self, tensors: Sequence[torch.Tensor | None]) -> Tensors:
         """Weak references to those of ``tensors`` that are pool memory, and the others, which must be kept alive."""
@@ -357,8 +343,8 @@ class GraphedSlot:
     @property
     def returns_static_gradients(self) -> bool:
         """Whether a gradient that backward returns lies in the memory of a static gradient of the outputs."""
-        addresses = {storage_address(grad) for grad in self._grad_outputs if grad is not None}
-        grads = (*self._grad_inputs, *self._grad_params)
+        addresses = {storage_address(grad) for grad in self.grad_outputs if grad is not None}
+        grads = (*self.grad_inputs, *self._grad_params)
         return any(storage_address(grad) in addresses for grad in grads if grad is not None)
 
     # -------------------------------------------------------------------------------------------------- replay
@@ -373,10 +359,10 @@ class GraphedSlot:
             forward_graph=self.forward_graph,
             backward_graph=self.backward_graph,
             inputs=self.inputs,
-            outputs=self._outputs,
+            outputs=self.outputs,
             differentiable=self.differentiable,
-            grad_outputs=self._grad_outputs,
-            grad_inputs=self._grad_inputs,
+            grad_outputs=self.grad_outputs,
+            grad_inputs=self.grad_inputs,
             grad_params=self._grad_params,
             clone_param_grads=[
                 self._options.clone_param_grads and not _read_later(param) for param, _ in self._params_and_grads()
@@ -396,9 +382,9 @@ class GraphedSlot:
         found = captured_of(self._module)
         for what, tensors in (
             ("input", self.inputs),
-            ("output", self._outputs),
-            ("gradient of output", self._grad_outputs),
-            ("gradient of input", self._grad_inputs),
+            ("output", self.outputs),
+            ("gradient of output", self.grad_outputs),
+            ("gradient of input", self.grad_inputs),
             ("gradient of parameter", self._grad_params),
         ):
             found += captured((f"{what} {i}", tensor) for i, tensor in enumerate(tensors))
@@ -560,7 +546,7 @@ class GraphedSlot:
         self._frozen, self._watched = (), []
         self._warmup = WarmupRecord()
         self._gradient_sink = self._keep_param_grads = None
-        self._outputs = self._grad_outputs = self._grad_inputs = self._grad_params = ()
+        self.outputs = self.grad_outputs = self.grad_inputs = self._grad_params = ()
         if self._replay is not None:
             self._replay.reset()
             self._replay = None

@@ -4,12 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from megatron.core.transformer._cuda_graphs.dispatcher_state import preserve_dispatcher_state
+from megatron.core.transformer._cuda_graphs.dispatcher_state import DispatcherState
 
 
 def test_attributes_are_what_they_were_after_a_pass():
     dispatcher = SimpleNamespace(hidden_shape=(8, 2), capacity=None)
-    with preserve_dispatcher_state(SimpleNamespace(mlp=SimpleNamespace(token_dispatcher=dispatcher))):
+    with DispatcherState(SimpleNamespace(mlp=SimpleNamespace(token_dispatcher=dispatcher))):
         dispatcher.hidden_shape, dispatcher.capacity, dispatcher.probs = (4, 2), 3, "probs"
     assert vars(dispatcher) == {"hidden_shape": (8, 2), "capacity": None}
 
@@ -19,7 +19,7 @@ def test_so_they_are_after_an_exception():
     layer = SimpleNamespace(mlp=SimpleNamespace(token_dispatcher=dispatcher))
 
     def fail():
-        with preserve_dispatcher_state(layer):
+        with DispatcherState(layer):
             dispatcher.hidden_shape = None
             raise KeyError
 
@@ -30,5 +30,5 @@ def test_so_they_are_after_an_exception():
 
 @pytest.mark.parametrize("layer", [SimpleNamespace(), SimpleNamespace(mlp=SimpleNamespace())], ids=["no MLP", "dense"])
 def test_a_layer_without_a_dispatcher_just_runs(layer):
-    with preserve_dispatcher_state(layer):
+    with DispatcherState(layer):
         pass

@@ -115,7 +115,7 @@ def test_gradients_of_outputs_are_shared_only_once_the_weight_gradients_have_rea
         _reuse_graph_input_output_buffers=True,
     )
     at_once = order == [1, 1, -1, -1, -1.5, -1.5]
-    assert len({slot._grad_outputs[0].data_ptr() for slot in slots}) == (2 if at_once else 1)
+    assert len({slot.grad_outputs[0].data_ptr() for slot in slots}) == (2 if at_once else 1)
 
 
 def test_a_weight_gradient_survives_the_next_replay():

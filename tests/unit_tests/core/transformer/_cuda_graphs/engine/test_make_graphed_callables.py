@@ -239,13 +239,13 @@ def test_shared_gradients_are_one_set_for_outputs_that_are_alike():
         _order=[1, -1],
         _reuse_graph_input_output_buffers=True,
     )
-    addresses = [slot._grad_outputs[0].data_ptr() for slot in slots]
+    addresses = [slot.grad_outputs[0].data_ptr() for slot in slots]
     assert addresses[0] == addresses[1] != addresses[2]
 
 
 def test_outputs_have_static_gradients_of_their_own_unless_they_are_to_share():
     slots = make_graphed_callables((mlp(), mlp()), ((device_tensor(4, 6),), (device_tensor(4, 6),)), _order=[1, -1])
-    assert slots[0]._grad_outputs[0].data_ptr() != slots[1]._grad_outputs[0].data_ptr()
+    assert slots[0].grad_outputs[0].data_ptr() != slots[1].grad_outputs[0].data_ptr()
 
 
 # ------------------------------------------------------------------------------------- functions of a module, copies

@@ -260,7 +260,7 @@ def test_a_module_in_the_other_mode_runs_eagerly():
 
 def test_modules_captured_in_evaluation_mode_hold_nothing_for_a_backward_pass():
     (slot,) = make_graphed_callables((mlp().eval(),), ((device_tensor(4, 6),),), _order=[1, -1])
-    assert [output.grad_fn for output in slot._outputs] == [None]
+    assert [output.grad_fn for output in slot.outputs] == [None]
 
 
 def test_modules_captured_in_evaluation_mode_have_no_backward():

@@ -104,7 +104,7 @@ def test_reset_frees_the_static_tensors():
     x = device_tensor(4, 6)
     module = make_graphed_callables(mlp(), (x,))
     freed = weakref.ref(x)
-    output = weakref.ref(module.forward._outputs[0])
+    output = weakref.ref(module.forward.outputs[0])
     module.reset()
     del x
     gc.collect()

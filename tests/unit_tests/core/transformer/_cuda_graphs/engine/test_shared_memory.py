@@ -36,8 +36,8 @@ def test_static_inputs_are_not_shared_while_both_are_needed():
 @pytest.mark.parametrize("shares", [True, False])
 def test_outputs_keep_their_memory_only_where_it_is_not_shared(shares):
     (slot,) = captured_for_sharing([1, -1], shares, layers=1)
-    address = slot._outputs[0].data_ptr()
-    uses = torch._C._storage_Use_Count(slot._outputs[0].untyped_storage()._cdata)
+    address = slot.outputs[0].data_ptr()
+    uses = torch._C._storage_Use_Count(slot.outputs[0].untyped_storage()._cdata)
     assert slot(device_tensor(4, 6)).data_ptr() == address
     # The pool of the CPU backend holds all memory; an output that holds it too has a storage in common with the pool.
     assert (uses <= 2) is shares
@@ -48,7 +48,7 @@ def test_in_evaluation_too_outputs_keep_their_memory_only_where_it_is_not_shared
     module, x = mlp().eval(), device_tensor(4, 6, seed=3)
     sample = (device_tensor(4, 6),)
     (slot,) = make_graphed_callables((module,), (sample,), _order=[1, -1], _reuse_graph_input_output_buffers=shares)
-    uses = torch._C._storage_Use_Count(slot._outputs[0].untyped_storage()._cdata)
+    uses = torch._C._storage_Use_Count(slot.outputs[0].untyped_storage()._cdata)
     assert (uses <= 2) is shares
     assert torch.equal(slot(x), module(x))
 
@@ -80,8 +80,8 @@ def test_static_gradients_lie_in_memory_as_their_outputs_do():
     )
     samples = [(device_tensor(6, 6, seed=slot),) for slot in range(2)]
     slots = make_graphed_callables(layers, samples, _order=[1, -1, 2, -2], _reuse_graph_input_output_buffers=True)
-    strides = [slot._grad_outputs[0].stride() for slot in slots]
-    assert strides == [slot._outputs[0].stride() for slot in slots] == [(6, 1), (1, 6)]
+    strides = [slot.grad_outputs[0].stride() for slot in slots]
+    assert strides == [slot.outputs[0].stride() for slot in slots] == [(6, 1), (1, 6)]
 
 
 # ------------------------------------------------------------------------------------- gradients that are handed on
