@@ -13,6 +13,7 @@ FSDP = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 REPLACED = {
     "megatron.core.datasets.utils": {"compile_helpers"},
     "megatron.core.distributed.finalize_model_grads": {
+        "_allreduce_embedding_grad",
         "_allreduce_replicated_grads_over_gtp_remat_group",
         "reset_model_temporary_tensors",
     },
@@ -33,6 +34,7 @@ REPLACED = {
         "_create_hfsdp_helper_buffer",
         "make_fsdp_dtensor",
     },
+    "megatron.core.models.common.embeddings.rope_utils": {"get_pos_emb_on_this_cp_rank"},
     "megatron.core.optimizer.distrib_optimizer": {"DistributedOptimizer"},
     "megatron.core.optimizer.optimizer_cuda_graph": {"OptimizerCudaGraphWrapper"},
     "megatron.core.packed_seq_params": set(),

@@ -3,7 +3,7 @@
 The gradients of an embedding that two pipeline stages have are reduced where they are sharded, too.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -48,7 +48,7 @@ def _allreduce_embedding_grad(
     model: Sequence[torch.nn.Module],
     embd_group: Any,
     pp_group: Any,
-    weight_getter: Callable[[torch.nn.Module], Any],
+    weight_getter: Any,
     *args: Any,
     **kwargs: Any,
 ) -> None:
