@@ -1,13 +1,14 @@
 """One command measures all that documents quote: part by part, at one commit, from where it stopped."""
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from benchmarks import measure
+from benchmarks import measure, step_time
 from benchmarks.measure import PARTS, ROOT, Part
 
 WRITES = "import json, sys; json.dump({'gpus': int(sys.argv[1]), 'numbers': [1]}, open(sys.argv[2], 'w'))"
@@ -164,6 +165,17 @@ def test_every_part_runs_a_file_of_this_repository_that_writes_what_it_finds(par
     option = words[words.index("FILE") - 1]
     assert f'"{option}"' in file.read_text()
     assert part.seconds < measure.LONGEST
+
+
+@pytest.mark.parametrize(
+    "part", [part for part in PARTS if "step_time.py" in part.arguments], ids=lambda part: part.name
+)
+def test_step_time_knows_the_models_and_variants_of_its_parts(part):
+    words = {"GPUS": str(part.gpus[0]), "LAUNCHES": "2"}
+    given = [words.get(word, word) for word in shlex.split(part.arguments)][1:]
+    benchmark = step_time.Benchmark(step_time.parse(given), on_cpu=False)
+    assert benchmark.ranks == part.gpus[0]
+    assert all(variants for variants in benchmark.variants.values())
 
 
 def test_no_two_parts_have_one_file():
