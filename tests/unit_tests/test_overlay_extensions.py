@@ -61,6 +61,7 @@ REPLACED = {
         "get_rng_state",
         "preprocess_fsdp_dtensor_state_dict",
     },
+    "megatron.training.training": {"training_log"},
     "megatron.training.utils.common_utils": {
         "logical_and_across_model_parallel_group",
         "reduce_max_stat_across_model_parallel_group",

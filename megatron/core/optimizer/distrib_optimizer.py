@@ -1,6 +1,7 @@
 """The distributed optimizer, whose step under Megatron-FSDP costs the host less."""
 
 from contextlib import AbstractContextManager, nullcontext
+from types import MethodType
 from typing import Any
 
 import torch
@@ -30,6 +31,16 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     _local_shards: LocalShards | None = None
     _counted_ranks: CountedRanks | None = None
     _kept: KeptGradients | None = None
+
+    def get_loss_scale(self) -> torch.Tensor:
+        """Return the loss scale, float32, shape (1,); see megatron-core.
+
+        Without a scaler it is 1, and its ``item`` does not wait for the device: training reads it in each step.
+        """
+        scale: torch.Tensor = super().get_loss_scale()
+        if self.grad_scaler is None and "item" not in vars(scale):
+            scale.__dict__["item"] = MethodType(_item_of_one, scale)
+        return scale
 
     def _gradient_name(self) -> str:
         """The attribute that Megatron-FSDP puts a parameter's gradient in, whatever else the precision follows from."""
@@ -179,3 +190,8 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
             if self._local_shards is None or not self._local_shards.current():
                 return nullcontext()
         return self._local_shards.in_place()
+
+
+def _item_of_one(scale: torch.Tensor) -> float:
+    """The value of a tensor that was made as 1: known on the host unless it was changed."""
+    return torch.Tensor.item(scale) if scale._version else 1.0

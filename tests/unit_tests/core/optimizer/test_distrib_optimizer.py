@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -247,3 +248,34 @@ def test_parameters_are_called_as_in_the_whole_model(optimizer, monkeypatch):
     made.model_chunks = [Chunk(2), Chunk(4)]
     names = [made._param_name(chunk.layers[0].weight) for chunk in made.model_chunks]
     assert names == ["layers.1.weight", "layers.3.weight"]
+
+
+@pytest.fixture
+def scaled(optimizer):
+    """Makes an optimizer without a scaler, or with this one."""
+
+    def make(scaler=None):
+        made = optimizer([None])
+        made.grad_scaler, made._scale_one = scaler, torch.ones(1)
+        return made
+
+    return make
+
+
+def test_without_a_scaler_nobody_waits_for_the_loss_scale(scaled):
+    made = scaled()
+    with mock.patch.object(torch.Tensor, "item", side_effect=AssertionError("the host waits")):
+        assert [made.get_loss_scale().item() for _ in range(2)] == [1.0, 1.0]
+    assert torch.equal(made.scale_loss(torch.tensor(3.0)), torch.tensor([3.0]))
+
+
+def test_a_loss_scale_that_was_changed_is_read_again(scaled):
+    made = scaled()
+    made.get_loss_scale().mul_(2)
+    assert made.get_loss_scale().item() == 2.0
+
+
+def test_a_scalers_scale_is_its_own(scaled):
+    scale = torch.full((1,), 8.0)
+    assert scaled(SimpleNamespace(scale=scale)).get_loss_scale() is scale
+    assert "item" not in vars(scale)
