@@ -81,8 +81,6 @@ def activation_bytes(config: Any, seq_length: int, micro_batch_size: int, layers
 
     Args:
         config: A ``TransformerConfig``.
-        seq_length: Tokens in a sequence.
-        micro_batch_size: Sequences in a micro-batch.
         layers: How many layers' forward pass has run, and not their backward pass.
 
     Returns:
@@ -108,11 +106,6 @@ def activation_bytes(config: Any, seq_length: int, micro_batch_size: int, layers
 
 def rows_of_experts(config: Any, seq_length: int, micro_batch_size: int) -> Counter[str]:
     """Sum the room for tokens that experts of several ranks have in each MoE layer.
-
-    Args:
-        config: A ``TransformerConfig``.
-        seq_length: Tokens in a sequence.
-        micro_batch_size: Sequences in a micro-batch.
 
     Returns:
         Number of ``rows``, and ``bytes`` of one tensor of them; empty where there are no more rows than are used.

@@ -183,7 +183,6 @@ class WholePasses:
         return 0 if self._replay is None else self._replay.generation
 
     def before_eager_forward(self) -> None:
-        """To be called right before a forward pass with gradients that runs eagerly though there are graphs."""
         if self._owner is not None:
             self._owner.before_eager_forward()
 

@@ -29,8 +29,6 @@ class CaptureArguments:
 
     Args:
         layers: The layers of each chunk that get graphs of their own.
-        seq_length: Tokens in a sequence.
-        micro_batch_size: Sequences in a micro-batch.
     """
 
     def __init__(self, stage: Stage, layers: Sequence[Layers], seq_length: int, micro_batch_size: int):

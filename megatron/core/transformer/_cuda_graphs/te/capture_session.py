@@ -42,8 +42,6 @@ class CaptureSession:
 
     Attributes:
         recaptures: Says which passes of other shapes are watched.
-        seq_length: Tokens in a sequence.
-        micro_batch_size: Sequences in a micro-batch.
         warms_up: Whether passes of the whole model run before they are captured.
     """
 

@@ -192,8 +192,6 @@ class GraphChoice:
 
         Args:
             agreement: What ranks agree by.
-            seq_length: Tokens in a sequence, before any parallel division.
-            micro_batch_size: Sequences in a micro-batch.
         """
         tokens = seq_length // self._stage.config.context_parallel_size
         untrained = self._calls.untrained(micro_batch_size, tokens, WARMUP_ITERATIONS)

@@ -61,8 +61,6 @@ def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[st
 
     Args:
         model: The language model, or a chunk of it.
-        seq_length: Tokens in a sequence, before any parallel division.
-        micro_batch_size: Sequences in a micro-batch.
     """
     of_layers = LayerInputs(model.config, seq_length, micro_batch_size)
     attention = next(filter(captures_attention, [*decoder_layers(model), *mtp_layers(model)]), None)
@@ -171,8 +169,6 @@ def capture_whole_models(
         models: The language model, or the chunks of it in a pipeline stage.
         owners: Megatron-FSDP's ``WholeModel`` of each.
         order: The order of their passes, each of them being a chunk of one layer.
-        seq_length: Tokens in a sequence, before any parallel division.
-        micro_batch_size: Sequences in a micro-batch.
         num_warmup_iters: How often all passes run before.
         eager_passes: Counts calls for training with tensors of another shape.
         quantized: How each model is quantized; None if it is not.
@@ -208,8 +204,6 @@ def capture_evaluation(
     Args:
         model: The language model, whose training has graphs.
         owner: Megatron-FSDP's ``EvaluatedModel`` of it.
-        seq_length: Tokens in a sequence.
-        micro_batch_size: Sequences in a micro-batch.
         num_warmup_iters: How often the pass runs before.
         quantized: How the model is quantized; None if it is not. Not that of its training.
     """

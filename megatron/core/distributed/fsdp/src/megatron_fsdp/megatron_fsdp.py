@@ -202,11 +202,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         """Return the owner of two graphs that hold the passes of consecutive ``layers``, in the order of forward.
 
         In the graphs no other unit is prefetched, and outside of them none of these: under the double buffer
-        megatron-core prefetches units for units only.
-
-        Args:
-            layers: FSDP units.
-            begin: Called with what begins: ``before forward``, then each ``forward`` and ``backward`` pass.
+        megatron-core prefetches units for units only. ``begin`` is that of ``RecordedUnits``, also below.
         """
         context = self.fsdp_hooks.context
         units = {layer: context.units[layer] for layer in layers}
@@ -221,19 +217,11 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         return model_blocker(self.fsdp_hooks.context, self.fsdp_hooks.trainable)
 
     def whole_model(self, begin: Callable[[str], object] = lambda phase: None) -> WholeModel:
-        """Return the owner of graphs of the whole model's passes.
-
-        Args:
-            begin: Called with what begins: ``before forward``, then each ``forward`` and ``backward`` pass.
-        """
+        """Return the owner of graphs of the whole model's passes."""
         return WholeModel(self.fsdp_hooks.context, begin)
 
     def evaluated_model(self, begin: Callable[[str], object] = lambda phase: None) -> EvaluatedModel:
-        """Return the owner of a graph of the whole model's forward pass in evaluation, beside graphs of its training.
-
-        Args:
-            begin: Called with what begins: ``before forward``, then each ``forward`` pass.
-        """
+        """Return the owner of a graph of the whole model's forward pass in evaluation; training has graphs, too."""
         return EvaluatedModel(self.fsdp_hooks.context, self.graphs_of_model, begin)
 
     def forget_graphs(self, modules: Iterable[torch.nn.Module]) -> None:

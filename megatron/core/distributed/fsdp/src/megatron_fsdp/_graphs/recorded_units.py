@@ -25,7 +25,7 @@ class RecordedUnits:
 
     Args:
         units: The units, by module, in the order of forward.
-        begin: Called with what begins: ``before forward``, then each pass that is warmed up or recorded.
+        begin: Called with what begins: ``before forward``, then each ``forward`` and ``backward`` pass.
         plans: How those units gather that must do it otherwise than in eager training.
 
     Attributes:
@@ -92,7 +92,6 @@ class RecordedUnits:
 
     @contextmanager
     def running(self, phase: Direction) -> Iterator[None]:
-        """The context in which a phase is warmed up or recorded."""
         self._begin(phase)
         with self._context.registry.capturing(self.runners), self._recording(phase):
             if phase == "backward":
@@ -195,7 +194,7 @@ class RecordedUnits:
             self._fsdp.all_gather_pipeline.gather_between_instances(replayed=self._buckets)
 
     def before_eager_forward(self) -> None:
-        """Called right before a forward pass with gradients that runs eagerly, where other ranks may replay theirs."""
+        """Nothing: units gather for themselves."""
 
     def before_backward(self) -> None:
         """Make sure that the double buffers of parameters and gradients are free, and where they were at capture.
@@ -221,7 +220,6 @@ class RecordedUnits:
             unit.set_training_state(TrainingState.IDLE)
 
     def forget(self) -> None:
-        """Note that there are no graphs any more."""
         graphed = self._context.registry.graphed
         for module in [module for module, runner in self.runners.items() if graphed.get(module) is runner]:
             del graphed[module]

@@ -51,7 +51,6 @@ class WholeModel(RecordedUnits):
 
     @contextmanager
     def running(self, phase: Direction) -> Iterator[None]:
-        """The context in which a phase is warmed up or recorded."""
         with super().running(phase):
             self.gather_first_unit(phase)
             yield
@@ -96,16 +95,10 @@ class WholeModel(RecordedUnits):
             gathers.wait_bucket_ready(bucket, False)
 
     def before_eager_forward(self) -> None:
-        """Called right before a forward pass with gradients that runs eagerly, where other ranks may replay theirs."""
         self.replayed = False
         self.start_gather()
 
     def before_forward(self) -> None:
-        """Gather parameters outside of units, and make sure that all buffers are where they were at capture.
-
-        Raises:
-            MovedBufferError: one is not.
-        """
         self.gather_in_place()
         super().before_forward()
         self.replayed = True
@@ -121,12 +114,6 @@ class WholeModel(RecordedUnits):
             self._guard.check()
 
     def before_backward(self) -> None:
-        """Open the backward pass, and make sure that all buffers are free, and where they were at capture.
-
-        Raises:
-            MovedBufferError: one is not.
-            RuntimeError: as of ``RecordedUnits``.
-        """
         self._backward.start(replayed=True)
         super().before_backward()
 
@@ -169,7 +156,6 @@ class EvaluatedModel(RecordedUnits):
 
     @contextmanager
     def running(self, phase: Direction) -> Iterator[None]:
-        """The context in which the pass is warmed up or recorded."""
         with super().running(phase):
             self._training.gather_first_unit(phase)
             yield
@@ -181,15 +167,9 @@ class EvaluatedModel(RecordedUnits):
         self._note_weights()
 
     def before_eager_forward(self) -> None:
-        """Called right before a pass that runs eagerly, where other ranks may replay theirs."""
         self._training.start_gather()
 
     def before_forward(self) -> None:
-        """Gather parameters outside of units, and make sure that all buffers are where they were at capture.
-
-        Raises:
-            MovedBufferError: one is not.
-        """
         self._training.gather_in_place()
         super().before_forward()
 
