@@ -30,7 +30,7 @@ VARIANTS = {
     },
     **{
         f"{strategy}, layers are units": Variant(small(strategy=strategy, microbatches=2), fsdp=LAYERS_ARE_UNITS)
-        for strategy in ("optim", "optim_grads")
+        for strategy in STRATEGIES[:-1]
     },
     "full recompute": Variant(small(dropout=0.1), config=FULL_RECOMPUTE),
     "full recompute, fine-grained hooks, both": Variant(small(dropout=0.1), config=FULL_RECOMPUTE, fsdp=FINE_BOTH),
