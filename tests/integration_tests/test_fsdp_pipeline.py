@@ -226,7 +226,13 @@ def test_a_replay_that_does_nothing_changes_the_loss(one_rank, case):
 
 
 # megatron-core's own reduction of the embedding's gradients, without Megatron-FSDP, is what both are compared with.
-SHARED_EMBEDDING: list[dict[str, Any]] = [{}, {"mtp": 1}, {"mtp": 1, "tied": False}, {"strategy": "no_shard"}]
+SHARED_EMBEDDING: list[dict[str, Any]] = [
+    {},
+    {"mtp": 1},
+    {"mtp": 1, "tied": False},
+    {"strategy": "optim"},
+    {"strategy": "no_shard"},
+]
 
 
 @pytest.mark.long

@@ -21,7 +21,7 @@ def ranks():
 
 
 @pytest.mark.parametrize("seq_dim", [0, 1])
-def test_each_rank_has_the_pieces_that_megatron_core_gives_it(module, seq_dim):
+def test_each_rank_has_megatron_cores_pieces(module, seq_dim):
     whole = torch.rand(16, 8, 3)
     with (
         mock.patch.object(torch.Tensor, "cuda", lambda tensor, **_: tensor),
