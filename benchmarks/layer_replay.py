@@ -23,7 +23,7 @@ import torch
 
 from megatron.core.transformer import transformer_layer
 from megatron.core.transformer._cuda_graphs.engine.capture_time_hooks import CaptureTimeHooks
-from megatron.core.transformer._cuda_graphs.engine.slot import CaptureOptions, GraphedSlot, WarmupRecord
+from megatron.core.transformer._cuda_graphs.engine.slot import GraphedSlot, WarmupRecord
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph, LayerGraphs
 from megatron_fsdp_cuda_graphs import overlay
 
@@ -87,7 +87,7 @@ def graphed_layer(rotary_pos_emb: torch.Tensor, parameters: int = PARAMETERS) ->
         (hidden_states,),
         kwargs,
         hooks=CaptureTimeHooks("layer", None),
-        options=CaptureOptions(clone_param_grads=False),
+        clone_param_grads=False,
         warmup_record=WarmupRecord(ran=(), backward_ran=True),
     )
     slot.forward(lambda graph: nullcontext())

@@ -21,7 +21,7 @@ from .plan import ordered_plan, unordered_plan
 from .preserve import pause_gc, preserve_buffers, rebind_buffers
 from .quantization import resolve_quantization
 from .rng import preserve_rng
-from .slot import CaptureOptions, GraphedSlot, module_of
+from .slot import GraphedSlot, module_of
 from .static_inputs import distinct, keep_apart, share_inputs, signature
 from .streams import capture_stream
 from .te_engine import transformer_engine_flag
@@ -163,11 +163,6 @@ def make_graphed_callables(
     if len(sinks) != len(callables):
         raise ValueError(f"gradient_sinks must have one entry for each of {len(callables)} callables: {len(sinks)}")
     quantization = resolve_quantization(quantization_arguments, callables)
-    options = CaptureOptions(
-        allow_unused_input=allow_unused_input,
-        retain_graph=retain_graph_in_backward,
-        clone_param_grads=clone_param_grads_on_return,
-    )
     inputs = [distinct(tuple(args), dict(kwargs)) for args, kwargs in zip(samples, keywords, strict=True)]
     if _reuse_graph_input_output_buffers:
         inputs = share_inputs(plan, lambda slot: signature(*inputs[slot]), inputs.__getitem__)
@@ -181,7 +176,9 @@ def make_graphed_callables(
             args,
             kwargs,
             hooks=hooks[index],
-            options=options,
+            allow_unused_input=allow_unused_input,
+            retain_graph=retain_graph_in_backward,
+            clone_param_grads=clone_param_grads_on_return,
             autocast=functools.partial(quantization.autocast, index) if quantization else nullcontext,
             quantized=quantization.of_callable(index) if quantization else None,
             gradient_sink=sinks[index],

@@ -30,22 +30,6 @@ Recording = Callable[[torch.cuda.CUDAGraph | None], AbstractContextManager]
 Grads = Sequence[torch.Tensor | None]
 
 
-@dataclass(frozen=True)
-class CaptureOptions:
-    """What the arguments of ``make_graphed_callables`` ask of each callable.
-
-    Attributes:
-        allow_unused_input: Whether an input that requires grad may get none.
-        retain_graph: Whether backward keeps the autograd graph.
-        clone_param_grads: Whether backward returns copies of parameter gradients rather than the static ones. Those of
-            parameters with ``skip_backward_post_hook`` it never copies.
-    """
-
-    allow_unused_input: bool = False
-    retain_graph: bool = False
-    clone_param_grads: bool = True
-
-
 @dataclass
 class WarmupRecord:
     """What earlier passes have shown of a function. Callables for other micro-batches of it may share it.
@@ -71,6 +55,10 @@ class GraphedSlot:
         args: Static positional inputs; nested structures of tensors.
         kwargs: Static keyword inputs; nested structures of tensors.
         hooks: What runs around it in warm-up and capture.
+        allow_unused_input: Whether an input that requires grad may get none.
+        retain_graph: Whether backward keeps the autograd graph.
+        clone_param_grads: Whether backward returns copies of parameter gradients rather than the static ones. Those of
+            parameters with ``skip_backward_post_hook`` it never copies.
         autocast: Makes the context in which ``func`` runs in warm-up and capture.
         quantized: What its replays do for quantization; None where it is not quantized.
         module: The module whose parameters and submodules a function uses; None for ``module_of(func)``.
@@ -100,7 +88,9 @@ class GraphedSlot:
         kwargs: dict[str, Any],
         *,
         hooks: CaptureTimeHooks,
-        options: CaptureOptions,
+        allow_unused_input: bool = False,
+        retain_graph: bool = False,
+        clone_param_grads: bool = True,
         autocast: Callable[[], AbstractContextManager] = nullcontext,
         quantized: QuantizedReplay | None = None,
         module: torch.nn.Module | None = None,
@@ -126,7 +116,8 @@ class GraphedSlot:
         self._order = ReplayOrder()
         self._turns: dict[Pass, int] = {}
         self.replaced: dict[str, Any] = {}
-        self._options = options
+        self._allow_unused_input, self._retain_graph = allow_unused_input, retain_graph
+        self._clone_param_grads = clone_param_grads
         self._autocast = autocast
         self._quantized = quantized
         self._delayed = DelayedWeightGradients((), ())
@@ -228,7 +219,7 @@ class GraphedSlot:
                     outputs,
                     leaves,
                     grad_outputs,
-                    retain_graph=self._options.retain_graph,
+                    retain_graph=self._retain_graph,
                     allow_unused=True,
                 )
                 param_grads: Grads = tuple(map(_with_nested, self.params, grads[len(inputs) :]))
@@ -241,7 +232,7 @@ class GraphedSlot:
             self._keep_gradients(inputs, grad_outputs, grads[: len(inputs)], param_grads)
             self.backward_graph = graph
         self.hooks.run("backward_hooks", self.func)
-        if not self._options.retain_graph:
+        if not self._retain_graph:
             self.detach_outputs()
 
     def _refuse_other_parameters(self, outputs: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
@@ -265,7 +256,7 @@ class GraphedSlot:
         self.outputs = tuple(output if output is None else output.detach() for output in self.outputs)
 
     def _keep_gradients(self, inputs, grad_outputs, input_grads, param_grads) -> None:
-        if not self._options.allow_unused_input and any(grad is None for grad in input_grads):
+        if not self._allow_unused_input and any(grad is None for grad in input_grads):
             unused = next(i for i, grad in enumerate(input_grads) if grad is None)
             raise RuntimeError(
                 f"{self.name} does not use input {unused} of those that require grad; allow_unused_input=True permits "
@@ -297,7 +288,7 @@ class GraphedSlot:
 
     def release_outputs(self) -> None:
         """Let later captures use the memory of the outputs, which nothing reads after the backward pass."""
-        if not self._options.retain_graph:
+        if not self._retain_graph:
             self.outputs = self._weak(self.outputs)
 
     def release_gradients(self, keep: Collection[int] = ()) -> None:
@@ -365,7 +356,7 @@ class GraphedSlot:
             grad_inputs=self.grad_inputs,
             grad_params=self._grad_params,
             clone_param_grads=[
-                self._options.clone_param_grads and not _read_later(param) for param, _ in self._params_and_grads()
+                self._clone_param_grads and not _read_later(param) for param, _ in self._params_and_grads()
             ],
             quantized=self._quantized,
             around_backward=self._gradient_sink,
@@ -478,7 +469,7 @@ class GraphedSlot:
     def take_turn(self, order: ReplayOrder, kind: Pass) -> None:
         """Take the next number in ``order`` for the pass that has just been recorded."""
         self._order = order
-        if kind is Pass.FORWARD or not self._options.retain_graph:  # which leaves all as it was
+        if kind is Pass.FORWARD or not self._retain_graph:  # which leaves all as it was
             self._turns[kind] = order.number(self.name)
 
     def _replay_options(self, kwargs: dict[str, Any]) -> ReplayOptions | None:
@@ -526,7 +517,7 @@ class GraphedSlot:
         if self.weight_gradient_graph is None:
             return
         self._replay.run(self.weight_gradient_graph, "weight gradients", None)
-        self._delayed.hand_out(self._options.clone_param_grads)
+        self._delayed.hand_out(self._clone_param_grads)
 
     @property
     def replays(self) -> int:

@@ -15,7 +15,7 @@ from ..engine.connected_leaves import connected_leaves
 from ..engine.preserve import pause_gc, preserve_buffers, preserve_moe_metrics
 from ..engine.quantization import QuantizedReplay
 from ..engine.rng import make_generators_safe, preserve_rng
-from ..engine.slot import CaptureOptions, GraphedSlot, WarmupRecord
+from ..engine.slot import GraphedSlot, WarmupRecord
 from ..engine.streams import capture_stream
 from ..engine.te_engine import transformer_engine_flag
 from .arguments import ArgMetadata, described, metas_of, tensors_of
@@ -201,7 +201,8 @@ class CallCapture:
             tuple(inputs),
             {},
             hooks=CaptureTimeHooks(self.call.name, None),
-            options=CaptureOptions(allow_unused_input=True, retain_graph=self._retain_graph),
+            allow_unused_input=True,
+            retain_graph=self._retain_graph,
             autocast=self.call.quantized,
             quantized=self.quantized,
             module=self.call.module,
