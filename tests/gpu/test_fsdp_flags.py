@@ -45,6 +45,7 @@ CASES: dict[str, list[dict]] = {
         {"dtype": "bf16", **HYBRID, "modules": ["attn", "mamba", "moe_router", "moe_preprocess"]},
         {"dtype": "bf16", **HYBRID, "capacity": 1.0, "evaluates": True},
         {"dtype": "bf16", "pattern": "M*-M/*M", "microbatches": 2},
+        {"dtype": "bf16", "layers_per_graph": -1, "fp8": "delayed", "fp8_params": True, "evaluates_often": True},
         {"dtype": "bf16", "layers_per_graph": -1, "positions": "mrope", "microbatches": 2},
         {"dtype": "bf16", "layers_per_graph": -1, "packed": 8, "dropout": 0.1, "microbatches": 2, "evaluates": True},
         {"dtype": "bf16", "layers_per_graph": -1, "packed": 8, "mtp": 1, "positions": "learned_absolute"},

@@ -17,12 +17,12 @@ FULL = ["recompute_granularity='full'", "recompute_method='uniform'", "recompute
 PACKED: dict[str, Any] = {"packed": 5, "micro_batch": 1, "positions": "none"}
 LEARNED: dict[str, Any] = {**PACKED, "positions": "learned_absolute"}
 PADDED: dict[str, Any] = {"experts": 4, "capacity": 1.0}
-FP8_PARAMS: dict[str, Any] = {"fp8": "delayed", "fp8_params": True}  # without graphs of evaluation
+FP8_PARAMS: dict[str, Any] = {"fp8": "delayed", "fp8_params": True}
 # By the layout of ranks, and how many there are.
 TOGETHER: dict[tuple[str, int], list[dict[str, Any]]] = {
     ("", 2): [
         {**PACKED, "pattern": "*-*-/*-", "evaluates": True},
-        {**FP8_PARAMS, "mtp": 1},
+        {**FP8_PARAMS, "mtp": 1, "dropout": 0.1, "evaluates_often": True},
         {"config": FULL, "mtp": 1, "dtype": "bf16", "evaluates_often": True},
         {"dtype": "fp16", "mtp": 2, "steps": 9, "evaluates": True},  # whose loss scale changes
         {**PADDED, "mtp": 1, "recompute": ["moe"]},
@@ -33,7 +33,7 @@ TOGETHER: dict[tuple[str, int], list[dict[str, Any]]] = {
     ],
     ("--pp 2", 2): [
         {**STAGES, **FP8_PARAMS, "virtual": 2, "mtp": 1, "tied": False},
-        {**STAGES, "fp8": "tensorwise", "fp8_params": True},
+        {**STAGES, "fp8": "tensorwise", "fp8_params": True, "evaluates": True, "evaluated_sequence": 48},
         {**STAGES, **PACKED, "pattern": "*-|*-/*-", "evaluates": True},
         {**STAGES, "dtype": "fp16", "mtp": 1, "steps": 9, "virtual": 2},
     ],

@@ -45,23 +45,31 @@ def _repeats_router(config: Any) -> bool:
     return CudaGraphModule.moe_router in config.cuda_graph_modules and bool(repeats)
 
 
-_PACKED = "sequences are packed, and graphs of layers were not tried with them in evaluation"
+_Blockers = tuple[tuple[Callable[[Any], object], str], ...]
 # What in a model's ``TransformerConfig`` rules graphs of evaluation out, and the reason; the first one counts.
-_BLOCKERS: tuple[tuple[Callable[[Any], object], str], ...] = (
+_BLOCKERS: _Blockers = (
     (lambda config: config.fp4, "graphs of FP4 were not tried in evaluation"),
-    (
-        lambda config: config.fp8_param,
-        "parameters are in FP8, whose places in memory are not known (--fp8-param-gather)",
-    ),
     (lambda config: config.delay_wgrad_compute, "weight gradients are delayed (--delay-wgrad-compute)"),
     (lambda config: config.fine_grained_activation_offloading, "activations are offloaded"),
     (_repeats_router, "MoE layers are captured in part, and run in part again or in pieces"),
 )
+# What rules out graphs of layers only.
+_OF_LAYERS: _Blockers = (
+    (
+        lambda config: packed_sequences(config) is not None,
+        "sequences are packed, and graphs of layers were not tried with them in evaluation",
+    ),
+    (
+        lambda config: config.fp8_param,
+        "parameters are in FP8, whose places in memory graphs of layers do not know (--fp8-param-gather)",
+    ),
+)
 
 
-def evaluation_blocker(config: Any) -> str:
-    """Return why evaluation cannot have graphs with this ``TransformerConfig``; empty if it can."""
-    return next((reason for applies, reason in _BLOCKERS if applies(config)), "")
+def evaluation_blocker(config: Any, whole: bool) -> str:
+    """Return why evaluation cannot have graphs of layers, or of the whole model, with this ``TransformerConfig``."""
+    blockers = _BLOCKERS if whole else _OF_LAYERS + _BLOCKERS
+    return next((reason for applies, reason in blockers if applies(config)), "")
 
 
 def shape_of_call(model: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[int, int] | None:
@@ -110,10 +118,7 @@ class EvaluationGraphs:
         """Return why there are no graphs to capture; empty if there are."""
         if not self._stage.takes_gradients:
             return f"the {self._stage.engine.name} engine captured the layers"
-        return (_PACKED if self._whole is None and self._packs() else "") or evaluation_blocker(self._config)
-
-    def _packs(self) -> bool:
-        return packed_sequences(self._config) is not None
+        return evaluation_blocker(self._config, whole=self._whole is not None)
 
     def capture(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Capture, or log why not. All ranks of the pipeline stage must call it together, in evaluation mode.
@@ -135,8 +140,8 @@ class EvaluationGraphs:
             if any(has_other_hooks(module) for layer in layers for module in layer.modules()):  # perhaps here only
                 raise UnsupportedError("layers, or modules in them, have hooks of others")
             whole = self._whole is not None and not agreement.objection(self._whole_blocker(args, kwargs))
-            if self._packs() and not whole:
-                raise UnsupportedError(_PACKED)
+            if not whole and (reason := evaluation_blocker(self._config, whole=False)):
+                raise UnsupportedError(reason)
             with joined_collectives(agreement.join):
                 if whole:
                     self._capture_model(agreement, shape)

@@ -24,8 +24,8 @@ def config(**changes):
     return SimpleNamespace(**plain | changes)
 
 
-def blocker(**changes):
-    return evaluation_blocker(config(**changes))
+def blocker(whole=False, **changes):
+    return evaluation_blocker(config(**changes), whole)
 
 
 @pytest.mark.parametrize(
@@ -46,6 +46,7 @@ def test_evaluation_can_have_graphs(changes):
     ("changes", "reason"),
     [
         ({"fp8": "hybrid", "fp8_param": True}, "--fp8-param-gather"),
+        ({"cuda_graph_packed_sequences": 4}, "packed"),
         ({"fp4": "e2m1"}, "FP4"),
         ({"delay_wgrad_compute": True}, "--delay-wgrad-compute"),
         ({"fine_grained_activation_offloading": True}, "offloaded"),
@@ -56,6 +57,8 @@ def test_evaluation_can_have_graphs(changes):
 )
 def test_the_reason_is_named_where_it_cannot(changes, reason):
     assert reason in blocker(**changes)
+    of_layers = {"fp8_param", "cuda_graph_packed_sequences"} & changes.keys()
+    assert blocker(whole=True, **changes) == ("" if of_layers else blocker(**changes))
 
 
 TOKENS = torch.zeros(2, 8, dtype=torch.int64)
