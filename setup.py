@@ -16,7 +16,7 @@ shutil.rmtree(METADATA / "lib", ignore_errors=True)
 
 setup(
     name="megatron-fsdp-cuda-graphs",
-    version="0.1.0",
+    version="0.2.0",
     description="CUDA graphs under Megatron-FSDP, as a patch to Megatron-Core",
     license="Apache-2.0",
     options={"egg_info": {"egg_base": METADATA.name}},
