@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -132,7 +133,8 @@ def test_training_log_is_recorded_and_still_called(metrics, monkeypatch):
     monkeypatch.setattr(training, "training_log", training_log)
     monkeypatch.setattr("step_metrics.is_last_rank", lambda: True)
     metrics.record_training_log()
-    given = dict.fromkeys(signature.parameters) | {"iteration": 5, "loss_dict": {}, "grad_norm": 2.0, "skipped_iter": 0}
+    given: dict[str, Any] = dict.fromkeys(signature.parameters)
+    given |= {"iteration": 5, "loss_dict": {}, "grad_norm": 2.0, "skipped_iter": 0}
     assert training.training_log(**given) == "report memory"
     assert len(calls) == 1
     assert [(line["step"], line["grad_norm"]) for line in lines(metrics)] == [(5, 2.0)]
