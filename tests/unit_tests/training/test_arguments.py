@@ -39,6 +39,7 @@ def at_once():
     from megatron.training.arguments import parse_and_validate_args
     from megatron.training.global_vars import destroy_global_vars
 
+    unset_num_microbatches_calculator()  # trainings in the same process leave theirs
     try:
         return parse_and_validate_args()
     finally:
