@@ -40,10 +40,11 @@ class _Stage:
     def __init__(self, chunks: list[Any]) -> None:
         self.config = chunks[0].config
         self._chunks = chunks
-        self._params = by_global_name(chunks, [dict(chunk.named_parameters()) for chunk in chunks])
+        params = by_global_name(chunks, [dict(chunk.named_parameters()) for chunk in chunks])
+        self._params = {inner_name(name): param for name, param in params.items()}
 
     def get_parameter(self, name: str) -> Any:
-        return self._params[name]
+        return self._params[inner_name(name)]
 
     def named_modules(self) -> Iterator[tuple[str, Any]]:
         for chunk in self._chunks:
@@ -79,7 +80,8 @@ def preprocess_fsdp_dtensor_state_dict(args: Any, raw_state_dict: dict[str, Any]
             raw_state_dict["optimizer"] = optimizer | {
                 key: used(optimizer[key]) for key in _BY_NAME if key in optimizer
             }
-        model = _Stage(chunks)
+    if chunks is not None or not (args.bf16 or args.fp16):  # without a wrapper for precision megatron-core finds none
+        model = _Stage(chunks or [model])
     processed: dict[str, Any] = _upstream.preprocess_fsdp_dtensor_state_dict(args, raw_state_dict, model)
     return processed
 

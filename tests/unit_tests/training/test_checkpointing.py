@@ -88,7 +88,7 @@ class Chunk(torch.nn.Module):
 def prepared(monkeypatch):
     """A function that makes the state dict of a stage's chunks; returns what is saved and the model with its names."""
 
-    def prepare(chunks, stages=2, **others):
+    def prepare(chunks, stages=2, bf16=True, **others):
         keys = ["model"] if len(chunks) == 1 else ["model0", "model1"]
         models = {
             key: {"layers.0.weight": chunk.module["layers"][0].weight} for key, chunk in zip(keys, chunks, strict=True)
@@ -101,7 +101,9 @@ def prepared(monkeypatch):
             return state_dict
 
         monkeypatch.setattr(checkpointing._upstream, "preprocess_fsdp_dtensor_state_dict", preprocess)
-        args = types.SimpleNamespace(ckpt_format="fsdp_dtensor", pipeline_model_parallel_size=stages)
+        args = types.SimpleNamespace(
+            ckpt_format="fsdp_dtensor", pipeline_model_parallel_size=stages, bf16=bf16, fp16=False
+        )
         state_dict = checkpointing.generate_state_dict(args, chunks) | others
         return checkpointing.preprocess_fsdp_dtensor_state_dict(args, state_dict, chunks[0]), *seen
 
@@ -113,7 +115,8 @@ def test_the_chunks_of_a_stage_are_saved_by_their_layers_numbers(prepared):
     weights = [chunk.module["layers"][0].weight for chunk in chunks]
     saved, model = prepared(chunks)
     assert saved == {"iteration": 1, "model": {"layers.1.weight": weights[0], "layers.3.weight": weights[1]}}
-    assert model.get_parameter("module.layers.3.weight") is weights[1]
+    for wrappers in ("module.", "module.module.", "module.module.module."):
+        assert model.get_parameter(f"{wrappers}layers.3.weight") is weights[1]
     assert dict(model.named_modules())["module.layers.1"] is chunks[0].module["layers"][0]
     assert model.config is Chunk.config
 
@@ -144,6 +147,12 @@ def test_without_stages_it_is_megatron_cores(prepared):
     saved, model = prepared([chunk], stages=1)
     assert saved["model"].keys() == {"layers.0.weight"}
     assert model is chunk
+
+
+def test_without_a_wrapper_for_precision_parameters_are_found(prepared):
+    chunk = Chunk(1)
+    _, model = prepared([chunk], stages=1, bf16=False)
+    assert model.get_parameter("module.module.module.layers.0.weight") is chunk.module["layers"][0].weight
 
 
 @pytest.fixture
