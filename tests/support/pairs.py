@@ -37,7 +37,7 @@ EXPERTS: Setting = {
     "--moe-token-dispatcher-type": "alltoall",
     "--disable-bias-linear": True,
 }
-STAGES: Setting = {"--pipeline-model-parallel-size": "2", UNTIED: True}
+STAGES: Setting = {"--pipeline-model-parallel-size": "2"}
 CHUNKS: Setting = {**STAGES, "--num-layers-per-virtual-pipeline-stage": "1"}
 INSTANCES: Setting = {"--num-distributed-optimizer-instances": "2", "--overlap-grad-reduce": True}
 SHARED: Setting = {"--moe-shared-expert-intermediate-size": "32", "--moe-shared-expert-overlap": True}
@@ -132,7 +132,7 @@ FEATURES: dict[str, Setting] = {
     "positions: learned": {"--position-embedding-type": "learned_absolute"},
     "positions: none": {"--position-embedding-type": "none"},
     "hybrid models": {
-        "--hybrid-layer-pattern": "M*-M",
+        "--hybrid-layer-pattern": "M*-M*-",  # each kind in both of two stages
         "--spec": "tests.support.hybrid_spec local",
         "--num-layers": False,
         "--num-experts": False,

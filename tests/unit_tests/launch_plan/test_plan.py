@@ -175,13 +175,29 @@ def test_why_the_whole_model_cannot_be_captured(capsys, flags):
         "--num-layers 2 --position-embedding-type mrope --mrope-section 2 3 3 --context-parallel-size 2 "
         "--spec tests.support.gathering_attention local_layers",
         "--num-layers 2 --cuda-graph-packed-sequences 4 --micro-batch-size 1 --position-embedding-type none",
+        "--num-layers 2 --cuda-graph-packed-sequences 4 --micro-batch-size 1 --position-embedding-type none "
+        "--context-parallel-size 2 --spec tests.support.packed_attention local_layer",
     ],
-    ids=["multi-token prediction", "hybrid", "multimodal positions", "multimodal positions of parts", "packed"],
+    ids=[
+        *("multi-token prediction", "hybrid", "multimodal positions", "multimodal positions of parts"),
+        *("packed", "parts of packed"),
+    ],
 )
 def test_models_that_are_captured_whole(capsys, flags, more):
     code, lines = planned(capsys, flags(DENSE, more, "--world-size 2"))
     assert code == 0
     assert graphs(lines) == ["forward of the whole model", "backward of the whole model"]
+    assert lines[-1] == "- none"
+
+
+@pytest.mark.parametrize(
+    "more", ["", "--mtp-num-layers 1", "--mtp-num-layers 1 --num-layers-per-virtual-pipeline-stage 1"]
+)
+def test_stages_that_share_the_embedding(capsys, flags, more):
+    given = flags(DENSE, more, "--num-layers 4 --pipeline-model-parallel-size 2 --world-size 2")
+    code, lines = planned(capsys, [word for word in given if word != "--untie-embeddings-and-output-weights"])
+    assert code == 0
+    assert "forward of chunk 1 as a whole" in graphs(lines)
     assert lines[-1] == "- none"
 
 
