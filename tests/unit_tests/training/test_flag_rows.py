@@ -123,6 +123,10 @@ EXAMPLES = {
     "optimizer graph without warm-up": Example("--optimizer-cuda-graph --cuda-graph-warmup-steps 0"),
     "negative warm-up": Example("--cuda-graph-warmup-steps -1"),
     "embedding in two stages": Example("--pipeline-model-parallel-size 2 --init-model-with-meta-device"),
+    "hybrid stages without further tokens": Example(
+        "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --mtp-num-layers 1 "
+        "--hybrid-layer-pattern M*-M*-"
+    ),
     "interleaved stages": Example(
         "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --num-layers 4"
         " --num-layers-per-virtual-pipeline-stage 1"

@@ -147,6 +147,12 @@ def _uses_embedding_twice(options: Options) -> bool:
     return (options.knows(untied) and not options.get(untied)) or bool(options.get("mtp_num_layers"))
 
 
+def _predicts_nothing(options: Options) -> bool:
+    """Whether a hybrid model is asked for further tokens and its pattern has no layers for them."""
+    pattern = options.get("hybrid_layer_pattern") or options.get("hybrid_override_pattern") or "/"
+    return "/" not in pattern and not options.get("mtp_hybrid_override_pattern")
+
+
 def _overlaps(options: Options) -> bool:
     """Whether the experts' tokens of one micro-batch travel while another one is computed."""
     return bool(options.get("overlap_moe_expert_parallel_comm"))
@@ -566,6 +572,14 @@ _REFUSED = [
         "--init-model-with-meta-device gives each of two pipeline stages that have the embedding other weights of it, "
         "with or without graphs: leave it out, or add --untie-embeddings-and-output-weights and leave --mtp-num-layers "
         "out",
+    ),
+    _refused(
+        "hybrid stages without further tokens",
+        "--mtp-num-layers, --pipeline-model-parallel-size above 1, --hybrid-layer-pattern without a / and its layers",
+        lambda options: options.stages > 1 and bool(options.get("mtp_num_layers")) and _predicts_nothing(options),
+        "--mtp-num-layers: --hybrid-layer-pattern has no layers that predict further tokens, and megatron-core adds up "
+        "gradients of the first stage's embedding and of the last stage's output layer, with or without graphs: give "
+        "these layers after a / (such as M*-/M*), or leave --mtp-num-layers out",
     ),
 ]
 
