@@ -1,6 +1,6 @@
 """Tables of times and memory of steps, from results of ``step_time.py`` and ``scaling.py``."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks._step_time.configurations import DESCRIPTIONS
@@ -46,12 +46,12 @@ def launches(results: Results) -> Iterator[Row]:
         *("model", "GPUs", "eager: ms", "graphs: ms", "full iteration: ms", "compute alone: ms"),
         *("graphs / full iteration", "graphs / compute alone", "commit"),
     )
-    for _, found, model, variants in _trained(results):
+    for _, found, model, variants in _trained(results, needed=("native",)):
         graphs, whole, alone = (variants.get(name, {}) for name in ("native", "full_iteration", "compute_alone"))
         yield (
             model,
             gpus(found),
-            _spread(variants["eager"], "ms"),
+            _spread(variants.get("eager", {}), "ms"),
             _spread(graphs, "ms"),
             _spread(whole, "ms"),
             _spread(alone, "ms"),
@@ -133,9 +133,9 @@ def commit(found: Mapping[str, Any], row: Mapping[str, Any]) -> str:
 
 
 def _trained(
-    results: Results, *, described: bool = False
+    results: Results, *, described: bool = False, needed: Sequence[str] = ("eager", "native")
 ) -> Iterator[tuple[str, Mapping[str, Any], str, dict[str, Any]]]:
-    """Yield what was trained eagerly and with graphs: its file, what is in that, the model, and variants by name.
+    """Yield what was trained in all ``needed`` variants: its file, what is in that, the model, and variants by name.
 
     Variants with further flags, which are compared with each other, come as a model of their own, by the plain names.
     """
@@ -147,7 +147,7 @@ def _trained(
                 variants = {
                     name[: len(name) - ending]: row for name, row in all_variants.items() if name.endswith(suffix)
                 }
-                if all("ms" in variants.get(name, {}) for name in ("eager", "native")):
+                if all("ms" in variants.get(name, {}) for name in needed):
                     yield path, found, _model(configuration, suffix, described=described), variants
 
 

@@ -76,6 +76,11 @@ def test_of_several_launches_the_least_and_the_most_are_said():
     assert row["graphs / compute alone"] == "1.50"
 
 
+def test_launches_without_an_eager_one_say_so():
+    (row,) = cells("launches", results(GRAPHS, WHOLE))
+    assert (row["eager: ms"], row["graphs: ms"], row["full iteration: ms"]) == ("not run", "10.0", "8.0")
+
+
 def test_a_row_has_its_own_commit_or_that_of_its_file():
     other = [row | {"variant": f"{row['variant']}+optimizer", "commit": "b2"} for row in (EAGER, GRAPHS)]
     rows = cells("launches", results(EAGER, GRAPHS, *other))
