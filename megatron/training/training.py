@@ -1,7 +1,4 @@
-"""Training whose host does not wait for the device in steps that print nothing.
-
-Everything else in this module is megatron-core's.
-"""
+"""Training whose host does not wait for the device in steps that print nothing."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -44,7 +41,7 @@ def training_log(
                 total_loss_dict[name] = torch.zeros(1, dtype=torch.float32, device="cuda")
             total_loss_dict[name] = total_loss_dict[name] + loss
         loss_dict = {}
-    given = (
+    return _upstream.training_log(
         loss_dict,
         total_loss_dict,
         learning_rate,
@@ -53,8 +50,9 @@ def training_log(
         report_memory_flag,
         skipped_iter,
         grad_norm,
+        *others,
+        **named,
     )
-    return _upstream.training_log(*given, *others, **named)
 
 
 def _writes_losses(iteration: int) -> bool:

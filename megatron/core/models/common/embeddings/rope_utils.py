@@ -1,7 +1,4 @@
-"""Rotary embeddings that graphs can divide among context-parallel ranks: by views, not by indices from the host.
-
-Everything else in this module is megatron-core's.
-"""
+"""Rotary embeddings that graphs can divide among context-parallel ranks: by views, not by indices from the host."""
 
 from typing import Any
 
