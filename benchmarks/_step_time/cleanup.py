@@ -17,6 +17,7 @@ def clean_up() -> float:
         MiB of tensors that are still allocated.
     """
     _forget_globals()
+    _forget_routing()
     _forget_graphs()
     _forget_fp8()
     _clear_caches_of_dtensor()
@@ -34,13 +35,15 @@ def clean_up() -> float:
 def _forget_globals() -> None:
     from megatron.core import parallel_state
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+    from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
     from megatron.core.num_microbatches_calculator import unset_num_microbatches_calculator
     from megatron.core.rerun_state_machine import destroy_rerun_state_machine
     from megatron.core.tensor_parallel import random
     from megatron.core.transformer.moe import moe_logging
     from megatron.training.global_vars import destroy_global_vars
 
-    RotaryEmbedding.forward.cache_clear()  # it holds the modules, and by their hooks the model
+    for kind in (RotaryEmbedding, YarnRotaryEmbedding):
+        kind.forward.cache_clear()  # it holds the modules, and by their hooks the model
     destroy_global_vars()
     unset_num_microbatches_calculator()
     destroy_rerun_state_machine()
@@ -49,6 +52,18 @@ def _forget_globals() -> None:
     random._CUDA_RNG_STATE_TRACKER = None
     random._CUDA_RNG_STATE_TRACKER_INITIALIZED = False
     moe_logging.set_moe_metrics_tracker(None)
+
+
+def _forget_routing() -> None:
+    """Forget what token dispatchers keep of the last step: autograd's graph, whose parameters know the model.
+
+    The garbage collector does not look into that graph, and would not find the cycle.
+    """
+    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+
+    for found in gc.get_objects():
+        if issubclass(type(found), MoETokenDispatcher):
+            found.probs = None
 
 
 def _forget_graphs() -> None:

@@ -3,10 +3,10 @@
 The gradients of an embedding that two pipeline stages have are reduced where they are sharded, too.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -18,30 +18,18 @@ _upstream: Any = extend(__name__)
 
 # What megatron-core resets; a router has them from the start, or never.
 _RESET = ("expert_bias", "reset_global_aux_loss_tracker", "qb_beta_accum")
-_holders: WeakKeyDictionary[torch.nn.Module, "_Holders"] = WeakKeyDictionary()
-
-
-class _Holders:
-    """Stands for a model of which only some modules are looked at."""
-
-    def __init__(self, modules: Sequence[torch.nn.Module]):
-        self._modules = modules
-
-    def __bool__(self) -> bool:
-        return bool(self._modules)
-
-    def modules(self) -> Iterator[torch.nn.Module]:
-        """Yield these modules."""
-        return iter(self._modules)
+_routers: WeakKeyDictionary[torch.nn.Module, tuple[ref[torch.nn.Module], ...]] = WeakKeyDictionary()
 
 
 def reset_model_temporary_tensors(config: Any, model: Sequence[torch.nn.Module]) -> None:
     """Reset what MoE routers collect in a step; see megatron-core. A model's routers are looked up once."""
     for chunk in model:
-        if chunk not in _holders:
-            found = [module for module in chunk.modules() if any(hasattr(module, name) for name in _RESET)]
-            _holders[chunk] = _Holders(found)
-    _upstream.reset_model_temporary_tensors(config, [_holders[chunk] for chunk in model if _holders[chunk]])
+        if chunk not in _routers:
+            found = (module for module in chunk.modules() if any(hasattr(module, name) for name in _RESET))
+            _routers[chunk] = tuple(ref(module) for module in found)
+    routers = [module for chunk in model for router in _routers[chunk] if (module := router()) is not None]
+    if routers:
+        _upstream.reset_model_temporary_tensors(config, [SimpleNamespace(modules=lambda: routers)])
 
 
 def _allreduce_embedding_grad(

@@ -1,6 +1,8 @@
 """Temporary tensors of routers are reset after each step, and other modules are not looked at."""
 
+import gc
 import importlib
+import weakref
 from types import SimpleNamespace
 from unittest import mock
 
@@ -49,6 +51,16 @@ def test_a_model_without_routers_is_walked_once(reset):
         for _ in range(3):
             reset(CONFIG, [model])
     assert walk.call_count == 1
+
+
+def test_a_model_that_was_reset_is_freed_with_its_routers(reset):
+    model = torch.nn.Sequential(Router())
+    model[0].expert_bias.of_model = model  # as parameters know their MegatronFSDP
+    reset(CONFIG, [model])
+    alive = weakref.ref(model)
+    del model
+    gc.collect()
+    assert alive() is None
 
 
 def test_a_wrapped_model_is_reset_too(reset):
