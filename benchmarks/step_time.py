@@ -26,7 +26,9 @@ All variants of configurations with the same ranks run one after the other in th
 model, the same seed and the same data: first to take times, then again to be profiled. Every step's loss and gradient
 norm must equal the reference's bit for bit. The exit code is 1 where they do not, or where a run failed. On a shared
 host a step that the host bounds takes up to half as long again in one launch as in the next: ``--launches`` compares
-several. Without a GPU it trains tiny models on the CPU backend, whose times mean nothing.
+several. Where ``--log-interval`` is above 1 a time is the mean over the steps from one line of the log to the next: the
+host runs ahead where nothing is printed. Without a GPU it trains tiny models on the CPU backend, whose times mean
+nothing.
 """
 
 import argparse

@@ -6,6 +6,7 @@ import inspect
 import statistics
 import time
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -56,13 +57,24 @@ class Recorder:
         """The last step's loss."""
         return None if self._losses[-1] is None else float(self._losses[-1])
 
-    def milliseconds(self, first: int, last: int) -> dict[str, float]:
+    def milliseconds(self, first: int, last: int, *, every: int = 1) -> dict[str, float]:
         """Median, mean, least and largest milliseconds of the steps from ``first`` to ``last``.
 
         Steps are numbered from 1. The first step that was recorded, after a checkpoint a later one, has no time.
+
+        Args:
+            first, last: The steps.
+            every: The log's interval. Only in steps that print does the host wait for the device: a time is the mean
+                over the steps from one line of the log to the next.
+
+        Raises:
+            ValueError: fewer than two lines are printed there.
         """
-        each = [(after - before) * 1000 for before, after in zip(self.times, self.times[1:], strict=False)]
-        each = each[max(0, first - self._first - 1) : last - self._first]
+        lines = [step for step in range(max(first - 1, self._first), last + 1) if step % every == 0]
+        if len(lines) < 2:
+            raise ValueError(f"--log-interval {every} prints fewer than two lines from step {first} to {last}")
+        ends = [self.times[step - self._first] for step in lines]
+        each = [(after - before) * 1000 / every for before, after in pairwise(ends)]
         summary = {"ms": statistics.median(each), "ms_mean": statistics.mean(each), "ms_min": min(each)}
         return {name: round(value, 3) for name, value in {**summary, "ms_max": max(each)}.items()}
 

@@ -28,6 +28,7 @@ from benchmarks._step_time.plan import Run  # noqa: E402
 from benchmarks._step_time.recorder import CaptureClock, Recorder, TrainingLog, count_graphs  # noqa: E402
 from benchmarks._step_time.resident import without_collectives  # noqa: E402
 from benchmarks._step_time.step_profile import StepProfile  # noqa: E402
+from megatron.training.global_vars import get_args  # noqa: E402
 
 
 class Worker:
@@ -73,7 +74,8 @@ class Worker:
         elif examination:
             result["found"] = examination.found()
         else:
-            result |= recorder.milliseconds(run.steps // 2 + 1, run.steps)
+            every = get_args().log_interval
+            result |= recorder.milliseconds(run.steps // 2 + 1, run.steps, every=every)
             result["capture_seconds"] = round(self._clock.seconds, 3)
         del recorder
         result["left_mib"] = clean_up()

@@ -26,6 +26,16 @@ def test_a_steps_time_is_from_the_end_of_the_one_before(clock):
     assert found == {"ms": 3000.0, "ms_mean": 3000.0, "ms_min": 2000.0, "ms_max": 4000.0}
 
 
+def test_where_few_steps_print_a_time_is_the_mean_over_the_steps_between_two_lines(clock):
+    found = record(5).milliseconds(3, 5, every=2)
+    assert found == {"ms": 2500.0, "ms_mean": 2500.0, "ms_min": 2500.0, "ms_max": 2500.0}
+
+
+def test_one_line_of_the_log_gives_no_time(clock):
+    with pytest.raises(ValueError, match="--log-interval 4 prints fewer than two lines from step 3 to 5"):
+        record(5).milliseconds(3, 5, every=4)
+
+
 def test_numbers_are_exact():
     assert record(2).numbers() == [[float(1).hex(), (0.1).hex()], [float(2).hex(), (0.2).hex()]]
     assert record(2).last_loss() == 2.0
