@@ -59,10 +59,10 @@ def _forget_routing() -> None:
 
     The garbage collector does not look into that graph, and would not find the cycle.
     """
-    from megatron.core.transformer.moe.token_dispatcher import MoETokenDispatcher
+    from megatron.core.transformer.moe.token_dispatcher import MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher
 
     for found in gc.get_objects():
-        if issubclass(type(found), MoETokenDispatcher):
+        if issubclass(type(found), (MoEAllGatherTokenDispatcher, MoEAlltoAllTokenDispatcher)):
             found.probs = None
 
 
