@@ -61,19 +61,34 @@ _TIMES = "benchmarks/step_time.py --gpus GPUS --output FILE --no-profile --stall
 _EQUALITY = "-m tests.support.on_one_gpu --processes 15 --seconds SECONDS --output FILE"
 _GROUPED = "eager native eager+grouped native+grouped"
 _DENSE = "eager native full_iteration compute_alone"
+_CHECKED = "eager+checks native+checks"
 _UNTIED = "--untie-embeddings-and-output-weights"
 _FULL = "--recompute-granularity full --recompute-method"
 _LONG = "A:--num-layers 4 --seq-length 16384 --max-position-embeddings 16384"
 _RECOMPUTED = (
-    "A",
     f"A:{_FULL} uniform --recompute-num-layers 1",
     f"A:{_FULL} block --recompute-num-layers 8",
     "A:--recompute-granularity selective --recompute-modules layernorm core_attn",
+)
+_FP8 = "A:--fp8-format hybrid --fp8-recipe"
+_KINDS = (
+    f"{_FP8} delayed",
+    f"{_FP8} tensorwise",
+    f"{_FP8} delayed --fp8-param-gather",
+    "A:--mtp-num-layers 1",
+    "A:--num-layers 8 --hybrid-layer-pattern *-*-*-*-*-*-*-*-",
 )
 _LONG_ONES = (_LONG, f"{_LONG} {_FULL} uniform --recompute-num-layers 1")
 # What documents quote most comes first.
 PARTS = (
     Part("step_time_a_b", (1, 2), f"{_TIMES} --configurations A B --variants {_DENSE} --launches LAUNCHES", 180),
+    Part(
+        "step_time_kinds",
+        (1,),
+        f"{_TIMES} --configurations {shlex.join(_KINDS)} --variants eager native full_iteration",
+        210,
+    ),
+    Part("step_time_checked", (1,), f"{_TIMES} --configurations A B --variants {_CHECKED}", 60),
     Part("step_time_a", (4,), f"{_TIMES} --configurations A --variants {_DENSE} --launches LAUNCHES", 180),
     Part("step_time_c_d", (1, 2), f"{_TIMES} --configurations C D --variants {_GROUPED}", 160),
     Part("step_time_c", (4,), f"{_TIMES} --configurations C --variants {_GROUPED} --expert-parallel 4", 100),
@@ -105,13 +120,13 @@ PARTS = (
     Part(
         "recomputation",
         (1,),
-        f"{_TIMES} --steps 15 --configurations {shlex.join(_RECOMPUTED)} --variants eager native",
+        f"{_TIMES} --steps 20 --configurations {shlex.join(_RECOMPUTED)} --variants eager native full_iteration",
         120,
     ),
     Part(
         "recomputation_long",
         (1,),
-        f"{_TIMES} --steps 14 --configurations {shlex.join(_LONG_ONES)} --variants native",
+        f"{_TIMES} --steps 20 --configurations {shlex.join(_LONG_ONES)} --variants native",
         60,
     ),
     Part("step_time_ddp", (2,), f"{_TIMES} --configurations A B C --variants ddp ddp_graphs", 120),

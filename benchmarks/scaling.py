@@ -22,7 +22,7 @@ import torch  # noqa: E402
 
 from benchmarks._step_time import configurations, growth, report, variants  # noqa: E402
 from benchmarks._step_time.launch import run_plan  # noqa: E402
-from benchmarks._step_time.plan import PROFILED_STEPS, Run, plan  # noqa: E402
+from benchmarks._step_time.plan import MIN_STEPS, Run, plan  # noqa: E402
 from benchmarks._step_time.results import Results  # noqa: E402
 from benchmarks.results_file import command_line, write_results  # noqa: E402
 
@@ -47,8 +47,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, help="folder for logs, traces and lists of functions")
     parser.add_argument("--output", type=Path, help="where to write the results, as JSON")
     args = parser.parse_args(arguments)
-    if args.steps <= PROFILED_STEPS:
-        parser.error(f"--steps must be more than {PROFILED_STEPS}")
+    if args.steps < MIN_STEPS:
+        parser.error(f"--steps must be at least {MIN_STEPS}")
     return args
 
 

@@ -20,13 +20,14 @@ Variants:
     ddp, ddp_graphs            DistributedDataParallel and the distributed optimizer, without and with a graph per layer
     fsdp2, fsdp2_graphs, fsdp2_full_iteration    torch's FSDP2, likewise; not of the default
     eager+optimizer, ...       the same with a graph of the optimizer
+    eager+checks, native+checks    with each micro-batch's loss looked at, as by default in Megatron; not of the default
     native:NAME=VALUE,...:FLAGS    one of them with further environment variables and flags
 
 All variants of configurations with the same ranks run one after the other in the same processes, each with a fresh
 model, the same seed and the same data: first to take times, then again to be profiled. Every step's loss and gradient
 norm must equal the reference's bit for bit. The exit code is 1 where they do not, or where a run failed. On a shared
 host a step that the host bounds takes up to half as long again in one launch as in the next: ``--launches`` compares
-several. Where ``--log-interval`` is above 1 a time is the mean over the steps from one line of the log to the next: the
+several. Every tenth step prints a line of the log; a time is the mean over the steps from one line to the next, as the
 host runs ahead where nothing is printed. Without a GPU it trains tiny models on the CPU backend, whose times mean
 nothing.
 """
@@ -45,7 +46,7 @@ import torch  # noqa: E402
 
 from benchmarks._step_time import configurations, report, variants  # noqa: E402
 from benchmarks._step_time.launch import run_plan  # noqa: E402
-from benchmarks._step_time.plan import PROFILED_STEPS, Run, plan  # noqa: E402
+from benchmarks._step_time.plan import MIN_STEPS, Run, plan  # noqa: E402
 from benchmarks._step_time.plot import plot  # noqa: E402
 from benchmarks._step_time.results import Results  # noqa: E402
 from benchmarks._step_time.spread import sentence  # noqa: E402
@@ -75,8 +76,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--logs", type=Path, help="folder for logs, traces and lists of functions")
     parser.add_argument("--output", type=Path, help="where to write the results, as JSON; the plot is beside it")
     args = parser.parse_args(arguments)
-    if args.steps <= PROFILED_STEPS:
-        parser.error(f"--steps must be more than {PROFILED_STEPS}")
+    if args.steps < MIN_STEPS:
+        parser.error(f"--steps must be at least {MIN_STEPS}")
     if args.launches < 1:
         parser.error("--launches must be at least 1")
     return args

@@ -4,10 +4,11 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .configurations import Configuration
+from .configurations import LOG_INTERVAL, Configuration
 from .variants import Variant
 
-PROFILED_STEPS = 13  # step_profile.LAST
+PROFILED_STEPS = LOG_INTERVAL + 5  # step_profile.LAST
+MIN_STEPS = 2 * LOG_INTERVAL  # of a training, for one time of its second half
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from . import cuda_trace
-from .variants import WARMUP_STEPS
+from .configurations import LOG_INTERVAL
 
-BEFORE = WARMUP_STEPS + 5  # steps that settle: graphs are captured in the one after the warm-up
+BEFORE = LOG_INTERVAL  # steps that settle, the capture among them: none of those that follow prints
 STEPS = 3  # traced
 # The traced steps, one between, and one whose Python calls are counted.
 LAST = BEFORE + STEPS + 2

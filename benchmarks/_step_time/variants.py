@@ -23,6 +23,8 @@ IMPLEMENTATION = "--cuda-graph-impl"
 OPTIMIZER = ("--optimizer-cuda-graph",)
 GROUPED = "--moe-use-grouped-tensor"  # tokens per expert stay on the device
 PER_LAYER = "transformer_engine"
+# A full-iteration graph demands it.
+NO_CHECKS = "--no-check-for-nan-in-loss-and-grad"
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class Variant:
         references: Variants that must compute the same bits; the first that ran is compared with.
         one_graph: Whether a graph holds all passes of a step.
         communicates: Whether parameters are gathered and gradients reduced (``resident.without_collectives``).
+        checks_losses: Whether each micro-batch's loss is looked at, as by default in Megatron.
     """
 
     name: str
@@ -44,6 +47,7 @@ class Variant:
     references: tuple[str, ...] = ("eager",)
     one_graph: bool = False
     communicates: bool = True
+    checks_losses: bool = False
 
     @property
     def groups_experts(self) -> bool:
@@ -58,7 +62,8 @@ class Variant:
     def flags_for(self, configuration: Configuration) -> list[str]:
         """All flags of training ``configuration`` this way; the variant's own are last and win."""
         in_parts = self.per_layer and not self.groups_experts
-        return [*configuration.flags, *(configuration.graph_flags if in_parts else ()), *self.flags]
+        checks = () if self.checks_losses else (NO_CHECKS,)
+        return [*configuration.flags, *checks, *(configuration.graph_flags if in_parts else ()), *self.flags]
 
 
 def _graphs(implementation: str) -> tuple[str, ...]:
@@ -72,6 +77,7 @@ def _engine(name: str) -> dict[str, str]:
 _FULL = (*FSDP, *_graphs("full_iteration"))
 # The optimizer's shards are those of FSDP; parameters and gradients lie whole on each rank.
 _RESIDENT = (*_FULL, "--data-parallel-sharding-strategy", "optim")
+_CHECKED_REFERENCES = ("eager+checks", "eager")
 _GROUPED_REFERENCES = ("eager+grouped",)
 _OPTIMIZER_REFERENCES = ("eager+optimizer", "full_iteration+optimizer")
 VARIANTS = {
@@ -87,6 +93,10 @@ VARIANTS = {
         Variant("fsdp2", (*FSDP2, *_graphs("none")), references=("fsdp2",)),
         Variant("fsdp2_graphs", (*FSDP2, *_graphs(PER_LAYER)), _engine("native"), references=("fsdp2",)),
         Variant("fsdp2_full_iteration", (*FSDP2, *_graphs("full_iteration")), references=("fsdp2",), one_graph=True),
+        Variant("eager+checks", (*FSDP, *_graphs("none")), references=_CHECKED_REFERENCES, checks_losses=True),
+        Variant(
+            "native+checks", (*FSDP, *_graphs(PER_LAYER)), _engine("native"), _CHECKED_REFERENCES, checks_losses=True
+        ),
         # Experts in one call each way: their bits may be others.
         Variant("eager+grouped", (*FSDP, *_graphs("none"), GROUPED), {}, _GROUPED_REFERENCES),
         Variant("native+grouped", (*FSDP, *_graphs(PER_LAYER), GROUPED), _engine("native"), _GROUPED_REFERENCES),
@@ -123,5 +133,5 @@ def default_names(configuration: Configuration, *, on_cpu: bool) -> list[str]:
     if on_cpu:
         return list(ON_CPU)
     experts = configuration.has_dynamic_shapes
-    known = {name: each for name, each in VARIANTS.items() if not set(FSDP2) <= set(each.flags)}
+    known = {name: each for name, each in VARIANTS.items() if not (set(FSDP2) <= set(each.flags) or each.checks_losses)}
     return [name for name, each in known.items() if not (each.one_graph if experts else each.groups_experts)]

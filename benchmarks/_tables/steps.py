@@ -14,7 +14,11 @@ NAMES = {
     "full_iteration": "full iteration",
     "compute_alone": "compute alone",
 }
-FLAGS = {"+grouped": "`--moe-use-grouped-tensor`", "+optimizer": "`--optimizer-cuda-graph`"}
+FLAGS = {
+    "+grouped": "`--moe-use-grouped-tensor`",
+    "+optimizer": "`--optimizer-cuda-graph`",
+    "+checks": "losses checked",
+}
 
 
 def times(results: Results) -> Iterator[Row]:
@@ -25,7 +29,7 @@ def times(results: Results) -> Iterator[Row]:
     )
     for path, found, model, variants in _trained(results, described=True):
         eager, graphs = variants["eager"], variants["native"]
-        if FLAGS["+optimizer"] in model:
+        if FLAGS["+optimizer"] in model or FLAGS["+checks"] in model:
             continue
         yield (
             model,

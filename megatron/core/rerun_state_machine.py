@@ -1,6 +1,8 @@
 """Reruns of steps, which draw the same random numbers, agreed on by ranks without waiting for their devices."""
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -20,8 +22,10 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 class RerunStateMachine(_upstream.RerunStateMachine):
-    """megatron-core's ``RerunStateMachine`` with three differences.
+    """megatron-core's ``RerunStateMachine`` with four differences.
 
+    - Losses that are NaN, infinite or unexpectedly large are looked for when the passes of the step have been launched.
+      megatron-core lets the host wait for each forward pass before it launches the backward pass.
     - What ranks agree on is known to their hosts, so these agree without the device, where they can
       (``agreement_of_all_ranks``). On the device it would be reduced after most work of the step, and the optimizer's
       be given to one that has run idle by then.
@@ -36,10 +40,12 @@ class RerunStateMachine(_upstream.RerunStateMachine):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
+        self._postponed: list[tuple[torch.cuda.Event, Callable[[], None]]] = []
         token_bounds.clear()  # those of a training before: on some ranks its model may be there still
 
     def should_run_forward_backward(self, data_iterator: Any) -> bool:
         """Return whether to run the step, or to run it again, which all ranks agree on; see megatron-core."""
+        self._validate_postponed()
         starts = self.state == _upstream.RerunState.NOT_RUNNING_YET
         bounded = bool(token_bounds) and self.mode == _upstream.RerunMode.VALIDATE_RESULTS
         runs = False
@@ -59,6 +65,51 @@ class RerunStateMachine(_upstream.RerunStateMachine):
             if agreement is not None:
                 agreement.expect()
         return runs
+
+    def validate_result(
+        self,
+        result: Any,
+        rejection_func: Callable[[Any], Any],
+        message: str,
+        comparison_func: Callable[[Any, Any], float] | None = None,
+        tolerance: float = 0.0,
+        fatal: bool = True,
+    ) -> None:
+        """Validate a result of the step; see megatron-core. If possible that is done later, of a copy on the host."""
+        validate = partial(
+            super().validate_result,
+            rejection_func=rejection_func,
+            message=message,
+            comparison_func=comparison_func,
+            tolerance=tolerance,
+            fatal=fatal,
+        )
+        if comparison_func is not None or not self._can_wait(result, rejection_func):
+            self._validate_postponed()
+            validate(result)
+            return
+        copy, copied = result.detach().to("cpu", non_blocking=True), torch.cuda.Event()
+        copied.record()
+        self._postponed.append((copied, partial(validate, copy)))
+
+    def _can_wait(self, result: Any, rejection_func: Callable[[Any], Any]) -> bool:
+        """Return whether ``rejection_func`` says the same of a copy of ``result``, when the passes have been launched.
+
+        That is known of megatron-core's and torch's functions. In a second run, or without reruns, an error is raised
+        where the result is.
+        """
+        if self.mode != _upstream.RerunMode.VALIDATE_RESULTS or self.state != _upstream.RerunState.INITIAL_RUN:
+            return False
+        asked = rejection_func.func if isinstance(rejection_func, partial) else rejection_func
+        if asked not in (torch.isnan, torch.isinf, self.is_unexpectedly_large):
+            return False
+        return isinstance(result, torch.Tensor) and result.is_cuda and not torch.cuda.is_current_stream_capturing()
+
+    def _validate_postponed(self) -> None:
+        postponed, self._postponed = self._postponed, []
+        for copied, validate in postponed:
+            copied.synchronize()
+            validate()
 
     def _start_again(self, data_iterator: Any) -> None:
         """Let the first run of the step not have been, and the next one have room for all tokens."""

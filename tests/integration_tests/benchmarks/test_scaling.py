@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).parents[3] / "benchmarks" / "scaling.py"
 
 @pytest.mark.long
 def test_all_models_are_trained_in_one_launch_and_equal_eager(tmp_path):
-    chosen = ["--layers", "1", "--micro-batches", "1", "2", "--steps", "14", "--no-profile"]
+    chosen = ["--layers", "1", "--micro-batches", "1", "2", "--steps", "20", "--no-profile"]
     output = tmp_path / "growth.json"
     done = subprocess.run(
         [sys.executable, str(SCRIPT), *chosen, "--output", str(output), "--logs", str(tmp_path / "logs")],

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[3] / "benchmarks" / "step_time.py"
-STEPS = 14
+STEPS = 20
 OTHER_SEED = "native::--seed 1"
 
 pytestmark = pytest.mark.long

@@ -1,5 +1,7 @@
 """Ranks agree on whether a step runs again, and do not wait for the work of the step meanwhile."""
 
+import math
+from functools import partial
 from unittest import mock
 
 import pytest
@@ -91,3 +93,104 @@ def test_a_rank_expects_the_others_while_its_step_runs(machine, mode, expects):
                 expect.reset_mock()
     finally:
         parallel_state.destroy_model_parallel()
+
+
+LARGE = "unexpectedly large"
+
+
+@pytest.fixture
+def validate(machine):
+    """A function that validates losses on the device as pretrain_gpt.py does; the first step of the machine is over."""
+
+    def validate(*values, of=machine):
+        for value in values:
+            loss = torch.tensor(float(value), device="cuda")
+            for rejects in (torch.isnan, torch.isinf):
+                of.validate_result(loss, rejects, rejects.__name__, tolerance=0.0, fatal=True)
+            spiky = partial(of.is_unexpectedly_large, threshold=10, context="loss", num_samples=2)
+            of.validate_result(loss, spiky, LARGE, tolerance=0.0, fatal=False)
+            loss /= 3  # as schedules do
+
+    machine.should_checkpoint_and_exit()
+    return validate
+
+
+def test_the_host_does_not_wait_for_a_result_before_the_passes_are_launched(machine, validate):
+    assert machine.should_run_forward_backward(None)
+    with (
+        mock.patch.object(torch.cuda.Event, "synchronize") as wait,
+        mock.patch.object(type(machine), "is_unexpectedly_large") as ask,
+        mock.patch.object(torch, "isnan", side_effect=AssertionError),
+    ):
+        ask.return_value = False
+        loss = torch.tensor(1.0, device="cuda")
+        machine.validate_result(loss, torch.isnan, "NaN")
+        machine.validate_result(loss, partial(machine.is_unexpectedly_large, threshold=10, context="loss"), LARGE)
+        assert not wait.called
+        assert not ask.called
+
+
+@pytest.mark.parametrize(
+    ("values", "message", "sequence"),
+    [
+        ([math.nan], "isnan", 1),
+        ([1, 2, math.nan, math.inf], "isnan", 3),
+        ([1, -math.inf], "isinf", 2),
+        ([1, 2, 20, math.nan], LARGE, 3),
+        ([1, 2, 19], None, None),
+    ],
+)
+def test_results_are_found_wrong_as_by_megatron_core(machine, validate, values, message, sequence):
+    from megatron.core import rerun_state_machine
+
+    cores = rerun_state_machine._upstream.RerunStateMachine(mode=machine.mode)
+    cores.should_checkpoint_and_exit()
+    runs = []
+    for each in (machine, cores):
+        assert each.should_run_forward_backward(None)
+        validate(*values, of=each)
+        runs.append(each.should_run_forward_backward(None))
+    assert runs == [message is not None] * 2
+    assert machine.failed_validation_call == cores.failed_validation_call
+    if message:
+        assert (machine.failed_validation_call.caller.message, machine.failed_validation_call.sequence) == (
+            message,
+            sequence,
+        )
+    assert (machine.max_values, machine.large_value_counts) == (cores.max_values, cores.large_value_counts)
+
+
+def test_a_wrong_result_is_the_one_that_was_given_whatever_became_of_it(machine, validate):
+    assert machine.should_run_forward_backward(None)
+    validate(1, 2, 24)
+    assert machine.should_run_forward_backward(None)
+    assert machine.initial_result.item() == 24
+    validate(1, 2, 24)
+    assert not machine.should_run_forward_backward(None)  # it is reproducible, and not fatal
+    assert machine.should_checkpoint_and_exit() == (False, False, 0)
+
+
+def test_what_asks_of_a_result_otherwise_is_called_at_once_and_after_those_before(machine, validate):
+    assert machine.should_run_forward_backward(None)
+    asks = mock.Mock(return_value=True)
+    machine.validate_result(torch.tensor(1.0, device="cuda"), asks, "another")
+    asks.assert_called_once()
+    assert machine.failed_validation_call.caller.message == "another"
+
+
+def test_nothing_is_asked_after_a_result_that_is_wrong(machine, validate):
+    assert machine.should_run_forward_backward(None)
+    validate(math.nan)
+    asks = mock.Mock(return_value=True)
+    machine.validate_result(torch.tensor(1.0, device="cuda"), asks, "another")
+    asks.assert_not_called()
+    assert machine.failed_validation_call.caller.message == "isnan"
+
+
+def test_without_reruns_a_wrong_result_is_an_error_at_once(machine, validate):
+    from megatron.core import rerun_state_machine
+
+    machine.set_mode(rerun_state_machine.RerunMode.DISABLED)
+    assert machine.should_run_forward_backward(None)
+    with pytest.raises(RuntimeError, match=r"Unexpected result nan.*isnan"):
+        validate(math.nan)
