@@ -73,7 +73,7 @@ class Worker:
             result["profile"] = profiled.figures
         elif examination:
             result["found"] = examination.found()
-        else:
+        elif not run.profiled:  # on another rank than the one that is profiled there is nothing to say
             every = get_args().log_interval
             result |= recorder.milliseconds(run.steps // 2 + 1, run.steps, every=every)
             result["capture_seconds"] = round(self._clock.seconds, 3)

@@ -27,6 +27,6 @@ def test_all_models_are_trained_in_one_launch_and_equal_eager(tmp_path):
     found = json.loads(output.read_text())
     trained = [(each["variant"], each["layers"], each["micro_batches"]) for each in found["models"]]
     assert trained == [("eager", 1, 1), ("native", 1, 1), ("eager", 1, 2), ("native", 1, 2)]
-    assert [each["equal_steps"] for each in found["models"] if each["variant"] == "native"] == [14, 14]
+    assert [each["equal_steps"] for each in found["models"] if each["variant"] == "native"] == [20, 20]
     assert len(list((tmp_path / "logs").glob("*.log"))) == 1
     assert found["note"] in done.stdout
