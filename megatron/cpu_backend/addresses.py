@@ -77,10 +77,6 @@ class AddressBook:
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks.values())
 
-    def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in a block of this book."""
-        return _place(tensor.untyped_storage()) in self._blocks
-
     def block(self, tensor: torch.Tensor, op: str, is_private: bool = False) -> Block:
         """The block ``tensor`` lies in, made on first sight; ``is_private`` if the capture allocated it."""
         storage = tensor.untyped_storage()
