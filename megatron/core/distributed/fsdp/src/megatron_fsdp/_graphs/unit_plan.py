@@ -28,7 +28,7 @@ class GroupGather:
     Attributes:
         group: The indices of the buckets.
         eagerly: Has megatron-core gather those of the buckets that are not gathered yet.
-        recordings: The recorded all-gathers there are, by group.
+        recordings: The recorded all-gathers there are, by group; none for buckets without fixed addresses.
     """
 
     group: Group
@@ -36,11 +36,6 @@ class GroupGather:
     status: Mapping[Any, Any]
     eagerly: Callable[[], None]
     recordings: Mapping[Group, RecordedGather]
-
-    @property
-    def recorded(self) -> RecordedGather | None:
-        """The recorded all-gather; None for buckets without fixed addresses."""
-        return self.recordings.get(self.group)
 
     def launch(self) -> None:
         """Start the all-gather of those buckets that are not gathered yet."""
