@@ -19,7 +19,7 @@ from megatron_fsdp_cuda_graphs.tensor_alias import alias_of
 
 from . import capture_state
 from .errors import StaleAddress
-from .patches import patch
+from .patches import wrap
 from .pools import Pool
 
 # the identity of a storage, and the address of its memory
@@ -76,10 +76,6 @@ class AddressBook:
 
     def __iter__(self) -> Iterator[Block]:
         return iter(self._blocks.values())
-
-    def knows(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lies in a block of this book."""
-        return _place(tensor.untyped_storage()) in self._blocks
 
     def block(self, tensor: torch.Tensor, op: str, is_private: bool = False) -> Block:
         """The block ``tensor`` lies in, made on first sight; ``is_private`` if the capture allocated it."""
@@ -175,19 +171,15 @@ def _place(storage: torch.UntypedStorage) -> _Place:
     return storage._cdata, storage.data_ptr()
 
 
-def _resize(call: Callable) -> Callable:
-    @functools.wraps(call)
-    def resize_(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
-        state = capture_state.current()
-        if state is not None:
-            with _disable_current_modes():
-                state.memory.keep_memory_of(storage)
-        return call(storage, size)
-
-    return resize_
+def _resize(call: Callable, storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
+    state = capture_state.current()
+    if state is not None:
+        with _disable_current_modes():
+            state.memory.keep_memory_of(storage)
+    return call(storage, size)
 
 
 def install() -> None:
     """Let a capture resize the storages that it allocated."""
     why = "memory of a graph stays the graph's when its tensor gives it back in the capture"
-    patch(torch.UntypedStorage, "resize_", _resize(torch.UntypedStorage.resize_), why)
+    wrap(torch.UntypedStorage, "resize_", _resize, why)

@@ -6,6 +6,7 @@ capture waits for no one: a rank whose capture fails leaves none behind in it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten
 
 from . import capture_state
-from .patches import patch
+from .patches import wrap
 from .replay_steps import Step
 
 # these make the host wait for the other ranks
@@ -39,26 +40,16 @@ def without_communication(func: torch._ops.OpOverload, args: tuple, kwargs: dict
     return tuple(results) if len(results) > 1 else next(iter(results), None)
 
 
-def wait(result: Any) -> None:
-    """Wait for the work that a collective operator returned."""
-    for item in tree_flatten(result)[0]:
-        if isinstance(item, torch.ScriptObject):
-            _wait(Work.unbox(item))
-
-
-_wait = Work.wait
-
-
-def _wait_outside_captures(work: Work, *args: Any) -> bool:
+def _wait(call: Callable, work: Work, *args: Any) -> bool:
     if capture_state.current() is None:
-        return _wait(work, *args)
+        return call(work, *args)
     with _disable_current_modes():
-        return _wait(work, *args)
+        return call(work, *args)
 
 
 def install() -> None:
     """Keep what gloo does in a wait off the tape: it copies results to where they belong."""
-    patch(Work, "wait", _wait_outside_captures, "gloo copies results when it is waited for: no work of the capture")
+    wrap(Work, "wait", _wait, "gloo copies results when it is waited for: no work of the capture")
 
 
 def make_collective_step(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Step:
@@ -66,6 +57,8 @@ def make_collective_step(func: torch._ops.OpOverload, args: tuple, kwargs: dict)
     call = func._op
 
     def step() -> None:
-        wait(call(*args, **kwargs))
+        for result in tree_flatten(call(*args, **kwargs))[0]:
+            if isinstance(result, torch.ScriptObject):
+                Work.unbox(result).wait()
 
     return step

@@ -80,9 +80,9 @@ class CUDAGraph:
                 "CUDA graphs must be captured on a non-default stream. (However, after capture, it's ok to replay "
                 "them on the default stream.)"
             )
-        tape = Tape(pools.pool_of(pool), self._generators | {DEFAULT.state})
+        tape = Tape(pools.pool_of(pool))
         state = CaptureState(origin, capture_error_mode, tape.memory)
-        recorder = Recorder(tape, state)
+        recorder = Recorder(tape, state, self._generators | {DEFAULT.state})
         recorder.__enter__()
         capture_state.set_current(state)
         self._recorder = recorder

@@ -54,11 +54,6 @@ class MemPool:
         return []
 
 
-@contextlib.contextmanager
-def _use_mem_pool(pool: MemPool, device: Any = None):
-    yield
-
-
 def _nothing() -> list:
     return []
 
@@ -110,7 +105,7 @@ def install() -> None:
         "mem_get_info": lambda device=None: (PROPERTIES.total_memory, PROPERTIES.total_memory),
         "set_per_process_memory_fraction": lambda fraction, device=None: None,
         "MemPool": MemPool,
-        "use_mem_pool": _use_mem_pool,
+        "use_mem_pool": lambda pool, device=None: contextlib.nullcontext(),
     }.items():
         for owner in (cuda, cuda.memory):
             patch(owner, name, value, "no allocator of the device's own")

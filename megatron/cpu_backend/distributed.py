@@ -15,7 +15,7 @@ from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from .device_names import to_cpu
-from .patches import patch
+from .patches import patch, wrap, wrapping
 
 
 @dataclass(frozen=True)
@@ -41,23 +41,17 @@ def _backend(name: str | None) -> str | None:
     raise ValueError(f"backend={name!r} does not exist on the CPU backend: use gloo (or nccl, which becomes gloo)")
 
 
-def _init_process_group(call: Callable) -> Callable:
-    @functools.wraps(call)
-    def init_process_group(backend: str | None = None, *args: Any, **kwargs: Any) -> None:
-        kwargs.pop("device_id", None)
-        kwargs.pop("pg_options", None)
-        return call(_backend(backend) or "gloo", *args, **kwargs)
-
-    return init_process_group
+def _init_process_group(call: Callable, backend: str | None = None, *args: Any, **kwargs: Any) -> None:
+    kwargs.pop("device_id", None)
+    kwargs.pop("pg_options", None)
+    call(_backend(backend) or "gloo", *args, **kwargs)
 
 
-def _new_group(call: Callable) -> Callable:
-    @functools.wraps(call)
-    def new_group(ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, *args, **kwargs):
-        kwargs.pop("device_id", None)
-        return call(ranks, timeout, _backend(backend), None, *args, **kwargs)
-
-    return new_group
+def _new_group(
+    call: Callable, ranks: Any = None, timeout: Any = None, backend: Any = None, pg_options: Any = None, *args, **kwargs
+) -> Any:
+    kwargs.pop("device_id", None)
+    return call(ranks, timeout, _backend(backend), None, *args, **kwargs)
 
 
 @functools.cache
@@ -70,19 +64,17 @@ def _gloo_device(interface: str, process: int) -> Any:
     return gloo.create_device(interface=interface) if interface else gloo.create_default_device()
 
 
-def _gloo_init(call: Callable) -> Callable:
-    @functools.wraps(call)
-    def init(self: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30), **_: Any) -> None:
-        options = timeout
-        if isinstance(timeout, timedelta):
-            interfaces = list(filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")))
-            options = dist.ProcessGroupGloo._Options()
-            options._timeout = timeout
-            options._devices = [_gloo_device(name, os.getpid()) for name in interfaces or [""]]
-            options._threads = 1
-        call(self, store, rank, size, options)
-
-    return init
+def _gloo_init(
+    call: Callable, self: Any, store: Any, rank: int, size: int, timeout: Any = timedelta(minutes=30), **_: Any
+) -> None:
+    options = timeout
+    if isinstance(timeout, timedelta):
+        interfaces = list(filter(None, os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")))
+        options = dist.ProcessGroupGloo._Options()
+        options._timeout = timeout
+        options._devices = [_gloo_device(name, os.getpid()) for name in interfaces or [""]]
+        options._threads = 1
+    call(self, store, rank, size, options)
 
 
 def _scale(op: Any, group: Any) -> float | torch.Tensor | None:
@@ -94,89 +86,72 @@ def _scale(op: Any, group: Any) -> float | torch.Tensor | None:
     return None
 
 
-def _all_reduce(call: Callable) -> Callable:
-    @functools.wraps(call)
-    def all_reduce(tensor, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        scale = _scale(op, group)
-        if scale is not None:
-            tensor.mul_(scale)
-            op = dist.ReduceOp.SUM
-        return call(tensor, op, group, async_op)
-
-    return all_reduce
+def _all_reduce(call: Callable, tensor, op=dist.ReduceOp.SUM, group=None, async_op=False) -> Any:
+    scale = _scale(op, group)
+    if scale is not None:
+        tensor.mul_(scale)
+        op = dist.ReduceOp.SUM
+    return call(tensor, op, group, async_op)
 
 
-def _reduce_scatter(call: Callable) -> Callable:
-    @functools.wraps(call)
-    def reduce_scatter(output, input, op=dist.ReduceOp.SUM, group=None, async_op=False):
-        scale = _scale(op, group)
-        if scale is not None:
-            input = [t * scale for t in input] if isinstance(input, list) else input * scale
-            op = dist.ReduceOp.SUM
-        return call(output, input, op, group, async_op)
-
-    return reduce_scatter
+def _reduce_scatter(call: Callable, output, input, op=dist.ReduceOp.SUM, group=None, async_op=False) -> Any:
+    scale = _scale(op, group)
+    if scale is not None:
+        input = [t * scale for t in input] if isinstance(input, list) else input * scale
+        op = dist.ReduceOp.SUM
+    return call(output, input, op, group, async_op)
 
 
-def _barrier(call: Callable) -> Callable:
-    @functools.wraps(call)
-    def barrier(group=None, async_op=False, device_ids=None):
-        return call(group, async_op)
-
-    return barrier
+def _barrier(call: Callable, group=None, async_op=False, device_ids=None) -> Any:
+    return call(group, async_op)
 
 
-def _mesh_init(call: Callable) -> Callable:
-    @functools.wraps(call)
-    def init(self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
-        call(self, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
-
-    return init
+def _mesh_type(device_type: str) -> str:
+    return "cpu" if device_type == "cuda" else device_type
 
 
-def _from_group(group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
-    return _mesh_from_group(group, "cpu" if device_type == "cuda" else device_type, *args, **kwargs)
+def _init_device_mesh(call: Callable, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
+    return call(_mesh_type(device_type), *args, **kwargs)
 
 
-def _init_device_mesh(call: Callable) -> Callable:
-    @functools.wraps(call)
-    def init_device_mesh(device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
-        return call("cpu" if device_type == "cuda" else device_type, *args, **kwargs)
-
-    return init_device_mesh
+def _mesh_init(call: Callable, self: DeviceMesh, device_type: str, *args: Any, **kwargs: Any) -> None:
+    call(self, _mesh_type(device_type), *args, **kwargs)
 
 
-def _with_cpu_device(call: Callable) -> Callable:
-    return lambda self, device, *args: call(self, to_cpu(device), *args)
+def _mesh_from_group(call: Callable, group: Any, device_type: str, *args: Any, **kwargs: Any) -> DeviceMesh:
+    return call(group, _mesh_type(device_type), *args, **kwargs)
 
 
-_mesh_from_group = DeviceMesh.from_group
+def _with_cpu_device(call: Callable, self: Any, device: Any, *args: Any) -> Any:
+    return call(self, to_cpu(device), *args)
 
 
 def install() -> None:
     """Map NCCL to gloo, its two extra reductions to arithmetic and a sum, and CUDA meshes to CPU meshes."""
     premul = "gloo has neither PREMUL_SUM nor AVG: contributions are scaled, then summed"
-    for name, wrap, why in (
-        ("init_process_group", _init_process_group, "nccl becomes gloo"),
-        ("new_group", _new_group, "nccl becomes gloo"),
-        ("all_reduce", _all_reduce, premul),
-        ("reduce_scatter_tensor", _reduce_scatter, premul),
-        *([("reduce_scatter_single", _reduce_scatter, premul)] if hasattr(dist, "reduce_scatter_single") else []),
-        ("reduce_scatter", _reduce_scatter, premul),
-        ("barrier", _barrier, "gloo's takes no device_ids"),
-    ):
-        wrapped = wrap(getattr(distributed_c10d, name))
-        for owner in (distributed_c10d, dist):
-            patch(owner, name, wrapped, why)
+    replaced: dict[str, tuple[Callable, str]] = {
+        "init_process_group": (_init_process_group, "nccl becomes gloo"),
+        "new_group": (_new_group, "nccl becomes gloo"),
+        "all_reduce": (_all_reduce, premul),
+        "reduce_scatter_tensor": (_reduce_scatter, premul),
+        "reduce_scatter_single": (_reduce_scatter, premul),  # not in every torch
+        "reduce_scatter": (_reduce_scatter, premul),
+        "barrier": (_barrier, "gloo's takes no device_ids"),
+    }
+    for name, (around, why) in replaced.items():
+        if hasattr(dist, name):
+            wrapped = wrapping(getattr(dist, name), around)
+            for owner in (distributed_c10d, dist):
+                patch(owner, name, wrapped, why)
     for owner in (distributed_c10d, dist):
         patch(owner, "_make_nccl_premul_sum", PremulSum, premul)
-    wrapped = _init_device_mesh(device_mesh.init_device_mesh)
+    why = "device_type='cuda'"
+    wrapped = wrapping(device_mesh.init_device_mesh, _init_device_mesh)
     for owner in (device_mesh, dist):
-        patch(owner, "init_device_mesh", wrapped, "device_type='cuda'")
-    patch(DeviceMesh, "__init__", _mesh_init(DeviceMesh.__init__), "device_type='cuda'")
-    patch(DeviceMesh, "from_group", staticmethod(_from_group), "device_type='cuda'")
-    gloo = dist.ProcessGroupGloo
-    patch(gloo, "__init__", _gloo_init(gloo.__init__), "one thread a group: two free tensors at once; one device")
+        patch(owner, "init_device_mesh", wrapped, why)
+    wrap(DeviceMesh, "__init__", _mesh_init, why)
+    patch(DeviceMesh, "from_group", staticmethod(wrapping(DeviceMesh.from_group, _mesh_from_group)), why)
+    why = "one thread a group: two free tensors at once; one device"
+    wrap(dist.ProcessGroupGloo, "__init__", _gloo_init, why)
     for name in ("_get_backend", "_start_coalescing", "_end_coalescing"):
-        group = dist.ProcessGroup
-        patch(group, name, _with_cpu_device(getattr(group, name)), "device='cuda'")
+        wrap(dist.ProcessGroup, name, _with_cpu_device, "device='cuda'")

@@ -9,7 +9,7 @@ kept: gloo drops them with the objects that stand for them, and NCCL sends them 
 
 from __future__ import annotations
 
-import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from datetime import timedelta
 from typing import Any
@@ -21,8 +21,10 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 
 from megatron_fsdp_cuda_graphs.collectives import WRITING
 
-from .patches import patch
+from .patches import wrap
 from .poison import poison
+
+_unfinished_sends: defaultdict[tuple[str, int, int], list[dist.Work]] = defaultdict(list)
 
 
 class HeldWork(dist.Work):
@@ -64,57 +66,41 @@ class HeldWork(dist.Work):
         return future
 
 
-def _launch(name: str, call: Callable) -> Callable:
-    @functools.wraps(call)
-    def launch(group: dist.ProcessGroup, written: Any, *args: Any, **kwargs: Any) -> HeldWork:
-        if any(getattr(options, "asyncOp", None) is False for options in (*args, *kwargs.values())):
-            call(group, written, *args, **kwargs).wait()
-            return HeldWork()
-        with torch.no_grad():
-            results = tree_map_only(torch.Tensor, torch.clone, written)
-            call(group, results, *args, **kwargs).wait()
-            outputs = _tensors(written)
-            # gathered in place, a rank's own part is its input, which NCCL leaves alone
-            own = [(t.data, t.clone()) for t in _tensors(args)] if "gather" in name else []
-            for output in outputs:
-                poison(output.data)
-            for tensor, value in own:
-                tensor.copy_(value)
-        return HeldWork(outputs, _tensors(results))
-
-    return launch
-
-
-def _launch_barrier(call: Callable) -> Callable:
-    @functools.wraps(call)
-    def barrier(group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> HeldWork:
-        call(group, *args, **kwargs).wait()
+def _launch(call: Callable, group: dist.ProcessGroup, written: Any, *args: Any, **kwargs: Any) -> HeldWork:
+    if any(getattr(options, "asyncOp", None) is False for options in (*args, *kwargs.values())):
+        call(group, written, *args, **kwargs).wait()
         return HeldWork()
-
-    return barrier
-
-
-def _launch_send(call: Callable) -> Callable:
-    unfinished: dict[tuple[str, Any, Any], list[dist.Work]] = {}
-
-    @functools.wraps(call)
-    def send(group: dist.ProcessGroup, tensors: list[torch.Tensor], rank: int, tag: int) -> dist.Work:
-        sends = unfinished.setdefault((group.group_name, rank, tag), [])
-        # A rank receives in the order of sends: what precedes a finished one is finished, waited for or not.
-        finished = [index for index, work in enumerate(sends) if work.is_completed()]
-        del sends[: finished[-1] + 1 if finished else 0]
-        sends.append(call(group, tensors, rank, tag))
-        return sends[-1]
-
-    return send
+    with torch.no_grad():
+        results = tree_map_only(torch.Tensor, torch.clone, written)
+        call(group, results, *args, **kwargs).wait()
+        outputs = _tensors(written)
+        # gathered in place, a rank's own part is its input, which NCCL leaves alone
+        own = [(t.data, t.clone()) for t in _tensors(args)] if "gather" in call.__name__ else []
+        for output in outputs:
+            poison(output.data)
+        for tensor, value in own:
+            tensor.copy_(value)
+    return HeldWork(outputs, _tensors(results))
 
 
-def _wait_and_wrap(call: Callable) -> Callable:
-    @functools.wraps(call)
-    def wrap(tensor: torch.Tensor) -> torch.Tensor:
-        return call(functional.wait_tensor(tensor))
+def _launch_barrier(call: Callable, group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> HeldWork:
+    call(group, *args, **kwargs).wait()
+    return HeldWork()
 
-    return wrap
+
+def _launch_send(
+    call: Callable, group: dist.ProcessGroup, tensors: list[torch.Tensor], rank: int, tag: int
+) -> dist.Work:
+    sends = _unfinished_sends[group.group_name, rank, tag]
+    # A rank receives in the order of sends: what precedes a finished one is finished, waited for or not.
+    finished = [index for index, work in enumerate(sends) if work.is_completed()]
+    del sends[: finished[-1] + 1 if finished else 0]
+    sends.append(call(group, tensors, rank, tag))
+    return sends[-1]
+
+
+def _wait_and_wrap(call: Callable, tensor: torch.Tensor) -> torch.Tensor:
+    return call(functional.wait_tensor(tensor))
 
 
 def _tensors(tree: Any) -> list[torch.Tensor]:
@@ -125,8 +111,7 @@ def install() -> None:
     """Wait for every collective of process groups, and every functional one, where it is launched."""
     why = "gloo's threads do not free tensors beside the main thread; results are handed out at wait()"
     for name in WRITING:
-        patch(dist.ProcessGroup, name, _launch(name, getattr(dist.ProcessGroup, name)), why)
-    patch(dist.ProcessGroup, "barrier", _launch_barrier(dist.ProcessGroup.barrier), why)
-    kept = "gloo drops a send that nobody waits for"
-    patch(dist.ProcessGroup, "send", _launch_send(dist.ProcessGroup.send), kept)
-    patch(functional, "_maybe_wrap_tensor", _wait_and_wrap(functional._maybe_wrap_tensor), why)
+        wrap(dist.ProcessGroup, name, _launch, why)
+    wrap(dist.ProcessGroup, "barrier", _launch_barrier, why)
+    wrap(dist.ProcessGroup, "send", _launch_send, "gloo drops a send that nobody waits for")
+    wrap(functional, "_maybe_wrap_tensor", _wait_and_wrap, why)

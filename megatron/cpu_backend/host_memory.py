@@ -13,29 +13,23 @@ import torch
 
 _MARK, _PINNED = "is_host_memory", "is_pinned_memory"
 
-
-class _Factory:
-    """Whether a factory call in progress makes a host tensor."""
-
-    is_active = False
-
-
-_factory = _Factory()
+_in_host_factory = False
 
 
 def making_host_tensor() -> bool:
     """Whether an operator without tensor arguments is called by a factory for a host tensor."""
-    return _factory.is_active
+    return _in_host_factory
 
 
 @contextlib.contextmanager
 def host_factory(on_host: bool = True) -> Iterator[None]:
     """Tell the tape where a factory called in this block puts its tensor."""
-    before, _factory.is_active = _factory.is_active, on_host
+    global _in_host_factory
+    before, _in_host_factory = _in_host_factory, on_host
     try:
         yield
     finally:
-        _factory.is_active = before
+        _in_host_factory = before
 
 
 def mark_host(tensor: torch.Tensor, pinned: bool = False) -> torch.Tensor:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -66,6 +67,21 @@ def patch(owner: Any, name: str, value: Any, reason: str) -> None:
     original = vars(owner)[name] if is_own else getattr(owner, name, _MISSING)
     APPLIED.append(Patch(owner, name, original, is_own, reason))
     setattr(owner, name, value)
+
+
+def wrapping(call: Callable, around: Callable) -> Callable:
+    """Return a function in the place of ``call``: ``around``, which gets ``call`` in front of the arguments."""
+
+    @functools.wraps(call)
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        return around(call, *args, **kwargs)
+
+    return wrapped
+
+
+def wrap(owner: Any, name: str, around: Callable, reason: str) -> None:
+    """Let ``around`` run where ``owner.name`` is called; see ``wrapping`` and ``patch``."""
+    patch(owner, name, wrapping(getattr(owner, name), around), reason)
 
 
 def rebind_early_names() -> None:

@@ -29,11 +29,10 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class Tape:
-    """The recorded operators of one capture, their memory and their generators."""
+    """The recorded operators of one capture, and their memory."""
 
-    def __init__(self, pool: Pool, generators: set[GeneratorState]) -> None:
+    def __init__(self, pool: Pool) -> None:
         self.pool = pool
-        self.generators = generators
         self.memory = AddressBook(pool)
         self.overwritten = pool.overwrite_abandoned()
         self.steps: list[Step] = []
@@ -59,12 +58,16 @@ class Tape:
 
 
 class Recorder(TorchDispatchMode):
-    """Writes a tape while it is the active dispatch mode."""
+    """Writes a tape while it is the active dispatch mode.
 
-    def __init__(self, tape: Tape, state: CaptureState) -> None:
+    Attributes:
+        random_before: The states that the capture may draw from, each with its value before.
+    """
+
+    def __init__(self, tape: Tape, state: CaptureState, generators: set[GeneratorState]) -> None:
         super().__init__()
         self.tape, self.state = tape, state
-        self.random_before = {g: g.get() for g in tape.generators}
+        self.random_before = {g: g.get() for g in generators}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -99,7 +102,7 @@ class Recorder(TorchDispatchMode):
         outputs = _tensors(out)
         fresh = [(i, t) for i, t in enumerate(outputs) if _has_memory(t) and t.untyped_storage()._cdata not in known]
         for _, tensor in fresh:
-            self._adopt(tensor, op)
+            self.tape.memory.block(tensor, op.name, is_private=True)
         self._note_stream()
         if op.writes_nothing or not (fresh or op.written):
             return out
@@ -143,7 +146,7 @@ class Recorder(TorchDispatchMode):
                         f"a CUDA graph capture. Make it with device='cuda' before the capture."
                     )
                 )
-        if op.is_random and GeneratorState.active not in self.tape.generators:
+        if op.is_random and GeneratorState.active not in self.random_before:
             raise self.state.invalidate(
                 CaptureError(
                     f"Attempt to increase offset for a CUDA generator not in capture mode: {op.name} draws from a "
@@ -156,10 +159,6 @@ class Recorder(TorchDispatchMode):
         if not block.is_private and block.before is None:
             block.before = block.raw.clone()
 
-    def _adopt(self, tensor: torch.Tensor, op: Op) -> None:
-        if not self.tape.memory.knows(tensor):
-            self.tape.memory.block(tensor, op.name, is_private=True)
-
     def _bind(self, arguments: Any, op: Op) -> Any:
         return tree_map_only(torch.Tensor, lambda t: self._bound(t, op), arguments)
 
@@ -171,7 +170,6 @@ class Recorder(TorchDispatchMode):
 
     def register(self, state: GeneratorState) -> None:
         """Let the rest of the capture draw from ``state``."""
-        self.tape.generators.add(state)
         self.random_before.setdefault(state, state.get())
 
     def finish(self) -> None:

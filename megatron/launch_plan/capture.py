@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 from megatron.core.transformer._cuda_graphs.engine.plan import Pass, Plan, ordered_plan
@@ -72,14 +73,11 @@ def _whole_chunks(helper: TECudaGraphHelper) -> Captured:
     models = [chunk.model for chunk in stage.chunks]
     order = CaptureArguments(stage, [[model] for model in models if model is not None], *shape).order()
     plan, inputs = inputs_of_slots(models, order, *shape)
-    graphs: list[Graph] = []
-    in_flight, most = 0, 0
-    for step in plan.steps:
-        index = plan.callable_of_slot[step.slot]
-        graphs.append(Graph(step.kind, (), chunk=None if stage.one_graph_serves_all else index + 1))
-        in_flight += len(stage.chunks[index].layers) * (1 if step.kind is Pass.FORWARD else -1)
-        most = max(most, in_flight)
-    return Captured(graphs, order.order, inputs, most)
+    graphs = [
+        Graph(step.kind, (), chunk=None if stage.one_graph_serves_all else plan.callable_of_slot[step.slot] + 1)
+        for step in plan.steps
+    ]
+    return Captured(graphs, order.order, inputs, _most_in_flight(plan, [len(chunk.layers) for chunk in stage.chunks]))
 
 
 def why_nothing(helper: TECudaGraphHelper, whole_model: bool) -> str:
@@ -129,7 +127,7 @@ def captured_by(helper: TECudaGraphHelper, elsewhere: str = "") -> Captured:
             number = int(getattr(apart[index], "layer_number", index + 1))
             graphs.append(Graph(step.kind, (number,), is_mtp[apart[index]]))
         static += arguments.samples(order, passes.chunk_id_list)
-        in_flight += _most_in_flight(plan)
+        in_flight += _most_in_flight(plan, [1] * len(apart))
     if together:
         graphs = [Graph(Pass.FORWARD, numbers), *graphs, Graph(Pass.BACKWARD, numbers[::-1])]
     return Captured(graphs, order, static, in_flight)
@@ -146,9 +144,8 @@ def spans(numbers: Sequence[int]) -> str:
     return ", ".join(text)
 
 
-def _most_in_flight(plan: Plan) -> int:
-    live = most = 0
-    for step in plan.steps:
-        live += {Pass.FORWARD: 1, Pass.BACKWARD: -1}.get(step.kind, 0)
-        most = max(most, live)
-    return most
+def _most_in_flight(plan: Plan, layers: Sequence[int]) -> int:
+    """Return ``Captured.most_in_flight``, given how many layers each callable has."""
+    sign = {Pass.FORWARD: 1, Pass.BACKWARD: -1}
+    changes = (sign.get(step.kind, 0) * layers[plan.callable_of_slot[step.slot]] for step in plan.steps)
+    return max(accumulate(changes))

@@ -111,11 +111,13 @@ def blocker_elsewhere(args: argparse.Namespace) -> str:
     return whole_model_blocker(args) if args.pipeline_model_parallel_size > 1 else ""
 
 
-def parts_of_stage(args: argparse.Namespace, stage: int) -> list[Part]:
-    """Return the parts of a pipeline stage, with which of them run in graphs; see ``dry_stage``."""
+def parts_of_stages(args: argparse.Namespace) -> Iterator[list[Part]]:
+    """Yield the parts of each pipeline stage, with which of them run in graphs; see ``dry_stage``."""
     elsewhere = blocker_elsewhere(args)
-    with quietly(), dry_stage(args, stage) as helper:
-        return parts_of(helper, captures_whole_model(helper, elsewhere))
+    for stage in range(args.pipeline_model_parallel_size):
+        with quietly(), dry_stage(args, stage) as helper:
+            parts = parts_of(helper, captures_whole_model(helper, elsewhere))
+        yield parts
 
 
 def _models(args: argparse.Namespace) -> tuple[Any, list[torch.nn.Module]]:

@@ -17,16 +17,15 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def _lines(own: argparse.Namespace, given: list[str], flags: "Flags") -> Iterator[str]:
-    from .dry_stage import parts_of_stage
+    from .dry_stage import parts_of_stages
 
     args = flags.args
     if not captures_layers(args):
         yield other_graphs(args) or "There are no graphs to explain: --cuda-graph-impl is none; see plan."
         return
     remedies: dict[str | None, str] = {}
-    for stage in range(args.pipeline_model_parallel_size):
-        parts = parts_of_stage(args, stage)
-        yield f"Pipeline stage {stage + 1} of {args.pipeline_model_parallel_size}"
+    for stage, parts in enumerate(parts_of_stages(args), start=1):
+        yield f"Pipeline stage {stage} of {args.pipeline_model_parallel_size}"
         for part in parts:
             yield f"  {'graphed' if part.graphed else 'eager':8} {part.name} ({part.count}): {part.why}"
             if not part.graphed:

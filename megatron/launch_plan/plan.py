@@ -3,6 +3,7 @@
 import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from .command import bulleted, run, verdict
@@ -142,13 +143,12 @@ def _advice(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
 def _parts_to_add(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
     """Yield what ``explain`` says of the parts of layers that run eagerly."""
     from . import changes
-    from .dry_stage import parts_of_stage
+    from .dry_stage import parts_of_stages
 
     names: dict[str, str] = {}  # a part is in several stages; those of one layer have one change
-    for stage in range(args.pipeline_model_parallel_size):
-        for part in parts_of_stage(args, stage):
-            if not part.graphed and part.module is not None:
-                names.setdefault(part.module, part.name)
+    for part in chain.from_iterable(parts_of_stages(args)):
+        if not part.graphed and part.module is not None:
+            names.setdefault(part.module, part.name)
     for module, name in names.items():
         change = changes.to_graph(module, given, args)
         if change is not None:

@@ -1,9 +1,10 @@
 """The text of a Python file and its statements."""
 
 import ast
-from collections.abc import Iterator
 from functools import cache
 from itertools import takewhile
+
+from ..upstream_check.sources import bound_names
 
 
 @cache
@@ -47,22 +48,7 @@ def first_line(node: ast.stmt) -> int:
 
 def bound(node: ast.stmt) -> dict[str, None]:
     """Return the names that a statement of a file or a class binds, in order."""
-    return dict.fromkeys(_bound(node))
-
-
-def _bound(node: ast.AST) -> Iterator[str]:
-    match node:
-        case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
-            yield node.name
-        case ast.Assign() | ast.AnnAssign():
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            yield from (name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name))
-        case ast.Import() | ast.ImportFrom():
-            yield from (alias.asname or alias.name.partition(".")[0] for alias in node.names)
-        case ast.Try() | ast.If() | ast.With():
-            for each in ast.iter_child_nodes(node):
-                for statement in each.body if isinstance(each, ast.ExceptHandler) else [each]:
-                    yield from _bound(statement)
+    return dict.fromkeys(bound_names([node]))
 
 
 @cache

@@ -7,10 +7,9 @@ allows no graphs of layers beside ``--overlap-moe-expert-parallel-comm``.
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 
 from megatron_fsdp_cuda_graphs.overlay import extend
-
-from .rank_mesh import mesh_of
 
 # From megatron-core 0.20 on FullyShardedDataParallel makes one of two versions; graphs are for the first.
 _upstream: Any = extend(__name__, {"FullyShardedDataParallel": "FullyShardedDataParallelV1"})
@@ -42,9 +41,22 @@ def _get_dp_tp_mesh(dp_cp_group, tp_group, ep_size: int = 1) -> torch.Tensor:
         dp_cp_group: The ranks over which parameters are sharded; of experts the expert-data-parallel ones.
         ep_size: Ignored: the groups say already which ranks have the same experts.
     """
-    return mesh_of(dp_cp_group, tp_group)
+    return _mesh_of(dp_cp_group, tp_group)
 
 
 def _get_hsdp_tp_mesh(outer_fsdp_dp_group, dp_cp_group, tp_group, ep_size: int = 1) -> torch.Tensor:
     """Return the ranks ``[replicas, data parallel, tensor parallel]``, as int64; see ``_get_dp_tp_mesh``."""
-    return mesh_of(outer_fsdp_dp_group, dp_cp_group, tp_group)
+    return _mesh_of(outer_fsdp_dp_group, dp_cp_group, tp_group)
+
+
+def _mesh_of(*groups: dist.ProcessGroup) -> torch.Tensor:
+    """Return the mesh of ranks that ``groups``, all of which have this rank, span, one dimension each, as int64.
+
+    Megatron numbers ranks as places in a box whose sides are the parallel sizes, so a step along one side adds the same
+    number wherever it is taken.
+    """
+    rank = dist.get_rank()
+    mesh = torch.tensor(rank)
+    for group in groups:
+        mesh = mesh.unsqueeze(-1) + (torch.tensor(dist.get_process_group_ranks(group)) - rank)
+    return mesh

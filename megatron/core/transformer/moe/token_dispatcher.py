@@ -62,7 +62,7 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
             unused rows last.
         """
         rows, probs = permutated_local_input_tokens, permuted_probs
-        if self._exchanges():
+        if grouped_tensor(self.config) and self.ep_size > 1:
             top_k, experts = self.config.moe_router_topk, self.num_local_experts
             factor = self._capacity_factor()
             capacity = capacity_of_peer(len(rows), top_k, experts, self.ep_size, factor)
@@ -105,9 +105,6 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
     def _capacity_factor(self) -> float | None:
         factor = alltoall_capacity_factor(self.config)  # read in any case: replays compare it
         return factor if token_bounds and token_bounds.in_force else None
-
-    def _exchanges(self) -> bool:
-        return grouped_tensor(self.config) and self.ep_size > 1
 
     def _maybe_dtoh_and_synchronize(self, point: str, tokens_per_expert: torch.Tensor | None = None):
         if grouped_tensor(self.config):

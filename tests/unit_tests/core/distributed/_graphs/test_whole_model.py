@@ -118,7 +118,7 @@ def test_parameters_outside_of_units_are_gathered_once_in_a_step(ranks):
     with captured(graphed(MODEL, microbatches=3)) as training:
         training.step()
         owner = training.fsdp.graphs_of_model
-        recorded = [group.recorded for group in owner._gathers]
+        recorded = [group.recordings[group.group] for group in owner._gathers]
         with mock.patch.object(type(recorded[0].work), "launch", autospec=True) as launched:
             training.step()
         works = [call.args[0] for call in launched.call_args_list]

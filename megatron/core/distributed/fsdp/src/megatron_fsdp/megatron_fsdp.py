@@ -196,9 +196,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         """Say why the passes of ``modules`` cannot be recorded with their collectives; empty if they can."""
         return layers_blocker(self.fsdp_hooks.context, modules)
 
-    def recorded_layers(
-        self, layers: Iterable[torch.nn.Module], begin: Callable[[str], object] = lambda phase: None
-    ) -> RecordedUnits:
+    def recorded_layers(self, layers: Iterable[torch.nn.Module], begin: Callable[[str], object]) -> RecordedUnits:
         """Return the owner of two graphs that hold the passes of consecutive ``layers``, in the order of forward.
 
         In the graphs no other unit is prefetched, and outside of them none of these: under the double buffer
@@ -216,11 +214,11 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         """Say why the whole model's passes cannot be graphs; empty if they can."""
         return model_blocker(self.fsdp_hooks.context, self.fsdp_hooks.trainable)
 
-    def whole_model(self, begin: Callable[[str], object] = lambda phase: None) -> WholeModel:
+    def whole_model(self, begin: Callable[[str], object]) -> WholeModel:
         """Return the owner of graphs of the whole model's passes."""
         return WholeModel(self.fsdp_hooks.context, begin)
 
-    def evaluated_model(self, begin: Callable[[str], object] = lambda phase: None) -> EvaluatedModel:
+    def evaluated_model(self, begin: Callable[[str], object]) -> EvaluatedModel:
         """Return the owner of a graph of the whole model's forward pass in evaluation; training has graphs, too."""
         return EvaluatedModel(self.fsdp_hooks.context, self.graphs_of_model, begin)
 

@@ -5,31 +5,11 @@ the optimizer steps. megatron-core looks up the place of each by name, in every 
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from itertools import chain
 from operator import is_
 from typing import Any
 
 import torch
-
-Parameters = dict[str, torch.nn.Parameter | None]
-
-
-@dataclass(frozen=True)
-class _Holder:
-    """The direct parameters of one module.
-
-    Attributes:
-        params: Its raw parameters and the optimizer's, each by the names that the module gives them, in its order.
-    """
-
-    module: torch.nn.Module
-    params: tuple[Parameters, Parameters]
-
-    def to(self, distributed: bool) -> None:
-        for name, param in self.params[distributed].items():
-            if param is not None:
-                setattr(self.module, name, param)
 
 
 class ParameterSwap:
@@ -53,19 +33,19 @@ class ParameterSwap:
         pairs = [(param, distributed[name]) for name, param in raw.items()]
         pair_of = {id(param): pair for pair in pairs for param in pair} | {id(None): (None, None)}
         modules = list(model.modules())
-        holders = []
-        for module in modules:
-            own = {name: pair_of[id(param)] for name, param in module._parameters.items()}
-            raw_params, distributed_params = ({name: pair[i] for name, pair in own.items()} for i in (0, 1))
-            holders.append(_Holder(module, (raw_params, distributed_params)))
-        self._children = _Contents([module._modules for module in modules])
         own_params = [module._parameters for module in modules]
-        self._contents = [_Contents(own_params, [holder.params[kind] for holder in holders]) for kind in (0, 1)]
-        holders = [holder for holder in holders if holder.params[0]]
-        # All in one loop, as it runs twice in every step.
-        self._directly = [(each.module._parameters, each.params) for each in holders if _sets_directly(each.module)]
-        self._by_setattr = [holder for holder in holders if not _sets_directly(holder.module)]
+        # Of each module its raw parameters and the optimizer's, by the names that it gives them, in its order.
+        kinds = [
+            tuple({name: pair_of[id(param)][kind] for name, param in own.items()} for kind in (0, 1))
+            for own in own_params
+        ]
+        self._children = _Contents([module._modules for module in modules])
+        self._contents = [_Contents(own_params, [params[kind] for params in kinds]) for kind in (0, 1)]
         self._distinct = [_distinct(contents.expected) for contents in self._contents]
+        places = [(module, params) for module, params in zip(modules, kinds, strict=True) if params[0]]
+        # All in one loop, as it runs twice in every step.
+        self._directly = [(module._parameters, params) for module, params in places if _sets_directly(module)]
+        self._by_setattr = [(module, params) for module, params in places if not _sets_directly(module)]
 
     def params(self, distributed: bool) -> list[torch.nn.Parameter]:
         """Return the model's distinct parameters, in its order: the optimizer's or the raw ones."""
@@ -79,8 +59,10 @@ class ParameterSwap:
         """Give every module the optimizer's parameters, or the raw ones."""
         for own, params in self._directly:
             own.update(params[distributed])
-        for holder in self._by_setattr:
-            holder.to(distributed)
+        for module, params in self._by_setattr:
+            for name, param in params[distributed].items():
+                if param is not None:
+                    setattr(module, name, param)
 
 
 class _Contents:

@@ -107,13 +107,13 @@ def buckets_of_other_units(fsdp: Any, modules: Iterable[torch.nn.Module]) -> lis
 
 def free_gradients(fsdp: Any, buckets: Iterable[int]) -> None:
     """Free the memory of ``buckets`` of gradients, whose content is lost."""
-    for bucket in buckets:
-        if fsdp.param_and_grad_buffer.parameter_groups[bucket].main_grad_buffer is None:
-            continue
-        main_grads = fsdp.grad_reduce_pipeline.get_fsdp_buffer(bucket)
+    reductions = fsdp.grad_reduce_pipeline
+    for bucket in reductions.bucket_status.keys() & buckets:
+        main_grads = reductions.get_fsdp_buffer(bucket)
         if main_grads.is_data_distributed:
             main_grads.free_bucket_storage()
             main_grads.reset_param_main_grad()
+            reductions.bucket_status[bucket] = BucketStatus.EMPTY
 
 
 def drop_collectives(fsdp: Any, *, finished: bool = True) -> None:
@@ -132,12 +132,7 @@ def drop_collectives(fsdp: Any, *, finished: bool = True) -> None:
         _wait(event, finished)
         free()
     reductions.grad_reduce_queue.clear()
-    for bucket in reductions.bucket_status:
-        main_grads = reductions.get_fsdp_buffer(bucket)
-        if main_grads.is_data_distributed:
-            main_grads.free_bucket_storage()
-            main_grads.reset_param_main_grad()
-            reductions.bucket_status[bucket] = BucketStatus.EMPTY
+    free_gradients(fsdp, reductions.bucket_status)
 
 
 def take_back_unlaunched(fsdp: Any) -> None:

@@ -47,6 +47,7 @@ class RecordedUnits:
         self._begin = begin
         self._units = units
         self._buckets = [bucket for unit in units.values() for bucket in unit.buckets]
+        self._all_buckets = self._buckets  # whose shards the graphs read or write
         groups = enumerate(self._fsdp.param_and_grad_buffer.parameter_groups)
         in_units = {bucket for bucket, group in groups if group.fsdp_unit_id is not None}
         self._holds_all_units = in_units == set(self._buckets)
@@ -148,7 +149,7 @@ class RecordedUnits:
         self._note_weights()
         reductions = self._fsdp.grad_reduce_pipeline
         dtype = reductions.buffer.mp_policy.grad_comm_dtype
-        for bucket in self._buckets:
+        for bucket in self._all_buckets:
             if bucket in reductions.bucket_status:
                 self._grads.note(reductions.get_fsdp_buffer(bucket), dtype)
 
@@ -161,7 +162,7 @@ class RecordedUnits:
         gathers, reductions = self._fsdp.all_gather_pipeline, self._fsdp.grad_reduce_pipeline
         dtype = reductions.buffer.mp_policy.grad_comm_dtype
         groups = reductions.buffer.parameter_groups
-        for bucket in self._read_buckets():
+        for bucket in self._all_buckets:
             of = f"of bucket {bucket} ({self._fsdp.param_to_name[groups[bucket].params[0]]}, ...)"
             yield f"the weights' shard {of}", gathers.get_fsdp_buffer(bucket).data
             if bucket in reductions.bucket_status:
@@ -169,9 +170,6 @@ class RecordedUnits:
                 yield f"the main gradients' shard {of}", main_grads.data
                 yield f"the gradients {of}", main_grads.fetch_bucket(dtype=dtype).data
                 main_grads.free_bucket_storage()
-
-    def _read_buckets(self) -> list[int]:
-        return self._buckets
 
     # ------------------------------------------------------------------------------------------------------- replays
 

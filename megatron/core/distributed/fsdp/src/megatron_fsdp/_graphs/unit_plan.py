@@ -28,7 +28,7 @@ class GroupGather:
     Attributes:
         group: The indices of the buckets.
         eagerly: Has megatron-core gather those of the buckets that are not gathered yet.
-        recordings: The recorded all-gathers there are, by group.
+        recordings: The recorded all-gathers there are, by group; none for buckets without fixed addresses.
     """
 
     group: Group
@@ -36,11 +36,6 @@ class GroupGather:
     status: Mapping[Any, Any]
     eagerly: Callable[[], None]
     recordings: Mapping[Group, RecordedGather]
-
-    @property
-    def recorded(self) -> RecordedGather | None:
-        """The recorded all-gather; None for buckets without fixed addresses."""
-        return self.recordings.get(self.group)
 
     def launch(self) -> None:
         """Start the all-gather of those buckets that are not gathered yet."""
@@ -106,7 +101,6 @@ class UnitPlans:
     def __init__(self, fsdp: Any):
         self._fsdp = fsdp
         self._gathers: dict[Group, RecordedGather] = {}
-        self._reductions: dict[Group, RecordedReduction] = {}
         self._reduced_once: set[Any] = set()  # process groups
 
     def fits(self, unit: Unit) -> bool:
@@ -149,20 +143,17 @@ class UnitPlans:
     def to_gather(self, units: Mapping[torch.nn.Module, Unit]) -> dict[torch.nn.Module, UnitPlan]:
         """Return plans for consecutive ``units`` that gather, with nothing recorded, and prefetch no other unit."""
         buckets = {bucket for unit in units.values() for bucket in unit.buckets}
-        plans = {}
-        for module, unit in units.items():
-            gathers: dict[Direction, list[GroupGather]] = {}
-            for direction, step in (("forward", 1), ("backward", -1)):
-                ahead = [group for group in self._prefetched(unit, step) if buckets.issuperset(group)]
-                gathers[direction] = [  # type: ignore[index]
-                    self._gather(group, step < 0) for group in self._groups(unit) + ahead
-                ]
-            plans[module] = UnitPlan(self._fsdp, unit, gathers)
-        return plans
+        return {
+            module: UnitPlan(self._fsdp, unit, self._gathers_of_unit(unit, buckets)) for module, unit in units.items()
+        }
 
     def _with_grads(self, group: Group) -> list[int]:
-        groups = self._fsdp.param_and_grad_buffer.parameter_groups
-        return [bucket for bucket in group if groups[bucket].main_grad_buffer]
+        return [bucket for bucket in group if bucket in self._fsdp.grad_reduce_pipeline.bucket_status]
+
+    def _reduction(self, group: Group) -> RecordedReduction | None:
+        """The recorded reduction of ``group``."""
+        recorded = self._fsdp.grad_reduce_pipeline.recorded
+        return next((recorded[bucket] for bucket in self._with_grads(group) if bucket in recorded), None)
 
     def gathers_of(self, buckets: Iterable[int], recorded: bool) -> list[GroupGather]:
         """Return the all-gathers of ``buckets`` that belong to no unit, recorded if so asked.
@@ -178,7 +169,7 @@ class UnitPlans:
 
     def recorded_collectives(self) -> int:
         """Return the number of recorded all-gathers and reductions."""
-        return len(self._gathers) + len(self._reductions)
+        return len(self._gathers) + len(self._fsdp.grad_reduce_pipeline.recorded)
 
     def forget_gathers(self, buckets: Iterable[int]) -> None:
         """Free the recorded all-gathers of ``gathers_of``."""
@@ -212,12 +203,12 @@ class UnitPlans:
     def forget(self, unit: Unit) -> None:
         """Free the collectives recorded for ``unit``."""
         for group in self._groups(unit):
-            gather, reduction = self._gathers.pop(group, None), self._reductions.pop(group, None)
+            gather, reduction = self._gathers.pop(group, None), self._reduction(group)
             if gather is not None:
                 gather.work.reset()
             if reduction is not None:
                 reduction.work.reset()
-                self._fsdp.grad_reduce_pipeline.recorded.pop(reduction.buckets[0], None)
+                del self._fsdp.grad_reduce_pipeline.recorded[reduction.buckets[0]]
 
     def _groups(self, unit: Unit) -> list[Group]:
         """The groups of buckets that are gathered or reduced together."""
@@ -232,20 +223,14 @@ class UnitPlans:
             self._gathers[group] = RecordedGather(capture, self._fsdp.all_gather_pipeline, group)
             with_grads = self._with_grads(group)
             if with_grads:
-                self._reductions[group] = RecordedReduction(capture, reductions, with_grads)
-                reductions.recorded[with_grads[0]] = self._reductions[group]
+                reductions.recorded[with_grads[0]] = RecordedReduction(capture, reductions, with_grads)
 
     def _plan(self, unit: Unit, written: frozenset[torch.nn.Parameter]) -> UnitPlan:
-        own = self._groups(unit)
-        gathers: dict[Direction, list[GroupGather]] = {
-            "forward": [self._gather(group, False) for group in own + self._prefetched(unit, +1)],
-            "backward": [self._gather(group, True) for group in own + self._prefetched(unit, -1)],
-        }
         parameter_groups = self._fsdp.param_and_grad_buffer.parameter_groups
         claimed: list[RecordedReduction] = []
         reduced: list[RecordedReduction] = []
         left: list[torch.nn.Parameter] = []
-        for reduction in (self._reductions[group] for group in own if group in self._reductions):
+        for reduction in filter(None, map(self._reduction, self._groups(unit))):
             params = [param for bucket in reduction.buckets for param in parameter_groups[bucket].params]
             filled = [param for param in params if param in written]
             if filled:
@@ -254,7 +239,16 @@ class UnitPlans:
                 reduced.append(reduction)
             else:
                 left.extend(filled)
-        return UnitPlan(self._fsdp, unit, gathers, claimed, reduced, left)
+        return UnitPlan(self._fsdp, unit, self._gathers_of_unit(unit), claimed, reduced, left)
+
+    def _gathers_of_unit(self, unit: Unit, among: set[int] | None = None) -> dict[Direction, list[GroupGather]]:
+        """The all-gathers of ``unit``, then those to prefetch, of the buckets ``among`` only if given."""
+
+        def gathers(step: int) -> list[GroupGather]:
+            ahead = [group for group in self._prefetched(unit, step) if among is None or among.issuperset(group)]
+            return [self._gather(group, step < 0) for group in self._groups(unit) + ahead]
+
+        return {"forward": gathers(+1), "backward": gathers(-1)}
 
     def _gather(self, group: Group, backward: bool) -> GroupGather:
         gathers = self._fsdp.all_gather_pipeline

@@ -31,6 +31,7 @@ class WholeModel(RecordedUnits):
         self._in_order = list(self._units.values())
         groups = self._fsdp.param_and_grad_buffer.parameter_groups
         self._outside = [bucket for bucket, group in enumerate(groups) if group.fsdp_unit_id is None]
+        self._all_buckets = [*self._buckets, *self._outside]
         self._params_outside = [param for bucket in self._outside for param in groups[bucket].params]
         self._gathers: Sequence[GroupGather] = ()
         self._guard: AddressGuard | None = None
@@ -70,16 +71,8 @@ class WholeModel(RecordedUnits):
 
     def _note_addresses(self) -> None:
         super()._note_addresses()
-        reductions, name = self._fsdp.grad_reduce_pipeline, self._fsdp.param_to_name
-        dtype = reductions.buffer.mp_policy.grad_comm_dtype
-        for bucket in self._outside:
-            if bucket in reductions.bucket_status:
-                self._grads.note(reductions.get_fsdp_buffer(bucket), dtype)
-        params = self._params_outside
+        name, params = self._fsdp.param_to_name, self._params_outside
         self._guard = AddressGuard(lambda: params, lambda i: name[params[i]], ADVICE)
-
-    def _read_buckets(self) -> list[int]:
-        return sorted([*self._buckets, *self._outside])
 
     def start_gather(self) -> None:
         """Start to gather the parameters outside of units, unless they are gathered."""
