@@ -18,7 +18,7 @@ _upstream: Any = extend(__name__)
 
 # What megatron-core resets; a router has them from the start, or never.
 _RESET = ("expert_bias", "reset_global_aux_loss_tracker", "qb_beta_accum")
-_routers: WeakKeyDictionary[torch.nn.Module, tuple[ref[torch.nn.Module], ...]] = WeakKeyDictionary()
+_routers: WeakKeyDictionary[torch.nn.Module, list[ref[torch.nn.Module]]] = WeakKeyDictionary()
 
 
 def reset_model_temporary_tensors(config: Any, model: Sequence[torch.nn.Module]) -> None:
@@ -26,7 +26,7 @@ def reset_model_temporary_tensors(config: Any, model: Sequence[torch.nn.Module])
     for chunk in model:
         if chunk not in _routers:
             found = (module for module in chunk.modules() if any(hasattr(module, name) for name in _RESET))
-            _routers[chunk] = tuple(ref(module) for module in found)
+            _routers[chunk] = [ref(module) for module in found]
     routers = [module for chunk in model for router in _routers[chunk] if (module := router()) is not None]
     if routers:
         _upstream.reset_model_temporary_tensors(config, [SimpleNamespace(modules=lambda: routers)])
