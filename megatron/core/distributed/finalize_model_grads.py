@@ -27,9 +27,9 @@ def reset_model_temporary_tensors(config: Any, model: Sequence[torch.nn.Module])
         if chunk not in _routers:
             found = (module for module in chunk.modules() if any(hasattr(module, name) for name in _RESET))
             _routers[chunk] = [ref(module) for module in found]
-    routers = [module for chunk in model for router in _routers[chunk] if (module := router()) is not None]
-    if routers:
-        _upstream.reset_model_temporary_tensors(config, [SimpleNamespace(modules=lambda: routers)])
+    alive = (router() for chunk in model for router in _routers[chunk])
+    routers = [router for router in alive if router is not None]
+    _upstream.reset_model_temporary_tensors(config, [SimpleNamespace(modules=lambda: routers)])
 
 
 def _allreduce_embedding_grad(
