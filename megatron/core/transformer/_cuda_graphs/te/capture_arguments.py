@@ -97,7 +97,7 @@ class CaptureArguments:
 
     def of_decoder(self) -> tuple[dict[str, torch.Tensor], list[tuple[str, ...]]]:
         """Make static inputs, by keyword, for all layers of the decoder; return also which each of them reads."""
-        model: Any = self.stage.chunks[0].model
+        model = self.stage.chunks[0].model
         inputs: dict[str, torch.Tensor] = {}
         read: list[tuple[str, ...]] = []
         for layer in model.decoder.layers:

@@ -53,6 +53,25 @@ def mtp_layers(model: Any | None) -> list[torch.nn.Module]:
     return layers
 
 
+def language_layers(model: Any | None) -> list[torch.nn.Module]:
+    """Return the layers of the decoder of ``model`` and those of multi-token prediction."""
+    return decoder_layers(model) + mtp_layers(model)
+
+
+def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
+    """Set ``current_microbatch`` of every layer that may replay graphs: each micro-batch in flight has its own.
+
+    Schedules call this before a forward pass. The layers are those of the language model's decoder, of multi-token
+    prediction, and of the vision model's decoder.
+
+    Args:
+        model: One model chunk, in its wrappers; it may lack any of these.
+        microbatch_id: The micro-batch of the step, counted from 0.
+    """
+    for layer in language_layers(language_model_of(model)) + decoder_layers(vision_model_of(model)):
+        layer.__dict__["current_microbatch"] = microbatch_id  # bypasses Module.__setattr__, which is slow
+
+
 def language_model_layers(
     chunk: torch.nn.Module,
 ) -> tuple[torch.nn.Module | None, list[tuple[torch.nn.Module, bool]]]:

@@ -57,13 +57,13 @@ class Chunk:
     """
 
     module: Any
-    model: Any | None
+    model: Any
     every_layer: Layers
     layers: Layers
     is_mtp: Sequence[bool]
 
     @property
-    def fsdp(self) -> Any | None:
+    def fsdp(self) -> Any:
         """The ``MegatronFSDP`` among the wrappers, or None."""
         return fsdp_of(self.module)
 

@@ -135,9 +135,6 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
         super().__init__(with_vision[:1], vision_config, vision_seq_length, 1, pg_collection=pg_collection)
         self.num_microbatches = num_microbatches
         self._interleaved = len(model) > 1
-
-    def _discover_layers(self) -> None:
-        super()._discover_layers()
         # Attributes that callers of megatron-core's helper read.
         self.vision_model = vision_model_of(self.model[0]) if self.model else None
         if self.vision_model is None:
