@@ -177,8 +177,6 @@ def recorded_quantization(stage: Stage, module: torch.nn.Module) -> RecordedQuan
     arguments = quantization_arguments(stage, ())
     quantization = Quantization(
         graph,
-        enabled=(True,),
-        calibrating=False,
         recipe=arguments["recipe"],
         amax_reduction_group=arguments["amax_reduction_group"],
         caches_params=not config.disable_parameter_transpose_cache,
