@@ -74,7 +74,7 @@ class CaptureSession:
                         stack.enter_context(kept.kept())
                     self._capture_layers(input_data)
             else:
-                self.observer.captured_layers((), (), (), ())
+                self.observer.captured_layers((), (), (), (), self.graphs.decoder)
         for index, chunk in enumerate(self.stage.chunks if self.stage.role.evaluates else ()):
             sharding = chunk.fsdp or self.graphs.kept.get(chunk.module)
             if sharding is not None:  # the first evaluation captures graphs for itself
@@ -137,7 +137,7 @@ class CaptureSession:
                 self._watch_shapes(tokens=inputs["hidden_states"].shape[0], calls=1 + others),
                 recorded_quantization(self.stage, decoder.layers),
             )
-        self.observer.captured_decoder(self.graphs.decoder)
+        self.observer.passes_end()
 
     def _watch_shapes(self, tokens: int, calls: int) -> EagerPasses:
         self.graphs.shapes = self.recaptures.watch(tokens, calls)
@@ -178,7 +178,7 @@ class CaptureSession:
         attach_graphs(stage, apart, plan, graphs, samples, conditions, eager_passes)
         if stage.config.overlap_moe_expert_parallel_comm:
             gather_in_replays(stage.chunks)
-        self.observer.captured_layers(apart, names, graphs, samples)
+        self.observer.captured_layers(apart, names, graphs, samples, self.graphs.decoder)
 
     def _eager_passes_of_layers(self, tokens: int) -> EagerPasses | None:
         if self.graphs.shapes is not None:  # those of the decoder count as well
