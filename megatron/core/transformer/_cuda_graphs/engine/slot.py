@@ -340,12 +340,12 @@ class GraphedSlot:
 
     # -------------------------------------------------------------------------------------------------- replay
 
-    def finish[R: Replay](self, replay: type[R] = Replay) -> R:  # type: ignore[assignment]
-        """Make ready to replay, once everything is captured, by an object of the given class, and return it."""
+    def finish[R: Replay](self, make: Callable[..., R] = Replay) -> R:  # type: ignore[assignment]
+        """Make ready to replay, once everything is captured, by what ``make`` makes of the graphs, and return it."""
         self._warmup = WarmupRecord()
         if self._gradient_sink is not None:
             self._leave_taken_gradients_out()
-        made = replay(
+        made = make(
             name=self.name,
             forward_graph=self.forward_graph,
             backward_graph=self.backward_graph,
