@@ -30,7 +30,7 @@ from .eager_parts import eager_parts
 from .graph_choice import GraphChoice
 from .joined_collectives import joined_collectives
 from .layers import _layer_is_graphable, fsdp_of, language_model_layers
-from .stage import Chunk, Role, Stage
+from .stage import Chunk, Layers, Role, Stage
 from .stage_graphs import (
     BEFORE_CAPTURE,
     CAPTURE_FAILED,
@@ -128,17 +128,16 @@ class TECudaGraphHelper:
 
     # --------------------------------------------------------------------------------------------- layers
 
-    def _layers_of(self, chunk: torch.nn.Module) -> tuple[torch.nn.Module | None, list[tuple[torch.nn.Module, bool]]]:
-        """Return the model inside ``chunk``, if any, and its layers, each with whether it belongs to MTP."""
+    def _layers_of(self, chunk: torch.nn.Module) -> tuple[Any | None, Layers]:
+        """Return the model inside ``chunk``, if any, and its layers."""
         return language_model_layers(chunk)
 
     def _new_stage(self) -> Stage:
         chunks: list[Chunk] = []
         for chunk in self.model:
             model, layers = self._layers_of(chunk)
-            graphable = [(layer, mtp) for layer, mtp in layers if _layer_is_graphable(layer, self.config)]
-            captured, is_mtp = [layer for layer, _ in graphable], [mtp for _, mtp in graphable]
-            chunks.append(Chunk(chunk, model, [layer for layer, _ in layers], captured, is_mtp))
+            graphable = [layer for layer in layers if _layer_is_graphable(layer, self.config)]
+            chunks.append(Chunk(chunk, model, layers, graphable))
         engine = choose_backend(needs_hooks=any(chunk.fsdp is not None for chunk in chunks))
         return Stage(self.config, self.pg_collection, self.p2p_communicator, engine, chunks, self._role)
 
