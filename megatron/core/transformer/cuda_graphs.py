@@ -46,9 +46,8 @@ from ._cuda_graphs.local.nodes import _CudagraphRecordNode, _CudagraphReplayNode
 from ._cuda_graphs.local.record import _CudagraphGlobalRecord, create_cudagraphs, logger
 from ._cuda_graphs.local.runner import _CudaGraphRunner
 from ._cuda_graphs.local.sharded_weights import _GTP_RUNNER_STREAMS, get_gtp_runner_streams
-from ._cuda_graphs.te.current_microbatch import set_current_microbatch
 from ._cuda_graphs.te.helper import TECudaGraphHelper
-from ._cuda_graphs.te.layers import _layer_is_graphable
+from ._cuda_graphs.te.layers import _layer_is_graphable, set_current_microbatch
 from ._cuda_graphs.te.order import convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
 from ._cuda_graphs.te.vision_helper import (
     VisionTECudaGraphHelper,

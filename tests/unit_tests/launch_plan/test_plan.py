@@ -62,7 +62,7 @@ def test_one_layer_per_graph(capsys, flags):
 @pytest.fixture
 def layers_only(monkeypatch):
     """Something rules out the whole model, and nothing all layers of it."""
-    monkeypatch.setattr(graph_choice, "_TABLE", ((graph_choice.MODEL, "{} says so", lambda stage: "a test"),))
+    monkeypatch.setattr(graph_choice, "_TABLE", ((graph_choice.MODEL, "{} says so", lambda stage, chunk: "a test"),))
 
 
 @pytest.mark.usefixtures("layers_only")

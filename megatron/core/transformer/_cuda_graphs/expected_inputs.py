@@ -1,7 +1,7 @@
 """Checks at each replay that inputs are tensors like those at capture."""
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -53,17 +53,13 @@ class ExpectedInputs:
                     f"{self._owner}: {self._name_of(index)} must be a tensor for a CUDA graph, got {given!r}"
                 )
             if given.shape != shape or given.dtype != dtype:
-                self._refuse(index, given)
+                raise ValueError(
+                    f"{self._owner} was captured with {self._name_of(index)} of {tuple(shape)} {dtype} and is called "
+                    f"with {tuple(given.shape)} {given.dtype}{self._advice}"
+                )
             if given.requires_grad and not requires_grad and torch.is_grad_enabled():
                 raise ValueError(
                     f"{self._owner} was captured with {self._name_of(index)} that requires no grad, and it requires "
                     "grad now, which its CUDA graph does not compute: capture with an input that requires grad, or "
                     "detach it"
                 )
-
-    def _refuse(self, index: int, given: torch.Tensor) -> NoReturn:
-        shape, dtype, _ = self._expected[index]
-        raise ValueError(
-            f"{self._owner} was captured with {self._name_of(index)} of {tuple(shape)} {dtype} and is called with "
-            f"{tuple(given.shape)} {given.dtype}{self._advice}"
-        )

@@ -103,18 +103,12 @@ class ModuleHooks:
     @classmethod
     def withhold(cls, module: torch.nn.Module) -> "ModuleHooks":
         """Copy the hooks of ``module``, then remove only those that must run outside graphs."""
-        hooks = cls.extract(module)
-        for name in _HOOK_DICTS:
-            for key, hook in hooks.saved[name].items():
-                if not must_run_outside(hook):
-                    hooks._put_back(name, key)
+        hooks = cls.of(module)
+        outside = [key for name in _HOOK_DICTS for key, hook in hooks.saved[name].items() if must_run_outside(hook)]
+        for name in hooks.saved:
+            for key in outside:
+                getattr(module, name).pop(key, None)
         return hooks
-
-    def _put_back(self, name: str, key: int) -> None:
-        getattr(self.module, name)[key] = self.saved[name][key]
-        for flags in _FLAG_DICTS:
-            if flags.startswith(name) and key in self.saved[flags]:
-                getattr(self.module, flags)[key] = self.saved[flags][key]
 
     def restore(self) -> None:
         """Restore every hook, in its order and with its flags.

@@ -7,7 +7,7 @@ by no replay. ``ReplayConditions`` records it at capture. The values of tensors 
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import chain, repeat
+from itertools import repeat
 from operator import attrgetter, call, is_, itemgetter
 from typing import Any
 
@@ -28,13 +28,23 @@ class _Aspect:
     """One kind of thing that is compared.
 
     Args:
-        look: Returns the things there are now, always in the same order.
-        then: Those at capture; by default what ``look`` returns.
+        names: What errors call each thing.
+        values: Returns the things there are now, always in the same order.
+        then: Those at capture; by default what ``values`` returns.
+        look: Returns less than ``values`` does, and faster, that differs if these do; by default it is the same.
     """
 
-    def __init__(self, names: Sequence[Any], look: Callable[[], list[Any]], then: list[Any] | None = None):
-        self._names: Sequence[Any] = names
-        self.look, self.then = look, look() if then is None else then
+    def __init__(
+        self,
+        names: Sequence[Any],
+        values: Callable[[], list[Any]],
+        then: list[Any] | None = None,
+        look: Callable[[], list[Any]] | None = None,
+    ):
+        self._names, self._values = names, values
+        self._values_then = values() if then is None else then
+        self.look = values if look is None else look
+        self.then = self._values_then if look is None else look()
 
     def has_changed(self) -> bool:
         """Whether a thing is not what it was at capture."""
@@ -46,10 +56,10 @@ class _Aspect:
     def change(self) -> str:
         """The name of the first thing that has changed."""
         try:
-            now = self.look()
+            now = self._values()
         except Exception:
             now = []
-        pairs = zip(self._names, now, self.then, strict=False)
+        pairs = zip(self._names, now, self._values_then, strict=False)
         return next((name for name, one, other in pairs if _differ(one, other)), self._names[-1])
 
 
@@ -135,8 +145,14 @@ class ReplayConditions:
             same = [True] * len(then)
             self._aspects.append(_Aspect(names, lambda: list(map(is_, map(dict.get, owners, keys), then)), same))
         dicts = [own for own, _ in contents]
-        sizes = [f"{what} {name}" for _, name in contents]
-        self._aspects.append(_Sizes(sizes, dicts))
+        empty, filled = [own for own in dicts if not own], [own for own in dicts if own]
+        self._aspects.append(
+            _Aspect(
+                [f"{what} {name}" for _, name in contents],
+                lambda: list(map(len, dicts)),
+                look=lambda: [any(empty), *map(len, filled)],  # most are empty and stay so
+            )
+        )
 
     def _compare_hooks(self, modules: Mapping[torch.nn.Module, str]) -> None:
         dicts = [(getattr(module, f"_{kind}"), name) for module, name in modules.items() for kind in HOOK_KINDS]
@@ -159,9 +175,11 @@ class ReplayConditions:
             names = [f"hooks of {named[param]}" for param in params if hooks_of(param)]
             if dicts:
                 self._aspects.append(_Aspect(names, partial(list, dicts), list(map(dict, dicts))))
-            others = {param: f"hooks of {named[param]}" for param in params if not hooks_of(param)}
+            others = [param for param in params if not hooks_of(param)]
             if others:
-                self._aspects.append(_Without(others, hooks_of))
+                names = [f"hooks of {named[param]}" for param in others]
+                without = partial(_each, hooks_of, others)
+                self._aspects.append(_Aspect(names, without, look=partial(_any, without)))
 
     def _compare_attributes(self, reads: AttributeReads) -> None:
         spaces: list[tuple[str, dict[str, Any], set[str]]] = []
@@ -190,17 +208,18 @@ class ReplayConditions:
 
     def _compare_values(self, spaces: Iterable[tuple[str, dict[str, Any], set[str]]]) -> None:
         """Compare attributes in namespaces, each given with its owner's name and the names of what was read."""
-        names: list[list[str]] = []
-        getters: list[Callable[[Any], Any]] = []
-        owners: list[dict[str, Any]] = []
-        for owner, own, read in spaces:
-            if read:
-                compared = [*read, *read][: max(2, len(read))]  # of one name alone itemgetter makes no tuple
-                names.append([f"{attribute} of {owner}" for attribute in compared])
-                getters.append(itemgetter(*compared))
-                owners.append(own)
-        if names:
-            self._aspects.append(_Values(names, lambda: list(map(call, getters, owners))))
+        # Of one name alone itemgetter makes no tuple.
+        compared = [(owner, own, [*read, *read][: max(2, len(read))]) for owner, own, read in spaces if read]
+        owners = [own for _, own, _ in compared]
+        getters = [itemgetter(*read) for _, _, read in compared]
+        if compared:
+            self._aspects.append(
+                _Aspect(
+                    [f"{attribute} of {owner}" for owner, _, read in compared for attribute in read],
+                    lambda: [own.get(attribute) for _, own, read in compared for attribute in read],
+                    look=lambda: list(map(call, getters, owners)),
+                )
+            )
 
     def have_changed(self) -> bool:
         """Whether anything is not what it was at capture. It runs before each replay."""
@@ -234,46 +253,14 @@ class ReplayConditions:
         self._aspects, self._looks, self._then, self._modules = [], [], [], {}
 
 
-class _Values(_Aspect):
-    """Several things of each owner, in a tuple; the names are in a list for each owner."""
-
-    def change(self) -> str:
-        owners = zip(self._names, self.look(), self.then, strict=True)
-        pairs = chain.from_iterable(zip(*each, strict=True) for each in owners)
-        return next(name for name, one, other in pairs if _differ(one, other))
-
-
-class _Sizes(_Aspect):
-    """How much is in containers. Most are empty and stay so: one call looks at all of these."""
-
-    def __init__(self, names: Sequence[str], containers: Sequence[Any]):
-        empty, filled = [each for each in containers if not each], [each for each in containers if each]
-        super().__init__(names, lambda: [any(empty), *map(len, filled)])
-        self._sizes, self._containers = list(map(len, containers)), containers
-
-    def change(self) -> str:
-        pairs = zip(self._names, self._containers, self._sizes, strict=True)
-        return next(name for name, container, size in pairs if len(container) != size)
-
-
-class _Without(_Aspect):
-    """Things, each with its name, of which ``of`` returned nothing at capture."""
-
-    def __init__(self, names: Mapping[Any, str], of: Callable[[Any], Any]):
-        things = list(names)
-        super().__init__(list(names.values()), lambda: [any(map(of, things))])
-        self._things, self._of = things, of
-
-    def change(self) -> str:
-        return next(name for name, thing in zip(self._names, self._things, strict=True) if self._of(thing))
-
-
 class _Hooks(_Aspect):
     """Hooks of modules. Those of ``DistributedDataParallel`` may come and go."""
 
     def __init__(self, names: Sequence[str], dicts: Sequence[dict[int, Callable]]):
-        self._dicts, self._own = dicts, list(map(_without_ddp, dicts))
-        super().__init__(names, self._now, self._copied())
+        self._dicts = dicts
+        then = self._copied()
+        super().__init__(names, partial(_each, _without_ddp, dicts), look=self._now)
+        self.then = then
 
     def _copied(self) -> list[Any]:
         self._empty = [hooks for hooks in self._dicts if not hooks]  # most of them
@@ -286,14 +273,10 @@ class _Hooks(_Aspect):
     def has_changed(self) -> bool:
         if self.look() == self.then:
             return False
-        if list(map(_without_ddp, self._dicts)) != self._own:
+        if self._values() != self._values_then:
             return True
         self.then = self._copied()
         return False
-
-    def change(self) -> str:
-        pairs = zip(self._names, self._dicts, self._own, strict=True)
-        return next(name for name, hooks, own in pairs if _without_ddp(hooks) != own)
 
 
 def _without_ddp(hooks: dict[int, Callable]) -> dict[int, Callable]:
@@ -302,6 +285,10 @@ def _without_ddp(hooks: dict[int, Callable]) -> dict[int, Callable]:
 
 def _each(look: Callable[[Any], Any], things: Iterable[Any]) -> list[Any]:
     return list(map(look, things))
+
+
+def _any(values: Callable[[], list[Any]]) -> list[Any]:
+    return [any(values())]
 
 
 def autocast_in_force() -> list[Any]:

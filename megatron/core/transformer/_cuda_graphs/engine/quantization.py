@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from typing import Any
 
@@ -91,43 +92,37 @@ def current_quantization() -> "Quantization | None":
     state = graph.FP8GlobalStateManager
     return Quantization(
         graph,
-        enabled=(True,),
-        calibrating=False,
         recipe=state.get_fp8_recipe(),
         amax_reduction_group=state.get_fp8_group(),
         caches_params=True,
     )
 
 
+@dataclass(frozen=True, eq=False)
 class Quantization:
     """How the callables of one capture are quantized.
 
-    Args:
+    Attributes:
         graph: The module ``transformer_engine.pytorch.graph``.
-        enabled: For each callable whether it is quantized.
-        calibrating: Whether callables that are not quantized collect statistics.
         recipe: TransformerEngine's recipe; None if no callable is quantized.
         amax_reduction_group: The process group over which amaxes are reduced.
         caches_params: Whether weights are quantized in a step's first micro-batch only.
+        enabled: For each callable whether it is quantized.
+        calibrating: Whether callables that are not quantized collect statistics.
     """
 
-    def __init__(
-        self,
-        graph: Any,
-        *,
-        enabled: tuple[bool, ...],
-        calibrating: bool,
-        recipe: Any,
-        amax_reduction_group: Any,
-        caches_params: bool,
-    ):
-        self._graph = graph
-        self.state: Any = graph.FP8GlobalStateManager
-        self._enabled = enabled
-        self._calibrating = calibrating
-        self.recipe = recipe
-        self._group = amax_reduction_group
-        self.caches_params = caches_params
+    graph: Any
+    _: KW_ONLY
+    recipe: Any
+    amax_reduction_group: Any
+    caches_params: bool
+    enabled: tuple[bool, ...] = (True,)
+    calibrating: bool = False
+
+    @property
+    def state(self) -> Any:
+        """TransformerEngine's state of FP8 and FP4."""
+        return self.graph.FP8GlobalStateManager
 
     def autocast(self, index: int, graph: bool = True) -> AbstractContextManager:
         """The context in which the callable of this index runs in warm-up and capture.
@@ -135,11 +130,11 @@ class Quantization:
         Args:
             graph: Whether TransformerEngine leaves to replays what it does at the end of the outermost context.
         """
-        return self._graph.autocast(
-            enabled=self._enabled[index],
-            calibrating=self._calibrating,
+        return self.graph.autocast(
+            enabled=self.enabled[index],
+            calibrating=self.calibrating,
             recipe=self.recipe,
-            amax_reduction_group=self._group,
+            amax_reduction_group=self.amax_reduction_group,
             _graph=graph,
         )
 
@@ -149,15 +144,15 @@ class Quantization:
         modules = [module for module in callables if isinstance(module, torch.nn.Module)]
         if self.caches_params:
             self.state.set_skip_fp8_weight_update_tensor(False)
-        statistics = self._graph.save_fp8_tensors(modules, recipe=self.recipe)
+        statistics = self.graph.save_fp8_tensors(modules, recipe=self.recipe)
         try:
             yield
         finally:
-            self._graph.restore_fp8_tensors(modules, statistics)
+            self.graph.restore_fp8_tensors(modules, statistics)
 
     def of_callable(self, index: int) -> "QuantizedReplay | None":
         """Return the replay protocol for the callable of this index; None if it is not quantized."""
-        return QuantizedReplay(self) if self._enabled[index] else None
+        return QuantizedReplay(self) if self.enabled[index] else None
 
 
 class RecordedQuantization:

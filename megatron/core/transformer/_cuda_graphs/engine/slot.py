@@ -229,7 +229,7 @@ class GraphedSlot:
             self._warmup.backward_ran = True
             if graph is not None:  # hooks of a parameter that gets no gradient must not run at replay
                 self.params, param_grads = tuple(compress(self.params, used)), tuple(compress(param_grads, used))
-            self._keep_gradients(inputs, grad_outputs, grads[: len(inputs)], param_grads)
+            self._keep_gradients(grad_outputs, grads[: len(inputs)], param_grads)
             self.backward_graph = graph
         self.hooks.run("backward_hooks", self.func)
         if not self._retain_graph:
@@ -255,7 +255,7 @@ class GraphedSlot:
         """Let go of autograd's nodes and what they saved; from here on only the memory of the outputs is needed."""
         self.outputs = tuple(output if output is None else output.detach() for output in self.outputs)
 
-    def _keep_gradients(self, inputs, grad_outputs, input_grads, param_grads) -> None:
+    def _keep_gradients(self, grad_outputs, input_grads, param_grads) -> None:
         if not self._allow_unused_input and any(grad is None for grad in input_grads):
             unused = next(i for i, grad in enumerate(input_grads) if grad is None)
             raise RuntimeError(
@@ -340,12 +340,12 @@ class GraphedSlot:
 
     # -------------------------------------------------------------------------------------------------- replay
 
-    def finish[R: Replay](self, replay: type[R] = Replay) -> R:  # type: ignore[assignment]
-        """Make ready to replay, once everything is captured, by an object of the given class, and return it."""
+    def finish[R: Replay](self, make: Callable[..., R] = Replay) -> R:  # type: ignore[assignment]
+        """Make ready to replay, once everything is captured, by what ``make`` makes of the graphs, and return it."""
         self._warmup = WarmupRecord()
         if self._gradient_sink is not None:
             self._leave_taken_gradients_out()
-        made = replay(
+        made = make(
             name=self.name,
             forward_graph=self.forward_graph,
             backward_graph=self.backward_graph,

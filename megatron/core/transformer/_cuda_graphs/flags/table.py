@@ -10,7 +10,7 @@ from .own import WHOLE_MODEL
 
 MEGATRON_FSDP = "--use-megatron-fsdp"
 TORCH_FSDP = "--use-torch-fsdp2"
-Condition = Callable[[Options], bool]
+Condition = Callable[[Options], object]
 
 
 class Verdict(enum.Enum):
@@ -49,7 +49,7 @@ class Row:
         """Whether something is to be said of ``options`` of a model that the flag ``sharding`` shards."""
         if self.when is None or sharding != self.sharding or options.implementation not in self.graphs:
             return False
-        return self.when(options)
+        return bool(self.when(options))
 
 
 PARTS_OF_OVERLAP = (
@@ -226,7 +226,7 @@ _REFUSED = [
     _refused(
         "fused weight gradients",
         "--data-parallel-sharding-strategy other than optim_grads_params, fused gradient accumulation",
-        lambda options: bool(options.get("gradient_accumulation_fusion")) and not _shards_all(options),
+        lambda options: options.get("gradient_accumulation_fusion") and not _shards_all(options),
         "--no-gradient-accumulation-fusion is required unless --data-parallel-sharding-strategy is "
         "optim_grads_params: only then do the main gradients that a graph would write stay in place",
         graphs=("transformer_engine", "local"),
@@ -343,14 +343,14 @@ _REFUSED = [
     _refused(
         "divided activations",
         "--distribute-saved-activations",
-        lambda options: bool(options.get("distribute_saved_activations")),
+        lambda options: options.get("distribute_saved_activations"),
         "--distribute-saved-activations: Megatron-FSDP's hooks hand on views of hidden states, which megatron-core "
         "does not divide, with or without graphs; leave it out",
     ),
     _refused(
         "recomputed mlp with bias",
         "--recompute-modules mlp, --disable-bias-linear missing",
-        lambda options: options.recomputes("mlp") and bool(options.get("add_bias_linear", True)),
+        lambda options: options.recomputes("mlp") and options.get("add_bias_linear", True),
         "--recompute-modules has mlp, whose bias is a parameter that the recomputation returns; its backward pass then "
         "never ends, with or without graphs: add --disable-bias-linear, or leave mlp out",
     ),
@@ -396,14 +396,14 @@ _REFUSED = [
     _refused(
         "expert parallel overlap with fused weight gradients",
         "--overlap-moe-expert-parallel-comm, fused gradient accumulation",
-        lambda options: _overlaps(options) and bool(options.get("gradient_accumulation_fusion")),
+        lambda options: _overlaps(options) and options.get("gradient_accumulation_fusion"),
         "--no-gradient-accumulation-fusion is required with --overlap-moe-expert-parallel-comm: without a double "
         "buffer the main gradients that a graph would write are elsewhere in every iteration",
     ),
     _refused(
         "delayed weight gradients",
         "--delay-wgrad-compute",
-        lambda options: bool(options.get("delay_wgrad_compute")),
+        lambda options: options.get("delay_wgrad_compute"),
         "--delay-wgrad-compute does not work with graphs under Megatron-FSDP: with --overlap-moe-expert-parallel-comm, "
         "which it needs, main gradients that graphs would add to do not stay in place; leave it out",
     ),
@@ -417,7 +417,7 @@ _REFUSED = [
     _refused(
         "expert parallel overlap of overlapped shared experts",
         "--overlap-moe-expert-parallel-comm, --moe-shared-expert-overlap",
-        lambda options: _overlaps(options) and bool(options.get("moe_shared_expert_overlap")),
+        lambda options: _overlaps(options) and options.get("moe_shared_expert_overlap"),
         "--overlap-moe-expert-parallel-comm lets experts run beside another micro-batch, and megatron-core then takes "
         "no --moe-shared-expert-overlap, with or without graphs: leave one out",
     ),
@@ -480,25 +480,21 @@ _REFUSED = [
     _refused(
         "optimizer graph with a loss scale",
         "--optimizer-cuda-graph with --fp16 or --loss-scale",
-        lambda options: (
-            bool(options.get("optimizer_cuda_graph")) and bool(options.get("fp16") or options.get("loss_scale"))
-        ),
+        lambda options: options.get("optimizer_cuda_graph") and (options.get("fp16") or options.get("loss_scale")),
         "--optimizer-cuda-graph puts the optimizer's step in a graph, in which with a loss scale the host would read "
         "whether gradients are finite: leave it out, or use --bf16 without --loss-scale",
     ),
     _refused(
         "optimizer graph without warm-up",
         "--optimizer-cuda-graph with --cuda-graph-warmup-steps 0",
-        lambda options: (
-            bool(options.get("optimizer_cuda_graph")) and not int(options.get("cuda_graph_warmup_steps", 1))
-        ),
+        lambda options: options.get("optimizer_cuda_graph") and not int(options.get("cuda_graph_warmup_steps", 1)),
         "--optimizer-cuda-graph puts the optimizer's step in a graph, and the first step makes the optimizer's states, "
         "which every replay would make anew: set --cuda-graph-warmup-steps to 1 or more",
     ),
     _refused(
         "optimizer graph of torch fsdp2",
         "--use-torch-fsdp2 with --optimizer-cuda-graph",
-        lambda options: bool(options.get("optimizer_cuda_graph")),
+        lambda options: options.get("optimizer_cuda_graph"),
         "--optimizer-cuda-graph puts the optimizer's step in a graph, and --use-torch-fsdp2 gives it other gradient "
         "tensors in every step: leave it out, or use --use-megatron-fsdp",
         sharding=TORCH_FSDP,
@@ -531,7 +527,8 @@ _REFUSED = [
         "checkpoints of gated layers that are not sharded",
         "--save, --swiglu, --data-parallel-sharding-strategy no_shard",
         lambda options: (
-            bool(options.get("save") and options.get("swiglu"))
+            options.get("save")
+            and options.get("swiglu")
             and options.get("data_parallel_sharding_strategy", "no_shard") == "no_shard"
         ),
         "--save with --swiglu and --data-parallel-sharding-strategy no_shard: megatron-core cannot save these layers, "
@@ -567,7 +564,7 @@ _REFUSED = [
         "embedding in two stages",
         "--pipeline-model-parallel-size above 1, --init-model-with-meta-device, tied embeddings or --mtp-num-layers",
         lambda options: (
-            bool(options.get("init_model_with_meta_device")) and options.stages > 1 and _uses_embedding_twice(options)
+            options.get("init_model_with_meta_device") and options.stages > 1 and _uses_embedding_twice(options)
         ),
         "--init-model-with-meta-device gives each of two pipeline stages that have the embedding other weights of it, "
         "with or without graphs: leave it out, or add --untie-embeddings-and-output-weights and leave --mtp-num-layers "
@@ -576,7 +573,7 @@ _REFUSED = [
     _refused(
         "hybrid stages without further tokens",
         "--mtp-num-layers, --pipeline-model-parallel-size above 1, --hybrid-layer-pattern without a / and its layers",
-        lambda options: options.stages > 1 and bool(options.get("mtp_num_layers")) and _predicts_nothing(options),
+        lambda options: options.stages > 1 and options.get("mtp_num_layers") and _predicts_nothing(options),
         "--mtp-num-layers: --hybrid-layer-pattern has no layers that predict further tokens, and megatron-core adds up "
         "gradients of the first stage's embedding and of the last stage's output layer, with or without graphs: give "
         "these layers after a / (such as M*-/M*), or leave --mtp-num-layers out",
@@ -594,7 +591,7 @@ _NO_EFFECT = [
     _no_effect(
         "layers per graph of parts",
         "--cuda-graph-layers-per-graph, --cuda-graph-modules",
-        lambda options: bool(options.modules) and str(options.get("cuda_graph_layers_per_graph", 1)) != "1",
+        lambda options: options.modules and str(options.get("cuda_graph_layers_per_graph", 1)) != "1",
         "--cuda-graph-layers-per-graph has no effect with --cuda-graph-modules, as parts of layers have graphs of "
         "their own: leave one out",
     ),
@@ -611,31 +608,31 @@ _NOT_TRIED = [
     _not_tried(
         "other optimizers",
         "--optimizer lion, soap or a kind of muon, --optimizer-cpu-offload",
-        lambda o: o.get("optimizer", "adam") not in ("adam", "sgd") or bool(o.get("optimizer_cpu_offload")),
+        lambda o: o.get("optimizer", "adam") not in ("adam", "sgd") or o.get("optimizer_cpu_offload"),
     ),
     _not_tried(
         "other recipes",
         "--fp4-format, --fp8-recipe other than delayed or tensorwise",
-        lambda options: bool(options.get("fp4") or options.get("fp8")) and not _quantizes_by_tensor(options),
+        lambda options: (options.get("fp4") or options.get("fp8")) and not _quantizes_by_tensor(options),
         ", for lack of GPUs that support these formats",
     ),
     _not_tried(
         "quantization with torch fsdp2",
         "--use-torch-fsdp2 with --fp8-format or --fp4-format",
-        lambda options: bool(options.get("fp8") or options.get("fp4")),
+        lambda options: options.get("fp8") or options.get("fp4"),
         "; it needs TransformerEngine's layers",
         sharding=TORCH_FSDP,
     ),
     _not_tried(
         "checkpoints saved in the background",
         "--async-save",
-        lambda options: bool(options.get("async_save")),
+        lambda options: options.get("async_save"),
         "; its default, --async-strategy nvrx, needs a newer nvidia-resiliency-ext than 0.4.1",
     ),
     _not_tried(
         "checkpoints of torch fsdp2",
         "--use-torch-fsdp2 with --save or --load",
-        lambda options: bool(options.get("save") or options.get("load")),
+        lambda options: options.get("save") or options.get("load"),
         ": look whether a resumed run goes on with the same losses",
         sharding=TORCH_FSDP,
     ),

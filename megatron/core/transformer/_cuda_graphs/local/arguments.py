@@ -8,7 +8,7 @@ from enum import Enum
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from torch.utils._pytree import tree_map as pytree_map
 
 from ..errors import ArgumentTypeError
@@ -161,9 +161,7 @@ def _arguments(args: Any, kwargs: Mapping[str, Any] | None) -> list[Any]:
     return positional + list((kwargs or {}).values())
 
 
-_SCALARS: tuple[type, ...] = (torch.Tensor, type(None), bool, int, float, str, Enum, torch.dtype, ArgMetadata)
-if dist.is_available():
-    _SCALARS += (dist.ProcessGroup,)
+_SCALARS = (torch.Tensor, type(None), bool, int, float, str, Enum, torch.dtype, ArgMetadata, ProcessGroup)
 
 
 def _check_supported_type(meta: ArgMetadata) -> None:

@@ -287,7 +287,7 @@ class CudaGraphManager(torch.nn.Module):
         for runner in self.cudagraph_runners:
             runner.status = _GraphStatus.FWD_READY
         if not self.reuse_cudagraphs:
-            self.cudagraph_runners.sort(key=lambda runner: runner.turn.number)
+            self.cudagraph_runners.sort(key=lambda runner: runner.turn.bit)
 
     def capture_failed(self, runners: Collection[_CudaGraphRunner]) -> None:
         """Run eagerly until ``delete_cuda_graphs``, if the capture of one of ``runners`` of this manager failed."""

@@ -85,22 +85,18 @@ replay_runner: Callable[..., tuple[torch.Tensor, ...]] = fast_apply(_CudagraphRe
 
 
 class LocalReplay(Replay):
-    """A ``Replay`` whose static inputs may be shared with other graphs. Takes the arguments of ``Replay``."""
+    """A ``Replay`` whose static inputs may be shared with other graphs.
 
-    def __init__(self, **captured: Any):
+    Args:
+        runners: Which of them are between their forward and backward pass.
+        static_inputs: The static inputs, each with the set of runners (a bit each) that need its value from their
+            forward to their backward pass.
+        captured: The arguments of ``Replay``.
+    """
+
+    def __init__(self, runners: Turns, static_inputs: list[tuple[StaticInput, int]], **captured: Any):
         super().__init__(**captured)
-        self._turns = Turns()
-        self._static_inputs: list[tuple[StaticInput, int]] = []
-
-    def share(self, turns: Turns, static_inputs: list[tuple[StaticInput, int]]) -> None:
-        """Set the state that is shared with other graphs, before the first replay.
-
-        Args:
-            turns: Which runners are between their forward and backward pass.
-            static_inputs: The static inputs, each with the set of runners (a bit each) that need its value from their
-                forward to their backward pass.
-        """
-        self._turns, self._static_inputs = turns, static_inputs
+        self._runners, self._static_inputs = runners, static_inputs
 
     def place(self, inputs: Sequence[torch.Tensor]) -> None:
         """Copy ``inputs`` to the static inputs of the forward graph.
@@ -108,7 +104,7 @@ class LocalReplay(Replay):
         Raises:
             NoGraphError: that would overwrite a value that another graph's backward pass still needs.
         """
-        in_flight = self._turns.in_flight
+        in_flight = self._runners.in_flight
         for (static, users), given in zip(self._static_inputs, inputs):  # noqa: B905
             if not static.put(given, bool(in_flight & users)):
                 raise NoGraphError(

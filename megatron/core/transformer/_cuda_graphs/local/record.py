@@ -38,7 +38,6 @@ class _CudagraphGlobalRecord:
     cudagraph_record: list[tuple] = []
     cudagraph_inference_record: list[tuple] = []
     session = CaptureSession()
-    tensor_reuse_pool = session.buffers.pool
     inference = InferenceGraphs()
     managers: weakref.WeakSet = weakref.WeakSet()
 
@@ -52,7 +51,6 @@ class _CudagraphGlobalRecord:
     @classmethod
     def _open_session(cls) -> None:
         cls.session = CaptureSession()
-        cls.tensor_reuse_pool = cls.session.buffers.pool
         reset_counts()
 
     @classmethod

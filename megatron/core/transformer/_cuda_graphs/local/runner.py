@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -254,7 +255,6 @@ class _CudaGraphRunner(torch.nn.Module):
         assert capture is not None and capture.slot is not None
         slot = capture.slot
         self._guard = session.guards.get(self.function)
-        self._replay = slot.finish(LocalReplay)
         self.parts, self.changes_state = capture.parts, capture.changes_state
         surface, places = [], []
         for meta, tensor in zip(capture.inputs, slot.inputs, strict=True):
@@ -263,7 +263,7 @@ class _CudaGraphRunner(torch.nn.Module):
             known.is_placed = True
             surface.append(static)
             places.append((session.buffers.input_of(tensor, capture.writes_inputs), known.users))
-        self._replay.share(session.turns, places)
+        self._replay = slot.finish(partial(LocalReplay, session.turns, places))
         if self._guard is not None:
             outputs = enumerate(map(metadata_of, capture.outputs))
             self._unread_outputs = {i for i, known in outputs if not known.is_cudagraph_input}

@@ -9,14 +9,12 @@ class Turn:
     """The place of a runner in the recorded order. Sets of runners are integers with a bit for each runner.
 
     Attributes:
-        number: Its place among all forward passes.
-        bit: Its bit in such sets; 0 if it was not recorded.
+        bit: Its bit in such sets, the higher the later its forward pass; 0 if it was not recorded.
         busy_at_forward, busy_at_backward: The runners that were between their forward and backward pass when its own
             pass was recorded. Graphs may use the memory of all others.
     """
 
     name: str = ""
-    number: int = 0
     bit: int = 0
     busy_at_forward: int = -1
     busy_at_backward: int = -1
@@ -35,8 +33,7 @@ class Turns:
 
     def record_forward(self, name: str) -> Turn:
         """Return the turn of a runner with this name, whose forward pass runs now in the step that is recorded."""
-        number = len(self._recorded)
-        turn = Turn(name, number, 1 << number, self.in_flight)
+        turn = Turn(name, 1 << len(self._recorded), self.in_flight)
         self._recorded.append(turn)
         self.begin(turn)
         return turn

@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from .record import KINDS, CaptureReport, LayerRecord
+from .record import KINDS, CaptureReport, LayerRecord, total
 
 _HEADER = ("graphs", *(kind.replace("_", " ") for kind in KINDS), "warm-up s", "capture s")
 
@@ -53,13 +53,12 @@ def _alike(layers: Sequence[LayerRecord]) -> Iterator[list[LayerRecord]]:
 
 
 def _layers_row(layers: Sequence[LayerRecord]) -> tuple[str, ...]:
-    counts = [[layer.graphs[kind] for layer in layers] for kind in KINDS]
     what = span([layer.name for layer in layers])
     if layers[0].recorded_with is not None:
         what += ", recorded together"
     return (
         what,
-        *(number(None if None in count else sum(filter(None, count))) for count in counts),
+        *map(number, total([layer.graphs for layer in layers]).values()),
         f"{sum(layer.warm_up_seconds for layer in layers):.3f}",
         f"{sum(layer.capture_seconds for layer in layers):.3f}",
     )

@@ -15,6 +15,7 @@ from ..engine.plan import ordered_plan
 from ..engine.quantization import Quantization, RecordedQuantization
 from ..errors import ArgumentError
 from .capture_mode import offload_interface
+from .layers import mtp_layers
 from .order import PassOrder, convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
 from .sample_inputs import LayerInputs, SampleArguments, attention_mask_type, sample_arguments
 from .stage import Layers, Stage
@@ -97,7 +98,7 @@ class CaptureArguments:
 
     def of_decoder(self) -> tuple[dict[str, torch.Tensor], list[tuple[str, ...]]]:
         """Make static inputs, by keyword, for all layers of the decoder; return also which each of them reads."""
-        model: Any = self.stage.chunks[0].model
+        model = self.stage.chunks[0].model
         inputs: dict[str, torch.Tensor] = {}
         read: list[tuple[str, ...]] = []
         for layer in model.decoder.layers:
@@ -154,8 +155,7 @@ def quantization_arguments(stage: Stage, layers: Iterable[torch.nn.Module]) -> d
     from megatron.core.fp4_utils import get_fp4_recipe
     from megatron.core.fp8_utils import get_fp8_recipe, is_first_last_bf16_layer
 
-    pairs = [pair for chunk in stage.chunks for pair in zip(chunk.layers, chunk.is_mtp, strict=True)]
-    mtp = {layer for layer, is_mtp in pairs if is_mtp}
+    mtp = {layer for chunk in stage.chunks for layer in mtp_layers(chunk.model)}
     return {
         "enabled": tuple(
             not is_first_last_bf16_layer(config, -1 if layer in mtp else layer.layer_number - 1) for layer in layers
@@ -177,8 +177,6 @@ def recorded_quantization(stage: Stage, module: torch.nn.Module) -> RecordedQuan
     arguments = quantization_arguments(stage, ())
     quantization = Quantization(
         graph,
-        enabled=(True,),
-        calibrating=False,
         recipe=arguments["recipe"],
         amax_reduction_group=arguments["amax_reduction_group"],
         caches_params=not config.disable_parameter_transpose_cache,

@@ -60,7 +60,6 @@ class CaptureObserver:
         self._engine, self._folder, self._name = engine, folder, name
         self.timeline = Timeline() if active else None
         self._plan = Plan((), ())
-        self._decoder: DecoderGraphs | None = None
         self._report: CaptureReport | None = None
 
     @classmethod
@@ -98,11 +97,6 @@ class CaptureObserver:
         if self.timeline is not None:
             self.timeline.end()
 
-    def captured_decoder(self, graphs: DecoderGraphs) -> None:
-        """Say that the layers of a decoder were captured together."""
-        self.passes_end()
-        self._decoder = graphs
-
     @_only_warns
     def captured_layers(
         self,
@@ -110,14 +104,16 @@ class CaptureObserver:
         names: Sequence[str],
         graphs: Sequence[Any],
         samples: Sequence[SampleArguments],
+        decoder: DecoderGraphs | None = None,
     ) -> None:
-        """Report on graphs of layers, and on those of the decoder if there are any. Hooks must be in place again.
+        """Report on graphs of layers. Hooks must be in place again.
 
         Args:
             layers: The layers of each model chunk that the engine has captured.
             graphs: What the engine returned for each slot of the plan.
+            decoder: The graphs of layers that were captured together, before the others.
         """
-        timeline, decoder = self.timeline, self._decoder
+        timeline = self.timeline
         if timeline is None:
             return
         together = [] if decoder is None else list(decoder.module.layers)

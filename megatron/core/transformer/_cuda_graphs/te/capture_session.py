@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -73,7 +74,7 @@ class CaptureSession:
                         stack.enter_context(kept.kept())
                     self._capture_layers(input_data)
             else:
-                self.observer.captured_layers((), (), (), ())
+                self.observer.captured_layers((), (), (), (), self.graphs.decoder)
         for index, chunk in enumerate(self.stage.chunks if self.stage.role.evaluates else ()):
             sharding = chunk.fsdp or self.graphs.kept.get(chunk.module)
             if sharding is not None:  # the first evaluation captures graphs for itself
@@ -87,11 +88,10 @@ class CaptureSession:
 
     def _capture_model(self) -> None:
         stage, chunks = self.stage, self.stage.chunks
-        models: list[Any] = [chunk.model for chunk in chunks]
-        wrappers: list[Any] = [chunk.fsdp for chunk in chunks]
+        models = [chunk.model for chunk in chunks]
         names = ["the whole model"] if stage.one_graph_serves_all else [f"chunk {i}" for i in range(len(chunks))]
-        for fsdp in wrappers:
-            _free_gradients(fsdp)
+        for chunk in chunks:
+            _free_gradients(chunk.fsdp)
         order = CaptureArguments(stage, [[model] for model in models], self.seq_length, self.micro_batch_size).order()
         warmup_iters = num_warmup_iterations(stage.config, order.num_microbatches) if self.warms_up else 0
         if not stage.one_graph_serves_all:
@@ -104,7 +104,10 @@ class CaptureSession:
         ):  # once more, if that fails within
             self.graphs.models = capture_whole_models(
                 models,
-                [fsdp.whole_model(self._beginning(name)) for fsdp, name in zip(wrappers, names, strict=True)],
+                [
+                    chunk.fsdp.whole_model(partial(self.agreement.begin, name))
+                    for chunk, name in zip(chunks, names, strict=True)
+                ],
                 order,
                 self.seq_length,
                 self.micro_batch_size,
@@ -117,29 +120,24 @@ class CaptureSession:
     def _capture_decoder(self) -> None:
         """Capture all layers of the decoder in one graph for each direction; other layers are left to the engine."""
         chunk = self.stage.chunks[0]
-        fsdp: Any = chunk.fsdp
-        model: Any = chunk.model
-        decoder = model.decoder
+        decoder = chunk.model.decoder
         layers = list(decoder.layers)
         if self.stage.role.zeroes_gradients:
-            _free_gradients(fsdp)
+            _free_gradients(chunk.fsdp)
         arguments = CaptureArguments(self.stage, [layers], self.seq_length, self.micro_batch_size)
         inputs, read = arguments.of_decoder()
         others = len(self.stage.layers) - len(layers)
         with outside_capture_mode(), preserve_rng(), preserve_buffers([decoder]):
             self.graphs.decoder = capture_decoder(
                 decoder,
-                fsdp.recorded_layers(layers, self._beginning("the decoder")),
+                chunk.fsdp.recorded_layers(layers, partial(self.agreement.begin, "the decoder")),
                 inputs,
                 read,
                 num_warmup_iterations(self.stage.config, 1),
                 self._watch_shapes(tokens=inputs["hidden_states"].shape[0], calls=1 + others),
                 recorded_quantization(self.stage, decoder.layers),
             )
-        self.observer.captured_decoder(self.graphs.decoder)
-
-    def _beginning(self, what: str) -> Callable[[str], None]:
-        return lambda phase: self.agreement.begin(what, phase)
+        self.observer.passes_end()
 
     def _watch_shapes(self, tokens: int, calls: int) -> EagerPasses:
         self.graphs.shapes = self.recaptures.watch(tokens, calls)
@@ -180,7 +178,7 @@ class CaptureSession:
         attach_graphs(stage, apart, plan, graphs, samples, conditions, eager_passes)
         if stage.config.overlap_moe_expert_parallel_comm:
             gather_in_replays(stage.chunks)
-        self.observer.captured_layers(apart, names, graphs, samples)
+        self.observer.captured_layers(apart, names, graphs, samples, self.graphs.decoder)
 
     def _eager_passes_of_layers(self, tokens: int) -> EagerPasses | None:
         if self.graphs.shapes is not None:  # those of the decoder count as well
@@ -192,8 +190,7 @@ class CaptureSession:
         whole = not self.stage.config.cuda_graph_modules
         sinks: list[Any] = []
         for chunk, layers in zip(self.stage.chunks, self.graphs.layers_apart, strict=True):
-            fsdp: Any = chunk.fsdp
-            sinks += fsdp.gradient_sinks(layers, whole)
+            sinks += chunk.fsdp.gradient_sinks(layers, whole)
         return sinks
 
     @contextmanager

@@ -7,7 +7,7 @@ import torch
 from megatron.core.transformer.module import GraphableMegatronModule
 
 from ..report.record import EagerPart
-from .layers import decoder_layers, mtp_layers
+from .layers import language_layers
 from .stage import Stage
 from .stage_graphs import StageGraphs
 
@@ -42,7 +42,7 @@ def _beside_layers(stage: Stage, whole_model_refused: str) -> Iterator[EagerPart
         yield EagerPart("all else in layers", f"--cuda-graph-modules names {modules} only")
     for number, chunk in enumerate(stage.chunks):
         where, model = f" of chunk {number}" if len(stage.chunks) > 1 else "", chunk.model
-        for layer in [*decoder_layers(model), *mtp_layers(model)]:
+        for layer in language_layers(model):
             if layer not in chunk.layers:
                 place = getattr(layer, "layer_number", "?")
                 yield EagerPart(f"layer {place} ({type(layer).__name__}){where}", _why_eager(layer, modules))

@@ -111,7 +111,7 @@ class EvaluationGraphs:
     ):
         self._stage, self._sharding, self._shape, self._whole = stage, sharding, shape, whole
         self._config, self._model = stage.config, chunk.model
-        self._layers = [(layer_name(layer, index), layer) for index, layer in enumerate(chunk.layers)]
+        self._layers = tuple(chunk.layers)
         sharding.expect_evaluation(self.capture)
 
     def blocker(self) -> str:
@@ -126,11 +126,10 @@ class EvaluationGraphs:
         Args:
             args: Positional arguments of the model in the evaluation that begins: the graphs are for their shape.
         """
-        if not self._layers:  # reset
+        layers = self._layers
+        if not layers:  # reset
             return
-        blocker = self.blocker()
-        layers = [layer for _, layer in self._layers]
-        if blocker:
+        if blocker := self.blocker():
             log_single_rank(logger, logging.INFO, f"Evaluation runs eagerly, because {blocker}")
             return
         agreement = self._stage.agreement(with_other_stages=False)  # later stages wait for this one's output
@@ -139,14 +138,16 @@ class EvaluationGraphs:
         try:
             if any(has_other_hooks(module) for layer in layers for module in layer.modules()):  # perhaps here only
                 raise UnsupportedError("layers, or modules in them, have hooks of others")
-            whole = self._whole is not None and not agreement.objection(self._whole_blocker(args, kwargs))
-            if not whole and (reason := evaluation_blocker(self._config, whole=False)):
+            whole = self._whole
+            if whole is not None and agreement.objection(call_blocker(whole.module, whole.by_name(args, kwargs))):
+                whole = None
+            if whole is None and (reason := evaluation_blocker(self._config, whole=False)):
                 raise UnsupportedError(reason)
             with joined_collectives(agreement.join):
-                if whole:
-                    self._capture_model(agreement, shape)
-                else:
+                if whole is None:
                     graphs = self._capture(agreement, shape)
+                else:
+                    self._capture_model(whole, agreement, shape)
             agreement.finish()
         except BaseException as error:
             for graph in graphs:
@@ -163,24 +164,18 @@ class EvaluationGraphs:
             return
         for layer, graph in zip(layers if graphs else (), graphs, strict=True):
             layer.evaluation_graph = graph
-        captured = "the whole model" if whole else f"{len(graphs)} layer graphs"
+        captured = f"{len(graphs)} layer graphs" if whole is None else "the whole model"
         log_single_rank(logger, logging.INFO, f"Captured {captured} for evaluation")
 
-    def _whole_blocker(self, args: tuple, kwargs: dict[str, Any]) -> str:
-        """Say why one graph cannot hold the model in calls such as this one; empty if it can."""
-        assert self._whole is not None
-        return call_blocker(self._whole.module, self._whole.by_name(args, kwargs))
-
-    def _capture_model(self, agreement: CaptureAgreement, shape: tuple[int, int]) -> None:
-        assert self._whole is not None
-        fsdp: Any = self._sharding
-        owner = fsdp.evaluated_model(partial(agreement.begin, "evaluation of the whole model"))
-        quantized = recorded_quantization(self._stage, self._whole.module)
-        self._whole.evaluation = capture_evaluation(self._model, owner, *shape, _WARMUP_ITERATIONS, quantized)
+    def _capture_model(self, whole: ModelGraphs, agreement: CaptureAgreement, shape: tuple[int, int]) -> None:
+        owner = self._sharding.evaluated_model(partial(agreement.begin, "evaluation of the whole model"))
+        quantized = recorded_quantization(self._stage, whole.module)
+        whole.evaluation = capture_evaluation(self._model, owner, *shape, _WARMUP_ITERATIONS, quantized)
 
     def _capture(self, agreement: CaptureAgreement, shape: tuple[int, int]) -> list[EvaluationGraph]:
         inputs = LayerInputs(self._config, *shape)
-        layers = tuple(layer for _, layer in self._layers)
+        layers = self._layers
+        names = [layer_name(layer, index) for index, layer in enumerate(layers)]
         chunks = [1] * len(layers)
         order = [step for chunk in range(1, len(layers) + 1) for step in (chunk, -chunk)]  # one layer at a time
         samples = sample_arguments(
@@ -209,7 +204,7 @@ class EvaluationGraphs:
                 _reuse_graph_input_output_buffers=True,
                 capture_time_hooks=[
                     _between(agreement.beginning(f"evaluation of {name}"), own, partial(self._guard, guards))
-                    for (name, _), own in zip(self._layers, hooks, strict=True)
+                    for name, own in zip(names, hooks, strict=True)
                 ],
             )
         given: dict[int, torch.Tensor | None] = {}
@@ -227,7 +222,7 @@ class EvaluationGraphs:
                 given=given,
                 eager_passes=eager_passes,
             )
-            for index, (name, layer) in enumerate(self._layers)
+            for index, (name, layer) in enumerate(zip(names, layers, strict=True))
         ]
 
     def _guard(self, guards: dict[torch.nn.Module, AddressGuard], layer: torch.nn.Module, *_: Any) -> None:
@@ -243,11 +238,11 @@ class EvaluationGraphs:
         """Free the graphs; evaluation runs eagerly."""
         self._reset_model()
         self._whole = None
-        for _, layer in self._layers:
+        for layer in self._layers:
             if layer.evaluation_graph is not None:
                 layer.evaluation_graph.reset()
                 layer.evaluation_graph = None
-        self._layers.clear()
+        self._layers = ()
         del self._model, self._stage
 
     def _reset_model(self) -> None:

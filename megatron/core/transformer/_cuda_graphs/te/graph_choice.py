@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from enum import Enum
 from typing import Any
 
@@ -13,9 +12,9 @@ from ..flags.own import LAYERS_FLAG, WHOLE_MODEL, layers_per_graph
 from ..hooks import has_other_hooks
 from .agreement import CaptureAgreement
 from .capture_arguments import WARMUP_ITERATIONS
-from .layers import _layer_is_graphable, decoder_layers, layer_name, mtp_layers
+from .layers import _layer_is_graphable, decoder_layers, language_layers, layer_name
 from .sample_inputs import attention_mask_type
-from .stage import Stage
+from .stage import Chunk, Stage
 from .stage_graphs import INTERLEAVED_PASSES, RECOMPUTED_LAYERS
 from .training_calls import TrainingCalls
 from .whole_model import known_class, other_method
@@ -37,46 +36,30 @@ def blocker(stage: Stage, holds: Holds) -> str:
     In a pipeline that is a graph of each chunk and micro-batch.
     """
     for chunk in stage.chunks:
-        alone = replace(stage, chunks=[chunk])
         for rules_out, reason, applies in _TABLE:
-            found = applies(alone) if holds in rules_out else None
+            found = applies(stage, chunk) if holds in rules_out else None
             if found:
                 return reason.format(found)
     return ""
 
 
-def _model(stage: Stage) -> Any:
-    return stage.chunks[0].model
+def _is_larger_than_model(chunk: Chunk) -> str:
+    differ = chunk.model is not None and {*chunk.fsdp.parameters()} != {*chunk.model.parameters()}
+    return type(chunk.model).__name__ if differ else ""
 
 
-def _layers(stage: Stage) -> list[Any]:
-    return decoder_layers(_model(stage))
+def _are_graphable(layers: Iterable[torch.nn.Module], config: Any) -> bool:
+    return all(_layer_is_graphable(layer, config) for layer in layers)
 
 
-def _every_layer(stage: Stage) -> list[Any]:
-    return [*_layers(stage), *mtp_layers(_model(stage))]
-
-
-def _fsdp(stage: Stage) -> Any:
-    return stage.chunks[0].fsdp
-
-
-def _is_larger_than_model(stage: Stage) -> str:
-    model = _model(stage)
-    differ = model is not None and {*_fsdp(stage).parameters()} != {*model.parameters()}
-    return type(model).__name__ if differ else ""
-
-
-def _is_other_model(stage: Stage) -> str:
-    model = _model(stage)
+def _is_other_model(model: Any) -> str:
     return "" if known_class(model) else type(model).__name__
 
 
-def _is_other_decoder(stage: Stage) -> str:
+def _is_other_decoder(decoder: Any) -> str:
     from megatron.core.models.hybrid.hybrid_block import HybridStack  # these import cuda_graphs
     from megatron.core.transformer.transformer_block import TransformerBlock
 
-    decoder = getattr(_model(stage), "decoder", None)
     known = getattr(type(decoder), "forward", None) in (TransformerBlock.forward, HybridStack.forward)
     return "" if known and "forward" not in vars(decoder) else type(decoder).__name__
 
@@ -90,14 +73,14 @@ def _hooked(modules: Iterable[tuple[str, torch.nn.Module]]) -> str:
     return next((name for name, module in modules if has_other_hooks(module)), "")
 
 
-def _hooked_beside_layers(stage: Stage) -> str:
+def _hooked_beside_layers(model: Any) -> str:
     # Hooks inside a layer are recorded with it, as in a graph of its own.
-    inside = {child for layer in _every_layer(stage) for child in layer.modules() if child is not layer}
-    return _hooked((name, module) for name, module in _model(stage).named_modules() if name and module not in inside)
+    inside = {child for layer in language_layers(model) for child in layer.modules() if child is not layer}
+    return _hooked((name, module) for name, module in model.named_modules() if name and module not in inside)
 
 
-def _hooked_layer(stage: Stage) -> str:
-    return _hooked((layer_name(layer, index), layer) for index, layer in enumerate(_layers(stage)))
+def _hooked_layer(layers: Iterable[torch.nn.Module]) -> str:
+    return _hooked((layer_name(layer, index), layer) for index, layer in enumerate(layers))
 
 
 def quantized_otherwise(stage: Stage) -> bool:
@@ -108,58 +91,62 @@ def quantized_otherwise(stage: Stage) -> bool:
 
 BOTH, MODEL, DECODER = (Holds.MODEL, Holds.DECODER), (Holds.MODEL,), (Holds.DECODER,)
 
-# What a row rules out, why, and whether it applies to a chunk, the only one of the stage that it is given: what this
-# returns stands in the reason's place for it. The first row that applies counts, and later ones rely on that.
-_TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage], object]], ...] = (
-    (BOTH, "the {} engine captures layers only", lambda s: "" if s.takes_gradients else s.engine.name),
-    (DECODER, "several micro-batches are in flight at a time", lambda s: not s.one_graph_serves_all),
+# What a row rules out, why, and whether it applies to a chunk of the stage: what this returns stands in the reason's
+# place for it. The first row that applies counts, and later ones rely on that.
+_TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage, Chunk], object]], ...] = (
+    (BOTH, "the {} engine captures layers only", lambda s, c: "" if s.takes_gradients else s.engine.name),
+    (DECODER, "several micro-batches are in flight at a time", lambda s, c: not s.one_graph_serves_all),
     (
         MODEL,
         "layers run in parts (--overlap-moe-expert-parallel-comm)",
-        lambda s: s.config.overlap_moe_expert_parallel_comm,
+        lambda s, c: s.config.overlap_moe_expert_parallel_comm,
     ),
-    (BOTH, "the model is not under Megatron-FSDP", lambda s: _fsdp(s) is None),
-    (MODEL, "there are parameters outside of {}", _is_larger_than_model),
-    (MODEL, "{} is no GPTModel or HybridModel with its own forward", _is_other_model),
-    (DECODER, "{} is not an unmodified TransformerBlock or HybridStack", _is_other_decoder),
+    (BOTH, "the model is not under Megatron-FSDP", lambda s, c: c.fsdp is None),
+    (MODEL, "there are parameters outside of {}", lambda s, c: _is_larger_than_model(c)),
+    (MODEL, "{} is no GPTModel or HybridModel with its own forward", lambda s, c: _is_other_model(c.model)),
+    (
+        DECODER,
+        "{} is not an unmodified TransformerBlock or HybridStack",
+        lambda s, c: _is_other_decoder(getattr(c.model, "decoder", None)),
+    ),
     (
         MODEL,
         "not all of its layers can be captured",
-        lambda s: not _layers(s) or not all(_layer_is_graphable(layer, s.config) for layer in _every_layer(s)),
+        lambda s, c: not decoder_layers(c.model) or not _are_graphable(language_layers(c.model), s.config),
     ),
     (
         DECODER,
         "not all of its layers can be captured",
-        lambda s: len(_layers(s)) < 2 or not {*_layers(s)} <= {*s.layers},
+        lambda s, c: len(decoder_layers(c.model)) < 2 or not {*decoder_layers(c.model)} <= {*c.layers},
     ),
     (
         BOTH,
         "its layers have different attention masks",
-        lambda s: len({*map(attention_mask_type, _every_layer(s))} - {None}) > 1,
+        lambda s, c: len({*map(attention_mask_type, language_layers(c.model))} - {None}) > 1,
     ),
-    (BOTH, "only modules of layers are captured (--cuda-graph-modules)", lambda s: s.config.cuda_graph_modules),
-    (BOTH, "there is FP4, or FP8 other than --fp8-recipe delayed or tensorwise", quantized_otherwise),
+    (BOTH, "only modules of layers are captured (--cuda-graph-modules)", lambda s, c: s.config.cuda_graph_modules),
+    (BOTH, "there is FP4, or FP8 other than --fp8-recipe delayed or tensorwise", lambda s, c: quantized_otherwise(s)),
     (
         DECODER,
         "layers of multi-token prediction are computed again (--recompute-granularity full)",
-        lambda s: recomputes_layers(s) and not {*s.layers} <= {*_layers(s)},
+        lambda s, c: recomputes_layers(s) and not {*c.layers} <= {*decoder_layers(c.model)},
     ),
-    (BOTH, "weight gradients are delayed (--delay-wgrad-compute)", lambda s: s.config.delay_wgrad_compute),
+    (BOTH, "weight gradients are delayed (--delay-wgrad-compute)", lambda s, c: s.config.delay_wgrad_compute),
     (
         BOTH,
         "activations are offloaded",
-        lambda s: s.config.fine_grained_activation_offloading or s.config.cpu_offloading,
+        lambda s, c: s.config.fine_grained_activation_offloading or s.config.cpu_offloading,
     ),
     (
         MODEL,
         "TransformerEngine's cross entropy reads values on the host (--cross-entropy-fusion-impl native does not)",
-        lambda s: s.config.cross_entropy_loss_fusion and s.config.cross_entropy_fusion_impl == "te",
+        lambda s, c: s.config.cross_entropy_loss_fusion and s.config.cross_entropy_fusion_impl == "te",
     ),
-    (BOTH, "backward keeps autograd's graph", lambda s: s.config.cuda_graph_retain_backward_graph),
-    (MODEL, "{} has hooks, which do not run in replays", _hooked_beside_layers),
-    (DECODER, "{} has hooks, which do not run in replays", _hooked_layer),
-    (MODEL, "{}", lambda s: _fsdp(s).whole_model_blocker()),
-    (DECODER, "{}", lambda s: _fsdp(s).recording_blocker(_layers(s))),
+    (BOTH, "backward keeps autograd's graph", lambda s, c: s.config.cuda_graph_retain_backward_graph),
+    (MODEL, "{} has hooks, which do not run in replays", lambda s, c: _hooked_beside_layers(c.model)),
+    (DECODER, "{} has hooks, which do not run in replays", lambda s, c: _hooked_layer(decoder_layers(c.model))),
+    (MODEL, "{}", lambda s, c: c.fsdp.whole_model_blocker()),
+    (DECODER, "{}", lambda s, c: c.fsdp.recording_blocker(decoder_layers(c.model))),
 )
 
 

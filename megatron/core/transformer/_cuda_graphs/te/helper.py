@@ -30,7 +30,7 @@ from .eager_parts import eager_parts
 from .graph_choice import GraphChoice
 from .joined_collectives import joined_collectives
 from .layers import _layer_is_graphable, fsdp_of, language_model_layers
-from .stage import Chunk, Role, Stage
+from .stage import Chunk, Layers, Role, Stage
 from .stage_graphs import (
     BEFORE_CAPTURE,
     CAPTURE_FAILED,
@@ -111,8 +111,15 @@ class TECudaGraphHelper:
                 check_fsdp_options(config, fsdp.ddp_config)
         make_log = getattr(config, "cuda_graph_step_log", None) if self._role.logs_steps else None
         self._step_log = None if make_log is None else make_log()
-        self._discover_layers()
         self.stage = self._new_stage()
+        chunks = self.stage.chunks
+        # Attributes that callers of megatron-core's helper read.
+        self.chunks_with_decoder = [chunk.model if chunk.layers else None for chunk in chunks]
+        self.callables_per_chunk = [chunk.layers for chunk in chunks]
+        self.callables_per_chunk_is_mtp = [chunk.is_mtp for chunk in chunks]
+        self.num_layers_per_chunk = [len(chunk.layers) for chunk in chunks]
+        self.flattened_callables = self.stage.layers
+        self.flattened_callables_is_mtp = [mtp for chunk in chunks for mtp in chunk.is_mtp]
         self.stage.log(logging.INFO, f"{len(self.flattened_callables)} graphable layers")
         self.choice = GraphChoice(self.stage)
         self._graphs = StageGraphs(self.stage)
@@ -121,32 +128,16 @@ class TECudaGraphHelper:
 
     # --------------------------------------------------------------------------------------------- layers
 
-    def _discover_layers(self) -> None:
-        """Find the layers that can be captured, chunk by chunk."""
-        self.chunks_with_decoder: list[torch.nn.Module | None] = []
-        self.callables_per_chunk: list[list[torch.nn.Module]] = []
-        self.callables_per_chunk_is_mtp: list[list[bool]] = []
-        for chunk in self.model:
-            with_decoder, layers = self._layers_of(chunk)
-            graphable = [(layer, mtp) for layer, mtp in layers if _layer_is_graphable(layer, self.config)]
-            self.chunks_with_decoder.append(with_decoder if graphable else None)
-            self.callables_per_chunk.append([layer for layer, _ in graphable])
-            self.callables_per_chunk_is_mtp.append([mtp for _, mtp in graphable])
-        self.num_layers_per_chunk = [len(layers) for layers in self.callables_per_chunk]
-        self.flattened_callables = [layer for layers in self.callables_per_chunk for layer in layers]
-        self.flattened_callables_is_mtp = [mtp for chunk in self.callables_per_chunk_is_mtp for mtp in chunk]
-
-    def _layers_of(self, chunk: torch.nn.Module) -> tuple[torch.nn.Module | None, list[tuple[torch.nn.Module, bool]]]:
-        """Return the model inside ``chunk``, if any, and its layers, each with whether it belongs to MTP."""
+    def _layers_of(self, chunk: torch.nn.Module) -> tuple[Any | None, Layers]:
+        """Return the model inside ``chunk``, if any, and its layers."""
         return language_model_layers(chunk)
 
     def _new_stage(self) -> Stage:
-        found = [self._layers_of(chunk) for chunk in self.model]
-        per_chunk = self.chunks_with_decoder, self.callables_per_chunk, self.callables_per_chunk_is_mtp
-        chunks = [
-            Chunk(chunk, model if with_layers is None else with_layers, [layer for layer, _ in every], layers, is_mtp)
-            for chunk, (model, every), with_layers, layers, is_mtp in zip(self.model, found, *per_chunk, strict=True)
-        ]
+        chunks: list[Chunk] = []
+        for chunk in self.model:
+            model, layers = self._layers_of(chunk)
+            graphable = [layer for layer in layers if _layer_is_graphable(layer, self.config)]
+            chunks.append(Chunk(chunk, model, layers, graphable))
         engine = choose_backend(needs_hooks=any(chunk.fsdp is not None for chunk in chunks))
         return Stage(self.config, self.pg_collection, self.p2p_communicator, engine, chunks, self._role)
 

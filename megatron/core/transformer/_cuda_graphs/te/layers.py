@@ -53,17 +53,32 @@ def mtp_layers(model: Any | None) -> list[torch.nn.Module]:
     return layers
 
 
-def language_model_layers(
-    chunk: torch.nn.Module,
-) -> tuple[torch.nn.Module | None, list[tuple[torch.nn.Module, bool]]]:
-    """Return the language model inside ``chunk``, if any, and its layers, each with whether it belongs to MTP."""
-    model = language_model_of(chunk)
-    if model is None:
-        return None, []
-    layers = [(layer, False) for layer in decoder_layers(model)]
+def language_layers(model: Any | None) -> list[torch.nn.Module]:
+    """Return the layers of the decoder of ``model`` and those of multi-token prediction."""
+    return decoder_layers(model) + mtp_layers(model)
+
+
+def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
+    """Set ``current_microbatch`` of every layer that may replay graphs: each micro-batch in flight has its own.
+
+    Schedules call this before a forward pass. The layers are those of the language model's decoder, of multi-token
+    prediction, and of the vision model's decoder.
+
+    Args:
+        model: One model chunk, in its wrappers; it may lack any of these.
+        microbatch_id: The micro-batch of the step, counted from 0.
+    """
+    for layer in language_layers(language_model_of(model)) + decoder_layers(vision_model_of(model)):
+        layer.__dict__["current_microbatch"] = microbatch_id  # bypasses Module.__setattr__, which is slow
+
+
+def language_model_layers(chunk: torch.nn.Module) -> tuple[Any | None, list[torch.nn.Module]]:
+    """Return the language model inside ``chunk``, if any, and its layers that run once for each micro-batch."""
+    model: Any = language_model_of(chunk)
+    layers = decoder_layers(model)
     # A layer that runs several times for one micro-batch would overwrite activations that its backward pass needs.
     if hasattr(model, "mtp") and not (model.config.mtp_use_repeated_layer and model.config.mtp_num_layers > 1):
-        layers += [(layer, True) for layer in mtp_layers(model)]
+        layers += mtp_layers(model)
     return model, layers
 
 

@@ -14,7 +14,7 @@ from megatron.core.utils import log_on_each_pipeline_stage
 from ..report.timeline import Timeline
 from .agreement import CaptureAgreement
 from .backends import Backend
-from .layers import fsdp_of
+from .layers import fsdp_of, mtp_layers
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
@@ -53,17 +53,21 @@ class Chunk:
         model: The model in it that has layers; None if it has no such model.
         every_layer: The layers of that model in the order in which they run.
         layers: Those of them that can be captured.
-        is_mtp: Whether each of these belongs to multi-token prediction.
     """
 
     module: Any
-    model: Any | None
+    model: Any
     every_layer: Layers
     layers: Layers
-    is_mtp: Sequence[bool]
 
     @property
-    def fsdp(self) -> Any | None:
+    def is_mtp(self) -> list[bool]:
+        """Whether each of ``layers`` belongs to multi-token prediction."""
+        mtp = mtp_layers(self.model)
+        return [layer in mtp for layer in self.layers]
+
+    @property
+    def fsdp(self) -> Any:
         """The ``MegatronFSDP`` among the wrappers, or None."""
         return fsdp_of(self.module)
 

@@ -45,13 +45,10 @@ class KeptParameters:
         sharded[0]._get_fsdp_state()._lazy_init()
         inside = {module for layer in layers for module in layer.modules()}
         for module in sharded:
-            self._add(module, inside)
-
-    def _add(self, module: Any, inside: set[torch.nn.Module]) -> None:
-        group = module._get_fsdp_state()._fsdp_param_group
-        params = [] if group is None else [param for param in group.fsdp_params if param._module_info.module in inside]
-        if params:
-            self._params[module] = params
+            group = module._get_fsdp_state()._fsdp_param_group
+            params = () if group is None else group.fsdp_params
+            if own := [param for param in params if param._module_info.module in inside]:
+                self._params[module] = own
 
     @contextmanager
     def kept(self) -> Iterator[None]:

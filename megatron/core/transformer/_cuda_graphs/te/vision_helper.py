@@ -14,7 +14,7 @@ from .helper import TECudaGraphHelper, logger
 from .layers import decoder_layers, vision_model_of
 from .order import PassOrder
 from .sample_inputs import SampleArguments
-from .stage import Role
+from .stage import Layers, Role
 
 
 def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:
@@ -135,18 +135,15 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
         super().__init__(with_vision[:1], vision_config, vision_seq_length, 1, pg_collection=pg_collection)
         self.num_microbatches = num_microbatches
         self._interleaved = len(model) > 1
-
-    def _discover_layers(self) -> None:
-        super()._discover_layers()
         # Attributes that callers of megatron-core's helper read.
         self.vision_model = vision_model_of(self.model[0]) if self.model else None
         if self.vision_model is None:
             logger.warning("VisionTECudaGraphHelper: the model has no vision_model, nothing will be captured")
         self.callables, self.num_layers = self.flattened_callables, len(self.flattened_callables)
 
-    def _layers_of(self, chunk: torch.nn.Module) -> tuple[torch.nn.Module | None, list[tuple[torch.nn.Module, bool]]]:
+    def _layers_of(self, chunk: torch.nn.Module) -> tuple[Any | None, Layers]:
         vision_model = vision_model_of(chunk)
-        return vision_model, [(layer, False) for layer in decoder_layers(vision_model)]
+        return vision_model, decoder_layers(vision_model)
 
     def _arguments(self) -> CaptureArguments:
         # With virtual stages more micro-batches of this chunk are in flight than if it were the only one: keep all.

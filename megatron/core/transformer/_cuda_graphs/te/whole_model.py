@@ -22,7 +22,7 @@ from ..evaluation_mode import may_replay_evaluation
 from ..packed_sequences import OFFSETS, from_static_offsets
 from ..replay_conditions import ReplayConditions
 from .forward_graphs import ForwardGraphs
-from .layers import decoder_layers, mtp_layers
+from .layers import decoder_layers, language_layers
 from .order import PassOrder
 from .sample_inputs import LayerInputs, captures_attention, sample_arguments
 from .training_calls import HIDDEN_STATES, UNUSED, expected_inputs, is_first, is_last, is_training, shape_of, unused_by
@@ -63,7 +63,7 @@ def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[st
         model: The language model, or a chunk of it.
     """
     of_layers = LayerInputs(model.config, seq_length, micro_batch_size)
-    attention = next(filter(captures_attention, [*decoder_layers(model), *mtp_layers(model)]), None)
+    attention = next(filter(captures_attention, language_layers(model)), None)
     _, of_attention = ((), {}) if attention is None else of_layers.make(attention, None)
     expected = expected_inputs(model, micro_batch_size, seq_length // model.config.context_parallel_size)
     expected.pop("attention_mask", None)

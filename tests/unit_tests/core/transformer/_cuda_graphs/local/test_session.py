@@ -122,6 +122,6 @@ class TestBuffers:
 
     def test_no_static_memory_is_in_use_after_the_capture(self):
         record(stack(), scale=torch.ones(1, HIDDEN).cuda())
-        pool = _CudagraphGlobalRecord.tensor_reuse_pool
+        pool = _CudagraphGlobalRecord.session.buffers.pool
         # the gradient of the first layer's input goes to eager code: nobody knows for how long; here it is a graph's
         assert len(pool.pool) == len(pool.tensor_strong_refs)

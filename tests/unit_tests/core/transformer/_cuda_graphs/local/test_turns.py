@@ -33,7 +33,6 @@ class TestTurns:
 
     def test_are_those_of_the_passes_recorded(self):
         _, of = self.recorded("aF", "bF", "cF", "aB", "bB")
-        assert [of[name].number for name in "abc"] == [0, 1, 2]
         assert [of[name].bit for name in "abc"] == [1, 2, 4]
         assert [of[name].busy_at_forward for name in "abc"] == [0, 1, 3]
         assert [of[name].busy_at_backward for name in "abc"] == [6, 4, -1]  # c has no backward pass
@@ -116,5 +115,5 @@ class TestPipeline:
         first = model.layers[0].cudagraph_manager.cudagraph_runners
         assert len(first) == 5
         # the inputs of two micro-batches in flight and, while one of them goes back, the gradient of its output
-        assert len(_CudagraphGlobalRecord.tensor_reuse_pool.tensor_strong_refs) == 3
+        assert len(_CudagraphGlobalRecord.session.buffers.pool.tensor_strong_refs) == 3
         assert len({runner.fwd_graph_input_surface[0].data_ptr() for runner in first}) == 3
