@@ -81,16 +81,16 @@ _KINDS = (
 _LONG_ONES = (_LONG, f"{_LONG} {_FULL} uniform --recompute-num-layers 1")
 # What documents quote most comes first.
 PARTS = (
-    Part("step_time_a_b", (1, 2), f"{_TIMES} --configurations A B --variants {_DENSE} --launches LAUNCHES", 180),
+    Part("step_time_a_b", (1, 2), f"{_TIMES} --configurations A B --variants {_DENSE} --launches LAUNCHES", 240),
     Part(
         "step_time_kinds",
         (1,),
         f"{_TIMES} --configurations {shlex.join(_KINDS)} --variants eager native full_iteration",
         210,
     ),
-    Part("step_time_checked", (1,), f"{_TIMES} --configurations A B --variants {_CHECKED}", 60),
+    Part("step_time_checked", (1,), f"{_TIMES} --configurations A B --variants {_CHECKED}", 80),
     Part("step_time_a", (4,), f"{_TIMES} --configurations A --variants {_DENSE} --launches LAUNCHES", 180),
-    Part("step_time_c_d", (1, 2), f"{_TIMES} --configurations C D --variants {_GROUPED}", 160),
+    Part("step_time_c_d", (1, 2), f"{_TIMES} --configurations C D --variants {_GROUPED}", 180),
     Part("step_time_c", (4,), f"{_TIMES} --configurations C --variants {_GROUPED} --expert-parallel 4", 100),
     Part("replay_overhead", (1,), "benchmarks/replay_overhead.py --rounds 3 --repeats 50 --output FILE", 40),
     Part("capture_time", (1,), "benchmarks/capture_time.py --output FILE", 50),
@@ -113,8 +113,7 @@ PARTS = (
     Part(
         "step_time_fsdp2",
         (1, 2),
-        f"{_TIMES} --configurations 'A:{_UNTIED}' 'B:{_UNTIED}' "
-        "--variants eager native fsdp2 fsdp2_graphs fsdp2_full_iteration",
+        f"{_TIMES} --configurations 'A:{_UNTIED}' 'B:{_UNTIED}' --variants eager native fsdp2 fsdp2_graphs",
         150,
     ),
     Part(

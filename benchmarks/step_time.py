@@ -18,7 +18,7 @@ Variants:
                                of no use with more than one rank. Where the GPU bounds a step, what takes longer
                                than this is what sharding costs
     ddp, ddp_graphs            DistributedDataParallel and the distributed optimizer, without and with a graph per layer
-    fsdp2, fsdp2_graphs, fsdp2_full_iteration    torch's FSDP2, likewise; not of the default
+    fsdp2, fsdp2_graphs        torch's FSDP2, likewise; not of the default
     eager+optimizer, ...       the same with a graph of the optimizer
     eager+checks, native+checks    with each micro-batch's loss looked at, as by default in Megatron; not of the default
     native:NAME=VALUE,...:FLAGS    one of them with further environment variables and flags

@@ -92,7 +92,6 @@ VARIANTS = {
         Variant("ddp_graphs", (*DDP, *_graphs(PER_LAYER)), _engine("native"), references=("ddp",)),
         Variant("fsdp2", (*FSDP2, *_graphs("none")), references=("fsdp2",)),
         Variant("fsdp2_graphs", (*FSDP2, *_graphs(PER_LAYER)), _engine("native"), references=("fsdp2",)),
-        Variant("fsdp2_full_iteration", (*FSDP2, *_graphs("full_iteration")), references=("fsdp2",), one_graph=True),
         Variant("eager+checks", (*FSDP, *_graphs("none")), references=_CHECKED_REFERENCES, checks_losses=True),
         Variant(
             "native+checks", (*FSDP, *_graphs(PER_LAYER)), _engine("native"), _CHECKED_REFERENCES, checks_losses=True

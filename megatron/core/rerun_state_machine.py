@@ -1,7 +1,7 @@
 """Reruns of steps, which draw the same random numbers, agreed on by ranks without waiting for their devices."""
 
 import logging
-from collections.abc import Callable
+from collections import abc
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -40,7 +40,7 @@ class RerunStateMachine(_upstream.RerunStateMachine):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        self._postponed: list[tuple[torch.cuda.Event, Callable[[], None]]] = []
+        self._postponed: list[tuple[torch.cuda.Event, abc.Callable[[], None]]] = []
         token_bounds.clear()  # those of a training before: on some ranks its model may be there still
 
     def should_run_forward_backward(self, data_iterator: Any) -> bool:
@@ -69,9 +69,9 @@ class RerunStateMachine(_upstream.RerunStateMachine):
     def validate_result(
         self,
         result: Any,
-        rejection_func: Callable[[Any], Any],
+        rejection_func: abc.Callable[[Any], Any],
         message: str,
-        comparison_func: Callable[[Any, Any], float] | None = None,
+        comparison_func: abc.Callable[[Any, Any], float] | None = None,
         tolerance: float = 0.0,
         fatal: bool = True,
     ) -> None:
@@ -92,7 +92,7 @@ class RerunStateMachine(_upstream.RerunStateMachine):
         copied.record()
         self._postponed.append((copied, partial(validate, copy)))
 
-    def _can_wait(self, result: Any, rejection_func: Callable[[Any], Any]) -> bool:
+    def _can_wait(self, result: Any, rejection_func: abc.Callable[[Any], Any]) -> bool:
         """Return whether ``rejection_func`` says the same of a copy of ``result``, when the passes have been launched.
 
         That is known of megatron-core's and torch's functions. In a second run, or without reruns, an error is raised

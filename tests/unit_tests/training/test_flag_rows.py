@@ -67,6 +67,9 @@ EXAMPLES = {
     "fused weight gradients": Example("--data-parallel-sharding-strategy optim", left_out=(FUSED,)),
     "torch fsdp2": Example("--use-torch-fsdp2", left_out=(SHARDED,)),
     "optimizer graph of torch fsdp2": Example("--use-torch-fsdp2 --optimizer-cuda-graph", left_out=(SHARDED,)),
+    "full iteration of torch fsdp2": Example(
+        "--use-torch-fsdp2 --cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad", left_out=(SHARDED,)
+    ),
     "quantization with torch fsdp2": Example("--use-torch-fsdp2 --fp8-format hybrid", left_out=(SHARDED,)),
     "checkpoints of torch fsdp2": Example("--use-torch-fsdp2 --load checkpoints", left_out=(SHARDED,)),
     "checkpoints saved in the background": Example("--save checkpoints --async-save"),
@@ -364,11 +367,12 @@ def test_two_rows_that_have_nothing_to_do_with_each_other_are_both_named(flags, 
 
 
 @pytest.mark.parametrize("impl", ["none", "full_iteration"])
-def test_graphs_that_are_not_per_layer_are_none_of_the_tables_business(flags, impl):
+def test_of_graphs_that_megatron_core_makes_the_table_refuses_those_of_torchs_fsdp2_only(flags, impl):
     for name in EXAMPLES:
         args = Namespace(**vars(flags[name]) | {"cuda_graph_impl": impl})
-        assert not rows_of(args), name
-        assert not refusal(args), name
+        refused = [ROWS["full iteration of torch fsdp2"]] if impl != "none" and args.use_torch_fsdp2 else []
+        assert rows_of(args) == refused, name
+        assert bool(refusal(args)) == bool(refused), name
 
 
 def test_models_that_are_not_sharded_are_none_of_the_tables_business(flags, caplog):

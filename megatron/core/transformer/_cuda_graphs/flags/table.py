@@ -500,6 +500,15 @@ _REFUSED = [
         sharding=TORCH_FSDP,
     ),
     _refused(
+        "full iteration of torch fsdp2",
+        "--use-torch-fsdp2 with --cuda-graph-impl full_iteration",
+        lambda options: True,
+        "--cuda-graph-impl full_iteration with --use-torch-fsdp2 trains otherwise than without graphs from the first "
+        "step after the capture on: set --cuda-graph-impl transformer_engine, or use --use-megatron-fsdp",
+        graphs=("full_iteration",),
+        sharding=TORCH_FSDP,
+    ),
+    _refused(
         "negative warm-up",
         "--cuda-graph-warmup-steps below 0",
         lambda options: _warmup(options) < 0,
