@@ -156,7 +156,9 @@ test-newest-torch: build/torches/$(NEWEST_TORCH)/.installed
 # As with_core. No GPU is shown: what else CUDA needs is that of the environment, which fits its own torch.
 with_torch = CUDA_VISIBLE_DEVICES= TORCH_VERSION=$(1) PYTHONPATH=$(CURDIR)/build/torches/$(1)$(addprefix :,$(PYTHONPATH))
 
-# That torch, and of what it requires what it cannot be imported without in the environment's version.
+# That torch, and of what it requires what it cannot be imported without in the environment's version. A machine's own
+# constraints may know no torch that is so new.
+$(OTHER_TORCHES:%=build/torches/%/.installed): export PIP_CONSTRAINT := /dev/null
 $(OTHER_TORCHES:%=build/torches/%/.installed): build/torches/%/.installed: | $(ENVIRONMENT)
 	rm -rf build/torches/$*
 	$(PY) -m pip install --quiet --no-compile --no-deps --target build/torches/$* torch==$*

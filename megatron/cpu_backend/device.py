@@ -54,6 +54,11 @@ class MemPool:
         return []
 
 
+@contextlib.contextmanager  # torch 2.15's compiler looks for the generator within
+def _use_mem_pool(pool: MemPool, device: Any = None):
+    yield
+
+
 def _nothing() -> list:
     return []
 
@@ -105,7 +110,7 @@ def install() -> None:
         "mem_get_info": lambda device=None: (PROPERTIES.total_memory, PROPERTIES.total_memory),
         "set_per_process_memory_fraction": lambda fraction, device=None: None,
         "MemPool": MemPool,
-        "use_mem_pool": lambda pool, device=None: contextlib.nullcontext(),
+        "use_mem_pool": _use_mem_pool,
     }.items():
         for owner in (cuda, cuda.memory):
             patch(owner, name, value, "no allocator of the device's own")
