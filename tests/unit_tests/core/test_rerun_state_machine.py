@@ -170,7 +170,7 @@ def test_a_wrong_result_is_the_one_that_was_given_whatever_became_of_it(machine,
     assert machine.should_checkpoint_and_exit() == (False, False, 0)
 
 
-def test_what_asks_of_a_result_otherwise_is_called_at_once_and_after_those_before(machine, validate):
+def test_what_asks_of_a_result_otherwise_is_called_at_once(machine, validate):
     assert machine.should_run_forward_backward(None)
     asks = mock.Mock(return_value=True)
     machine.validate_result(torch.tensor(1.0, device="cuda"), asks, "another")
