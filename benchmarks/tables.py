@@ -8,8 +8,8 @@ to ``benchmarks/results``. A figure in a text stands before a comment that says 
 
     42.1<!--=release/step_time_a_b_1gpu configurations/A/native/ms-->
 
-This is the file and the keys that lead to it, without ``--``, which comments must not have: of a list the ``variant`` or
-``engine`` of an element, or its number; two of these with ``over`` between them are a ratio. A figure keeps its
+This is the file and the keys that lead to it, without ``--``, which comments must not have: of a list the ``variant``
+or ``engine`` of an element, or its number; two of these with ``over`` between them are a ratio. A figure keeps its
 number of digits behind the point. A test fails on figures without such a comment.
 """
 
