@@ -79,6 +79,12 @@ _KINDS = (
     "A:--num-layers 8 --hybrid-layer-pattern *-*-*-*-*-*-*-*-",
 )
 _LONG_ONES = (_LONG, f"{_LONG} {_FULL} uniform --recompute-num-layers 1")
+_COLLECTIVES = (
+    *_DENSE.split(),
+    "native::--use-nccl-ub",
+    "native:NCCL_CTA_POLICY=2:--use-nccl-ub",  # all-gathers by copy engines
+    "native:NCCL_MAX_CTAS=8",
+)
 # What documents quote most comes first.
 PARTS = (
     Part("step_time_a_b", (1, 2), f"{_TIMES} --configurations A B --variants {_DENSE} --launches LAUNCHES", 240),
@@ -90,6 +96,14 @@ PARTS = (
     ),
     Part("step_time_checked", (1,), f"{_TIMES} --configurations A B --variants {_CHECKED}", 80),
     Part("step_time_a", (4,), f"{_TIMES} --configurations A --variants {_DENSE} --launches LAUNCHES", 180),
+    Part(
+        "collectives",
+        (2, 4),
+        "-m torch.distributed.run --nproc-per-node GPUS benchmarks/collectives_beside_gemms.py --output FILE",
+        120,
+        ("benchmarks/collectives_beside_gemms.py",),
+    ),
+    Part("step_time_collectives", (2,), f"{_TIMES} --configurations A B --variants {shlex.join(_COLLECTIVES)}", 400),
     Part("step_time_c_d", (1, 2), f"{_TIMES} --configurations C D --variants {_GROUPED}", 180),
     Part("step_time_c", (4,), f"{_TIMES} --configurations C --variants {_GROUPED} --expert-parallel 4", 100),
     Part("replay_overhead", (1,), "benchmarks/replay_overhead.py --rounds 3 --repeats 50 --output FILE", 40),

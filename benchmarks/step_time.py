@@ -23,13 +23,13 @@ Variants:
     eager+checks, native+checks    with each micro-batch's loss looked at, as by default in Megatron; not of the default
     native:NAME=VALUE,...:FLAGS    one of them with further environment variables and flags
 
-All variants of configurations with the same ranks run one after the other in the same processes, each with a fresh
-model, the same seed and the same data: first to take times, then again to be profiled. Every step's loss and gradient
-norm must equal the reference's bit for bit. The exit code is 1 where they do not, or where a run failed. On a shared
-host a step that the host bounds takes up to half as long again in one launch as in the next: ``--launches`` compares
-several. Every tenth step prints a line of the log; a time is the mean over the steps from one line to the next, as the
-host runs ahead where nothing is printed. Without a GPU it trains tiny models on the CPU backend, whose times mean
-nothing.
+All variants of configurations with the same ranks run one after the other in the same processes (those with the same
+variables of NCCL, which reads them once), each with a fresh model, the same seed and the same data: first to take
+times, then again to be profiled. Every step's loss and gradient norm must equal the reference's bit for bit. The exit
+code is 1 where they do not, or where a run failed. On a shared host a step that the host bounds takes up to half as
+long again in one launch as in the next: ``--launches`` compares several. Every tenth step prints a line of the log; a
+time is the mean over the steps from one line to the next, as the host runs ahead where nothing is printed. Without a
+GPU it trains tiny models on the CPU backend, whose times mean nothing.
 """
 
 import argparse

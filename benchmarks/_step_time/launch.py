@@ -28,7 +28,7 @@ def run_plan(
     show: Callable[[Run, Result], None],
     environment: Mapping[str, str] | None = None,
 ) -> None:
-    """Train ``runs`` in processes of their own, all in one launch unless one fails.
+    """Train ``runs`` in processes of their own, all that start with the same variables in one launch unless one fails.
 
     Args:
         runs: What to train.
@@ -45,8 +45,17 @@ def run_plan(
     while left:
         log = logs / f"ranks-{ranks}-{runs[0].configuration.partition(':')[0]}-{launches}.log"
         launches += 1
-        left = _launch(
-            left, log, ranks=ranks, on_cpu=on_cpu, stall_seconds=stall_seconds, show=show, environment=variables
+        own = left[0].process_environment
+        together = [run for run in left if run.process_environment == own]
+        others = [run for run in left if run.process_environment != own]
+        left = others + _launch(
+            together,
+            log,
+            ranks=ranks,
+            on_cpu=on_cpu,
+            stall_seconds=stall_seconds,
+            show=show,
+            environment=variables | own,
         )
 
 

@@ -19,7 +19,7 @@ class Run:
         number: Its place in the plan.
         configuration, variant: Names.
         flags: Flags of ``megatron.training``.
-        environment: Variables set during the training.
+        environment: Variables set during the training; NCCL's, which it reads once, also when processes start.
         side_stream: Whether it runs on a stream other than the default one, as ``megatron.training`` does for
             CUDA graphs.
         steps: How many steps are timed.
@@ -41,6 +41,11 @@ class Run:
     top_python: int
     communicates: bool = True
     examined: str = ""
+
+    @property
+    def process_environment(self) -> dict[str, str]:
+        """Variables that the processes start with."""
+        return {name: value for name, value in self.environment.items() if name.startswith("NCCL_")}
 
     @property
     def file_name(self) -> str:

@@ -34,7 +34,8 @@ class Variant:
     Attributes:
         name: As the user wrote it.
         flags: Flags of ``megatron.training``.
-        environment: Variables set during the training. Only those read after the imports take effect.
+        environment: Variables set during the training. Of those read earlier only NCCL's take effect
+            (``Run.process_environment``).
         references: Variants that must compute the same bits; the first that ran is compared with.
         one_graph: Whether a graph holds all passes of a step.
         communicates: Whether parameters are gathered and gradients reduced (``resident.without_collectives``).

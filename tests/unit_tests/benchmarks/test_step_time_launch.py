@@ -1,7 +1,9 @@
 """A plan's ranks are followed: what fails or stands still is reported, and the others run in another launch."""
 
+import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -77,3 +79,27 @@ def test_a_run_that_stands_still_is_ended_and_reported(train):
     assert number == 0
     assert error.startswith("no news for 6 s")
     assert after == (1, "ended")
+
+
+def test_variables_of_nccl_are_there_when_processes_start(tmp_path, monkeypatch):
+    """Which reads them once: trainings with others of its variables are in a launch of their own."""
+    started: list[tuple[str | None, list[str]]] = []
+    popen = subprocess.Popen
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
+
+    def starts(command: list[str], **options: Any) -> subprocess.Popen[bytes]:
+        plan = json.loads(Path(command[-3]).read_text())
+        started.append((options["env"].get("NCCL_MAX_CTAS"), [run["variant"] for run in plan]))
+        return popen([sys.executable, "-S", *command[-4:]], **options)
+
+    monkeypatch.setattr(launch, "WORKER", worker)
+    monkeypatch.setattr(subprocess, "Popen", starts)
+    monkeypatch.delenv("NCCL_MAX_CTAS", raising=False)
+    few = {"NCCL_MAX_CTAS": "8"}
+    runs = [
+        Run(number, "A", variant, [], environment, False, 20, False, 1)
+        for number, (variant, environment) in enumerate({"eager": {}, "few": few, "native": {"OTHER": "1"}}.items())
+    ]
+    launch.run_plan(runs, ranks=1, on_cpu=False, logs=tmp_path, stall_seconds=600, show=lambda *_: None)
+    assert started == [(None, ["eager", "native"]), ("8", ["few"])]
