@@ -46,7 +46,6 @@ PACKED: Setting = {
     "--dataloader-inter-document-masking": True,
     "--spec": "tests.support.packed_attention local_layer",
     "--micro-batch-size": "1",
-    "--global-batch-size": "16",
     "--position-embedding-type": "learned_absolute",
 }
 PARTS = "attn moe_router moe_preprocess"
