@@ -108,6 +108,7 @@ PARTS = (
     Part("step_time_c", (4,), f"{_TIMES} --configurations C --variants {_GROUPED} --expert-parallel 4", 100),
     Part("replay_overhead", (1,), "benchmarks/replay_overhead.py --rounds 3 --repeats 50 --output FILE", 40),
     Part("capture_time", (1,), "benchmarks/capture_time.py --output FILE", 50),
+    Part("fp8_shards", (1,), "benchmarks/fp8_shards.py --output FILE", 30, ("benchmarks/fp8_shards.py",)),
     Part("demo", (1, 2), "examples/demo.py --json FILE", 80),
     Part(
         "step_time_a_b_optimizer",
