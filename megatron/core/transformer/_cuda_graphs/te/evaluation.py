@@ -25,7 +25,7 @@ from ..flags.own import packed_sequences
 from ..hooks import extracted_hooks, has_other_hooks
 from ..replay_conditions import ReplayConditions
 from .agreement import CaptureAgreement
-from .capture_arguments import quantization_arguments, recorded_quantization
+from .capture_arguments import WARMUP_ITERATIONS, quantization_arguments, recorded_quantization
 from .joined_collectives import joined_collectives
 from .layers import layer_name
 from .sample_inputs import LayerInputs, attention_mask_type, captures_attention, default_kwargs, sample_arguments
@@ -34,9 +34,6 @@ from .training_calls import arguments_by_name, call_blocker, is_first, shape_of_
 from .whole_model import ModelGraphs, capture_evaluation
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
-
-# As often as torch's own make_graphed_callables: training has not warmed up what evaluation runs.
-_WARMUP_ITERATIONS = 3
 
 
 def _repeats_router(config: Any) -> bool:
@@ -170,7 +167,7 @@ class EvaluationGraphs:
     def _capture_model(self, whole: ModelGraphs, agreement: CaptureAgreement, shape: tuple[int, int]) -> None:
         owner = self._sharding.evaluated_model(partial(agreement.begin, "evaluation of the whole model"))
         quantized = recorded_quantization(self._stage, whole.module)
-        whole.evaluation = capture_evaluation(self._model, owner, *shape, _WARMUP_ITERATIONS, quantized)
+        whole.evaluation = capture_evaluation(self._model, owner, *shape, WARMUP_ITERATIONS, quantized)
 
     def _capture(self, agreement: CaptureAgreement, shape: tuple[int, int]) -> list[EvaluationGraph]:
         inputs = LayerInputs(self._config, *shape)
@@ -196,7 +193,7 @@ class EvaluationGraphs:
             graphed = make_graphed_callables(
                 layers,
                 [args for args, _ in samples],
-                num_warmup_iters=_WARMUP_ITERATIONS,
+                num_warmup_iters=WARMUP_ITERATIONS,  # of training none counts, which runs something else
                 sample_kwargs=keywords,
                 **quantization_arguments(self._stage, layers),
                 _order=order,
