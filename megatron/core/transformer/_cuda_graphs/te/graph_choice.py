@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..errors import CaptureFailedError
+from ..flags.options import Options
 from ..flags.own import LAYERS_FLAG, WHOLE_MODEL, layers_per_graph
 from ..hooks import has_other_hooks
 from .agreement import CaptureAgreement
@@ -65,11 +66,6 @@ def _is_other_decoder(decoder: Any) -> str:
     return "" if known and "forward" not in vars(decoder) else type(decoder).__name__
 
 
-def recomputes_layers(stage: Stage) -> bool:
-    """Whether whole layers are computed again, which graphs of single layers cannot do."""
-    return bool(stage.config.recompute_granularity == "full")
-
-
 def _hooked(modules: Iterable[tuple[str, torch.nn.Module]]) -> str:
     return next((name for name, module in modules if has_other_hooks(module)), "")
 
@@ -82,12 +78,6 @@ def _hooked_beside_layers(model: Any) -> str:
 
 def _hooked_layer(layers: Iterable[torch.nn.Module]) -> str:
     return _hooked((layer_name(layer, index), layer) for index, layer in enumerate(layers))
-
-
-def quantized_otherwise(stage: Stage) -> bool:
-    """Whether there is FP4, or FP8 by a recipe that was not tried in graphs of several layers."""
-    config = stage.config
-    return bool(config.fp4 or (config.fp8 and config.fp8_recipe not in ("delayed", "tensorwise")))
 
 
 BOTH, MODEL, DECODER = (Holds.MODEL, Holds.DECODER), (Holds.MODEL,), (Holds.DECODER,)
@@ -126,11 +116,15 @@ _TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage, Chunk], object]], .
         lambda s, c: len({*map(attention_mask_type, language_layers(c.model))} - {None}) > 1,
     ),
     (BOTH, "only modules of layers are captured (--cuda-graph-modules)", lambda s, c: s.config.cuda_graph_modules),
-    (BOTH, "there is FP4, or FP8 other than --fp8-recipe delayed or tensorwise", lambda s, c: quantized_otherwise(s)),
+    (
+        BOTH,
+        "there is FP4, or FP8 other than --fp8-recipe delayed or tensorwise",
+        lambda s, c: Options(s.config).quantizes_otherwise,
+    ),
     (
         DECODER,
         "layers of multi-token prediction are computed again (--recompute-granularity full)",
-        lambda s, c: recomputes_layers(s) and not {*c.layers} <= {*decoder_layers(c.model)},
+        lambda s, c: Options(s.config).recomputes_layers and not {*c.layers} <= {*decoder_layers(c.model)},
     ),
     (BOTH, "weight gradients are delayed (--delay-wgrad-compute)", lambda s, c: s.config.delay_wgrad_compute),
     (
@@ -185,7 +179,7 @@ def choose(stage: Stage, ruled_out: Callable[[Holds], str]) -> Choice:
     not_decoder = f"{LAYERS_FLAG} is 1" if wanted == 1 else ruled_out(Holds.DECODER)
     if not not_decoder:
         return Choice(Holds.DECODER, not_model)
-    return Choice(None if recomputes_layers(stage) else Holds.LAYER, not_model, not_decoder)
+    return Choice(None if Options(stage.config).recomputes_layers else Holds.LAYER, not_model, not_decoder)
 
 
 class GraphChoice:
