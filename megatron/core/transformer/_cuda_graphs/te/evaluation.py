@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.utils import log_single_rank
 
 from .. import state
-from ..attribute_reads import AttributeReads
+from ..attribute_reads import AttributeReads, Replacements
 from ..dispatcher_state import DispatcherState
 from ..eager_passes import EagerPasses
 from ..engine.addresses import AddressGuard, places_of
@@ -263,20 +263,20 @@ def _capture_mode(layers: Sequence[Any]) -> Iterator[dict[Any, DispatcherState]]
     from megatron.core.transformer.transformer_layer import TransformerLayer  # imports this module
 
     dispatchers: dict[Any, DispatcherState] = {}
-    with ExitStack() as stack:
-        stack.callback(state._set_capture_end)
+    methods = Replacements()
+    for layer in layers:
+        # The capture of other layers than transformer layers is to call ``forward``.
+        forward = layer._te_cuda_graph_capture if isinstance(layer, TransformerLayer) else layer.forward
+        methods.add(layer, "forward", partial(_noting_dispatcher, dispatchers, layer, forward))
+        if getattr(layer, "is_moe_layer", False) and CudaGraphModule.moe_router in layer.config.cuda_graph_modules:
+            methods.add(layer, "_forward_mlp", partial(_up_to_the_router, layer, layer._forward_mlp))
+    methods.install()
+    try:
         state._set_capture_start()
-        for layer in layers:
-            # The capture of other layers than transformer layers is to call ``forward``.
-            forward = layer._te_cuda_graph_capture if isinstance(layer, TransformerLayer) else layer.forward
-            forwards = {"forward": partial(_noting_dispatcher, dispatchers, layer, forward)}
-            if getattr(layer, "is_moe_layer", False) and CudaGraphModule.moe_router in layer.config.cuda_graph_modules:
-                forwards["_forward_mlp"] = partial(_up_to_the_router, layer, layer._forward_mlp)
-            own = vars(layer)
-            for name, forward in forwards.items():
-                stack.callback(_put_back, own, name, own.get(name))
-                own[name] = forward
         yield dispatchers
+    finally:
+        state._set_capture_end()
+        methods.remove()
 
 
 def _noting_dispatcher(
@@ -301,10 +301,3 @@ def _up_to_the_router(layer: Any, forward: Callable[..., Any], *args: Any, **kwa
     finally:
         for part in parts:
             part["training"] = False
-
-
-def _put_back(attributes: dict[str, Any], name: str, value: Any) -> None:
-    if value is None:
-        del attributes[name]
-    else:
-        attributes[name] = value
