@@ -63,7 +63,11 @@ def tree_file(name: str) -> Path | None:
     package, *parts = name.split(".")
     if package != "megatron" or len(parts) < 2 or parts[0] not in PACKAGES:
         return None
-    base = ROOT.joinpath(*parts)
+    return module_file(ROOT.joinpath(*parts))
+
+
+def module_file(base: Path) -> Path | None:
+    """Return the file of the module or package at ``base``, a path without a suffix, or None if there is none."""
     candidates = (base / "__init__.py", base.with_name(f"{base.name}.py"))
     return next((file for file in candidates if file.is_file()), None)
 
@@ -124,11 +128,14 @@ def _core_spec() -> ModuleSpec | None:
 def _read_version(core: ModuleSpec) -> str | None:
     info = ordinary_spec("megatron.core.package_info", core.submodule_search_locations)
     get_source = getattr(info and info.loader, "get_source", None)
-    if info is None or get_source is None:
-        return None
+    return None if info is None or get_source is None else version_in(get_source(info.name) or "")
+
+
+def version_in(package_info: str) -> str | None:
+    """Return the version that the text of megatron-core's ``package_info`` says; None if it says none."""
     values = {
         target.id: str(node.value.value)
-        for node in ast.parse(get_source(info.name) or "").body
+        for node in ast.parse(package_info).body
         if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)
         for target in node.targets
         if isinstance(target, ast.Name)

@@ -17,12 +17,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from megatron_fsdp_cuda_graphs.collectives import WRITING
 
 from .patches import wrap
 from .poison import poison
+from .replay_steps import tensors_in
 
 _unfinished_sends: defaultdict[tuple[str, int, int], list[dist.Work]] = defaultdict(list)
 
@@ -73,14 +74,14 @@ def _launch(call: Callable, group: dist.ProcessGroup, written: Any, *args: Any, 
     with torch.no_grad():
         results = tree_map_only(torch.Tensor, torch.clone, written)
         call(group, results, *args, **kwargs).wait()
-        outputs = _tensors(written)
+        outputs = tensors_in(written)
         # gathered in place, a rank's own part is its input, which NCCL leaves alone
-        own = [(t.data, t.clone()) for t in _tensors(args)] if "gather" in call.__name__ else []
+        own = [(t.data, t.clone()) for t in tensors_in(args)] if "gather" in call.__name__ else []
         for output in outputs:
             poison(output.data)
         for tensor, value in own:
             tensor.copy_(value)
-    return HeldWork(outputs, _tensors(results))
+    return HeldWork(outputs, tensors_in(results))
 
 
 def _launch_barrier(call: Callable, group: dist.ProcessGroup, *args: Any, **kwargs: Any) -> HeldWork:
@@ -101,10 +102,6 @@ def _launch_send(
 
 def _wait_and_wrap(call: Callable, tensor: torch.Tensor) -> torch.Tensor:
     return call(functional.wait_tensor(tensor))
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    return [item for item in tree_flatten(tree)[0] if isinstance(item, torch.Tensor)]
 
 
 def install() -> None:

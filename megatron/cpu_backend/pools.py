@@ -49,11 +49,6 @@ class Pool:
         for whole in self._owned[storage._cdata]:
             whole.set_(storage, 0, (0,), (1,))
 
-    @property
-    def held_bytes(self) -> int:
-        """How many bytes are in storages that something beside the pool holds."""
-        return sum(wholes[-1].numel() for key, wholes in self._owned.items() if not _is_abandoned(key, wholes))
-
     def overwrite_abandoned(self) -> list[Callable[[], object]]:
         """Return calls that poison the storages that only the pool holds, each storage once."""
         abandoned = [

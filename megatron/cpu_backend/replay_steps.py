@@ -18,6 +18,13 @@ _ZEROS = {"zeros", "zeros_like", "new_zeros"}
 _OPTIONS = {"dtype", "layout", "device", "pin_memory"}
 
 
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in ``tree``, in order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
 def make_step(func: torch._ops.OpOverload, args: tuple, kwargs: dict, targets: Targets) -> Step:
     """Return a call that runs ``func`` on ``args`` and puts its new results into ``targets``."""
     name = func._schema.name.split("::")[-1]
@@ -46,7 +53,7 @@ def _copy_result(call: Callable, args: tuple, kwargs: dict, target: torch.Tensor
 
 def _copy_results(call: Callable, args: tuple, kwargs: dict, targets: Targets) -> Step:
     def step() -> None:
-        results = [result for result in tree_flatten(call(*args, **kwargs))[0] if isinstance(result, torch.Tensor)]
+        results = tensors_in(call(*args, **kwargs))
         for place, target in targets:
             target.copy_(results[place])
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only
+from torch.utils._pytree import tree_map_only
 
 from . import streams
 from .addresses import AddressBook
@@ -23,7 +23,7 @@ from .host_memory import is_host, is_pinned, making_host_tensor, mark_host
 from .ops import Op, describe, waits_for_device
 from .poison import poisoning
 from .pools import Pool
-from .replay_steps import Step, make_step
+from .replay_steps import Step, make_step, tensors_in
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -78,13 +78,13 @@ class Recorder(TorchDispatchMode):
         op = describe(func)
         if op.name.startswith("profiler."):
             return func(*args, **kwargs)  # marks a range of host time
-        inputs = _tensors((args, kwargs))
+        inputs = tensors_in((args, kwargs))
         if not all(map(_has_memory, inputs)):
             return func(*args, **kwargs)
         # torch makes tensors of Python numbers and lists on the host, and lifts them
         if op.name.startswith("aten.lift_fresh") or (all(map(is_host, inputs)) if inputs else making_host_tensor()):
             out = func(*args, **kwargs)
-            for tensor in _tensors(out):
+            for tensor in tensors_in(out):
                 mark_host(tensor)
             return out
         return self._record(func, op, inputs, args, kwargs)
@@ -95,11 +95,11 @@ class Recorder(TorchDispatchMode):
             return self._record_collective(func, op, inputs, args, kwargs)
         for place in op.written:
             written = kwargs.get(place) if isinstance(place, str) else (args[place] if place < len(args) else None)
-            for tensor in _tensors(written):
+            for tensor in tensors_in(written):
                 self._keep_bytes(tensor, op)
         out = func(*args, **kwargs)
         known = {t.untyped_storage()._cdata for t in inputs}
-        outputs = _tensors(out)
+        outputs = tensors_in(out)
         fresh = [(i, t) for i, t in enumerate(outputs) if _has_memory(t) and t.untyped_storage()._cdata not in known]
         for _, tensor in fresh:
             self.tape.memory.block(tensor, op.name, is_private=True)
@@ -203,9 +203,3 @@ def _drawing_from(state: GeneratorState, step: Step) -> Step:
         step()
 
     return draw
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    return [t for t in tree_flatten(tree)[0] if isinstance(t, torch.Tensor)]

@@ -6,9 +6,9 @@ from itertools import accumulate
 from typing import Any
 
 from megatron.core.transformer._cuda_graphs.engine.plan import Pass, Plan, ordered_plan
-from megatron.core.transformer._cuda_graphs.flags.own import WHOLE_MODEL, layers_per_graph
+from megatron.core.transformer._cuda_graphs.flags.own import layers_per_graph
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
-from megatron.core.transformer._cuda_graphs.te.graph_choice import Holds, blocker, recomputes_layers
+from megatron.core.transformer._cuda_graphs.te.graph_choice import Choice, Holds, blocker, choose
 from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
 from megatron.core.transformer._cuda_graphs.te.layers import decoder_layers
 from megatron.core.transformer._cuda_graphs.te.whole_model import inputs_of_slots
@@ -56,16 +56,21 @@ class Captured:
     why_nothing: str = ""
 
 
-def captures_whole_model(helper: TECudaGraphHelper, elsewhere: str = "") -> bool:
-    """Whether ``helper`` would capture the whole model after steps of ``pretrain_gpt.py``, which calls it as fits.
+def choice_of(helper: TECudaGraphHelper, elsewhere: str = "") -> Choice:
+    """Return what graphs of ``helper`` would hold after steps of ``pretrain_gpt.py``, whose calls of a model fit them.
 
     Args:
         helper: Of one pipeline stage.
         elsewhere: Why another stage cannot be captured as a whole; empty if it can.
     """
-    wanted, stepped = layers_per_graph(helper.config), helper.config.cuda_graph_warmup_steps > 0
-    asked = wanted == WHOLE_MODEL or (wanted is None and stepped)
-    return asked and not elsewhere and not blocker(helper.stage, Holds.MODEL)
+    config = helper.config
+    uncalled = layers_per_graph(config) is None and not config.cuda_graph_warmup_steps
+    not_model = elsewhere or ("no step calls the model before capture" if uncalled else "")
+
+    def ruled_out(holds: Holds) -> str:
+        return (not_model if holds is Holds.MODEL else "") or blocker(helper.stage, holds)
+
+    return choose(helper.stage, ruled_out)
 
 
 def _whole_chunks(helper: TECudaGraphHelper) -> Captured:
@@ -80,34 +85,22 @@ def _whole_chunks(helper: TECudaGraphHelper) -> Captured:
     return Captured(graphs, order.order, inputs, _most_in_flight(plan, [len(chunk.layers) for chunk in stage.chunks]))
 
 
-def why_nothing(helper: TECudaGraphHelper, whole_model: bool) -> str:
-    """Say why ``helper`` would capture nothing, not even the ``whole_model``; empty if it would capture something."""
-    if not helper.flattened_callables:
-        return "no layer has a part that --cuda-graph-modules names"
-    if not recomputes_layers(helper.stage) or whole_model:
-        return ""
-    reason = blocker(helper.stage, Holds.DECODER)
-    return reason and f"layers are computed again in their backward pass, and {reason}"
-
-
-def _layers_in_one_graph(helper: TECudaGraphHelper) -> list[Any]:
-    if layers_per_graph(helper.config) == 1 or blocker(helper.stage, Holds.DECODER):
-        return []
-    return decoder_layers(helper.chunks_with_decoder[0])
+def why_nothing(helper: TECudaGraphHelper, choice: Choice) -> str:
+    """Say why ``helper`` would capture nothing, given its ``choice``; empty if it would capture something."""
+    return choice.why_nothing if helper.flattened_callables else "no layer has a part that --cuda-graph-modules names"
 
 
 def captured_by(helper: TECudaGraphHelper, elsewhere: str = "") -> Captured:
-    """Return what ``helper`` would capture after steps of ``pretrain_gpt.py``; see ``captures_whole_model``."""
-    layers = helper.flattened_callables
-    whole_model = captures_whole_model(helper, elsewhere)
-    if reason := why_nothing(helper, whole_model):
+    """Return what ``helper`` would capture; see ``choice_of``."""
+    layers, choice = helper.flattened_callables, choice_of(helper, elsewhere)
+    if reason := why_nothing(helper, choice):
         return Captured((), (), (), 0, reason)
-    if whole_model:
+    if choice.holds is Holds.MODEL:
         return _whole_chunks(helper)
     graphs: list[Graph] = []
     static: list[Any] = []
     in_flight, numbers = 0, ()
-    together = _layers_in_one_graph(helper)
+    together = decoder_layers(helper.chunks_with_decoder[0]) if choice.holds is Holds.DECODER else []
     apart = [layer for layer in layers if layer not in together]
     shape = helper.seq_length, helper.micro_batch_size
     if together:

@@ -34,7 +34,7 @@ from megatron.training.argument_utils import gpt_config_from_args, hybrid_config
 from megatron.training.training import get_megatron_ddp_config
 from megatron.training.utils.common_utils import is_hybrid_model
 
-from .capture import captures_whole_model
+from .capture import choice_of
 from .parts import Part, parts_of
 from .quiet import quietly
 
@@ -116,7 +116,7 @@ def parts_of_stages(args: argparse.Namespace) -> Iterator[list[Part]]:
     elsewhere = blocker_elsewhere(args)
     for stage in range(args.pipeline_model_parallel_size):
         with quietly(), dry_stage(args, stage) as helper:
-            parts = parts_of(helper, captures_whole_model(helper, elsewhere))
+            parts = parts_of(helper, choice_of(helper, elsewhere))
         yield parts
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from megatron.core.distributed.fsdp.src.megatron_fsdp.optimizer_gradients import gradient_name
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
 from megatron.core.transformer._cuda_graphs.flags.own import alltoall_capacity_factor, grouped_tensor
 from megatron.core.transformer.moe.equal_splits import capacity_of_peer
@@ -151,7 +152,7 @@ def _optimizer(buffer: Any, args: argparse.Namespace) -> Counter[str]:
     found: Counter[str] = Counter()
     _ParamAndGradBuffer.update_main_grads(buffer)
     for _, param in buffer.optimizer_named_parameters:
-        gradient = getattr(param, "decoupled_grad" if buffer.use_decoupled_grad else "grad", None)
+        gradient = getattr(param, gradient_name(buffer.use_decoupled_grad), None)
         if gradient is None:
             continue
         local = gradient._local_tensor

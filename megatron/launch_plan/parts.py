@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from megatron.core.transformer._cuda_graphs.flags.options import Options
+from megatron.core.transformer._cuda_graphs.te.graph_choice import Choice, Holds
 from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
 from megatron.core.transformer._cuda_graphs.te.layers import _modules_of
 
@@ -42,17 +43,18 @@ class Part:
     module: str | None = None
 
 
-def parts_of(helper: TECudaGraphHelper, whole_model: bool) -> list[Part]:
+def parts_of(helper: TECudaGraphHelper, choice: Choice) -> list[Part]:
     """Return the parts of the stage of ``helper``, in the order in which they run.
 
     Args:
         helper: Of a model that has not been captured.
-        whole_model: Whether the whole model is to be captured.
+        choice: What graphs are to hold.
     """
+    whole_model = choice.holds is Holds.MODEL
     models = [chunk.model for chunk in helper.stage.chunks if chunk.model is not None]
     every = [layer for chunk in helper.stage.chunks for layer in chunk.every_layer]
     found = _outside("embedding", _count(models, "embedding"), whole_model)
-    found += _parts_of_layers(helper, every, whole_model)
+    found += _parts_of_layers(helper, every, choice)
     predicting = sum(hasattr(model, "mtp") for model in models)
     if predicting:
         if helper.config.mtp_use_repeated_layer and helper.config.mtp_num_layers > 1:
@@ -73,9 +75,9 @@ def _count(models: list[Any], name: str) -> int:
     return sum(getattr(model, name, None) is not None for model in models)
 
 
-def _parts_of_layers(helper: TECudaGraphHelper, every: list[torch.nn.Module], whole_model: bool) -> Iterator[Part]:
-    options = Options(helper.config)
-    reason = why_nothing(helper, whole_model)
+def _parts_of_layers(helper: TECudaGraphHelper, every: list[torch.nn.Module], choice: Choice) -> Iterator[Part]:
+    options, whole_model = Options(helper.config), choice.holds is Holds.MODEL
+    reason = why_nothing(helper, choice)
     graphable = {*(() if reason else helper.flattened_callables)}
     layers_of: dict[str, list[torch.nn.Module]] = {}
     for layer in every:

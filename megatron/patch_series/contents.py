@@ -1,13 +1,12 @@
 """The files of a Megatron-LM checkout with the patches in it."""
 
 import ast
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ..overlay import ROOT, TESTED_VERSIONS, patched_modules, tree_file
+from ..overlay import ROOT, TESTED_VERSIONS, patched_modules, tree_file, version_in
 from ..upstream_check.sources import imported_from
 from .narrow import narrowed
 from .series import SERIES, Patch
@@ -152,12 +151,11 @@ def _check_version(checkout: Path) -> None:
     info = checkout / "megatron" / "core" / "package_info.py"
     if not info.is_file():
         raise FileNotFoundError(f"{checkout} has no megatron/core: name a Megatron-LM checkout or a site-packages")
-    parts = (re.search(rf"^{part} = (.+)$", info.read_text(), re.MULTILINE) for part in ("MAJOR", "MINOR", "PATCH"))
-    version = ".".join(found[1].strip() if found else "?" for found in parts)
+    version = version_in(info.read_text())
     if version not in TESTED_VERSIONS:
         raise ValueError(
-            f"{checkout} has megatron-core {version}, and the patch was tested with {', '.join(TESTED_VERSIONS)} only: "
-            "check out one of these"
+            f"{checkout} has megatron-core {version or 'of an unknown version'}, and the patch was tested with "
+            f"{', '.join(TESTED_VERSIONS)} only: check out one of these"
         )
 
 

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ..overlay import module_file
+
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 
 
@@ -27,9 +29,7 @@ class Sources:
 
     def file(self, name: str) -> Path | None:
         """Return the file of the module ``name``; None if there is none."""
-        base = self.root.joinpath(*name.split("."))
-        candidates = (base / "__init__.py", base.with_name(f"{base.name}.py"))
-        return next((path for path in candidates if path.is_file()), None)
+        return module_file(self.root.joinpath(*name.split(".")))
 
     def has_module(self, name: str) -> bool:
         """Whether ``name`` is a module or a folder of modules."""

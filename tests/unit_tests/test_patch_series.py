@@ -164,9 +164,10 @@ def test_lines_are_as_long_as_megatron_cores(files):
     assert len(long) < 30
 
 
-def test_another_version_is_refused(checkout, tmp_path, capsys):
+@pytest.mark.parametrize("change", [("MINOR = ", "MINOR = 1"), ('PRE_RELEASE = ""', 'PRE_RELEASE = "rc0"')], ids=str)
+def test_another_version_is_refused(checkout, tmp_path, capsys, change):
     info = checkout / "megatron/core/package_info.py"
-    info.write_text(info.read_text().replace("MINOR = ", "MINOR = 1"))
+    info.write_text(info.read_text().replace(*change))
     assert cli.main([str(checkout), str(tmp_path / "patches")]) == 2
     assert "the patch was tested with" in capsys.readouterr().err
 

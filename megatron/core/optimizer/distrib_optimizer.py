@@ -11,6 +11,7 @@ from megatron.core.transformer.fsdp_dtensor_checkpoint import handle_experts_in_
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 from ..distributed.fsdp.global_names import by_global_name
+from ..distributed.fsdp.src.megatron_fsdp.optimizer_gradients import gradient_name
 from . import clip_grads
 from .clip_grads import count_zeros_fp32
 from .counted_ranks import CountedRanks
@@ -44,7 +45,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
 
     def _gradient_name(self) -> str:
         """The attribute that Megatron-FSDP puts a parameter's gradient in, whatever else the precision follows from."""
-        return "decoupled_grad" if self.config.use_precision_aware_optimizer else "grad"
+        return gradient_name(self.config.use_precision_aware_optimizer)
 
     def clip_grad_norm(self, clip_grad: float) -> Any:
         """Return the norm of the gradients, and clip them; see megatron-core.

@@ -17,6 +17,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
 
+from ..distributed.fsdp.src.megatron_fsdp.optimizer_gradients import gradient_name
 from .kept_gradients import gradients_of, local_tensor, same, stay
 from .listed_step import ListedStep
 
@@ -33,7 +34,7 @@ class LocalShards:
     def __init__(self, optimizer: torch.optim.Optimizer):
         """Find the local tensors of ``optimizer``, which must be ``eligible``."""
         self._optimizer = optimizer
-        self._name = "decoupled_grad" if getattr(optimizer, "use_decoupled_grad", False) else "grad"
+        self._name = gradient_name(getattr(optimizer, "use_decoupled_grad", False))
         self._groups = [list(group["params"]) for group in optimizer.param_groups]
         self._params: list[Any] = list(chain.from_iterable(self._groups))
         self._locals = [torch.nn.Parameter(param._local_tensor, requires_grad=False) for param in self._params]

@@ -29,7 +29,7 @@ class AttributeReads:
     @contextmanager
     def noted(self, roots: Iterable[torch.nn.Module]) -> Iterator[None]:
         """Note what is read of all modules, and of the configurations of those in ``roots``, in this context."""
-        roots, watch = list(roots), _Replacements()
+        roots, watch = list(roots), Replacements()
         for kind in {torch.nn.Module, *(type(vars(module)["config"]) for module in with_configs(roots))}:
             if not kind.__flags__ & _IMMUTABLE:
                 for name, noted in (("__getattribute__", self.of), ("__setattr__", self._written)):
@@ -48,7 +48,7 @@ class AttributeReads:
         """Whether a pass read anything of ``module`` itself: walks through a model read what all modules have."""
         return any(name == "forward" or not hasattr(torch.nn.Module, name) for name in self.of.get(id(module), ()))
 
-    def _unwatched(self, watch: "_Replacements", owner: Any, compiled: Any) -> Callable[..., Any]:
+    def _unwatched(self, watch: "Replacements", owner: Any, compiled: Any) -> Callable[..., Any]:
         """Return ``compiled``, an attribute of ``owner``, without anything being noted while it runs."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -82,7 +82,7 @@ class AttributeReads:
                 self._note_module(module._modules[child])
 
 
-class _Replacements:
+class Replacements:
     """Attributes of classes and modules that have another value for a time."""
 
     def __init__(self) -> None:
@@ -90,7 +90,7 @@ class _Replacements:
 
     def add(self, owner: Any, name: str, value: Any) -> None:
         """Give ``owner`` the attribute ``name`` of this ``value``, when installed."""
-        self._all.append((owner, name, value, vars(owner).get(name, _Replacements)))
+        self._all.append((owner, name, value, vars(owner).get(name, Replacements)))
 
     def install(self) -> None:
         """Set all."""
@@ -100,7 +100,7 @@ class _Replacements:
     def remove(self) -> None:
         """Set what there was, or nothing."""
         for owner, name, _, own in reversed(self._all):
-            if own is _Replacements:
+            if own is Replacements:
                 delattr(owner, name)
             else:
                 _set(owner, name, own)

@@ -37,7 +37,9 @@ def noted_bytes():
 
     def note(graph, pool=None, **mode):
         if pool is not None:
-            found.append(pools.pool_of(pool).held_bytes)
+            owned = pools.pool_of(pool)._owned
+            held = [wholes[-1] for key, wholes in owned.items() if not pools._is_abandoned(key, wholes)]
+            found.append(sum(whole.numel() for whole in held))
         begin(graph, pool=pool, **mode)
 
     with mock.patch.object(torch.cuda.CUDAGraph, "capture_begin", note):

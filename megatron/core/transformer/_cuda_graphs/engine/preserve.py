@@ -4,6 +4,7 @@ import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -50,11 +51,16 @@ def preserve_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
                     tensor.copy_(value)
 
 
+def moe_metrics() -> dict[str, Any]:
+    """Return the metrics that MoE layers accumulate for the log (auxiliary losses), by name."""
+    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
+    return {} if logging is None else logging.get_moe_metrics_tracker().metrics
+
+
 @contextmanager
 def preserve_moe_metrics() -> Iterator[None]:
-    """Restore the metrics that MoE layers accumulate for the log (auxiliary losses)."""
-    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
-    metrics = {} if logging is None else logging.get_moe_metrics_tracker().metrics
+    """Restore ``moe_metrics``."""
+    metrics = moe_metrics()
     saved = {name: entry.values.clone() for name, entry in metrics.items()}
     try:
         yield

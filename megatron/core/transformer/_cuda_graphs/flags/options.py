@@ -106,6 +106,17 @@ class Options:
             any(self.get(name) for name in names) or self.several("virtual_pipeline_model_parallel_size")
         ) and self.stages > 1
 
+    @property
+    def quantizes_otherwise(self) -> bool:
+        """Whether there is FP4, or FP8 by a recipe that was not tried in graphs of several layers."""
+        recipe = getattr(self.get("fp8_recipe"), "value", self.get("fp8_recipe"))
+        return bool(self.get("fp4") or (self.get("fp8") and recipe not in (None, "delayed", "tensorwise")))
+
+    @property
+    def recomputes_layers(self) -> bool:
+        """Whether whole layers are computed again, which graphs of single layers cannot do."""
+        return bool(self.get("recompute_granularity") == "full")
+
     def recomputes(self, *modules: str) -> bool:
         """Whether one of these modules is selected for recomputation."""
         selective = self.get("recompute_activations") or self.get("recompute_granularity") == "selective"

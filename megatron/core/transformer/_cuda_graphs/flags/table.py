@@ -109,10 +109,6 @@ def _asks_for_tokens(options: Options) -> bool:
     return options.has_experts and options.graphs("moe") and not on_device
 
 
-def _recomputes_layers(options: Options) -> bool:
-    return bool(options.get("recompute_granularity") == "full")
-
-
 def _captures_each_layer(options: Options) -> bool:
     """Whether graphs surely hold single layers, or parts of them."""
     most = str(options.get("cuda_graph_layers_per_graph"))
@@ -185,12 +181,6 @@ def _shards_all(options: Options) -> bool:
 def _shards_outside(options: Options) -> bool:
     """Whether instances of hybrid sharding shard gradients among them."""
     return bool(options.get("outer_dp_sharding_strategy", "no_shard") != "no_shard")
-
-
-def _quantizes_by_tensor(options: Options) -> bool:
-    """Whether there is FP8, and each tensor has one scale."""
-    recipe = getattr(options.get("fp8_recipe"), "value", options.get("fp8_recipe"))
-    return bool(options.get("fp8")) and not options.get("fp4") and recipe in (None, "delayed", "tensorwise")
 
 
 _REFUSED = [
@@ -310,7 +300,7 @@ _REFUSED = [
         "full recomputation",
         "--recompute-granularity full, a graph for each layer: --cuda-graph-modules, --cuda-graph-layers-per-graph 1, "
         "or all in a pipeline, another sharding than optim_grads_params",
-        lambda options: _recomputes_layers(options) and _captures_each_layer(options),
+        lambda options: options.recomputes_layers and _captures_each_layer(options),
         "--recompute-granularity full computes layers again outside of graphs of single layers: use "
         "--recompute-granularity selective, or leave out what rules out graphs of all layers (--cuda-graph-modules, "
         "--cuda-graph-layers-per-graph 1, or all in a pipeline, --data-parallel-sharding-strategy other than "
@@ -333,7 +323,7 @@ _REFUSED = [
         "recomputed layers with dropout",
         "--recompute-granularity full, with dropout or --moe-input-jitter-eps",
         lambda options: (
-            _recomputes_layers(options)
+            options.recomputes_layers
             and any(options.get(name) for name in ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps"))
         ),
         "--recompute-granularity full with dropout or --moe-input-jitter-eps: of generators that graphs can draw from "
@@ -622,7 +612,7 @@ _NOT_TRIED = [
     _not_tried(
         "other recipes",
         "--fp4-format, --fp8-recipe other than delayed or tensorwise",
-        lambda options: (options.get("fp4") or options.get("fp8")) and not _quantizes_by_tensor(options),
+        lambda options: options.quantizes_otherwise,
         ", for lack of GPUs that support these formats",
     ),
     _not_tried(

@@ -1,6 +1,5 @@
 """The warm-up and the capture of one recorded call: its forward and its backward pass."""
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
@@ -12,7 +11,7 @@ from .. import state
 from ..engine.capture import Capture, not_recording
 from ..engine.capture_time_hooks import CaptureTimeHooks
 from ..engine.connected_leaves import connected_leaves
-from ..engine.preserve import pause_gc, preserve_buffers, preserve_moe_metrics
+from ..engine.preserve import moe_metrics, pause_gc, preserve_buffers, preserve_moe_metrics
 from ..engine.quantization import QuantizedReplay
 from ..engine.rng import make_generators_safe, preserve_rng
 from ..engine.slot import GraphedSlot, WarmupRecord
@@ -227,9 +226,7 @@ def connected_params(module: torch.nn.Module, outputs: Any) -> tuple[torch.nn.Pa
 
 def _written_state(module: torch.nn.Module) -> list[tuple[int, int]]:
     """The addresses and versions of what a pass of ``module`` may write: its buffers, and the metrics of MoE layers."""
-    logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
-    metrics = {} if logging is None else logging.get_moe_metrics_tracker().metrics
-    tensors = (*module.buffers(), *(entry.values for entry in metrics.values()))
+    tensors = (*module.buffers(), *(entry.values for entry in moe_metrics().values()))
     return [(tensor.data_ptr(), tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 

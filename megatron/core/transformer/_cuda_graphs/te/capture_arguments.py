@@ -94,7 +94,7 @@ class CaptureArguments:
 
     def inputs_of(self, layer: torch.nn.Module, model: Any) -> SampleArguments:
         """Return new inputs for a layer of ``model``."""
-        return self._inputs.make(layer, model if self.stage.role.rotary else None)
+        return self._inputs.make(layer, model if self.stage.role.language else None)
 
     def of_decoder(self) -> tuple[dict[str, torch.Tensor], list[tuple[str, ...]]]:
         """Make static inputs, by keyword, for all layers of the decoder; return also which each of them reads."""

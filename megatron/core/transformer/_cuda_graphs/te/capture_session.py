@@ -75,7 +75,7 @@ class CaptureSession:
                     self._capture_layers(input_data)
             else:
                 self.observer.captured_layers((), (), (), (), self.graphs.decoder)
-        for index, chunk in enumerate(self.stage.chunks if self.stage.role.evaluates else ()):
+        for index, chunk in enumerate(self.stage.chunks if self.stage.role.language else ()):
             sharding = chunk.fsdp or self.graphs.kept.get(chunk.module)
             if sharding is not None:  # the first evaluation captures graphs for itself
                 shape = self.seq_length, self.micro_batch_size
@@ -122,7 +122,7 @@ class CaptureSession:
         chunk = self.stage.chunks[0]
         decoder = chunk.model.decoder
         layers = list(decoder.layers)
-        if self.stage.role.zeroes_gradients:
+        if self.stage.role.language:
             _free_gradients(chunk.fsdp)
         arguments = CaptureArguments(self.stage, [layers], self.seq_length, self.micro_batch_size)
         inputs, read = arguments.of_decoder()
@@ -198,7 +198,7 @@ class CaptureSession:
         with ExitStack() as stack:
             for chunk, layers in zip(self.stage.chunks, self.graphs.layers_apart, strict=True):
                 if chunk.fsdp is not None:
-                    if self.stage.role.zeroes_gradients:
+                    if self.stage.role.language:
                         _free_gradients(chunk.fsdp)
                     in_parts = self.stage.config.overlap_moe_expert_parallel_comm
                     stack.enter_context(chunk.fsdp.capture_graphs(layers, keep_buckets=in_parts))

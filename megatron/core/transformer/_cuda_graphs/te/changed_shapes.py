@@ -99,8 +99,8 @@ class Recaptures:
             tokens: Tokens of a sequence in that shape, on this rank.
             calls: How often the passes of one micro-batch are counted.
         """
-        # In a pipeline other stages would have to agree, too.
-        fits, left = self._stage.role.fits_shapes and self._stage.groups.pp.size() == 1, self.are_left()
+        # In a pipeline other stages would have to agree, too. How many tokens images have says nothing of later steps.
+        fits, left = self._stage.role.language and self._stage.groups.pp.size() == 1, self.are_left()
         outlook = f", until all steps have had one shape, {STEPS} or more: then graphs are captured for it"
         groups = (self._stage.groups.tp, self._stage.groups.dp_cp) if fits and left else None
         passes = EagerPasses((outlook if left else self.why_none()) if fits else "")

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from inspect import signature
 from typing import Any
@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.utils import log_single_rank
 
 from .. import state
-from ..attribute_reads import AttributeReads
+from ..attribute_reads import AttributeReads, Replacements
 from ..dispatcher_state import DispatcherState
 from ..eager_passes import EagerPasses
 from ..engine.addresses import AddressGuard, places_of
@@ -25,7 +25,7 @@ from ..flags.own import packed_sequences
 from ..hooks import extracted_hooks, has_other_hooks
 from ..replay_conditions import ReplayConditions
 from .agreement import CaptureAgreement
-from .capture_arguments import quantization_arguments, recorded_quantization
+from .capture_arguments import WARMUP_ITERATIONS, quantization_arguments, recorded_quantization
 from .joined_collectives import joined_collectives
 from .layers import layer_name
 from .sample_inputs import LayerInputs, attention_mask_type, captures_attention, default_kwargs, sample_arguments
@@ -34,9 +34,6 @@ from .training_calls import arguments_by_name, call_blocker, is_first, shape_of_
 from .whole_model import ModelGraphs, capture_evaluation
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
-
-# As often as torch's own make_graphed_callables: training has not warmed up what evaluation runs.
-_WARMUP_ITERATIONS = 3
 
 
 def _repeats_router(config: Any) -> bool:
@@ -170,7 +167,7 @@ class EvaluationGraphs:
     def _capture_model(self, whole: ModelGraphs, agreement: CaptureAgreement, shape: tuple[int, int]) -> None:
         owner = self._sharding.evaluated_model(partial(agreement.begin, "evaluation of the whole model"))
         quantized = recorded_quantization(self._stage, whole.module)
-        whole.evaluation = capture_evaluation(self._model, owner, *shape, _WARMUP_ITERATIONS, quantized)
+        whole.evaluation = capture_evaluation(self._model, owner, *shape, WARMUP_ITERATIONS, quantized)
 
     def _capture(self, agreement: CaptureAgreement, shape: tuple[int, int]) -> list[EvaluationGraph]:
         inputs = LayerInputs(self._config, *shape)
@@ -196,7 +193,7 @@ class EvaluationGraphs:
             graphed = make_graphed_callables(
                 layers,
                 [args for args, _ in samples],
-                num_warmup_iters=_WARMUP_ITERATIONS,
+                num_warmup_iters=WARMUP_ITERATIONS,  # of training none counts, which runs something else
                 sample_kwargs=keywords,
                 **quantization_arguments(self._stage, layers),
                 _order=order,
@@ -266,20 +263,20 @@ def _capture_mode(layers: Sequence[Any]) -> Iterator[dict[Any, DispatcherState]]
     from megatron.core.transformer.transformer_layer import TransformerLayer  # imports this module
 
     dispatchers: dict[Any, DispatcherState] = {}
-    with ExitStack() as stack:
-        stack.callback(state._set_capture_end)
+    methods = Replacements()
+    for layer in layers:
+        # The capture of other layers than transformer layers is to call ``forward``.
+        forward = layer._te_cuda_graph_capture if isinstance(layer, TransformerLayer) else layer.forward
+        methods.add(layer, "forward", partial(_noting_dispatcher, dispatchers, layer, forward))
+        if getattr(layer, "is_moe_layer", False) and CudaGraphModule.moe_router in layer.config.cuda_graph_modules:
+            methods.add(layer, "_forward_mlp", partial(_up_to_the_router, layer, layer._forward_mlp))
+    methods.install()
+    try:
         state._set_capture_start()
-        for layer in layers:
-            # The capture of other layers than transformer layers is to call ``forward``.
-            forward = layer._te_cuda_graph_capture if isinstance(layer, TransformerLayer) else layer.forward
-            forwards = {"forward": partial(_noting_dispatcher, dispatchers, layer, forward)}
-            if getattr(layer, "is_moe_layer", False) and CudaGraphModule.moe_router in layer.config.cuda_graph_modules:
-                forwards["_forward_mlp"] = partial(_up_to_the_router, layer, layer._forward_mlp)
-            own = vars(layer)
-            for name, forward in forwards.items():
-                stack.callback(_put_back, own, name, own.get(name))
-                own[name] = forward
         yield dispatchers
+    finally:
+        state._set_capture_end()
+        methods.remove()
 
 
 def _noting_dispatcher(
@@ -304,10 +301,3 @@ def _up_to_the_router(layer: Any, forward: Callable[..., Any], *args: Any, **kwa
     finally:
         for part in parts:
             part["training"] = False
-
-
-def _put_back(attributes: dict[str, Any], name: str, value: Any) -> None:
-    if value is None:
-        del attributes[name]
-    else:
-        attributes[name] = value

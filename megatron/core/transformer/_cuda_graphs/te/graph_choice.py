@@ -2,12 +2,14 @@
 
 import logging
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
 import torch
 
 from ..errors import CaptureFailedError
+from ..flags.options import Options
 from ..flags.own import LAYERS_FLAG, WHOLE_MODEL, layers_per_graph
 from ..hooks import has_other_hooks
 from .agreement import CaptureAgreement
@@ -64,11 +66,6 @@ def _is_other_decoder(decoder: Any) -> str:
     return "" if known and "forward" not in vars(decoder) else type(decoder).__name__
 
 
-def recomputes_layers(stage: Stage) -> bool:
-    """Whether whole layers are computed again, which graphs of single layers cannot do."""
-    return bool(stage.config.recompute_granularity == "full")
-
-
 def _hooked(modules: Iterable[tuple[str, torch.nn.Module]]) -> str:
     return next((name for name, module in modules if has_other_hooks(module)), "")
 
@@ -81,12 +78,6 @@ def _hooked_beside_layers(model: Any) -> str:
 
 def _hooked_layer(layers: Iterable[torch.nn.Module]) -> str:
     return _hooked((layer_name(layer, index), layer) for index, layer in enumerate(layers))
-
-
-def quantized_otherwise(stage: Stage) -> bool:
-    """Whether there is FP4, or FP8 by a recipe that was not tried in graphs of several layers."""
-    config = stage.config
-    return bool(config.fp4 or (config.fp8 and config.fp8_recipe not in ("delayed", "tensorwise")))
 
 
 BOTH, MODEL, DECODER = (Holds.MODEL, Holds.DECODER), (Holds.MODEL,), (Holds.DECODER,)
@@ -125,11 +116,15 @@ _TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage, Chunk], object]], .
         lambda s, c: len({*map(attention_mask_type, language_layers(c.model))} - {None}) > 1,
     ),
     (BOTH, "only modules of layers are captured (--cuda-graph-modules)", lambda s, c: s.config.cuda_graph_modules),
-    (BOTH, "there is FP4, or FP8 other than --fp8-recipe delayed or tensorwise", lambda s, c: quantized_otherwise(s)),
+    (
+        BOTH,
+        "there is FP4, or FP8 other than --fp8-recipe delayed or tensorwise",
+        lambda s, c: Options(s.config).quantizes_otherwise,
+    ),
     (
         DECODER,
         "layers of multi-token prediction are computed again (--recompute-granularity full)",
-        lambda s, c: recomputes_layers(s) and not {*c.layers} <= {*decoder_layers(c.model)},
+        lambda s, c: Options(s.config).recomputes_layers and not {*c.layers} <= {*decoder_layers(c.model)},
     ),
     (BOTH, "weight gradients are delayed (--delay-wgrad-compute)", lambda s, c: s.config.delay_wgrad_compute),
     (
@@ -148,6 +143,43 @@ _TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage, Chunk], object]], .
     (MODEL, "{}", lambda s, c: c.fsdp.whole_model_blocker()),
     (DECODER, "{}", lambda s, c: c.fsdp.recording_blocker(decoder_layers(c.model))),
 )
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What graphs of a pipeline stage hold, and why no more.
+
+    Attributes:
+        holds: None if nothing is captured.
+        not_model: Why not the whole model; empty if it is, or if it is not to be.
+        not_decoder: Why not all layers of the decoder; empty if these or the whole model are.
+    """
+
+    holds: Holds | None
+    not_model: str = ""
+    not_decoder: str = ""
+
+    @property
+    def why_nothing(self) -> str:
+        """Why nothing is captured; empty if something is."""
+        return "" if self.holds else f"layers are computed again in their backward pass, and {self.not_decoder}"
+
+
+def choose(stage: Stage, ruled_out: Callable[[Holds], str]) -> Choice:
+    """Choose the largest graphs of ``stage`` that --cuda-graph-layers-per-graph allows and nothing rules out.
+
+    Args:
+        ruled_out: Says why a graph cannot hold this; empty if it can. It is asked about the larger first.
+    """
+    wanted, not_model = layers_per_graph(stage.config), ""
+    if wanted in (None, WHOLE_MODEL):
+        not_model = ruled_out(Holds.MODEL)
+        if not not_model:
+            return Choice(Holds.MODEL)
+    not_decoder = f"{LAYERS_FLAG} is 1" if wanted == 1 else ruled_out(Holds.DECODER)
+    if not not_decoder:
+        return Choice(Holds.DECODER, not_model)
+    return Choice(None if Options(stage.config).recomputes_layers else Holds.LAYER, not_model, not_decoder)
 
 
 class GraphChoice:
@@ -180,33 +212,27 @@ class GraphChoice:
         Args:
             agreement: What ranks agree by.
         """
-        tokens = seq_length // self._stage.config.context_parallel_size
+        stage, wanted = self._stage, layers_per_graph(self._stage.config)
+        tokens = seq_length // stage.config.context_parallel_size
         untrained = self._calls.untrained(micro_batch_size, tokens, WARMUP_ITERATIONS)
         self._calls.stop()
-        wanted = layers_per_graph(self._stage.config)
         self.refused, self._tries_model = "", False
         if reason := agreement.objection(self._interleaved()):
             self._note_nothing(INTERLEAVED_PASSES, reason)
             return None
-        if wanted in (None, WHOLE_MODEL):
-            self.refused = agreement.objection(self._model_blocker())
-            if not self.refused:
-                self._tries_model = wanted is None
-                self.needs_warmup = agreement.objection(untrained)
-                return Holds.MODEL
+        choice = choose(stage, lambda holds: agreement.objection(self._blocker(holds)))
+        self.refused = choice.not_model
+        if choice.holds is Holds.MODEL:
+            self._tries_model = wanted is None
+            self.needs_warmup = agreement.objection(untrained)
+        if choice.not_model:
             level = logging.INFO if wanted is None else logging.WARNING
-            self._stage.log(level, f"instead of the whole model its layers are captured, because {self.refused}")
-        reason = f"{LAYERS_FLAG} is 1"
-        if wanted != 1:
-            reason = agreement.objection(blocker(self._stage, Holds.DECODER) or self._reads())
-            if not reason:
-                return Holds.DECODER
-        if recomputes_layers(self._stage):
-            self._note_nothing(RECOMPUTED_LAYERS, f"layers are computed again in their backward pass, and {reason}")
-            return None
-        if wanted != 1 and reason != self.refused:
-            self._stage.log(logging.INFO, f"each layer is captured in a graph of its own, because {reason}")
-        return Holds.LAYER
+            stage.log(level, f"instead of the whole model its layers are captured, because {choice.not_model}")
+        if choice.holds is None:
+            self._note_nothing(RECOMPUTED_LAYERS, choice.why_nothing)
+        elif choice.holds is Holds.LAYER and wanted != 1 and choice.not_decoder != choice.not_model:
+            stage.log(logging.INFO, f"each layer is captured in a graph of its own, because {choice.not_decoder}")
+        return choice.holds
 
     def _note_nothing(self, eager_because: str, reason: str) -> None:
         self.eager_because = eager_because
@@ -226,9 +252,9 @@ class GraphChoice:
             "at a time: run each backward pass before the next forward pass to have graphs"
         )
 
-    def _model_blocker(self) -> str:
-        reason = blocker(self._stage, Holds.MODEL) or self._reads()
-        if reason or layers_per_graph(self._stage.config) is not None:
+    def _blocker(self, holds: Holds) -> str:
+        reason = blocker(self._stage, holds) or self._reads()
+        if reason or holds is not Holds.MODEL or layers_per_graph(self._stage.config) is not None:
             return reason
         if self._model_failed:
             return "its capture failed"

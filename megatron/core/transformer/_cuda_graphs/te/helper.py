@@ -109,7 +109,7 @@ class TECudaGraphHelper:
             fsdp = fsdp_of(chunk)
             if fsdp is not None:
                 check_fsdp_options(config, fsdp.ddp_config)
-        make_log = getattr(config, "cuda_graph_step_log", None) if self._role.logs_steps else None
+        make_log = getattr(config, "cuda_graph_step_log", None) if self._role.language else None
         self._step_log = None if make_log is None else make_log()
         self.stage = self._new_stage()
         chunks = self.stage.chunks
@@ -309,7 +309,7 @@ class TECudaGraphHelper:
         observer = CaptureObserver.on_rank_0(
             stage.engine.name, self.config, self._role.report, self._recaptures.done + 1
         )
-        agreement = stage.agreement(with_other_stages=self._role.every_stage, timeline=observer.timeline)
+        agreement = stage.agreement(with_other_stages=self._role.language, timeline=observer.timeline)
         offloads = self.config.fine_grained_activation_offloading
         try:
             with (

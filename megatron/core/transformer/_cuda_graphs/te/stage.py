@@ -26,20 +26,13 @@ class Role:
     """What a helper does beside others of the same training.
 
     Attributes:
-        every_stage: Whether each pipeline stage has such a helper.
-        zeroes_gradients: Whether gradients are zeroed by its captures.
-        fits_shapes: Whether it captures again for other shapes.
-        rotary: Whether the rotary embeddings of the model are among the inputs of layers.
+        language: Whether it is that of the language model, which each pipeline stage has. Only that one logs steps,
+            zeroes gradients, captures for evaluation and again for other shapes; only its layers get rotary embeddings.
         report: What the files of its report are called.
         wrap: What layers get in place of a graph, called with it.
     """
 
-    every_stage: bool = True
-    zeroes_gradients: bool = True
-    fits_shapes: bool = True
-    logs_steps: bool = True
-    evaluates: bool = True
-    rotary: bool = True
+    language: bool = True
     report: str = "capture"
     wrap: Callable[[Any], Any] = lambda graph: graph
 

@@ -111,16 +111,7 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
         OptionsError, ValueError, RuntimeError: as ``TECudaGraphHelper``.
     """
 
-    _role = Role(
-        every_stage=False,
-        zeroes_gradients=False,
-        fits_shapes=False,  # how many tokens images have says nothing of the steps to come
-        logs_steps=False,  # the language model's helper does
-        evaluates=False,
-        rotary=False,
-        report="capture_vision",
-        wrap=_wrap_graph_for_vision,
-    )
+    _role = Role(language=False, report="capture_vision", wrap=_wrap_graph_for_vision)
 
     def __init__(
         self,

@@ -11,6 +11,11 @@ from .planned_copies import Placement, PlannedCopies
 _LOCAL = attrgetter("_local_tensor")
 
 
+def gradient_name(decoupled: bool) -> str:
+    """Return the attribute that has the gradient of an optimizer's parameter; a decoupled one may differ in dtype."""
+    return "decoupled_grad" if decoupled else "grad"
+
+
 class OptimizerGradients:
     """The gradient of each parameter of an optimizer: a shard of the main gradients, or that shard in another dtype.
 
@@ -24,7 +29,7 @@ class OptimizerGradients:
     def __init__(self, buffer: Any, *, in_place: bool):
         """Keep the gradients that ``buffer``, a ``ParamAndGradBuffer``, has attached to its parameters."""
         self.in_place = in_place
-        self._name = "decoupled_grad" if buffer.use_decoupled_grad else "grad"
+        self._name = gradient_name(buffer.use_decoupled_grad)
         self._params = buffer.optimizer_named_parameters
         self._attached: list[tuple[torch.nn.Parameter, Any]] = []
         buffers = []

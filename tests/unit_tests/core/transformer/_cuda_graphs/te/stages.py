@@ -103,8 +103,7 @@ def stage_of(*layers, modules=None, engine=None, stages=1, **options):
     groups = SimpleNamespace(tp=alone, dp_cp=alone, pp=SimpleNamespace(size=lambda: stages))
     modules = modules or [torch.nn.Module() for _ in layers]
     chunks = [Chunk(module, None, own, own) for module, own in zip(modules, layers, strict=True)]
-    role = Role(fits_shapes=False, evaluates=False)
-    return Stage(config(**options), groups, None, engine or choose_backend(), chunks, role)
+    return Stage(config(**options), groups, None, engine or choose_backend(), chunks, Role())
 
 
 def capture(stage, order):

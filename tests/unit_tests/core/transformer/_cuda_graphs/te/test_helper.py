@@ -12,6 +12,7 @@ import torch
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 from megatron.core.transformer._cuda_graphs.engine.plan import ordered_plan
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
+from megatron.core.transformer._cuda_graphs.flags.options import Options
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
 from megatron.core.transformer._cuda_graphs.te import capture_arguments
@@ -19,7 +20,7 @@ from megatron.core.transformer._cuda_graphs.te.attached_graphs import attach_gra
 from megatron.core.transformer._cuda_graphs.te.backends import Backend
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import ChangedShapes
-from megatron.core.transformer._cuda_graphs.te.graph_choice import Holds, blocker, quantized_otherwise
+from megatron.core.transformer._cuda_graphs.te.graph_choice import Holds, blocker
 from megatron.core.transformer._cuda_graphs.te.layers import fsdp_of, language_model_layers
 from megatron.core.transformer._cuda_graphs.te.order import get_overlap_moe_expert_parallel_comm_order
 from megatron.core.transformer._cuda_graphs.te.stage import Chunk
@@ -455,6 +456,9 @@ def test_megatron_fsdp_is_in_capture_mode_with_the_layers_of_its_chunk(in_parts)
         def around_part(self, layer):
             return None
 
+        def expect_evaluation(self, prepare):
+            assert self.capturing is None
+
     chunks = [Capturing(), torch.nn.Linear(1, 1), Capturing()]
     layers = [[MaskedLayer()] for _ in chunks]
     during = []
@@ -527,8 +531,7 @@ def test_a_language_model_within_a_larger_one_is_not_captured_whole():
     ids=str,
 )
 def test_only_recipes_that_were_tried_are_captured_together(quantized, allowed):
-    options = {"cuda_graph_modules": [], "mtp_num_layers": None, **quantized}
-    assert quantized_otherwise(stage_of([], **options)) is not allowed
+    assert Options(stage_of([], **quantized).config).quantizes_otherwise is not allowed
 
 
 @pytest.mark.parametrize(
