@@ -279,7 +279,7 @@ class FsdpHooks:
 
     def before_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Called before a forward pass of the whole model, with its arguments; drops an unfinished backward pass."""
-        if self.backward.is_open:
+        if self.backward.phase is not Phase.CLOSED:
             self.backward.forward_begins()
         if self.registry.whole_model is not None and torch.is_grad_enabled():
             self.registry.whole_model.replayed = False

@@ -37,8 +37,7 @@ class Gradients:
     @property
     def between_instances(self) -> bool:
         """Whether each reduction goes on between instances of hybrid sharding now: those in graphs never do."""
-        hybrid = self._fsdp.dist_index.use_hybrid_fsdp
-        return hybrid and self._is_last() and not self._registry.records_reductions
+        return self._is_last() and not self._registry.records_reductions
 
     def reduce_between_instances(self) -> None:
         """Called at the end of a backward pass: if it is a step's last, reduce what its reductions have left to it.
@@ -105,7 +104,7 @@ class Gradients:
     def _accumulate_and_reduce(self, params: list[torch.nn.Parameter]) -> bool:
         """Accumulate each gradient, then reduce them if this pass reduces; return whether it does."""
         fsdp = self._fsdp
-        self.final = self._is_last()
+        self.final = getattr(fsdp, "is_last_microbatch", False) or fsdp.model_auto_sync
         reduces = self.final or fsdp.data_parallel_sharding_strategy in REDUCES_EVERY_BACKWARD
         self.progress = max(Progress.REDUCED if reduces else Progress.ACCUMULATED, self.progress)
         self.accumulate(params)
@@ -113,7 +112,7 @@ class Gradients:
             fsdp.grad_reduce_pipeline.reduce_gradients(
                 params,
                 suggested_queue_capacity=fsdp.suggested_RS_queue_capacity,
-                outer_fsdp_group_grad_reduce=self.between_instances,
+                outer_fsdp_group_grad_reduce=fsdp.dist_index.use_hybrid_fsdp and self.between_instances,
             )
         return reduces
 

@@ -219,7 +219,7 @@ class Graphed(Eager):
         """Keep ``param``, and set the flag of the fused kernel if the graph has added its gradient."""
         if param in self.facts.fused:
             param.grad_added_to_main_grad = True
-        super().take(param)
+        self._context.backward.collected[self].append(param)
 
 
 class Planned(Graphed):
@@ -243,7 +243,7 @@ class Planned(Graphed):
         context, plan = self._context, self.plan
         self._handle_collected()
         context.gradients.handle(plan.left)
-        plan.reduce(context.gradients.between_instances)
+        plan.reduce(self._fsdp.dist_index.use_hybrid_fsdp and context.gradients.between_instances)
         context.gradients.awaited -= self.facts.written
         self.release("forward")
         plan.unit.set_training_state(TrainingState.IDLE)
