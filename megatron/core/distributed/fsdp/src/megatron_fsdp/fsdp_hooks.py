@@ -233,7 +233,11 @@ class FsdpHooks:
     # --------------------------------------------------------------------------------------------------- gradients
 
     def handle_gradient(self, param: torch.nn.Parameter) -> None:
-        """Called by autograd when ``param.grad`` is complete."""
+        """Called by autograd when ``param.grad`` is complete.
+
+        Raises:
+            RuntimeError: graphs of the whole model, which reduce the gradients of their pass, leave this one out.
+        """
         if getattr(param, "skip_backward_post_hook", False):  # delayed, with a hook of its own
             return
         if self.backward.phase is Phase.IN_PARTS and param in self._outside_layers:
@@ -241,8 +245,15 @@ class FsdpHooks:
         runner = self.backward.takers.get(param)
         if runner is not None:
             runner.take(param)
-        else:
-            self.gradients.handle([param])
+            return
+        whole_model = self.registry.whole_model
+        if whole_model is not None and whole_model.replayed and self.backward.phase in (Phase.CLOSED, Phase.REPLAYED):
+            raise RuntimeError(
+                f"{self.fsdp.param_to_name[param]} gets a gradient beside CUDA graphs of the whole model, which have "
+                "reduced its gradient by themselves: the loss uses it outside of the model's forward pass (a penalty, "
+                "say). Set --cuda-graph-layers-per-graph all: embedding, final norm and output layer then run eagerly"
+            )
+        self.gradients.handle([param])
 
     # ---------------------------------------------------------------------------------------- the whole model's pass
 
