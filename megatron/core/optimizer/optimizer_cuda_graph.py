@@ -39,7 +39,8 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
         for chunk in sharded:
             chunk.ddp_config.megatron_fsdp_cuda_graph_mode = True
             chunk.param_and_grad_buffer.keep_gradients_in_place()
-        self._optimizer, self._captured, self._told = optimizer, {}, set[str]()
+        self._optimizer, self._told = optimizer, set[str]()
+        self._captured: dict[str, Any] = {}  # what the captured step has read; empty if it was another one
         self._sharded = [chunk for chunk in sharded if chunk.ddp_config.fsdp_all_gather_in_start_param_sync]
         for group in getattr(optimizer, "param_groups", ()):
             if group.get("capturable") and not isinstance(group["lr"], torch.Tensor):

@@ -114,7 +114,8 @@ class AttributeReads:
         self, access: Callable[..., Any], noted: dict[int, set[str]], recorded: Callable[..., None]
     ) -> Callable[..., Any]:
         def access_noted(owner: Any, name: str, *value: Any) -> Any:
-            third_party = _is_third_party(type(owner))
+            kind: Any = type(owner)
+            third_party = _is_third_party(kind)
             if not name.startswith("_") or (third_party and name[:2] != "__" and name not in _OF_ANY_MODULE):
                 noted.setdefault(id(owner), set()).add(name)
                 if third_party and self._stateless:
@@ -211,7 +212,8 @@ def options_of(roots: Iterable[torch.nn.Module]) -> list[Any]:
     found: dict[int, Any] = {}
     for module in (module for root in roots for module in root.modules()):
         for name, value in vars(module).items():
-            if value is not None and (name == "config" or _has_options(type(value))):
+            kind: Any = type(value)
+            if value is not None and (name == "config" or _has_options(kind)):
                 found[id(value)] = value
     return [value for value in found.values() if hasattr(value, "__dict__")]
 
@@ -246,7 +248,7 @@ def _is_tensor(remembered: Any) -> bool:
 
 @cache
 def _is_third_party(kind: type) -> bool:
-    """Whether ``kind`` is a class of modules with a base from elsewhere than megatron-core, torch, TransformerEngine."""
+    """Whether ``kind`` is a class of modules with a base that megatron-core, torch and TransformerEngine lack."""
     return issubclass(kind, torch.nn.Module) and _comes_from_elsewhere(kind)
 
 

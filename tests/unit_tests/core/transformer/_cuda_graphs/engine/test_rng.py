@@ -142,7 +142,7 @@ def test_a_fork_that_an_exception_left_undone_is_undone():
         pass
 
 
-DRAWS = {
+DRAWS: dict[str, Any] = {
     "Python's random": random.random,
     "numpy.random": numpy.random.random,
     "torch's generator of the CPU": lambda: torch.rand((), generator=torch.default_generator).item(),
