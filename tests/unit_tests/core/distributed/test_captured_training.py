@@ -7,6 +7,7 @@ import gc
 import random
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -428,17 +429,70 @@ def test_another_weight_of_multi_token_prediction_is_noticed(one_rank):
     assert graphs.step_replays == [0, 2, 0, 2]
 
 
-def penalize_embedding(training):
-    """Add a penalty on the embedding's weights to the loss, once."""
+def load_halved_weights(training):
+    """Load weights as of a checkpoint, after some were gathered for the next step."""
+    if len(training.losses) != 2:
+        return
+    with torch.cuda.stream(training.stream):
+        weights = training.fsdp.state_dict().items()
+        halved = {name: each * 0.5 if isinstance(each, torch.Tensor) else each for name, each in weights}
+        training.fsdp.load_state_dict(halved)
+
+
+def load_into_nothing_gathered(training):
+    with torch.cuda.stream(training.stream):
+        training.fsdp.synchronize_param_gather()
+    load_halved_weights(training)
+
+
+@pytest.mark.parametrize("layers_per_graph", [MODEL, ALL, ONE])
+def test_weights_that_are_loaded_between_steps_are_those_of_the_next_one(one_rank, layers_per_graph):
+    case = graphed(layers_per_graph)
+    expected = trained(case, False, between=load_into_nothing_gathered)
+    assert expected.differences(trained(case, False, between=load_halved_weights)) == []
+    graphs = trained(case, True, between=load_halved_weights)
+    assert expected.differences(graphs) == []
+    assert graphs.replays == REPLAYS[layers_per_graph]
+
+
+def penalize_embedding(training, before=False):
+    """Add a penalty on the embedding's weights to the loss, once; compute it after the model's losses, or before."""
     if "_losses" in vars(training):
         return
-    losses, weight = training._losses, lambda: training.fsdp.module.embedding.word_embeddings.weight
-    training._losses = lambda *call: losses(*call) + weight().float().pow(2).mean()
+    losses = training._losses
+
+    def penalty():
+        return training.fsdp.module.embedding.word_embeddings.weight.float().pow(2).mean()
+
+    training._losses = lambda *call: penalty() + losses(*call) if before else losses(*call) + penalty()
 
 
-def test_a_gradient_beside_graphs_of_the_whole_model_is_refused(one_rank):
+@pytest.mark.parametrize("before", [False, True])
+def test_a_gradient_beside_graphs_of_the_whole_model_is_refused(one_rank, before):
     with pytest.raises(RuntimeError, match=r"embedding\.word_embeddings\.weight gets a gradient beside CUDA graphs of"):
-        trained(graphed(MODEL), True, between=penalize_embedding)
+        trained(graphed(MODEL), True, between=partial(penalize_embedding, before=before))
+
+
+class TrainsEmbeddingApart(CapturedTraining):
+    """What is outside of units gets gradients in a backward pass of its own too, in which the model has none."""
+
+    def _run_passes(self, *args, **kwargs):
+        reduced = super()._run_passes(*args, **kwargs)
+        model = self.fsdp.module
+        outside = [model.embedding.word_embeddings.weight, *model.decoder.final_layernorm.parameters()]
+        sum(weight.float().pow(2).mean() for weight in outside).backward()
+        return reduced
+
+
+def test_a_backward_pass_after_a_replay_that_leaves_the_model_out_adds_its_gradients(one_rank):
+    traces = []
+    for graphs in (False, True):
+        training = TrainsEmbeddingApart(graphed(MODEL), graphs)
+        training.step()
+        traces.append(training.trace())
+        training.delete()
+    assert traces[0].differences(traces[1]) == []
+    assert traces[1].replays == REPLAYS[MODEL]
 
 
 @pytest.mark.parametrize("layers_per_graph", [ALL, ONE])

@@ -35,6 +35,7 @@ from megatron.core.utils import is_submodule
 from ._graphs.backward_pass import BackwardPass, Phase
 from ._graphs.context import Context
 from ._graphs.gradients import Gradients
+from ._graphs.pipelines import release_all
 from ._graphs.registry import Registry, Runner
 from ._graphs.runners import Eager
 from ._graphs.unit import Unit
@@ -214,7 +215,11 @@ class FsdpHooks:
         (runner or self.registry.of(module)).after_backward()
 
     def install_loaded_parameters(self, module: torch.nn.Module, incompatible_keys: Any) -> None:
-        """Copy the parameters that ``load_state_dict`` has set into the weights that the model computes with."""
+        """Copy the parameters that ``load_state_dict`` has set into the weights that the model computes with.
+
+        What was gathered ahead is gathered again: the next pass would compute with former weights.
+        """
+        release_all(self.fsdp)
         self.fsdp.install_optimized_model_weights()
 
     def show_distributed_parameters(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -233,11 +238,7 @@ class FsdpHooks:
     # --------------------------------------------------------------------------------------------------- gradients
 
     def handle_gradient(self, param: torch.nn.Parameter) -> None:
-        """Called by autograd when ``param.grad`` is complete.
-
-        Raises:
-            RuntimeError: graphs of the whole model, which reduce the gradients of their pass, leave this one out.
-        """
+        """Called by autograd when ``param.grad`` is complete."""
         if getattr(param, "skip_backward_post_hook", False):  # delayed, with a hook of its own
             return
         if self.backward.phase is Phase.IN_PARTS and param in self._outside_layers:
@@ -246,13 +247,8 @@ class FsdpHooks:
         if runner is not None:
             runner.take(param)
             return
-        whole_model = self.registry.whole_model
-        if whole_model is not None and whole_model.replayed and self.backward.phase in (Phase.CLOSED, Phase.REPLAYED):
-            raise RuntimeError(
-                f"{self.fsdp.param_to_name[param]} gets a gradient beside CUDA graphs of the whole model, which have "
-                "reduced its gradient by themselves: the loss uses it outside of the model's forward pass (a penalty, "
-                "say). Set --cuda-graph-layers-per-graph all: embedding, final norm and output layer then run eagerly"
-            )
+        if self.registry.whole_model is not None and self.registry.captured is None:
+            self.backward.note_beside_graphs(param)
         self.gradients.handle([param])
 
     # ---------------------------------------------------------------------------------------- the whole model's pass
