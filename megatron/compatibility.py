@@ -54,6 +54,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "--multi-latent",
         "--transformer-impl",
         "--hidden-dropout",
+        "--qk-clip",
     ),
     "Packed sequences": ("--cuda-graph-packed", "--sft"),
     "Precision": ("--bf16", "--fp16", "--fp8-", "--fp4-"),

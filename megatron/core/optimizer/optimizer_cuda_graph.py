@@ -1,12 +1,15 @@
 """The CUDA graph of the optimizer's step, under Megatron-FSDP too."""
 
+import logging
 from typing import Any
 
 import torch
 
+from megatron.core.utils import log_single_rank
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
+_logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 
 class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
@@ -15,6 +18,9 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
     Parameters under Megatron-FSDP are not gathered within the graph (see ``MegatronFSDP.start_param_sync``) but after
     each replay, and their gradients stay where the graph reads them, whether layers run as graphs or not. torch's
     capturable optimizers get learning rates that are tensors: numbers would stay as at capture.
+
+    The step runs eagerly as long as other numbers (weight decay, say) or the states are not those of the capture, or if
+    the step of another optimizer was captured.
 
     Raises:
         ValueError: there is no eager step before the capture (``cuda_graph_warmup_steps``): the first one makes the
@@ -33,6 +39,8 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
         for chunk in sharded:
             chunk.ddp_config.megatron_fsdp_cuda_graph_mode = True
             chunk.param_and_grad_buffer.keep_gradients_in_place()
+        self._optimizer, self._told = optimizer, set[str]()
+        self._captured: dict[str, Any] = {}  # what the captured step has read; empty if it was another one
         self._sharded = [chunk for chunk in sharded if chunk.ddp_config.fsdp_all_gather_in_start_param_sync]
         for group in getattr(optimizer, "param_groups", ()):
             if group.get("capturable") and not isinstance(group["lr"], torch.Tensor):
@@ -40,8 +48,49 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, as a graph if it has been captured; see megatron-core."""
+        if type(self).cuda_graph is not None and self._has_changed():
+            self.next_iter()
+            return self.optimizer_step_func()
         result = super().__call__(*args, **kwargs)
         if type(self).cuda_graph is not None:
+            self._captured = self._captured or self._read_by_step()
             for chunk in self._sharded:
                 chunk.start_param_sync()
         return result
+
+    def _read_by_step(self) -> dict[str, Any]:
+        """Return by name what the host reads in a step: objects in the place of tensors and states."""
+        optimizers = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        read: dict[str, Any] = {}
+        for number, each in enumerate(optimizers):
+            read[f"the states, {number}"] = _Same(getattr(getattr(each, "optimizer", each), "state", None))
+            read[f"clip_grad, {number}"] = getattr(getattr(each, "config", None), "clip_grad", None)
+        for number, group in enumerate(getattr(self._optimizer, "param_groups", ())):
+            for name, value in group.items():
+                if name != "params":
+                    read[f"{name}, {number}"] = _Same(value) if isinstance(value, torch.Tensor) else value
+        return read
+
+    def _has_changed(self) -> bool:
+        """Whether the graph would not do what the step does now; log what is the reason, once."""
+        now = self._read_by_step()
+        if now == self._captured:
+            return False
+        names = [name.partition(",")[0] for name in now if now[name] != self._captured.get(name)]
+        reason = f"{(names or ['a group'])[0]} changed after capture" if self._captured else "another one was captured"
+        if reason not in self._told:
+            self._told.add(reason)
+            log_single_rank(
+                _logger, logging.WARNING, f"The optimizer's step runs eagerly (--optimizer-cuda-graph): {reason}"
+            )
+        return True
+
+
+class _Same:
+    """Is equal to what stands for the same object, which it keeps: the graph reads it."""
+
+    def __init__(self, value: Any):
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._value is self._value

@@ -123,6 +123,10 @@ EXAMPLES = {
         f"{MOE} attn {OVERLAP} {PACKED} --position-embedding-type none", left_out=(DOUBLE_BUFFER,)
     ),
     "optimizer graph with a loss scale": Example("--optimizer-cuda-graph --fp16"),
+    "optimizer graph of changing weight decay": Example(
+        "--optimizer-cuda-graph --start-weight-decay 0 --end-weight-decay 0.1 --weight-decay-incr-style linear"
+    ),
+    "largest logits of attention": Example("--log-max-attention-logit"),
     "optimizer graph without warm-up": Example("--optimizer-cuda-graph --cuda-graph-warmup-steps 0"),
     "negative warm-up": Example("--cuda-graph-warmup-steps -1"),
     "embedding in two stages": Example("--pipeline-model-parallel-size 2 --init-model-with-meta-device"),

@@ -1,8 +1,9 @@
 """Whether a replay still computes what the captured modules would: what their forward pass reads, compared.
 
 A graph holds the operations of one forward pass. What decided which operations those were (training flags, hooks,
-``forward`` functions, dropout probabilities and other attributes, parameters, autocast) is read by each eager pass, and
-by no replay. ``ReplayConditions`` records it at capture. The values of tensors are not part of it: replays read those.
+``forward`` functions, dropout probabilities and other attributes, parameters, autocast and other contexts) is read by
+each eager pass, and by no replay. ``ReplayConditions`` records it at capture. The values of tensors are not part of it:
+replays read those.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -14,14 +15,25 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
-from .attribute_reads import AttributeReads, with_configs
+from .attribute_reads import AttributeReads, options_of
 from .hooks import HOOK_KINDS, is_of_ddp
+from .plain_data import differ, kept
 
 # Compared by themselves, or set by Megatron and by us from step to step.
 _NOT_COMPARED = frozenset(("training", "forward", "cuda_graphs", "evaluation_graph", "current_microbatch", "replaying"))
+# Asked of every module by those that capture; few have them.
+_ASKED_AT_CAPTURE = frozenset(("calls_no_inner_modules", "need_backward_dw"))
 _GLOBAL_HOOKS = [
     getattr(torch_module, f"_global_{kind}") for kind in HOOK_KINDS if hasattr(torch_module, f"_global_{kind}")
 ]
+# Contexts in which operators compute, or are watched, otherwise; each function takes a fraction of a microsecond.
+_CONTEXTS: dict[str, Callable[[], Any]] = {
+    "detection of anomalies": torch.is_anomaly_enabled,
+    "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
+    "hooks of saved tensors": partial(torch._C._autograd._top_saved_tensors_default_hooks, True),
+    "TorchDispatchMode": torch._C._len_torch_dispatch_stack,
+    "TorchFunctionMode": torch._C._len_torch_function_stack,
+}
 
 
 class _Aspect:
@@ -60,14 +72,7 @@ class _Aspect:
         except Exception:
             now = []
         pairs = zip(self._names, now, self._values_then, strict=False)
-        return next((name for name, one, other in pairs if _differ(one, other)), self._names[-1])
-
-
-def _differ(one: Any, other: Any) -> bool:
-    try:
-        return one is not other and bool(one != other)
-    except Exception:
-        return True
+        return next((name for name, one, other in pairs if differ(one, other)), self._names[-1])
 
 
 class ReplayConditions:
@@ -120,7 +125,8 @@ class ReplayConditions:
             self._compare_contents("the buffers of", "_buffers")
         for_all = ["hooks for all modules"] * len(_GLOBAL_HOOKS)
         self._aspects.append(_Aspect(for_all, lambda: _GLOBAL_HOOKS, list(map(dict, _GLOBAL_HOOKS))))
-        self._aspects.append(_Aspect(["autocast"] * 4, autocast_in_force, autocast))
+        contexts = [*(get() for get in _CONTEXTS.values()), *(autocast_in_force() if autocast is None else autocast)]
+        self._aspects.append(_Aspect([*_CONTEXTS, *["autocast"] * 4], _contexts_in_force, contexts))
         if quantized is not None:
             then = [
                 {key: [*held] if isinstance(held, list) else held for key, held in each.items()} for each in quantized()
@@ -183,28 +189,30 @@ class ReplayConditions:
 
     def _compare_attributes(self, reads: AttributeReads) -> None:
         spaces: list[tuple[str, dict[str, Any], set[str]]] = []
-        absent: dict[tuple[str, type, str], Any] = {}
+        absent: list[tuple[str, dict[str, Any], type, str]] = []  # read, and not there, or there in the class alone
         for module, name in self._modules.items():
             own, kind = vars(module), type(module)
             read = reads.of.get(id(module), set()) - _NOT_COMPARED
             if _is_of_transformer_engine(kind):  # sets much of its own from pass to pass
                 read = {attribute for attribute in own if "dropout" in attribute}
             spaces.append((name, own, {"training"} | read & own.keys()))
-            inherited = {each for each in read - own.keys() if hasattr(kind, each)}
-            absent |= {(name, kind, each): own for each in inherited if not hasattr(torch.nn.Module, each)}
-        configs = {id(vars(module)["config"]): vars(module)["config"] for module in with_configs(self._modules)}
-        for key, config in configs.items():
-            read = {each for each in reads.of.get(key, ()) if not each.startswith("cuda_graph")}
-            spaces.append(("the configuration", vars(config), read & vars(config).keys()))
+            contents = {*own, *module._parameters, *module._buffers, *module._modules}
+            others = {each for each in read - contents - _ASKED_AT_CAPTURE if not hasattr(torch.nn.Module, each)}
+            absent += [(name, own, kind, each) for each in others]
+        for options in options_of(self._modules):
+            own = vars(options)
+            read = {each for each in reads.of.get(id(options), ()) if not each.startswith("cuda_graph")}
+            name = "the configuration" if "Config" in type(options).__name__ else type(options).__name__
+            spaces.append((name, own, read & own.keys()))
+            absent += [(name, own, type(options), each) for each in read - own.keys()]
         self._compare_values(spaces)
-        names = [f"{attribute} of {name}" for name, _, attribute in absent]
-        methods = [attribute for _, _, attribute in absent]
-        owners = list(absent.values())
-        self._compare("", names, lambda: list(map(dict.get, owners, methods)))
-        of_classes = list(dict.fromkeys((kind, attribute) for _, kind, attribute in absent))
-        kinds, methods_of_kinds = [kind for kind, _ in of_classes], [attribute for _, attribute in of_classes]
-        names = [f"{attribute} of {kind.__name__}" for kind, attribute in of_classes]
-        self._compare("", names, lambda: list(map(getattr, kinds, methods_of_kinds)))
+        owners, attributes = [own for _, own, _, _ in absent], [attribute for *_, attribute in absent]
+        of_classes = list(dict.fromkeys((kind, each) for _, _, kind, each in absent if hasattr(kind, each)))
+        of_classes += dict.fromkeys((type(module), "forward") for module in self._modules)
+        kinds, methods = [kind for kind, _ in of_classes], [attribute for _, attribute in of_classes]
+        names = [f"{attribute} of {name}" for name, _, _, attribute in absent]
+        names += [f"{attribute} of {kind.__name__}" for kind, attribute in of_classes]
+        self._compare("", names, lambda: [*map(dict.get, owners, attributes), *map(getattr, kinds, methods)])
 
     def _compare_values(self, spaces: Iterable[tuple[str, dict[str, Any], set[str]]]) -> None:
         """Compare attributes in namespaces, each given with its owner's name and the names of what was read."""
@@ -213,13 +221,14 @@ class ReplayConditions:
         owners = [own for _, own, _ in compared]
         getters = [itemgetter(*read) for _, _, read in compared]
         if compared:
-            self._aspects.append(
-                _Aspect(
-                    [f"{attribute} of {owner}" for owner, _, read in compared for attribute in read],
-                    lambda: [own.get(attribute) for _, own, read in compared for attribute in read],
-                    look=lambda: list(map(call, getters, owners)),
-                )
+            aspect = _Aspect(
+                [f"{attribute} of {owner}" for owner, _, read in compared for attribute in read],
+                lambda: [own.get(attribute) for _, own, read in compared for attribute in read],
+                [kept(own.get(attribute)) for _, own, read in compared for attribute in read],
+                look=lambda: list(map(call, getters, owners)),
             )
+            aspect.then = [tuple(map(kept, values)) for values in aspect.then]
+            self._aspects.append(aspect)
 
     def have_changed(self) -> bool:
         """Whether anything is not what it was at capture. It runs before each replay."""
@@ -293,9 +302,15 @@ def _any(values: Callable[[], list[Any]]) -> list[Any]:
 
 def autocast_in_force() -> list[Any]:
     """Whether autocast is on for CUDA and for the CPU, and to which types."""
+    return _contexts_in_force()[len(_CONTEXTS) :]
+
+
+def _contexts_in_force() -> list[Any]:
+    """The values of ``_CONTEXTS`` and of autocast; it runs before each replay."""
     is_enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     on = [is_enabled("cuda"), is_enabled("cpu")]
-    return [*on, *(dtype(kind) for kind, enabled in zip(("cuda", "cpu"), on, strict=True) if enabled)]
+    types = [dtype(kind) for kind, enabled in zip(("cuda", "cpu"), on, strict=True) if enabled]
+    return [*map(call, _CONTEXTS.values()), *on, *types]
 
 
 def _is_of_transformer_engine(kind: type) -> bool:

@@ -4,8 +4,10 @@ They run in this process, as one rank. The integration tests train on two.
 """
 
 import gc
+import random
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from megatron.core.transformer._cuda_graphs.te import attached_graphs, capture_s
 from megatron.core.transformer._cuda_graphs.te.whole_model import known_class, other_method
 from tests.support.hybrid_training import HybridTraining
 from tests.support.sample import each_once
-from tests.support.training import train
+from tests.support.training import Training, train
 
 from .captured_training import CapturedTraining, captured, graphed, in_use, trained
 from .fsdp_variants import Variant
@@ -425,3 +427,130 @@ def test_another_weight_of_multi_token_prediction_is_noticed(one_rank):
     eager, graphs = (trained(graphed(MODEL, mtp=1), on, between=change, steps=3) for on in (False, True))
     assert eager.differences(graphs) == []
     assert graphs.step_replays == [0, 2, 0, 2]
+
+
+def load_halved_weights(training):
+    """Load weights as of a checkpoint, after some were gathered for the next step."""
+    if len(training.losses) != 2:
+        return
+    with torch.cuda.stream(training.stream):
+        weights = training.fsdp.state_dict().items()
+        halved = {name: each * 0.5 if isinstance(each, torch.Tensor) else each for name, each in weights}
+        training.fsdp.load_state_dict(halved)
+
+
+def load_into_nothing_gathered(training):
+    with torch.cuda.stream(training.stream):
+        training.fsdp.synchronize_param_gather()
+    load_halved_weights(training)
+
+
+@pytest.mark.parametrize("layers_per_graph", [MODEL, ALL, ONE])
+def test_weights_that_are_loaded_between_steps_are_those_of_the_next_one(one_rank, layers_per_graph):
+    case = graphed(layers_per_graph)
+    expected = trained(case, False, between=load_into_nothing_gathered)
+    assert expected.differences(trained(case, False, between=load_halved_weights)) == []
+    graphs = trained(case, True, between=load_halved_weights)
+    assert expected.differences(graphs) == []
+    assert graphs.replays == REPLAYS[layers_per_graph]
+
+
+def penalize_embedding(training, before=False):
+    """Add a penalty on the embedding's weights to the loss, once; compute it after the model's losses, or before."""
+    if "_losses" in vars(training):
+        return
+    losses = training._losses
+
+    def penalty():
+        return training.fsdp.module.embedding.word_embeddings.weight.float().pow(2).mean()
+
+    training._losses = lambda *call: penalty() + losses(*call) if before else losses(*call) + penalty()
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_gradient_beside_graphs_of_the_whole_model_is_refused(one_rank, before):
+    with pytest.raises(RuntimeError, match=r"embedding\.word_embeddings\.weight gets a gradient beside CUDA graphs of"):
+        trained(graphed(MODEL), True, between=partial(penalize_embedding, before=before))
+
+
+class TrainsEmbeddingApart(CapturedTraining):
+    """What is outside of units gets gradients in a backward pass of its own too, in which the model has none."""
+
+    def _run_passes(self, *args, **kwargs):
+        reduced = super()._run_passes(*args, **kwargs)
+        model = self.fsdp.module
+        outside = [model.embedding.word_embeddings.weight, *model.decoder.final_layernorm.parameters()]
+        sum(weight.float().pow(2).mean() for weight in outside).backward()
+        return reduced
+
+
+def test_a_backward_pass_after_a_replay_that_leaves_the_model_out_adds_its_gradients(one_rank):
+    traces = []
+    for graphs in (False, True):
+        training = TrainsEmbeddingApart(graphed(MODEL), graphs)
+        training.step()
+        traces.append(training.trace())
+        training.delete()
+    assert traces[0].differences(traces[1]) == []
+    assert traces[1].replays == REPLAYS[MODEL]
+
+
+@pytest.mark.parametrize("layers_per_graph", [ALL, ONE])
+def test_a_gradient_beside_graphs_of_layers_is_added_as_in_eager_training(one_rank, layers_per_graph):
+    case = graphed(layers_per_graph)
+    eager, graphs = (trained(case, on, between=penalize_embedding) for on in (False, True))
+    assert eager.differences(graphs) == []
+    assert graphs.replays == REPLAYS[layers_per_graph]
+
+
+class Counting(torch.nn.Module):
+    """An MLP whose output grows with each pass."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp, self.passes = mlp, 0
+
+    def forward(self, *args, **kwargs):
+        output, bias = self.mlp(*args, **kwargs)
+        self.passes += 1
+        return output * (1 + 0.1 * self.passes), bias
+
+
+class LeftOut(torch.nn.Module):
+    """An MLP that is left out at random."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp = mlp
+
+    def forward(self, *args, **kwargs):
+        output, bias = self.mlp(*args, **kwargs)
+        return output * (random.random() < 0.5), bias
+
+
+REASONS = {Counting: "reads and changes passes of Counting", LeftOut: "draw random numbers from Python's random"}
+
+
+@pytest.mark.parametrize(("layers_per_graph", "kind"), each_once([MODEL, ALL, ONE, None], REASONS))
+def test_passes_that_differ_by_what_the_host_does_are_not_captured(one_rank, caplog, layers_per_graph, kind):
+    case = graphed(layers_per_graph, dropout=0.1)
+
+    def change(model):
+        model.decoder.layers[1].mlp = kind(model.decoder.layers[1].mlp)
+
+    traces = []
+    for graphs in (False, True):
+        random.seed(1)
+        with Variant(case, change=change).in_place(upstream=False):
+            training = Training(case, graphs)
+        training.config.cuda_graph_fallback = "eager"
+        if graphs:
+            training.make_helper()
+        training.step()
+        if graphs:
+            training.capture(lambda training: training.helper.create_cudagraphs())
+        training.step()
+        traces.append(training.trace())
+    assert traces[0].differences(traces[1]) == []
+    assert traces[1].replays == 0
+    assert REASONS[kind] in caplog.text

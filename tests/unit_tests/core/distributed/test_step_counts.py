@@ -14,6 +14,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.core.transformer._cuda_graphs import replay_conditions
+
 from .captured_training import WARMED_UP, captured
 from .fsdp_variants import small
 
@@ -49,7 +51,9 @@ class Launches(TorchDispatchMode):
             finally:
                 self._replaying = False
 
-        with mock.patch.object(torch.cuda.CUDAGraph, "replay", replayed), self:
+        # or all would run eagerly, as operators may compute something else in such a mode
+        unnoticed = mock.patch.dict(replay_conditions._CONTEXTS, {"TorchDispatchMode": lambda: 0})
+        with mock.patch.object(torch.cuda.CUDAGraph, "replay", replayed), unnoticed, self:
             yield
 
 

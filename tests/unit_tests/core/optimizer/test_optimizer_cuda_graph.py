@@ -24,11 +24,14 @@ class Optimizer:
     def __init__(self, capturable=True, **config):
         defaults = {"use_megatron_fsdp": True, "fsdp_all_gather_in_start_param_sync": True}
         self.model_chunks = [mock.Mock(ddp_config=SimpleNamespace(**defaults | config)) for _ in range(2)]
-        self.param_groups = [{"lr": 0.5, "capturable": capturable}, {"lr": 0.25}]
+        self.param_groups = [{"lr": 0.5, "capturable": capturable, "weight_decay": 0.0}, {"lr": 0.25}]
         self.weight = torch.zeros(1, device="cuda")
+        self.state, self.config = {}, SimpleNamespace(clip_grad=1.0)
+        self.eager_steps = 0
 
     def step(self):
-        self.weight.add_(self.param_groups[0]["lr"])
+        self.eager_steps += not torch.cuda.is_current_stream_capturing()
+        self.weight.mul_(1 - self.param_groups[0]["weight_decay"]).add_(self.param_groups[0]["lr"])
         return True, self.weight, None
 
     def gathers(self):
@@ -95,6 +98,50 @@ def test_a_learning_rate_that_is_a_tensor_stays_that_tensor(wrap):
     rate = optimizer.param_groups[0]["lr"] = torch.full((), 0.5, device="cuda")
     wrap(optimizer)
     assert optimizer.param_groups[0]["lr"] is rate
+
+
+CHANGES = {
+    "weight_decay": lambda optimizer: optimizer.param_groups[0].update(weight_decay=0.5),
+    "clip_grad": lambda optimizer: setattr(optimizer.config, "clip_grad", 0.5),
+    "the states": lambda optimizer: setattr(optimizer, "state", {}),  # as load_state_dict does
+    "lr": lambda optimizer: optimizer.param_groups[0].update(lr=torch.full((), 0.25, device="cuda")),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_after_a_change_that_a_graph_would_not_notice_steps_run_eagerly(wrap, caplog, name):
+    optimizer, twin = Optimizer(), Optimizer()
+    step = wrap(optimizer)
+    for number in range(WARMUP + 5):
+        if number == WARMUP + 2:
+            CHANGES[name](optimizer)
+            CHANGES[name](twin)
+        step()
+        twin.step()
+    assert torch.equal(optimizer.weight, twin.weight)
+    assert optimizer.eager_steps == WARMUP + 3
+    assert optimizer.gathers() == [2, 2]  # a step that runs eagerly gathers by itself
+    (message,) = caplog.messages
+    assert message.endswith(f"(--optimizer-cuda-graph): {name} changed after capture")
+
+
+def test_a_change_that_is_taken_back_ends_eager_steps(wrap):
+    optimizer = Optimizer()
+    step = wrap(optimizer)
+    for number in range(WARMUP + 5):
+        optimizer.config.clip_grad = 0.5 if number == WARMUP + 2 else 1.0
+        step()
+    assert optimizer.eager_steps == WARMUP + 1
+
+
+def test_the_step_of_a_second_optimizer_is_not_taken_for_that_of_the_first(wrap):
+    first, second = Optimizer(), Optimizer()
+    steps = wrap(first), wrap(second)
+    for _ in range(2 * WARMUP + 2):
+        for step in steps:
+            step()
+    assert torch.equal(first.weight, second.weight)
+    assert first.eager_steps < second.eager_steps == 2 * WARMUP + 2
 
 
 def test_any_function_can_be_wrapped():

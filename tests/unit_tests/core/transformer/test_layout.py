@@ -23,7 +23,7 @@ LAYERS = (
         f"{PACKAGE}.{name}"
         for name in (
             *("state", "errors", "expected_inputs", "eager_passes", "hooks", "packed_sequences", "flags"),
-            *("evaluation_mode", "dispatcher_state", "launches", "attribute_reads", "replay_conditions"),
+            *("evaluation_mode", "dispatcher_state", "launches", "attribute_reads", "replay_conditions", "plain_data"),
         )
     },
     {f"{PACKAGE}.report"},

@@ -1,5 +1,6 @@
 """States of random number generators that CUDA graphs can use."""
 
+import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -163,3 +164,44 @@ def preserve_rng() -> Iterator[None]:
         torch.set_rng_state(cpu)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
+
+
+@contextmanager
+def refuse_host_draws() -> Iterator[None]:
+    """Make sure that passes draw no random numbers on the host, and restore the states of its generators.
+
+    Such a number (whether to leave out a layer, say) would be the same in every replay.
+
+    Raises:
+        UnsupportedError: the state of one is another at the end.
+    """
+    before = _host_states()
+    try:
+        yield
+        drawn = next((name for name, state in _host_states().items() if not _are_equal(state, before[name])), "")
+        if drawn:
+            raise UnsupportedError(
+                f"forward passes draw random numbers from {drawn}, on the host, and each replay would repeat those of "
+                "the capture: draw them on the device (torch.rand(..., device='cuda')) and let the device decide, or "
+                "set --cuda-graph-modules to other parts of layers"
+            )
+    finally:
+        random.setstate(before["Python's random"])
+        if "numpy.random" in before:
+            sys.modules["numpy"].random.set_state(before["numpy.random"])
+        torch.set_rng_state(before["torch's generator of the CPU"])
+
+
+def _host_states() -> dict[str, Any]:
+    states = {"Python's random": random.getstate(), "torch's generator of the CPU": torch.get_rng_state()}
+    if "numpy" in sys.modules:
+        states["numpy.random"] = sys.modules["numpy"].random.get_state()
+    return states
+
+
+def _are_equal(one: Any, other: Any) -> bool:
+    """Whether two states are equal: tensors, or tuples of numbers and arrays."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
+    pairs = zip(one, other, strict=True)
+    return all((each == also).all() if hasattr(each, "all") else each == also for each, also in pairs)

@@ -468,6 +468,13 @@ _REFUSED = [
         "--cuda-graph-modules to parts other than mamba",
     ),
     _refused(
+        "largest logits of attention",
+        "--qk-clip or --log-max-attention-logit, attention in graphs",
+        lambda options: (options.get("qk_clip") or options.get("log_max_attention_logit")) and options.graphs("attn"),
+        "--qk-clip and --log-max-attention-logit read what attention notes on the host in each pass, which a replay "
+        "does not: leave them out, or set --cuda-graph-modules to parts other than attn",
+    ),
+    _refused(
         "optimizer graph with a loss scale",
         "--optimizer-cuda-graph with --fp16 or --loss-scale",
         lambda options: options.get("optimizer_cuda_graph") and (options.get("fp16") or options.get("loss_scale")),
@@ -600,6 +607,17 @@ _NO_EFFECT = [
         lambda options: options.get("cuda_graph_layers_per_graph") == WHOLE_MODEL and not _shards_all(options),
         f"--cuda-graph-layers-per-graph {WHOLE_MODEL} has no effect with --data-parallel-sharding-strategy other than "
         "optim_grads_params: layers are captured; leave it out",
+    ),
+    _no_effect(
+        "optimizer graph of changing weight decay",
+        "--optimizer-cuda-graph, --weight-decay-incr-style linear or cosine",
+        lambda options: (
+            options.get("optimizer_cuda_graph")
+            and options.get("weight_decay_incr_style", "constant") != "constant"
+            and options.get("start_weight_decay") != options.get("end_weight_decay")
+        ),
+        "--optimizer-cuda-graph has no effect with --weight-decay-incr-style linear or cosine: a graph of the step "
+        "would keep the weight decay of its capture, so steps run eagerly; leave one out",
     ),
 ]
 

@@ -160,7 +160,7 @@ class CaptureSession:
         reads = AttributeReads()
         # TransformerEngine's engine leaves warm-up's draws and buffer updates behind.
         with preserve_rng(), preserve_buffers(layers), self._fsdp_capture():
-            with reads.noted(layers), extracted_hooks(layers) as hooks, rng:
+            with reads.noted(layers, stateless=True), extracted_hooks(layers) as hooks, rng:
                 if engine.takes_hooks:
                     arguments["capture_time_hooks"] = naming_hooks(hooks, names, self.agreement)
                 if stage.takes_gradients and all(chunk.fsdp is not None for chunk in stage.chunks):

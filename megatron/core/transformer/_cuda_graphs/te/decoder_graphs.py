@@ -134,7 +134,7 @@ def capture_decoder(
     reads = AttributeReads()
     try:
         with owner.capture():
-            with reads.noted(layers):
+            with reads.noted(layers, stateless=True):
                 passes.capture(run, decoder.layers, num_warmup_iters)
             held = None if quantized is None else quantized.tensors
             conditions = ReplayConditions(

@@ -188,7 +188,7 @@ class EvaluationGraphs:
             _capture_mode(layers) as dispatchers,
             self._sharding.capture_evaluation_graphs(layers),
             extracted_hooks(layers) as hooks,
-            reads.noted(layers),
+            reads.noted(layers, stateless=True),
         ):
             graphed = make_graphed_callables(
                 layers,

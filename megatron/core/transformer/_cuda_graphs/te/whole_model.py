@@ -238,7 +238,7 @@ def _captured(
         with ExitStack() as stack:
             for owner in owners:
                 stack.enter_context(owner.capture())
-            with reads.noted(slots), ExitStack() as hooks:
+            with reads.noted(slots, stateless=True), ExitStack() as hooks:
                 for module in (module for model in slots for module in model.modules()):
                     if isinstance(module, RotaryEmbedding):
                         hooks.callback(module.register_forward_hook(lambda *call: kept.append(call[-1])).remove)

@@ -1,9 +1,12 @@
 """AttributeReads beside torch.compile: what was compiled before is used, and what it reads is known."""
 
+from unittest import mock
+
 import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads
+from megatron.core.transformer._cuda_graphs.errors import UnsupportedError
 from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
 
 COMPILED: list[torch.fx.GraphModule] = []
@@ -104,3 +107,105 @@ def test_classes_and_modules_are_as_before(compiled):
         assert vars(Router) != own
     assert (dict(vars(Router)), dict(vars(router))) == (own, before)
     assert "__getattribute__" not in vars(torch.nn.Module)
+
+
+class Stateful(torch.nn.Module):
+    """A module of a user's, which does something with its attributes in each pass."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.act, self.count, self._calls, self.cache, self.last = act, 0, [], None, None
+        self.seen, self.mean = {"passes": 0}, torch.zeros(())
+        self.register_buffer("running", torch.zeros(2))
+
+    def forward(self, x):
+        self.act(self, x)
+        return x
+
+
+def counts(module, x):
+    module.count += 1
+
+
+def lists_its_calls(module, x):
+    module._calls.append(x.mean())
+
+
+def counts_in_a_dictionary(module, x):
+    module.seen["passes"] += 1
+
+
+def averages(module, x):
+    module.mean = module.mean * 0.9 + x.mean() * 0.1
+
+
+def replaces_a_buffer(module, x):
+    module.running = module.running * 0.9 + x * 0.1
+
+
+def keeps_a_result(module, x):
+    module.last = x.mean()
+    module.seen["passes"] = module.last
+
+
+def hands_over(module, x):
+    assert module.cache is None
+    module.cache = x
+    module.cache = None
+
+
+def changes_a_buffer_in_place(module, x):
+    module.running.mul_(0.9).add_(x)
+    module.running += x
+
+
+def pass_of(module, recorded=True):
+    """Run ``module`` once, as if its pass was recorded."""
+    with (
+        AttributeReads().noted([module], stateless=True),
+        mock.patch.object(torch.cuda, "is_current_stream_capturing", return_value=recorded),
+    ):
+        module(torch.ones(2))
+
+
+@pytest.mark.parametrize(
+    ("act", "name"),
+    [
+        (counts, "count of Stateful"),
+        (lists_its_calls, "_calls of Stateful"),
+        (counts_in_a_dictionary, "seen of Stateful"),
+        (averages, "mean of Stateful"),
+        (replaces_a_buffer, "running of Stateful"),
+    ],
+)
+def test_what_a_recorded_pass_leaves_for_the_next_one_is_refused(act, name):
+    with pytest.raises(UnsupportedError, match=f"reads and changes {name}"):
+        pass_of(Stateful(act))
+
+
+@pytest.mark.parametrize("act", [keeps_a_result, hands_over, changes_a_buffer_in_place])
+def test_what_no_other_pass_reads_and_what_replays_change_too_is_not_refused(act):
+    module = Stateful(act)
+    pass_of(module, recorded=False)
+    pass_of(module)
+
+
+def test_what_passes_set_up_once_is_not_refused():
+    def sets_up(module, x):
+        if module.cache is None:
+            module.cache = x * 2
+
+    module = Stateful(sets_up)
+    pass_of(module, recorded=False)
+    pass_of(module)
+
+
+@pytest.mark.parametrize("act", [counts, lists_its_calls, counts_in_a_dictionary, averages])
+def test_after_a_refusal_attributes_are_as_they_were(act):
+    module = Stateful(act)
+    calls, seen = module._calls, module.seen
+    with pytest.raises(UnsupportedError):
+        pass_of(module)
+    assert (module.count, module._calls, module.seen, module.mean.item()) == (0, [], {"passes": 0}, 0)
+    assert (module._calls, module.seen) == (calls, seen)
+    assert module._calls is calls and module.seen is seen

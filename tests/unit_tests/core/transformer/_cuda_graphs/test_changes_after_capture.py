@@ -7,6 +7,7 @@ import functools
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -109,6 +110,17 @@ def other_forward_of_the_layer(training):
     layer.forward = doubled
 
 
+def other_forward_of_a_class(training):
+    kind = type(middle(training).mlp)
+    patch = mock.patch.object(kind, "forward", doubled_of_parts(kind.forward))
+    patch.start()
+    return SimpleNamespace(remove=patch.stop)
+
+
+def doubled_of_parts(forward):
+    return lambda *args, **kwargs: tuple(part if part is None else part * 2 for part in forward(*args, **kwargs))
+
+
 def doubling(module, args, output):
     return output * 2 if isinstance(module, torch.nn.LayerNorm) or "Norm" in type(module).__name__ else None
 
@@ -117,15 +129,19 @@ def doubling_first(module, args):
     return (args[0] * 2, *args[1:]) if "Norm" in type(module).__name__ else None
 
 
-class Autocast:
-    """Autocast, until it is removed."""
+class Within:
+    """A context, until it is removed."""
 
-    def __init__(self):
-        self._context = torch.autocast("cpu", torch.bfloat16)
+    def __init__(self, context):
+        self._context = context
         self._context.__enter__()
 
     def remove(self):
         self._context.__exit__(None, None, None)
+
+
+def half(tensor):
+    return tensor * 0.5 if tensor.is_floating_point() else tensor
 
 
 CHANGES = {
@@ -149,9 +165,11 @@ CHANGES = {
     ),
     "forward of a part": other_forward,
     "forward of a layer": other_forward_of_the_layer,
+    "forward of a class of MLPs": other_forward_of_a_class,
     "hook of all modules": lambda training: register_module_forward_hook(doubling),
     "hook before all modules": lambda training: register_module_forward_pre_hook(doubling_first),
-    "autocast": lambda training: Autocast(),
+    "autocast": lambda training: Within(torch.autocast("cpu", torch.bfloat16)),
+    "hooks of saved tensors": lambda training: Within(torch.autograd.graph.saved_tensors_hooks(half, half)),
     "a part exchanged": lambda training: setattr(middle(training), "self_attn_bda", _no_bias_dropout),
     "scale of attention": lambda training: setattr(
         middle(training).self_attention.core_attention.scale_mask_softmax, "scale", 3.0

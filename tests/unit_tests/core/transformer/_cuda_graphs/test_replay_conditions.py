@@ -1,7 +1,13 @@
 """ReplayConditions: changes of modules are noticed, and named."""
 
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads
 from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
@@ -15,10 +21,18 @@ class Config:
         self.unread = 1
 
 
+@dataclass
+class Flags:
+    shift: float = 0.0
+    unread: int = 1
+
+
 class Inner(torch.nn.Module):
     def __init__(self, config):
         super().__init__()
-        self.config, self.bias = config, 1.0
+        self.config, self.bias, self._offset = config, 1.0, 0.0
+        self.limits, self.options, self.flags = {"low": [0.0]}, SimpleNamespace(low=0.0), Flags()
+        self.on_host, self.results = torch.tensor(1.0), []
         self.dropout = torch.nn.Dropout(0.0)
         self.register_buffer("shift", torch.zeros(2))
 
@@ -26,7 +40,10 @@ class Inner(torch.nn.Module):
         return self.dropout(x * self.config.scale + self.amount() + self.shift)
 
     def amount(self):
-        return self.bias
+        self.results.append(torch.ones(2))
+        absent = getattr(self, "extra", 0.0) + getattr(self.config, "extra", 0.0)
+        data = self.limits["low"][0] + self.options.low + self.flags.shift
+        return self.bias * self.on_host + self._offset + data + absent
 
 
 class Outer(torch.nn.Module):
@@ -65,6 +82,13 @@ CHANGES = {
     "p of layer 3.inner.dropout": lambda outer: setattr(outer.inner.dropout, "p", 0.5),
     "bias of layer 3.inner": lambda outer: setattr(outer.inner, "bias", torch.ones(3)),
     "scale of the configuration": lambda outer: setattr(outer.inner.config, "scale", 3.0),
+    "limits of layer 3.inner": lambda outer: outer.inner.limits["low"].append(1.0),
+    "options of layer 3.inner": lambda outer: setattr(outer.inner.options, "low", 1.0),
+    "shift of Flags": lambda outer: setattr(outer.inner.flags, "shift", 1.0),
+    "_offset of layer 3.inner": lambda outer: setattr(outer.inner, "_offset", 1.0),
+    "on_host of layer 3.inner": lambda outer: outer.inner.on_host.fill_(2.0),
+    "extra of layer 3.inner": lambda outer: setattr(outer.inner, "extra", 1.0),
+    "extra of the configuration": lambda outer: setattr(outer.inner.config, "extra", 1.0),
     "forward of layer 3.inner": other_forward,
     "amount of layer 3.inner": other_method,
     "the class of layer 3.inner": lambda outer: setattr(outer.inner, "__class__", type("Other", (Inner,), {})),
@@ -125,9 +149,14 @@ def test_hooks_of_distributed_data_parallel_come_and_go(outer, conditions):
         lambda outer: outer.unused.dropout.eval(),
         lambda outer: outer.unused.register_forward_hook(lambda *call: None),
         lambda outer: setattr(outer.inner.config, "unread", 2),
+        lambda outer: setattr(outer.inner.flags, "unread", 2),
+        lambda outer: outer.inner.results.clear(),
         lambda outer: outer.register_forward_hook(lambda *call: None),
     ],
-    ids=["a module that did not run", "its hook", "an attribute that was not read", "a hook that runs around replays"],
+    ids=[
+        *("a module that did not run", "its hook", "an attribute that was not read", "a field that was not read"),
+        *("a list of tensors", "a hook that runs around replays"),
+    ],
 )
 def test_what_a_replay_does_not_leave_out_is_no_change(outer, conditions, change):
     change(outer)
@@ -140,6 +169,40 @@ def test_autocast_is_compared_with_that_of_the_capture(outer):
         assert not conditions.have_changed()
     assert conditions.have_changed()
     assert "autocast" in conditions.changes()
+
+
+@pytest.mark.parametrize(("kind", "name"), [(Inner, "forward"), (Inner, "amount"), (torch.nn.Linear, "forward")])
+def test_another_function_in_a_class_is_a_change(outer, conditions, monkeypatch, kind, name):
+    monkeypatch.setattr(kind, name, lambda self, *args: None)
+    assert conditions.have_changed()
+    assert f"{name} of {kind.__name__}" in conditions.changes()
+    monkeypatch.undo()
+    assert not conditions.have_changed()
+
+
+@contextmanager
+def deterministic():
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+CONTEXTS = {
+    "hooks of saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
+    "detection of anomalies": lambda: torch.autograd.detect_anomaly(check_nan=False),
+    "deterministic algorithms": deterministic,
+    "TorchDispatchMode": TorchDispatchMode,
+    "TorchFunctionMode": TorchFunctionMode,
+}
+
+
+@pytest.mark.parametrize("name", CONTEXTS)
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_a_context_that_was_not_there_at_capture_is_a_change(outer, conditions, name):
+    with CONTEXTS[name]():
+        assert conditions.have_changed()
+        assert name in conditions.changes()
+    assert not conditions.have_changed()
 
 
 def test_modules_and_configurations_are_as_before_after_reads_were_noted(outer, conditions):

@@ -35,6 +35,7 @@ from megatron.core.utils import is_submodule
 from ._graphs.backward_pass import BackwardPass, Phase
 from ._graphs.context import Context
 from ._graphs.gradients import Gradients
+from ._graphs.pipelines import release_all
 from ._graphs.registry import Registry, Runner
 from ._graphs.runners import Eager
 from ._graphs.unit import Unit
@@ -214,7 +215,11 @@ class FsdpHooks:
         (runner or self.registry.of(module)).after_backward()
 
     def install_loaded_parameters(self, module: torch.nn.Module, incompatible_keys: Any) -> None:
-        """Copy the parameters that ``load_state_dict`` has set into the weights that the model computes with."""
+        """Copy the parameters that ``load_state_dict`` has set into the weights that the model computes with.
+
+        What was gathered ahead is gathered again: the next pass would compute with former weights.
+        """
+        release_all(self.fsdp)
         self.fsdp.install_optimized_model_weights()
 
     def show_distributed_parameters(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:
@@ -241,8 +246,10 @@ class FsdpHooks:
         runner = self.backward.takers.get(param)
         if runner is not None:
             runner.take(param)
-        else:
-            self.gradients.handle([param])
+            return
+        if self.registry.whole_model is not None and self.registry.captured is None:
+            self.backward.note_beside_graphs(param)
+        self.gradients.handle([param])
 
     # ---------------------------------------------------------------------------------------- the whole model's pass
 

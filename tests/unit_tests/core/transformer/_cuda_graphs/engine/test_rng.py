@@ -1,17 +1,20 @@
 """rng and state: generators that graphs can use, and the flags of a capture."""
 
+import random
 import sys
 from collections import namedtuple
 from types import ModuleType
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, initialize_rng_tracker
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer._cuda_graphs import state as capture_state
-from megatron.core.transformer._cuda_graphs.engine.rng import generator_states, preserve_rng
+from megatron.core.transformer._cuda_graphs.engine.rng import generator_states, preserve_rng, refuse_host_draws
+from megatron.core.transformer._cuda_graphs.errors import UnsupportedError
 from megatron.core.transformer.cuda_graphs import _clone_nested_tensors, _ensure_generator_state_is_cudagraph_safe
 
 Pair = namedtuple("Pair", "a b")
@@ -137,3 +140,28 @@ def test_a_fork_that_an_exception_left_undone_is_undone():
     assert torch.equal(torch.cuda.get_rng_state(), before)
     with tracker.fork():
         pass
+
+
+DRAWS: dict[str, Any] = {
+    "Python's random": random.random,
+    "numpy.random": numpy.random.random,
+    "torch's generator of the CPU": lambda: torch.rand((), generator=torch.default_generator).item(),
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_random_numbers_of_the_host_are_refused_and_drawn_again_afterwards(cpu_backend, name):
+    drawn = []
+    with pytest.raises(UnsupportedError, match=f"draw random numbers from {name}, on the host"), refuse_host_draws():
+        drawn.append(DRAWS[name]())
+    assert DRAWS[name]() == drawn[0]
+
+
+def test_random_numbers_of_the_device_are_not_refused(cpu_backend):
+    with refuse_host_draws():
+        torch.rand(2, device="cuda")
+
+
+def test_an_error_is_raised_as_it_is_where_random_numbers_were_drawn_on_the_host(cpu_backend):
+    with pytest.raises(KeyError), refuse_host_draws():
+        raise KeyError(random.random())

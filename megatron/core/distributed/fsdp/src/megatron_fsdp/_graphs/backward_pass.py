@@ -53,6 +53,7 @@ class BackwardPass:
         self.takers: dict[torch.nn.Parameter, Runner] = {}
         self.collected: defaultdict[Runner, list[torch.nn.Parameter]] = defaultdict(list)
         self._caller_ends_it = False
+        self._before: tuple[int, torch.nn.Parameter] | None = None  # see ``note_beside_graphs``
 
     @property
     def is_open(self) -> bool:
@@ -65,7 +66,16 @@ class BackwardPass:
         Args:
             caller_ends_it: Whether the caller will call ``finish_backward`` itself. Otherwise autograd does.
             replayed: Whether it is a replay of the whole model's graph.
+
+        Raises:
+            RuntimeError: such a replay leaves out a gradient that autograd has computed in the same pass.
         """
+        if replayed and self._before is not None:
+            autograd_pass, param = self._before
+            self._before = None
+            if autograd_pass == torch._C._current_graph_task_id():
+                self.drop()
+                raise self._left_out(param)
         if self.phase is Phase.CLOSED:
             self.phase, self._caller_ends_it = Phase.REPLAYED, caller_ends_it
             self._fsdp.grad_reduce_pipeline.replayed = {}
@@ -74,6 +84,24 @@ class BackwardPass:
         if not replayed and self.phase is Phase.REPLAYED:
             self.phase = Phase.EXPECTS_GRADIENTS
             self._expect_gradients()
+
+    def note_beside_graphs(self, param: torch.nn.Parameter) -> None:
+        """Note that autograd has computed the gradient of ``param``, where there are graphs of the whole model.
+
+        Raises:
+            RuntimeError: a replay, which reduces the gradients of its pass, has left it out.
+        """
+        if self.phase is Phase.REPLAYED:
+            raise self._left_out(param)
+        if self.phase is Phase.CLOSED:  # the replay may be still to come
+            self._before = torch._C._current_graph_task_id(), param
+
+    def _left_out(self, param: torch.nn.Parameter) -> RuntimeError:
+        return RuntimeError(
+            f"{self._fsdp.param_to_name[param]} gets a gradient beside CUDA graphs of the whole model, which reduce "
+            "theirs by themselves: the loss uses it outside of the model's forward pass (a penalty, say). Set "
+            "--cuda-graph-layers-per-graph all: embedding, final norm and output layer then run eagerly"
+        )
 
     def _expect_gradients(self) -> None:
         if self._shards_params:
