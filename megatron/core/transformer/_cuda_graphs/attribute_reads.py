@@ -1,9 +1,7 @@
 """Notes which attributes passes read of modules and of their configurations."""
 
 import dis
-import weakref
 from argparse import Namespace
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import is_dataclass
@@ -13,8 +11,7 @@ from typing import Any
 
 import torch
 
-from .errors import UnsupportedError
-from .plain_data import differ, kept
+from .state_of_passes import StateOfPasses
 
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: a class of C, none of Megatron's configurations
 _ORIGINAL = "_torchdynamo_orig_callable"  # what torch.compile keeps its argument as
@@ -40,30 +37,24 @@ class AttributeReads:
     def __init__(self) -> None:
         self.of: dict[int, set[str]] = {}
         self._written: dict[int, set[str]] = {}
-        self._stateless = False
-        # Of third-party modules: what the first pass found in attributes, and while passes were recorded what these
-        # found and what they set last.
-        self._before: dict[tuple[int, str], tuple[torch.nn.Module, Any]] = {}
-        self._found: dict[tuple[int, str], tuple[torch.nn.Module, Any]] = {}
-        self._left: dict[tuple[int, str], Any] = {}
 
     @contextmanager
     def noted(self, roots: Iterable[torch.nn.Module], *, stateless: bool = False) -> Iterator[None]:
         """Note what is read of all modules, and of the configurations of those in ``roots``, in this context.
 
         Args:
-            stateless: Whether passes that are recorded must not leave anything for the next one in attributes of
-                third-party modules. After an exception these attributes are as before.
+            stateless: Whether passes that are recorded must leave nothing for the next one (``StateOfPasses``) in
+                modules of ``is_third_party``. After an exception these are as before.
 
         Raises:
             UnsupportedError: they do.
         """
-        roots, watch = list(roots), Replacements()
-        self._stateless = stateless
+        roots, watch, state = list(roots), Replacements(), StateOfPasses() if stateless else None
+        note_read, note_set = (None, None) if state is None else (state.note_read, state.note_set)
         for kind in {torch.nn.Module, *map(type, options_of(roots))}:
             if not kind.__flags__ & _IMMUTABLE:
-                watch.add(kind, "__getattribute__", self._noting(kind.__getattribute__, self.of, self._note_found))
-                watch.add(kind, "__setattr__", self._noting(kind.__setattr__, self._written, self._note_set))
+                watch.add(kind, "__getattribute__", _noting(kind.__getattribute__, self.of, note_read))
+                watch.add(kind, "__setattr__", _noting(kind.__setattr__, self._written, note_set))
         for owner, name, compiled in _compiled(roots):
             watch.add(owner, name, self._unwatched(watch, owner, compiled))
         try:
@@ -72,14 +63,11 @@ class AttributeReads:
                 yield
             finally:
                 watch.remove()
-            if stateless and (state := self._state_in_modules()):
-                raise UnsupportedError(
-                    f"each forward pass reads and changes {state}, and a replay would do neither: keep it in a buffer "
-                    "on the device and change that in place, or set --cuda-graph-modules to other parts of layers"
-                )
+            if state is not None:
+                state.refuse_any()
         except BaseException:
-            if stateless:
-                self._restore_modules()
+            if state is not None:
+                state.undo()
             raise
         for owner, names in self._written.items():
             self.of.get(owner, set()).difference_update(names)
@@ -87,56 +75,6 @@ class AttributeReads:
     def ran(self, module: torch.nn.Module) -> bool:
         """Whether a pass read anything of ``module`` itself: walks through a model read what all modules have."""
         return any(name == "forward" or not hasattr(torch.nn.Module, name) for name in self.of.get(id(module), ()))
-
-    def _state_in_modules(self) -> str:
-        """Name an attribute that recorded passes read before they set it, and left with another value; else empty."""
-        for key, (module, found) in self._found.items():
-            left = self._left[key] if key in self._left else _remembered(_value(module, key[1]))
-            if found is not left and (_is_tensor(found) or _is_tensor(left) or differ(found, left)):
-                return f"{key[1]} of {type(module).__name__}"
-        return ""
-
-    def _restore_modules(self) -> None:
-        for (_, name), (module, value) in self._before.items():
-            own = vars(module)
-            now = own.get(name)
-            if name not in own or not differ(now, value):
-                continue
-            if isinstance(now, list) and isinstance(value, list):
-                now[:] = value
-            elif isinstance(now, dict) and isinstance(value, dict):
-                now.clear()
-                now.update(value)
-            else:
-                own[name] = value
-
-    def _noting(
-        self, access: Callable[..., Any], noted: dict[int, set[str]], recorded: Callable[..., None]
-    ) -> Callable[..., Any]:
-        def access_noted(owner: Any, name: str, *value: Any) -> Any:
-            kind: Any = type(owner)
-            third_party = _is_third_party(kind)
-            if not name.startswith("_") or (third_party and name[:2] != "__" and name not in _OF_ANY_MODULE):
-                noted.setdefault(id(owner), set()).add(name)
-                if third_party and self._stateless:
-                    recorded(owner, name, *value)
-            return access(owner, name, *value)
-
-        return access_noted
-
-    def _note_found(self, module: torch.nn.Module, name: str) -> None:
-        key = id(module), name
-        if key not in self._before:
-            self._before[key] = module, kept(_value(module, name))
-        if key not in self._left and key not in self._found and torch.cuda.is_current_stream_capturing():
-            self._found[key] = module, _remembered(_value(module, name))
-
-    def _note_set(self, module: torch.nn.Module, name: str, value: Any) -> None:
-        key = id(module), name
-        if key not in self._before:
-            self._before[key] = module, kept(_value(module, name))
-        if torch.cuda.is_current_stream_capturing():
-            self._left[key] = _remembered(value)
 
     def _unwatched(self, watch: "Replacements", owner: Any, compiled: Any) -> Callable[..., Any]:
         """Return ``compiled``, an attribute of ``owner``, without anything being noted while it runs."""
@@ -225,31 +163,34 @@ def _has_options(kind: type) -> bool:
     )
 
 
-def _value(module: torch.nn.Module, name: str) -> Any:
-    """Return what the attribute holds of the module itself, a buffer perhaps; None if it is not there."""
-    own = vars(module)
-    return own[name] if name in own else own["_buffers"].get(name)
+@cache
+def is_third_party(kind: Any) -> bool:
+    """Whether ``kind`` is a class of modules with a base that megatron-core, torch and TransformerEngine lack.
 
-
-def _remembered(value: Any) -> Any:
-    """Return what to know ``value`` by later, without keeping the memory of tensors: a copy if it is data.
-
-    Of a tensor that is the one weak reference to it, and of a list, or the like, with tensors in it how long it is.
+    Those of TransformerEngine and what derives from them set much of their own from pass to pass: they are not.
     """
-    if isinstance(value, torch.Tensor):
-        return weakref.ref(value)
-    copied = kept(value)
-    return len(value) if copied is value and isinstance(value, (list, dict, set, deque)) else copied
-
-
-def _is_tensor(remembered: Any) -> bool:
-    return isinstance(remembered, weakref.ref)
+    return issubclass(kind, torch.nn.Module) and not is_of_transformer_engine(kind) and _comes_from_elsewhere(kind)
 
 
 @cache
-def _is_third_party(kind: type) -> bool:
-    """Whether ``kind`` is a class of modules with a base that megatron-core, torch and TransformerEngine lack."""
-    return issubclass(kind, torch.nn.Module) and _comes_from_elsewhere(kind)
+def is_of_transformer_engine(kind: Any) -> bool:
+    """Whether ``kind`` is a class of TransformerEngine, or derives from one."""
+    return any(base.__module__.startswith("transformer_engine.") for base in kind.__mro__)
+
+
+def _noting(
+    access: Callable[..., Any], noted: dict[int, set[str]], note_state: Callable[..., None] | None
+) -> Callable[..., Any]:
+    def access_noted(owner: Any, name: str, *value: Any) -> Any:
+        kind: Any = type(owner)
+        third_party = is_third_party(kind)
+        if not name.startswith("_") or (third_party and name[:2] != "__" and name not in _OF_ANY_MODULE):
+            noted.setdefault(id(owner), set()).add(name)
+            if third_party and note_state is not None:
+                note_state(owner, name, *value)
+        return access(owner, name, *value)
+
+    return access_noted
 
 
 def _comes_from_elsewhere(kind: type) -> bool:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
-from .attribute_reads import AttributeReads, options_of
+from .attribute_reads import AttributeReads, is_of_transformer_engine, options_of
 from .hooks import HOOK_KINDS, is_of_ddp
 from .plain_data import differ, kept
 
@@ -191,9 +191,10 @@ class ReplayConditions:
         spaces: list[tuple[str, dict[str, Any], set[str]]] = []
         absent: list[tuple[str, dict[str, Any], type, str]] = []  # read, and not there, or there in the class alone
         for module, name in self._modules.items():
-            own, kind = vars(module), type(module)
+            own = vars(module)
+            kind: Any = type(module)
             read = reads.of.get(id(module), set()) - _NOT_COMPARED
-            if _is_of_transformer_engine(kind):  # sets much of its own from pass to pass
+            if is_of_transformer_engine(kind):  # sets much of its own from pass to pass
                 read = {attribute for attribute in own if "dropout" in attribute}
             spaces.append((name, own, {"training"} | read & own.keys()))
             contents = {*own, *module._parameters, *module._buffers, *module._modules}
@@ -311,7 +312,3 @@ def _contexts_in_force() -> list[Any]:
     on = [is_enabled("cuda"), is_enabled("cpu")]
     types = [dtype(kind) for kind, enabled in zip(("cuda", "cpu"), on, strict=True) if enabled]
     return [*map(call, _CONTEXTS.values()), *on, *types]
-
-
-def _is_of_transformer_engine(kind: type) -> bool:
-    return any(base.__module__.startswith("transformer_engine.") for base in kind.__mro__)

@@ -528,7 +528,7 @@ class LeftOut(torch.nn.Module):
         return output * (random.random() < 0.5), bias
 
 
-REASONS = {Counting: "reads and changes passes of Counting", LeftOut: "draw random numbers from Python's random"}
+REASONS = {Counting: "reads and changes passes of Counting", LeftOut: "draws random numbers from Python's random"}
 
 
 @pytest.mark.parametrize(("layers_per_graph", "kind"), each_once([MODEL, ALL, ONE, None], REASONS))

@@ -24,6 +24,7 @@ LAYERS = (
         for name in (
             *("state", "errors", "expected_inputs", "eager_passes", "hooks", "packed_sequences", "flags"),
             *("evaluation_mode", "dispatcher_state", "launches", "attribute_reads", "replay_conditions", "plain_data"),
+            "state_of_passes",
         )
     },
     {f"{PACKAGE}.report"},

@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext, suppress
 
 import torch
 
-from .rng import current_rng_state, generator_states
+from .rng import current_rng_state, generator_states, refuse_host_draws
 from .streams import LEGACY_STREAM_ADVICE
 
 
@@ -101,11 +101,13 @@ class Capture:
 
         Raises:
             RuntimeError: something in the context cannot be captured.
+            UnsupportedError: random numbers of the host are drawn.
         """
         reclaim_memory_of_other_streams()
         try:
             _begin(graph, self.pool)
-            yield
+            with refuse_host_draws():
+                yield
             graph.capture_end()
         except BaseException as error:
             _explain(error)

@@ -20,7 +20,7 @@ from .passes import CapturePasses
 from .plan import ordered_plan, unordered_plan
 from .preserve import pause_gc, preserve_buffers, rebind_buffers
 from .quantization import resolve_quantization
-from .rng import preserve_rng, refuse_host_draws
+from .rng import preserve_rng
 from .slot import GraphedSlot, module_of
 from .static_inputs import distinct, keep_apart, share_inputs, signature
 from .streams import capture_stream
@@ -190,8 +190,7 @@ def make_graphed_callables(
     with_buffers = [module for module in map(module_of, callables) if module is not None]
     buffers = preserve_buffers(with_buffers)
     try:
-        rng = preserve_rng(), refuse_host_draws()
-        with pause_gc(), rng[0], rng[1], buffers, statistics, transformer_engine_flag(), capture_stream():
+        with pause_gc(), preserve_rng(), buffers, statistics, transformer_engine_flag(), capture_stream():
             if pre_warmup_hook is not None:
                 pre_warmup_hook()
             with rebind_buffers(with_buffers):  # the graphs read the buffers that are there at replay

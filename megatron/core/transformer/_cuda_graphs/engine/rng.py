@@ -2,7 +2,7 @@
 
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -144,7 +144,7 @@ def make_generators_safe() -> None:
 
 @contextmanager
 def preserve_rng() -> Iterator[None]:
-    """Restore the state of every generator, so that draws of warm-up and capture have no effect.
+    """Restore the state of every generator, those of the host too: draws of warm-up and capture have no effect.
 
     The default generator draws from the state that it drew from, also if an exception has ended a fork of Megatron's
     RNG tracker before it was undone (Ctrl-C can come there too).
@@ -153,7 +153,7 @@ def preserve_rng() -> Iterator[None]:
     forked_to = getattr(tracker, "_current_state_name", None)
     generators = generator_states()
     states = [generator.get_state() for generator in generators]
-    cuda, cpu = torch.cuda.get_rng_state(), torch.get_rng_state()
+    cuda, host = torch.cuda.get_rng_state(), _host_states()
     try:
         with use_rng_state(current_rng_state()):
             yield
@@ -161,47 +161,52 @@ def preserve_rng() -> Iterator[None]:
         if forked_to is not None:
             tracker._current_state_name = forked_to
         torch.cuda.set_rng_state(cuda)
-        torch.set_rng_state(cpu)
+        for name, (_, restore) in _host_generators().items():
+            if name in host:
+                restore(host[name])
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
 
 
 @contextmanager
 def refuse_host_draws() -> Iterator[None]:
-    """Make sure that passes draw no random numbers on the host, and restore the states of its generators.
+    """Make sure that a pass draws no random numbers on the host.
 
     Such a number (whether to leave out a layer, say) would be the same in every replay.
 
     Raises:
-        UnsupportedError: the state of one is another at the end.
+        UnsupportedError: the state of a generator of the host is another at the end.
     """
     before = _host_states()
-    try:
-        yield
-        drawn = next((name for name, state in _host_states().items() if not _are_equal(state, before[name])), "")
-        if drawn:
-            raise UnsupportedError(
-                f"forward passes draw random numbers from {drawn}, on the host, and each replay would repeat those of "
-                "the capture: draw them on the device (torch.rand(..., device='cuda')) and let the device decide, or "
-                "set --cuda-graph-modules to other parts of layers"
-            )
-    finally:
-        random.setstate(before["Python's random"])
-        if "numpy.random" in before:
-            sys.modules["numpy"].random.set_state(before["numpy.random"])
-        torch.set_rng_state(before["torch's generator of the CPU"])
+    yield
+    drawn = next((name for name, state in _host_states().items() if not _are_equal(state, before.get(name))), "")
+    if drawn:
+        raise UnsupportedError(
+            f"what is captured (or another thread meanwhile) draws random numbers from {drawn}, on the host, and each "
+            "replay would repeat those of the capture: draw them on the device (torch.rand(..., device='cuda')) and "
+            "let the device decide, or set --cuda-graph-modules to other parts of layers"
+        )
+
+
+def _host_generators() -> dict[str, tuple[Callable[[], Any], Callable[[Any], None]]]:
+    """Return by name how the state of each generator of the host is read, and how it is set."""
+    found: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
+        "torch's generator of the CPU": (torch.get_rng_state, torch.set_rng_state),
+        "Python's random": (random.getstate, random.setstate),
+    }
+    if "numpy" in sys.modules:
+        numpy = sys.modules["numpy"].random
+        found["numpy.random"] = numpy.get_state, numpy.set_state
+    return found
 
 
 def _host_states() -> dict[str, Any]:
-    states = {"Python's random": random.getstate(), "torch's generator of the CPU": torch.get_rng_state()}
-    if "numpy" in sys.modules:
-        states["numpy.random"] = sys.modules["numpy"].random.get_state()
-    return states
+    return {name: get() for name, (get, _) in _host_generators().items()}
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two states are equal: tensors, or tuples of numbers and arrays."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
+    """Whether two states are equal: tensors, or tuples of numbers and arrays; None is that of a later import."""
+    if other is None or isinstance(one, torch.Tensor):
+        return other is None or torch.equal(one, other)
     pairs = zip(one, other, strict=True)
     return all((each == also).all() if hasattr(each, "all") else each == also for each, also in pairs)

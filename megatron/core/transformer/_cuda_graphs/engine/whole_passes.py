@@ -19,7 +19,7 @@ from .preserve import pause_gc, preserve_buffers
 from .quantization import RecordedQuantization
 from .replay import Replay, ReplayOptions, Tensors, replay
 from .replay_order import ReplayOrder
-from .rng import preserve_rng, refuse_host_draws
+from .rng import preserve_rng
 from .streams import capture_stream, make_workspaces, refuse_legacy_stream
 
 Phase = Literal["forward", "backward"]
@@ -259,7 +259,7 @@ def capture_passes(
 
     try:
         with ExitStack() as stack:
-            for context in (pause_gc(), preserve_rng(), refuse_host_draws(), preserve_buffers(distinct)):
+            for context in (pause_gc(), preserve_rng(), preserve_buffers(distinct)):
                 stack.enter_context(context)
             for quantized in dict.fromkeys(passes.quantized for passes in modules):
                 if quantized is not None:

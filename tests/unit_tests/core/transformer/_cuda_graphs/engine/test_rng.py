@@ -152,7 +152,8 @@ DRAWS: dict[str, Any] = {
 @pytest.mark.parametrize("name", DRAWS)
 def test_random_numbers_of_the_host_are_refused_and_drawn_again_afterwards(cpu_backend, name):
     drawn = []
-    with pytest.raises(UnsupportedError, match=f"draw random numbers from {name}, on the host"), refuse_host_draws():
+    refused = pytest.raises(UnsupportedError, match=f"draws random numbers from {name}, on the host")
+    with refused, preserve_rng(), refuse_host_draws():
         drawn.append(DRAWS[name]())
     assert DRAWS[name]() == drawn[0]
 

@@ -1,0 +1,91 @@
+"""What a recorded forward pass leaves on the host for the next one, in attributes of modules: no replay would."""
+
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+
+from .errors import UnsupportedError
+from .plain_data import differ, kept
+
+_Key = tuple[int, str]  # the id of a module, and an attribute
+
+
+class StateOfPasses:
+    """Attributes that passes read and set, each with what it held.
+
+    What is noted before a pass is recorded (in warm-up) counts for ``undo`` only.
+    """
+
+    def __init__(self) -> None:
+        self._before: dict[_Key, tuple[torch.nn.Module, Any]] = {}  # what the first pass found
+        self._found: dict[_Key, tuple[torch.nn.Module, Any]] = {}  # what recorded passes found before they set it
+        self._left: dict[_Key, Any] = {}  # what they set last
+
+    def note_read(self, module: torch.nn.Module, name: str) -> None:
+        """Called before a pass reads an attribute."""
+        key = id(module), name
+        if key not in self._before:
+            self._before[key] = module, kept(_value(module, name))
+        if key not in self._left and key not in self._found and torch.cuda.is_current_stream_capturing():
+            self._found[key] = module, _remembered(_value(module, name))
+
+    def note_set(self, module: torch.nn.Module, name: str, value: Any) -> None:
+        """Called before a pass sets an attribute to ``value``."""
+        key = id(module), name
+        if key not in self._before:
+            self._before[key] = module, kept(_value(module, name))
+        if torch.cuda.is_current_stream_capturing():
+            self._left[key] = _remembered(value)
+
+    def refuse_any(self) -> None:
+        """Make sure that recorded passes left nothing for the next one.
+
+        Raises:
+            UnsupportedError: they read an attribute before they set it, and left it with another value.
+        """
+        for key, (module, found) in self._found.items():
+            left = self._left[key] if key in self._left else _remembered(_value(module, key[1]))
+            if found is not left and (_is_tensor(found) or _is_tensor(left) or differ(found, left)):
+                raise UnsupportedError(
+                    f"each forward pass reads and changes {key[1]} of {type(module).__name__}, and a replay would do "
+                    "neither: keep it in a buffer on the device and change that in place, or set --cuda-graph-modules "
+                    "to other parts of layers"
+                )
+
+    def undo(self) -> None:
+        """Let attributes have what they had before the first pass."""
+        for (_, name), (module, value) in self._before.items():
+            own = vars(module)
+            now = own.get(name)
+            if name not in own or not differ(now, value):
+                continue
+            if isinstance(now, list) and isinstance(value, list):
+                now[:] = value
+            elif isinstance(now, dict) and isinstance(value, dict):
+                now.clear()
+                now.update(value)
+            else:
+                own[name] = value
+
+
+def _value(module: torch.nn.Module, name: str) -> Any:
+    """Return what the attribute holds of the module itself, a buffer perhaps; None if it is not there."""
+    own = vars(module)
+    return own[name] if name in own else own["_buffers"].get(name)
+
+
+def _remembered(value: Any) -> Any:
+    """Return what to know ``value`` by later, without keeping the memory of tensors: a copy if it is data.
+
+    Of a tensor that is the one weak reference to it, and of a list, or the like, with tensors in it how long it is.
+    """
+    if isinstance(value, torch.Tensor):
+        return weakref.ref(value)
+    copied = kept(value)
+    return len(value) if copied is value and isinstance(value, (list, dict, set, deque)) else copied
+
+
+def _is_tensor(remembered: Any) -> bool:
+    return isinstance(remembered, weakref.ref)
