@@ -183,6 +183,20 @@ def test_what_a_recorded_pass_leaves_for_the_next_one_is_refused(act, name):
         pass_of(Stateful(act))
 
 
+def test_what_derives_from_transformer_engine_is_not_refused():
+    """Its modules set flags of theirs from pass to pass, and graphs of them are made with that in mind."""
+
+    class Linear(torch.nn.Module):
+        __module__ = "transformer_engine.pytorch.module.linear"
+
+    class OfAUser(Stateful, Linear):
+        pass
+
+    module = OfAUser(counts)
+    pass_of(module)
+    assert module.count == 1
+
+
 @pytest.mark.parametrize("act", [keeps_a_result, hands_over, changes_a_buffer_in_place])
 def test_what_no_other_pass_reads_and_what_replays_change_too_is_not_refused(act):
     module = Stateful(act)
