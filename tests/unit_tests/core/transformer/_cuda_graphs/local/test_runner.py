@@ -1,5 +1,6 @@
 """_CudaGraphRunner: layers are recorded in the first step, replayed from the second, and compute as eagerly."""
 
+import random
 import sys
 import weakref
 from collections import Counter
@@ -10,6 +11,7 @@ import torch
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from megatron.core.transformer import _cuda_graphs
+from megatron.core.transformer._cuda_graphs.errors import UnsupportedError
 from megatron.core.transformer.cuda_graphs import (
     ArgMetadata,
     _CudaGraphRunner,
@@ -157,6 +159,20 @@ class TestTraining:
         (graphed, model), (eager, _) = steps(graphs=True), steps(graphs=False)
         assert graphed == eager
         assert all(param.grad is None for param in model.layers.parameters())
+
+    def test_random_numbers_of_the_host_are_refused(self):
+        use_graphable_rng()
+        model = Stack([DrawsOnTheHost(graphs=True)]).cuda()
+        model(batch(0)).square().mean().backward()
+        with pytest.raises(UnsupportedError, match="draws random numbers from Python's random, on the host"):
+            create_cudagraphs()
+
+
+class DrawsOnTheHost(Layer):
+    """Scales its input at random."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return super().forward(hidden_states * random.random(), *args, **kwargs)
 
 
 class DrawsWhereItIs(Layer):
