@@ -32,7 +32,7 @@ import torch.distributed as dist  # noqa: E402
 from benchmarks.results_file import command_line, write_results  # noqa: E402
 
 Work = Callable[[], None]
-POLICIES = {"default": 0, "efficiency": 1, "zero": 2}  # as in nccl.h
+POLICIES = ("efficiency", "zero")
 KINDS = [
     "default",
     "ctas=4",
@@ -64,7 +64,7 @@ class Kind:
             if name == "ctas":
                 options.config.max_ctas = int(value)
             elif name == "policy" and value in POLICIES:
-                options.config.cta_policy = POLICIES[value]
+                options.config.cta_policy = getattr(dist.ProcessGroupNCCL, f"NCCL_CTA_POLICY_{value.upper()}")
             elif name == "priority":
                 options.is_high_priority_stream = True
             elif name == "window":

@@ -40,7 +40,7 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
             chunk.ddp_config.megatron_fsdp_cuda_graph_mode = True
             chunk.param_and_grad_buffer.keep_gradients_in_place()
         self._optimizer, self._told = optimizer, set[str]()
-        self._captured: dict[str, Any] = {}  # what the captured step has read; empty if it was another one
+        self._captured: dict[tuple[str, int], Any] = {}  # what the captured step has read; empty if it was another one
         self._sharded = [chunk for chunk in sharded if chunk.ddp_config.fsdp_all_gather_in_start_param_sync]
         for group in getattr(optimizer, "param_groups", ()):
             if group.get("capturable") and not isinstance(group["lr"], torch.Tensor):
@@ -58,17 +58,17 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
                 chunk.start_param_sync()
         return result
 
-    def _read_by_step(self) -> dict[str, Any]:
+    def _read_by_step(self) -> dict[tuple[str, int], Any]:
         """Return by name what the host reads in a step: objects in the place of tensors and states."""
         optimizers = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
-        read: dict[str, Any] = {}
+        read: dict[tuple[str, int], Any] = {}
         for number, each in enumerate(optimizers):
-            read[f"the states, {number}"] = _Same(getattr(getattr(each, "optimizer", each), "state", None))
-            read[f"clip_grad, {number}"] = getattr(getattr(each, "config", None), "clip_grad", None)
+            read["the states", number] = _Same(getattr(getattr(each, "optimizer", each), "state", None))
+            read["clip_grad", number] = getattr(getattr(each, "config", None), "clip_grad", None)
         for number, group in enumerate(getattr(self._optimizer, "param_groups", ())):
             for name, value in group.items():
                 if name != "params":
-                    read[f"{name}, {number}"] = _Same(value) if isinstance(value, torch.Tensor) else value
+                    read[name, number] = _Same(value) if isinstance(value, torch.Tensor) else value
         return read
 
     def _has_changed(self) -> bool:
@@ -76,7 +76,7 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
         now = self._read_by_step()
         if now == self._captured:
             return False
-        names = [name.partition(",")[0] for name in now if now[name] != self._captured.get(name)]
+        names = [key[0] for key in now if now[key] != self._captured.get(key)]
         reason = f"{(names or ['a group'])[0]} changed after capture" if self._captured else "another one was captured"
         if reason not in self._told:
             self._told.add(reason)

@@ -8,7 +8,7 @@ replays read those.
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
-from itertools import repeat
+from itertools import chain, repeat
 from operator import attrgetter, call, is_, itemgetter
 from typing import Any
 
@@ -44,6 +44,7 @@ class _Aspect:
         values: Returns the things there are now, always in the same order.
         then: Those at capture; by default what ``values`` returns.
         look: Returns less than ``values`` does, and faster, that differs if these do; by default it is the same.
+        look_then: What that returned at capture; by default what it returns.
     """
 
     def __init__(
@@ -52,11 +53,14 @@ class _Aspect:
         values: Callable[[], list[Any]],
         then: list[Any] | None = None,
         look: Callable[[], list[Any]] | None = None,
+        look_then: list[Any] | None = None,
     ):
         self._names, self._values = names, values
         self._values_then = values() if then is None else then
         self.look = values if look is None else look
-        self.then = self._values_then if look is None else look()
+        if look_then is None:
+            look_then = self._values_then if look is None else look()
+        self.then = look_then
 
     def has_changed(self) -> bool:
         """Whether a thing is not what it was at capture."""
@@ -125,7 +129,7 @@ class ReplayConditions:
             self._compare_contents("the buffers of", "_buffers")
         for_all = ["hooks for all modules"] * len(_GLOBAL_HOOKS)
         self._aspects.append(_Aspect(for_all, lambda: _GLOBAL_HOOKS, list(map(dict, _GLOBAL_HOOKS))))
-        contexts = [*(get() for get in _CONTEXTS.values()), *(autocast_in_force() if autocast is None else autocast)]
+        contexts = [*map(call, _CONTEXTS.values()), *(autocast_in_force() if autocast is None else autocast)]
         self._aspects.append(_Aspect([*_CONTEXTS, *["autocast"] * 4], _contexts_in_force, contexts))
         if quantized is not None:
             then = [
@@ -221,15 +225,17 @@ class ReplayConditions:
         compared = [(owner, own, [*read, *read][: max(2, len(read))]) for owner, own, read in spaces if read]
         owners = [own for _, own, _ in compared]
         getters = [itemgetter(*read) for _, _, read in compared]
+        then = [tuple(kept(own.get(attribute)) for attribute in read) for _, own, read in compared]
         if compared:
-            aspect = _Aspect(
-                [f"{attribute} of {owner}" for owner, _, read in compared for attribute in read],
-                lambda: [own.get(attribute) for _, own, read in compared for attribute in read],
-                [kept(own.get(attribute)) for _, own, read in compared for attribute in read],
-                look=lambda: list(map(call, getters, owners)),
+            self._aspects.append(
+                _Aspect(
+                    [f"{attribute} of {owner}" for owner, _, read in compared for attribute in read],
+                    lambda: [own.get(attribute) for _, own, read in compared for attribute in read],
+                    list(chain.from_iterable(then)),
+                    look=lambda: list(map(call, getters, owners)),
+                    look_then=then,
+                )
             )
-            aspect.then = [tuple(map(kept, values)) for values in aspect.then]
-            self._aspects.append(aspect)
 
     def have_changed(self) -> bool:
         """Whether anything is not what it was at capture. It runs before each replay."""
@@ -268,9 +274,7 @@ class _Hooks(_Aspect):
 
     def __init__(self, names: Sequence[str], dicts: Sequence[dict[int, Callable]]):
         self._dicts = dicts
-        then = self._copied()
-        super().__init__(names, partial(_each, _without_ddp, dicts), look=self._now)
-        self.then = then
+        super().__init__(names, partial(_each, _without_ddp, dicts), look=self._now, look_then=self._copied())
 
     def _copied(self) -> list[Any]:
         self._empty = [hooks for hooks in self._dicts if not hooks]  # most of them
@@ -303,12 +307,11 @@ def _any(values: Callable[[], list[Any]]) -> list[Any]:
 
 def autocast_in_force() -> list[Any]:
     """Whether autocast is on for CUDA and for the CPU, and to which types."""
-    return _contexts_in_force()[len(_CONTEXTS) :]
+    is_enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    on = [is_enabled("cuda"), is_enabled("cpu")]
+    return [*on, *(dtype(kind) for kind, enabled in zip(("cuda", "cpu"), on, strict=True) if enabled)]
 
 
 def _contexts_in_force() -> list[Any]:
     """The values of ``_CONTEXTS`` and of autocast; it runs before each replay."""
-    is_enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
-    on = [is_enabled("cuda"), is_enabled("cpu")]
-    types = [dtype(kind) for kind, enabled in zip(("cuda", "cpu"), on, strict=True) if enabled]
-    return [*map(call, _CONTEXTS.values()), *on, *types]
+    return [*map(call, _CONTEXTS.values()), *autocast_in_force()]

@@ -25,19 +25,21 @@ class StateOfPasses:
 
     def note_read(self, module: torch.nn.Module, name: str) -> None:
         """Called before a pass reads an attribute."""
-        key = id(module), name
-        if key not in self._before:
-            self._before[key] = module, kept(_value(module, name))
+        key = self._key(module, name)
         if key not in self._left and key not in self._found and torch.cuda.is_current_stream_capturing():
             self._found[key] = module, _remembered(_value(module, name))
 
     def note_set(self, module: torch.nn.Module, name: str, value: Any) -> None:
         """Called before a pass sets an attribute to ``value``."""
+        key = self._key(module, name)
+        if torch.cuda.is_current_stream_capturing():
+            self._left[key] = _remembered(value)
+
+    def _key(self, module: torch.nn.Module, name: str) -> _Key:
         key = id(module), name
         if key not in self._before:
             self._before[key] = module, kept(_value(module, name))
-        if torch.cuda.is_current_stream_capturing():
-            self._left[key] = _remembered(value)
+        return key
 
     def refuse_any(self) -> None:
         """Make sure that recorded passes left nothing for the next one.

@@ -161,9 +161,9 @@ def preserve_rng() -> Iterator[None]:
         if forked_to is not None:
             tracker._current_state_name = forked_to
         torch.cuda.set_rng_state(cuda)
-        for name, (_, restore) in _host_generators().items():
-            if name in host:
-                restore(host[name])
+        for name, state in host.items():
+            _, restore = _host_generators()[name]
+            restore(state)
         for generator, state in zip(generators, states, strict=True):
             generator.set_state(state)
 
@@ -179,7 +179,8 @@ def refuse_host_draws() -> Iterator[None]:
     """
     before = _host_states()
     yield
-    drawn = next((name for name, state in _host_states().items() if not _are_equal(state, before.get(name))), "")
+    now = _host_states()
+    drawn = next((name for name, state in before.items() if not _are_equal(state, now[name])), "")
     if drawn:
         raise UnsupportedError(
             f"what is captured (or another thread meanwhile) draws random numbers from {drawn}, on the host, and each "
@@ -205,8 +206,8 @@ def _host_states() -> dict[str, Any]:
 
 
 def _are_equal(one: Any, other: Any) -> bool:
-    """Whether two states are equal: tensors, or tuples of numbers and arrays; None is that of a later import."""
-    if other is None or isinstance(one, torch.Tensor):
-        return other is None or torch.equal(one, other)
+    """Whether two states are equal: tensors, or tuples of numbers and arrays."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other)
     pairs = zip(one, other, strict=True)
     return all((each == also).all() if hasattr(each, "all") else each == also for each, also in pairs)
