@@ -307,11 +307,12 @@ def _any(values: Callable[[], list[Any]]) -> list[Any]:
 
 def autocast_in_force() -> list[Any]:
     """Whether autocast is on for CUDA and for the CPU, and to which types."""
-    is_enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
-    on = [is_enabled("cuda"), is_enabled("cpu")]
-    return [*on, *(dtype(kind) for kind, enabled in zip(("cuda", "cpu"), on, strict=True) if enabled)]
+    return _contexts_in_force()[len(_CONTEXTS) :]
 
 
 def _contexts_in_force() -> list[Any]:
     """The values of ``_CONTEXTS`` and of autocast; it runs before each replay."""
-    return [*map(call, _CONTEXTS.values()), *autocast_in_force()]
+    is_enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
+    on = [is_enabled("cuda"), is_enabled("cpu")]
+    types = [dtype(kind) for kind, enabled in zip(("cuda", "cpu"), on, strict=True) if enabled]
+    return [*map(call, _CONTEXTS.values()), *on, *types]
