@@ -22,6 +22,7 @@ REPLACED = {
         "_get_dp_tp_mesh",
         "_get_hsdp_tp_mesh",
     },
+    f"{FSDP}.mixed_precision": {"fp8_quantize"},
     f"{FSDP}.megatron_fsdp": {"MegatronFSDP", "RegisterFSDPBackwardFunction", "TrainingState"},
     f"{FSDP}.param_and_grad_buffer": {
         "AllGatherPipeline",
@@ -34,6 +35,7 @@ REPLACED = {
         "_create_hfsdp_helper_buffer",
         "make_fsdp_dtensor",
     },
+    "megatron.core.fp8_utils": {"quantize_param_shard"},
     "megatron.core.models.common.embeddings.rope_utils": {"get_pos_emb_on_this_cp_rank"},
     "megatron.core.optimizer.distrib_optimizer": {"DistributedOptimizer"},
     "megatron.core.optimizer.optimizer_cuda_graph": {"OptimizerCudaGraphWrapper"},
