@@ -34,6 +34,8 @@ TOPICS: dict[str, tuple[str, ...]] = {
         "--outer-dp",
         "fused gradient accumulation",
         "--use-nccl-ub",
+        "--create-all-gather-group",
+        "--ddp-",
         "--megatron-fsdp-version",
     ),
     "torch's FSDP2": ("--use-torch-fsdp2",),

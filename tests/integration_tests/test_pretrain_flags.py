@@ -67,3 +67,17 @@ def test_chunks_of_which_some_get_no_attention_mask_train_bit_for_bit_as_eager(c
     assert len(chunks_eagerly) == STEPS
     assert numbers(found) == numbers(chunks_eagerly)
     assert [step["graphs"] for step in found] == [0] * 2 + [graphs] * (STEPS - 2)
+
+
+@pytest.fixture(scope="module")
+def one_group(tmp_path_factory):
+    return pretrain(tmp_path_factory.mktemp("one-group") / "run", f"--train-iters {STEPS}", graphs=False)
+
+
+@pytest.mark.parametrize("graphs", [False, True], ids=["eagerly", "graphs"])
+def test_a_group_for_all_gathers_alone_changes_no_bit(one_group, tmp_path, graphs):
+    flags = f"--train-iters {STEPS} --cuda-graph-warmup-steps 2 --create-all-gather-group"
+    found = pretrain(tmp_path / "run", flags, graphs=graphs)
+    assert len(one_group) == STEPS
+    assert numbers(found) == numbers(one_group)
+    assert [step["graphs"] for step in found] == [0] * 2 + [int(graphs)] * (STEPS - 2)

@@ -128,6 +128,7 @@ FEATURES: dict[str, Setting] = {
         "--moe-router-load-balancing-type": "sinkhorn",
         MODULES: "attn",
     },
+    "all-gather group": {"--create-all-gather-group": True},
     "tied embeddings": {UNTIED: False},
     "positions: learned": {"--position-embedding-type": "learned_absolute"},
     "positions: none": {"--position-embedding-type": "none"},

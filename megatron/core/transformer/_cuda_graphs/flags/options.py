@@ -3,7 +3,12 @@
 from typing import Any
 
 # Parsed flags and configurations name these differently.
-_OTHER_NAMES = {"num_moe_experts": "num_experts", "use_megatron_fsdp": "use_custom_fsdp"}
+_OTHER_NAMES = {
+    "num_moe_experts": "num_experts",
+    "use_megatron_fsdp": "use_custom_fsdp",
+    "average_in_collective": "ddp_average_in_collective",
+    "reduce_scatter_with_fp32_accumulation": "ddp_reduce_scatter_with_fp32_accumulation",
+}
 # Values of --cuda-graph-modules that megatron-core still takes for other options.
 _NO_MODULES = {"full", "full_iteration", "full_iteration_inference"}
 

@@ -609,6 +609,13 @@ _NO_EFFECT = [
         "optim_grads_params: layers are captured; leave it out",
     ),
     _no_effect(
+        "sums in fp32 of what was sent in bf16",
+        "--ddp-reduce-scatter-with-fp32-accumulation",
+        lambda options: options.get("reduce_scatter_with_fp32_accumulation"),
+        "--ddp-reduce-scatter-with-fp32-accumulation has no effect with --use-megatron-fsdp, with graphs or without: "
+        "set --megatron-fsdp-main-grads-dtype fp32 to sum gradients in fp32",
+    ),
+    _no_effect(
         "optimizer graph of changing weight decay",
         "--optimizer-cuda-graph, --weight-decay-incr-style linear or cosine",
         lambda options: (
@@ -632,6 +639,12 @@ _NOT_TRIED = [
         "--fp4-format, --fp8-recipe other than delayed or tensorwise",
         lambda options: options.quantizes_otherwise,
         ", for lack of GPUs that support these formats",
+    ),
+    _not_tried(
+        "averages in collectives",
+        "--ddp-average-in-collective",
+        lambda options: options.get("average_in_collective"),
+        "; gloo cannot average, so that the CPU backend does not show it",
     ),
     _not_tried(
         "quantization with torch fsdp2",
@@ -805,6 +818,7 @@ _WORKS = [
         holds="layers",
     ),
     _works("user buffers", "--use-nccl-ub", _GPU_FLAGS),
+    _works("all-gather group", "--create-all-gather-group", _PRETRAIN),
     _works("latent attention", "--multi-latent-attention", _CPU),
 ]
 
