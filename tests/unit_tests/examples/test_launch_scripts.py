@@ -131,7 +131,8 @@ def test_without_a_script_for_all_hosts_it_says_so(examples, tmp_path):
 
 
 def test_slurm_starts_it_on_each_host(examples, tmp_path):
-    for name, text in {"scontrol": "echo host0; echo host1", "srun": 'SLURM_NODEID=1 "$@"'}.items():
+    # More names than a pipe holds: scontrol goes on writing after its first line has been read.
+    for name, text in {"scontrol": "seq --format host%.0f 0 20000", "srun": 'SLURM_NODEID=1 "$@"'}.items():
         (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
         (tmp_path / name).chmod(0o755)
     slurm = {
@@ -141,6 +142,7 @@ def test_slurm_starts_it_on_each_host(examples, tmp_path):
         "SLURM_GPUS_ON_NODE": "8",
     }
     done = run("examples/launch.sbatch", "launch_gpt.sh", "graphed", "--seed", "7", tmp_path=tmp_path, **slurm)
+    assert done.returncode == 0, done.stderr
     given = done.stdout.split()
     assert given[given.index("--rdzv-endpoint") + 1] == "host0:29500"
     assert given[given.index("--rdzv-id") + 1] == "17"
