@@ -8,10 +8,11 @@ A kind is ``default``, or some of these with ``+`` between them:
     window             buffers in a symmetric window, as Megatron-FSDP has them with ``--use-nccl-ub``
     policy=efficiency, policy=zero    NCCL's ``NCCL_CTA_POLICY``. With zero and a window, NCCL 2.28 gathers by copy
                        engines within a node, without thread blocks
-Each moves a bucket of a layer's size between all ranks, bfloat16 in all-gathers and float32 in reduce-scatters, on a
-stream of its own, while another stream multiplies matrices. Medians of rank 0 in ms, by events; a kind that cannot be
-had, or not be captured, says why. What arrives is compared with what ranks have. With one rank there is nothing to
-move: that shows what can be captured, no more.
+Each moves a bucket of a layer's size between all ranks, on a stream of its own, while another stream multiplies
+matrices: parameters by an all-gather, gradients by a reduce-scatter, in bfloat16 or float32, or by an all-to-all after
+which each rank sums in float32 what it got (``--ddp-reduce-scatter-with-fp32-accumulation``). Medians of rank 0 in ms,
+by events; a kind that cannot be had, or not be captured, says why. What arrives is compared with what ranks have. With
+one rank there is nothing to move: that shows what can be captured, no more.
 """
 
 import argparse
@@ -43,6 +44,14 @@ KINDS = [
     "window+policy=efficiency",
     "window+policy=zero",
 ]
+
+_MOVES: dict[str, Callable[..., Any]] = {
+    "all_gather": dist.all_gather_into_tensor,
+    "reduce_scatter": dist.reduce_scatter_tensor,
+    "reduce_scatter_fp32": dist.reduce_scatter_tensor,
+    "all_to_all": dist.all_to_all_single,
+}
+COLLECTIVES = list(_MOVES)
 
 
 class Kind:
@@ -86,8 +95,10 @@ class Kind:
         return self._allocate(collective, elements)
 
     def _allocate(self, collective: str, elements: int) -> tuple[torch.Tensor, torch.Tensor]:
-        dtype = torch.bfloat16 if collective == "all_gather" else torch.float32
+        dtype = torch.float32 if collective == "reduce_scatter_fp32" else torch.bfloat16
         whole = torch.zeros(elements, dtype=dtype, device="cuda")
+        if collective == "all_to_all":
+            return whole, torch.zeros_like(whole)
         shard = torch.zeros(elements // self.group.size(), dtype=dtype, device="cuda")
         return (shard, whole) if collective == "all_gather" else (whole, shard)
 
@@ -97,7 +108,7 @@ class Case:
 
     Args:
         kind: The communicator.
-        collective: ``all_gather`` or ``reduce_scatter``.
+        collective: One of ``COLLECTIVES``.
         elements: Of the bucket, over all ranks.
         count: How many collectives, one after another.
         products: How many products beside them.
@@ -110,11 +121,15 @@ class Case:
         self._given.fill_(self._group.rank() + 1)
         left, right, product = (torch.ones(size, size, dtype=torch.bfloat16, device="cuda") for _ in range(3))
         self._stream = torch.cuda.Stream()
-        move = dist.all_gather_into_tensor if collective == "all_gather" else dist.reduce_scatter_tensor
+        move = _MOVES[collective]
+        parts = self._got.view(self._group.size(), -1)
+        self._sum = torch.zeros_like(parts[0]) if collective == "all_to_all" else self._got
 
         def communicate() -> None:
             for _ in range(count):
                 move(self._got, self._given, group=self._group)
+                if collective == "all_to_all":
+                    self._sum.copy_(parts.sum(0, dtype=torch.float32))
 
         def multiply() -> None:
             for _ in range(products):
@@ -129,8 +144,8 @@ class Case:
     def is_right(self) -> bool:
         """Whether what arrived is what all ranks gave."""
         ranks = self._group.size()
-        if self._collective == "reduce_scatter":
-            return bool((self._got == ranks * (ranks + 1) // 2).all())
+        if self._collective != "all_gather":
+            return bool((self._sum == ranks * (ranks + 1) // 2).all())
         return all(bool((part == rank + 1).all()) for rank, part in enumerate(self._got.view(ranks, -1)))
 
     def _run(self, beside: Work | None, here: Work | None) -> None:
@@ -155,7 +170,7 @@ class Case:
                 with torch.cuda.graph(recorded):
                     run()
                 run = recorded.replay
-            self._got.zero_()
+            self._sum.zero_()
             found[f"{name}_ms"] = _median(run, times)
             if works[0] is not None:
                 found["right"] = found.get("right", True) and self.is_right()
@@ -180,7 +195,7 @@ def main(arguments: list[str] | None = None) -> None:
     """Measure, print, and write what was found."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", default=KINDS)
-    parser.add_argument("--collectives", nargs="+", default=["all_gather", "reduce_scatter"])
+    parser.add_argument("--collectives", nargs="+", choices=COLLECTIVES, default=COLLECTIVES)
     parser.add_argument("--elements", type=int, default=50_331_648, help="of a bucket: a layer of hidden size 2048")
     parser.add_argument("--count", type=int, default=8, help="collectives, one after another")
     parser.add_argument("--products", type=int, default=40)

@@ -74,27 +74,47 @@ _FP8 = "A:--fp8-format hybrid --fp8-recipe"
 _KINDS = (
     f"{_FP8} delayed",
     f"{_FP8} tensorwise",
-    f"{_FP8} delayed --fp8-param-gather",
     "A:--mtp-num-layers 1",
     "A:--num-layers 8 --hybrid-layer-pattern *-*-*-*-*-*-*-*-",
 )
 _LONG_ONES = (_LONG, f"{_LONG} {_FULL} uniform --recompute-num-layers 1")
-_COLLECTIVES = (
-    *_DENSE.split(),
-    "native::--use-nccl-ub",
-    "native:NCCL_CTA_POLICY=2:--use-nccl-ub",  # all-gathers by copy engines
-    "native:NCCL_MAX_CTAS=8",
+_BY_COPY_ENGINES = "NCCL_CTA_POLICY=2:--use-nccl-ub"  # all-gathers
+_SHARDED = (*_DENSE.split(), f"native:{_BY_COPY_ENGINES}", f"full_iteration:{_BY_COPY_ENGINES}")
+# Gradients are divided by the number of ranks within the collective, not before: one kernel less for each bucket.
+_AVERAGED = (
+    "eager::--ddp-average-in-collective",
+    "native::--ddp-average-in-collective",
+    f"native:{_BY_COPY_ENGINES} --ddp-average-in-collective",
+    "full_iteration::--ddp-average-in-collective",
 )
 # What documents quote most comes first.
 PARTS = (
-    Part("step_time_a_b", (1, 2), f"{_TIMES} --configurations A B --variants {_DENSE} --launches LAUNCHES", 240),
+    Part("step_time_a_b", (1,), f"{_TIMES} --configurations A B --variants {_DENSE} --launches LAUNCHES", 240),
+    Part(
+        "step_time_a_b",
+        (2,),
+        f"{_TIMES} --configurations A B --variants {shlex.join(_SHARDED)} --launches LAUNCHES",
+        390,
+    ),
     Part(
         "step_time_kinds",
         (1,),
         f"{_TIMES} --configurations {shlex.join(_KINDS)} --variants eager native full_iteration",
-        210,
+        180,
+    ),
+    Part(
+        "step_time_fp8_parameters",
+        (1,),
+        f"{_TIMES} --configurations '{_FP8} delayed --fp8-param-gather' --variants eager native full_iteration",
+        80,
     ),
     Part("step_time_checked", (1,), f"{_TIMES} --configurations A B --variants {_CHECKED}", 80),
+    Part(
+        "step_time_averaged",
+        (2,),
+        f"{_TIMES} --configurations A B --variants eager native {shlex.join(_AVERAGED)}",
+        200,
+    ),
     Part("step_time_a", (4,), f"{_TIMES} --configurations A --variants {_DENSE} --launches LAUNCHES", 180),
     Part(
         "collectives",
@@ -103,7 +123,6 @@ PARTS = (
         120,
         ("benchmarks/collectives_beside_gemms.py",),
     ),
-    Part("step_time_collectives", (2,), f"{_TIMES} --configurations A B --variants {shlex.join(_COLLECTIVES)}", 400),
     Part("step_time_c_d", (1, 2), f"{_TIMES} --configurations C D --variants {_GROUPED}", 180),
     Part("step_time_c", (4,), f"{_TIMES} --configurations C --variants {_GROUPED} --expert-parallel 4", 100),
     Part("replay_overhead", (1,), "benchmarks/replay_overhead.py --rounds 3 --repeats 50 --output FILE", 40),
