@@ -57,7 +57,8 @@ class Part:
         return folder / f"{self.name}_{gpus}gpu.json"
 
 
-_TIMES = "benchmarks/step_time.py --gpus GPUS --output FILE --no-profile --stall-seconds 120"
+_PROFILES = "benchmarks/step_time.py --gpus GPUS --output FILE --stall-seconds 120"
+_TIMES = f"{_PROFILES} --no-profile"
 _EQUALITY = "-m tests.support.on_one_gpu --processes 15 --seconds SECONDS --output FILE"
 _GROUPED = "eager native eager+grouped native+grouped"
 _DENSE = "eager native full_iteration compute_alone"
@@ -87,6 +88,8 @@ _AVERAGED = (
     f"native:{_BY_COPY_ENGINES} --ddp-average-in-collective",
     "full_iteration::--ddp-average-in-collective",
 )
+_FUSED = "eager+fused native+fused full_iteration+fused"
+_PROFILED = ("eager", "native", f"native:{_BY_COPY_ENGINES}", "full_iteration", "compute_alone")
 # What documents quote most comes first.
 PARTS = (
     Part("step_time_a_b", (1,), f"{_TIMES} --configurations A B --variants {_DENSE} --launches LAUNCHES", 240),
@@ -113,6 +116,13 @@ PARTS = (
         "step_time_averaged",
         (2,),
         f"{_TIMES} --configurations A B --variants eager native {shlex.join(_AVERAGED)}",
+        200,
+    ),
+    Part("step_time_fused", (1, 2), f"{_TIMES} --configurations A --variants native full_iteration {_FUSED}", 100),
+    Part(
+        "profile_a",
+        (1, 2),
+        f"{_PROFILES} --configurations A --variants {shlex.join(_PROFILED)}",
         200,
     ),
     Part("step_time_a", (4,), f"{_TIMES} --configurations A --variants {_DENSE} --launches LAUNCHES", 180),

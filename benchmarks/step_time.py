@@ -165,7 +165,7 @@ def main() -> int:
         print("no plot: matplotlib is not installed")
     for name, rows in found.items():
         print("\n".join([f"\n{name}: {place}", report.table(rows), *filter(None, map(sentence, rows))]))
-        print("\n".join(report.more_kernels(rows)))
+        print("\n".join([*report.kinds_of_kernels(rows), *report.more_kernels(rows)]))
     return int(any(report.failures(row) for rows in found.values() for row in rows))
 
 

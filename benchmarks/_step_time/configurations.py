@@ -24,11 +24,12 @@ ON_CPU = (
 )
 
 LOG_INTERVAL = 10
-# The same in all variants. Graphs need TransformerEngine's tracker of random number generators.
+NO_FUSION = "--no-gradient-accumulation-fusion"
+# The same in all variants, but for fused gradients. Graphs need TransformerEngine's tracker of generators.
 TRAINING = (
     "--micro-batch-size 1 --lr 3e-4 --lr-decay-style cosine --lr-warmup-fraction 0.1 --weight-decay 0.1 --clip-grad 1 "
     f"--eval-iters 0 --eval-interval 100000 --log-interval {LOG_INTERVAL} --te-rng-tracker "
-    "--no-gradient-accumulation-fusion --mock-data --tokenizer-type NullTokenizer"
+    f"{NO_FUSION} --mock-data --tokenizer-type NullTokenizer"
 )
 
 

@@ -17,6 +17,15 @@ COPY = "cudaMemcpyAsync"
 WAITING_COPY_MICROSECONDS = 200.0
 VERSION = r"_v\d+$"  # at the end of an API function's name
 COLLECTIVE = r"ncclDevKernel_(AllGather|ReduceScatter|AllReduce|SendRecv)"
+# What a kernel does, by the first that is found in its name.
+KINDS = {
+    "collectives": r"nccl",
+    "matrix products": r"gemm|nvjet|cutlass|cublas|splitk",
+    "attention": r"attention|flash|fmha|sdpa",
+    "copies": r"copy|memcpy",
+    "fills": r"memset|fill",
+    "other": r"",
+}
 # What the table shows, each with the API functions that count for it.
 CALLS = {
     "launches": r"cu(da)?LaunchKernel(Ex|ExC|Cooperative)?",
@@ -50,9 +59,10 @@ def figures(events: Iterable[dict[str, Any]], *, steps: int, wall_ms: float) -> 
     Returns:
         ``profiled_ms`` of a step; ``host_ms``, those in which the host did not wait for the GPU, and ``waiting_ms``;
         ``gpu_busy_ms``, of which ``compute_ms`` are with and ``nccl_alone_ms`` without work other than NCCL's kernels;
-        ``calls``, by the names of ``CALLS``; ``api_calls``, by the name of the function; ``collectives``, NCCL's
-        kernels by name: ``calls``, and ``median_us``, of which those that wait for another rank are part; ``kernels``,
-        copies and fills included, by name: ``calls`` and ``us``.
+        ``idle_ms``, the rest of the step; ``kinds``, by the names of ``KINDS``: the milliseconds of their kernels added
+        up, those that run side by side too; ``calls``, by the names of ``CALLS``; ``api_calls``, by the name of the
+        function; ``collectives``, NCCL's kernels by name: ``calls``, and ``median_us``, of which those that wait for
+        another rank are part; ``kernels``, copies and fills included, by name: ``calls`` and ``us``.
     """
     api: Counter[str] = Counter()
     waiting_calls: list[Interval] = []
@@ -82,6 +92,8 @@ def figures(events: Iterable[dict[str, Any]], *, steps: int, wall_ms: float) -> 
         "gpu_busy_ms": round(busy, 3),
         "compute_ms": round(computing, 3),
         "nccl_alone_ms": round(busy - computing, 3),
+        "idle_ms": round(profiled - busy, 3),
+        "kinds": _by_kind(kernels, steps),
         "calls": {what: _per_step(api, pattern, steps) for what, pattern in CALLS.items()},
         "api_calls": {name: round(count / steps, 2) for name, count in api.most_common()},
         "collectives": {
@@ -93,6 +105,15 @@ def figures(events: Iterable[dict[str, Any]], *, steps: int, wall_ms: float) -> 
             for name, each in sorted(kernels.items(), key=lambda item: -sum(item[1]))
         },
     }
+
+
+def _by_kind(kernels: Mapping[str, Iterable[float]], steps: int) -> dict[str, float]:
+    """Return the milliseconds of each kind in a step, given the microseconds of each kernel's calls by its name."""
+    sums = dict.fromkeys(KINDS, 0.0)
+    for name, durations in kernels.items():
+        kind = next(kind for kind, pattern in KINDS.items() if re.search(pattern, name, re.IGNORECASE))
+        sums[kind] += sum(durations) / 1000 / steps
+    return {kind: round(took, 3) for kind, took in sums.items()}
 
 
 def differences(kernels: Mapping[str, Any], others: Mapping[str, Any]) -> list[str]:

@@ -94,6 +94,17 @@ def _compute_ms(result: Result) -> float | None:
     return result.get("profile", {}).get("compute_ms")
 
 
+def kinds_of_kernels(found: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Say what the GPU did in a step of each profiled variant, and how long it was idle, in milliseconds."""
+    return [
+        f"{row['variant']}: "
+        + ", ".join(f"{kind} {took:.1f}" for kind, took in row["profile"]["kinds"].items())
+        + f"; idle {row['profile']['idle_ms']:.1f}, collectives alone {row['profile']['nccl_alone_ms']:.1f}"
+        for row in found
+        if row.get("profile", {}).get("kinds")
+    ]
+
+
 def more_kernels(found: Sequence[Mapping[str, Any]]) -> list[str]:
     """Say what kernels each variant has beside those of one graph for all passes, where both were profiled."""
     kernels = {row["variant"]: row["profile"]["kernels"] for row in found if row.get("profile", {}).get("kernels")}

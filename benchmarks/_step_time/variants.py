@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from .configurations import Configuration
+from .configurations import NO_FUSION, Configuration
 
 # Per-layer graphs need the two buffer flags; all variants have them, so that they differ in graphs only.
 FSDP = (
@@ -40,6 +40,8 @@ class Variant:
         one_graph: Whether a graph holds all passes of a step.
         communicates: Whether parameters are gathered and gradients reduced (``resident.without_collectives``).
         checks_losses: Whether each micro-batch's loss is looked at, as by default in Megatron.
+        fuses_gradients: Whether matrix products write gradients of weights where they are reduced. The worker has the
+            tests' stand-in for Apex's extension, which only the output layer calls.
     """
 
     name: str
@@ -49,6 +51,7 @@ class Variant:
     one_graph: bool = False
     communicates: bool = True
     checks_losses: bool = False
+    fuses_gradients: bool = False
 
     @property
     def groups_experts(self) -> bool:
@@ -64,7 +67,8 @@ class Variant:
         """All flags of training ``configuration`` this way; the variant's own are last and win."""
         in_parts = self.per_layer and not self.groups_experts
         checks = () if self.checks_losses else (NO_CHECKS,)
-        return [*configuration.flags, *checks, *(configuration.graph_flags if in_parts else ()), *self.flags]
+        flags = [*configuration.flags, *checks, *(configuration.graph_flags if in_parts else ()), *self.flags]
+        return [flag for flag in flags if not (self.fuses_gradients and flag == NO_FUSION)]
 
 
 def _graphs(implementation: str) -> tuple[str, ...]:
@@ -80,6 +84,7 @@ _FULL = (*FSDP, *_graphs("full_iteration"))
 _RESIDENT = (*_FULL, "--data-parallel-sharding-strategy", "optim")
 _CHECKED_REFERENCES = ("eager+checks", "eager")
 _GROUPED_REFERENCES = ("eager+grouped",)
+_FUSED_REFERENCES = ("eager+fused",)
 _OPTIMIZER_REFERENCES = ("eager+optimizer", "full_iteration+optimizer")
 VARIANTS = {
     variant.name: variant
@@ -100,6 +105,12 @@ VARIANTS = {
         # Experts in one call each way: their bits may be others.
         Variant("eager+grouped", (*FSDP, *_graphs("none"), GROUPED), {}, _GROUPED_REFERENCES),
         Variant("native+grouped", (*FSDP, *_graphs(PER_LAYER), GROUPED), _engine("native"), _GROUPED_REFERENCES),
+        # The sum over micro-batches is then made by the products.
+        Variant("eager+fused", (*FSDP, *_graphs("none")), {}, _FUSED_REFERENCES, fuses_gradients=True),
+        Variant(
+            "native+fused", (*FSDP, *_graphs(PER_LAYER)), _engine("native"), _FUSED_REFERENCES, fuses_gradients=True
+        ),
+        Variant("full_iteration+fused", _FULL, {}, _FUSED_REFERENCES, one_graph=True, fuses_gradients=True),
         # The optimizer's graph comes with another Adam, which keeps its step count on the device.
         Variant("full_iteration+optimizer", (*_FULL, *OPTIMIZER), {}, _OPTIMIZER_REFERENCES, one_graph=True),
         Variant("eager+optimizer", (*FSDP, *_graphs("none"), *OPTIMIZER), {}, _OPTIMIZER_REFERENCES),
@@ -133,5 +144,9 @@ def default_names(configuration: Configuration, *, on_cpu: bool) -> list[str]:
     if on_cpu:
         return list(ON_CPU)
     experts = configuration.has_dynamic_shapes
-    known = {name: each for name, each in VARIANTS.items() if not (set(FSDP2) <= set(each.flags) or each.checks_losses)}
+    known = {
+        name: each
+        for name, each in VARIANTS.items()
+        if not (set(FSDP2) <= set(each.flags) or each.checks_losses or each.fuses_gradients)
+    }
     return [name for name, each in known.items() if not (each.one_graph if experts else each.groups_experts)]

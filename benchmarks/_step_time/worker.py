@@ -18,6 +18,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:1] = [str(ROOT), str(ROOT / "examples")]  # in the place of this folder
+sys.path.append(str(ROOT / "tests/support/stand_ins"))  # unless Apex is installed
 
 import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402

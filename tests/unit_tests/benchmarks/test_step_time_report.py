@@ -129,3 +129,11 @@ def test_the_table_has_a_line_for_each_variant():
     assert native.split()[:4] == ["native", "4.0", "-", "0.500"]
     assert "2/4 eager" in native and native.endswith("differs from eager in step 3")
     assert te.startswith("te") and te.endswith("it broke")
+
+
+def test_what_the_gpu_did_is_said_of_what_was_profiled():
+    kinds = {"matrix products": 30.04, "other": 1.0}
+    found = [{"variant": "a", "profile": {"kinds": kinds, "idle_ms": 2.0, "nccl_alone_ms": 0.5}}, {"variant": "b"}]
+    assert report.kinds_of_kernels(found) == [
+        "a: matrix products 30.0, other 1.0; idle 2.0, collectives alone 0.5",
+    ]

@@ -82,3 +82,29 @@ def test_a_collective_is_known_by_its_kernel():
         "AllGather": {"calls": 3.0, "median_us": 80.0},
         "ReduceScatter": {"calls": 1.0, "median_us": 90.0},
     }
+
+
+def test_the_rest_of_a_step_is_idle():
+    events = [event("kernel", "gemm", 0.0, 2000.0), event("kernel", "ncclDevKernel_AllReduce", 5000.0, 1000.0)]
+    assert figures(events, steps=1, wall_ms=10.0)["idle_ms"] == 7.0
+
+
+def test_kernels_are_added_up_by_what_they_do():
+    kernels = {
+        "nvjet_tst_192x192_64x3": 500.0,
+        "cutlass_80_tensorop_bf16_s16816gemm": 700.0,
+        "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma": 100.0,
+        "void multi_tensor_apply_kernel<TensorListMetadata<2>, CopyFunctor<float, BFloat16, 2, 1, 1> >": 30.0,
+        "ncclDevKernel_AllGather_RING_LL(args)": 40.0,
+        "void layer_norm_kernel": 7.0,
+    }
+    events = [event("kernel", name, 0.0, took) for name, took in kernels.items()]
+    events += [event("gpu_memcpy", "Memcpy DtoD", 0.0, 20.0), event("gpu_memset", "Memset", 0.0, 3.0)]
+    assert figures(events * 2, steps=2, wall_ms=10.0)["kinds"] == {
+        "collectives": 0.04,
+        "matrix products": 1.2,
+        "attention": 0.1,
+        "copies": 0.05,
+        "fills": 0.003,
+        "other": 0.007,
+    }

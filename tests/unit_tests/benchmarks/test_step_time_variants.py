@@ -158,3 +158,12 @@ def test_only_graphs_of_layers_train_beside_the_default_stream():
 
 def test_names_of_files_have_no_character_that_a_shell_or_a_folder_would_mind():
     assert planned()[1].file_name == "A-native_A=1"
+
+
+@pytest.mark.parametrize("name", ["eager+fused", "native+fused", "full_iteration+fused"])
+def test_gradients_are_fused_where_a_variant_says_so(name):
+    unfused = variants.variant(name.removesuffix("+fused")).flags_for(configuration("A"))
+    fused = variants.variant(name).flags_for(configuration("A"))
+    at = unfused.index(configurations.NO_FUSION)
+    assert fused == [*unfused[:at], *unfused[at + 1 :]]
+    assert name not in variants.default_names(configuration("A"), on_cpu=False)
