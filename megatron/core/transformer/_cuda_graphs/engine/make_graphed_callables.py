@@ -16,7 +16,7 @@ from .capture import Capture
 from .capture_time_hooks import CaptureTimeHooks
 from .gradient_sink import GradientSink
 from .memory import release_cached_memory
-from .passes import CapturePasses
+from .passes import run_passes
 from .plan import ordered_plan, unordered_plan
 from .preserve import pause_gc, preserve_buffers, rebind_buffers
 from .quantization import resolve_quantization
@@ -185,7 +185,7 @@ def make_graphed_callables(
         )
         for index, (args, kwargs) in zip(plan.callable_of_slot, inputs, strict=True)
     ]
-    passes = CapturePasses(plan, slots, training, _reuse_graph_input_output_buffers)
+    run = functools.partial(run_passes, plan, slots, training, _reuse_graph_input_output_buffers)
     statistics = quantization.preserve_statistics(callables) if quantization else nullcontext()
     with_buffers = [module for module in map(module_of, callables) if module is not None]
     buffers = preserve_buffers(with_buffers)
@@ -195,11 +195,11 @@ def make_graphed_callables(
                 pre_warmup_hook()
             with rebind_buffers(with_buffers):  # the graphs read the buffers that are there at replay
                 for _ in range(num_warmup_iters):
-                    passes.warm_up()
+                    run(None)
             if post_warmup_hook is not None:
                 post_warmup_hook()
             release_cached_memory()
-            passes.capture(Capture(pool))
+            run(Capture(pool))
         for slot in slots:
             slot.finish()
     except BaseException:

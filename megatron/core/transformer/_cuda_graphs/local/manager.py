@@ -261,7 +261,7 @@ class CudaGraphManager(torch.nn.Module):
                     "Call delete_cuda_graphs() first: the next step is recorded anew, with all that runs in it."
                 )
             return self._run_eagerly(module, args, kwargs)
-        for part in recorded.parts:
+        for part in recorded.call.parts:
             if part._forward_pre_hooks:
                 self.call_ddp_preforward_hook(part)
         runner = self.get_cudagraph_runner(module, args, kwargs, self.reuse_cudagraphs)

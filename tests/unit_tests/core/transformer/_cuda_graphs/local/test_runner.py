@@ -299,7 +299,7 @@ class TestSurfaces:
         for runner in recorded_runners(scale=torch.ones(1, HIDDEN).cuda()):
             assert runner.num_dgrads == 2
             inputs = runner.fwd_graph_input_surface[: runner.num_dgrads]
-            assert [each.data_ptr() for each in inputs] == [each.data_ptr() for each in runner.capture.slot.inputs]
+            assert [each.data_ptr() for each in inputs] == [each.data_ptr() for each in runner.call.slot.inputs]
             assert runner.fwd_graph_input_surface[runner.num_dgrads :] == runner.params_to_backprop
 
     def test_an_input_is_copied_for_the_first_of_the_graphs_that_take_it(self):
