@@ -12,18 +12,17 @@ from typing import Any
 
 import torch
 
-from .capture import Capture
+from .capture import Capture, capturing
 from .capture_time_hooks import CaptureTimeHooks
 from .gradient_sink import GradientSink
+from .graphed_slot import GraphedSlot
 from .memory import release_cached_memory
 from .passes import run_passes
 from .plan import ordered_plan, unordered_plan
-from .preserve import pause_gc, preserve_buffers, rebind_buffers
+from .preserve import preserve_buffers, rebind_buffers
 from .quantization import resolve_quantization
-from .rng import preserve_rng
-from .slot import GraphedSlot, module_of
+from .slot import module_of
 from .static_inputs import distinct, keep_apart, share_inputs, signature
-from .streams import capture_stream
 from .te_engine import transformer_engine_flag
 
 
@@ -118,18 +117,6 @@ def make_graphed_callables(
     Capture restores parameters' ``grad``, buffers, RNG, garbage collection and TransformerEngine's capture flag. A
     failed capture leaves modules as they were, except that those whose graphs were reset have their own methods again.
     """
-    quantization_arguments = {
-        "fp8_enabled": fp8_enabled,
-        "fp8_calibrating": fp8_calibrating,
-        "fp8_recipe": fp8_recipe,
-        "fp8_group": fp8_group,
-        "fp8_weight_caching": fp8_weight_caching,
-        "enabled": enabled,
-        "calibrating": calibrating,
-        "recipe": recipe,
-        "amax_reduction_group": amax_reduction_group,
-        "cache_quantized_params": cache_quantized_params,
-    }
     if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
         raise RuntimeError("capture under autocast needs torch.autocast(..., cache_enabled=False)")
     if num_warmup_iters < 0:
@@ -162,7 +149,19 @@ def make_graphed_callables(
     sinks = [None] * len(callables) if gradient_sinks is None else list(gradient_sinks)
     if len(sinks) != len(callables):
         raise ValueError(f"gradient_sinks must have one entry for each of {len(callables)} callables: {len(sinks)}")
-    quantization = resolve_quantization(quantization_arguments, callables)
+    quantization = resolve_quantization(
+        callables,
+        fp8_enabled=fp8_enabled,
+        fp8_calibrating=fp8_calibrating,
+        fp8_recipe=fp8_recipe,
+        fp8_group=fp8_group,
+        fp8_weight_caching=fp8_weight_caching,
+        enabled=enabled,
+        calibrating=calibrating,
+        recipe=recipe,
+        amax_reduction_group=amax_reduction_group,
+        cache_quantized_params=cache_quantized_params,
+    )
     inputs = [distinct(tuple(args), dict(kwargs)) for args, kwargs in zip(samples, keywords, strict=True)]
     if _reuse_graph_input_output_buffers:
         inputs = share_inputs(plan, lambda slot: signature(*inputs[slot]), inputs.__getitem__)
@@ -188,9 +187,8 @@ def make_graphed_callables(
     run = functools.partial(run_passes, plan, slots, training, _reuse_graph_input_output_buffers)
     statistics = quantization.preserve_statistics(callables) if quantization else nullcontext()
     with_buffers = [module for module in map(module_of, callables) if module is not None]
-    buffers = preserve_buffers(with_buffers)
     try:
-        with pause_gc(), preserve_rng(), buffers, statistics, transformer_engine_flag(), capture_stream():
+        with capturing(preserve_buffers(with_buffers), statistics, transformer_engine_flag()):
             if pre_warmup_hook is not None:
                 pre_warmup_hook()
             with rebind_buffers(with_buffers):  # the graphs read the buffers that are there at replay
@@ -227,17 +225,19 @@ def _refuse_graphs(callables: Sequence[Callable]) -> None:
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("make_graphed_callables cannot be called while the current stream is capturing")
     for index, module in enumerate(callables):
-        graphed = _graph_of(module)
-        if graphed is not None and graphed.forward_graph is not None:
-            raise RuntimeError(f"{_name(module, index)} has graphs already: call its reset() before capturing it again")
         owner = module_of(module)
         for name, child in () if owner is None else owner.named_modules():
             graphed = _graph_of(child)
-            if graphed is not None and graphed.forward_graph is not None:
+            if graphed is None or graphed.forward_graph is None:
+                continue
+            if child is module:
                 raise RuntimeError(
-                    f"{_name(module, index)} contains {name or type(child).__name__}, which has graphs already, and a "
-                    "graph cannot be captured in another: call reset() of the inner one before"
+                    f"{_name(module, index)} has graphs already: call its reset() before capturing it again"
                 )
+            raise RuntimeError(
+                f"{_name(module, index)} contains {name or type(child).__name__}, which has graphs already, and a "
+                "graph cannot be captured in another: call reset() of the inner one before"
+            )
 
 
 def _refuse_duplicates(callables: Sequence[Callable]) -> None:

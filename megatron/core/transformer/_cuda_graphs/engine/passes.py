@@ -9,11 +9,11 @@ from .buffers import BufferPool, Lease
 from .capture import Capture, not_recording
 from .plan import Pass, Plan
 from .replay_order import ReplayOrder
-from .slot import GraphedSlot
+from .slot import SlotCapture
 
 
 def run_passes(
-    plan: Plan, slots: Sequence[GraphedSlot], training: bool, shares_memory: bool, capture: Capture | None
+    plan: Plan, slots: Sequence[SlotCapture], training: bool, shares_memory: bool, capture: Capture | None
 ) -> None:
     """Run the passes of ``plan`` over ``slots``, backward passes only in ``training``.
 

@@ -7,7 +7,7 @@ for cached quantized weights. The protocol is that of TransformerEngine 2.20's `
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
@@ -27,12 +27,12 @@ _DEPRECATED = {
 }
 
 
-def resolve_quantization(arguments: Mapping[str, Any], callables: Sequence[Callable]) -> "Quantization | None":
+def resolve_quantization(callables: Sequence[Callable], **arguments: Any) -> "Quantization | None":
     """Return how callables are quantized; None if none is.
 
     Args:
         arguments: ``enabled``, ``calibrating``, ``recipe``, ``amax_reduction_group`` and ``cache_quantized_params`` of
-            ``make_graphed_callables``, or their deprecated spellings; None if not given.
+            ``make_graphed_callables``, and their deprecated spellings; None if not given.
 
     Raises:
         ValueError: an argument is given in both spellings, or ``enabled`` has another length.

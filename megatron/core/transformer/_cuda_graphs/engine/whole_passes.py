@@ -5,22 +5,21 @@ streams: collectives, and what becomes of the gradients of parameters.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import sanitizer
-from .capture import Capture
+from .capture import Capture, capturing
 from .gradient_sink import AroundBackward
 from .memory import release_cached_memory, weak_reference
-from .preserve import pause_gc, preserve_buffers
+from .preserve import preserve_buffers
 from .quantization import RecordedQuantization
 from .replay import Replay, ReplayOptions, Tensors, replay
 from .replay_order import ReplayOrder
-from .rng import preserve_rng
-from .streams import capture_stream, make_workspaces, refuse_legacy_stream
+from .streams import make_workspaces, refuse_legacy_stream
 
 Phase = Literal["forward", "backward"]
 
@@ -83,17 +82,6 @@ class WholePasses:
         self._edge: GradientEdge | None = None  # where the backward pass begins, once the forward pass has run
         self._turn = 0
         self._leaf = torch.empty(0, device="cuda", requires_grad=True)  # for its sake autograd runs the backward pass
-
-    def capture(self, func: Callable[..., torch.Tensor], module: torch.nn.Module, num_warmup_iters: int) -> None:
-        """Run the passes of ``func`` some times, then record them; see ``capture_passes``.
-
-        Args:
-            func: Takes the inputs by keyword and returns a tensor, which requires grad if there is a backward pass.
-            module: The module whose parameters and buffers it uses.
-            num_warmup_iters: How often it runs before.
-        """
-        turns = [(self, func), (self, None)] if self._has_backward else [(self, func)]
-        capture_passes(turns, {self: module}, num_warmup_iters)
 
     @contextmanager
     def _running(self, phase: Phase, recording: "_Recording | None") -> Iterator[torch.cuda.CUDAGraph | None]:
@@ -258,13 +246,8 @@ def capture_passes(
                 passes._run_forward(func, recording)
 
     try:
-        with ExitStack() as stack:
-            for context in (pause_gc(), preserve_rng(), preserve_buffers(distinct)):
-                stack.enter_context(context)
-            for quantized in dict.fromkeys(passes.quantized for passes in modules):
-                if quantized is not None:
-                    stack.enter_context(quantized.capturing())
-            stack.enter_context(capture_stream())
+        quantized = dict.fromkeys(passes.quantized for passes in modules if passes.quantized is not None)
+        with capturing(preserve_buffers(distinct), *(each.capturing() for each in quantized)):
             if not num_warmup_iters:
                 make_workspaces()
             for _ in range(num_warmup_iters):

@@ -8,14 +8,12 @@ from typing import Any
 import torch
 
 from .. import state
-from ..engine.capture import Capture, not_recording
-from ..engine.capture_time_hooks import CaptureTimeHooks
+from ..engine.capture import Capture, capturing, not_recording
 from ..engine.connected_leaves import connected_leaves
-from ..engine.preserve import moe_metrics, pause_gc, preserve_buffers, preserve_moe_metrics
+from ..engine.preserve import moe_metrics, preserve_buffers, preserve_moe_metrics
 from ..engine.quantization import Quantization, QuantizedReplay
-from ..engine.rng import current_rng_state, make_generators_safe, preserve_rng, use_rng_state
-from ..engine.slot import GraphedSlot, WarmupRecord
-from ..engine.streams import capture_stream
+from ..engine.rng import current_rng_state, make_generators_safe, use_rng_state
+from ..engine.slot import SlotCapture, WarmupRecord
 from ..engine.te_engine import transformer_engine_flag
 from ..replay_conditions import autocast_in_force
 from .arguments import ArgMetadata, _check_supported_type, described, metas_of, tensors_of, with_tensors
@@ -90,7 +88,7 @@ class RecordedCall:
         self.begun = False
         self.inputs: list[ArgMetadata] = []
         self.outputs: list[ArgMetadata] = []
-        self.slot: GraphedSlot | None = None
+        self.slot: SlotCapture | None = None
         self.quantized: QuantizedReplay | None = None
         self.shared_params: tuple[torch.Tensor, ...] = ()
         self.parts: tuple[torch.nn.Module, ...] = ()
@@ -248,15 +246,14 @@ class RecordedCall:
         self.inputs, self.outputs, self.shared_params, self._escaping = [], [], (), set()
         self._buffers, self._warmup, self.begun = StaticBuffers(), WarmupRecord(), False
 
-    def _new_slot(self, inputs: Sequence[torch.Tensor]) -> GraphedSlot:
+    def _new_slot(self, inputs: Sequence[torch.Tensor]) -> SlotCapture:
         quantization = self.quantization
         self.quantized = None if quantization is None else quantization.of_callable(0)
-        return GraphedSlot(
+        return SlotCapture(
             self.name,
             self._repeat,
             tuple(inputs),
             {},
-            hooks=CaptureTimeHooks(self.name, None),
             allow_unused_input=True,
             retain_graph=self._retain_graph,
             autocast=self.quantized_context,
@@ -312,7 +309,7 @@ def capture_mode() -> Iterator[None]:
     """
     state._set_capture_start()
     try:
-        with pause_gc(), preserve_rng(), transformer_engine_flag(), capture_stream():
+        with capturing(transformer_engine_flag()):
             make_generators_safe()
             yield
     finally:

@@ -74,7 +74,7 @@ class TensorReusePool:
         """
         if not self.owns(tensor):
             raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is given back to a pool that did not lend it")
-        self._buffers.release(self._leases[tensor.data_ptr()])
+        self.let_go(tensor)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` has the address of one of this pool's tensors."""

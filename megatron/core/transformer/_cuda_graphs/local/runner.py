@@ -246,13 +246,11 @@ class _CudaGraphRunner(torch.nn.Module):
         call, session, slot = self.call, self._session, self.call.slot
         assert slot is not None
         self._guard = session.guards.get(self.function)
-        surface, places = [], []
-        for meta, tensor in zip(call.inputs, slot.inputs, strict=True):
-            known, static = metadata_of(meta), tensor.detach()
-            static.can_skip_replay_copy = known.is_cudagraph_output or known.is_placed
-            known.is_placed = True
-            surface.append(static)
-            places.append((session.buffers.input_of(tensor, call.writes_inputs), known.users))
+        surface = [tensor.detach() for tensor in slot.inputs]
+        places = [
+            (session.buffers.input_of(tensor, call.writes_inputs), metadata_of(meta).users)
+            for meta, tensor in zip(call.inputs, slot.inputs, strict=True)
+        ]
         self._replay = slot.finish(partial(LocalReplay, session.turns, places))
         if self._guard is not None:
             outputs = enumerate(map(metadata_of, call.outputs))
