@@ -14,14 +14,13 @@ import torch
 
 from .capture import Capture, capturing
 from .capture_time_hooks import CaptureTimeHooks
-from .gradient_sink import GradientSink
 from .graphed_slot import GraphedSlot
 from .memory import release_cached_memory
 from .passes import run_passes
 from .plan import ordered_plan, unordered_plan
 from .preserve import preserve_buffers, rebind_buffers
-from .quantization import resolve_quantization
-from .slot import module_of
+from .quantization import one_spelling, resolve_quantization
+from .slot import GradientSink, module_of
 from .static_inputs import distinct, keep_apart, share_inputs, signature
 from .te_engine import transformer_engine_flag
 
@@ -145,29 +144,30 @@ def make_graphed_callables(
     if not all(isinstance(entry, Mapping) for entry in keywords):
         raise TypeError(f"sample_kwargs must hold a dict for each entry of sample_args, got {sample_kwargs!r}")
 
-    hooks = _checked_hooks(callables, capture_time_hooks)
-    sinks = [None] * len(callables) if gradient_sinks is None else list(gradient_sinks)
-    if len(sinks) != len(callables):
-        raise ValueError(f"gradient_sinks must have one entry for each of {len(callables)} callables: {len(sinks)}")
+    hooks = [
+        CaptureTimeHooks(_name(callables[index], index), given)
+        for index, given in enumerate(_one_each("capture_time_hooks", capture_time_hooks, callables))
+    ]
+    sinks = _one_each("gradient_sinks", gradient_sinks, callables)
     quantization = resolve_quantization(
         callables,
-        fp8_enabled=fp8_enabled,
-        fp8_calibrating=fp8_calibrating,
-        fp8_recipe=fp8_recipe,
-        fp8_group=fp8_group,
-        fp8_weight_caching=fp8_weight_caching,
-        enabled=enabled,
-        calibrating=calibrating,
-        recipe=recipe,
-        amax_reduction_group=amax_reduction_group,
-        cache_quantized_params=cache_quantized_params,
+        enabled=one_spelling(enabled=enabled, fp8_enabled=fp8_enabled),
+        calibrating=one_spelling(calibrating=calibrating, fp8_calibrating=fp8_calibrating),
+        recipe=one_spelling(recipe=recipe, fp8_recipe=fp8_recipe),
+        amax_reduction_group=one_spelling(amax_reduction_group=amax_reduction_group, fp8_group=fp8_group),
+        cache_quantized_params=one_spelling(
+            cache_quantized_params=cache_quantized_params, fp8_weight_caching=fp8_weight_caching
+        ),
     )
     inputs = [distinct(tuple(args), dict(kwargs)) for args, kwargs in zip(samples, keywords, strict=True)]
     if _reuse_graph_input_output_buffers:
         inputs = share_inputs(plan, lambda slot: signature(*inputs[slot]), inputs.__getitem__)
     if training:
         inputs = keep_apart(plan, inputs)
-    _give_modules_back(callables)
+    for module in callables:  # whose graphs were reset
+        graphed_before = _graph_of(module)
+        if graphed_before is not None:
+            _give_methods_back(module, graphed_before)
     slots = [
         GraphedSlot(
             _name(callables[index], index),
@@ -251,15 +251,8 @@ def _refuse_duplicates(callables: Sequence[Callable]) -> None:
             )
 
 
-def _give_modules_back(callables: Sequence[Callable]) -> None:
-    """Restore the methods of modules whose graphs were reset, so that they can be captured again."""
-    for module in callables:
-        graphed = _graph_of(module)
-        if graphed is not None:
-            _give_methods_back(module, graphed)
-
-
 def _give_methods_back(module: Callable, graphed: GraphedSlot) -> None:
+    """Restore the methods of a module that its graphs have replaced."""
     for name in _METHODS:
         vars(module).pop(name, None)
     vars(module).update(graphed.replaced)
@@ -287,19 +280,17 @@ def _refuse_module_hooks(callables: Sequence[Callable]) -> None:
             )
 
 
-def _checked_hooks(
-    callables: Sequence[Callable], given: Sequence[Mapping[str, Mapping[Any, Callable]] | None] | None
-) -> list[CaptureTimeHooks]:
+def _one_each[Given](
+    what: str, given: Sequence[Given | None] | None, callables: Sequence[Callable]
+) -> list[Given | None]:
+    """Check an argument that has an entry for each callable, or is None."""
     if given is None:
-        given = [None] * len(callables)
+        return [None] * len(callables)
     if isinstance(given, Mapping):
-        raise TypeError(f"capture_time_hooks must be a list with one entry for each callable, got the dict {given!r}")
+        raise TypeError(f"{what} must be a list with one entry for each callable, got the dict {given!r}")
     if len(given) != len(callables):
-        raise ValueError(f"capture_time_hooks must have one entry for each of {len(callables)} callables: {len(given)}")
-    return [
-        CaptureTimeHooks(_name(module, index), hooks)
-        for index, (module, hooks) in enumerate(zip(callables, given, strict=True))
-    ]
+        raise ValueError(f"{what} must have one entry for each of {len(callables)} callables: {len(given)}")
+    return list(given)
 
 
 def _name(module: Callable, index: int) -> str:

@@ -8,7 +8,7 @@ import torch
 from .buffers import BufferPool, Lease
 from .capture import Capture, not_recording
 from .plan import Pass, Plan
-from .replay_order import ReplayOrder
+from .replay import ReplayOrder
 from .slot import SlotCapture
 
 

@@ -15,44 +15,43 @@ from typing import Any
 
 import torch
 
-from .preserve import preserve_tensors
-
-# The arguments of make_graphed_callables, and their deprecated spellings.
-_DEPRECATED = {
-    "enabled": "fp8_enabled",
-    "calibrating": "fp8_calibrating",
-    "recipe": "fp8_recipe",
-    "amax_reduction_group": "fp8_group",
-    "cache_quantized_params": "fp8_weight_caching",
-}
+from .preserve import preserve_tensors, replaced_attribute
 
 
-def resolve_quantization(callables: Sequence[Callable], **arguments: Any) -> "Quantization | None":
-    """Return how callables are quantized; None if none is.
-
-    Args:
-        arguments: ``enabled``, ``calibrating``, ``recipe``, ``amax_reduction_group`` and ``cache_quantized_params`` of
-            ``make_graphed_callables``, and their deprecated spellings; None if not given.
+def one_spelling(**given: Any) -> Any:
+    """Return an argument that is given by its name or by its deprecated spelling, the second keyword; None if by none.
 
     Raises:
-        ValueError: an argument is given in both spellings, or ``enabled`` has another length.
+        ValueError: it is given in both spellings.
+    """
+    (name, value), (deprecated, former) = given.items()
+    if former is None:
+        return value
+    if value is not None:
+        raise ValueError(f"{name} and its deprecated spelling {deprecated} are both given: leave {deprecated} out")
+    warnings.warn(f"{deprecated} is deprecated, use {name}", DeprecationWarning, stacklevel=3)
+    return former
+
+
+def resolve_quantization(
+    callables: Sequence[Callable],
+    *,
+    enabled: Any,
+    calibrating: bool | None,
+    recipe: Any,
+    amax_reduction_group: Any,
+    cache_quantized_params: bool | None,
+) -> "Quantization | None":
+    """Return how callables are quantized, by these arguments of ``make_graphed_callables``; None if none is.
+
+    Raises:
+        ValueError: ``enabled`` has another length.
         TypeError: ``enabled`` is neither a bool nor a sequence of bools, or is True for a function.
         RuntimeError: TransformerEngine, which does the quantization, cannot be imported.
     """
-    given = {}
-    for name, deprecated in _DEPRECATED.items():
-        given[name] = arguments[name]
-        if arguments[deprecated] is None:
-            continue
-        if arguments[name] is not None:
-            raise ValueError(f"{name} and its deprecated spelling {deprecated} are both given: leave {deprecated} out")
-        warnings.warn(f"{deprecated} is deprecated, use {name}", DeprecationWarning, stacklevel=3)
-        given[name] = arguments[deprecated]
-    enabled = given["enabled"]
-    if enabled is None:
-        enabled = False
-    if isinstance(enabled, bool):
-        enabled = (enabled,) * len(callables)
+    given = enabled
+    if enabled is None or isinstance(enabled, bool):
+        enabled = (bool(enabled),) * len(callables)
     if not isinstance(enabled, Sequence) or not all(isinstance(value, bool) for value in enabled):
         raise TypeError(f"enabled must be a bool or a tuple with a bool for each callable, got {enabled!r}")
     if len(enabled) != len(callables):
@@ -62,22 +61,20 @@ def resolve_quantization(callables: Sequence[Callable], **arguments: Any) -> "Qu
             raise TypeError(
                 f"enabled[{index}] is True, but only modules can be quantized, and callable {index} is {func}"
             )
-    if not any(enabled) and not given["calibrating"]:
+    if not any(enabled) and not calibrating:
         return None
-    name = "enabled" if any(enabled) else "calibrating"
+    wanted = f"enabled={given!r}" if any(enabled) else f"calibrating={calibrating!r}"
     try:
         from transformer_engine.pytorch import graph
     except Exception as error:  # a wheel without a CUDA driver fails in many ways
-        raise RuntimeError(
-            f"{name}={given[name]!r}: TransformerEngine quantizes, and cannot be imported here"
-        ) from error
+        raise RuntimeError(f"{wanted}: TransformerEngine quantizes, and cannot be imported here") from error
     return Quantization(
         graph,
         enabled=tuple(enabled),
-        calibrating=bool(given["calibrating"]),
-        recipe=(given["recipe"] or graph.get_default_fp8_recipe()) if any(enabled) else None,
-        amax_reduction_group=given["amax_reduction_group"],
-        caches_params=bool(given["cache_quantized_params"]),
+        calibrating=bool(calibrating),
+        recipe=(recipe or graph.get_default_fp8_recipe()) if any(enabled) else None,
+        amax_reduction_group=amax_reduction_group,
+        caches_params=bool(cache_quantized_params),
     )
 
 
@@ -192,15 +189,10 @@ class RecordedQuantization:
                 queue.clear()
                 queue.extend(stashed.get(id(queue), ()))
 
-    @contextmanager
-    def reading_flag(self) -> Iterator[None]:
+    def reading_flag(self) -> AbstractContextManager[None]:
         """The context of a forward pass, which reads the flag if it is recorded."""
         state = self.quantization.state.quantization_state
-        flag, state.skip_fp8_weight_update_tensor = state.skip_fp8_weight_update_tensor, self._skips_weights
-        try:
-            yield
-        finally:
-            state.skip_fp8_weight_update_tensor = flag
+        return replaced_attribute([state], "skip_fp8_weight_update_tensor", lambda flag: self._skips_weights)
 
     @contextmanager
     def _preserve_statistics(self, state: Any) -> Iterator[None]:
@@ -244,8 +236,7 @@ class QuantizedReplay:
     """The steps of a quantized callable's replay that run outside its graphs."""
 
     def __init__(self, quantization: Quantization):
-        self._state = quantization.state
-        self._caches_params = quantization.caches_params
+        self._state, self._caches_params = quantization.state, quantization.caches_params
         self._modules: list[Any] = []
         self._attention: list[Any] = []
         self._operations: list[Any] = []

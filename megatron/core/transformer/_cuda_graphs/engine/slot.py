@@ -7,7 +7,7 @@ from functools import partial
 from itertools import compress
 from operator import itemgetter
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
@@ -16,18 +16,35 @@ from . import sanitizer
 from .capture_time_hooks import CaptureTimeHooks
 from .connected_leaves import connected_leaves
 from .delayed_wgrad import DelayedWeightGradients, delays_weight_gradients
-from .gradient_sink import GradientSink
 from .memory import PoolMemory, storage_address, weak_reference
 from .plan import Pass
 from .preserve import allow_nested_backward, hide_grads_and_hooks
 from .quantization import QuantizedReplay
-from .replay import Replay, Tensors
-from .replay_order import ReplayOrder
+from .replay import AroundBackward, Replay, ReplayOrder, Tensors
 from .sanitizer import CapturedTensor, Sanitizer, captured, captured_of
 from .streams import refuse_legacy_stream
 
 Recording = Callable[[torch.cuda.CUDAGraph | None], AbstractContextManager]
 Grads = Sequence[torch.Tensor | None]
+
+
+class GradientSink(AroundBackward, Protocol):
+    """Takes the gradients of one callable's parameters inside its backward graph.
+
+    Autograd hands each gradient to a node and the hooks of its parameter, in every backward pass. What is taken here
+    costs the host nothing at a replay, and the graph's memory for it is free for the next graph.
+    """
+
+    def take(self, params: Sequence[torch.Tensor], grads: Grads) -> Grads:
+        """Called once, while the backward graph is recorded; what it computes is a part of the graph.
+
+        Args:
+            params: The parameters that require grad.
+            grads: Their gradients; None for a parameter that the callable does not use.
+
+        Returns:
+            ``grads`` with None in place of each gradient that was taken; the others go to autograd.
+        """
 
 
 @dataclass
@@ -202,11 +219,7 @@ class SlotCapture:
                 check = refuse_legacy_stream(self.name, leaves)
             with hide_grads_and_hooks(self._all_params), check, allow_nested_backward(), recording(graph):
                 grads = torch.autograd.grad(
-                    outputs,
-                    leaves,
-                    grad_outputs,
-                    retain_graph=self._retain_graph,
-                    allow_unused=True,
+                    outputs, leaves, grad_outputs, retain_graph=self._retain_graph, allow_unused=True
                 )
                 param_grads: Grads = tuple(map(_with_nested, self.params, grads[len(inputs) :]))
                 used = [grad is not None for grad in param_grads]
@@ -242,8 +255,8 @@ class SlotCapture:
         self.outputs = tuple(output if output is None else output.detach() for output in self.outputs)
 
     def _keep_gradients(self, grad_outputs, input_grads, param_grads) -> None:
-        if not self._allow_unused_input and any(grad is None for grad in input_grads):
-            unused = next(i for i, grad in enumerate(input_grads) if grad is None)
+        unused = next((i for i, grad in enumerate(input_grads) if grad is None), None)
+        if unused is not None and not self._allow_unused_input:
             raise RuntimeError(
                 f"{self.name} does not use input {unused} of those that require grad; allow_unused_input=True permits "
                 "it"

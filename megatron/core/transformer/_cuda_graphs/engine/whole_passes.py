@@ -13,12 +13,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import sanitizer
 from .capture import Capture, capturing
-from .gradient_sink import AroundBackward
 from .memory import release_cached_memory, weak_reference
 from .preserve import preserve_buffers
 from .quantization import RecordedQuantization
-from .replay import Replay, ReplayOptions, Tensors, replay
-from .replay_order import ReplayOrder
+from .replay import AroundBackward, Replay, ReplayOptions, ReplayOrder, Tensors, replay
 from .streams import make_workspaces, refuse_legacy_stream
 
 Phase = Literal["forward", "backward"]
