@@ -29,11 +29,7 @@ class AddressGuard:
         self._captured = [address_of(tensor) for tensor in tensors()]
 
     def check(self) -> None:
-        """Compare addresses with those at capture.
-
-        Raises:
-            MovedBufferError: a tensor is not where it was, or there are more or fewer of them.
-        """
+        """Raise a ``MovedBufferError`` if a tensor is not where it was, or there are more or fewer of them."""
         tensors = self._tensors()
         try:  # runs for every layer of every step: no function call per tensor where all of them exist
             current = [tensor.data_ptr() for tensor in tensors]  # type: ignore[union-attr]

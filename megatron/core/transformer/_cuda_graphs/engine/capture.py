@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 
 from .preserve import pause_gc
+from .replay import ReplayOrder
 from .rng import current_rng_state, generator_states, preserve_rng, refuse_host_draws
 from .streams import LEGACY_STREAM_ADVICE, capture_stream
 
@@ -94,9 +95,13 @@ class Capture:
     Args:
         pool: A handle of ``torch.cuda.graph_pool_handle``; None for a new pool.
         draws: Whether what is recorded may draw random numbers.
+
+    Attributes:
+        order: In what order the graphs are replayed.
     """
 
     def __init__(self, pool: tuple | None, draws: bool = True):
+        self.order = ReplayOrder()
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self._generators = [current_rng_state(), *generator_states()] if draws else []
 

@@ -150,13 +150,7 @@ class GraphedSlot(SlotCapture):
         self._replay.run(self.weight_gradient_graph, "weight gradients", None)
         self._delayed.hand_out(self._clone_param_grads)
 
-    @property
-    def replays(self) -> int:
-        """How often the forward graph was replayed; 0 without graphs."""
-        return 0 if self._replay is None else self._replay.generation
-
     def reset(self) -> None:
-        """Free the graphs and every tensor they own. The callable can no longer be replayed."""
         super().reset()
         self._frozen, self._watched = (), []
 

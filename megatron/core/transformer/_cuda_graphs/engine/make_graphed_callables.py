@@ -128,9 +128,8 @@ def make_graphed_callables(
             raise TypeError(f"modules must be a callable or a tuple of callables, got {type(func).__name__}: {func!r}")
     samples = [sample_args] if alone else list(sample_args)
     keywords: list[Any] = [sample_kwargs or {}] if alone else list(sample_kwargs or [{}] * len(samples))
-    _refuse_graphs(callables)
+    _refuse_unfit(callables)
     training = _training_mode(callables)
-    _refuse_module_hooks(callables)
     if _order is None:
         _refuse_duplicates(callables)
         if _reuse_graph_input_output_buffers:
@@ -221,23 +220,31 @@ def _graph_of(module: Callable) -> GraphedSlot | None:
     return forward if isinstance(forward, GraphedSlot) else None
 
 
-def _refuse_graphs(callables: Sequence[Callable]) -> None:
+def _refuse_unfit(callables: Sequence[Callable]) -> None:
+    """Refuse callables whose passes cannot be captured by themselves."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("make_graphed_callables cannot be called while the current stream is capturing")
     for index, module in enumerate(callables):
-        owner = module_of(module)
+        own, owner = _name(module, index), module_of(module)
         for name, child in () if owner is None else owner.named_modules():
             graphed = _graph_of(child)
             if graphed is None or graphed.forward_graph is None:
                 continue
             if child is module:
-                raise RuntimeError(
-                    f"{_name(module, index)} has graphs already: call its reset() before capturing it again"
-                )
+                raise RuntimeError(f"{own} has graphs already: call its reset() before capturing it again")
             raise RuntimeError(
-                f"{_name(module, index)} contains {name or type(child).__name__}, which has graphs already, and a "
-                "graph cannot be captured in another: call reset() of the inner one before"
+                f"{own} contains {name or type(child).__name__}, which has graphs already, and a graph cannot be "
+                "captured in another: call reset() of the inner one before"
             )
+        if not isinstance(module, torch.nn.Module):
+            continue
+        if module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
+            raise RuntimeError(
+                f"{own} has hooks, which would become part of the graph. Take them away and give those that must run "
+                "at capture as capture_time_hooks; they can be registered again afterwards."
+            )
+        if any(buffer.requires_grad for buffer in module.buffers()):
+            raise RuntimeError(f"{own} has a buffer that requires grad; only parameters may be trainable")
 
 
 def _refuse_duplicates(callables: Sequence[Callable]) -> None:
@@ -263,21 +270,6 @@ def _training_mode(callables: Sequence[Callable]) -> bool:
     if len(modes) > 1:
         raise RuntimeError("modules must be all in training or all in evaluation mode")
     return modes != {False}
-
-
-def _refuse_module_hooks(callables: Sequence[Callable]) -> None:
-    for index, module in enumerate(callables):
-        if not isinstance(module, torch.nn.Module):
-            continue
-        if module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
-            raise RuntimeError(
-                f"{_name(module, index)} has hooks, which would become part of the graph. Take them away and give "
-                "those that must run at capture as capture_time_hooks; they can be registered again afterwards."
-            )
-        if any(buffer.requires_grad for buffer in module.buffers()):
-            raise RuntimeError(
-                f"{_name(module, index)} has a buffer that requires grad; only parameters may be trainable"
-            )
 
 
 def _one_each[Given](

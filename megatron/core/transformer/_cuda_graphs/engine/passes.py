@@ -8,7 +8,6 @@ import torch
 from .buffers import BufferPool, Lease
 from .capture import Capture, not_recording
 from .plan import Pass, Plan
-from .replay import ReplayOrder
 from .slot import SlotCapture
 
 
@@ -22,7 +21,7 @@ def run_passes(
         capture: Records the passes; None for warm-up, which drops their results.
     """
     recording, phase = (not_recording, "warm-up") if capture is None else (capture.recording, "capture")
-    grads, order = _StaticGradients(), ReplayOrder()
+    grads = _StaticGradients()
     last_steps, gradients_read = plan.last_steps(), plan.gradients_read()
     with_weight_gradients = {step.slot for step in plan.steps if step.kind is Pass.WEIGHT_GRADIENTS}
     for step in plan.steps:
@@ -47,7 +46,7 @@ def run_passes(
             if kind is Pass.BACKWARD or not training:
                 slot.drop_results()
         elif kind is not Pass.WEIGHT_GRADIENTS:
-            slot.take_turn(order, kind)
+            slot.take_turn(capture.order, kind)
         if capture is not None and shares_memory and kind is Pass.BACKWARD:
             # Without training no backward pass runs, and nothing reads the outputs after the place that it has in the
             # plan.

@@ -81,13 +81,9 @@ def check_rng_tracker() -> None:
         UnsupportedError: it is not.
     """
     tracker = tensor_parallel_random.get_cuda_rng_tracker()
-    if isinstance(tracker, tensor_parallel_random.CudaRNGStatesTracker):
-        usable = tracker.use_cudagraphable_rng or tracker.is_inference_rng_tracker
-    else:  # TransformerEngine's
-        usable = type(tracker).__name__ == "TECudaRNGStatesTracker" or getattr(
-            tracker, "is_inference_rng_tracker", False
-        )
-    if not usable:
+    usable = ("use_cudagraphable_rng", "is_inference_rng_tracker")
+    of_te = type(tracker).__name__ == "TECudaRNGStatesTracker"
+    if not of_te and not any(getattr(tracker, name, False) for name in usable):
         raise UnsupportedError(_UNUSABLE)
 
 

@@ -20,7 +20,7 @@ from .memory import PoolMemory, storage_address, weak_reference
 from .plan import Pass
 from .preserve import allow_nested_backward, hide_grads_and_hooks
 from .quantization import QuantizedReplay
-from .replay import AroundBackward, Replay, ReplayOrder, Tensors
+from .replay import AroundBackward, CapturedGraphs, Replay, ReplayOrder, Tensors
 from .sanitizer import CapturedTensor, Sanitizer, captured, captured_of
 from .streams import refuse_legacy_stream
 
@@ -60,7 +60,7 @@ class WarmupRecord:
     backward_ran: bool = False
 
 
-class SlotCapture:
+class SlotCapture(CapturedGraphs):
     """The graphs of a callable for one micro-batch, with the static tensors around them.
 
     Args:
@@ -81,13 +81,7 @@ class SlotCapture:
         warmup_record: What passes of the same function have shown before.
 
     Attributes:
-        differentiable: For each output whether it takes part in autograd.
-        forward_graph: Runs the forward pass; None before capture and after ``reset``.
-        backward_graph: Runs the backward pass; None where nothing requires grad.
         weight_gradient_graph: Computes the weight gradients that backward delays; None where it delays none.
-        outputs: The static outputs, flattened.
-        grad_inputs: The static gradients of the inputs; None for an input that gets none.
-        grad_outputs: The static gradients of the outputs; None for an output that takes no part in autograd.
     """
 
     def __init__(
@@ -108,7 +102,7 @@ class SlotCapture:
         gradient_sink: GradientSink | None = None,
         warmup_record: WarmupRecord | None = None,
     ):
-        self.name = name
+        super().__init__(name)
         self.func = func
         self.hooks = hooks or CaptureTimeHooks(name, None)
         self.args, self.kwargs = args, kwargs
@@ -129,17 +123,9 @@ class SlotCapture:
         if self._warmup.ran is not None:
             self._look_for_delays_and_statistics(self._warmup.ran)
 
-        self.forward_graph: torch.cuda.CUDAGraph | None = None
-        self.backward_graph: torch.cuda.CUDAGraph | None = None
         self.weight_gradient_graph: torch.cuda.CUDAGraph | None = None
-        self.differentiable: tuple[bool, ...] = ()
-        self.outputs: Tensors = ()
         self._nest: Callable[[Tensors], Any] = tuple  # makes of flattened outputs what ``func`` returned
-        self.grad_outputs: Tensors = ()
-        self.grad_inputs: Tensors = ()
-        self._grad_params: Tensors = ()
         self._memory: PoolMemory | None = None
-        self._replay: Replay | None = None
 
     def _flatten_inputs(self, args, kwargs) -> tuple[tuple[torch.Tensor, ...], TreeSpec | None]:
         for key, value in kwargs.items():
@@ -265,7 +251,7 @@ class SlotCapture:
         self.grad_outputs = tuple(next(remaining) if differentiable else None for differentiable in self.differentiable)
         remaining = iter(input_grads)
         self.grad_inputs = tuple(next(remaining) if tensor.requires_grad else None for tensor in self.inputs)
-        self._grad_params = tuple(param_grads)
+        self.grad_params = tuple(param_grads)
 
     @property
     def delays_weight_gradients(self) -> bool:
@@ -281,10 +267,6 @@ class SlotCapture:
         """Drop what a failed pass left for ``backward_dw``, which the next one would take for its own."""
         self._delayed.forget()
 
-    def drop_results(self) -> None:
-        """Let go of what a pass of warm-up computed."""
-        self.outputs = self.grad_outputs = self.grad_inputs = self._grad_params = ()
-
     def release_outputs(self) -> None:
         """Let later captures use the memory of the outputs, which nothing reads after the backward pass."""
         if not self._retain_graph:
@@ -295,13 +277,13 @@ class SlotCapture:
         weak = self._weak(self.grad_inputs)
         self.grad_inputs = tuple(self.grad_inputs[i] if i in keep else grad for i, grad in enumerate(weak))
         read = [None if _read_later(param) else grad for param, grad in self._params_and_grads()]
-        self._grad_params = tuple(
-            grad if weak is None else weak for weak, grad in zip(self._weak(read), self._grad_params, strict=True)
+        self.grad_params = tuple(
+            grad if weak is None else weak for weak, grad in zip(self._weak(read), self.grad_params, strict=True)
         )
 
     def _params_and_grads(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """The parameters and their static gradients; nothing where no backward pass ran."""
-        return list(zip(self.params, self._grad_params, strict=True)) if self._grad_params else []
+        return list(zip(self.params, self.grad_params, strict=True)) if self.grad_params else []
 
     def release_grad_outputs(self) -> None:
         """Let later captures use the memory of the outputs' static gradients, unless someone else keeps it."""
@@ -334,7 +316,7 @@ class SlotCapture:
     def returns_static_gradients(self) -> bool:
         """Whether a gradient that backward returns lies in the memory of a static gradient of the outputs."""
         addresses = {storage_address(grad) for grad in self.grad_outputs if grad is not None}
-        grads = (*self.grad_inputs, *self._grad_params)
+        grads = (*self.grad_inputs, *self.grad_params)
         return any(storage_address(grad) in addresses for grad in grads if grad is not None)
 
     def finish[R: Replay](self, make: Callable[..., R] = Replay) -> R:  # type: ignore[assignment]
@@ -343,15 +325,8 @@ class SlotCapture:
         if self._gradient_sink is not None:
             self._leave_taken_gradients_out()
         made = make(
-            name=self.name,
-            forward_graph=self.forward_graph,
-            backward_graph=self.backward_graph,
-            inputs=self.inputs,
-            outputs=self.outputs,
-            differentiable=self.differentiable,
-            grad_outputs=self.grad_outputs,
-            grad_inputs=self.grad_inputs,
-            grad_params=self._grad_params,
+            self,
+            self.inputs,
             clone_param_grads=[
                 self._clone_param_grads and not _read_later(param) for param, _ in self._params_and_grads()
             ],
@@ -373,7 +348,7 @@ class SlotCapture:
             ("output", self.outputs),
             ("gradient of output", self.grad_outputs),
             ("gradient of input", self.grad_inputs),
-            ("gradient of parameter", self._grad_params),
+            ("gradient of parameter", self.grad_params),
         ):
             found += captured((f"{what} {i}", tensor) for i, tensor in enumerate(tensors))
         return [*found, *getattr(self._gradient_sink, "captured", ())]
@@ -388,7 +363,7 @@ class SlotCapture:
         if self.params:
             returned.append((torch.empty(0, device=self.params[0].device, requires_grad=True), None))
         self.params = tuple(param for param, _ in returned)
-        self._grad_params = tuple(grad for _, grad in returned)
+        self.grad_params = tuple(grad for _, grad in returned)
 
     def take_turn(self, order: ReplayOrder, kind: Pass) -> None:
         """Take the next number in ``order`` for the pass that has just been recorded."""
@@ -397,22 +372,15 @@ class SlotCapture:
             self._turns[kind] = order.number(self.name)
 
     def reset(self) -> None:
-        """Free the graphs and every tensor they own. The callable can no longer be replayed."""
-        for graph in (self.forward_graph, self.backward_graph, self.weight_gradient_graph):
-            if graph is not None:
-                graph.reset()
-        self.forward_graph = self.backward_graph = self.weight_gradient_graph = None
+        super().reset()
+        if self.weight_gradient_graph is not None:
+            self.weight_gradient_graph.reset()
+        self.weight_gradient_graph = self._memory = self._quantized = None
         self._delayed = DelayedWeightGradients((), ())
-        self._quantized, self._autocast = None, nullcontext
-        self.hooks = CaptureTimeHooks(self.name, None)
+        self.hooks, self._autocast = CaptureTimeHooks(self.name, None), nullcontext
         self.args, self.kwargs, self.inputs, self.params, self._all_params = (), {}, (), (), ()
         self._warmup = WarmupRecord()
         self._gradient_sink = self._keep_param_grads = None
-        self.outputs = self.grad_outputs = self.grad_inputs = self._grad_params = ()
-        if self._replay is not None:
-            self._replay.reset()
-            self._replay = None
-        self._memory = None
 
 
 def module_of(func: Callable) -> torch.nn.Module | None:

@@ -78,11 +78,11 @@ class LocalReplay(Replay):
         runners: Which of them are between their forward and backward pass.
         static_inputs: The static inputs, each with the set of runners (a bit each) that need its value from their
             forward to their backward pass.
-        captured: The arguments of ``Replay``.
+        captured, options: The arguments of ``Replay``.
     """
 
-    def __init__(self, runners: Turns, static_inputs: list[tuple[StaticInput, int]], **captured: Any):
-        super().__init__(**captured)
+    def __init__(self, runners: Turns, static_inputs: list[tuple[StaticInput, int]], *captured: Any, **options: Any):
+        super().__init__(*captured, **options)
         self._runners, self._static_inputs = runners, static_inputs
 
     def place(self, inputs: Sequence[torch.Tensor]) -> None:
