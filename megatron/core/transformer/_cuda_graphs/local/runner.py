@@ -9,7 +9,7 @@ import torch
 
 from ..engine.quantization import current_quantization
 from ..engine.replay import ReplayOptions
-from ..engine.slot import WarmupRecord
+from ..engine.slot import SlotCapture, WarmupRecord
 from ..errors import ArgumentError, CallOrderError
 from .arguments import (
     ArgMetadata,
@@ -42,6 +42,11 @@ def _graph_attribute(name: str, doc: str) -> Any:
     return property(lambda runner: getattr(runner, name), assign, lambda runner: runner.free_graphs(), doc)
 
 
+def _static_tensors(read: Callable[["_CudaGraphRunner", SlotCapture], Any], otherwise: Any = ()) -> Any:
+    """An attribute that is read off the static tensors of a runner's graphs; ``otherwise`` where there are none."""
+    return property(lambda runner: otherwise if runner.call.slot is None else read(runner, runner.call.slot))
+
+
 class _CudaGraphRunner(torch.nn.Module):
     """Runs ``func`` of ``base_module`` eagerly while a step is recorded, and as CUDA graphs from then on.
 
@@ -65,6 +70,16 @@ class _CudaGraphRunner(torch.nn.Module):
 
     fwd_graph = _graph_attribute("_fwd_graph", "The forward graph, if it was captured.")
     bwd_graph = _graph_attribute("_bwd_graph", "The backward graph, if it was captured.")
+    fwd_graph_input_surface = _static_tensors(
+        lambda runner, slot: (*(tensor.detach() for tensor in slot.inputs), *runner.params_to_backprop)
+    )
+    num_dgrads = _static_tensors(lambda runner, slot: len(slot.inputs), 0)  # how many of these are inputs
+    fwd_graph_output_surface = _static_tensors(lambda runner, slot: tensors_of(slot.outputs))
+    fwd_graph_outputs = _static_tensors(  # what the captured call returned, with the static outputs
+        lambda runner, slot: with_tensors(runner.call.returned, iter(tensors_of(slot.outputs))), None
+    )
+    static_grad_outputs = _static_tensors(lambda runner, slot: tensors_of(slot.grad_outputs))
+    static_grad_inputs = _static_tensors(lambda runner, slot: slot.grad_inputs)  # None for an input that gets none
 
     def __init__(
         self,
@@ -107,18 +122,12 @@ class _CudaGraphRunner(torch.nn.Module):
         self.backward_pass = -1
         self._session = _CudagraphGlobalRecord.session
 
-        # Its graphs, with their static tensors; empty before the capture, and after `free_graphs`.
+        # Its graphs; none before the capture, and after `free_graphs`.
         self._fwd_graph: Any = None
         self._bwd_graph: Any = None
         self._replay: LocalReplay | None = None
         self._guard: FunctionGuard | None = None  # inference has none
         self.params_to_backprop: tuple[torch.Tensor, ...] = ()  # those that get a gradient
-        self.fwd_graph_input_surface: tuple[torch.Tensor, ...] = ()  # the static inputs, then params_to_backprop
-        self.num_dgrads = 0  # how many of these are inputs
-        self.fwd_graph_output_surface: tuple[torch.Tensor, ...] = ()
-        self.fwd_graph_outputs: Any = None  # what the captured call returned, with the static outputs
-        self.static_grad_outputs: tuple[torch.Tensor, ...] = ()
-        self.static_grad_inputs: tuple[torch.Tensor | None, ...] = ()  # None for an input that gets none
         self._unread_outputs: set[int] = set()  # by no graph
 
         # Its replays.
@@ -155,10 +164,8 @@ class _CudaGraphRunner(torch.nn.Module):
             if getattr(param, "_cudagraph_wgrad_ready_event", None) is self.bwd_graph_replay_complete_event:
                 del param._cudagraph_wgrad_ready_event
         self.call.reset()
-        self._fwd_graph = self._bwd_graph = self._replay = self._guard = self.fwd_graph_outputs = None
-        self.params_to_backprop = self.fwd_graph_input_surface = self.fwd_graph_output_surface = ()
-        self.static_grad_outputs = self.static_grad_inputs = ()
-        self.num_dgrads = 0
+        self._fwd_graph = self._bwd_graph = self._replay = self._guard = None
+        self.params_to_backprop = ()
 
     # -------------------------------------------------------------------------------------------------- recording
 
@@ -246,7 +253,6 @@ class _CudaGraphRunner(torch.nn.Module):
         call, session, slot = self.call, self._session, self.call.slot
         assert slot is not None
         self._guard = session.guards.get(self.function)
-        surface = [tensor.detach() for tensor in slot.inputs]
         places = [
             (session.buffers.input_of(tensor, call.writes_inputs), metadata_of(meta).users)
             for meta, tensor in zip(call.inputs, slot.inputs, strict=True)
@@ -256,10 +262,6 @@ class _CudaGraphRunner(torch.nn.Module):
             outputs = enumerate(map(metadata_of, call.outputs))
             self._unread_outputs = {i for i, known in outputs if not known.is_cudagraph_input}
         self.params_to_backprop = slot.params if self._bwd_graph is not None else ()
-        self.fwd_graph_input_surface, self.num_dgrads = (*surface, *self.params_to_backprop), len(surface)
-        self.fwd_graph_output_surface = tensors_of(slot.outputs)
-        self.fwd_graph_outputs = with_tensors(call.returned, iter(self.fwd_graph_output_surface))
-        self.static_grad_outputs, self.static_grad_inputs = tensors_of(slot.grad_outputs), slot.grad_inputs
         self.fwd_graph_recorded = self.cudagraph_created = True
 
     def get_connected_params(self, outputs: Any) -> tuple[torch.nn.Parameter, ...]:
