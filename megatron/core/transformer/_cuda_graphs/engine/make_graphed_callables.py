@@ -177,14 +177,14 @@ def make_graphed_callables(
             allow_unused_input=allow_unused_input,
             retain_graph=retain_graph_in_backward,
             clone_param_grads=clone_param_grads_on_return,
-            autocast=functools.partial(quantization.autocast, index) if quantization else nullcontext,
-            quantized=quantization.of_callable(index) if quantization else None,
+            autocast=quantization[index].autocast if quantization else nullcontext,
+            quantized=quantization[index].new_replay() if quantization else None,
             gradient_sink=sinks[index],
         )
         for index, (args, kwargs) in zip(plan.callable_of_slot, inputs, strict=True)
     ]
     run = functools.partial(run_passes, plan, slots, training, _reuse_graph_input_output_buffers)
-    statistics = quantization.preserve_statistics(callables) if quantization else nullcontext()
+    statistics = quantization[0].preserve_statistics(callables) if quantization else nullcontext()
     with_buffers = [module for module in map(module_of, callables) if module is not None]
     try:
         with capturing(preserve_buffers(with_buffers), statistics, transformer_engine_flag()):

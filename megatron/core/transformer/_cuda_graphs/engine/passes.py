@@ -1,4 +1,4 @@
-"""Runs the passes of a plan over its slots, to warm up or to capture, and lends them static gradients."""
+"""Runs the passes of a plan over its slots, to warm up or to capture."""
 
 import functools
 from collections.abc import Sequence
@@ -21,7 +21,15 @@ def run_passes(
         capture: Records the passes; None for warm-up, which drops their results.
     """
     recording, phase = (not_recording, "warm-up") if capture is None else (capture.recording, "capture")
-    grads = _StaticGradients()
+    static_grads = BufferPool[tuple[torch.Tensor, ...]]()
+    lent: dict[int, Lease[tuple[torch.Tensor, ...]]] = {}  # by slot
+
+    def lend(slot: int, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        """Return static gradients for the outputs of ``slot``, which other slots get once it has given them back."""
+        key = tuple((output.shape, output.stride(), output.dtype, output.layout) for output in outputs)
+        lent[slot] = static_grads.acquire(key, lambda: tuple(map(torch.zeros_like, outputs)))
+        return lent[slot].buffers
+
     last_steps, gradients_read = plan.last_steps(), plan.gradients_read()
     with_weight_gradients = {step.slot for step in plan.steps if step.kind is Pass.WEIGHT_GRADIENTS}
     for step in plan.steps:
@@ -39,7 +47,7 @@ def run_passes(
                         "after its backward"
                     )
                 else:
-                    slot.backward(recording, functools.partial(grads.lend, step.slot), graph)
+                    slot.backward(recording, functools.partial(lend, step.slot), graph)
         if not training:
             slot.detach_outputs()
         if capture is None:
@@ -48,30 +56,10 @@ def run_passes(
         elif kind is not Pass.WEIGHT_GRADIENTS:
             slot.take_turn(capture.order, kind)
         if capture is not None and shares_memory and kind is Pass.BACKWARD:
-            # Without training no backward pass runs, and nothing reads the outputs after the place that it has in the
-            # plan.
+            # Without training it did not run; nothing reads the outputs after its place in the plan.
             slot.release_outputs()
             for read in gradients_read.get(step, ()):
                 slots[read].release_gradients()
         # Gradients that backward returns unchanged would be overwritten before they are read.
-        if shares_memory and step in last_steps and not slot.returns_static_gradients:
-            grads.take_back(step.slot)
-
-
-class _StaticGradients:
-    """Lends static gradients of their outputs to slots."""
-
-    def __init__(self) -> None:
-        self._pool = BufferPool[tuple[torch.Tensor, ...]]()
-        self._lent: dict[int, Lease[tuple[torch.Tensor, ...]]] = {}
-
-    def lend(self, slot: int, outputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """Return gradients for the outputs of ``slot``, which keeps them until they are taken back."""
-        key = tuple((output.shape, output.stride(), output.dtype, output.layout) for output in outputs)
-        self._lent[slot] = self._pool.acquire(key, lambda: tuple(map(torch.zeros_like, outputs)))
-        return self._lent[slot].buffers
-
-    def take_back(self, slot: int) -> None:
-        """Free the gradients of ``slot`` for the next slot with such outputs."""
-        if slot in self._lent:
-            self._pool.release(self._lent.pop(slot))
+        if shares_memory and step in last_steps and step.slot in lent and not slot.returns_static_gradients:
+            static_grads.release(lent.pop(step.slot))

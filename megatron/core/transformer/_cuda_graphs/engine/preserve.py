@@ -51,22 +51,11 @@ def preserve_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
                     tensor.copy_(value)
 
 
-def moe_metrics() -> dict[str, Any]:
-    """Return the metrics that MoE layers accumulate for the log (auxiliary losses), by name."""
+def moe_metrics() -> list[torch.Tensor]:
+    """Return the metrics that MoE layers accumulate for the log (auxiliary losses)."""
     logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
-    return {} if logging is None else logging.get_moe_metrics_tracker().metrics
-
-
-@contextmanager
-def preserve_moe_metrics() -> Iterator[None]:
-    """Restore ``moe_metrics``."""
-    metrics = moe_metrics()
-    saved = {name: entry.values.clone() for name, entry in metrics.items()}
-    try:
-        yield
-    finally:
-        for name, values in saved.items():
-            metrics[name].values.copy_(values)
+    metrics = {} if logging is None else logging.get_moe_metrics_tracker().metrics
+    return [entry.values for entry in metrics.values()]
 
 
 @contextmanager

@@ -3,7 +3,7 @@
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -157,19 +157,15 @@ def preserve_rng() -> Iterator[None]:
     """
     tracker = tensor_parallel_random._CUDA_RNG_STATE_TRACKER
     forked_to = getattr(tracker, "_current_state_name", None)
-    generators = device_generators()
-    states, host = [generator.get_state() for generator in generators], _host_states()
-    try:
-        with use_rng_state(current_rng_state()):
-            yield
-    finally:
+    with ExitStack() as stack:
+        for generator in device_generators():
+            stack.callback(generator.set_state, generator.get_state())
+        for read, restore in _host_generators().values():
+            stack.callback(restore, read())
         if forked_to is not None:
-            tracker._current_state_name = forked_to
-        for name, state in host.items():
-            _, restore = _host_generators()[name]
-            restore(state)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+            stack.callback(setattr, tracker, "_current_state_name", forked_to)
+        stack.enter_context(use_rng_state(current_rng_state()))
+        yield
 
 
 @contextmanager

@@ -200,9 +200,8 @@ def capture_passes(
     distinct = list(dict.fromkeys(modules.values()))
     params = [param for module in distinct for param in module.parameters() if param.requires_grad]
 
-    grads: dict[tuple, torch.Tensor] = {}
-
     def run(capture: Capture | None) -> None:
+        grads: dict[tuple, torch.Tensor] = {}
         for passes, func in turns:
             if func is None:
                 passes._run_backward(grads, capture)

@@ -10,7 +10,7 @@ import torch
 from .. import state
 from ..engine.capture import Capture, capturing, not_recording
 from ..engine.connected_leaves import connected_leaves
-from ..engine.preserve import moe_metrics, preserve_buffers, preserve_moe_metrics
+from ..engine.preserve import moe_metrics, preserve_buffers, preserve_tensors
 from ..engine.quantization import Quantization, QuantizedReplay
 from ..engine.rng import current_rng_state, make_generators_safe, use_rng_state
 from ..engine.slot import SlotCapture, WarmupRecord
@@ -103,7 +103,7 @@ class RecordedCall:
 
     def quantized_context(self) -> AbstractContextManager:
         """The context of FP8 or FP4 of the recorded pass; none without quantization."""
-        return nullcontext() if self.quantization is None else self.quantization.autocast(0)
+        return nullcontext() if self.quantization is None else self.quantization.autocast()
 
     def _repeat(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Call the function with ``inputs`` in the place of the call's tensors; return the tensors that it returns."""
@@ -134,7 +134,7 @@ class RecordedCall:
         with (
             self._passes(),
             preserve_buffers([self.module] if self._differentiates else []),
-            preserve_moe_metrics(),
+            preserve_tensors(moe_metrics()),
             scratch_main_grads((*slot.params, *self.sharded.with_neighbors())),
             _warming_up(),
         ):
@@ -248,7 +248,7 @@ class RecordedCall:
 
     def _new_slot(self, inputs: Sequence[torch.Tensor]) -> SlotCapture:
         quantization = self.quantization
-        self.quantized = None if quantization is None else quantization.of_callable(0)
+        self.quantized = None if quantization is None else quantization.new_replay()
         return SlotCapture(
             self.name,
             self._repeat,
@@ -293,7 +293,7 @@ def connected_params(module: torch.nn.Module, outputs: Any) -> tuple[torch.nn.Pa
 
 def _written_state(module: torch.nn.Module) -> list[tuple[int, int]]:
     """The addresses and versions of what a pass of ``module`` may write: its buffers, and the metrics of MoE layers."""
-    tensors = (*module.buffers(), *(entry.values for entry in moe_metrics().values()))
+    tensors = (*module.buffers(), *moe_metrics())
     return [(tensor.data_ptr(), tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 

@@ -6,7 +6,6 @@ graph that may read it has been captured: graphs that are captured later replay 
 
 import weakref
 from collections.abc import Iterable, Sequence
-from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -203,9 +202,7 @@ class StaticBuffers:
         for meta in metas:
             lent = metadata_of(meta).bwd_cudagraph_buffer
             if lent is None:
-                described = copy(meta)
-                described.requires_grad = False
-                lent = self.pool.get(described)
+                lent = self.pool.get(meta).detach()
                 self._gradients.add(lent.data_ptr())
             grads.append(lent)
         return grads

@@ -73,7 +73,7 @@ class Model:
     def capture(self, engine, warmup=2):
         quantization = Quantization(
             engine,
-            enabled=(True,),
+            enabled=True,
             calibrating=False,
             recipe=self.recipe,
             amax_reduction_group=None,
