@@ -28,8 +28,7 @@ class _CudagraphRecordNode(torch.autograd.Function):
         runner.expect(_GraphStatus.FWD_READY)
         ctx.runner = runner
         ctx.set_materialize_grads(False)
-        outputs = tuple(tensor.detach() for tensor in inputs)
-        return outputs if len(outputs) > 1 else outputs[0]
+        return tuple(tensor.detach() for tensor in inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:

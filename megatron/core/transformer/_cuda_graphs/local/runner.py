@@ -174,8 +174,7 @@ class _CudaGraphRunner(torch.nn.Module):
         output = self.func(*args, **kwargs)
         differentiable = [tensor for tensor in tensors_of(output) if tensor.requires_grad] if self.grad_enabled else []
         if differentiable and torch.is_grad_enabled():
-            noted = _CudagraphRecordNode.apply(self, *differentiable)
-            noted = iter((noted,) if len(differentiable) == 1 else noted)
+            noted = iter(_CudagraphRecordNode.apply(self, *differentiable))
             output = with_tensors(
                 output, iter([next(noted) if tensor.requires_grad else tensor for tensor in tensors_of(output)])
             )

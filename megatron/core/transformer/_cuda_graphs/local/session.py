@@ -64,12 +64,11 @@ class CaptureSession:
 
     def _warm_up(self, record: Sequence[tuple]) -> None:
         """Run every function once for each kind of arguments, so that setup in a first call is not captured."""
-        with_backward = {entry[0] for entry in record if entry[1] == "bwd"}
         alike: defaultdict[Hashable, list[Any]] = defaultdict(list)
         for runner, kind, *_ in record:
             if kind == "fwd":
                 kinds = ((meta.shape, meta.dtype) for meta in runner.call.metas)
-                alike[runner.function, runner in with_backward, *kinds].append(runner)
+                alike[runner.function, runner.bwd_graph_recorded, *kinds].append(runner)
         users: defaultdict[tuple[int, torch.Tensor], list[RecordedCall]] = defaultdict(list)
         for runners in alike.values():
             warmup = WarmupRecord()
@@ -79,7 +78,7 @@ class CaptureSession:
             self.capturing = str(first)
             trained = first.call.warm_up([meta.zeros_like() for meta in first.call.metas], first.num_warmup_steps)
             for runner in runners:
-                for param in trained if runner in with_backward else ():
+                for param in trained if runner.bwd_graph_recorded else ():
                     users[runner.backward_pass, param].append(runner.call)
         # A layer that is called twice in a pass has two runners; layers may share weights.
         for (_, param), together in users.items():
