@@ -68,6 +68,7 @@ class _CudaGraphRunner(torch.nn.Module):
     # torch.nn.Module's __setattr__ looks for parameters and submodules, which takes time in every replay.
     __setattr__ = object.__setattr__
 
+    call: RecordedCall
     fwd_graph = _graph_attribute("_fwd_graph", "The forward graph, if it was captured.")
     bwd_graph = _graph_attribute("_bwd_graph", "The backward graph, if it was captured.")
     fwd_graph_input_surface = _static_tensors(
