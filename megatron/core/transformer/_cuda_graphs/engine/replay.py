@@ -142,7 +142,7 @@ class Replay:
         inputs: The static inputs.
         clone_param_grads: For each of the gradients of parameters whether it is returned as a copy.
         around_backward: What runs around the replays of the backward graph.
-        order: In what order graphs of the capture are replayed; None for graphs that share no memory with others.
+        order: In what order graphs of the capture are replayed.
         turns: The numbers in ``order`` of forward and backward; None for one that leaves all memory as it was.
 
     Attributes:
@@ -160,9 +160,9 @@ class Replay:
         *,
         clone_param_grads: Sequence[bool],
         quantized: QuantizedReplay | None = None,
-        around_backward: AroundBackward | None = None,
-        order: ReplayOrder | None = None,
-        turns: tuple[int, int | None] = (0, 1),
+        around_backward: AroundBackward | None,
+        order: ReplayOrder,
+        turns: tuple[int, int | None],
     ):
         self.name = captured.name
         self._forward_graph, self._backward_graph = captured.forward_graph, captured.backward_graph
@@ -182,7 +182,7 @@ class Replay:
         self._grad_params = list(zip(captured.grad_params, clone_param_grads, strict=True))
         self._quantized = quantized
         self._around_backward = around_backward
-        self._order = ReplayOrder() if order is None else order
+        self._order = order
         self._forward_turn, self._backward_turn = turns
         self.generation = self.round = 0
         self.leaves: list[int] = []
