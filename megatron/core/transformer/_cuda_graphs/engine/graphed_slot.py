@@ -100,8 +100,9 @@ class GraphedSlot(SlotCapture):
         """
         if len(names) == len(self._expected):  # inputs that are nested keep their numbers
             self._expected.rename(owner, names.__getitem__, advice)
-        for number in self._turns.values():
-            self._order.rename(number, owner)
+        for turn in (self.forward_turn, self.backward_turn):
+            if turn is not None:
+                self.order.rename(turn, owner)
 
     def _replay_options(self, kwargs: dict[str, Any]) -> ReplayOptions | None:
         stream, event = kwargs.get("cuda_graph_stream"), kwargs.get("cuda_graph_event")

@@ -100,6 +100,9 @@ class CapturedGraphs:
         grad_outputs: The static gradients of the outputs; None for an output that takes no part in autograd.
         grad_inputs: The static gradients of the inputs; None for an input that gets none.
         grad_params: The static gradients of parameters; None for what backward returns no gradient of.
+        order: In what order graphs of the capture are replayed.
+        forward_turn: The number in ``order`` of the forward pass.
+        backward_turn: That of the backward pass; None if it leaves all memory as it was.
     """
 
     def __init__(self, name: str):
@@ -111,6 +114,9 @@ class CapturedGraphs:
         self.grad_outputs: Tensors = ()
         self.grad_inputs: Tensors = ()
         self.grad_params: Tensors = ()
+        self.order = ReplayOrder()
+        self.forward_turn = 0
+        self.backward_turn: int | None = None
         self._replay: Replay | None = None
 
     @property
@@ -142,8 +148,6 @@ class Replay:
         inputs: The static inputs.
         clone_param_grads: For each of the gradients of parameters whether it is returned as a copy.
         around_backward: What runs around the replays of the backward graph.
-        order: In what order graphs of the capture are replayed.
-        turns: The numbers in ``order`` of forward and backward; None for one that leaves all memory as it was.
 
     Attributes:
         generation: How often the forward graph was replayed.
@@ -161,8 +165,6 @@ class Replay:
         clone_param_grads: Sequence[bool],
         quantized: QuantizedReplay | None = None,
         around_backward: AroundBackward | None,
-        order: ReplayOrder,
-        turns: tuple[int, int | None],
     ):
         self.name = captured.name
         self._forward_graph, self._backward_graph = captured.forward_graph, captured.backward_graph
@@ -182,8 +184,8 @@ class Replay:
         self._grad_params = list(zip(captured.grad_params, clone_param_grads, strict=True))
         self._quantized = quantized
         self._around_backward = around_backward
-        self._order = order
-        self._forward_turn, self._backward_turn = turns
+        self._order = captured.order
+        self._forward_turn, self._backward_turn = captured.forward_turn, captured.backward_turn
         self.generation = self.round = 0
         self.leaves: list[int] = []
         self.sanitizer: Sanitizer | None = None

@@ -112,8 +112,6 @@ class SlotCapture(CapturedGraphs):
         self.params = tuple(param for param in self._all_params if param.requires_grad)
         self._keep_param_grads = keep_param_grads if gradient_sink is None else gradient_sink.take
         self._gradient_sink = gradient_sink
-        self._order = ReplayOrder()
-        self._turns: dict[Pass, int] = {}
         self._allow_unused_input, self._retain_graph = allow_unused_input, retain_graph
         self._clone_param_grads = clone_param_grads
         self._autocast = autocast
@@ -332,8 +330,6 @@ class SlotCapture(CapturedGraphs):
             ],
             quantized=self._quantized,
             around_backward=self._gradient_sink,
-            order=self._order,
-            turns=(self._turns.get(Pass.FORWARD, 0), self._turns.get(Pass.BACKWARD)),
         )
         if sanitizer.requested() and self.forward_graph is not None:
             made.sanitizer = Sanitizer(self.name, self._captured_tensors(), self.forward_graph.pool())
@@ -367,9 +363,11 @@ class SlotCapture(CapturedGraphs):
 
     def take_turn(self, order: ReplayOrder, kind: Pass) -> None:
         """Take the next number in ``order`` for the pass that has just been recorded."""
-        self._order = order
-        if kind is Pass.FORWARD or not self._retain_graph:  # which leaves all as it was
-            self._turns[kind] = order.number(self.name)
+        self.order = order
+        if kind is Pass.FORWARD:
+            self.forward_turn = order.number(self.name)
+        elif not self._retain_graph:
+            self.backward_turn = order.number(self.name)
 
     def reset(self) -> None:
         super().reset()

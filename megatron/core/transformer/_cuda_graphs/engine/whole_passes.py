@@ -72,7 +72,6 @@ class WholePasses(CapturedGraphs):
         self._owner: PassOwner | None = owner
         self.quantized = quantized
         self._edge: GradientEdge | None = None  # where the backward pass begins, once the forward pass has run
-        self._turn = 0
         self._leaf = torch.empty(0, device="cuda", requires_grad=True)  # for its sake autograd runs the backward pass
 
     @contextmanager
@@ -90,11 +89,12 @@ class WholePasses(CapturedGraphs):
         static = output.detach()
         self.outputs = (weak_reference(static) if self._copies_output else static,)  # copied right after each replay
         if capture is not None:
-            self.forward_graph, self._turn = graph, capture.order.number(self.name)
+            self.forward_graph = graph
+            self.order, self.forward_turn = capture.order, capture.order.number(self.name)
         if self._has_backward:
             self._edge = get_gradient_edge(output)
         elif capture is not None:
-            self._make_replay(capture, None)
+            self._make_replay(None)
 
     def _run_backward(self, grads: dict[tuple, torch.Tensor], capture: Capture | None) -> None:
         """Run the backward pass.
@@ -111,12 +111,12 @@ class WholePasses(CapturedGraphs):
         with self._running("backward", capture) as graph:
             torch.autograd.backward(edge, grads[key])
         if capture is not None:
-            self.backward_graph = graph
-            self._make_replay(capture, grads[key])
+            self.backward_graph, self.backward_turn = graph, capture.order.number(self.name)
+            self._make_replay(grads[key])
         for tensor in self.inputs.values():
             tensor.grad = None
 
-    def _make_replay(self, capture: Capture, grad: torch.Tensor | None) -> None:
+    def _make_replay(self, grad: torch.Tensor | None) -> None:
         grad_inputs = [tensor.grad for tensor in self.inputs.values()]
         if self._copies_output:
             grad_inputs = [each if each is None else weak_reference(each) for each in grad_inputs]
@@ -127,8 +127,6 @@ class WholePasses(CapturedGraphs):
             tuple(self.inputs.values()),
             clone_param_grads=(False,),
             around_backward=self._owner,
-            order=capture.order,
-            turns=(self._turn, capture.order.number(self.name) if self._has_backward else None),
         )
         self.drop_results()
 
