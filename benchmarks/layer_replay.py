@@ -22,8 +22,8 @@ from typing import Any
 import torch
 
 from megatron.core.transformer import transformer_layer
-from megatron.core.transformer._cuda_graphs.engine.capture_time_hooks import CaptureTimeHooks
-from megatron.core.transformer._cuda_graphs.engine.slot import GraphedSlot, WarmupRecord
+from megatron.core.transformer._cuda_graphs.engine.graphed_slot import GraphedSlot
+from megatron.core.transformer._cuda_graphs.engine.slot import WarmupRecord
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph, LayerGraphs
 from megatron_fsdp_cuda_graphs import overlay
 
@@ -86,7 +86,6 @@ def graphed_layer(rotary_pos_emb: torch.Tensor, parameters: int = PARAMETERS) ->
         layer._te_cuda_graph_capture,
         (hidden_states,),
         kwargs,
-        hooks=CaptureTimeHooks("layer", None),
         clone_param_grads=False,
         warmup_record=WarmupRecord(ran=(), backward_ran=True),
     )

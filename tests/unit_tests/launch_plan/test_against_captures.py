@@ -10,7 +10,7 @@ import torch
 from _step_time.configurations import configuration
 from _step_time.variants import FSDP as BENCHMARK_FSDP
 
-from megatron.core.transformer._cuda_graphs.engine.slot import GraphedSlot
+from megatron.core.transformer._cuda_graphs.engine.graphed_slot import GraphedSlot
 from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses
 from megatron_fsdp_cuda_graphs.launch_plan import capture, dry_stage, memory
 from megatron_fsdp_cuda_graphs.launch_plan.flags import read_flags

@@ -1,7 +1,7 @@
 """Refuses replays after a tensor that CUDA graphs use has moved since capture."""
 
 from collections.abc import Callable, Sequence
-from typing import Literal, NamedTuple, NoReturn
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -29,20 +29,14 @@ class AddressGuard:
         self._captured = [address_of(tensor) for tensor in tensors()]
 
     def check(self) -> None:
-        """Compare addresses with those at capture.
-
-        Raises:
-            MovedBufferError: a tensor is not where it was, or there are more or fewer of them.
-        """
+        """Raise a ``MovedBufferError`` if a tensor is not where it was, or there are more or fewer of them."""
         tensors = self._tensors()
         try:  # runs for every layer of every step: no function call per tensor where all of them exist
             current = [tensor.data_ptr() for tensor in tensors]  # type: ignore[union-attr]
         except (AttributeError, RuntimeError):
             current = [address_of(tensor) for tensor in tensors]
-        if current != self._captured:
-            self._refuse(current)
-
-    def _refuse(self, current: Sequence[int]) -> NoReturn:
+        if current == self._captured:
+            return
         if len(current) != len(self._captured):
             raise MovedBufferError(
                 f"CUDA graphs used {len(self._captured)} tensors at capture and {len(current)} now. {self._advice}"

@@ -37,11 +37,7 @@ class BufferPool[Buffers]:
         return lease
 
     def retain(self, lease: Lease[Buffers]) -> None:
-        """Add a holder.
-
-        Raises:
-            ValueError: the tensors are free.
-        """
+        """Add a holder; a ``ValueError`` if the tensors are free."""
         if not lease.holders:
             raise ValueError("static memory is used after it was given back")
         lease.holders += 1

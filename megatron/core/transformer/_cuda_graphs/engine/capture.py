@@ -3,12 +3,27 @@
 import ctypes
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 
 import torch
 
-from .rng import current_rng_state, generator_states, refuse_host_draws
-from .streams import LEGACY_STREAM_ADVICE
+from .preserve import pause_gc
+from .replay import ReplayOrder
+from .rng import current_rng_state, generator_states, preserve_rng, refuse_host_draws
+from .streams import LEGACY_STREAM_ADVICE, capture_stream
+
+
+@contextmanager
+def capturing(*contexts: AbstractContextManager) -> Iterator[None]:
+    """The context of warm-ups and captures: their stream, no garbage collection, random states restored.
+
+    Args:
+        contexts: Further ones, entered while the caller's stream is current.
+    """
+    with ExitStack() as stack:
+        for context in (pause_gc(), preserve_rng(), *contexts, capture_stream()):
+            stack.enter_context(context)
+        yield
 
 
 def recover_from_failed_capture(pool: tuple, capture: "Capture | None" = None) -> None:
@@ -80,9 +95,13 @@ class Capture:
     Args:
         pool: A handle of ``torch.cuda.graph_pool_handle``; None for a new pool.
         draws: Whether what is recorded may draw random numbers.
+
+    Attributes:
+        order: In what order the graphs are replayed.
     """
 
     def __init__(self, pool: tuple | None, draws: bool = True):
+        self.order = ReplayOrder()
         self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self._generators = [current_rng_state(), *generator_states()] if draws else []
 

@@ -12,18 +12,16 @@ from typing import Any
 
 import torch
 
-from .capture import Capture
+from .capture import Capture, capturing
 from .capture_time_hooks import CaptureTimeHooks
-from .gradient_sink import GradientSink
+from .graphed_slot import GraphedSlot
 from .memory import release_cached_memory
-from .passes import CapturePasses
+from .passes import run_passes
 from .plan import ordered_plan, unordered_plan
-from .preserve import pause_gc, preserve_buffers, rebind_buffers
-from .quantization import resolve_quantization
-from .rng import preserve_rng
-from .slot import GraphedSlot, module_of
+from .preserve import preserve_buffers, rebind_buffers
+from .quantization import one_spelling, resolve_quantization
+from .slot import GradientSink, module_of
 from .static_inputs import distinct, keep_apart, share_inputs, signature
-from .streams import capture_stream
 from .te_engine import transformer_engine_flag
 
 
@@ -118,18 +116,6 @@ def make_graphed_callables(
     Capture restores parameters' ``grad``, buffers, RNG, garbage collection and TransformerEngine's capture flag. A
     failed capture leaves modules as they were, except that those whose graphs were reset have their own methods again.
     """
-    quantization_arguments = {
-        "fp8_enabled": fp8_enabled,
-        "fp8_calibrating": fp8_calibrating,
-        "fp8_recipe": fp8_recipe,
-        "fp8_group": fp8_group,
-        "fp8_weight_caching": fp8_weight_caching,
-        "enabled": enabled,
-        "calibrating": calibrating,
-        "recipe": recipe,
-        "amax_reduction_group": amax_reduction_group,
-        "cache_quantized_params": cache_quantized_params,
-    }
     if torch.is_autocast_enabled("cuda") and torch.is_autocast_cache_enabled():
         raise RuntimeError("capture under autocast needs torch.autocast(..., cache_enabled=False)")
     if num_warmup_iters < 0:
@@ -142,9 +128,8 @@ def make_graphed_callables(
             raise TypeError(f"modules must be a callable or a tuple of callables, got {type(func).__name__}: {func!r}")
     samples = [sample_args] if alone else list(sample_args)
     keywords: list[Any] = [sample_kwargs or {}] if alone else list(sample_kwargs or [{}] * len(samples))
-    _refuse_graphs(callables)
+    _refuse_unfit(callables)
     training = _training_mode(callables)
-    _refuse_module_hooks(callables)
     if _order is None:
         _refuse_duplicates(callables)
         if _reuse_graph_input_output_buffers:
@@ -158,17 +143,30 @@ def make_graphed_callables(
     if not all(isinstance(entry, Mapping) for entry in keywords):
         raise TypeError(f"sample_kwargs must hold a dict for each entry of sample_args, got {sample_kwargs!r}")
 
-    hooks = _checked_hooks(callables, capture_time_hooks)
-    sinks = [None] * len(callables) if gradient_sinks is None else list(gradient_sinks)
-    if len(sinks) != len(callables):
-        raise ValueError(f"gradient_sinks must have one entry for each of {len(callables)} callables: {len(sinks)}")
-    quantization = resolve_quantization(quantization_arguments, callables)
+    hooks = [
+        CaptureTimeHooks(_name(callables[index], index), given)
+        for index, given in enumerate(_one_each("capture_time_hooks", capture_time_hooks, callables))
+    ]
+    sinks = _one_each("gradient_sinks", gradient_sinks, callables)
+    quantization = resolve_quantization(
+        callables,
+        enabled=one_spelling(enabled=enabled, fp8_enabled=fp8_enabled),
+        calibrating=one_spelling(calibrating=calibrating, fp8_calibrating=fp8_calibrating),
+        recipe=one_spelling(recipe=recipe, fp8_recipe=fp8_recipe),
+        amax_reduction_group=one_spelling(amax_reduction_group=amax_reduction_group, fp8_group=fp8_group),
+        cache_quantized_params=one_spelling(
+            cache_quantized_params=cache_quantized_params, fp8_weight_caching=fp8_weight_caching
+        ),
+    )
     inputs = [distinct(tuple(args), dict(kwargs)) for args, kwargs in zip(samples, keywords, strict=True)]
     if _reuse_graph_input_output_buffers:
         inputs = share_inputs(plan, lambda slot: signature(*inputs[slot]), inputs.__getitem__)
     if training:
         inputs = keep_apart(plan, inputs)
-    _give_modules_back(callables)
+    for module in callables:  # whose graphs were reset
+        graphed_before = _graph_of(module)
+        if graphed_before is not None:
+            _give_methods_back(module, graphed_before)
     slots = [
         GraphedSlot(
             _name(callables[index], index),
@@ -179,27 +177,26 @@ def make_graphed_callables(
             allow_unused_input=allow_unused_input,
             retain_graph=retain_graph_in_backward,
             clone_param_grads=clone_param_grads_on_return,
-            autocast=functools.partial(quantization.autocast, index) if quantization else nullcontext,
-            quantized=quantization.of_callable(index) if quantization else None,
+            autocast=quantization[index].autocast if quantization else nullcontext,
+            quantized=quantization[index].new_replay() if quantization else None,
             gradient_sink=sinks[index],
         )
         for index, (args, kwargs) in zip(plan.callable_of_slot, inputs, strict=True)
     ]
-    passes = CapturePasses(plan, slots, training, _reuse_graph_input_output_buffers)
-    statistics = quantization.preserve_statistics(callables) if quantization else nullcontext()
+    run = functools.partial(run_passes, plan, slots, training, _reuse_graph_input_output_buffers)
+    statistics = quantization[0].preserve_statistics(callables) if quantization else nullcontext()
     with_buffers = [module for module in map(module_of, callables) if module is not None]
-    buffers = preserve_buffers(with_buffers)
     try:
-        with pause_gc(), preserve_rng(), buffers, statistics, transformer_engine_flag(), capture_stream():
+        with capturing(preserve_buffers(with_buffers), statistics, transformer_engine_flag()):
             if pre_warmup_hook is not None:
                 pre_warmup_hook()
             with rebind_buffers(with_buffers):  # the graphs read the buffers that are there at replay
                 for _ in range(num_warmup_iters):
-                    passes.warm_up()
+                    run(None)
             if post_warmup_hook is not None:
                 post_warmup_hook()
             release_cached_memory()
-            passes.capture(Capture(pool))
+            run(Capture(pool))
         for slot in slots:
             slot.finish()
     except BaseException:
@@ -223,21 +220,31 @@ def _graph_of(module: Callable) -> GraphedSlot | None:
     return forward if isinstance(forward, GraphedSlot) else None
 
 
-def _refuse_graphs(callables: Sequence[Callable]) -> None:
+def _refuse_unfit(callables: Sequence[Callable]) -> None:
+    """Refuse callables whose passes cannot be captured by themselves."""
     if torch.cuda.is_current_stream_capturing():
         raise RuntimeError("make_graphed_callables cannot be called while the current stream is capturing")
     for index, module in enumerate(callables):
-        graphed = _graph_of(module)
-        if graphed is not None and graphed.forward_graph is not None:
-            raise RuntimeError(f"{_name(module, index)} has graphs already: call its reset() before capturing it again")
-        owner = module_of(module)
+        own, owner = _name(module, index), module_of(module)
         for name, child in () if owner is None else owner.named_modules():
             graphed = _graph_of(child)
-            if graphed is not None and graphed.forward_graph is not None:
-                raise RuntimeError(
-                    f"{_name(module, index)} contains {name or type(child).__name__}, which has graphs already, and a "
-                    "graph cannot be captured in another: call reset() of the inner one before"
-                )
+            if graphed is None or graphed.forward_graph is None:
+                continue
+            if child is module:
+                raise RuntimeError(f"{own} has graphs already: call its reset() before capturing it again")
+            raise RuntimeError(
+                f"{own} contains {name or type(child).__name__}, which has graphs already, and a graph cannot be "
+                "captured in another: call reset() of the inner one before"
+            )
+        if not isinstance(module, torch.nn.Module):
+            continue
+        if module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
+            raise RuntimeError(
+                f"{own} has hooks, which would become part of the graph. Take them away and give those that must run "
+                "at capture as capture_time_hooks; they can be registered again afterwards."
+            )
+        if any(buffer.requires_grad for buffer in module.buffers()):
+            raise RuntimeError(f"{own} has a buffer that requires grad; only parameters may be trainable")
 
 
 def _refuse_duplicates(callables: Sequence[Callable]) -> None:
@@ -251,15 +258,8 @@ def _refuse_duplicates(callables: Sequence[Callable]) -> None:
             )
 
 
-def _give_modules_back(callables: Sequence[Callable]) -> None:
-    """Restore the methods of modules whose graphs were reset, so that they can be captured again."""
-    for module in callables:
-        graphed = _graph_of(module)
-        if graphed is not None:
-            _give_methods_back(module, graphed)
-
-
 def _give_methods_back(module: Callable, graphed: GraphedSlot) -> None:
+    """Restore the methods of a module that its graphs have replaced."""
     for name in _METHODS:
         vars(module).pop(name, None)
     vars(module).update(graphed.replaced)
@@ -272,34 +272,17 @@ def _training_mode(callables: Sequence[Callable]) -> bool:
     return modes != {False}
 
 
-def _refuse_module_hooks(callables: Sequence[Callable]) -> None:
-    for index, module in enumerate(callables):
-        if not isinstance(module, torch.nn.Module):
-            continue
-        if module._forward_pre_hooks or module._forward_hooks or module._backward_pre_hooks or module._backward_hooks:
-            raise RuntimeError(
-                f"{_name(module, index)} has hooks, which would become part of the graph. Take them away and give "
-                "those that must run at capture as capture_time_hooks; they can be registered again afterwards."
-            )
-        if any(buffer.requires_grad for buffer in module.buffers()):
-            raise RuntimeError(
-                f"{_name(module, index)} has a buffer that requires grad; only parameters may be trainable"
-            )
-
-
-def _checked_hooks(
-    callables: Sequence[Callable], given: Sequence[Mapping[str, Mapping[Any, Callable]] | None] | None
-) -> list[CaptureTimeHooks]:
+def _one_each[Given](
+    what: str, given: Sequence[Given | None] | None, callables: Sequence[Callable]
+) -> list[Given | None]:
+    """Check an argument that has an entry for each callable, or is None."""
     if given is None:
-        given = [None] * len(callables)
+        return [None] * len(callables)
     if isinstance(given, Mapping):
-        raise TypeError(f"capture_time_hooks must be a list with one entry for each callable, got the dict {given!r}")
+        raise TypeError(f"{what} must be a list with one entry for each callable, got the dict {given!r}")
     if len(given) != len(callables):
-        raise ValueError(f"capture_time_hooks must have one entry for each of {len(callables)} callables: {len(given)}")
-    return [
-        CaptureTimeHooks(_name(module, index), hooks)
-        for index, (module, hooks) in enumerate(zip(callables, given, strict=True))
-    ]
+        raise ValueError(f"{what} must have one entry for each of {len(callables)} callables: {len(given)}")
+    return list(given)
 
 
 def _name(module: Callable, index: int) -> str:

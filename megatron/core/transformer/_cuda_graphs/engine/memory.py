@@ -2,9 +2,10 @@
 
 import gc
 import inspect
+import sys
 import weakref
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -29,6 +30,12 @@ def storage_address(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
+def lies_in(stretches: Sequence[tuple[int, int]], address: int) -> bool:
+    """Whether ``address`` is in one of ``stretches`` of memory, sorted, each from its first address to its end."""
+    place = bisect_right(stretches, (address, sys.maxsize)) - 1
+    return place >= 0 and address < stretches[place][1]
+
+
 class PoolMemory:
     """The memory of a graph pool, from the allocator's list of its segments.
 
@@ -42,8 +49,7 @@ class PoolMemory:
 
     def __init__(self, pool: tuple[int, int]):
         self._pool = tuple(pool)
-        self._starts: list[int] = []
-        self._ends: list[int] = []
+        self._segments: list[tuple[int, int]] = []
         self._reserved = -1
 
     @classmethod
@@ -58,18 +64,14 @@ class PoolMemory:
     def owned(self, tensors: Iterable[torch.Tensor]) -> set[int]:
         """Return the storage addresses of those ``tensors`` whose memory belongs to the pool."""
         addresses = {storage_address(tensor) for tensor in tensors if tensor.is_cuda and tensor.numel()}
-        if not all(map(self._is_known, addresses)):
+        if not all(lies_in(self._segments, address) for address in addresses):
             self._look()
-        return {address for address in addresses if self._is_known(address)}
+        return {address for address in addresses if lies_in(self._segments, address)}
 
     def size(self) -> int:
         """Return the bytes of its segments."""
         self._look()
-        return sum(self._ends) - sum(self._starts)
-
-    def _is_known(self, address: int) -> bool:
-        place = bisect_right(self._starts, address) - 1
-        return place >= 0 and address < self._ends[place]
+        return sum(end - start for start, end in self._segments)
 
     def _look(self) -> None:
         reserved = torch.cuda.memory_stats()["reserved_bytes.all.allocated"]  # never goes down
@@ -80,12 +82,11 @@ class PoolMemory:
         pool = self._pool if max(self._pool) <= 256 else None
         options: dict[str, object] = {"mempool_id": pool, "include_traces": False}
         takes = inspect.signature(torch.cuda.memory_snapshot).parameters  # older versions of torch show all pools
-        segments = sorted(
+        self._segments = sorted(
             (segment["address"], segment["address"] + segment["total_size"])
             for segment in torch.cuda.memory_snapshot(**{name: options[name] for name in options if name in takes})
             if tuple(segment["segment_pool_id"]) == self._pool
         )
-        self._starts, self._ends = [start for start, _ in segments], [end for _, end in segments]
 
 
 _memories: weakref.WeakValueDictionary[tuple, PoolMemory] = weakref.WeakValueDictionary()

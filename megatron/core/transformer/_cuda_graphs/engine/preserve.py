@@ -2,8 +2,8 @@
 
 import gc
 import sys
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -51,22 +51,24 @@ def preserve_tensors(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
                     tensor.copy_(value)
 
 
-def moe_metrics() -> dict[str, Any]:
-    """Return the metrics that MoE layers accumulate for the log (auxiliary losses), by name."""
+def moe_metrics() -> list[torch.Tensor]:
+    """Return the metrics that MoE layers accumulate for the log (auxiliary losses)."""
     logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
-    return {} if logging is None else logging.get_moe_metrics_tracker().metrics
+    metrics = {} if logging is None else logging.get_moe_metrics_tracker().metrics
+    return [entry.values for entry in metrics.values()]
 
 
 @contextmanager
-def preserve_moe_metrics() -> Iterator[None]:
-    """Restore ``moe_metrics``."""
-    metrics = moe_metrics()
-    saved = {name: entry.values.clone() for name, entry in metrics.items()}
+def replaced_attribute(owners: Iterable[Any], name: str, value_of: Callable[[Any], Any]) -> Iterator[None]:
+    """Set the attribute ``name`` of each owner to what ``value_of`` makes of its value, and restore that at the end."""
+    before = [(owner, getattr(owner, name)) for owner in owners]
+    for owner, value in before:
+        setattr(owner, name, value_of(value))
     try:
         yield
     finally:
-        for name, values in saved.items():
-            metrics[name].values.copy_(values)
+        for owner, value in before:
+            setattr(owner, name, value)
 
 
 @contextmanager
@@ -76,14 +78,9 @@ def hide_grads_and_hooks(params: Sequence[torch.Tensor]) -> Iterator[None]:
     Gradients accumulated in the context can then be told from earlier ones. Hooks run at each replay, on the gradients
     that it returns; recorded in the graph they would run twice.
     """
-    before = [(param.grad, param._backward_hooks) for param in params]
-    for param in params:
-        param.grad, param._backward_hooks = None, None
-    try:
+    without = replaced_attribute(params, "_backward_hooks", lambda hooks: None)
+    with replaced_attribute(params, "grad", lambda grad: None), without:
         yield
-    finally:
-        for param, (grad, hooks) in zip(params, before, strict=True):
-            param.grad, param._backward_hooks = grad, hooks
 
 
 @contextmanager
@@ -98,16 +95,10 @@ def pause_gc() -> Iterator[None]:
             gc.enable()
 
 
-@contextmanager
-def allow_nested_backward() -> Iterator[None]:
+def allow_nested_backward() -> AbstractContextManager[None]:
     """Let activation checkpointing run its backward pass inside ``torch.autograd.grad``.
 
     torch refuses that, because the gradients it accumulates are not among those that ``grad`` returns. The caller must
     collect them.
     """
-    is_valid = torch.autograd._is_checkpoint_valid
-    torch.autograd._is_checkpoint_valid = lambda: True
-    try:
-        yield
-    finally:
-        torch.autograd._is_checkpoint_valid = is_valid
+    return replaced_attribute([torch.autograd], "_is_checkpoint_valid", lambda is_valid: lambda: True)

@@ -7,52 +7,51 @@ for cached quantized weights. The protocol is that of TransformerEngine 2.20's `
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
 from itertools import chain
 from typing import Any
 
 import torch
 
-from .preserve import preserve_tensors
-
-# The arguments of make_graphed_callables, and their deprecated spellings.
-_DEPRECATED = {
-    "enabled": "fp8_enabled",
-    "calibrating": "fp8_calibrating",
-    "recipe": "fp8_recipe",
-    "amax_reduction_group": "fp8_group",
-    "cache_quantized_params": "fp8_weight_caching",
-}
+from .preserve import preserve_tensors, replaced_attribute
 
 
-def resolve_quantization(arguments: Mapping[str, Any], callables: Sequence[Callable]) -> "Quantization | None":
-    """Return how callables are quantized; None if none is.
-
-    Args:
-        arguments: ``enabled``, ``calibrating``, ``recipe``, ``amax_reduction_group`` and ``cache_quantized_params`` of
-            ``make_graphed_callables``, or their deprecated spellings; None if not given.
+def one_spelling(**given: Any) -> Any:
+    """Return an argument that is given by its name or by its deprecated spelling, the second keyword; None if by none.
 
     Raises:
-        ValueError: an argument is given in both spellings, or ``enabled`` has another length.
+        ValueError: it is given in both spellings.
+    """
+    (name, value), (deprecated, former) = given.items()
+    if former is None:
+        return value
+    if value is not None:
+        raise ValueError(f"{name} and its deprecated spelling {deprecated} are both given: leave {deprecated} out")
+    warnings.warn(f"{deprecated} is deprecated, use {name}", DeprecationWarning, stacklevel=3)
+    return former
+
+
+def resolve_quantization(
+    callables: Sequence[Callable],
+    *,
+    enabled: Any,
+    calibrating: bool | None,
+    recipe: Any,
+    amax_reduction_group: Any,
+    cache_quantized_params: bool | None,
+) -> "list[Quantization] | None":
+    """Return how each callable is quantized, by these arguments of ``make_graphed_callables``; None if none is.
+
+    Raises:
+        ValueError: ``enabled`` has another length.
         TypeError: ``enabled`` is neither a bool nor a sequence of bools, or is True for a function.
         RuntimeError: TransformerEngine, which does the quantization, cannot be imported.
     """
-    given = {}
-    for name, deprecated in _DEPRECATED.items():
-        given[name] = arguments[name]
-        if arguments[deprecated] is None:
-            continue
-        if arguments[name] is not None:
-            raise ValueError(f"{name} and its deprecated spelling {deprecated} are both given: leave {deprecated} out")
-        warnings.warn(f"{deprecated} is deprecated, use {name}", DeprecationWarning, stacklevel=3)
-        given[name] = arguments[deprecated]
-    enabled = given["enabled"]
-    if enabled is None:
-        enabled = False
-    if isinstance(enabled, bool):
-        enabled = (enabled,) * len(callables)
+    given = enabled
+    if enabled is None or isinstance(enabled, bool):
+        enabled = (bool(enabled),) * len(callables)
     if not isinstance(enabled, Sequence) or not all(isinstance(value, bool) for value in enabled):
         raise TypeError(f"enabled must be a bool or a tuple with a bool for each callable, got {enabled!r}")
     if len(enabled) != len(callables):
@@ -62,23 +61,25 @@ def resolve_quantization(arguments: Mapping[str, Any], callables: Sequence[Calla
             raise TypeError(
                 f"enabled[{index}] is True, but only modules can be quantized, and callable {index} is {func}"
             )
-    if not any(enabled) and not given["calibrating"]:
+    if not any(enabled) and not calibrating:
         return None
-    name = "enabled" if any(enabled) else "calibrating"
+    wanted = f"enabled={given!r}" if any(enabled) else f"calibrating={calibrating!r}"
     try:
         from transformer_engine.pytorch import graph
     except Exception as error:  # a wheel without a CUDA driver fails in many ways
-        raise RuntimeError(
-            f"{name}={given[name]!r}: TransformerEngine quantizes, and cannot be imported here"
-        ) from error
-    return Quantization(
-        graph,
-        enabled=tuple(enabled),
-        calibrating=bool(given["calibrating"]),
-        recipe=(given["recipe"] or graph.get_default_fp8_recipe()) if any(enabled) else None,
-        amax_reduction_group=given["amax_reduction_group"],
-        caches_params=bool(given["cache_quantized_params"]),
-    )
+        raise RuntimeError(f"{wanted}: TransformerEngine quantizes, and cannot be imported here") from error
+    recipe = (recipe or graph.get_default_fp8_recipe()) if any(enabled) else None
+    return [
+        Quantization(
+            graph,
+            enabled=quantized,
+            calibrating=bool(calibrating),
+            recipe=recipe,
+            amax_reduction_group=amax_reduction_group,
+            caches_params=bool(cache_quantized_params),
+        )
+        for quantized in enabled
+    ]
 
 
 def current_quantization() -> "Quantization | None":
@@ -100,15 +101,15 @@ def current_quantization() -> "Quantization | None":
 
 @dataclass(frozen=True, eq=False)
 class Quantization:
-    """How the callables of one capture are quantized.
+    """How a callable is quantized.
 
     Attributes:
         graph: The module ``transformer_engine.pytorch.graph``.
-        recipe: TransformerEngine's recipe; None if no callable is quantized.
+        recipe: TransformerEngine's recipe; None if no callable of the capture is quantized.
         amax_reduction_group: The process group over which amaxes are reduced.
         caches_params: Whether weights are quantized in a step's first micro-batch only.
-        enabled: For each callable whether it is quantized.
-        calibrating: Whether callables that are not quantized collect statistics.
+        enabled: Whether it is.
+        calibrating: Whether it collects statistics if it is not.
     """
 
     graph: Any
@@ -116,7 +117,7 @@ class Quantization:
     recipe: Any
     amax_reduction_group: Any
     caches_params: bool
-    enabled: tuple[bool, ...] = (True,)
+    enabled: bool = True
     calibrating: bool = False
 
     @property
@@ -124,14 +125,14 @@ class Quantization:
         """TransformerEngine's state of FP8 and FP4."""
         return self.graph.FP8GlobalStateManager
 
-    def autocast(self, index: int, graph: bool = True) -> AbstractContextManager:
-        """The context in which the callable of this index runs in warm-up and capture.
+    def autocast(self, graph: bool = True) -> AbstractContextManager:
+        """The context in which the callable runs in warm-up and capture.
 
         Args:
             graph: Whether TransformerEngine leaves to replays what it does at the end of the outermost context.
         """
         return self.graph.autocast(
-            enabled=self.enabled[index],
+            enabled=self.enabled,
             calibrating=self.calibrating,
             recipe=self.recipe,
             amax_reduction_group=self.amax_reduction_group,
@@ -140,7 +141,7 @@ class Quantization:
 
     @contextmanager
     def preserve_statistics(self, callables: Iterable[Any]) -> Iterator[None]:
-        """Restore the statistics of delayed scaling at the end."""
+        """Restore the statistics of delayed scaling of all ``callables`` of a capture at the end."""
         modules = [module for module in callables if isinstance(module, torch.nn.Module)]
         if self.caches_params:
             self.state.set_skip_fp8_weight_update_tensor(False)
@@ -150,9 +151,9 @@ class Quantization:
         finally:
             self.graph.restore_fp8_tensors(modules, statistics)
 
-    def of_callable(self, index: int) -> "QuantizedReplay | None":
-        """Return the replay protocol for the callable of this index; None if it is not quantized."""
-        return QuantizedReplay(self) if self.enabled[index] else None
+    def new_replay(self) -> "QuantizedReplay | None":
+        """Return the replay protocol for the callable; None if it is not quantized."""
+        return QuantizedReplay(self) if self.enabled else None
 
 
 class RecordedQuantization:
@@ -180,46 +181,34 @@ class RecordedQuantization:
         """
         state = self.quantization.state.quantization_state
         stashed = {id(queue): list(queue) for queue in state.fp8_tensors_recompute_buffer}
-        first = [module.is_first_microbatch for module in self._cached]
-        try:
-            with self._preserve_statistics(state):
-                yield
-        finally:
-            for module, is_first in zip(self._cached, first, strict=True):
-                module.__dict__["is_first_microbatch"] = is_first
-            # A capture that failed between its passes leaves what the second would have taken to compute layers again.
+
+        def unstash() -> None:
+            # What a capture left that failed between its passes, the second one would take to compute layers again.
             for queue in state.fp8_tensors_recompute_buffer:
                 queue.clear()
                 queue.extend(stashed.get(id(queue), ()))
 
-    @contextmanager
-    def reading_flag(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.callback(unstash)
+            for module in self._cached:
+                stack.callback(module.__dict__.__setitem__, "is_first_microbatch", module.is_first_microbatch)
+            if self.delayed:
+                buffers = state.global_amax_history_buffer, state.global_scale_buffer
+                statistics = chain.from_iterable(each for buffer in buffers for each in buffer.values())
+                stack.enter_context(preserve_tensors(statistics))
+                # Modules that have not run yet register theirs in warm-up, and may have them from a checkpoint.
+                for module in self._modules:
+                    stack.callback(module.reset_fp8_meta_tensors, module.get_fp8_meta_tensors())
+            yield
+
+    def reading_flag(self) -> AbstractContextManager[None]:
         """The context of a forward pass, which reads the flag if it is recorded."""
         state = self.quantization.state.quantization_state
-        flag, state.skip_fp8_weight_update_tensor = state.skip_fp8_weight_update_tensor, self._skips_weights
-        try:
-            yield
-        finally:
-            state.skip_fp8_weight_update_tensor = flag
-
-    @contextmanager
-    def _preserve_statistics(self, state: Any) -> Iterator[None]:
-        if not self.delayed:
-            yield
-            return
-        # Modules that have not run yet register theirs in warm-up, and may have them from a checkpoint.
-        statistics = [(module, module.get_fp8_meta_tensors()) for module in self._modules]
-        buffers = state.global_amax_history_buffer, state.global_scale_buffer
-        with preserve_tensors(chain.from_iterable(each for buffer in buffers for each in buffer.values())):
-            try:
-                yield
-            finally:
-                for module, values in statistics:
-                    module.reset_fp8_meta_tensors(values)
+        return replaced_attribute([state], "skip_fp8_weight_update_tensor", lambda flag: self._skips_weights)
 
     def autocast(self) -> AbstractContextManager:
         """The context of modules that run eagerly in one which is not recorded, and updates statistics at its end."""
-        return self.quantization.autocast(0, torch.cuda.is_current_stream_capturing())
+        return self.quantization.autocast(torch.cuda.is_current_stream_capturing())
 
     def before_forward(self) -> None:
         """Let the graphs quantize weights again in the micro-batches in which eager training does."""
@@ -244,8 +233,7 @@ class QuantizedReplay:
     """The steps of a quantized callable's replay that run outside its graphs."""
 
     def __init__(self, quantization: Quantization):
-        self._state = quantization.state
-        self._caches_params = quantization.caches_params
+        self._state, self._caches_params = quantization.state, quantization.caches_params
         self._modules: list[Any] = []
         self._attention: list[Any] = []
         self._operations: list[Any] = []

@@ -2,16 +2,75 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, Protocol
 
 import torch
 
-from .gradient_sink import AroundBackward
 from .quantization import QuantizedReplay
-from .replay_order import ReplayOrder
 from .sanitizer import Sanitizer
 
 Tensors = tuple[torch.Tensor | None, ...]
+
+
+class AroundBackward(Protocol):
+    """What runs around the replays of a backward graph."""
+
+    def before_backward(self) -> None:
+        """Called right before each replay of the backward graph, on the stream of the backward pass."""
+
+    def after_backward(self) -> None:
+        """Called right after each replay of the backward graph, on the stream of the backward pass."""
+
+
+class ReplayOrder:
+    """The order in which the passes of one capture were recorded, and how far its replays are in it.
+
+    Graphs of a capture share memory: one may use what those captured before it have freed. So it may overwrite what
+    passes keep that were captured later, and only replays that come in the order of capture leave each other's alone.
+    Any may be left out. A replay whose number is not higher than the last one's begins a new *round*, and what passes
+    of former rounds have kept is lost. ``Replay`` counts rounds itself, without a call.
+
+    Attributes:
+        began: The number of the replay that began the round.
+    """
+
+    __slots__ = ("_names", "began", "last", "round")
+
+    def __init__(self) -> None:
+        self.last = -1
+        self.round = 0
+        self.began = -1
+        self._names: dict[int, str] = {}
+
+    def number(self, name: str) -> int:
+        """Return the next number, that of a pass of the callable ``name``."""
+        number = len(self._names)
+        self._names[number] = name
+        return number
+
+    def rename(self, number: int, name: str) -> None:
+        """Let errors call the callable of a pass ``name``."""
+        if number in self._names:
+            self._names[number] = name
+
+    def refuse(self, number: int, name: str) -> NoReturn:
+        """Raise the error about a backward pass whose forward pass was of a former round, or that would begin one.
+
+        Args:
+            name: What the error calls its callable, unless ``rename`` was told.
+
+        Raises:
+            RuntimeError: names the callable that was replayed instead.
+        """
+        other = self._names.get(self.last if number <= self.last else self.began, name)
+        name = self._names.get(number, name)
+        raise RuntimeError(
+            f"{name}: backward of a replay whose activations a later replay has overwritten, that of {other}. A graph "
+            "serves one forward pass at a time, and one backward pass of it; graphs that are captured together share "
+            "memory, and are replayed in the order of capture, where any may be left out. Call layers in that order; "
+            "run backward before the next forward, and once (or capture with retain_graph_in_backward=True); or "
+            "capture the callable once for each call, with _order and an entry of sample_args for each."
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,19 +88,66 @@ class ReplayOptions:
     ends_quantization: bool = False
 
 
-class Replay:
+class CapturedGraphs:
     """A forward and a backward graph with the static tensors around them.
 
-    Args:
-        forward_graph, backward_graph: The graphs; the latter None where nothing requires grad.
+    Attributes:
+        name: What errors and profiles call the callable.
+        forward_graph: Runs the forward pass; None before capture and after ``reset``.
+        backward_graph: Runs the backward pass; None where nothing requires grad.
+        outputs: The static outputs, flattened.
         differentiable: For each output whether it takes part in autograd.
-        grad_outputs: Static gradients of outputs; None where an output is not differentiable.
-        grad_inputs: Static gradients of inputs; None where an input requires none.
-        grad_params: Static gradients of parameters; None for what backward returns no gradient of.
-        clone_param_grads: For each of these whether it is returned as a copy.
+        grad_outputs: The static gradients of the outputs; None for an output that takes no part in autograd.
+        grad_inputs: The static gradients of the inputs; None for an input that gets none.
+        grad_params: The static gradients of parameters; None for what backward returns no gradient of.
+        order: In what order graphs of the capture are replayed.
+        forward_turn: The number in ``order`` of the forward pass.
+        backward_turn: That of the backward pass; None if it leaves all memory as it was.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self.forward_graph: torch.cuda.CUDAGraph | None = None
+        self.backward_graph: torch.cuda.CUDAGraph | None = None
+        self.outputs: Tensors = ()
+        self.differentiable: tuple[bool, ...] = ()
+        self.grad_outputs: Tensors = ()
+        self.grad_inputs: Tensors = ()
+        self.grad_params: Tensors = ()
+        self.order = ReplayOrder()
+        self.forward_turn = 0
+        self.backward_turn: int | None = None
+        self._replay: Replay | None = None
+
+    @property
+    def replays(self) -> int:
+        """How often the forward graph was replayed; 0 without graphs."""
+        return 0 if self._replay is None else self._replay.generation
+
+    def drop_results(self) -> None:
+        """Let go of what passes computed."""
+        self.outputs = self.grad_outputs = self.grad_inputs = self.grad_params = ()
+
+    def reset(self) -> None:
+        """Free the graphs and every tensor they own. They can no longer be replayed."""
+        for graph in (self.forward_graph, self.backward_graph):
+            if graph is not None:
+                graph.reset()
+        self.forward_graph = self.backward_graph = None
+        self.drop_results()
+        if self._replay is not None:
+            self._replay.reset()
+            self._replay = None
+
+
+class Replay:
+    """Replays graphs, and copies what they read and return.
+
+    Args:
+        captured: The graphs.
+        inputs: The static inputs.
+        clone_param_grads: For each of the gradients of parameters whether it is returned as a copy.
         around_backward: What runs around the replays of the backward graph.
-        order: In what order graphs of the capture are replayed; None for graphs that share no memory with others.
-        turns: The numbers in ``order`` of forward and backward; None for one that leaves all memory as it was.
 
     Attributes:
         generation: How often the forward graph was replayed.
@@ -53,42 +159,33 @@ class Replay:
 
     def __init__(
         self,
-        *,
-        name: str,
-        forward_graph: torch.cuda.CUDAGraph | None,
-        backward_graph: torch.cuda.CUDAGraph | None,
+        captured: CapturedGraphs,
         inputs: Sequence[torch.Tensor],
-        outputs: Tensors,
-        differentiable: Sequence[bool],
-        grad_outputs: Tensors,
-        grad_inputs: Tensors,
-        grad_params: Tensors,
+        *,
         clone_param_grads: Sequence[bool],
-        quantized: QuantizedReplay | None,
-        around_backward: AroundBackward | None = None,
-        order: ReplayOrder | None = None,
-        turns: tuple[int, int | None] = (0, 1),
+        quantized: QuantizedReplay | None = None,
+        around_backward: AroundBackward | None,
     ):
-        self.name = name
-        self._forward_graph, self._backward_graph = forward_graph, backward_graph
+        self.name = captured.name
+        self._forward_graph, self._backward_graph = captured.forward_graph, captured.backward_graph
         self._inputs = [(tensor, tensor.data_ptr(), tensor.stride()) for tensor in inputs]
         self._num_inputs = len(inputs)
-        self._outputs = outputs
+        self._outputs = captured.outputs
         self.not_differentiable = [
             i
-            for i, (output, takes_part) in enumerate(zip(outputs, differentiable, strict=True))
+            for i, (output, takes_part) in enumerate(zip(captured.outputs, captured.differentiable, strict=True))
             if output is not None and not takes_part
         ]
         self._grad_outputs = [
-            (grad, 0, ()) if grad is None else (grad, grad.data_ptr(), grad.stride()) for grad in grad_outputs
+            (grad, 0, ()) if grad is None else (grad, grad.data_ptr(), grad.stride()) for grad in captured.grad_outputs
         ]
-        self._grad_inputs = grad_inputs
-        self.with_grad = [index for index, grad in enumerate(grad_inputs) if grad is not None]
-        self._grad_params = list(zip(grad_params, clone_param_grads, strict=True))
+        self._grad_inputs = captured.grad_inputs
+        self.with_grad = [index for index, grad in enumerate(captured.grad_inputs) if grad is not None]
+        self._grad_params = list(zip(captured.grad_params, clone_param_grads, strict=True))
         self._quantized = quantized
         self._around_backward = around_backward
-        self._order = ReplayOrder() if order is None else order
-        self._forward_turn, self._backward_turn = turns
+        self._order = captured.order
+        self._forward_turn, self._backward_turn = captured.forward_turn, captured.backward_turn
         self.generation = self.round = 0
         self.leaves: list[int] = []
         self.sanitizer: Sanitizer | None = None
@@ -124,8 +221,7 @@ class Replay:
             replayed_in: ``round`` right after the forward replay.
 
         Raises:
-            RuntimeError: there is no backward graph, or the forward graph was replayed again since: backward would
-                compute gradients from the activations of that replay.
+            RuntimeError: there is no backward graph, or a later replay has overwritten what it reads.
         """
         if self._backward_graph is None:
             raise RuntimeError(f"{self.name} has no backward graph: it was captured without grad, or reset")
@@ -205,7 +301,7 @@ def _run(graph: Any, options: ReplayOptions | None) -> None:
 
 
 class ReplayNode(torch.autograd.Function):
-    """Replays with autograd: its backward replays the backward graph."""
+    """Replays with autograd."""
 
     @staticmethod
     def forward(ctx, replay, options, *inputs):

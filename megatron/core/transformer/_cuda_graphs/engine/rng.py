@@ -3,7 +3,7 @@
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -43,19 +43,24 @@ def _ensure_generator_state_is_cudagraph_safe(gen: torch.Generator) -> torch.Gen
     return gen
 
 
+def _default_generator() -> torch.Generator:
+    generator: torch.Generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    return generator
+
+
 def current_rng_state() -> torch.Generator:
     """Return a generator that shares the current state of the device's default generator.
 
     Megatron's and TransformerEngine's RNG trackers replace that state, for the decoder's layers under sequence
     parallelism, say.
     """
-    return torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_get_state()
+    return _default_generator().graphsafe_get_state()
 
 
 @contextmanager
 def use_rng_state(state: torch.Generator) -> Iterator[None]:
     """Let the device's default generator draw from ``state``, a result of ``current_rng_state``."""
-    default, before = torch.cuda.default_generators[torch.cuda.current_device()], current_rng_state()
+    default, before = _default_generator(), current_rng_state()
     default.graphsafe_set_state(state)
     try:
         yield
@@ -76,13 +81,9 @@ def check_rng_tracker() -> None:
         UnsupportedError: it is not.
     """
     tracker = tensor_parallel_random.get_cuda_rng_tracker()
-    if isinstance(tracker, tensor_parallel_random.CudaRNGStatesTracker):
-        usable = tracker.use_cudagraphable_rng or tracker.is_inference_rng_tracker
-    else:  # TransformerEngine's
-        usable = type(tracker).__name__ == "TECudaRNGStatesTracker" or getattr(
-            tracker, "is_inference_rng_tracker", False
-        )
-    if not usable:
+    usable = ("use_cudagraphable_rng", "is_inference_rng_tracker")
+    of_te = type(tracker).__name__ == "TECudaRNGStatesTracker"
+    if not of_te and not any(getattr(tracker, name, False) for name in usable):
         raise UnsupportedError(_UNUSABLE)
 
 
@@ -136,9 +137,14 @@ def _tracked() -> dict[str, Any]:
     return states
 
 
+def device_generators() -> list[torch.Generator]:
+    """Return the default generator and ``generator_states``."""
+    return [_default_generator(), *generator_states()]
+
+
 def make_generators_safe() -> None:
     """Let graphs use all generators, also those whose states were set under ``torch.inference_mode``."""
-    for generator in [torch.cuda.default_generators[torch.cuda.current_device()], *generator_states()]:
+    for generator in device_generators():
         _ensure_generator_state_is_cudagraph_safe(generator)
 
 
@@ -151,21 +157,15 @@ def preserve_rng() -> Iterator[None]:
     """
     tracker = tensor_parallel_random._CUDA_RNG_STATE_TRACKER
     forked_to = getattr(tracker, "_current_state_name", None)
-    generators = generator_states()
-    states = [generator.get_state() for generator in generators]
-    cuda, host = torch.cuda.get_rng_state(), _host_states()
-    try:
-        with use_rng_state(current_rng_state()):
-            yield
-    finally:
+    with ExitStack() as stack:
+        for generator in device_generators():
+            stack.callback(generator.set_state, generator.get_state())
+        for read, restore in _host_generators().values():
+            stack.callback(restore, read())
         if forked_to is not None:
-            tracker._current_state_name = forked_to
-        torch.cuda.set_rng_state(cuda)
-        for name, state in host.items():
-            _, restore = _host_generators()[name]
-            restore(state)
-        for generator, state in zip(generators, states, strict=True):
-            generator.set_state(state)
+            stack.callback(setattr, tracker, "_current_state_name", forked_to)
+        stack.enter_context(use_rng_state(current_rng_state()))
+        yield
 
 
 @contextmanager

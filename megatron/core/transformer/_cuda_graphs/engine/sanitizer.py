@@ -6,13 +6,13 @@ TransformerEngine's engine.
 """
 
 import os
-from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .addresses import MovedBufferError, address_of
+from .memory import lies_in
 
 VARIABLE = "MEGATRON_CUDA_GRAPH_SANITIZER"
 
@@ -73,33 +73,21 @@ class Sanitizer:
         Raises:
             MovedBufferError: names the tensor whose memory is not there.
         """
+        # Without a GPU there is no allocator to ask.
+        asks = any(tensor.is_on_device for tensor in self._tensors)
+        used = sorted(self._used(torch.cuda.memory_snapshot())) if asks else []
         for tensor in self._tensors:
             problem = tensor.problem()
+            if problem is None and tensor.is_on_device and not lies_in(used, tensor.address):
+                problem = "is not allocated any more"
             if problem is not None:
-                self._refuse(tensor, problem, phase)
-        # Without a GPU there is no allocator to ask.
-        on_device = [tensor for tensor in self._tensors if tensor.is_on_device]
-        if not on_device:
-            return
-        for tensor, there in zip(on_device, self._allocated([tensor.address for tensor in on_device]), strict=True):
-            if not there:
-                self._refuse(tensor, "is not allocated any more", phase)
+                raise MovedBufferError(
+                    f"{VARIABLE}: before the {phase} replay of {self._name}, the memory of {tensor.name} at "
+                    f"{tensor.address:#x}, which the graphs use, {problem}"
+                )
 
-    def _refuse(self, tensor: CapturedTensor, problem: str, phase: str) -> None:
-        raise MovedBufferError(
-            f"{VARIABLE}: before the {phase} replay of {self._name}, the memory of {tensor.name} at "
-            f"{tensor.address:#x}, which the graphs use, {problem}"
-        )
-
-    def _allocated(self, addresses: Sequence[int]) -> list[bool]:
-        """For each address whether torch's allocator has it in use, or the graphs' pool owns it."""
-        used = sorted(self._used(torch.cuda.memory_snapshot()))
-        starts = [start for start, _ in used]
-        places = [bisect_right(starts, address) - 1 for address in addresses]
-        return [place >= 0 and address < used[place][1] for address, place in zip(addresses, places, strict=True)]
-
-    def _used(self, segments: Iterable[dict]) -> Iterable[tuple[int, int]]:
-        """The memory in use, each stretch from its first address to the one after its last."""
+    def _used(self, segments: Iterable[dict]) -> Iterator[tuple[int, int]]:
+        """The memory that torch's allocator has in use or the graphs' pool owns, as ``lies_in`` takes it."""
         for segment in segments:
             if tuple(segment["segment_pool_id"]) == self._pool:
                 yield segment["address"], segment["address"] + segment["total_size"]

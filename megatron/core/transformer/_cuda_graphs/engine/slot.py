@@ -1,33 +1,50 @@
-"""One callable and micro-batch as CUDA graphs: its static tensors, its hooks, its capture and its replay."""
+"""The capture of one callable for one micro-batch: its static tensors, its hooks and its graphs."""
 
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import compress
+from operator import itemgetter
 from types import MethodType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
-from ..expected_inputs import ExpectedInputs
 from . import sanitizer
 from .capture_time_hooks import CaptureTimeHooks
 from .connected_leaves import connected_leaves
 from .delayed_wgrad import DelayedWeightGradients, delays_weight_gradients
-from .gradient_sink import GradientSink
 from .memory import PoolMemory, storage_address, weak_reference
 from .plan import Pass
 from .preserve import allow_nested_backward, hide_grads_and_hooks
 from .quantization import QuantizedReplay
-from .replay import Replay, ReplayOptions, Tensors, replay
-from .replay_order import ReplayOrder
+from .replay import AroundBackward, CapturedGraphs, Replay, ReplayOrder, Tensors
 from .sanitizer import CapturedTensor, Sanitizer, captured, captured_of
 from .streams import refuse_legacy_stream
 
 Recording = Callable[[torch.cuda.CUDAGraph | None], AbstractContextManager]
 Grads = Sequence[torch.Tensor | None]
+
+
+class GradientSink(AroundBackward, Protocol):
+    """Takes the gradients of one callable's parameters inside its backward graph.
+
+    Autograd hands each gradient to a node and the hooks of its parameter, in every backward pass. What is taken here
+    costs the host nothing at a replay, and the graph's memory for it is free for the next graph.
+    """
+
+    def take(self, params: Sequence[torch.Tensor], grads: Grads) -> Grads:
+        """Called once, while the backward graph is recorded; what it computes is a part of the graph.
+
+        Args:
+            params: The parameters that require grad.
+            grads: Their gradients; None for a parameter that the callable does not use.
+
+        Returns:
+            ``grads`` with None in place of each gradient that was taken; the others go to autograd.
+        """
 
 
 @dataclass
@@ -43,13 +60,8 @@ class WarmupRecord:
     backward_ran: bool = False
 
 
-class GraphedSlot:
-    """A callable, for one micro-batch, that replays its CUDA graphs.
-
-    It is called as the callable was, with tensors of the same shapes and dtypes, and takes part in autograd. What it
-    returns lives in the graphs' memory until the next replay of a graph that shares it. The backward graph reads that
-    memory, unseen by autograd: who changes an output in place changes the gradients if the callable saved it. Inputs
-    may be in the graphs' memory themselves, but not each in the place of another.
+class SlotCapture(CapturedGraphs):
+    """The graphs of a callable for one micro-batch, with the static tensors around them.
 
     Args:
         args: Static positional inputs; nested structures of tensors.
@@ -69,15 +81,7 @@ class GraphedSlot:
         warmup_record: What passes of the same function have shown before.
 
     Attributes:
-        eager: The function, or the module's ``forward`` as it was, which runs without graphs.
-        differentiable: For each output whether it takes part in autograd.
-        replaced: What a module's ``__dict__`` had where this object's methods are now.
-        forward_graph: Runs the forward pass; None before capture and after ``reset``.
-        backward_graph: Runs the backward pass; None where nothing requires grad.
         weight_gradient_graph: Computes the weight gradients that backward delays; None where it delays none.
-        outputs: The static outputs, flattened.
-        grad_inputs: The static gradients of the inputs; None for an input that gets none.
-        grad_outputs: The static gradients of the outputs; None for an output that takes no part in autograd.
     """
 
     def __init__(
@@ -87,7 +91,7 @@ class GraphedSlot:
         args: tuple,
         kwargs: dict[str, Any],
         *,
-        hooks: CaptureTimeHooks,
+        hooks: CaptureTimeHooks | None = None,
         allow_unused_input: bool = False,
         retain_graph: bool = False,
         clone_param_grads: bool = True,
@@ -98,59 +102,39 @@ class GraphedSlot:
         gradient_sink: GradientSink | None = None,
         warmup_record: WarmupRecord | None = None,
     ):
-        self.name = name
+        super().__init__(name)
         self.func = func
-        self.hooks = hooks
+        self.hooks = hooks or CaptureTimeHooks(name, None)
         self.args, self.kwargs = args, kwargs
         self.inputs, self._structure = self._flatten_inputs(args, kwargs)
-        self._expected = ExpectedInputs(name, self.inputs, "input {}".format)
-        self.training = getattr(func, "training", None)
         self._module = module_of(func) if module is None else module
         self._all_params: tuple[torch.Tensor, ...] = () if self._module is None else tuple(self._module.parameters())
         self.params = tuple(param for param in self._all_params if param.requires_grad)
-        self._frozen = tuple(param for param in self._all_params if not param.requires_grad)
-        self._watched: list[tuple[dict[str, Any], str, torch.Tensor]] = []
-        self.eager = func.forward if isinstance(func, torch.nn.Module) else func
         self._keep_param_grads = keep_param_grads if gradient_sink is None else gradient_sink.take
         self._gradient_sink = gradient_sink
-        self._order = ReplayOrder()
-        self._turns: dict[Pass, int] = {}
-        self.replaced: dict[str, Any] = {}
         self._allow_unused_input, self._retain_graph = allow_unused_input, retain_graph
         self._clone_param_grads = clone_param_grads
         self._autocast = autocast
         self._quantized = quantized
         self._delayed = DelayedWeightGradients((), ())
-        self._ran_eagerly = False  # in the last call with grad
         self._warmup = warmup_record or WarmupRecord()
         if self._warmup.ran is not None:
             self._look_for_delays_and_statistics(self._warmup.ran)
 
-        self.forward_graph: torch.cuda.CUDAGraph | None = None
-        self.backward_graph: torch.cuda.CUDAGraph | None = None
         self.weight_gradient_graph: torch.cuda.CUDAGraph | None = None
-        self.differentiable: tuple[bool, ...] = ()
-        self.outputs: Tensors = ()
-        self._output_spec: TreeSpec | None = None
-        self._returns_one_tensor = self._returns_tuple = False
-        self.grad_outputs: Tensors = ()
-        self.grad_inputs: Tensors = ()
-        self._grad_params: Tensors = ()
+        self._nest: Callable[[Tensors], Any] = tuple  # makes of flattened outputs what ``func`` returned
         self._memory: PoolMemory | None = None
-        self._replay: Replay | None = None
 
     def _flatten_inputs(self, args, kwargs) -> tuple[tuple[torch.Tensor, ...], TreeSpec | None]:
         for key, value in kwargs.items():
             for leaf in tree_leaves(value):
                 if not isinstance(leaf, torch.Tensor):
                     raise TypeError(f"sample_kwargs of {self.name}: {key!r} holds {leaf!r}, which is not a tensor")
-        leaves, structure = _flat((*args, *kwargs.values()))
+        leaves, structure = flat((*args, *kwargs.values()))
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor):
                 raise TypeError(f"sample_args of {self.name} hold {leaf!r}, which is not a tensor")
         return tuple(leaves), structure
-
-    # ------------------------------------------------------------------------------------- warm-up and capture
 
     def forward(self, recording: Recording, graph: torch.cuda.CUDAGraph | None = None) -> None:
         """Run the forward pass on the static inputs, hooks around it, recorded by ``recording(graph)``."""
@@ -158,9 +142,12 @@ class GraphedSlot:
         with self._noting_modules_that_run(), recording(graph), self._autocast():
             output = self.func(*self.args, **self.kwargs)
         self.hooks.run("forward_hooks", self.func, self.args, output)
-        outputs, self._output_spec = tree_flatten(output)
-        self._returns_one_tensor = isinstance(output, torch.Tensor)
-        self._returns_tuple = self._output_spec == tree_structure(tuple(outputs))
+        outputs, spec = tree_flatten(output)
+        if isinstance(output, torch.Tensor):
+            self._nest = itemgetter(0)
+        else:
+            is_tuple = spec == tree_structure(tuple(outputs))
+            self._nest = tuple if is_tuple else partial(tree_unflatten, treespec=spec)
         for leaf in outputs:
             if leaf is not None and not isinstance(leaf, torch.Tensor):
                 raise TypeError(f"{self.name} returned {leaf!r}, which is neither a tensor nor None")
@@ -216,11 +203,7 @@ class GraphedSlot:
                 check = refuse_legacy_stream(self.name, leaves)
             with hide_grads_and_hooks(self._all_params), check, allow_nested_backward(), recording(graph):
                 grads = torch.autograd.grad(
-                    outputs,
-                    leaves,
-                    grad_outputs,
-                    retain_graph=self._retain_graph,
-                    allow_unused=True,
+                    outputs, leaves, grad_outputs, retain_graph=self._retain_graph, allow_unused=True
                 )
                 param_grads: Grads = tuple(map(_with_nested, self.params, grads[len(inputs) :]))
                 used = [grad is not None for grad in param_grads]
@@ -256,8 +239,8 @@ class GraphedSlot:
         self.outputs = tuple(output if output is None else output.detach() for output in self.outputs)
 
     def _keep_gradients(self, grad_outputs, input_grads, param_grads) -> None:
-        if not self._allow_unused_input and any(grad is None for grad in input_grads):
-            unused = next(i for i, grad in enumerate(input_grads) if grad is None)
+        unused = next((i for i, grad in enumerate(input_grads) if grad is None), None)
+        if unused is not None and not self._allow_unused_input:
             raise RuntimeError(
                 f"{self.name} does not use input {unused} of those that require grad; allow_unused_input=True permits "
                 "it"
@@ -266,7 +249,7 @@ class GraphedSlot:
         self.grad_outputs = tuple(next(remaining) if differentiable else None for differentiable in self.differentiable)
         remaining = iter(input_grads)
         self.grad_inputs = tuple(next(remaining) if tensor.requires_grad else None for tensor in self.inputs)
-        self._grad_params = tuple(param_grads)
+        self.grad_params = tuple(param_grads)
 
     @property
     def delays_weight_gradients(self) -> bool:
@@ -282,10 +265,6 @@ class GraphedSlot:
         """Drop what a failed pass left for ``backward_dw``, which the next one would take for its own."""
         self._delayed.forget()
 
-    def drop_results(self) -> None:
-        """Let go of what a pass of warm-up computed."""
-        self.outputs = self.grad_outputs = self.grad_inputs = self._grad_params = ()
-
     def release_outputs(self) -> None:
         """Let later captures use the memory of the outputs, which nothing reads after the backward pass."""
         if not self._retain_graph:
@@ -296,13 +275,13 @@ class GraphedSlot:
         weak = self._weak(self.grad_inputs)
         self.grad_inputs = tuple(self.grad_inputs[i] if i in keep else grad for i, grad in enumerate(weak))
         read = [None if _read_later(param) else grad for param, grad in self._params_and_grads()]
-        self._grad_params = tuple(
-            grad if weak is None else weak for weak, grad in zip(self._weak(read), self._grad_params, strict=True)
+        self.grad_params = tuple(
+            grad if weak is None else weak for weak, grad in zip(self._weak(read), self.grad_params, strict=True)
         )
 
     def _params_and_grads(self) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
         """The parameters and their static gradients; nothing where no backward pass ran."""
-        return list(zip(self.params, self._grad_params, strict=True)) if self._grad_params else []
+        return list(zip(self.params, self.grad_params, strict=True)) if self.grad_params else []
 
     def release_grad_outputs(self) -> None:
         """Let later captures use the memory of the outputs' static gradients, unless someone else keeps it."""
@@ -335,10 +314,8 @@ class GraphedSlot:
     def returns_static_gradients(self) -> bool:
         """Whether a gradient that backward returns lies in the memory of a static gradient of the outputs."""
         addresses = {storage_address(grad) for grad in self.grad_outputs if grad is not None}
-        grads = (*self.grad_inputs, *self._grad_params)
+        grads = (*self.grad_inputs, *self.grad_params)
         return any(storage_address(grad) in addresses for grad in grads if grad is not None)
-
-    # -------------------------------------------------------------------------------------------------- replay
 
     def finish[R: Replay](self, make: Callable[..., R] = Replay) -> R:  # type: ignore[assignment]
         """Make ready to replay, once everything is captured, by what ``make`` makes of the graphs, and return it."""
@@ -346,22 +323,13 @@ class GraphedSlot:
         if self._gradient_sink is not None:
             self._leave_taken_gradients_out()
         made = make(
-            name=self.name,
-            forward_graph=self.forward_graph,
-            backward_graph=self.backward_graph,
-            inputs=self.inputs,
-            outputs=self.outputs,
-            differentiable=self.differentiable,
-            grad_outputs=self.grad_outputs,
-            grad_inputs=self.grad_inputs,
-            grad_params=self._grad_params,
+            self,
+            self.inputs,
             clone_param_grads=[
                 self._clone_param_grads and not _read_later(param) for param, _ in self._params_and_grads()
             ],
             quantized=self._quantized,
             around_backward=self._gradient_sink,
-            order=self._order,
-            turns=(self._turns.get(Pass.FORWARD, 0), self._turns.get(Pass.BACKWARD)),
         )
         if sanitizer.requested() and self.forward_graph is not None:
             made.sanitizer = Sanitizer(self.name, self._captured_tensors(), self.forward_graph.pool())
@@ -376,7 +344,7 @@ class GraphedSlot:
             ("output", self.outputs),
             ("gradient of output", self.grad_outputs),
             ("gradient of input", self.grad_inputs),
-            ("gradient of parameter", self._grad_params),
+            ("gradient of parameter", self.grad_params),
         ):
             found += captured((f"{what} {i}", tensor) for i, tensor in enumerate(tensors))
         return [*found, *getattr(self._gradient_sink, "captured", ())]
@@ -388,160 +356,29 @@ class GraphedSlot:
         hooks called, without a gradient.
         """
         returned = [(param, grad) for param, grad in self._params_and_grads() if grad is not None]
-        leaf = torch.empty(0, device=self.params[0].device, requires_grad=True) if self.params else None
-        self.params = (*(param for param, _ in returned), *(() if leaf is None else (leaf,)))
-        self._grad_params = (*(grad for _, grad in returned), *(() if leaf is None else (None,)))
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay the graphs on ``args`` and ``kwargs``.
-
-        Keywords that the graph was not captured with are ignored; ``cuda_graph_stream`` and ``cuda_graph_event`` name
-        the stream to replay on and the event that ends it; ``is_first_microbatch`` says, where quantized weights are
-        cached, whether they are made anew. A module in the other mode (training or evaluation) than at capture runs
-        eagerly.
-
-        Raises:
-            RuntimeError: after ``reset``; or a parameter was unfrozen or replaced since capture.
-            TypeError: an input that the graph was captured with is missing, is not a tensor, or is nested otherwise.
-            ValueError: a tensor is not like the captured one, requires grad and did not at capture, or
-                ``is_first_microbatch`` is missing.
-        """
-        if self._replay is None:
-            raise RuntimeError(f"the graphs of {self.name} were reset; capture them again to replay them")
-        eagerly = self.training is not None and self.func.training != self.training  # type: ignore[attr-defined]
-        if torch.is_grad_enabled():
-            self._ran_eagerly = eagerly
-        if eagerly:
-            kwargs.pop("cuda_graph_stream", None)
-            kwargs.pop("cuda_graph_event", None)
-            return self.eager(*args, **kwargs)
-        inputs = self._match_inputs(args, kwargs)
-        if self._watched or self._frozen:
-            self._check_parameters()
-        options = None
-        if self._quantized is not None or kwargs.get("cuda_graph_stream") is not None:
-            options = self._replay_options(kwargs)
-        outputs = replay(self._replay, options, *inputs, *self.params)
-        if self._returns_tuple:
-            return outputs
-        return outputs[0] if self._returns_one_tensor else tree_unflatten(outputs, self._output_spec)
-
-    def watch_parameters(self, module: torch.nn.Module) -> None:
-        """Refuse replays once a parameter of ``module`` is another object: the graphs go on reading the former one."""
-        used = set(map(id, (*self.params, *self._frozen)))
-        self._watched = [
-            (owner._parameters, name, param)
-            for owner in module.modules()
-            for name, param in owner._parameters.items()
-            if id(param) in used
-        ]
-
-    def _check_parameters(self) -> None:
-        for parameters, name, param in self._watched:
-            if parameters.get(name) is not param:
-                raise RuntimeError(
-                    f"{self.name}: parameter {name} of shape {tuple(param.shape)} was replaced after capture, and the "
-                    "graphs read the former one: copy new values into it (load_state_dict does), or reset() and "
-                    "capture again"
-                )
-        for param in self._frozen:
-            if param.requires_grad and torch.is_grad_enabled():
-                raise RuntimeError(
-                    f"{self.name}: a parameter of shape {tuple(param.shape)} required no grad at capture and does now, "
-                    "but the backward graph computes no gradient of it: reset() and capture again"
-                )
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise RuntimeError(f"{self.name}: CUDA graphs cannot be copied; copy before capture, or after reset()")
-
-    def name_inputs(self, owner: str, names: Sequence[str], advice: str) -> None:
-        """Let errors about inputs speak in the words of a caller.
-
-        Args:
-            names: What they call each input, positional ones first.
-            advice: What follows an error about another shape or dtype.
-        """
-        if len(names) == len(self._expected):  # inputs that are nested keep their numbers
-            self._expected.rename(owner, names.__getitem__, advice)
-        for number in self._turns.values():
-            self._order.rename(number, owner)
+        if self.params:
+            returned.append((torch.empty(0, device=self.params[0].device, requires_grad=True), None))
+        self.params = tuple(param for param, _ in returned)
+        self.grad_params = tuple(grad for _, grad in returned)
 
     def take_turn(self, order: ReplayOrder, kind: Pass) -> None:
         """Take the next number in ``order`` for the pass that has just been recorded."""
-        self._order = order
-        if kind is Pass.FORWARD or not self._retain_graph:  # which leaves all as it was
-            self._turns[kind] = order.number(self.name)
-
-    def _replay_options(self, kwargs: dict[str, Any]) -> ReplayOptions | None:
-        stream, event = kwargs.get("cuda_graph_stream"), kwargs.get("cuda_graph_event")
-        quantized = self._quantized
-        ends_quantization = quantized is not None and quantized.before_forward(kwargs.get("is_first_microbatch"))
-        if stream is None and not ends_quantization:
-            return None
-        return ReplayOptions(stream=stream, event=event, ends_quantization=ends_quantization)
-
-    def _match_inputs(self, args, kwargs) -> Sequence[torch.Tensor]:
-        if self.kwargs:
-            try:
-                args = (*args, *[kwargs[key] for key in self.kwargs])
-            except KeyError as missing:
-                key = missing.args[0]
-                raise TypeError(
-                    f"{self.name} was captured with the keyword {key!r}, which this call does not give"
-                ) from None
-        if self._structure is None and self._expected.accepts(args):  # the usual case
-            return args
-        inputs, structure = _flat(args)
-        if len(inputs) != len(self._expected):
-            raise TypeError(f"{self.name} was captured with {len(self.inputs)} tensors, this call gives {len(inputs)}")
-        self._expected.check(inputs)
-        if structure != self._structure:
-            captured, given = (_nested(len(inputs), spec) for spec in (self._structure, structure))
-            raise TypeError(f"{self.name} was captured with inputs nested as {captured}, this call gives {given}")
-        return inputs
-
-    def backward_dw(self) -> None:
-        """Replay the weight gradients that the last backward pass delayed; nothing where it delays none.
-
-        As in eager mode, a module that does not accumulate into ``main_grad`` sets ``grad`` of its parameters. The
-        hooks that modules run after their weight gradients run. If the last call with grad ran eagerly, so does this.
-
-        Raises:
-            RuntimeError: after ``reset``.
-        """
-        if self._replay is None:
-            raise RuntimeError(f"the graphs of {self.name} were reset; capture them again to replay them")
-        if self._ran_eagerly:
-            self._delayed.compute_eagerly()
-            return
-        if self.weight_gradient_graph is None:
-            return
-        self._replay.run(self.weight_gradient_graph, "weight gradients", None)
-        self._delayed.hand_out(self._clone_param_grads)
-
-    @property
-    def replays(self) -> int:
-        """How often the forward graph was replayed; 0 without graphs."""
-        return 0 if self._replay is None else self._replay.generation
+        self.order = order
+        if kind is Pass.FORWARD:
+            self.forward_turn = order.number(self.name)
+        elif not self._retain_graph:
+            self.backward_turn = order.number(self.name)
 
     def reset(self) -> None:
-        """Free the graphs and every tensor they own. The callable can no longer be replayed."""
-        for graph in (self.forward_graph, self.backward_graph, self.weight_gradient_graph):
-            if graph is not None:
-                graph.reset()
-        self.forward_graph = self.backward_graph = self.weight_gradient_graph = None
+        super().reset()
+        if self.weight_gradient_graph is not None:
+            self.weight_gradient_graph.reset()
+        self.weight_gradient_graph = self._memory = self._quantized = None
         self._delayed = DelayedWeightGradients((), ())
-        self._quantized, self._autocast = None, nullcontext
-        self.hooks = CaptureTimeHooks(self.name, None)
+        self.hooks, self._autocast = CaptureTimeHooks(self.name, None), nullcontext
         self.args, self.kwargs, self.inputs, self.params, self._all_params = (), {}, (), (), ()
-        self._frozen, self._watched = (), []
         self._warmup = WarmupRecord()
         self._gradient_sink = self._keep_param_grads = None
-        self.outputs = self.grad_outputs = self.grad_inputs = self._grad_params = ()
-        if self._replay is not None:
-            self._replay.reset()
-            self._replay = None
-        self._memory = None
 
 
 def module_of(func: Callable) -> torch.nn.Module | None:
@@ -579,17 +416,11 @@ def _with_nested(param: torch.Tensor, grad: torch.Tensor | None) -> torch.Tensor
     return param.grad if grad is None else param.grad + grad
 
 
-def _flat(inputs: tuple) -> tuple[Sequence[Any], TreeSpec | None]:
+def flat(inputs: tuple) -> tuple[Sequence[Any], TreeSpec | None]:
     """The leaves of ``inputs`` and how they are nested: None for a tuple of tensors, which is the usual case."""
     if all(isinstance(item, torch.Tensor) for item in inputs):
         return inputs, None
     return tree_flatten(inputs)
-
-
-def _nested(count: int, structure: TreeSpec | None) -> Any:
-    """Numbers in place of the leaves that ``_flat`` found."""
-    numbers = range(count)
-    return tuple(numbers) if structure is None else tree_unflatten(numbers, structure)
 
 
 def _requires_grad(output: torch.Tensor | None) -> bool:

@@ -1,7 +1,7 @@
 """Streams of captures, and the legacy default stream, on which nothing can be captured."""
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -93,11 +93,9 @@ def refuse_legacy_stream(name: str, leaves: Iterable[torch.Tensor]) -> Iterator[
     """
     legacy = torch.cuda.default_stream()
     streams: set[torch.cuda.Stream] = set()
-    handles = [leaf.register_hook(lambda grad: streams.add(torch.cuda.current_stream())) for leaf in leaves]
-    try:
+    with ExitStack() as stack:
+        for leaf in leaves:
+            stack.callback(leaf.register_hook(lambda grad: streams.add(torch.cuda.current_stream())).remove)
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
     if legacy in streams:
         raise RuntimeError(f"{name} cannot be captured. {LEGACY_STREAM_ADVICE}")

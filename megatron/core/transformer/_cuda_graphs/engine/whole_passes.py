@@ -5,22 +5,19 @@ streams: collectives, and what becomes of the gradients of parameters.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Literal, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from . import sanitizer
-from .capture import Capture
-from .gradient_sink import AroundBackward
+from .capture import Capture, capturing
 from .memory import release_cached_memory, weak_reference
-from .preserve import pause_gc, preserve_buffers
+from .preserve import preserve_buffers
 from .quantization import RecordedQuantization
-from .replay import Replay, ReplayOptions, Tensors, replay
-from .replay_order import ReplayOrder
-from .rng import preserve_rng
-from .streams import capture_stream, make_workspaces, refuse_legacy_stream
+from .replay import AroundBackward, CapturedGraphs, Replay, ReplayOptions, Tensors, replay
+from .streams import make_workspaces, refuse_legacy_stream
 
 Phase = Literal["forward", "backward"]
 
@@ -44,7 +41,7 @@ class PassOwner(AroundBackward, Protocol):
         """Called once there are no graphs any more."""
 
 
-class WholePasses:
+class WholePasses(CapturedGraphs):
     """The two graphs of a function that returns one tensor.
 
     Args:
@@ -57,8 +54,6 @@ class WholePasses:
 
     Attributes:
         quantized: The argument; None after ``reset``.
-        forward_graph: Runs the forward pass; None before capture and after ``reset``.
-        backward_graph: Runs the backward pass, if there is one.
     """
 
     def __init__(
@@ -71,86 +66,69 @@ class WholePasses:
         quantized: RecordedQuantization | None = None,
         has_backward: bool = True,
     ):
-        self.name = name
+        super().__init__(name)
         self.inputs = dict(inputs)
         self._copies_output, self._has_backward = copies_output, has_backward
         self._owner: PassOwner | None = owner
         self.quantized = quantized
-        self.forward_graph: torch.cuda.CUDAGraph | None = None
-        self.backward_graph: torch.cuda.CUDAGraph | None = None
-        self._replay: Replay | None = None
-        self._output: torch.Tensor | None = None
         self._edge: GradientEdge | None = None  # where the backward pass begins, once the forward pass has run
-        self._turn = 0
         self._leaf = torch.empty(0, device="cuda", requires_grad=True)  # for its sake autograd runs the backward pass
 
-    def capture(self, func: Callable[..., torch.Tensor], module: torch.nn.Module, num_warmup_iters: int) -> None:
-        """Run the passes of ``func`` some times, then record them; see ``capture_passes``.
-
-        Args:
-            func: Takes the inputs by keyword and returns a tensor, which requires grad if there is a backward pass.
-            module: The module whose parameters and buffers it uses.
-            num_warmup_iters: How often it runs before.
-        """
-        turns = [(self, func), (self, None)] if self._has_backward else [(self, func)]
-        capture_passes(turns, {self: module}, num_warmup_iters)
-
     @contextmanager
-    def _running(self, phase: Phase, recording: "_Recording | None") -> Iterator[torch.cuda.CUDAGraph | None]:
+    def _running(self, phase: Phase, capture: Capture | None) -> Iterator[torch.cuda.CUDAGraph | None]:
         assert self._owner is not None
-        graph = None if recording is None else recording.capture.new_graph()
-        recorded = nullcontext() if recording is None or graph is None else recording.capture.recording(graph)
+        graph = None if capture is None else capture.new_graph()
+        recorded = nullcontext() if capture is None or graph is None else capture.recording(graph)
         with torch.profiler.record_function(f"{self.name} {phase}"), recorded, self._owner.running(phase):
             yield graph
 
-    def _run_forward(self, func: Callable[..., torch.Tensor], recording: "_Recording | None") -> None:
+    def _run_forward(self, func: Callable[..., torch.Tensor], capture: Capture | None) -> None:
         reading_flag = nullcontext() if self.quantized is None else self.quantized.reading_flag()
-        with reading_flag, self._running("forward", recording) as graph:
+        with reading_flag, self._running("forward", capture) as graph:
             output = func(**self.inputs)
-        self._output = output.detach()
-        if self._copies_output:  # right after each replay
-            self._output = weak_reference(self._output)
-        if recording is not None:
-            self.forward_graph, self._turn = graph, recording.order.number(self.name)
+        static = output.detach()
+        self.outputs = (weak_reference(static) if self._copies_output else static,)  # copied right after each replay
+        if capture is not None:
+            self.forward_graph = graph
+            self.order, self.forward_turn = capture.order, capture.order.number(self.name)
         if self._has_backward:
             self._edge = get_gradient_edge(output)
-        elif recording is not None:
-            self._make_replay(recording, None)
+        elif capture is not None:
+            self._make_replay(None)
 
-    def _run_backward(self, recording: "_Recording | None") -> None:
-        edge, output = self._edge, self._output
+    def _run_backward(self, grads: dict[tuple, torch.Tensor], capture: Capture | None) -> None:
+        """Run the backward pass.
+
+        Args:
+            grads: Static gradients of outputs. One serves all passes: each reads it right after it was written.
+        """
+        edge, (output,) = self._edge, self.outputs
         assert edge is not None and output is not None
         self._edge = None
-        grad = torch.zeros_like(output) if recording is None else recording.grad_of(output)
-        with self._running("backward", recording) as graph:
-            torch.autograd.backward(edge, grad)
-        if recording is not None:
-            self.backward_graph = graph
-            self._make_replay(recording, grad)
+        key = output.shape, output.stride(), output.dtype
+        if key not in grads:
+            grads[key] = torch.zeros_like(output)
+        with self._running("backward", capture) as graph:
+            torch.autograd.backward(edge, grads[key])
+        if capture is not None:
+            self.backward_graph, self.backward_turn = graph, capture.order.number(self.name)
+            self._make_replay(grads[key])
         for tensor in self.inputs.values():
             tensor.grad = None
 
-    def _make_replay(self, recording: "_Recording", grad: torch.Tensor | None) -> None:
+    def _make_replay(self, grad: torch.Tensor | None) -> None:
         grad_inputs = [tensor.grad for tensor in self.inputs.values()]
         if self._copies_output:
             grad_inputs = [each if each is None else weak_reference(each) for each in grad_inputs]
+        self.differentiable, self.grad_outputs = (self._has_backward,), (grad,)
+        self.grad_inputs, self.grad_params = tuple(grad_inputs), (None,)
         self._replay = (_Copies if self._copies_output else Replay)(
-            name=self.name,
-            forward_graph=self.forward_graph,
-            backward_graph=self.backward_graph,
-            inputs=tuple(self.inputs.values()),
-            outputs=(self._output,),
-            differentiable=(self._has_backward,),
-            grad_outputs=(grad,),
-            grad_inputs=tuple(grad_inputs),
-            grad_params=(None,),
+            self,
+            tuple(self.inputs.values()),
             clone_param_grads=(False,),
-            quantized=None,
             around_backward=self._owner,
-            order=recording.order,
-            turns=(self._turn, recording.order.number(self.name) if self._has_backward else None),
         )
-        self._output = None
+        self.drop_results()
 
     def _look_at_memory(self, module: torch.nn.Module) -> None:
         """Let each replay look first at the memory that its graph uses, as far as it is known."""
@@ -177,26 +155,15 @@ class WholePasses:
         assert output is not None
         return output
 
-    @property
-    def replays(self) -> int:
-        """How often the forward graph was replayed; 0 without graphs."""
-        return 0 if self._replay is None else self._replay.generation
-
     def before_eager_forward(self) -> None:
         if self._owner is not None:
             self._owner.before_eager_forward()
 
     def reset(self) -> None:
-        """Free the graphs and every tensor they own."""
-        for graph in (self.forward_graph, self.backward_graph):
-            if graph is not None:
-                graph.reset()
-        self.forward_graph = self.backward_graph = None
-        if self._replay is not None:
-            self._replay.reset()
+        super().reset()
         if self._owner is not None:
             self._owner.forget()
-        self._replay = self._owner = self._edge = self._output = self.quantized = None
+        self._owner = self._edge = self.quantized = None
         self.inputs = {}
 
 
@@ -207,25 +174,6 @@ class _Copies(Replay):
         outputs = super().forward(inputs, options)
         self.leaves = self.with_grad
         return tuple(output if output is None else output.clone() for output in outputs)
-
-
-class _Recording:
-    """What the graphs of one capture share.
-
-    Attributes:
-        order: In what order they are replayed.
-    """
-
-    def __init__(self) -> None:
-        self.capture, self.order = Capture(None), ReplayOrder()
-        self._grads: dict[tuple, torch.Tensor] = {}
-
-    def grad_of(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the static gradient of ``output``, which a backward replay reads right after it was written."""
-        key = output.shape, output.stride(), output.dtype
-        if key not in self._grads:
-            self._grads[key] = torch.zeros_like(output)
-        return self._grads[key]
 
 
 def capture_passes(
@@ -250,28 +198,24 @@ def capture_passes(
     distinct = list(dict.fromkeys(modules.values()))
     params = [param for module in distinct for param in module.parameters() if param.requires_grad]
 
-    def run(recording: _Recording | None) -> None:
+    def run(capture: Capture | None) -> None:
+        grads: dict[tuple, torch.Tensor] = {}
         for passes, func in turns:
             if func is None:
-                passes._run_backward(recording)
+                passes._run_backward(grads, capture)
             else:
-                passes._run_forward(func, recording)
+                passes._run_forward(func, capture)
 
     try:
-        with ExitStack() as stack:
-            for context in (pause_gc(), preserve_rng(), preserve_buffers(distinct)):
-                stack.enter_context(context)
-            for quantized in dict.fromkeys(passes.quantized for passes in modules):
-                if quantized is not None:
-                    stack.enter_context(quantized.capturing())
-            stack.enter_context(capture_stream())
+        quantized = dict.fromkeys(passes.quantized for passes in modules if passes.quantized is not None)
+        with capturing(preserve_buffers(distinct), *(each.capturing() for each in quantized)):
             if not num_warmup_iters:
                 make_workspaces()
             for _ in range(num_warmup_iters):
                 with refuse_legacy_stream(turns[0][0].name, params):
                     run(None)
             release_cached_memory()
-            run(_Recording())
+            run(Capture(None))
         for passes, module in modules.items() if sanitizer.requested() else ():
             passes._look_at_memory(module)
     except BaseException:

@@ -31,7 +31,6 @@ class CudagraphBufferMetadata:
             gradients, even if autograd does not save it.
         recording: Identifies the recording. Tensors may outlive it; metadata of another recording is stale.
         users: The runners that need its value until their backward pass, as bits (``Turn.bit``).
-        is_placed: Whether replays put its value into its static tensor for an earlier input.
     """
 
     is_cudagraph_input: bool = False
@@ -44,7 +43,6 @@ class CudagraphBufferMetadata:
     is_saved_for_backward: bool = False
     recording: object | None = None
     users: int = 0
-    is_placed: bool = False
 
 
 class ArgMetadata:

@@ -1,69 +1,127 @@
-"""The warm-up and the capture of one recorded call: its forward and its backward pass."""
+"""One recorded call of a module: what it was given, and its warm-up, capture and graphs."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 
 from .. import state
-from ..engine.capture import Capture, not_recording
-from ..engine.capture_time_hooks import CaptureTimeHooks
+from ..engine.capture import Capture, capturing, not_recording
 from ..engine.connected_leaves import connected_leaves
-from ..engine.preserve import moe_metrics, pause_gc, preserve_buffers, preserve_moe_metrics
-from ..engine.quantization import QuantizedReplay
-from ..engine.rng import make_generators_safe, preserve_rng
-from ..engine.slot import GraphedSlot, WarmupRecord
-from ..engine.streams import capture_stream
+from ..engine.preserve import moe_metrics, preserve_buffers, preserve_tensors
+from ..engine.quantization import Quantization, QuantizedReplay
+from ..engine.rng import current_rng_state, make_generators_safe, use_rng_state
+from ..engine.slot import SlotCapture, WarmupRecord
 from ..engine.te_engine import transformer_engine_flag
-from .arguments import ArgMetadata, described, metas_of, tensors_of
-from .call import RecordedCall
+from ..replay_conditions import autocast_in_force
+from .arguments import ArgMetadata, _check_supported_type, described, metas_of, tensors_of, with_tensors
 from .main_grads import accumulate_into_main_grads, scratch_main_grads, track_fused_accumulation
 from .memory import StaticBuffers, hold_pool
 from .sharded_weights import ShardedWeights
 
 
-class CallCapture:
-    """Warms a call up, and captures its forward and its backward graph.
+class RecordedCall:
+    """A call of a function of a module, the modes and generator state around it, and its graphs.
 
     A ``CaptureSession`` warms up all calls, then captures their passes in the order of the record.
 
     Args:
-        sharded: The weights of the module that are sharded over ranks.
-        warmup: What passes of the same function have shown, or will show; shared with its other captures.
+        base_module: The module, or another object, whose parameters ``func`` uses.
+        func: The function; None for the module's own call.
+        pool: The memory pool of the graphs.
+        retain_graph: Whether backward keeps autograd's graph.
 
     Attributes:
+        module: ``base_module``; the modules among its attributes if it is no module itself.
+        function: What is called, for comparison with other calls.
+        args, kwargs: The arguments, with descriptions in the place of tensors.
+        returned: What the function returned last in warm-up or capture, described likewise.
+        quantization: That of the recorded pass, set by its runner; None without, and for calls that are not recorded.
+        autocast: What ``autocast_in_force`` returned at construction.
+        sharded: The weights of the module that are sharded over ranks.
+        begun: Whether ``begin`` was called, and ``reset`` not since.
         inputs, outputs: Descriptions of the tensors that the forward graph takes, and of those that it returns.
-        slot: The graphs with their static tensors; None before the capture.
+        slot: The graphs with their static tensors; None before the capture and after ``reset``.
         quantized: What replays do for quantization; None without it.
         shared_params: Parameters whose gradients are left to autograd, as other calls give them one in the same
             backward pass.
+        parts: The modules that ran in the forward pass when it was captured.
         changes_state: Whether the forward graph writes buffers of the module, or metrics of MoE layers.
+        writes_inputs: Whether the forward graph writes its inputs.
+
+    Raises:
+        ArgumentTypeError: an argument is of a type that no graph takes.
     """
 
     def __init__(
         self,
-        call: RecordedCall,
-        buffers: StaticBuffers,
-        pool: tuple,
-        sharded: ShardedWeights,
+        base_module: Any,
+        func: Callable | None,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
         *,
-        differentiates: bool,
+        pool: tuple,
         retain_graph: bool,
-        warmup: WarmupRecord,
     ):
-        self.call = call
+        for value in (*args, *kwargs.values()):
+            _check_supported_type(ArgMetadata(value))
+        number, own = getattr(base_module, "layer_number", None), getattr(func, "__name__", None)
+        layer, suffix = "" if number is None else f"layer {number} ", "" if own is None else f".{own}"
+        self.name = f"{layer}({type(base_module).__name__}){suffix}"
+        self.module = _module_of(base_module)
+        self.function = (base_module, func)
+        self.func: Callable = func or partial(torch.nn.Module.__call__, base_module)
+        self.args, self.kwargs = described(list(args)), described(dict(kwargs))
+        self.metas = metas_of(self.args, self.kwargs)
+        self.returned: Any = None
+        self.quantization: Quantization | None = None
+        self.autocast = autocast_in_force()
+        self.sharded = ShardedWeights(self.module)
+        self._rng_state = current_rng_state()
+        kind = self.metas[0].device.type if self.metas else "cuda"
+        enabled, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+        self._as_autocast = partial(torch.autocast, kind, dtype=dtype, enabled=enabled, cache_enabled=False)
+        self._pool, self._retain_graph = pool, retain_graph
+
+        self.begun = False
         self.inputs: list[ArgMetadata] = []
         self.outputs: list[ArgMetadata] = []
-        self.slot: GraphedSlot | None = None
+        self.slot: SlotCapture | None = None
         self.quantized: QuantizedReplay | None = None
         self.shared_params: tuple[torch.Tensor, ...] = ()
+        self.parts: tuple[torch.nn.Module, ...] = ()
         self.changes_state = self.writes_inputs = False
-        self._buffers, self._pool, self._sharded = buffers, pool, sharded
-        self._differentiates, self._retain_graph, self._warmup = differentiates, retain_graph, warmup
+        self._buffers, self._warmup, self._differentiates = StaticBuffers(), WarmupRecord(), False
         self._output_addresses: list[int] = []
         self._escaping: set[int] = set()  # gradients that no graph reads
+
+    def __str__(self) -> str:
+        shapes = ", ".join(str(tuple(meta.shape)) for meta in self.metas)
+        return f"{self.name} on {shapes or 'no tensors'}"
+
+    def quantized_context(self) -> AbstractContextManager:
+        """The context of FP8 or FP4 of the recorded pass; none without quantization."""
+        return nullcontext() if self.quantization is None else self.quantization.autocast()
+
+    def _repeat(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Call the function with ``inputs`` in the place of the call's tensors; return the tensors that it returns."""
+        args, kwargs = with_tensors((self.args, self.kwargs), iter(inputs))
+        output = self.func(*args, **kwargs)
+        self.returned = described(output)
+        return tensors_of(output)
+
+    def begin(self, buffers: StaticBuffers, warmup: WarmupRecord, differentiates: bool) -> None:
+        """Begin a capture.
+
+        Args:
+            buffers: The static tensors of all calls that are captured together.
+            warmup: What passes of the same function have shown, or will show; shared with its other calls.
+            differentiates: Whether there is a backward pass.
+        """
+        self.begun = True
+        self._buffers, self._warmup, self._differentiates = buffers, warmup, differentiates
 
     def warm_up(self, inputs: Sequence[torch.Tensor], steps: int) -> tuple[torch.Tensor, ...]:
         """Run forward and backward ``steps`` times on ``inputs``; nothing that they compute is kept.
@@ -75,21 +133,21 @@ class CallCapture:
         trained = slot.params
         with (
             self._passes(),
-            preserve_buffers([self.call.module] if self._differentiates else []),
-            preserve_moe_metrics(),
-            scratch_main_grads((*slot.params, *self._sharded.with_neighbors())),
+            preserve_buffers([self.module] if self._differentiates else []),
+            preserve_tensors(moe_metrics()),
+            scratch_main_grads((*slot.params, *self.sharded.with_neighbors())),
             _warming_up(),
         ):
             # The second step finds sharded weights gathered by the first.
-            for _ in range(max(steps, 2) if self._sharded else steps):
-                with self.call.surroundings():
-                    slot.forward(self._sharded.completing(not_recording, reductions=False))
+            for _ in range(max(steps, 2) if self.sharded else steps):
+                with self._surroundings():
+                    slot.forward(self.sharded.completing(not_recording, reductions=False))
                 if self._differentiates:
-                    backward = self._sharded.completing(not_recording, reductions=True, finalizes=False)
+                    backward = self.sharded.completing(not_recording, reductions=True, finalizes=False)
                     slot.backward(backward, lambda outputs: tuple(map(torch.zeros_like, outputs)))
                     trained = slot.trained_params
                 slot.drop_results()
-            self._sharded.settle()
+            self.sharded.settle()
         return trained
 
     def forward(self, args: Any, kwargs: Any, outputs: Any, clone_inputs: bool) -> torch.cuda.CUDAGraph | None:
@@ -104,26 +162,26 @@ class CallCapture:
             ValueError: modules delay their weight gradients.
             RuntimeError: the function returns other tensors than when it was recorded.
         """
-        name, module = self.call.name, self.call.module
         hold_pool(self._pool)
         self.inputs = metas_of(described(args), described(kwargs))
         static = self._buffers.inputs(self.inputs) if clone_inputs else [t.detach() for t in tensors_of(args, kwargs)]
-        versions, state_before = _versions(static), _written_state(module)
+        versions, state_before = _versions(static), _written_state(self.module)
         self.slot = slot = self._new_slot(static)
-        with self._passes(), self.call.surroundings(), torch.profiler.record_function(f"{name} forward for capture"):
+        with self._passes(), self._surroundings(), torch.profiler.record_function(f"{self.name} forward for capture"):
             capture = Capture(self._pool)  # its graphs know the generator state that is in use now
-            slot.forward(self._sharded.completing(capture.recording, reductions=False), capture.new_graph())
+            slot.forward(self.sharded.completing(capture.recording, reductions=False), capture.new_graph())
         if slot.delays_weight_gradients:
-            raise ValueError(f"{name}: --delay-wgrad-compute does not work with --cuda-graph-impl local")
-        self.changes_state = state_before != _written_state(module)
+            raise ValueError(f"{self.name}: --delay-wgrad-compute does not work with --cuda-graph-impl local")
+        self.parts = self._warmup.ran or ()
+        self.changes_state = state_before != _written_state(self.module)
         self.writes_inputs = versions != _versions(static)
         captured = list(map(ArgMetadata, slot.outputs))
         self.outputs = captured if outputs is None else metas_of(outputs)
         kinds, recorded = ([(tuple(m.shape), m.dtype) for m in metas] for metas in (captured, self.outputs))
         if kinds != recorded:
             raise RuntimeError(
-                f"{name} returned {kinds} in capture and {recorded} when it was recorded: what it returns must not "
-                "depend on whether graphs are captured"
+                f"{self.name} returned {kinds} in capture and {recorded} when it was recorded: what it returns must "
+                "not depend on whether graphs are captured"
             )
         self._output_addresses = [output.data_ptr() for output in tensors_of(slot.outputs)]
         self._buffers.lend_outputs(self.outputs, tensors_of(slot.outputs))
@@ -143,19 +201,19 @@ class CallCapture:
         metas = [meta for meta, output in zip(self.outputs, outputs, strict=True) if output.requires_grad]
         grads = buffers.grads_of_outputs(metas)
         capture = Capture(self._pool)
-        if self._sharded:  # autograd's graph does not show parameters of what is computed again in backward
-            own = (param for part in self._warmup.ran or () for param in part.parameters(recurse=False))
-            self._sharded.note_backward((*connected_params(self.call.module, outputs), *own))
+        if self.sharded:  # autograd's graph does not show parameters of what is computed again in backward
+            own = (param for part in self.parts for param in part.parameters(recurse=False))
+            self.sharded.note_backward((*connected_params(self.module, outputs), *own))
         with (
             self._passes(),
-            track_fused_accumulation((*slot.params, *self._sharded.with_neighbors())),
-            torch.profiler.record_function(f"{self.call.name} backward for capture"),
+            track_fused_accumulation((*slot.params, *self.sharded.with_neighbors())),
+            torch.profiler.record_function(f"{self.name} backward for capture"),
         ):
-            recording = self._sharded.completing(capture.recording, reductions=True)
+            recording = self.sharded.completing(capture.recording, reductions=True)
             slot.backward(recording, lambda outputs: tuple(grads), capture.new_graph())
         if self._output_addresses != [output.data_ptr() for output in outputs]:
             raise ValueError(
-                f"{self.call.name} returns memory that is taken away before its backward pass and computed again "
+                f"{self.name} returns memory that is taken away before its backward pass and computed again "
                 "elsewhere, where replays would look for it. Leave layernorm out of --recompute-modules."
             )
         self._escaping = buffers.lend_grads(self.inputs, slot.grad_inputs)
@@ -180,42 +238,51 @@ class CallCapture:
             self.slot.release_gradients()
             self._escaping = set()
 
-    @property
-    def parts(self) -> tuple[torch.nn.Module, ...]:
-        """The modules that ran in the forward pass."""
-        return self._warmup.ran or ()
-
     def reset(self) -> None:
         """Free the graphs and their static tensors."""
         if self.slot is not None:
             self.slot.reset()
-        self.slot = None
+        self.slot = self.quantized = None
+        self.inputs, self.outputs, self.shared_params, self._escaping = [], [], (), set()
+        self._buffers, self._warmup, self.begun = StaticBuffers(), WarmupRecord(), False
 
-    def _new_slot(self, inputs: Sequence[torch.Tensor]) -> GraphedSlot:
-        quantization = self.call.quantization
-        self.quantized = None if quantization is None else quantization.of_callable(0)
-        return GraphedSlot(
-            self.call.name,
-            self.call.repeat,
+    def _new_slot(self, inputs: Sequence[torch.Tensor]) -> SlotCapture:
+        quantization = self.quantization
+        self.quantized = None if quantization is None else quantization.new_replay()
+        return SlotCapture(
+            self.name,
+            self._repeat,
             tuple(inputs),
             {},
-            hooks=CaptureTimeHooks(self.call.name, None),
             allow_unused_input=True,
             retain_graph=self._retain_graph,
-            autocast=self.call.quantized,
+            autocast=self.quantized_context,
             quantized=self.quantized,
-            module=self.call.module,
+            module=self.module,
             keep_param_grads=partial(accumulate_into_main_grads, shared=self.shared_params),
             warmup_record=self._warmup,
         )
 
     @contextmanager
+    def _surroundings(self) -> Iterator[None]:
+        """Restore the generator state and autocast that were in force around the call."""
+        with use_rng_state(self._rng_state), self._as_autocast():
+            yield
+
+    @contextmanager
     def _passes(self) -> Iterator[None]:
         """Surround passes of warm-up or capture: grad mode, and statistics of quantization preserved."""
-        quantization = self.call.quantization
-        kept = nullcontext() if quantization is None else quantization.preserve_statistics([self.call.module])
+        quantization = self.quantization
+        kept = nullcontext() if quantization is None else quantization.preserve_statistics([self.module])
         with nullcontext() if self._differentiates else torch.no_grad(), kept:
             yield
+
+
+def _module_of(base: Any) -> torch.nn.Module:
+    """The module that functions of ``base`` use: ``base`` itself, or the modules among its attributes."""
+    if isinstance(base, torch.nn.Module):
+        return base
+    return torch.nn.ModuleList(value for value in vars(base).values() if isinstance(value, torch.nn.Module))
 
 
 def connected_params(module: torch.nn.Module, outputs: Any) -> tuple[torch.nn.Parameter, ...]:
@@ -226,7 +293,7 @@ def connected_params(module: torch.nn.Module, outputs: Any) -> tuple[torch.nn.Pa
 
 def _written_state(module: torch.nn.Module) -> list[tuple[int, int]]:
     """The addresses and versions of what a pass of ``module`` may write: its buffers, and the metrics of MoE layers."""
-    tensors = (*module.buffers(), *(entry.values for entry in moe_metrics().values()))
+    tensors = (*module.buffers(), *moe_metrics())
     return [(tensor.data_ptr(), tensor._version) for tensor in tensors if not tensor.is_inference()]
 
 
@@ -242,7 +309,7 @@ def capture_mode() -> Iterator[None]:
     """
     state._set_capture_start()
     try:
-        with pause_gc(), preserve_rng(), transformer_engine_flag(), capture_stream():
+        with capturing(transformer_engine_flag()):
             make_generators_safe()
             yield
     finally:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from ..attribute_reads import AttributeReads
-from ..engine.rng import generator_states, preserve_rng
+from ..engine.rng import device_generators, preserve_rng
 from ..replay_conditions import ReplayConditions
 from .arguments import leaves_of
 
@@ -49,8 +49,7 @@ class Evaluation:
 
 
 def _random_state() -> list[torch.Tensor]:
-    generators = [torch.cuda.default_generators[torch.cuda.current_device()], *generator_states()]
-    return [generator.get_state() for generator in generators]
+    return [generator.get_state() for generator in device_generators()]
 
 
 def _are_equal(one: Any, other: Any) -> bool:

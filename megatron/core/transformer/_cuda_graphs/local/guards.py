@@ -1,7 +1,7 @@
 """Whether graphs still compute what their module would: what they use, and what its passes read, is compared."""
 
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -27,14 +27,20 @@ class FunctionGuard:
 
     def __init__(self, name: str, module: torch.nn.Module, reads: AttributeReads, autocast: Sequence[Any]):
         self._name = name
-        self._places = places_of(module, "_parameters")
+        self._places = places = places_of(module, "_parameters")
         # Some modules make a buffer only when they first need it.
-        self._buffers = [place for place in places_of(module, "_buffers") if place.tensor is not None]
-        self._params = self._current()
+        buffers = [place for place in places_of(module, "_buffers") if place.tensor is not None]
+        self._params = [place.tensor for place in places]
         self._requires_grad = [param is not None and param.requires_grad for param in self._params]
-        kinds = [("parameter", self._places), ("main_grad of parameter", self._places), ("buffer", self._buffers)]
-        names = [f"{kind} {place.name} of {name}" for kind, places in kinds for place in places]
-        self._addresses = AddressGuard(self._tensors, names.__getitem__, f"(--cuda-graph-impl local) {_ADVICE}")
+
+        def tensors() -> list[torch.Tensor | None]:
+            current = [owner.get(key) for _, owner, key in places]
+            main_grads = [None if param is None else getattr(param, "main_grad", None) for param in current]
+            return [*current, *main_grads, *(owner.get(key) for _, owner, key in buffers)]
+
+        kinds = [("parameter", places), ("main_grad of parameter", places), ("buffer", buffers)]
+        names = [f"{kind} {place.name} of {name}" for kind, own in kinds for place in own]
+        self._addresses = AddressGuard(tensors, names.__getitem__, f"(--cuda-graph-impl local) {_ADVICE}")
         self._conditions = ReplayConditions([module], reads, name=name, parameters=False, autocast=list(autocast))
         self._checked_with_grad: bool | None = None  # in this step; None before the first check
 
@@ -69,14 +75,18 @@ class FunctionGuard:
             RuntimeError: a parameter was replaced, frozen or unfrozen.
         """
         self._addresses.check()
-        current = self._current()
-        for param, captured, required_grad, (name, _, _) in zip(
-            current, self._params, self._requires_grad, self._places, strict=True
-        ):
+        for place, captured, required_grad in zip(self._places, self._params, self._requires_grad, strict=True):
+            param = place.owner.get(place.key)
+            change = ""
             if param is not captured:
-                self._refuse(name, "was replaced")
+                change = "replaced"
             elif grad_enabled and param is not None and param.requires_grad != required_grad:
-                self._refuse(name, "was frozen" if required_grad else "was unfrozen")
+                change = "frozen" if required_grad else "unfrozen"
+            if change:
+                raise RuntimeError(
+                    f"{self._name}: parameter {place.name} was {change} since its CUDA graphs were captured "
+                    f"(--cuda-graph-impl local). {_ADVICE}"
+                )
 
     def has_parameters(self) -> bool:
         """Whether the parameters are where they were at capture. Evaluation may swap them."""
@@ -85,17 +95,3 @@ class FunctionGuard:
         except RuntimeError:
             return False
         return True
-
-    def _refuse(self, name: str, change: str) -> NoReturn:
-        raise RuntimeError(
-            f"{self._name}: parameter {name} {change} since its CUDA graphs were captured (--cuda-graph-impl local). "
-            f"{_ADVICE}"
-        )
-
-    def _current(self) -> list[torch.Tensor | None]:
-        return [owner.get(key) for _, owner, key in self._places]
-
-    def _tensors(self) -> list[torch.Tensor | None]:
-        current = self._current()
-        main_grads = [None if param is None else getattr(param, "main_grad", None) for param in current]
-        return [*current, *main_grads, *(owner.get(key) for _, owner, key in self._buffers)]

@@ -28,12 +28,12 @@ class InferenceGraphs:
 
     def capture(self, runner: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Capture the forward graph of ``runner`` for a call with these arguments."""
-        capture = runner.begin_capture(self.session, WarmupRecord())
+        runner.begin_capture(self.session, WarmupRecord())
         given = tensors_of(args, {name: kwargs[name] for name in runner.call.kwargs})
         try:
             with capture_mode():
                 with preserve_tensors(_states_of(kwargs.get("inference_context"), runner.base_module)):
-                    capture.warm_up([tensor.detach().clone() for tensor in given], runner.num_warmup_steps)
+                    runner.call.warm_up([tensor.detach().clone() for tensor in given], runner.num_warmup_steps)
                 values, named = with_tensors((args, kwargs), map(self._input_for, given))
                 runner.create_fwd_graph(values, named, clone_inputs=False)
         except BaseException:

@@ -1,10 +1,12 @@
 """Main gradients (``param.main_grad``, of ``DistributedDataParallel``) in captured backward passes."""
 
-from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
+from ..engine.preserve import replaced_attribute
 
 # The flag of a parameter whose layer has added its gradient to the main gradient.
 _ADDED = "grad_added_to_main_grad"
@@ -42,21 +44,13 @@ def accumulate_into_main_grads(
 
 def track_fused_accumulation(params: Sequence[torch.Tensor]) -> AbstractContextManager:
     """Clear the flags of ``params`` that mark fused accumulation, and restore them at the end."""
-    return _replaced(params, _ADDED, lambda flag: False)
+    return replaced_attribute(_with(params, _ADDED), _ADDED, lambda flag: False)
 
 
 def scratch_main_grads(params: Sequence[torch.Tensor]) -> AbstractContextManager:
     """Replace the main gradients of ``params`` by scratch tensors, so that additions to them are dropped."""
-    return _replaced(params, "main_grad", torch.zeros_like)
+    return replaced_attribute(_with(params, "main_grad"), "main_grad", torch.zeros_like)
 
 
-@contextmanager
-def _replaced(params: Sequence[torch.Tensor], name: str, replacement: Callable[[Any], Any]) -> Iterator[None]:
-    values = [(param, getattr(param, name)) for param in params if getattr(param, name, None) is not None]
-    for param, value in values:
-        setattr(param, name, replacement(value))
-    try:
-        yield
-    finally:
-        for param, value in values:
-            setattr(param, name, value)
+def _with(params: Sequence[torch.Tensor], name: str) -> list[torch.Tensor]:
+    return [param for param in params if getattr(param, name, None) is not None]

@@ -54,6 +54,7 @@ class CudaGraphManager(torch.nn.Module):
         custom_cudagraphs_lookup_table: The runners of calls with a key; None for an unknown key.
         reuse_cudagraphs: Whether all micro-batches use the same graphs, as without pipeline parallelism.
         is_first_microbatch: Whether the next call is a step's first, in which weights are quantized again.
+        capture_failed: Whether a capture of its runners failed since ``reset``: it runs eagerly until then.
 
     Raises:
         OptionsError: ``config.cuda_graph_impl`` is not ``local``.
@@ -83,7 +84,7 @@ class CudaGraphManager(torch.nn.Module):
         self.custom_cudagraphs_lookup_table = _RunnersByKey()
         self.is_first_microbatch = False
         self._inline_capture = inline_capture
-        self._capture_failed = False
+        self.capture_failed = False
         self._num_warmup_steps = num_warmup_steps
         self.func: Callable | None = None
         if function_name is not None:
@@ -205,7 +206,7 @@ class CudaGraphManager(torch.nn.Module):
             if cache_key is None and context is not None:
                 cache_key = key_of(context, args, kwargs)
             output = self._run_inline(megatron_module, args, kwargs, cache_key)
-        elif self._capture_failed:
+        elif self.capture_failed:
             return self._run_eagerly(megatron_module, args, kwargs)
         elif not getattr(megatron_module, "training", self.training):
             return self._evaluate(megatron_module, args, kwargs)
@@ -261,7 +262,7 @@ class CudaGraphManager(torch.nn.Module):
                     "Call delete_cuda_graphs() first: the next step is recorded anew, with all that runs in it."
                 )
             return self._run_eagerly(module, args, kwargs)
-        for part in recorded.parts:
+        for part in recorded.call.parts:
             if part._forward_pre_hooks:
                 self.call_ddp_preforward_hook(part)
         runner = self.get_cudagraph_runner(module, args, kwargs, self.reuse_cudagraphs)
@@ -289,21 +290,14 @@ class CudaGraphManager(torch.nn.Module):
         if not self.reuse_cudagraphs:
             self.cudagraph_runners.sort(key=lambda runner: runner.turn.bit)
 
-    def capture_failed(self, runners: Collection[_CudaGraphRunner]) -> None:
-        """Run eagerly until ``delete_cuda_graphs``, if the capture of one of ``runners`` of this manager failed."""
-        self._capture_failed |= any(runner in runners for runner in self.cudagraph_runners)
-
     def forget_recorded(self, runners: Collection[_CudaGraphRunner]) -> None:
         """Forget those of ``runners`` that belong to this manager; they have no graphs yet."""
         self.cudagraph_runners = [runner for runner in self.cudagraph_runners if runner not in runners]
 
-    def record_anew(self) -> None:
-        """Record the next step, even after a failed capture."""
-        self._capture_failed = False
-
     def reset(self) -> None:
-        """Forget all runners, and free their graphs. Later graphs are captured into another memory pool."""
+        """Forget all runners, and free their graphs; record again. Later graphs are captured into another pool."""
         _forget_pool()
+        self.capture_failed = False
         for runner in self.cudagraph_runners:
             runner.reset()
         self.cudagraph_runners = []
@@ -328,8 +322,6 @@ class _RunnersByKey(dict[Hashable, "_CudaGraphRunner | None"]):
 def delete_cuda_graphs() -> None:
     """Delete all graphs of ``--cuda-graph-impl local``, also those for inference. The next step is recorded again."""
     _CudagraphGlobalRecord.forget_graphs()
-    for manager in _CudagraphGlobalRecord.managers:
-        manager.record_anew()
     _forget_pool()
     forget_replay_streams()
     gc.collect()

@@ -6,7 +6,6 @@ graph that may read it has been captured: graphs that are captured later replay 
 
 import weakref
 from collections.abc import Iterable, Sequence
-from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -74,7 +73,7 @@ class TensorReusePool:
         """
         if not self.owns(tensor):
             raise ValueError(f"a tensor of shape {tuple(tensor.shape)} is given back to a pool that did not lend it")
-        self._buffers.release(self._leases[tensor.data_ptr()])
+        self.let_go(tensor)
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` has the address of one of this pool's tensors."""
@@ -203,9 +202,7 @@ class StaticBuffers:
         for meta in metas:
             lent = metadata_of(meta).bwd_cudagraph_buffer
             if lent is None:
-                described = copy(meta)
-                described.requires_grad = False
-                lent = self.pool.get(described)
+                lent = self.pool.get(meta).detach()
                 self._gradients.add(lent.data_ptr())
             grads.append(lent)
         return grads

@@ -24,34 +24,21 @@ class _CudagraphRecordNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, runner: Any, *inputs: torch.Tensor) -> Any:
-        """Return ``inputs``, the outputs of the module that require grad, unchanged.
-
-        Raises:
-            RuntimeError: the runner waits for its backward pass.
-        """
+        """Return ``inputs``, the outputs of the module that require grad, unchanged."""
         runner.expect(_GraphStatus.FWD_READY)
         ctx.runner = runner
         ctx.set_materialize_grads(False)
-        outputs = tuple(tensor.detach() for tensor in inputs)
-        return outputs if len(outputs) > 1 else outputs[0]
+        return tuple(tensor.detach() for tensor in inputs)
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        """Record the runner's first backward pass; return ``grads`` unchanged.
-
-        Raises:
-            RuntimeError: the runner waits for its forward pass.
-        """
+        """Record the runner's first backward pass; return ``grads`` unchanged."""
         ctx.runner.record_backward()
         return None, *grads
 
 
 class _CudagraphReplayNode(ReplayNode):
-    """Replays the graphs of a runner, with autograd.
-
-    Around the graphs it copies inputs into static tensors, updates the state of FP8 and FP4 and the runner's status,
-    and records the event after which weight gradients are complete.
-    """
+    """Replays the graphs of a runner with autograd, between what the runner does before and after them."""
 
     @staticmethod
     def forward(ctx: Any, runner: Any, is_first_microbatch: bool, *inputs: torch.Tensor) -> Any:
@@ -61,8 +48,7 @@ class _CudagraphReplayNode(ReplayNode):
             inputs: The tensors among the arguments, then the parameters that get a gradient.
 
         Raises:
-            RuntimeError: the runner has no graph, waits for its backward pass, or would overwrite memory that other
-                runners still need.
+            RuntimeError: see ``_CudaGraphRunner.begin_forward``.
         """
         ctx.runner = runner
         return ReplayNode.forward(ctx, *runner.begin_forward(is_first_microbatch), *inputs)
@@ -72,7 +58,7 @@ class _CudagraphReplayNode(ReplayNode):
         """Replay the backward graph.
 
         Raises:
-            RuntimeError: the runner has no such graph, or waits for its forward pass.
+            RuntimeError: see ``_CudaGraphRunner.begin_backward``.
         """
         ctx.runner.begin_backward()
         results = ReplayNode.backward(ctx, *grads)
@@ -91,11 +77,11 @@ class LocalReplay(Replay):
         runners: Which of them are between their forward and backward pass.
         static_inputs: The static inputs, each with the set of runners (a bit each) that need its value from their
             forward to their backward pass.
-        captured: The arguments of ``Replay``.
+        captured, options: The arguments of ``Replay``.
     """
 
-    def __init__(self, runners: Turns, static_inputs: list[tuple[StaticInput, int]], **captured: Any):
-        super().__init__(**captured)
+    def __init__(self, runners: Turns, static_inputs: list[tuple[StaticInput, int]], *captured: Any, **options: Any):
+        super().__init__(*captured, **options)
         self._runners, self._static_inputs = runners, static_inputs
 
     def place(self, inputs: Sequence[torch.Tensor]) -> None:
@@ -114,6 +100,5 @@ class LocalReplay(Replay):
                 )
 
     def reset(self) -> None:
-        """Free the graphs and all tensors."""
         super().reset()
         self._static_inputs = []

@@ -55,7 +55,7 @@ class _CudagraphGlobalRecord:
 
     @classmethod
     def record_fwd_graph(cls, runner: Any, args: Any, kwargs: Any, out: Any) -> None:
-        """Record the first forward pass of ``runner``, with metadata in place of tensors."""
+        """Record the first forward pass of ``runner``; see ``cudagraph_record``."""
         cls.cudagraph_record.append((runner, "fwd", args, kwargs, out))
 
     @classmethod
@@ -86,7 +86,7 @@ class _CudagraphGlobalRecord:
         if not cls.cudagraph_record:
             return None
         start = time.perf_counter()
-        before = torch.cuda.memory_stats()
+        allocated, reserved = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
         try:
             with capture_mode():
                 cls.session.capture(cls.cudagraph_record)
@@ -95,7 +95,11 @@ class _CudagraphGlobalRecord:
             raise
         finally:
             return_to_default_stream()
-        stats = {"time": time.perf_counter() - start, **_memory_since(before)}
+        stats = {
+            "time": time.perf_counter() - start,
+            "allocated_bytes": torch.cuda.memory_allocated() - allocated,
+            "reserved_bytes": torch.cuda.memory_reserved() - reserved,
+        }
         log_single_rank(
             logger,
             logging.INFO,
@@ -130,8 +134,11 @@ class _CudagraphGlobalRecord:
                 "(moe_router), and only as MoETransformerLayer."
             )
         recorded = {entry[0] for entry in cls.cudagraph_record}
-        for manager in cls.managers:
-            manager.capture_failed(recorded)
+        failed = [
+            manager
+            for manager in cls.managers
+            if manager.capture_failed or not recorded.isdisjoint(manager.cudagraph_runners)
+        ]
         log_single_rank(
             logger,
             logging.WARNING,
@@ -142,6 +149,8 @@ class _CudagraphGlobalRecord:
             cls.forget_graphs()
         except Exception as another:
             error.add_note(f"What the failed capture left could not be cleaned up: {another}")
+        for manager in failed:
+            manager.capture_failed = True
 
     @classmethod
     def _begin_step(cls) -> None:
@@ -163,18 +172,10 @@ class _CudagraphGlobalRecord:
         cls.cudagraph_record, cls.cudagraph_inference_record = [], []
 
 
-def _memory_since(before: dict[str, int]) -> dict[str, float]:
-    now = torch.cuda.memory_stats()
-    return {
-        f"{kind}_bytes": now[f"{kind}_bytes.all.current"] - before[f"{kind}_bytes.all.current"]
-        for kind in ("allocated", "reserved")
-    }
-
-
 def create_cudagraphs() -> dict[str, float] | None:
-    """Capture the graphs that the first training step recorded. megatron-core's schedules call it after every step.
+    """Capture the graphs that the first training step recorded; see ``_CudagraphGlobalRecord.create_cudagraphs``.
 
-    See ``_CudagraphGlobalRecord.create_cudagraphs``. If it raises, the gradients of the step are unchanged, and the
+    megatron-core's schedules call it after every step. If it raises, the gradients of the step are unchanged, and the
     model trains on eagerly; after ``delete_cuda_graphs`` the next step is recorded again.
     """
     return _CudagraphGlobalRecord.create_cudagraphs()

@@ -9,7 +9,7 @@ import torch
 
 from ..engine.quantization import current_quantization
 from ..engine.replay import ReplayOptions
-from ..engine.slot import WarmupRecord
+from ..engine.slot import SlotCapture, WarmupRecord
 from ..errors import ArgumentError, CallOrderError
 from .arguments import (
     ArgMetadata,
@@ -22,14 +22,12 @@ from .arguments import (
     tensors_of,
     with_tensors,
 )
-from .call import RecordedCall
-from .capture import CallCapture, connected_params
+from .capture import RecordedCall, connected_params
 from .evaluation import Evaluation
 from .guards import FunctionGuard
 from .nodes import LocalReplay, _CudagraphRecordNode, _GraphStatus, replay_runner
 from .record import _CudagraphGlobalRecord
 from .session import CaptureSession
-from .sharded_weights import ShardedWeights
 from .turns import Turn
 
 
@@ -42,6 +40,11 @@ def _graph_attribute(name: str, doc: str) -> Any:
             runner.free_graphs()
 
     return property(lambda runner: getattr(runner, name), assign, lambda runner: runner.free_graphs(), doc)
+
+
+def _static_tensors(read: Callable[["_CudaGraphRunner", SlotCapture], Any], otherwise: Any = ()) -> Any:
+    """An attribute that is read off the static tensors of a runner's graphs; ``otherwise`` where there are none."""
+    return property(lambda runner: otherwise if runner.call.slot is None else read(runner, runner.call.slot))
 
 
 class _CudaGraphRunner(torch.nn.Module):
@@ -65,8 +68,19 @@ class _CudaGraphRunner(torch.nn.Module):
     # torch.nn.Module's __setattr__ looks for parameters and submodules, which takes time in every replay.
     __setattr__ = object.__setattr__
 
+    call: RecordedCall
     fwd_graph = _graph_attribute("_fwd_graph", "The forward graph, if it was captured.")
     bwd_graph = _graph_attribute("_bwd_graph", "The backward graph, if it was captured.")
+    fwd_graph_input_surface = _static_tensors(
+        lambda runner, slot: (*(tensor.detach() for tensor in slot.inputs), *runner.params_to_backprop)
+    )
+    num_dgrads = _static_tensors(lambda runner, slot: len(slot.inputs), 0)  # how many of these are inputs
+    fwd_graph_output_surface = _static_tensors(lambda runner, slot: tensors_of(slot.outputs))
+    fwd_graph_outputs = _static_tensors(  # what the captured call returned, with the static outputs
+        lambda runner, slot: with_tensors(runner.call.returned, iter(tensors_of(slot.outputs))), None
+    )
+    static_grad_outputs = _static_tensors(lambda runner, slot: tensors_of(slot.grad_outputs))
+    static_grad_inputs = _static_tensors(lambda runner, slot: slot.grad_inputs)  # None for an input that gets none
 
     def __init__(
         self,
@@ -81,10 +95,6 @@ class _CudaGraphRunner(torch.nn.Module):
         super().__init__()
         # What it runs.
         self.base_module, self.mempool, self.cache_key = base_module, mempool, cache_key
-        self.call = call = RecordedCall(base_module, func, fwd_graph_input_args, fwd_graph_input_kwargs)
-        self.name, self.module, self.function, self.func = call.name, call.module, call.function, call.func
-        self.fwd_graph_input_arg_metas = [_as_meta(value) for value in call.args]
-        self.fwd_graph_input_kwarg_metas = {name: _as_meta(value) for name, value in call.kwargs.items()}
         self.is_first_layer = getattr(base_module, "is_first_layer", True)  # annotate_first_last_layer says so
         self.is_last_layer = getattr(base_module, "is_last_layer", True)
         config = getattr(base_module, "config", None)
@@ -92,8 +102,18 @@ class _CudaGraphRunner(torch.nn.Module):
         self.backward_retain_grad = getattr(config, "cuda_graph_retain_backward_graph", False)
         self.fp8_enabled = getattr(config, "fp8", None) is not None
         self.fp4_enabled = getattr(config, "fp4", None) is not None
-        self._sharded = ShardedWeights(self.module)
-        self.gtp_remat = bool(self._sharded)  # --tensor-parallel-num-weight-shards
+        self.call = call = RecordedCall(
+            base_module,
+            func,
+            fwd_graph_input_args,
+            fwd_graph_input_kwargs,
+            pool=mempool,
+            retain_graph=self.backward_retain_grad,
+        )
+        self.name, self.module, self.function, self.func = call.name, call.module, call.function, call.func
+        self.fwd_graph_input_arg_metas = [_as_meta(value) for value in call.args]
+        self.fwd_graph_input_kwarg_metas = {name: _as_meta(value) for name, value in call.kwargs.items()}
+        self.gtp_remat = bool(call.sharded)  # --tensor-parallel-num-weight-shards
 
         # What was recorded. `backward_pass`: the backward pass of autograd in which its own was; others share it.
         self.grad_enabled = need_backward and torch.is_grad_enabled()  # there is a backward graph, or will be
@@ -103,22 +123,13 @@ class _CudaGraphRunner(torch.nn.Module):
         self.backward_pass = -1
         self._session = _CudagraphGlobalRecord.session
 
-        # Its graphs, with their static tensors; empty before the capture, and after `free_graphs`.
+        # Its graphs; none before the capture, and after `free_graphs`.
         self._fwd_graph: Any = None
         self._bwd_graph: Any = None
-        self.capture: CallCapture | None = None
         self._replay: LocalReplay | None = None
         self._guard: FunctionGuard | None = None  # inference has none
         self.params_to_backprop: tuple[torch.Tensor, ...] = ()  # those that get a gradient
-        self.fwd_graph_input_surface: tuple[torch.Tensor, ...] = ()  # the static inputs, then params_to_backprop
-        self.num_dgrads = 0  # how many of these are inputs
-        self.fwd_graph_output_surface: tuple[torch.Tensor, ...] = ()
-        self.fwd_graph_outputs: Any = None  # what the captured call returned, with the static outputs
-        self.static_grad_outputs: tuple[torch.Tensor, ...] = ()
-        self.static_grad_inputs: tuple[torch.Tensor | None, ...] = ()  # None for an input that gets none
         self._unread_outputs: set[int] = set()  # by no graph
-        self.parts: tuple[torch.nn.Module, ...] = ()  # the modules that run in the forward graph
-        self.changes_state = False  # the forward graph writes buffers of the module, or metrics of MoE layers
 
         # Its replays.
         self.status = _GraphStatus.FWD_READY  # which pass comes next
@@ -142,7 +153,7 @@ class _CudaGraphRunner(torch.nn.Module):
     def reset(self) -> None:
         """Free the graphs and return to the state before recording."""
         self.free_graphs()
-        self._sharded.forget()
+        self.call.sharded.forget()
         self._session = _CudagraphGlobalRecord.session
         self.turn, self.evaluation = Turn(), Evaluation()
         self.fwd_graph_recorded = self.bwd_graph_recorded = self.cudagraph_created = False
@@ -153,12 +164,9 @@ class _CudaGraphRunner(torch.nn.Module):
         for param in self.params_to_backprop:
             if getattr(param, "_cudagraph_wgrad_ready_event", None) is self.bwd_graph_replay_complete_event:
                 del param._cudagraph_wgrad_ready_event
-        if self.capture is not None:
-            self.capture.reset()
-        self._fwd_graph = self._bwd_graph = self.capture = self._replay = self._guard = self.fwd_graph_outputs = None
-        self.params_to_backprop = self.fwd_graph_input_surface = self.fwd_graph_output_surface = ()
-        self.static_grad_outputs = self.static_grad_inputs = ()
-        self.num_dgrads = 0
+        self.call.reset()
+        self._fwd_graph = self._bwd_graph = self._replay = self._guard = None
+        self.params_to_backprop = ()
 
     # -------------------------------------------------------------------------------------------------- recording
 
@@ -167,8 +175,7 @@ class _CudaGraphRunner(torch.nn.Module):
         output = self.func(*args, **kwargs)
         differentiable = [tensor for tensor in tensors_of(output) if tensor.requires_grad] if self.grad_enabled else []
         if differentiable and torch.is_grad_enabled():
-            noted = _CudagraphRecordNode.apply(self, *differentiable)
-            noted = iter((noted,) if len(differentiable) == 1 else noted)
+            noted = iter(_CudagraphRecordNode.apply(self, *differentiable))
             output = with_tensors(
                 output, iter([next(noted) if tensor.requires_grad else tensor for tensor in tensors_of(output)])
             )
@@ -214,8 +221,8 @@ class _CudaGraphRunner(torch.nn.Module):
 
     # ---------------------------------------------------------------------------------------------------- capture
 
-    def begin_capture(self, session: CaptureSession, warmup: WarmupRecord) -> CallCapture:
-        """Return what warms up and captures the recorded passes, for ``create_fwd_graph`` and ``create_bwd_graph``.
+    def begin_capture(self, session: CaptureSession, warmup: WarmupRecord) -> None:
+        """Begin the capture of the recorded passes.
 
         Args:
             session: What is shared with the runners of the same capture.
@@ -223,55 +230,38 @@ class _CudaGraphRunner(torch.nn.Module):
         """
         self._session = session
         self.grad_enabled = self.bwd_graph_recorded
-        self.capture = CallCapture(
-            self.call,
-            session.buffers,
-            self.mempool,
-            self._sharded,
-            differentiates=self.grad_enabled,
-            retain_graph=self.backward_retain_grad,
-            warmup=warmup,
-        )
-        return self.capture
+        self.call.begin(session.buffers, warmup, self.grad_enabled)
 
     def create_fwd_graph(self, args: Any, kwargs: Any, outputs: Any = None, clone_inputs: bool = True) -> None:
-        """Capture the forward graph; see ``CallCapture.forward``."""
-        capture = self.capture or self.begin_capture(self._session, WarmupRecord())
-        self._fwd_graph = capture.forward(args, kwargs, outputs, clone_inputs)
+        """Capture the forward graph; see ``RecordedCall.forward``."""
+        if not self.call.begun:
+            self.begin_capture(self._session, WarmupRecord())
+        self._fwd_graph = self.call.forward(args, kwargs, outputs, clone_inputs)
 
     def create_bwd_graph(self) -> None:
-        """Capture the backward graph, after the forward graph; see ``CallCapture.backward``.
+        """Capture the backward graph, after the forward graph; see ``RecordedCall.backward``.
 
         Raises:
             CallOrderError: there is no forward graph, or it was captured without grad.
         """
-        if self.capture is None or self._fwd_graph is None or not self.grad_enabled:
+        if self._fwd_graph is None or not self.grad_enabled:
             raise CallOrderError(f"{self.name}: no backward graph without a forward graph that was captured with grad")
-        self._bwd_graph = self.capture.backward()
+        self._bwd_graph = self.call.backward()
 
     def finish(self) -> None:
         """Make ready to replay, once all graphs of the session are captured."""
-        capture, session = self.capture, self._session
-        assert capture is not None and capture.slot is not None
-        slot = capture.slot
+        call, session, slot = self.call, self._session, self.call.slot
+        assert slot is not None
         self._guard = session.guards.get(self.function)
-        self.parts, self.changes_state = capture.parts, capture.changes_state
-        surface, places = [], []
-        for meta, tensor in zip(capture.inputs, slot.inputs, strict=True):
-            known, static = metadata_of(meta), tensor.detach()
-            static.can_skip_replay_copy = known.is_cudagraph_output or known.is_placed
-            known.is_placed = True
-            surface.append(static)
-            places.append((session.buffers.input_of(tensor, capture.writes_inputs), known.users))
+        places = [
+            (session.buffers.input_of(tensor, call.writes_inputs), metadata_of(meta).users)
+            for meta, tensor in zip(call.inputs, slot.inputs, strict=True)
+        ]
         self._replay = slot.finish(partial(LocalReplay, session.turns, places))
         if self._guard is not None:
-            outputs = enumerate(map(metadata_of, capture.outputs))
+            outputs = enumerate(map(metadata_of, call.outputs))
             self._unread_outputs = {i for i, known in outputs if not known.is_cudagraph_input}
         self.params_to_backprop = slot.params if self._bwd_graph is not None else ()
-        self.fwd_graph_input_surface, self.num_dgrads = (*surface, *self.params_to_backprop), len(surface)
-        self.fwd_graph_output_surface = tensors_of(slot.outputs)
-        self.fwd_graph_outputs = with_tensors(self.call.returned, iter(self.fwd_graph_output_surface))
-        self.static_grad_outputs, self.static_grad_inputs = tensors_of(slot.grad_outputs), slot.grad_inputs
         self.fwd_graph_recorded = self.cudagraph_created = True
 
     def get_connected_params(self, outputs: Any) -> tuple[torch.nn.Parameter, ...]:
@@ -280,7 +270,7 @@ class _CudaGraphRunner(torch.nn.Module):
 
     def get_quantization_context(self) -> AbstractContextManager:
         """The context of FP8 or FP4 in which the recorded call ran; none without quantization."""
-        return self.call.quantized()
+        return self.call.quantized_context()
 
     # ------------------------------------------------------------------------------------- which calls can be replayed
 
@@ -305,10 +295,10 @@ class _CudaGraphRunner(torch.nn.Module):
         if self._fwd_graph is None or self._guard is None or self.status is not _GraphStatus.FWD_READY:
             return False
         as_compared = self.evaluation.is_as_training is not False and not self.evaluation.has_changed()
-        differs = not as_compared or self.changes_state or self.call.quantization or self._sharded
+        differs = not as_compared or self.call.changes_state or self.call.quantization or self.gtp_remat
         if differs or self._session.turns.in_flight:
             return False
-        if any(part._forward_hooks or part._forward_pre_hooks for part in self.parts):  # replays run none
+        if any(part._forward_hooks or part._forward_pre_hooks for part in self.call.parts):  # replays run none
             return False
         try:
             return not self.get_mismatch_errors(args, kwargs) and self._guard.has_parameters()
@@ -321,9 +311,9 @@ class _CudaGraphRunner(torch.nn.Module):
         Raises:
             RuntimeError: it must not run eagerly either, as its weights are sharded.
         """
-        if torch.is_grad_enabled() or not (self.grad_enabled and self.changes_state):
+        if torch.is_grad_enabled() or not (self.grad_enabled and self.call.changes_state):
             return False
-        if self._sharded:
+        if self.gtp_remat:
             raise RuntimeError(
                 f"{self.name} changes buffers in training, so a pass without grad cannot replay its CUDA graph "
                 "(--cuda-graph-impl local), and weights that are sharded (--tensor-parallel-num-weight-shards) let no "
@@ -375,11 +365,11 @@ class _CudaGraphRunner(torch.nn.Module):
             RuntimeError: there is no graph, the backward pass comes next, or the replay would overwrite what other
                 runners wait for.
         """
-        if self._replay is None or self.capture is None:
+        if self._replay is None:
             raise CallOrderError(f"{self.name} has no CUDA graph to replay: it was not captured, or deleted")
         self.expect(_GraphStatus.FWD_READY)
         self._session.turns.check_forward(self.turn)
-        quantized = self.capture.quantized
+        quantized = self.call.quantized
         if quantized is None:
             return self._replay, None
         return self._replay, ReplayOptions(ends_quantization=quantized.before_forward(is_first_microbatch))
@@ -407,7 +397,7 @@ class _CudaGraphRunner(torch.nn.Module):
             param._cudagraph_wgrad_ready_event = event
         self.status = _GraphStatus.FWD_READY
         self._session.turns.end(self.turn)
-        self._sharded.end_backward_replay()
+        self.call.sharded.end_backward_replay()
 
     # --------------------------------------------------------------------------------- for callers of megatron-core's
 

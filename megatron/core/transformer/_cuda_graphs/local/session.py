@@ -11,7 +11,7 @@ from ..engine.memory import release_cached_memory, reuse_across_streams
 from ..engine.rng import GraphStates
 from ..engine.slot import WarmupRecord
 from .arguments import metadata_of
-from .capture import CallCapture
+from .capture import RecordedCall
 from .guards import FunctionGuard
 from .memory import StaticBuffers
 from .turns import Turns
@@ -51,7 +51,7 @@ class CaptureSession:
             self._capture_passes(record)
         self.capturing = None
         for runner in runners:
-            for meta in (*runner.capture.inputs, *runner.capture.outputs):
+            for meta in (*runner.call.inputs, *runner.call.outputs):
                 metadata_of(meta).users |= runner.turn.bit
         functions = {runner.function: runner.call for runner in runners}
         self.guards = {
@@ -64,30 +64,30 @@ class CaptureSession:
 
     def _warm_up(self, record: Sequence[tuple]) -> None:
         """Run every function once for each kind of arguments, so that setup in a first call is not captured."""
-        with_backward = {entry[0] for entry in record if entry[1] == "bwd"}
         alike: defaultdict[Hashable, list[Any]] = defaultdict(list)
         for runner, kind, *_ in record:
             if kind == "fwd":
                 kinds = ((meta.shape, meta.dtype) for meta in runner.call.metas)
-                alike[runner.function, runner in with_backward, *kinds].append(runner)
-        users: defaultdict[tuple[int, torch.Tensor], list[CallCapture]] = defaultdict(list)
+                alike[runner.function, runner.bwd_graph_recorded, *kinds].append(runner)
+        users: defaultdict[tuple[int, torch.Tensor], list[RecordedCall]] = defaultdict(list)
         for runners in alike.values():
             warmup = WarmupRecord()
-            captures = [runner.begin_capture(self, warmup) for runner in runners]
-            self.capturing = str(runners[0])
-            inputs = [meta.zeros_like() for meta in runners[0].call.metas]
-            trained = captures[0].warm_up(inputs, runners[0].num_warmup_steps)
-            for runner, capture in zip(runners, captures, strict=True):
-                for param in trained if runner in with_backward else ():
-                    users[runner.backward_pass, param].append(capture)
+            for runner in runners:
+                runner.begin_capture(self, warmup)
+            first = runners[0]
+            self.capturing = str(first)
+            trained = first.call.warm_up([meta.zeros_like() for meta in first.call.metas], first.num_warmup_steps)
+            for runner in runners:
+                for param in trained if runner.bwd_graph_recorded else ():
+                    users[runner.backward_pass, param].append(runner.call)
         # A layer that is called twice in a pass has two runners; layers may share weights.
         for (_, param), together in users.items():
-            for capture in together if len(together) > 1 else ():
-                capture.shared_params += (param,)
+            for call in together if len(together) > 1 else ():
+                call.shared_params += (param,)
         self.capturing = None
 
     def _capture_passes(self, record: Sequence[tuple]) -> None:
-        last_backward: dict[Hashable, CallCapture] = {}
+        last_backward: dict[Hashable, RecordedCall] = {}
         for runner, kind, *arguments in record:
             if kind == "fwd":
                 self.capturing = str(runner)
@@ -98,7 +98,7 @@ class CaptureSession:
                 previous = last_backward.get(runner.function)
                 if previous is not None:
                     previous.release_escaping_gradients()
-                last_backward[runner.function] = runner.capture
+                last_backward[runner.function] = runner.call
 
     def begin_step(self) -> None:
         """Begin a step: parameters may have moved, static inputs may be stale, and no backward pass is to come."""

@@ -12,7 +12,7 @@ from .table import in_bytes
 COLOURS = {FORWARD: "#4477aa", BACKWARD: "#cc6677", WEIGHT_GRADIENTS: "#b8a33a"}
 ALLOCATED, RESERVED, CAPTURING = "#228833", "#777777", "#eef3f8"
 _WIDTH, _LEFT, _TEXT = 900, 130, 12
-_MOST_BUFFERS = 80
+MOST_BUFFERS = 80
 
 
 def _svg(width: float, height: float, label: str, parts: Iterator[str]) -> str:
@@ -89,29 +89,22 @@ def pass_lanes(report: CaptureReport) -> str:
 
 
 def buffer_lives(report: CaptureReport) -> str:
-    """Draw when static inputs are in use, in the order of passes; at most 80 of them."""
+    """Draw when static inputs are in use, in the order of passes; at most ``MOST_BUFFERS`` of them."""
     step, row = _step_width(report), 18
-    shown = report.static_inputs[:_MOST_BUFFERS]
+    shown = report.static_inputs[:MOST_BUFFERS]
 
     def parts() -> Iterator[str]:
         for line, buffer in enumerate(shown):
             y = 6 + line * row
-            yield _text(_LEFT - 6, y + _TEXT, f"{buffer.name[:16]}", "end")
+            yield _text(_LEFT - 6, y + _TEXT, buffer.name[:16], "end")
             for use in buffer.uses:
-                title = (
-                    f"{buffer.name}, {in_bytes(buffer.bytes)}: {_name(report, use.layer)}, "
-                    f"micro-batch {use.micro_batch}"
-                )
+                where = f"{_name(report, use.layer)}, micro-batch {use.micro_batch}"
+                title = f"{buffer.name}, {in_bytes(buffer.bytes)}: {where}"
                 x, width = _LEFT + use.first * step, (use.last - use.first + 1) * step - 2
                 shade = "#66aabb" if use.micro_batch % 2 == 0 else "#aa88bb"
                 yield _box(x, y + 2, width, row - 5, shade, title, "#ffffff")
 
     return _svg(_LEFT + len(report.order) * step + 10, len(shown) * row + 12, "static inputs in use", parts())
-
-
-def buffers_left_out(report: CaptureReport) -> int:
-    """How many static inputs ``buffer_lives`` does not draw."""
-    return max(0, len(report.static_inputs) - _MOST_BUFFERS)
 
 
 def _step_width(report: CaptureReport) -> float:

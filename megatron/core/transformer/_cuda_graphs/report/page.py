@@ -6,16 +6,7 @@ from dataclasses import asdict
 from html import escape
 from pathlib import Path
 
-from .drawings import (
-    ALLOCATED,
-    CAPTURING,
-    COLOURS,
-    RESERVED,
-    buffer_lives,
-    buffers_left_out,
-    memory_chart,
-    pass_lanes,
-)
+from .drawings import ALLOCATED, CAPTURING, COLOURS, MOST_BUFFERS, RESERVED, buffer_lives, memory_chart, pass_lanes
 from .record import KINDS, CaptureReport
 from .table import hook_counts, in_bytes, number
 
@@ -103,8 +94,8 @@ def _body(report: CaptureReport) -> Iterator[str]:
         )
         yield _legend(("#66aabb", "even micro-batch"), ("#aa88bb", "odd micro-batch"))
         yield f'<div class="scroll">{buffer_lives(report)}</div>'
-        if left_out := buffers_left_out(report):
-            yield _paragraph(f"{left_out} more are in the JSON file beside this page.")
+        if len(report.static_inputs) > MOST_BUFFERS:
+            yield _paragraph(f"{len(report.static_inputs) - MOST_BUFFERS} more are in the JSON file beside this page.")
     if report.layers:
         yield "<h2>Layers</h2>"
         yield _paragraph(

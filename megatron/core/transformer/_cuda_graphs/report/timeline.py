@@ -1,30 +1,28 @@
-"""When the passes of a capture began and ended, and how much memory there was."""
+"""When the passes of a capture began and ended, how much memory there was, and how far the capture is."""
 
+import logging
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
-from .progress import Progress
 from .record import BACKWARD, FORWARD, CapturedPass, MemorySample
+
+logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 Planned = tuple[int | None, int, str]  # layer, micro-batch, kind
 
-
-def device_memory() -> tuple[int, int]:
-    """Return the bytes of tensors on the device, and those that the allocator has taken."""
-    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+_BETWEEN_LINES = 30.0  # seconds
 
 
 class Timeline:
-    """Notes passes as they begin.
+    """Notes passes as they begin, and shows how many of them are done.
 
     A pass ends where the next begins, so what runs between hooks (delayed weight gradients) counts for the pass before.
     Times are the host's: in warm-up the device may be behind.
-
-    Args:
-        memory: Returns allocated and reserved bytes.
 
     Attributes:
         samples: What the memory was, in the order of time.
@@ -33,13 +31,8 @@ class Timeline:
         order: The passes that one capture has; empty for those of one graph.
     """
 
-    def __init__(
-        self,
-        clock: Callable[[], float] = time.perf_counter,
-        memory: Callable[[], tuple[int, int]] = device_memory,
-    ):
-        self._clock, self._memory = clock, memory
-        self._zero = clock()
+    def __init__(self) -> None:
+        self._zero = time.perf_counter()
         self.samples: list[MemorySample] = []
         self.passes: list[CapturedPass] = []
         self.warm_up_seconds: defaultdict[int | None, float] = defaultdict(float)
@@ -51,14 +44,10 @@ class Timeline:
         self._open: tuple[Planned, bool, float] | None = None  # the pass, whether it is captured, when it began
         self._progress: Progress | None = None
 
-    @property
-    def now(self) -> float:
-        """Seconds since the capture began."""
-        return self._clock() - self._zero
-
     def sample(self, phase: str) -> None:
         """Note how much memory there is."""
-        self.samples.append(MemorySample(self.now, phase, *self._memory()))
+        now = time.perf_counter() - self._zero
+        self.samples.append(MemorySample(now, phase, torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
 
     def expect(self, order: Sequence[Planned], names: Sequence[str], warm_ups: int) -> None:
         """Say which passes will begin.
@@ -75,45 +64,40 @@ class Timeline:
             phase: ``forward`` or ``backward`` if it is a pass.
         """
         self._end_pass()
-        if phase in (FORWARD, BACKWARD):
-            self._begin_pass(what, phase)
+        if phase not in (FORWARD, BACKWARD):
+            return
+        planned: Planned = (None, 0, phase)
+        if self.order:
+            iteration, place = divmod(self._begun, len(self.order))
+            planned, captured = self.order[place], iteration >= self._warm_ups
+            what = what if planned[0] is None else self._names[planned[0]]
+        else:
+            captured = torch.cuda.is_current_stream_capturing()
+        self._begun += 1
+        kind = "capture" if captured else "warm-up"
+        if captured or not self.samples or self.samples[-1].phase != kind:
+            self.sample(kind)
+        if self._progress is None:
+            self._progress = Progress(len(self.order) * (self._warm_ups + 1) or None)
+        self._progress.begin(f"{what}, {planned[2]} {kind}")
+        self._open = planned, captured, time.perf_counter()
 
     def wait(self, wait: Callable[[], object]) -> None:
         """Call ``wait``, which waits for other ranks; what it takes counts for no pass."""
-        before = self._clock()
+        before = time.perf_counter()
         wait()
-        waited = self._clock() - before
+        waited = time.perf_counter() - before
         self.waited += waited
         if self._open is not None:
             planned, captured, start = self._open
             self._open = planned, captured, start + waited
-
-    def _begin_pass(self, what: str, kind: str) -> None:
-        planned: Planned = (None, 0, kind)
-        captured = self._capturing()
-        if self.order:
-            iteration, place = divmod(self._begun, len(self.order))
-            planned, captured = self.order[place], iteration >= self._warm_ups
-        self._begun += 1
-        phase = "capture" if captured else "warm-up"
-        if captured or not self.samples or self.samples[-1].phase != phase:
-            self.sample(phase)
-        if self._progress is None:
-            self._progress = Progress(len(self.order) * (self._warm_ups + 1) or None)
-        name = what if planned[0] is None else self._names[planned[0]]
-        self._progress.begin(f"{name}, {kind} {phase}")
-        self._open = planned, captured, self._clock()
-
-    @staticmethod
-    def _capturing() -> bool:
-        return torch.cuda.is_current_stream_capturing()
 
     def _end_pass(self) -> None:
         if self._open is None:
             return
         (layer, micro_batch, kind), captured, start = self._open
         self._open = None
-        seconds = self._clock() - start
+        seconds = time.perf_counter() - start
         if captured:
             self.passes.append(CapturedPass(layer, micro_batch, kind, start - self._zero, seconds))
         else:
@@ -127,3 +111,44 @@ class Timeline:
         if self._progress is not None:
             self._progress.close()
             self._progress = None
+
+
+class Progress:
+    """Shows how many passes of a capture are done, and which comes next.
+
+    That is a progress bar, if there is ``tqdm`` and stderr is a terminal, and otherwise a line of the log now and then.
+
+    Args:
+        total: The number of passes; None if it is not known.
+    """
+
+    def __init__(self, total: int | None):
+        self._total = total
+        self._begun, self._last_line = 0, time.perf_counter()
+        self._bar = _bar(total)
+
+    def begin(self, what: str) -> None:
+        """Say that a pass begins, and so that the one before is done."""
+        self._begun += 1
+        if self._bar is not None:
+            self._bar.set_postfix_str(what, refresh=False)
+            self._bar.update(int(self._begun > 1))
+        elif time.perf_counter() - self._last_line > _BETWEEN_LINES:
+            self._last_line = time.perf_counter()
+            of = "" if self._total is None else f" of {self._total}"
+            logger.info(f"CUDA graph capture: pass {self._begun}{of}, {what}")
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def _bar(total: int | None) -> Any | None:
+    if sys.stderr is None or getattr(sys.stderr, "closed", False) or not sys.stderr.isatty():
+        return None
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return None
+    return tqdm(total=total, desc="CUDA graphs", unit="pass", leave=False)

@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
 from ..engine.quantization import RecordedQuantization
-from ..engine.whole_passes import WholePasses
+from ..engine.whole_passes import WholePasses, capture_passes
 from ..layer_graph import ATTENTION_INPUTS
 from ..packed_sequences import from_static_offsets
 from ..replay_conditions import ReplayConditions
@@ -135,7 +135,7 @@ def capture_decoder(
     try:
         with owner.capture():
             with reads.noted(layers, stateless=True):
-                passes.capture(run, decoder.layers, num_warmup_iters)
+                capture_passes([(passes, run), (passes, None)], {passes: decoder.layers}, num_warmup_iters)
             held = None if quantized is None else quantized.tensors
             conditions = ReplayConditions(
                 [decoder], reads, [decoder], forward_replaced=True, buffers=True, quantized=held

@@ -8,7 +8,7 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads
 from megatron.core.transformer._cuda_graphs.engine.quantization import Quantization, RecordedQuantization
-from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses
+from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses, capture_passes
 from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
 from tests.support import small_transformer_engine
 from tests.support.small_transformer_engine import QuantizedProduct, State, autocast
@@ -73,7 +73,7 @@ class Model:
     def capture(self, engine, warmup=2):
         quantization = Quantization(
             engine,
-            enabled=(True,),
+            enabled=True,
             calibrating=False,
             recipe=self.recipe,
             amax_reduction_group=None,
@@ -81,7 +81,7 @@ class Model:
         )
         self.recorded = RecordedQuantization(quantization, self.layers, self.recipe != "tensorwise")
         passes = WholePasses("model", {"x": device_tensor(4, 6).detach()}, Owner(), quantized=self.recorded)
-        passes.capture(self.losses, self.layers, warmup)
+        capture_passes([(passes, self.losses), (passes, None)], {passes: self.layers}, warmup)
         for layer in self.layers:
             layer.total.zero_()
         return passes

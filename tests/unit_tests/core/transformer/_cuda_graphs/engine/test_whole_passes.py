@@ -78,7 +78,7 @@ def inputs(seed):
 def captured(model, owner=None, warmup=2):
     x, weights = inputs(0)
     passes = WholePasses("model", {"x": x, "weights": weights}, owner or Owner())
-    passes.capture(model.losses, model.module, warmup)
+    capture_passes([(passes, model.losses), (passes, None)], {passes: model.module}, warmup)
     model.zero()
     return passes
 
@@ -170,7 +170,7 @@ def test_a_failed_capture_leaves_no_graphs_and_the_process_as_it_was(phase):
     passes = WholePasses("model", {"x": x, "weights": weights}, owner)
     rng, stream = torch.cuda.get_rng_state(), torch.cuda.current_stream()
     with pytest.raises(RuntimeError, match="when stream is capturing"):
-        passes.capture(losses, model.module, 1)
+        capture_passes([(passes, losses), (passes, None)], {passes: model.module}, 1)
     assert (passes.forward_graph, passes.backward_graph) == (None, None)
     assert owner.events[-1] == "forgotten"
     assert torch.equal(torch.cuda.get_rng_state(), rng)
@@ -246,7 +246,7 @@ def test_passes_without_grad_are_one_graph_and_their_outputs_new_tensors():
     x, weights = inputs(0)
     passes = WholePasses("model", {"x": x, "weights": weights}, owner, has_backward=False)
     with torch.no_grad():
-        passes.capture(model.losses, model.module, 1)
+        capture_passes([(passes, model.losses)], {passes: model.module}, 1)
         assert owner.events == ["forward", "forward ends", "forward captured", "forward ends"]
         assert passes.forward_graph is not None and passes.backward_graph is None
         expected = [model.losses(*inputs(step)) for step in range(2)]

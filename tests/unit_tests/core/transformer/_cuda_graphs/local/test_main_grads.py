@@ -179,7 +179,7 @@ class TestSharedParameters:
         layer = Halves()
         self.train([layer], microbatches=1)
         (first,), (second,) = (manager.cudagraph_runners for manager in (layer.manager_begin, layer.manager_end))
-        assert [runner.capture.shared_params for runner in (first, second)] == [(), ()]
+        assert [runner.call.shared_params for runner in (first, second)] == [(), ()]
         assert first.params_to_backprop == tuple(layer.linear.parameters())
 
     @pytest.mark.parametrize("kind", ["one layer twice", "one layer three times", "two layers with one weight"])

@@ -299,25 +299,16 @@ class TestSurfaces:
         for runner in recorded_runners(scale=torch.ones(1, HIDDEN).cuda()):
             assert runner.num_dgrads == 2
             inputs = runner.fwd_graph_input_surface[: runner.num_dgrads]
-            assert [each.data_ptr() for each in inputs] == [each.data_ptr() for each in runner.capture.slot.inputs]
+            assert [each.data_ptr() for each in inputs] == [each.data_ptr() for each in runner.call.slot.inputs]
             assert runner.fwd_graph_input_surface[runner.num_dgrads :] == runner.params_to_backprop
 
-    def test_an_input_is_copied_for_the_first_of_the_graphs_that_take_it(self):
-        skips = [
-            [tensor.can_skip_replay_copy for tensor in runner.fwd_graph_input_surface[: runner.num_dgrads]]
-            for runner in recorded_runners(scale=torch.ones(1, HIDDEN).cuda())
-        ]
-        # the hidden states of later layers are where the layers before put them
-        assert skips == [[False, False], [True, True], [True, True]]
-
-    def test_a_tensor_that_one_call_takes_twice_is_copied_once(self):
+    def test_a_tensor_that_one_call_takes_twice_has_one_static_input(self):
         use_graphable_rng()
         layer, x = Layer().cuda(), batch(0)
         layer(x, scale=x)[0].sum().backward()
         create_cudagraphs()
         (runner,) = layer.cudagraph_manager.cudagraph_runners
         first, second = runner.fwd_graph_input_surface[:2]
-        assert (first.can_skip_replay_copy, second.can_skip_replay_copy) == (False, True)
         assert first.data_ptr() == second.data_ptr()
 
     def test_outputs_are_the_static_ones_in_the_structure_of_the_call(self):

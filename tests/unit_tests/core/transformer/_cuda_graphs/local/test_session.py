@@ -87,8 +87,8 @@ class TestBuffers:
         # A weak reference has a storage of its own, which the pool of the graphs does not know.
         owned = pool_of(CudaGraphManager.global_mempool)._owned
         for runner in runners(model):
-            slot = runner.capture.slot
-            tensors = [*slot.inputs, *slot.outputs, *slot.grad_inputs, *slot._grad_params]
+            slot = runner.call.slot
+            tensors = [*slot.inputs, *slot.outputs, *slot.grad_inputs, *slot.grad_params]
             kept = [tensor for tensor in tensors if tensor is not None and tensor.untyped_storage()._cdata in owned]
             assert len(kept) == (runner.base_module is model.layers[0])  # the gradient that goes to eager code
 

@@ -5,8 +5,8 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from megatron.core.transformer._cuda_graphs.report import progress
-from megatron.core.transformer._cuda_graphs.report.progress import Progress
+from megatron.core.transformer._cuda_graphs.report import timeline
+from megatron.core.transformer._cuda_graphs.report.timeline import Progress
 
 
 class Bar:
@@ -38,13 +38,14 @@ def _tqdm(monkeypatch):
 
 @pytest.fixture
 def terminal(monkeypatch):
-    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=SimpleNamespace(isatty=lambda: True)))
+    monkeypatch.setattr(timeline, "sys", SimpleNamespace(stderr=SimpleNamespace(isatty=lambda: True)))
 
 
 @pytest.fixture
-def clock():
+def clock(monkeypatch):
     now = [0.0]
-    return SimpleNamespace(advance=lambda seconds: now.__setitem__(0, now[0] + seconds), read=lambda: now[0])
+    monkeypatch.setattr(timeline, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+    return SimpleNamespace(advance=lambda seconds: now.__setitem__(0, now[0] + seconds))
 
 
 @pytest.mark.usefixtures("terminal")
@@ -62,7 +63,7 @@ def test_a_bar_in_a_terminal():
 @pytest.mark.usefixtures("terminal")
 def test_without_tqdm_there_are_lines(monkeypatch, caplog, clock):
     monkeypatch.setitem(sys.modules, "tqdm", None)
-    shown = Progress(2, clock.read)
+    shown = Progress(2)
     clock.advance(31)
     with caplog.at_level("INFO"):
         shown.begin("layer 1, forward capture")
@@ -70,7 +71,7 @@ def test_without_tqdm_there_are_lines(monkeypatch, caplog, clock):
 
 
 def test_lines_come_now_and_then(caplog, clock):
-    shown = Progress(None, clock.read)
+    shown = Progress(None)
     with caplog.at_level("INFO"):
         for _ in range(100):
             shown.begin("the whole model")

@@ -1,6 +1,6 @@
 """timeline: when passes began and ended, with a clock of the test's."""
 
-from collections.abc import Iterator
+from functools import partial
 from itertools import count
 from types import SimpleNamespace
 
@@ -19,8 +19,11 @@ class Watched:
 
     def __init__(self, monkeypatch):
         self.now = 10.0
-        looks: Iterator[int] = count(1)
-        self.timeline = Timeline(lambda: self.now, lambda: ((look := next(looks)), look * 100))
+        looks = {name: count(unit, unit) for name, unit in (("memory_allocated", 1), ("memory_reserved", 100))}
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: self.now))
+        for name, look in looks.items():
+            monkeypatch.setattr(torch.cuda, name, partial(next, look))
+        self.timeline = Timeline()
         self.shown: list[str] = []
         self.totals: list[int | None] = []
 
