@@ -126,7 +126,7 @@ def test_the_optimizers_gradients_stay_among_the_activations_of_one_graph_of_all
     with methods[0] as leave_room, methods[1] as settle, methods[2] as leave, captured(case) as training:
         assert (leave_room.call_count, settle.call_count) == ((0, 0) if mtp else (1, 1))
         assert not leave.called
-        training.fsdp.forget_graphs(training.layers)
+        training.fsdp.graphs.forget_graphs(training.layers)
         assert leave.called
 
 

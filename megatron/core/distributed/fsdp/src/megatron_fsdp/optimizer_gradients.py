@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from .gradient_storages import GradientStorages
-from .planned_copies import Placement, PlannedCopies
+from .planned_copies import PlannedCopies
 
 _LOCAL = attrgetter("_local_tensor")
 
@@ -51,15 +51,15 @@ class OptimizerGradients:
         self.storages = GradientStorages([] if in_place else [(bucket, grad) for bucket, grad, _ in cast])
         self._grads = [grad for _, grad in self._attached]
         self._locals = [grad._local_tensor for grad in self._grads]
-        self._casts = PlannedCopies((grad._local_tensor.view(-1), shard) for _, grad, shard in cast)
-        self._placement = Placement(dict.fromkeys(buffers))
+        pairs = ((grad._local_tensor.view(-1), shard) for _, grad, shard in cast)
+        self._casts = PlannedCopies(pairs, dict.fromkeys(buffers))
         self._are_attached = True
 
     def unmoved(self, buffer: Any) -> bool:
         """Whether parameters, main gradients and the views of them are those that were kept."""
         return (
             self._params is buffer.optimizer_named_parameters
-            and self._placement.unchanged()
+            and self._casts.placement.unchanged()
             and all(map(is_, map(_LOCAL, self._grads), self._locals))
         )
 

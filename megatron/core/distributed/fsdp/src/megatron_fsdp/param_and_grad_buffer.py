@@ -16,8 +16,8 @@ from megatron_fsdp_cuda_graphs.overlay import extend
 from .buffer_names import name_of_own_buffers
 from .gradient_storages import GradientStorages
 from .optimizer_gradients import OptimizerGradients
+from .planned_copies import PlannedCopies, copies_of_weights
 from .unsharded_gradients import UnshardedGradients
-from .weight_copies import WeightCopies
 
 _upstream: Any = extend(__name__)
 
@@ -102,7 +102,7 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
     gathered_between_instances = False
     _gradients_in_place = False
     _gradients: OptimizerGradients | None = None
-    _weight_copies: WeightCopies | None = None
+    _weight_copies: PlannedCopies | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -131,9 +131,9 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
     def keep_weights(self, buckets: frozenset[int], keep: bool) -> None:
         """Let the gathered weights of ``buckets`` stay in place when they are released, or come and go again.
 
-        Not with a double buffer, whose memory stays in place in any case.
+        There are none with a double buffer, whose memory stays in place in any case.
         """
-        for allocator in (self.weight_alloc, self.transpose_weight_alloc):
+        for allocator in (self.weight_alloc, self.transpose_weight_alloc) if buckets else ():
             allocator.kept = allocator.kept | buckets if keep else allocator.kept - buckets
 
     def gradient_storages(self) -> GradientStorages | None:
@@ -162,9 +162,9 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
     def copy_main_weights_to_model_weights(self) -> None:
         """Copy the optimizer's weights to the model's, quantized where these are; see megatron-core."""
         self.gathered_between_instances = False
-        if self._weight_copies is None and WeightCopies.plannable(self):
-            self._weight_copies = WeightCopies(self)
-        if self._weight_copies is not None and self._weight_copies.unmoved():
+        if self._weight_copies is None:
+            self._weight_copies = copies_of_weights(self)
+        if self._weight_copies is not None and self._weight_copies.placement.unchanged():
             self._weight_copies.run()
             return
         self._weight_copies = None

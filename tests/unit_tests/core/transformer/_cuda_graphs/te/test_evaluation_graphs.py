@@ -171,7 +171,7 @@ def test_while_a_layer_is_captured_for_evaluation_no_other_is_gathered(one_rank,
     for layer in training.layers[1:]:
         fsdp.all_gather_and_wait_parameters_ready(list(layer.parameters()), prefetch=False)
     assert gathered(training) == [1, 2]
-    with fsdp.capture_evaluation_graphs(training.layers[:1]):
+    with fsdp.graphs.capture_evaluation_graphs(training.layers[:1]):
         assert gathered(training) == []
         fsdp.fsdp_hooks.unshard_for_forward(training.layers[0])  # prefetches the next layer
         assert gathered(training) == [0]
