@@ -39,9 +39,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         self.grad_acc_hooks: dict = {}
         self.fsdp_hooks = hooks = FsdpHooks(self)
         hooks.register(root_module)
-        self.graphs = ShardedGraphs(
-            hooks.context, hooks.trainable, hooks.unshard_for_backward, hooks.release_after_backward
-        )
+        self.graphs = ShardedGraphs(hooks.context, hooks.unshard_for_backward, hooks.release_after_backward)
         for module in root_module.modules():
             _upstream.setup_delayed_wgrad_acc_hook(module, hooks.gradients.handle)
         # Schedules that run a layer in parts call these by name.

@@ -34,20 +34,12 @@ class ShardedGraphs:
     """The graphs of one ``MegatronFSDP``: its side of captures.
 
     Args:
-        trainable: The parameters that require a gradient.
         before, after: Called with a module before and after its backward pass:
             ``FsdpHooks.unshard_for_backward`` and ``release_after_backward``.
     """
 
-    def __init__(
-        self,
-        context: Context,
-        trainable: Iterable[torch.nn.Parameter],
-        before: Callable[..., object],
-        after: Callable[[torch.nn.Module], object],
-    ):
+    def __init__(self, context: Context, before: Callable[..., object], after: Callable[[torch.nn.Module], object]):
         self._context, self._fsdp = context, context.fsdp
-        self._trainable = trainable
         self._around = before, after
 
     def recording_blocker(self, modules: Iterable[torch.nn.Module]) -> str:
@@ -59,7 +51,8 @@ class ShardedGraphs:
         """Say why the whole model's passes cannot be graphs; empty if they can."""
         if self._fsdp.model_auto_sync:
             return "Megatron-FSDP synchronizes the model in every micro-batch"
-        return self._blocker(list(self._context.units.values()) or [None], self._trainable, _OF_PARAMETERS[:-1])
+        units = list(self._context.units.values()) or [None]
+        return self._blocker(units, self._context.backward.trainable, _OF_PARAMETERS[:-1])
 
     def _blocker(
         self, units: Iterable[Unit | None], params: Iterable[torch.nn.Parameter], reasons: Sequence[Any]

@@ -5,7 +5,7 @@ counts gradients one by one.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,29 +21,29 @@ from .unit import Direction, Unit
 Group = tuple[int, ...]
 
 
-@dataclass
 class GroupGather:
     """The all-gather of one group of buckets in one direction.
 
-    Attributes:
+    Args:
+        gathers: The pipeline of all-gathers.
         group: The indices of the buckets.
-        eagerly: Has megatron-core gather those of the buckets that are not gathered yet.
         recordings: The recorded all-gathers there are, by group; none for buckets without fixed addresses.
     """
 
-    group: Group
-    keys: list[Any]
-    status: Mapping[Any, Any]
-    eagerly: Callable[[], None]
-    recordings: Mapping[Group, RecordedGather]
+    def __init__(self, gathers: Any, group: Group, backward: bool, recordings: Mapping[Group, RecordedGather]):
+        params = [param for bucket in group for param in gathers.buffer.parameter_groups[bucket].params]
+        self._group, self._recordings = group, recordings
+        self._keys = [gathers.get_bucket_key(bucket, backward) for bucket in group]
+        self._status = gathers.bucket_status
+        self._eagerly = partial(gathers.all_gather_params, params, bwd=backward)
 
     def launch(self) -> None:
         """Start the all-gather of those buckets that are not gathered yet."""
-        if all(self.status[key] not in TO_GATHER for key in self.keys):
+        if all(self._status[key] not in TO_GATHER for key in self._keys):
             return
-        recorded = self.recordings.get(self.group)
+        recorded = self._recordings.get(self._group)
         if recorded is None or not recorded.launch():
-            self.eagerly()
+            self._eagerly()
 
 
 @dataclass
@@ -251,16 +251,7 @@ class UnitPlans:
         return {"forward": gathers(+1), "backward": gathers(-1)}
 
     def _gather(self, group: Group, backward: bool) -> GroupGather:
-        gathers = self._fsdp.all_gather_pipeline
-        parameter_groups = self._fsdp.param_and_grad_buffer.parameter_groups
-        params = [param for bucket in group for param in parameter_groups[bucket].params]
-        return GroupGather(
-            group,
-            [gathers.get_bucket_key(bucket, backward) for bucket in group],
-            gathers.bucket_status,
-            partial(gathers.all_gather_params, params, bwd=backward),
-            self._gathers,
-        )
+        return GroupGather(self._fsdp.all_gather_pipeline, group, backward, self._gathers)
 
     def _prefetched(self, unit: Unit, step: int) -> list[Group]:
         """The groups that megatron-core prefetches with ``unit``, in the order of forward (1) or of backward (-1).
