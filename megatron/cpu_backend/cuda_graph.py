@@ -20,7 +20,6 @@ class CUDAGraph:
 
     Attributes:
         replays: how often the graph was replayed since its capture.
-        pool_handle: the pool its memory belongs to; ``None`` before capture.
     """
 
     def __new__(cls, keep_graph: bool = False) -> CUDAGraph:

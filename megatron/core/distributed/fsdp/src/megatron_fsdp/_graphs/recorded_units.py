@@ -59,8 +59,6 @@ class RecordedUnits:
         self._params = frozenset(param for unit in units.values() for param in unit.params)
         self._reduced: dict[tuple[int, ...], torch.cuda.Event] = {}  # see ``GradReducePipeline.marked``
 
-    # ------------------------------------------------------------------------------------------------------- capture
-
     @contextmanager
     def capture(self) -> Iterator[None]:
         """Keep the model ready for warm-up and capture, and as it was afterwards, also after an exception.
@@ -144,10 +142,8 @@ class RecordedUnits:
 
     def _gradient_storages(self) -> GradientStorages | None:
         """The memory of the optimizer's gradients, if it can stay in that of the graph that is being recorded."""
-        if not self._holds_all_units or not torch.cuda.is_current_stream_capturing():
-            return None
-        storages: GradientStorages | None = self._fsdp.param_and_grad_buffer.gradient_storages()
-        return storages
+        holds = self._holds_all_units and torch.cuda.is_current_stream_capturing()
+        return self._fsdp.param_and_grad_buffer.gradient_storages() if holds else None
 
     def _note_addresses(self) -> None:
         self._note_weights()
@@ -175,14 +171,8 @@ class RecordedUnits:
                 yield f"the gradients {of}", main_grads.fetch_bucket(dtype=dtype).data
                 main_grads.free_bucket_storage()
 
-    # ------------------------------------------------------------------------------------------------------- replays
-
     def before_forward(self) -> None:
-        """Make sure that the double buffer is free, and where it was at capture.
-
-        Raises:
-            MovedBufferError: it is not.
-        """
+        """Make sure that the double buffer is free, and where it was at capture."""
         self.gather_between_instances()
         self._release()
         self._weights.check()
@@ -202,7 +192,6 @@ class RecordedUnits:
         """Make sure that the double buffers of parameters and gradients are free, and where they were at capture.
 
         Raises:
-            MovedBufferError: one is not.
             RuntimeError: a forward pass of the same units that ran eagerly is in this backward pass, too.
         """
         self._backward.begin(self._units, self)

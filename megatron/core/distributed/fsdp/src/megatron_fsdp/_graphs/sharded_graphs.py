@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from .capture_buckets import CaptureBuckets
 from .context import Context
 from .gradient_sink import UnitSink, has_gradient_hooks
-from .pipelines import prepared, prepared_for_evaluation, release_captured
+from .pipelines import CaptureBuckets, prepared, prepared_for_evaluation, release_captured
 from .recorded_units import RecordedUnits
 from .runners import Captured, Evaluated, Facts, Graphed, Planned
 from .unit import Unit
@@ -51,7 +50,7 @@ class ShardedGraphs:
         """Say why the whole model's passes cannot be graphs; empty if they can."""
         if self._fsdp.model_auto_sync:
             return "Megatron-FSDP synchronizes the model in every micro-batch"
-        units = list(self._context.units.values()) or [None]
+        units: list[Unit | None] = [*self._context.units.values()] or [None]
         return self._blocker(units, self._context.backward.trainable, _OF_PARAMETERS[:-1])
 
     def _blocker(

@@ -28,20 +28,23 @@ class GroupGather:
         gathers: The pipeline of all-gathers.
         group: The indices of the buckets.
         recordings: The recorded all-gathers there are, by group; none for buckets without fixed addresses.
+
+    Attributes:
+        keys: Those of the buckets in the pipeline, for this direction.
     """
 
     def __init__(self, gathers: Any, group: Group, backward: bool, recordings: Mapping[Group, RecordedGather]):
         params = [param for bucket in group for param in gathers.buffer.parameter_groups[bucket].params]
-        self._group, self._recordings = group, recordings
-        self._keys = [gathers.get_bucket_key(bucket, backward) for bucket in group]
+        self.group, self.recordings = group, recordings
+        self.keys = [gathers.get_bucket_key(bucket, backward) for bucket in group]
         self._status = gathers.bucket_status
         self._eagerly = partial(gathers.all_gather_params, params, bwd=backward)
 
     def launch(self) -> None:
         """Start the all-gather of those buckets that are not gathered yet."""
-        if all(self._status[key] not in TO_GATHER for key in self._keys):
+        if all(self._status[key] not in TO_GATHER for key in self.keys):
             return
-        recorded = self._recordings.get(self._group)
+        recorded = self.recordings.get(self.group)
         if recorded is None or not recorded.launch():
             self._eagerly()
 
@@ -77,11 +80,7 @@ class UnitPlan:
             gathers.wait_bucket_ready(bucket, backward)
 
     def claim(self) -> None:
-        """Get hold of the buckets that the backward graph writes to.
-
-        Raises:
-            MovedBufferError: a bucket cannot go where it was at capture.
-        """
+        """Get hold of the buckets that the backward graph writes to."""
         for reduction in self.claimed:
             reduction.claim()
 
