@@ -13,7 +13,7 @@ import pytest
 
 from megatron_fsdp_cuda_graphs import overlay
 from megatron_fsdp_cuda_graphs.patch_series import cli, contents
-from megatron_fsdp_cuda_graphs.patch_series.imports import WIDTH
+from megatron_fsdp_cuda_graphs.patch_series.narrow import WIDTH
 from megatron_fsdp_cuda_graphs.patch_series.series import SERIES
 from tests.support.patch_tests import TESTS
 
