@@ -169,7 +169,7 @@ class ShardedGraphs:
         for module in modules:
             runner = self._context.registry.graphed.pop(module, None)
             if isinstance(runner, Planned):
-                self._context.plans.forget(runner.plan.unit)
+                self._context.plans.forget(runner.plan.unit.buckets)
             if isinstance(runner, Graphed):
                 self._fsdp.param_and_grad_buffer.keep_weights(runner.facts.kept, False)
         self._fsdp.param_and_grad_buffer.leave_graphs()

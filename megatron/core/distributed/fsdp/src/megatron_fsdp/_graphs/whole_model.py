@@ -118,7 +118,7 @@ class WholeModel(RecordedUnits):
         self.clipping.reset()
         if self._context.registry.whole_model is self:
             self._context.registry.whole_model = None
-        self._context.plans.forget_gathers(self._outside)
+        self._context.plans.forget(self._outside)
         self._gathers = ()
 
 
