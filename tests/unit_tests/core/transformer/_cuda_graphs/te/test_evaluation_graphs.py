@@ -359,7 +359,7 @@ def test_the_memory_of_evaluation_is_freed_with_the_graphs(one_rank):
 
 def test_a_parameter_that_is_not_gathered_for_graphs_may_be_elsewhere_at_a_replay(one_rank):
     training = CapturedTraining(graphed(modules=("attn",)))
-    with mock.patch.object(training.fsdp.graphs, "read_by_graphs", lambda layer: layer.self_attention.parameters()):
+    with mock.patch.object(training.fsdp.graphs, "read_by_graphs", lambda layer: [*layer.self_attention.parameters()]):
         training.evaluate()
     layer = training.layers[1]
     parameters, gathered = layer.mlp.linear_fc2._parameters, []
