@@ -253,25 +253,14 @@ class FsdpHooks:
 
     @runs_outside_graphs
     @shown_in_profiles
-    def start_backward(
-        self,
-        module: torch.nn.Module | None,
-        grad: torch.Tensor | None = None,
-        *,
-        skip_backward_hook: bool = False,
-    ) -> None:
-        """Open the model's backward pass: no prefetch or release by forward hooks, all gradients still to come.
-
-        Args:
-            module: The module whose output gradient came first; not used.
-            grad: That gradient; not used.
-            skip_backward_hook: Whether the caller will close the pass itself.
-        """
+    def start_backward(self, module: torch.nn.Module, grad: torch.Tensor | None = None) -> None:
+        """Open the model's backward pass: no prefetch or release by forward hooks, all gradients still to come."""
         # A captured layer can hold all of the model's parameters (one layer on a pipeline stage, say); its backward
         # pass at capture is not one of the model. Where that is captured, the capture opens it.
         if self.registry.captured is None:
-            self.backward.start(caller_ends_it=skip_backward_hook)
+            self.backward.start()
 
+    @shown_in_profiles
     def start_backward_in_parts(self) -> None:
         """Open a backward pass that runs embedding, layers and output layer each by itself; the caller will close it.
 
@@ -279,7 +268,7 @@ class FsdpHooks:
         end of the pass: only then are they complete. A bucket that was reduced before would be written to while it
         is reduced, and reduced again.
         """
-        self.start_backward(None, skip_backward_hook=True)
+        self.backward.start(caller_ends_it=True)
         self.backward.phase = Phase.IN_PARTS
 
     def before_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
