@@ -151,11 +151,6 @@ class CUDAGraph:
         if self._recorder is not None:
             self._recorder.register(generator.state)
 
-    def debug_dump(self, debug_path: str, *, verbose: bool = True) -> None:
-        """Write the names of the graph's operators, one a line, to ``debug_path``, whatever ``verbose`` is."""
-        with open(debug_path, "w", encoding="utf-8") as file:
-            file.writelines(f"{name}\n" for name in self._captured().names)
-
     def _captured(self) -> Tape:
         if self._tape is None:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")

@@ -61,7 +61,6 @@ class Tape:
         self.memory = AddressBook(pool)
         self.overwritten = pool.overwrite_abandoned()
         self.steps: list[Step] = []
-        self.names: list[str] = []
         self.constants: list[torch.Tensor] = []
 
     def replay(self) -> None:
@@ -134,7 +133,6 @@ class Recorder(TorchDispatchMode):
         targets = [(i, self.tape.memory.alias(t, op.name)) for i, t in fresh]
         step = _make_step(func, self._bind(args, op), self._bind(kwargs, op), targets)
         self.tape.steps.append(_drawing_from(GeneratorState.active, step) if op.is_random else step)
-        self.tape.names.append(op.name)
         return out
 
     def _record_collective(self, func, op: Op, inputs: list[torch.Tensor], args: tuple, kwargs: dict) -> Any:
@@ -143,7 +141,6 @@ class Recorder(TorchDispatchMode):
         out = without_communication(func, args, kwargs)
         self._note_stream()
         self.tape.steps.append(make_collective_step(func, self._bind(args, op), self._bind(kwargs, op)))
-        self.tape.names.append(op.name)
         return out
 
     def _note_stream(self) -> None:
