@@ -188,7 +188,7 @@ measure: $(ENVIRONMENT)
 
 # The table of flags; a unit test says when it is out of date.
 docs: $(ENVIRONMENT)
-	$(PY) -m megatron_fsdp_cuda_graphs.compatibility > docs/compatibility.md
+	$(PY) -m tests.support.compatibility > docs/compatibility.md
 
 lint: $(ENVIRONMENT)
 	$(PY) -m ruff check $(CHECKED)

@@ -11,13 +11,13 @@ Commands:
 import importlib
 import sys
 
-# The module of each, whose ``main`` takes its arguments.
+# The module of each, and its function that takes the arguments.
 COMMANDS = {
-    "doctor": "doctor",
-    "plan": "launch_plan.plan",
-    "explain": "launch_plan.explain",
-    "upstream": "upstream_check.cli",
-    "patch-series": "patch_series.cli",
+    "doctor": ("doctor", "main"),
+    "plan": ("launch_plan.command", "plan"),
+    "explain": ("launch_plan.command", "explain"),
+    "upstream": ("upstream_check.cli", "main"),
+    "patch-series": ("patch_series.cli", "main"),
 }
 
 
@@ -29,7 +29,8 @@ def main(arguments: list[str]) -> int:
         usage = __doc__.replace("``", "").strip()
         print(usage if asked else f"no command {command!r}\n\n{usage}", file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
-    status: int = importlib.import_module(f".{COMMANDS[command]}", __package__).main(rest)
+    module, function = COMMANDS[command]
+    status: int = getattr(importlib.import_module(f".{module}", __package__), function)(rest)
     return status
 
 

@@ -1,29 +1,13 @@
-"""Puts this tree's files in front of megatron-core's modules of the same path.
+"""Puts this tree's files in front of megatron-core's modules of the same path: they replace, extend or add modules.
 
 torch calls ``activate`` at the end of ``import torch``, through its ``torch.backends`` entry-point group, and
 ``megatron.core`` and ``megatron.training`` import torch before anything else: so the patch is on before the first
-module that it changes is asked for, whichever of the two a program imports first. ``activate`` registers one finder
-on ``sys.meta_path`` and imports nothing. If this tree has ``a/b.py``, then ``megatron.a.b`` is
+module that it changes is asked for. ``activate`` registers one finder on ``sys.meta_path`` and imports nothing. What an
+extended module is, how the patch is turned off, and which versions are refused: CONTRIBUTING.md, "How the patch gets
+in front".
 
-- that file, where megatron-core has no such module (it is added) or the file does not call ``extend`` (it replaces
-  megatron-core's);
-- megatron-core's own file and then, in the same namespace, that file, where it calls ``extend``.
-
-An extended module is megatron-core's in every other respect: its ``__spec__`` and ``__file__`` are, and there is no
-second module object. So what anyone sets on it or deletes from it reaches the functions of both files, and the classes
-of both pickle under the public name. ``inspect`` takes the file of a class from its module; ``activate`` wraps
-``inspect.getfile`` so that classes of this tree's file are looked for there, and those that ``publish`` moved are
-looked for where they are defined.
-
-Every other import goes on as usual.
-
-Off: ``MEGATRON_FSDP_CUDA_GRAPHS=0`` in the environment leaves megatron-core as it is. With
-``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` torch calls no entry point at all; call ``activate`` before importing megatron.
-
-Refused: with the patch on, importing any part of a megatron-core whose version is not in ``TESTED_VERSIONS`` raises
-ImportError, an installed one and a Megatron-LM checkout alike; with ``MEGATRON_FSDP_CUDA_GRAPHS=untested`` it warns,
-and patches that version too. The version is read from the files that the import would take, not from package metadata,
-so a checkout ahead on ``sys.path`` is judged by its own version. ``import torch`` never raises for it.
+The version of megatron-core is read from the files that an import would take, not from package metadata, so a checkout
+ahead on ``sys.path`` is judged by its own. ``import torch`` never raises for it.
 """
 
 import ast
@@ -354,9 +338,8 @@ def upstream(name: str) -> Any:
 def extend(name: str, later: Mapping[str, str] | None = None) -> Any:
     """Return megatron-core's definitions in the module that a file of this tree extends.
 
-    Such a file has ``_upstream = extend(__name__)`` after its imports. When its first statement runs, every name of
-    megatron-core's is in its namespace already; ``_upstream.Name`` is megatron-core's ``Name`` also after the file
-    defines its own. What megatron-core's file itself used while it ran, such as a base class, stays its own.
+    Such a file has ``_upstream = extend(__name__)`` after its imports. ``_upstream.Name`` is megatron-core's ``Name``
+    also after the file defines its own.
 
     ``later`` has names of this tree's file that a later megatron-core has under another name, by which it may have
     something else. There ``_upstream.Name`` is what has that other name, and the file's definition takes its place.

@@ -16,7 +16,6 @@ that an autograd node remembers, memory that one graph of a pool reuses from ano
 """
 
 from .errors import CaptureError, StaleAddress
-from .install import install, installed, uninstall
-from .leave import leave
+from .install import install, installed, leave, uninstall
 
 __all__ = ["CaptureError", "StaleAddress", "install", "installed", "leave", "uninstall"]

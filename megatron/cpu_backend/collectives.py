@@ -16,7 +16,6 @@ from torch.utils._pytree import tree_flatten
 
 from . import capture_state
 from .patches import wrap
-from .replay_steps import Step
 
 # these make the host wait for the other ranks
 _WAITING = {"barrier", "monitored_barrier_"}
@@ -52,7 +51,7 @@ def install() -> None:
     wrap(Work, "wait", _wait, "gloo copies results when it is waited for: no work of the capture")
 
 
-def make_collective_step(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Step:
+def make_collective_step(func: torch._ops.OpOverload, args: tuple, kwargs: dict) -> Callable[[], None]:
     """Return a call that runs the collective and waits for it."""
     call = func._op
 

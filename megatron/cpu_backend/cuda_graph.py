@@ -20,7 +20,6 @@ class CUDAGraph:
 
     Attributes:
         replays: how often the graph was replayed since its capture.
-        pool_handle: the pool its memory belongs to; ``None`` before capture.
     """
 
     def __new__(cls, keep_graph: bool = False) -> CUDAGraph:
@@ -151,11 +150,6 @@ class CUDAGraph:
         self._generators.add(generator.state)
         if self._recorder is not None:
             self._recorder.register(generator.state)
-
-    def debug_dump(self, debug_path: str, *, verbose: bool = True) -> None:
-        """Write the names of the graph's operators, one a line, to ``debug_path``, whatever ``verbose`` is."""
-        with open(debug_path, "w", encoding="utf-8") as file:
-            file.writelines(f"{name}\n" for name in self._captured().names)
 
     def _captured(self) -> Tape:
         if self._tape is None:

@@ -40,29 +40,6 @@ class Device:
         return None
 
 
-class MemPool:
-    """``torch.cuda.MemPool``: a name for a pool of graph memory."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.id = pools.new_handle()
-        self.allocator = None
-
-    def use_count(self) -> int:
-        return 1
-
-    def snapshot(self) -> list:
-        return []
-
-
-@contextlib.contextmanager  # torch 2.15's compiler looks for the generator within
-def _use_mem_pool(pool: MemPool, device: Any = None):
-    yield
-
-
-def _nothing() -> list:
-    return []
-
-
 def install() -> None:
     """Answer torch.cuda's questions about the device and its memory."""
     cuda = torch.cuda
@@ -80,12 +57,9 @@ def install() -> None:
         "_exchange_device": lambda device: 0,
         "_maybe_exchange_device": lambda device: 0,
         "device": Device,
-        "device_of": Device,
         "get_device_name": lambda device=None: NAME,
         "get_device_capability": lambda device=None: (PROPERTIES.major, PROPERTIES.minor),
         "get_device_properties": lambda device=None: PROPERTIES,
-        "get_arch_list": _nothing,
-        "can_device_access_peer": lambda device, peer: True,
         "check_error": lambda result: None,
         "_sleep": lambda cycles: None,
         "utilization": lambda device=None: 0,
@@ -104,13 +78,9 @@ def install() -> None:
         "max_memory_reserved": lambda device=None: 0,
         "device_memory_used": lambda device=None: 0,
         "reset_peak_memory_stats": lambda device=None: None,
-        "reset_max_memory_allocated": lambda device=None: None,
         "memory_stats": pools.statistics,
         "memory_snapshot": pools.segments,
         "mem_get_info": lambda device=None: (PROPERTIES.total_memory, PROPERTIES.total_memory),
-        "set_per_process_memory_fraction": lambda fraction, device=None: None,
-        "MemPool": MemPool,
-        "use_mem_pool": _use_mem_pool,
     }.items():
         for owner in (cuda, cuda.memory):
             patch(owner, name, value, "no allocator of the device's own")

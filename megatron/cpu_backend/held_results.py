@@ -22,8 +22,8 @@ from torch.utils._pytree import tree_map_only
 from megatron_fsdp_cuda_graphs.collectives import WRITING
 
 from .patches import wrap
-from .poison import poison
-from .replay_steps import tensors_in
+from .pools import poison
+from .tape import tensors_in
 
 _unfinished_sends: defaultdict[tuple[str, int, int], list[dist.Work]] = defaultdict(list)
 

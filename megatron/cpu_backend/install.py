@@ -1,8 +1,12 @@
-"""Turns the backend on and off for this process."""
+"""Turns the backend on and off for this process, and ends it."""
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
+import threading
+from typing import NoReturn
 
 import torch
 
@@ -68,3 +72,21 @@ def uninstall() -> None:
     threads.uninstall()
     streams.set_stream(streams.default_stream())
     patches.undo_all()
+
+
+def leave(code: str | int | None = 0) -> NoReturn:
+    """End this process with ``code``, as ``sys.exit`` takes it: after its threads, exit functions and output.
+
+    The interpreter is not taken apart: gloo's threads live until then, and one that drops a tensor while Python
+    finalizes aborts the process ("terminate called without an active exception").
+    """
+    if isinstance(code, str):
+        print(code, file=sys.stderr)
+    status = code if isinstance(code, int) else int(code is not None)
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]  # joins the threads that are no daemons
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(status & 0xFF)

@@ -8,13 +8,12 @@ too late shows here too.
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import weakref
 from collections.abc import Callable
 
 import torch
-
-from .poison import poisoning
 
 PoolHandle = tuple[int, int]
 
@@ -22,6 +21,24 @@ _handles = itertools.count(1)
 _pools: weakref.WeakValueDictionary[PoolHandle, Pool] = weakref.WeakValueDictionary()
 _with_graphs: set[PoolHandle] = set()
 _statistics: collections.Counter[str] = collections.Counter()
+
+
+def poison(tensor: torch.Tensor) -> None:
+    """Fill ``tensor``, of any strides, which must not be read, with NaN, or with zero where its dtype has no NaN."""
+    if not (tensor.is_floating_point() or tensor.is_complex()):
+        tensor.zero_()
+    elif tensor.element_size() == 1:
+        tensor.view(torch.uint8).fill_(0x7F)  # NaN in every 8-bit float of torch
+    else:
+        tensor.fill_(float("nan"))
+
+
+def poisoning(raw: torch.Tensor, dtype: torch.dtype) -> Callable[[], object]:
+    """Return a call that poisons ``raw``, the bytes of a storage whose tensors are of ``dtype``."""
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return raw.zero_
+    whole = raw[: raw.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
+    return functools.partial(poison, whole)
 
 
 class Pool:

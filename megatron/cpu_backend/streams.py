@@ -82,10 +82,6 @@ class Event:
     def device(self) -> torch.device:
         return DEVICE
 
-    @property
-    def cuda_event(self) -> int:
-        return id(self)
-
 
 class Stream:
     """A stream of the one device. ``cuda_stream`` is 0 for the legacy default stream alone."""
@@ -164,13 +160,6 @@ class Stream:
         return f"<torch.cuda.Stream device={DEVICE} cuda_stream={self.cuda_stream:#x}>"
 
 
-class ExternalStream(Stream):
-    """A stream known by its handle."""
-
-    def __init__(self, stream_ptr: int, device: Any = None, **_: Any):
-        super().__init__(_handle=stream_ptr)
-
-
 _default = Stream(_handle=0)
 _thread = threading.local()
 
@@ -227,7 +216,6 @@ def install() -> None:
     for owner in (torch.cuda, torch.cuda.streams):
         patch(owner, "Stream", Stream, why)
         patch(owner, "Event", Event, why)
-        patch(owner, "ExternalStream", ExternalStream, why)
     for name, value in {
         "current_stream": current_stream,
         "default_stream": default_stream,

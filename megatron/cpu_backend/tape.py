@@ -7,11 +7,13 @@ bools: zero), as if nothing had run.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_flatten, tree_map_only
 
 from . import streams
 from .addresses import AddressBook
@@ -21,11 +23,34 @@ from .errors import NOT_PERMITTED, UNJOINED, CaptureError, cuda_error
 from .generators import GeneratorState
 from .host_memory import is_host, is_pinned, making_host_tensor, mark_host
 from .ops import Op, describe, waits_for_device
-from .poison import poisoning
-from .pools import Pool
-from .replay_steps import Step, make_step, tensors_in
+from .pools import Pool, poisoning
+
+Step = Callable[[], Any]
+# where a result goes: its place among the tensors that the operator returns, and the memory it had at capture
+Targets = list[tuple[int, torch.Tensor]]
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def tensors_in(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in ``tree``, in order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _make_step(func: torch._ops.OpOverload, args: tuple, kwargs: dict, targets: Targets) -> Step:
+    """Return a call that runs ``func`` on ``args`` and puts its new results into ``targets``."""
+    run = functools.partial(func._op, *args, **kwargs)
+    if not targets:
+        return run
+
+    def step() -> None:
+        results = tensors_in(run())
+        for place, target in targets:
+            target.copy_(results[place])
+
+    return step
 
 
 class Tape:
@@ -36,7 +61,6 @@ class Tape:
         self.memory = AddressBook(pool)
         self.overwritten = pool.overwrite_abandoned()
         self.steps: list[Step] = []
-        self.names: list[str] = []
         self.constants: list[torch.Tensor] = []
 
     def replay(self) -> None:
@@ -107,9 +131,8 @@ class Recorder(TorchDispatchMode):
         if op.writes_nothing or not (fresh or op.written):
             return out
         targets = [(i, self.tape.memory.alias(t, op.name)) for i, t in fresh]
-        step = make_step(func, self._bind(args, op), self._bind(kwargs, op), targets)
+        step = _make_step(func, self._bind(args, op), self._bind(kwargs, op), targets)
         self.tape.steps.append(_drawing_from(GeneratorState.active, step) if op.is_random else step)
-        self.tape.names.append(op.name)
         return out
 
     def _record_collective(self, func, op: Op, inputs: list[torch.Tensor], args: tuple, kwargs: dict) -> Any:
@@ -118,7 +141,6 @@ class Recorder(TorchDispatchMode):
         out = without_communication(func, args, kwargs)
         self._note_stream()
         self.tape.steps.append(make_collective_step(func, self._bind(args, op), self._bind(kwargs, op)))
-        self.tape.names.append(op.name)
         return out
 
     def _note_stream(self) -> None:

@@ -1,76 +1,52 @@
-"""What the commands ``plan`` and ``explain`` share: their arguments, the process in which they run, their ends."""
+"""The commands ``plan`` and ``explain``: their arguments, the process in which they run, their ends."""
 
 import argparse
+import importlib
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Any
 
 from .. import overlay
 from ..doctor import why_off
-
-if TYPE_CHECKING:
-    from .flags import Flags
+from .quiet import quietly
 
 
-def run(
-    name: str,
-    description: str,
-    arguments: Sequence[str],
-    lines: "Callable[[argparse.Namespace, list[str], Flags], Iterable[str]]",
-) -> int:
-    """Run a command: read its arguments and the flags of a training, and print what they are said to do.
+def plan(arguments: Sequence[str]) -> int:
+    """Print what flags of a training would capture and keep in memory.
 
     Args:
-        name: The command.
-        description: What it does.
-        arguments: Its own arguments, and flags as ``pretrain_gpt`` takes them.
-        lines: Says it, given the own arguments, the others, and the flags, which fit together.
+        arguments: Those of the command, and flags as ``pretrain_gpt`` takes them.
 
     Returns:
         The exit code: 0 if the flags fit together, 1 if not, 2 if nothing can be said.
     """
+    return _run("plan", "Say what flags would capture, without a GPU.", arguments)
+
+
+def explain(arguments: Sequence[str]) -> int:
+    """Print which parts of a model run in graphs, and what to change for the others; as ``plan``."""
+    return _run("explain", "Say which parts of a model flags would put in graphs.", arguments)
+
+
+def _run(name: str, description: str, arguments: Sequence[str]) -> int:
     try:
         own, given = _own_arguments(name, description, arguments)
-        _need_no_gpu()
+        command = _module_without_gpu(name)
         from .flags import read_flags
 
         flags = read_flags(given, own.world_size)
     except SystemExit as end:
         return int(end.code or 0)
     if flags.refused:
-        print("\n".join(verdict(flags)))
+        print("\n".join(flags.verdict()))
         return 1
     try:
-        said = list(lines(own, given, flags))
+        said = list(command.lines(own, given, flags))
     except Exception as error:
         return _not_built(error)
     print("\n".join(said))
     return 0
-
-
-def verdict(flags: "Flags") -> Iterator[str]:
-    """Yield lines that say whether flags fit together, and of what job they are."""
-    yield "The flags do not fit together:" if flags.refused else "The flags fit together."
-    yield from bulleted(flags.refused)
-    if flags.remarks:
-        yield from ("", "Remarks:", *bulleted(flags.remarks))
-    if flags.refused:
-        return
-    args = flags.args
-    sizes = {
-        "data": args.data_parallel_size,
-        "tensor": args.tensor_model_parallel_size,
-        "pipeline": args.pipeline_model_parallel_size,
-        "context": args.context_parallel_size,
-        "expert": args.expert_model_parallel_size,
-    }
-    yield f"Ranks: {args.world_size} (--world-size); parallel: {', '.join(f'{k} {v}' for k, v in sizes.items())}"
-
-
-def bulleted(texts: Sequence[str]) -> list[str]:
-    """Return ``texts`` as items of a list."""
-    return [f"- {text}" for text in texts]
 
 
 def _own_arguments(name: str, description: str, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
@@ -98,8 +74,10 @@ def _own_arguments(name: str, description: str, arguments: Sequence[str]) -> tup
     return own, flags
 
 
-def _need_no_gpu() -> None:
-    """Let code for GPUs run in this process as on a GPU of compute capability 9.0, whether there is one or not.
+def _module_without_gpu(name: str) -> Any:
+    """Return the module of a command, after code for GPUs runs in this process, whether there is a GPU or not.
+
+    It runs as on a GPU of compute capability 9.0.
 
     Raises:
         SystemExit: with 2, after saying what to do: the patch is off.
@@ -111,11 +89,10 @@ def _need_no_gpu() -> None:
         raise SystemExit(2)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     from ..cpu_backend.install import install
-    from .quiet import quietly
 
     install()
     with quietly():
-        from . import dry_stage  # noqa: F401
+        return importlib.import_module(f".{name}", __package__)
 
 
 def _not_built(error: Exception) -> int:

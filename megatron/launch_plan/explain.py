@@ -2,23 +2,15 @@
 
 import argparse
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from .command import run
+from .changes import to_graph, to_graph_all
+from .dry_stage import parts_of_stages, whole_model_blocker
+from .flags import Flags
 from .plan import captures_layers, other_graphs
 
-if TYPE_CHECKING:
-    from .flags import Flags
 
-
-def main(arguments: Sequence[str]) -> int:
-    """Print the parts; return the exit code, see ``command.run``."""
-    return run("explain", "Say which parts of a model flags would put in graphs.", arguments, _lines)
-
-
-def _lines(own: argparse.Namespace, given: list[str], flags: "Flags") -> Iterator[str]:
-    from .dry_stage import parts_of_stages
-
+def lines(own: argparse.Namespace, given: list[str], flags: Flags) -> Iterator[str]:
+    """Yield the parts of each pipeline stage; see ``command``."""
     args = flags.args
     if not captures_layers(args):
         yield other_graphs(args) or "There are no graphs to explain: --cuda-graph-impl is none; see plan."
@@ -35,11 +27,8 @@ def _lines(own: argparse.Namespace, given: list[str], flags: "Flags") -> Iterato
 
 
 def _remedy(module: str | None, given: Sequence[str], args: argparse.Namespace) -> str:
-    from . import changes
-    from .dry_stage import whole_model_blocker
-
     if module is not None:
-        change = changes.to_graph(module, given, args)
+        change = to_graph(module, given, args)
         return change.words if change is not None else "no change of flags is known that the checks accept"
-    change = changes.to_graph_all(given, args, whole_model_blocker)
+    change = to_graph_all(given, args, whole_model_blocker)
     return change.words if change is not None else f"not possible: {whole_model_blocker(args, whole_layers=True)}"

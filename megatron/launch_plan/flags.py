@@ -7,7 +7,7 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,6 +35,29 @@ class Flags:
     args: argparse.Namespace
     refused: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
+
+    def verdict(self) -> Iterator[str]:
+        """Yield lines that say whether the flags fit together, and of what job they are."""
+        yield "The flags do not fit together:" if self.refused else "The flags fit together."
+        yield from bulleted(self.refused)
+        if self.remarks:
+            yield from ("", "Remarks:", *bulleted(self.remarks))
+        if self.refused:
+            return
+        args = self.args
+        sizes = {
+            "data": args.data_parallel_size,
+            "tensor": args.tensor_model_parallel_size,
+            "pipeline": args.pipeline_model_parallel_size,
+            "context": args.context_parallel_size,
+            "expert": args.expert_model_parallel_size,
+        }
+        yield f"Ranks: {args.world_size} (--world-size); parallel: {', '.join(f'{k} {v}' for k, v in sizes.items())}"
+
+
+def bulleted(texts: Sequence[str]) -> list[str]:
+    """Return ``texts`` as items of a list."""
+    return [f"- {text}" for text in texts]
 
 
 def read_flags(arguments: Sequence[str], world_size: int | None) -> Flags:

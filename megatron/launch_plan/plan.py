@@ -4,13 +4,16 @@ import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from .command import bulleted, run, verdict
+from megatron.core.transformer._cuda_graphs.flags.own import WHOLE_MODEL, layers_per_graph
 
-if TYPE_CHECKING:
-    from .capture import Captured
-    from .flags import Flags
+from . import changes
+from .capture import Captured, captured_by
+from .dry_stage import blocker_elsewhere, dry_stage, fsdp_buffers, parts_of_stages, whole_model_blocker
+from .flags import Flags, bulleted, read_flags
+from .memory import KINDS, activation_bytes, distinct_bytes, fsdp_memory, rows_of_experts
+from .quiet import quietly
 
 SHOWN = 12  # graphs of a stage, unless all are asked for
 MIB = 2**20
@@ -20,13 +23,9 @@ NOT_COUNTED = (
 )
 
 
-def main(arguments: Sequence[str]) -> int:
-    """Print the plan; return the exit code, see ``command.run``."""
-    return run("plan", "Say what flags would capture, without a GPU.", arguments, _lines)
-
-
-def _lines(own: argparse.Namespace, given: list[str], flags: "Flags") -> Iterator[str]:
-    yield from verdict(flags)
+def lines(own: argparse.Namespace, given: list[str], flags: Flags) -> Iterator[str]:
+    """Yield the plan of each pipeline stage, and advice; see ``command``."""
+    yield from flags.verdict()
     yield from _stages(flags.args, own.every_graph)
     yield from ("", "Flags to add or drop:", *bulleted(list(_advice(given, flags.args)) or ["none"]))
 
@@ -44,11 +43,6 @@ def other_graphs(args: argparse.Namespace) -> str:
 
 
 def _stages(args: argparse.Namespace, every_graph: bool) -> Iterator[str]:
-    from .capture import captured_by
-    from .dry_stage import blocker_elsewhere, dry_stage, fsdp_buffers
-    from .memory import activation_bytes, distinct_bytes, fsdp_memory, rows_of_experts
-    from .quiet import quietly
-
     if not captures_layers(args):
         yield other_graphs(args) or f"No layer would be captured: --cuda-graph-impl is {args.cuda_graph_impl}."
         return
@@ -69,7 +63,7 @@ def _stages(args: argparse.Namespace, every_graph: bool) -> Iterator[str]:
     yield NOT_COUNTED
 
 
-def _graphs(captured: "Captured", every_graph: bool) -> Iterator[str]:
+def _graphs(captured: Captured, every_graph: bool) -> Iterator[str]:
     count = len(captured.graphs)
     if not count:
         yield f"  Nothing would be captured: {captured.why_nothing}."
@@ -83,8 +77,6 @@ def _graphs(captured: "Captured", every_graph: bool) -> Iterator[str]:
 
 
 def _memory(found: Counter[str], pool: int | None, room: Counter[str], args: argparse.Namespace) -> Iterator[str]:
-    from .memory import KINDS
-
     yield "  Memory of a rank, MiB:"
     yield from (f"    {found[kind] / MIB:10.1f}  {words}" for kind, words in KINDS.items() if found[kind])
     yield f"    {sum(found.values()) / MIB:10.1f}  in all"
@@ -106,19 +98,12 @@ def _memory(found: Counter[str], pool: int | None, room: Counter[str], args: arg
 
 def _advice(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
     """Yield changes of flags that put more into graphs, or into fewer."""
-    from megatron.core.transformer._cuda_graphs.flags.own import WHOLE_MODEL, layers_per_graph
-
-    from . import changes
-    from .dry_stage import whole_model_blocker
-    from .flags import read_flags
-
     if other_graphs(args):
         return
     if not captures_layers(args):
-        change = changes.Change("", [*changes.without(given, "--cuda-graph-impl"), *changes.PER_LAYER])
-        after = read_flags(change.arguments, args.world_size)
         yield f"{' '.join(changes.PER_LAYER)}: layers as graphs"
-        yield from after.refused
+        changed = [*changes.without(given, "--cuda-graph-impl"), *changes.PER_LAYER]
+        yield from read_flags(changed, args.world_size).refused
         return
     wanted: Any = args.cuda_graph_layers_per_graph
     blocker = whole_model_blocker(args)
@@ -142,9 +127,6 @@ def _advice(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
 
 def _parts_to_add(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
     """Yield what ``explain`` says of the parts of layers that run eagerly."""
-    from . import changes
-    from .dry_stage import parts_of_stages
-
     names: dict[str, str] = {}  # a part is in several stages; those of one layer have one change
     for part in chain.from_iterable(parts_of_stages(args)):
         if not part.graphed and part.module is not None:

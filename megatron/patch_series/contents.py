@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..overlay import ROOT, TESTED_VERSIONS, patched_modules, tree_file, version_in
 from ..upstream_check.sources import imported_from
-from .narrow import narrowed
+from .narrow import narrowed, with_sorted_imports
 from .series import SERIES, Patch
 from .source import Source, parsed
 from .splice import splice
@@ -76,6 +76,9 @@ class _Tree:
         self.texts: dict[str, str] = {}
         self._changed: dict[str, set[str]] = {}  # definitions, by extended module
         self._whole: set[str] = set()
+        known = {name: text for name, text in self.theirs.items() if text is not None}
+        ordered = with_sorted_imports(known)
+        self._have_sorted_imports = {name for name, text in known.items() if text == ordered[name]}
 
     def path(self, name: str) -> str:
         """Return where a module is, below the checkout."""
@@ -99,6 +102,9 @@ class _Tree:
                 text = self._partly(name)
                 if text != self.theirs[name]:
                     self.texts[name] = text
+        self.texts |= with_sorted_imports(
+            {name: text for name, text in self.texts.items() if name in self._have_sorted_imports}
+        )
 
     def _extends(self, name: str) -> bool:
         return self.theirs[name] is not None and "= extend(__name__" in self._ours[name]

@@ -1,21 +1,18 @@
-"""The imports of a file of megatron-core that has definitions of ours, in the order that isort gives them."""
+"""The imports of a file of megatron-core that has definitions of ours."""
 
 import ast
 import sys
 from collections.abc import Collection, Iterable
 from itertools import takewhile
+from typing import TypeGuard
 
 from .source import Source, bound, parsed, used_names
-
-WIDTH = 100  # of megatron-core's lines
-Line = tuple[int, int, str]  # where isort puts an import: section, `from` after `import` (0), module
-Names = dict[str, str]  # with each name in a module the one that it is bound to
 
 
 def with_imports(
     text: str, ours: Iterable[ast.stmt], used: Collection[str], moved: Collection[str], gone: Collection[str]
 ) -> str:
-    """Return ``text`` with the imports that definitions of ours need.
+    """Return ``text`` with the imports that definitions of ours need, beside those of the same packages.
 
     Args:
         text: A file of megatron-core with these definitions.
@@ -26,70 +23,43 @@ def with_imports(
     source, used_here = Source(text), used_names(parsed(text))
     needed = {*moved, *(set(used) & used_here - source.names.keys())}
     unused = set(moved) - used_here
-    wanted: dict[Line, Names] = {}
-    for node in (node for node in ours if isinstance(node, ast.Import | ast.ImportFrom)):
-        taken = [alias for alias in node.names if bound(ast.copy_location(_alone(node, alias), node)).keys() & needed]
-        for alias in taken:
-            wanted.setdefault(_line(node, alias), {})[alias.name] = alias.asname or alias.name
+    head = takewhile(lambda node: not isinstance(node, ast.ClassDef | ast.FunctionDef), source.body)
+    theirs = [node for node in head if _is_import(node)]
+    edits: list[tuple[int, int, list[str]]] = []  # the lines to replace, and by what
+    for node in theirs:
+        kept = [alias for alias in node.names if (alias.asname or alias.name) not in gone]
+        if len(kept) < len(node.names):
+            left = [ast.unparse(_statement(node, kept))] if kept else []
+            edits.append((node.lineno - 1, node.end_lineno or 0, left))
+    for node in filter(_is_import, ours):
+        taken = [alias for alias in node.names if bound(_statement(node, [alias])).keys() & needed]
+        if taken:
+            note = "  # noqa: F401" if unused & {alias.asname or alias.name for alias in taken} else ""
+            alike = [each for each in theirs if _origin(each) == _origin(node)]
+            before = [each for each in alike if _module(each) <= _module(node)]
+            below = max(before, key=_module).end_lineno or 0 if before else (alike or theirs)[0].lineno - 1
+            edits.append((below, below, [ast.unparse(_statement(node, taken)) + note]))
     lines = list(source.lines)
-    for node in reversed(_imports(text)):
-        line = _line(node, node.names[0])
-        names = _names(node)
-        kept = {name: own for name, own in names.items() if own not in gone}
-        kept |= wanted.pop(line, {}) if line[1] else {}
-        if kept != names:
-            lines[node.lineno - 1 : node.end_lineno] = _statement(line, kept, unused) if kept else []
-    for line, names in sorted(wanted.items()):
-        known = {_line(node, node.names[0]): node for node in _imports("\n".join(lines))}
-        same = {key: node for key, node in known.items() if key[0] == line[0]}
-        before = max((key for key in same or known if key < line), default=None)
-        statement = [*([] if same else [""]), *_statement(line, names, unused)]
-        at = known[before].end_lineno if before is not None else min((same or known).items())[1].lineno - 1
-        lines[at:at] = statement
+    for start, end, new in sorted(edits, reverse=True):
+        lines[start:end] = new
     return "".join(f"{each}\n" for each in lines)
 
 
-def _imports(text: str) -> list[ast.Import | ast.ImportFrom]:
-    """Return the imports in front of the first definition."""
-    body = takewhile(lambda node: not isinstance(node, ast.ClassDef | ast.FunctionDef), parsed(text).body)
-    return [node for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+def _is_import(node: ast.stmt) -> TypeGuard[ast.Import | ast.ImportFrom]:
+    return isinstance(node, ast.Import | ast.ImportFrom)
 
 
-def _alone(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> ast.stmt:
-    return ast.Import([alias]) if isinstance(node, ast.Import) else ast.ImportFrom(node.module, [alias], node.level)
+def _statement(node: ast.Import | ast.ImportFrom, names: list[ast.alias]) -> ast.stmt:
+    """Return the import of only some names of ``node``."""
+    new = ast.Import(names) if isinstance(node, ast.Import) else ast.ImportFrom(node.module, names, node.level)
+    return ast.copy_location(new, node)
 
 
-def _names(node: ast.Import | ast.ImportFrom) -> Names:
-    return {alias.name: alias.asname or alias.name for alias in node.names}
+def _module(node: ast.Import | ast.ImportFrom) -> str:
+    return node.names[0].name if isinstance(node, ast.Import) else "." * node.level + (node.module or "")
 
 
-def _line(node: ast.Import | ast.ImportFrom, alias: ast.alias) -> Line:
-    """Return where isort puts an import."""
-    if isinstance(node, ast.Import):
-        return _section(alias.name), 0, alias.name
-    if node.level:
-        return 4, 9 - node.level, "." * node.level + (node.module or "")
-    return _section(node.module or ""), 1, node.module or ""
-
-
-def _section(module: str) -> int:
-    top = module.partition(".")[0]
-    if top == "__future__":
-        return 0
-    return 1 if top in sys.stdlib_module_names else 3 if top == "megatron" else 2
-
-
-def _statement(line: Line, names: Names, unused: set[str]) -> list[str]:
-    _, is_from, module = line
-    if not is_from:
-        return [f"import {module}"]
-    parts = [name if name == own else f"{name} as {own}" for name, own in sorted(names.items(), key=_order)]
-    whole = f"from {module} import {', '.join(parts)}"
-    if unused & {*names.values()}:
-        whole += "  # noqa: F401"
-    return [whole] if len(whole) <= WIDTH else [f"from {module} import (", *(f"    {part}," for part in parts), ")"]
-
-
-def _order(item: tuple[str, str]) -> tuple[int, str]:
-    name = item[0]
-    return (0 if name.isupper() else 1 if name.lstrip("_")[:1].isupper() else 2), name
+def _origin(node: ast.Import | ast.ImportFrom) -> str:
+    """Return the outermost package that ``node`` imports from; a dot for the own one, empty for Python's."""
+    package, dot, _ = _module(node).partition(".")
+    return dot if not package else "" if package in sys.stdlib_module_names else package

@@ -1,4 +1,4 @@
-"""Lines as long as megatron-core's, which are shorter than this project's."""
+"""What ruff does to the files: lines as long as megatron-core's, which are shorter than ours, and imports in order."""
 
 import ast
 import io
@@ -13,9 +13,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from .imports import WIDTH
 from .source import is_text
 
+WIDTH = 100  # of megatron-core's lines
 # The beginning of a paragraph of a docstring: an item of a list, a documented name, a heading.
 ITEM = re.compile(r"[-*] |\d+\. |[\w*., `]+: |[A-Z]\w+:$")
 # A line that is a part of a string, and how it goes on.
@@ -28,11 +28,17 @@ def narrowed(texts: Mapping[str, str]) -> dict[str, str]:
     Raises:
         ValueError: ruff, which formats them, is not installed.
     """
-    formatted = _formatted(texts)
-    return _formatted({name: "".join(_wrapped(text)) for name, text in formatted.items()})
+    formatted = _by_ruff(texts, "format")
+    return _by_ruff({name: "".join(_wrapped(text)) for name, text in formatted.items()}, "format")
 
 
-def _formatted(texts: Mapping[str, str]) -> dict[str, str]:
+def with_sorted_imports(texts: Mapping[str, str]) -> dict[str, str]:
+    """Return files with their imports in the order that isort gives them, as most files of megatron-core have them."""
+    options = ("--config", "lint.isort.known-first-party = ['megatron']")
+    return _by_ruff(texts, "check", "--fix", "--exit-zero", "--select", "I", *options)
+
+
+def _by_ruff(texts: Mapping[str, str], *command: str) -> dict[str, str]:
     if find_spec("ruff") is None:
         raise ValueError("ruff is needed to format the patches with megatron-core's length of lines: pip install ruff")
     with tempfile.TemporaryDirectory() as folder:
@@ -40,7 +46,7 @@ def _formatted(texts: Mapping[str, str]) -> dict[str, str]:
         for name, file in files.items():
             file.write_text(texts[name])
         options = ("--isolated", "--quiet", "--line-length", str(WIDTH), "--target-version", "py312")
-        subprocess.run([sys.executable, "-m", "ruff", "format", *options, folder], check=True)
+        subprocess.run([sys.executable, "-m", "ruff", *command, *options, folder], check=True)
         return {name: file.read_text() for name, file in files.items()}
 
 

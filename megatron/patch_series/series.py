@@ -18,9 +18,6 @@ class Patch:
         folder: The series that it is in, a folder.
         changes: Of modules of megatron-core the definitions that it changes, ``f`` and ``Class.m``.
         roots: It also brings all that there is below these paths in ``megatron``, as far as it is not there yet.
-        tests: Files with tests of it, below ``tests/unit_tests``, and folders, of which those tests are meant that need
-            no more than there is.
-        which: Which of these tests, as pytest's ``-k``; empty for all.
     """
 
     folder: str
@@ -28,8 +25,6 @@ class Patch:
     why: str
     changes: dict[str, tuple[str, ...]] = field(default_factory=dict)
     roots: tuple[str, ...] = ()
-    tests: tuple[str, ...] = ()
-    which: str = ""
 
 
 FAULTS = (
@@ -40,8 +35,6 @@ FAULTS = (
         "models: a second model gathers its parameters to the buffers of the first, or replaces them by larger "
         "ones.",
         {f"{FSDP}.param_and_grad_buffer": ("FixedPoolAllocator.__init__", "MaxPoolAllocator.__init__")},
-        tests=("core/distributed/test_buffer_names.py",),
-        which="two_models",
     ),
     Patch(
         "1-faults",
@@ -50,7 +43,6 @@ FAULTS = (
         "stream waits for its end. The current stream, which runs ahead, then writes the next unit's gradients to "
         "that bucket.",
         {f"{FSDP}.param_and_grad_buffer": ("GradReducePipeline._enforce_double_buffer_limit",)},
-        tests=("core/distributed/test_grad_reduce_pipeline.py",),
     ),
     Patch(
         "1-faults",
@@ -68,8 +60,6 @@ FAULTS = (
             ),
             f"{FSDP}.megatron_fsdp": ("MegatronFSDP.attach_grad_to_optimizer_state",),
         },
-        tests=("core/distributed/test_unsharded_gradients.py",),
-        which="scaled or dtype",
     ),
     Patch(
         "1-faults",
@@ -83,8 +73,6 @@ FAULTS = (
                 for name in ("get_grad_stats_parallel_group", "_filter_grads_for_norm", "count_zeros")
             )
         },
-        tests=("core/distributed/test_counted_ranks.py",),
-        which="not norms_are",
     ),
     Patch(
         "1-faults",
@@ -96,7 +84,6 @@ FAULTS = (
                 f"DistributedOptimizer.{name}" for name in ("sharded_param_state_fsdp_dtensor", "load_state_dict")
             )
         },
-        tests=("core/optimizer/test_empty_shards.py",),
     ),
     Patch(
         "1-faults",
@@ -104,8 +91,6 @@ FAULTS = (
         "--finetune and --no-load-optim ended with a NotImplementedError if --bf16 or --fp16 was set: the optimizer's "
         "parameters were to be copied from the model's. They are what a checkpoint was read into.",
         {OPTIMIZER: ("DistributedOptimizer._copy_model_params_to_main_params",)},
-        tests=("core/optimizer/test_distrib_optimizer.py",),
-        which="taken_over or takes_over",
     ),
     Patch(
         "1-faults",
@@ -115,8 +100,6 @@ FAULTS = (
             "megatron.core.distributed.fsdp.mcore_fsdp_adapter": ("_get_dp_tp_mesh", "_get_hsdp_tp_mesh"),
             f"{FSDP}.param_and_grad_buffer": ("make_fsdp_dtensor",),
         },
-        tests=("core/distributed/test_mcore_fsdp_adapter.py",),
-        which="not megatron_cores",
     ),
     Patch(
         "1-faults",
@@ -131,7 +114,6 @@ FAULTS = (
             ),
             OPTIMIZER: ("DistributedOptimizer._param_name",),
         },
-        tests=("core/distributed/test_global_names.py",),
     ),
     Patch(
         "1-faults",
@@ -140,23 +122,18 @@ FAULTS = (
         "Their gradients were added up, and the sum, a plain tensor, took the place of the sharded gradient, where "
         "clipping ended with an error.",
         {"megatron.core.distributed.finalize_model_grads": ("_allreduce_embedding_grad",)},
-        tests=("core/distributed/test_finalize_model_grads.py",),
-        which="embedding",
     ),
     Patch(
         "1-faults",
         "Attention without TransformerEngine takes the sizes of multi-latent attention",
         "MultiLatentAttention gives sizes of keys and values that DotProductAttention did not take: a TypeError.",
         {"megatron.core.transformer.dot_product_attention": ("DotProductAttention.__init__",)},
-        tests=("core/transformer/test_dot_product_attention.py",),
     ),
     Patch(
         "1-faults",
         "Reruns draw the same random numbers from generators that CUDA graphs use",
         "A rerun started from the generators, which had gone on, and not from their states.",
         {"megatron.core.rerun_state_machine": ("RerunStateMachine._save_state", "RerunStateMachine._restore_state")},
-        tests=("core/test_rerun_state_machine.py",),
-        which="draws or runs_again",
     ),
     Patch(
         "1-faults",
@@ -164,7 +141,6 @@ FAULTS = (
         "Wheels have the compiled helper and not the Makefile: without a check the process ended although there "
         "was nothing to build.",
         {"megatron.core.datasets.utils": ("compile_helpers",)},
-        tests=("core/datasets/test_compile_helpers.py",),
     ),
 )
 
@@ -177,7 +153,6 @@ SERIES = (
         "make_graphed_callables with TransformerEngine's signature: hooks are taken away for capture, run around "
         "each pass and are restored; passes may be recorded in one graph. Nothing is captured with it yet.",
         roots=(f"{GRAPHS}engine/",),
-        tests=("core/transformer/_cuda_graphs/engine", "core/transformer/_cuda_graphs/test_hooks.py"),
     ),
     Patch(
         "3-fsdp",
@@ -185,16 +160,12 @@ SERIES = (
         "Its hooks are methods of one object, found by sentinels. Units whose passes are graphs have planned "
         "collectives; eager passes are what they were.",
         roots=("core/distributed/fsdp/",),
-        tests=tuple(
-            f"core/distributed/test_{name}.py" for name in ("fsdp_hooks", "gradient_storages", "sharded_parameters")
-        ),
     ),
     Patch(
         "4-layers",
         "Flags of CUDA graphs that do not fit are named before anything runs",
         "One table says of each flag what does not fit it and what to do. Training reads it with its arguments.",
         roots=(f"{GRAPHS}flags/", "training/arg"),
-        tests=(f"{GRAPHS}flags", "training/test_arguments.py"),
     ),
     Patch(
         "4-layers",
@@ -202,7 +173,6 @@ SERIES = (
         "All experts of a layer are computed at once, with offsets that stay on the device, so that a graph can hold "
         "them. Parameters keep their names and shapes.",
         roots=("core/transformer/moe/", "core/pipeline_parallel/", "core/token_bounds.py"),
-        tests=("core/transformer/moe",),
     ),
     Patch(
         "4-layers",
@@ -210,18 +180,12 @@ SERIES = (
         "Modes, hooks, parameters and the attributes that a forward pass reads are noted at capture. A layer calls its "
         "graphs if they are what they were, and runs eagerly if not.",
         roots=("core/transformer/module.py", "core/packed_seq_params.py"),
-        tests=(
-            "core/transformer/test_module.py",
-            *(f"{GRAPHS}test_{name}.py" for name in ("attribute_reads", "layer_graph", "packed_sequences")),
-            f"{GRAPHS}test_replay_conditions.py",
-        ),
     ),
     Patch(
         "4-layers",
         "A report on a capture: log, page, JSON",
         "It has the time and memory of each captured pass, and what runs eagerly.",
         roots=(f"{GRAPHS}report/",),
-        tests=(f"{GRAPHS}report",),
     ),
     Patch(
         "4-layers",
@@ -233,21 +197,12 @@ SERIES = (
             "core/transformer/multi_token_prediction.py",
             "core/transformer/transformer_config.py",
         ),
-        tests=(
-            f"{GRAPHS}te",
-            "core/models",
-            *(
-                f"core/transformer/test_{name}.py"
-                for name in ("module", "multi_token_prediction", "transformer_config")
-            ),
-        ),
     ),
     Patch(
         "5-local-graphs",
         "--cuda-graph-impl local by the same engine",
         "Layers run eagerly in the first step, which notes the order of passes; their graphs are captured in it.",
         roots=(GRAPHS, "core/transformer/"),
-        tests=("core/transformer/test_cuda_graphs.py", "core/transformer/_cuda_graphs/local"),
     ),
     Patch(
         "6-step",
@@ -255,6 +210,5 @@ SERIES = (
         "Batches, statistics and agreements that need no collective or no copy do without; the optimizer steps on "
         "local shards, and what it looks up in every step is looked up once.",
         roots=("core/", "training/"),
-        tests=("core/optimizer/test_local_shards.py", "core/test_host_agreement.py"),
     ),
 )

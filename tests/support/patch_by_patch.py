@@ -16,6 +16,7 @@ from megatron_fsdp_cuda_graphs.patch_series.contents import imports
 from megatron_fsdp_cuda_graphs.patch_series.series import SERIES, Patch
 
 from .eager_training import CASES
+from .patch_tests import TESTS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 # A pretraining, a model, and what all patches change: imported after each patch, in one process.
@@ -59,8 +60,9 @@ class Checkout:
 
     def test(self, patch: Patch) -> None:
         """Run the tests of ``patch``."""
-        which = " and ".join(filter(None, [patch.which and f"({patch.which})", WITHOUT]))
-        paths = [str(file) for path in patch.tests for file in self._tests_in(REPOSITORY / "tests/unit_tests" / path)]
+        tests, selected = TESTS[patch.title]
+        which = " and ".join(filter(None, [selected and f"({selected})", WITHOUT]))
+        paths = [str(file) for path in tests for file in self._tests_in(REPOSITORY / "tests/unit_tests" / path)]
         assert paths, patch
         self.python("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-m", "not long", *paths, "-k", which)
 

@@ -8,7 +8,7 @@ import pytest
 pytest.importorskip("megatron.core")
 
 from megatron.core.transformer._cuda_graphs.flags.table import TABLE, Row, Verdict
-from megatron_fsdp_cuda_graphs.compatibility import page
+from tests.support.compatibility import page
 
 COMMITTED = Path(__file__).parents[2] / "docs" / "compatibility.md"
 

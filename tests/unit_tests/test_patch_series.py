@@ -13,8 +13,9 @@ import pytest
 
 from megatron_fsdp_cuda_graphs import overlay
 from megatron_fsdp_cuda_graphs.patch_series import cli, contents
-from megatron_fsdp_cuda_graphs.patch_series.imports import WIDTH
+from megatron_fsdp_cuda_graphs.patch_series.narrow import WIDTH
 from megatron_fsdp_cuda_graphs.patch_series.series import SERIES
+from tests.support.patch_tests import TESTS
 
 INSTALLED = Path(overlay.find_core().origin).parents[2]
 
@@ -90,8 +91,9 @@ def test_faults_of_megatron_core_are_mended_before_anything_is_captured(patches)
 def test_every_patch_has_tests_that_are_there(patches):
     for patch, changed in patches:
         assert changed
-        assert patch.tests
-        assert all((Path(__file__).parent / path).exists() for path in patch.tests), patch.title
+        tests, _ = TESTS[patch.title]
+        assert tests
+        assert all((Path(__file__).parent / path).exists() for path in tests), patch.title
 
 
 def test_a_patch_imports_only_what_is_there(patches):

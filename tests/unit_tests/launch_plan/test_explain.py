@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_fsdp_cuda_graphs.launch_plan import explain
+from megatron_fsdp_cuda_graphs.launch_plan import command
 
 from .conftest import DENSE, EXPERTS, FSDP, SIZES, TRAINING
 
@@ -11,7 +11,7 @@ REST = "--num-layers 2 --world-size 2"
 
 def explained(capsys, arguments):
     """The exit code, and for each part its state, its reason and the change that graphs it."""
-    code = explain.main(arguments)
+    code = command.explain(arguments)
     parts: dict[str, tuple[str, str, str | None]] = {}
     name = ""
     for line in capsys.readouterr().out.splitlines():
@@ -127,21 +127,21 @@ def test_a_hybrid_model(capsys, flags):
 
 
 def test_flags_that_do_not_fit(capsys, flags):
-    code = explain.main(flags(DENSE, EXPERTS, REST))
+    code = command.explain(flags(DENSE, EXPERTS, REST))
     assert code == 1
     assert "- --num-experts with whole layers or moe in graphs" in capsys.readouterr().out
 
 
 def test_without_graphs(capsys, flags):
-    assert explain.main(flags(FSDP, SIZES, TRAINING, REST)) == 0
+    assert command.explain(flags(FSDP, SIZES, TRAINING, REST)) == 0
     assert "--cuda-graph-impl is none" in capsys.readouterr().out
 
 
 def test_it_asks_for_the_vocabulary_of_a_tokenizer(capsys, flags, without):
-    assert explain.main(without(flags(DENSE, REST), "--vocab-size")) == 2
+    assert command.explain(without(flags(DENSE, REST), "--vocab-size")) == 2
     assert "add --padded-vocab-size N" in capsys.readouterr().err
 
 
 def test_usage(capsys):
-    assert explain.main([]) == 2
+    assert command.explain([]) == 2
     assert "give the flags of a training" in capsys.readouterr().err

@@ -7,14 +7,14 @@ import pytest
 
 from megatron.core.transformer._cuda_graphs.te import graph_choice
 from megatron_fsdp_cuda_graphs import overlay
-from megatron_fsdp_cuda_graphs.launch_plan import explain, plan
+from megatron_fsdp_cuda_graphs.launch_plan import command
 
 from .conftest import DENSE, EXPERTS, FSDP, GRAPHS, SIZES, TRAINING
 
 
 def planned(capsys, arguments):
     """The exit code and the lines of a plan."""
-    code = plan.main(arguments)
+    code = command.plan(arguments)
     return code, capsys.readouterr().out.splitlines()
 
 
@@ -215,7 +215,7 @@ def test_parts_to_add_are_those_that_explain_names(capsys, flags):
     assert code == 0
     added = lines[lines.index("Flags to add or drop:") + 1 :]
     assert "- --cuda-graph-modules attn mlp: graphs then hold MLP of dense layers, with the norm before it" in added
-    assert explain.main(given) == 0
+    assert command.explain(given) == 0
     named = {line.partition("to graph it: ")[2] for line in capsys.readouterr().out.splitlines()}
     assert {line.removeprefix("- ").partition(":")[0] for line in added} == {
         words for words in named if words.startswith(("--cuda-graph-modules", "drop --cuda-graph-modules"))
@@ -254,7 +254,7 @@ def test_what_only_gpus_have_is_planned_without_one(capsys, flags, more):
 )
 def test_what_layers_or_optimizers_do_not_take(capsys, flags, more, said):
     """These end a job with local layers where it builds its model; sequence parallelism unless there is Apex."""
-    assert plan.main(flags(DENSE, "--num-layers 2 --transformer-impl local --world-size 2", more)) == 1
+    assert command.plan(flags(DENSE, "--num-layers 2 --transformer-impl local --world-size 2", more)) == 1
     out, err = capsys.readouterr()
     assert said in out + err
 
@@ -291,7 +291,7 @@ def test_virtual_pipeline_stages(capsys, flags, layers_per_graph, first):
 
 
 def test_where_another_stage_is_not_captured_as_a_whole_layers_are(capsys, flags, monkeypatch):
-    monkeypatch.setattr("megatron_fsdp_cuda_graphs.launch_plan.dry_stage.blocker_elsewhere", lambda args: "of another")
+    monkeypatch.setattr("megatron_fsdp_cuda_graphs.launch_plan.plan.blocker_elsewhere", lambda args: "of another")
     more = "--num-layers 4 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"
     _, lines = planned(capsys, flags(DENSE, more, "--world-size 2 --global-batch-size 4"))
     assert graphs(lines)[0] == "forward of layer 1"
@@ -335,10 +335,10 @@ def test_without_graphs_it_says_what_to_add(capsys, flags):
 
 def test_it_asks_for_the_vocabulary_of_a_tokenizer(capsys, flags, without):
     given = without(flags(DENSE, "--num-layers 2"), "--vocab-size")
-    assert plan.main(given) == 2
+    assert command.plan(given) == 2
     assert "add --padded-vocab-size N" in capsys.readouterr().err
-    assert plan.main([*given, "--padded-vocab-size", "128"]) == 0
-    assert plan.main([*without(given, "--cuda-graph-impl"), "--cuda-graph-impl", "none"]) == 0  # builds no model
+    assert command.plan([*given, "--padded-vocab-size", "128"]) == 0
+    assert command.plan([*without(given, "--cuda-graph-impl"), "--cuda-graph-impl", "none"]) == 0  # builds no model
 
 
 def test_it_says_which_graphs_it_does_not_know(capsys, flags):
@@ -380,14 +380,14 @@ def test_a_package_that_is_not_installed(capsys, flags, monkeypatch):
         raise ImportError("MambaSSM is not installed")
 
     monkeypatch.setattr(dry_stage, "_models", models)
-    assert plan.main(flags(DENSE, "--num-layers 2")) == 2
+    assert command.plan(flags(DENSE, "--num-layers 2")) == 2
     assert "MambaSSM is not installed" in capsys.readouterr().err
 
 
 def test_the_patch_is_off(capsys, flags, monkeypatch):
     monkeypatch.setattr(overlay, "is_active", lambda: False)
     monkeypatch.setenv(overlay.SWITCH, "0")
-    assert plan.main(flags(DENSE, "--num-layers 2")) == 2
+    assert command.plan(flags(DENSE, "--num-layers 2")) == 2
     assert f"{overlay.SWITCH}=0 turns the patch off" in capsys.readouterr().err
 
 
@@ -401,14 +401,14 @@ def test_the_patch_is_off(capsys, flags, monkeypatch):
     ],
 )
 def test_usage(capsys, arguments, said):
-    assert plan.main(arguments.split()) == 2
+    assert command.plan(arguments.split()) == 2
     error = capsys.readouterr().err
     assert said in error
     assert len(error.splitlines()) <= 2  # Megatron's usage has hundreds of lines
 
 
 def test_a_flag_that_is_missing(capsys):
-    assert plan.main(["--num-layers", "2"]) == 1
+    assert command.plan(["--num-layers", "2"]) == 1
     assert "- megatron-core: --micro-batch-size is required" in capsys.readouterr().out
 
 

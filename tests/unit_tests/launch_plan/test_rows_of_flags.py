@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.core.transformer._cuda_graphs.flags.table import MEGATRON_FSDP, TABLE, Verdict
-from megatron_fsdp_cuda_graphs.launch_plan import plan
+from megatron_fsdp_cuda_graphs.launch_plan import command
 from tests.unit_tests.training.test_flag_rows import EXAMPLES
 
 # Their examples name a file that is not there, or need a package that is not installed.
@@ -23,7 +23,7 @@ def held(lines: list[str], modules: bool) -> str:
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name not in NOT_PLANNED], ids=lambda row: row.name)
 def test_a_graph_holds_what_the_row_says(capsys, row):
     line = str(EXAMPLES[row.name])
-    code = plan.main(["--world-size", "4", *line.split()])
+    code = command.plan(["--world-size", "4", *line.split()])
     text = capsys.readouterr()
     assert code == 0, text.out + text.err
     assert held(text.out.splitlines(), "--cuda-graph-modules" in line) == row.holds

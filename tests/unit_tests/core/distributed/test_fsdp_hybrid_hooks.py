@@ -24,6 +24,6 @@ def test_units_that_are_reduced_in_two_levels_have_plans(hybrid_ranks, outer):
     fsdp = Variant(sharding=sharding).build().module
     assert fsdp.ddp_config.fsdp_double_buffer
     layers = list(fsdp.module.decoder.layers)
-    with fsdp.capture_graphs(layers):
-        assert all(fsdp.gradient_sinks(layers, whole=True))
-    assert fsdp.recorded_collectives() == 2 * len(layers)
+    with fsdp.graphs.capture_graphs(layers):
+        assert all(fsdp.graphs.gradient_sinks(layers, whole=True))
+    assert fsdp.graphs.recorded_collectives() == 2 * len(layers)

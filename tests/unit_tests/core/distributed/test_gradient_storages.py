@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.distributed.fsdp.src.megatron_fsdp.gradient_storages import GradientStorages
+from megatron.core.distributed.fsdp.src.megatron_fsdp.optimizer_gradients import GradientStorages
 
 SIZES = {"first": [3, 200], "second": [5]}
 
@@ -69,40 +69,40 @@ def test_memory_is_given_back_and_allocated_again_for_the_same_tensors(grads, st
     assert values(grads)[1] == [7.0] * 200
 
 
-def test_settled_memory_stays_until_it_leaves(grads, storages):
+def test_adopted_memory_stays_until_it_is_detached(grads, storages):
     full = sizes(grads)
     storages.free()
-    storages.leave_room()
+    storages.reserve()
     assert sizes(grads) == [0, 0, 0]
-    storages.settle()
-    settled = addresses(grads)
+    storages.adopt()
+    adopted = addresses(grads)
     storages.allocate()
     storages.free()
     assert sizes(grads) == full
-    assert addresses(grads) == settled
-    storages.leave()
+    assert addresses(grads) == adopted
+    storages.detach()
     assert sizes(grads) == [0, 0, 0]
 
 
-def test_a_second_capture_settles_anew(grads, storages):
+def test_a_second_capture_adopts_it_anew(grads, storages):
     storages.free()
     for _ in range(2):
-        storages.leave_room()
+        storages.reserve()
         assert sizes(grads) == [0, 0, 0]
-        storages.settle()
+        storages.adopt()
         assert 0 not in sizes(grads)
 
 
 def test_gradients_in_use_are_never_lost(grads, storages):
-    for change in (storages.leave_room, storages.settle, storages.leave):
+    for change in (storages.reserve, storages.adopt, storages.detach):
         change()
         assert values(grads) == [[3.0] * 3, [200.0] * 200, [5.0] * 5]
     storages.free()
     assert sizes(grads) == [0, 0, 0]
-    storages.settle()
+    storages.adopt()
     storages.allocate()
     fill(grads, 0, 1.0)
-    storages.leave()  # graphs are deleted between backward and the optimizer's step
+    storages.detach()  # graphs are deleted between backward and the optimizer's step
     assert values(grads)[0] == [1.0] * 3
     storages.free()
     assert sizes(grads) == [0, 0, 0]

@@ -21,7 +21,7 @@ def parts(tensor, *bounds):
 def test_neighbours_are_copied_as_one(planned_copies):
     source, to = torch.arange(12.0), torch.zeros(12, dtype=torch.bfloat16)
     bounds = (0, 4), (4, 4), (4, 7), (7, 12)
-    copies = planned_copies.PlannedCopies(zip(parts(to, *bounds), parts(source, *bounds), strict=True))
+    copies = planned_copies.PlannedCopies(zip(parts(to, *bounds), parts(source, *bounds), strict=True), ())
     assert copies.count == 1
     copies.run()
     assert torch.equal(to, source.bfloat16())
@@ -40,7 +40,7 @@ def test_what_lies_apart_is_copied_apart_and_gaps_are_left_alone(planned_copies,
     expected = to.clone()
     for (start, end), part in zip(tos, parts(source, *sources), strict=True):
         expected[start:end] = part
-    copies = planned_copies.PlannedCopies(zip(parts(to, *tos), parts(source, *sources), strict=True))
+    copies = planned_copies.PlannedCopies(zip(parts(to, *tos), parts(source, *sources), strict=True), ())
     assert copies.count == 2
     copies.run()
     assert torch.equal(to, expected)
@@ -48,7 +48,7 @@ def test_what_lies_apart_is_copied_apart_and_gaps_are_left_alone(planned_copies,
 
 def test_dtypes_are_kept_apart(planned_copies):
     source, single, half = torch.arange(8.0), torch.zeros(4), torch.zeros(4, dtype=torch.bfloat16)
-    copies = planned_copies.PlannedCopies([(single, source[:4]), (half, source[4:])])
+    copies = planned_copies.PlannedCopies([(single, source[:4]), (half, source[4:])], ())
     with mock.patch.object(torch, "_foreach_copy_", wraps=torch._foreach_copy_) as launch:
         copies.run()
     assert launch.call_count == 2

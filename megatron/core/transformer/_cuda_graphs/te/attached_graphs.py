@@ -130,4 +130,4 @@ def detach_graphs(chunks: Sequence[Chunk]) -> None:
                 layer.cuda_graphs = []
                 layer.cuda_graph_manual_hooks = []
         if chunk.fsdp is not None:
-            chunk.fsdp.forget_graphs(chunk.layers)
+            chunk.fsdp.graphs.forget_graphs(chunk.layers)

@@ -105,7 +105,7 @@ class CaptureSession:
             self.graphs.models = capture_whole_models(
                 models,
                 [
-                    chunk.fsdp.whole_model(partial(self.agreement.begin, name))
+                    chunk.fsdp.graphs.whole_model(partial(self.agreement.begin, name))
                     for chunk, name in zip(chunks, names, strict=True)
                 ],
                 order,
@@ -130,7 +130,7 @@ class CaptureSession:
         with outside_capture_mode(), preserve_rng(), preserve_buffers([decoder]):
             self.graphs.decoder = capture_decoder(
                 decoder,
-                chunk.fsdp.recorded_layers(layers, partial(self.agreement.begin, "the decoder")),
+                chunk.fsdp.graphs.recorded_layers(layers, partial(self.agreement.begin, "the decoder")),
                 inputs,
                 read,
                 num_warmup_iterations(self.stage.config, 1),
@@ -190,7 +190,7 @@ class CaptureSession:
         whole = not self.stage.config.cuda_graph_modules
         sinks: list[Any] = []
         for chunk, layers in zip(self.stage.chunks, self.graphs.layers_apart, strict=True):
-            sinks += chunk.fsdp.gradient_sinks(layers, whole)
+            sinks += chunk.fsdp.graphs.gradient_sinks(layers, whole)
         return sinks
 
     @contextmanager
@@ -201,7 +201,7 @@ class CaptureSession:
                     if self.stage.role.language:
                         _free_gradients(chunk.fsdp)
                     in_parts = self.stage.config.overlap_moe_expert_parallel_comm
-                    stack.enter_context(chunk.fsdp.capture_graphs(layers, keep_buckets=in_parts))
+                    stack.enter_context(chunk.fsdp.graphs.capture_graphs(layers, keep_buckets=in_parts))
             yield
 
 

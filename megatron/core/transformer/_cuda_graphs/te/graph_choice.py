@@ -140,8 +140,8 @@ _TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage, Chunk], object]], .
     (BOTH, "backward keeps autograd's graph", lambda s, c: s.config.cuda_graph_retain_backward_graph),
     (MODEL, "{} has hooks, which do not run in replays", lambda s, c: _hooked_beside_layers(c.model)),
     (DECODER, "{} has hooks, which do not run in replays", lambda s, c: _hooked_layer(decoder_layers(c.model))),
-    (MODEL, "{}", lambda s, c: c.fsdp.whole_model_blocker()),
-    (DECODER, "{}", lambda s, c: c.fsdp.recording_blocker(decoder_layers(c.model))),
+    (MODEL, "{}", lambda s, c: c.fsdp.graphs.whole_model_blocker()),
+    (DECODER, "{}", lambda s, c: c.fsdp.graphs.recording_blocker(decoder_layers(c.model))),
 )
 
 

@@ -379,7 +379,7 @@ class TECudaGraphHelper:
         """What the report says of the model beside the graphs of its layers."""
         wrappers = [chunk.fsdp for chunk in self.stage.chunks if chunk.fsdp is not None]
         return {
-            "collectives": sum(fsdp.recorded_collectives() for fsdp in wrappers),
+            "collectives": sum(fsdp.graphs.recorded_collectives() for fsdp in wrappers),
             "eager": list(eager_parts(self.stage, self._graphs, self.choice.refused)),
         }
 

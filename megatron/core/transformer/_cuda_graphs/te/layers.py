@@ -31,7 +31,7 @@ def fsdp_of(chunk: torch.nn.Module) -> Any | None:
     """Return the ``MegatronFSDP`` among the wrappers of a model chunk, or None."""
     module: Any = chunk
     while module is not None:
-        if hasattr(module, "capture_graphs"):
+        if hasattr(module, "fsdp_hooks"):
             return module
         module = getattr(module, "module", None)
     return None

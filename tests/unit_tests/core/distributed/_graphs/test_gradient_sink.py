@@ -14,8 +14,8 @@ def fsdp(ranks):
 def taken(fsdp, *, whole=True, unused=()):
     """The names of the parameters of the first layer whose gradients its sink takes in a capture."""
     layer = fsdp.module.decoder.layers[0]
-    with fsdp.capture_graphs([layer]):
-        (sink,) = fsdp.gradient_sinks([layer], whole)
+    with fsdp.graphs.capture_graphs([layer]):
+        (sink,) = fsdp.graphs.gradient_sinks([layer], whole)
         fsdp.fsdp_hooks.unshard_for_backward(layer)
         names, params = zip(*layer.named_parameters(), strict=True)
         grads = [
@@ -39,7 +39,7 @@ FC1 = "mlp.linear_fc1.weight"
 
 def test_gradients_are_taken_in_a_capture_only(fsdp):
     with pytest.raises(RuntimeError, match="call it in capture_graphs"):
-        fsdp.gradient_sinks(fsdp.module.decoder.layers, whole=True)
+        fsdp.graphs.gradient_sinks(fsdp.module.decoder.layers, whole=True)
 
 
 def test_a_sink_takes_every_gradient(fsdp):
@@ -64,9 +64,9 @@ def test_gradients_that_are_completed_elsewhere_are_left_to_autograd(fsdp, mark)
 def test_layers_with_such_gradients_are_not_recorded_with_their_collectives(fsdp, mark, reason):
     layers = list(fsdp.module.decoder.layers)
     fsdp._replace_param_with_raw_if_needed()
-    assert fsdp.recording_blocker(layers) == ""
+    assert fsdp.graphs.recording_blocker(layers) == ""
     setattr(layers[1].get_parameter(FC1), mark, True)
-    assert fsdp.recording_blocker(layers) == reason.format(f"decoder.layers.1.{FC1}")
+    assert fsdp.graphs.recording_blocker(layers) == reason.format(f"decoder.layers.1.{FC1}")
 
 
 @pytest.mark.parametrize("whole", [True, False])

@@ -21,7 +21,7 @@ def fsdp(ranks):
     fsdp = Variant(small(layers=3)).build(graphs=True).module
     layers = list(fsdp.module.decoder.layers)
     hooks = fsdp.fsdp_hooks
-    with fsdp.capture_graphs(layers):
+    with fsdp.graphs.capture_graphs(layers):
         for layer in layers:
             hooks.unshard_for_forward(layer)
             hooks.release_after_forward(layer)

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs import runners
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import prepared, release_all
-from megatron.core.distributed.fsdp.src.megatron_fsdp.gradient_storages import GradientStorages
+from megatron.core.distributed.fsdp.src.megatron_fsdp.optimizer_gradients import GradientStorages
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 
 from ..captured_training import WARMED_UP, captured, graphed, in_use
@@ -122,20 +122,20 @@ def test_a_layer_that_was_gathered_before_a_replay_counts_as_released(ranks):
 @pytest.mark.parametrize("mtp", [None, 1])
 def test_the_optimizers_gradients_stay_among_the_activations_of_one_graph_of_all_units(ranks, mtp):
     case = small(layers=4, layers_per_graph=0, warmup=WARMED_UP, mtp=mtp)
-    methods = [mock.patch.object(GradientStorages, name) for name in ("leave_room", "settle", "leave")]
-    with methods[0] as leave_room, methods[1] as settle, methods[2] as leave, captured(case) as training:
-        assert (leave_room.call_count, settle.call_count) == ((0, 0) if mtp else (1, 1))
-        assert not leave.called
-        training.fsdp.forget_graphs(training.layers)
-        assert leave.called
+    methods = [mock.patch.object(GradientStorages, name) for name in ("reserve", "adopt", "detach")]
+    with methods[0] as reserve, methods[1] as adopt, methods[2] as detach, captured(case) as training:
+        assert (reserve.call_count, adopt.call_count) == ((0, 0) if mtp else (1, 1))
+        assert not detach.called
+        training.fsdp.graphs.forget_graphs(training.layers)
+        assert detach.called
 
 
 def test_after_a_failed_capture_the_optimizers_gradients_stay_in_no_pool(ranks):
     with captured(small(layers=4, layers_per_graph=0, warmup=WARMED_UP)) as training:
         with (
-            mock.patch.object(GradientStorages, "leave") as leave,
+            mock.patch.object(GradientStorages, "detach") as detach,
             pytest.raises(ZeroDivisionError),
             prepared(training.fsdp),
         ):
             raise ZeroDivisionError
-        assert leave.called
+        assert detach.called

@@ -28,8 +28,8 @@ def has_sinks(variant):
     """Whether graphs of its layers take gradients, and have plans."""
     fsdp = variant.build().module
     layers = layers_of(fsdp)
-    with fsdp.capture_graphs(layers):
-        sinks = fsdp.gradient_sinks(layers, whole=True)
+    with fsdp.graphs.capture_graphs(layers):
+        sinks = fsdp.graphs.gradient_sinks(layers, whole=True)
     has = all(sink is not None for sink in sinks)
     assert has or sinks == [None] * len(layers)
     runners = [fsdp.fsdp_hooks.registry.graphed[layer] for layer in layers]
@@ -77,7 +77,7 @@ def test_no_collective_is_recorded_where_nccl_may_not_mix_it_with_others(ranks, 
 
 def capture(fsdp, layers):
     """Make plans for ``layers``; nothing is recorded of the layers themselves."""
-    with fsdp.capture_graphs(layers):
+    with fsdp.graphs.capture_graphs(layers):
         pass
 
 
@@ -130,7 +130,7 @@ def test_forgotten_units_leave_no_recorded_collective(ranks):
     with mock.patch.object(RecordedWork, "__init__", noting):
         capture(fsdp, layers)
     assert len(made) == 2 * len(layers)  # an all-gather and a reduction for each
-    fsdp.forget_graphs(layers[1:2])
+    fsdp.graphs.forget_graphs(layers[1:2])
     with pytest.raises(RuntimeError, match="without a preceding successful capture"):
         made[2]._graph.replay()
     assert [
@@ -141,12 +141,12 @@ def test_forgotten_units_leave_no_recorded_collective(ranks):
         True,
     ]
     assert len(fsdp.grad_reduce_pipeline.recorded) == 2
-    fsdp.forget_graphs(layers)
+    fsdp.graphs.forget_graphs(layers)
     for work in made:
         assert work._graph.op_count == 0
     assert fsdp.grad_reduce_pipeline.recorded == {}
     assert fsdp.fsdp_hooks.registry.graphed == {}
-    assert fsdp.recorded_collectives() == 0
+    assert fsdp.graphs.recorded_collectives() == 0
 
 
 def freeze_first_parameters(model):
@@ -163,7 +163,7 @@ def test_a_forgotten_unit_whose_first_bucket_is_frozen_is_reduced_eagerly(ranks)
     ]
     capture(fsdp, layers_of(fsdp))
     assert len(fsdp.grad_reduce_pipeline.recorded) == 3
-    fsdp.forget_graphs(layers_of(fsdp))
+    fsdp.graphs.forget_graphs(layers_of(fsdp))
     assert fsdp.grad_reduce_pipeline.recorded == {}
 
 
@@ -171,7 +171,7 @@ def test_a_unit_whose_neighbour_was_forgotten_prefetches_it_eagerly(ranks):
     fsdp = Variant(small(layers=3)).build(graphs=True).module
     layers = layers_of(fsdp)
     capture(fsdp, layers)
-    fsdp.forget_graphs(layers[1:2])
+    fsdp.graphs.forget_graphs(layers[1:2])
     layers[0].replaying = "training"
     fsdp.start_param_sync()
     pipeline = fsdp.all_gather_pipeline

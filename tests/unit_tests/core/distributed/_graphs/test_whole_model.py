@@ -325,16 +325,16 @@ def test_after_a_failed_capture_no_backward_pass_is_open(ranks):
 
 def test_a_model_that_is_synchronized_in_every_micro_batch_is_not_captured_whole(ranks):
     with captured(graphed(MODEL)) as training:
-        assert training.fsdp.whole_model_blocker() == ""
+        assert training.fsdp.graphs.whole_model_blocker() == ""
         with mock.patch.object(training.fsdp, "model_auto_sync", True):
-            assert "in every micro-batch" in training.fsdp.whole_model_blocker()
+            assert "in every micro-batch" in training.fsdp.graphs.whole_model_blocker()
 
 
 def test_a_model_with_delayed_weight_gradients_is_not_captured_whole(ranks):
     with captured(graphed(MODEL)) as training:
         _, params = outside(training.fsdp)
         with mock.patch.object(params[0], "skip_backward_post_hook", True, create=True):
-            assert "is delayed" in training.fsdp.whole_model_blocker()
+            assert "is delayed" in training.fsdp.graphs.whole_model_blocker()
 
 
 def with_hook(model):

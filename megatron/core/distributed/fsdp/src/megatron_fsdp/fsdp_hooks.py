@@ -55,19 +55,16 @@ class FsdpHooks:
         fsdp: The wrapper whose pipelines and buffers the hooks drive.
         context: What the hooks share with captures and graphs.
         registry: Decides how a pass of a module is run.
-        module_names: The name of each module in the model, for profiles.
-        trainable: All parameters that require a gradient; an ordered set, whose hashes are known.
         before_evaluation: Called once with the arguments of the model, and forgotten, before the next forward pass in
             evaluation.
     """
 
     def __init__(self, fsdp: torch.nn.Module):
         self.fsdp = fsdp
-        self.module_names: dict[torch.nn.Module, str] = {}
-        self.trainable: dict[torch.nn.Parameter, None] = {}
         self.registry = Registry(lambda module: Eager(self.context, module))
         self.gradients = Gradients(fsdp, self.registry)
-        self.backward = BackwardPass(fsdp, self.gradients, self.registry, self.module_names, self.trainable)
+        self.backward = BackwardPass(fsdp, self.gradients, self.registry)
+        self.module_names = self.backward.module_names  # for profiles
         self.context = Context(fsdp, self.registry, self.gradients, self.backward, UnitPlans(fsdp))
         self.before_evaluation: list[Callable[[tuple, dict[str, Any]], object]] = []
         self._outside_layers: frozenset[torch.nn.Parameter] = frozenset()
@@ -108,9 +105,10 @@ class FsdpHooks:
         self._register_root(root, last)
         groups = fsdp.param_and_grad_buffer.parameter_groups
         self._has_float8_params = any(is_float8tensor(param) for group in groups for param in group.params)
-        self.trainable |= dict.fromkeys(param for group in groups if group.requires_grad for param in group.params)
+        trainable = dict.fromkeys(param for group in groups if group.requires_grad for param in group.params)
+        self.backward.trainable.update(trainable)
         layers = [module for module in self.module_names if isinstance(module, LAYERS)]
-        self._outside_layers = frozenset(self.trainable).difference(*(layer.parameters() for layer in layers))
+        self._outside_layers = frozenset(trainable).difference(*(layer.parameters() for layer in layers))
 
     def _register_forward_unshard(self, module):
         if self.fsdp.data_parallel_sharding_strategy == "no_shard":
@@ -255,25 +253,14 @@ class FsdpHooks:
 
     @runs_outside_graphs
     @shown_in_profiles
-    def start_backward(
-        self,
-        module: torch.nn.Module | None,
-        grad: torch.Tensor | None = None,
-        *,
-        skip_backward_hook: bool = False,
-    ) -> None:
-        """Open the model's backward pass: no prefetch or release by forward hooks, all gradients still to come.
-
-        Args:
-            module: The module whose output gradient came first; not used.
-            grad: That gradient; not used.
-            skip_backward_hook: Whether the caller will close the pass itself.
-        """
+    def start_backward(self, module: torch.nn.Module, grad: torch.Tensor | None = None) -> None:
+        """Open the model's backward pass: no prefetch or release by forward hooks, all gradients still to come."""
         # A captured layer can hold all of the model's parameters (one layer on a pipeline stage, say); its backward
         # pass at capture is not one of the model. Where that is captured, the capture opens it.
         if self.registry.captured is None:
-            self.backward.start(caller_ends_it=skip_backward_hook)
+            self.backward.start()
 
+    @shown_in_profiles
     def start_backward_in_parts(self) -> None:
         """Open a backward pass that runs embedding, layers and output layer each by itself; the caller will close it.
 
@@ -281,7 +268,7 @@ class FsdpHooks:
         end of the pass: only then are they complete. A bucket that was reduced before would be written to while it
         is reduced, and reduced again.
         """
-        self.start_backward(None, skip_backward_hook=True)
+        self.backward.start(caller_ends_it=True)
         self.backward.phase = Phase.IN_PARTS
 
     def before_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -1,18 +1,14 @@
 """``MegatronFSDP`` whose hooks are named methods of one object, and which supports per-layer CUDA graphs."""
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
-from ._graphs.blockers import layers_blocker, model_blocker
 from ._graphs.gradients import Progress
-from ._graphs.recorded_units import RecordedUnits
-from ._graphs.sessions import capture_evaluation, capture_layers, forget, gradient_sink, params_of
-from ._graphs.whole_model import EvaluatedModel, WholeModel
+from ._graphs.sharded_graphs import ShardedGraphs
 from .around_backward import RunAfterBackward as RegisterFSDPBackwardFunction  # noqa: F401, for those who import it
 from .fsdp_hooks import FsdpHooks
 from .parameter_swap import ParameterSwap
@@ -25,9 +21,13 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     """megatron-core's ``MegatronFSDP`` with the hooks of ``fsdp_hooks.FsdpHooks``.
 
     Its arguments, methods and behaviour are megatron-core's.
+
+    Attributes:
+        graphs: What is captured of the model.
     """
 
     fsdp_hooks: FsdpHooks
+    graphs: ShardedGraphs
     is_param_fsdp_distributed: bool
     _parameter_swap: ParameterSwap | None = None
     _exchanged: frozenset[bool] = frozenset()  # directions in which megatron-core has exchanged all parameters
@@ -39,6 +39,7 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         self.grad_acc_hooks: dict = {}
         self.fsdp_hooks = hooks = FsdpHooks(self)
         hooks.register(root_module)
+        self.graphs = ShardedGraphs(hooks.context, hooks.unshard_for_backward, hooks.release_after_backward)
         for module in root_module.modules():
             _upstream.setup_delayed_wgrad_acc_hook(module, hooks.gradients.handle)
         # Schedules that run a layer in parts call these by name.
@@ -153,33 +154,9 @@ class MegatronFSDP(_upstream.MegatronFSDP):
             optimizers = dict(self.param_and_grad_buffer.optimizer_named_parameters)
             self._parameter_swap = ParameterSwap(self.module, self.raw_param, optimizers)
 
-    def capture_graphs(
-        self, modules: Iterable[torch.nn.Module], keep_buckets: bool = False
-    ) -> AbstractContextManager[None]:
-        """Return the context in which CUDA graphs of ``modules`` are captured; see ``capture_layers``."""
-        return capture_layers(self.fsdp_hooks.context, modules, keep_buckets)
-
-    def gradient_sinks(self, modules: Iterable[torch.nn.Module], whole: bool) -> list[Any]:
-        """Return for each of ``modules`` what takes its gradients in its backward graph; None for autograd.
-
-        Args:
-            modules: Those that are captured, in the context of ``capture_graphs``.
-            whole: Whether their graphs hold all that they compute.
-
-        Raises:
-            RuntimeError: outside of that context.
-        """
-        hooks = self.fsdp_hooks
-        around = hooks.unshard_for_backward, hooks.release_after_backward
-        return [gradient_sink(hooks.context, module, whole, *around) for module in modules]
-
     def around_part(self, module: torch.nn.Module) -> Callable[..., Any] | None:
         """Return what replays ``module`` for a schedule that does not call it; see ``FsdpHooks``."""
         return self.fsdp_hooks.around_part(module)
-
-    def capture_evaluation_graphs(self, modules: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
-        """Return the context in which graphs for evaluation are captured; see ``capture_evaluation``."""
-        return capture_evaluation(self.fsdp_hooks.context, modules)
 
     def expect_evaluation(self, prepare: Callable[[tuple, dict[str, Any]], object]) -> None:
         """Call ``prepare`` once, before the next forward pass of the model in evaluation mode and without grad.
@@ -187,42 +164,3 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         It gets the positional arguments and the keyword arguments of the pass.
         """
         self.fsdp_hooks.before_evaluation.append(prepare)
-
-    def read_by_graphs(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """Return the parameters of ``module`` that are gathered for its graphs."""
-        return params_of(self.fsdp_hooks.context, module)
-
-    def recording_blocker(self, modules: Iterable[torch.nn.Module]) -> str:
-        """Say why the passes of ``modules`` cannot be recorded with their collectives; empty if they can."""
-        return layers_blocker(self.fsdp_hooks.context, modules)
-
-    def recorded_layers(self, layers: Iterable[torch.nn.Module], begin: Callable[[str], object]) -> RecordedUnits:
-        """Return the owner of two graphs that hold the passes of consecutive ``layers``, in the order of forward.
-
-        In the graphs no other unit is prefetched, and outside of them none of these: under the double buffer
-        megatron-core prefetches units for units only. ``begin`` is that of ``RecordedUnits``, also below.
-        """
-        context = self.fsdp_hooks.context
-        units = {layer: context.units[layer] for layer in layers}
-        return RecordedUnits(context, units, begin, context.plans.to_gather(units))
-
-    def recorded_collectives(self) -> int:
-        """Return how many graphs hold all-gathers or reductions alone, beside those of layers."""
-        return self.fsdp_hooks.context.plans.recorded_collectives()
-
-    def whole_model_blocker(self) -> str:
-        """Say why the whole model's passes cannot be graphs; empty if they can."""
-        return model_blocker(self.fsdp_hooks.context, self.fsdp_hooks.trainable)
-
-    def whole_model(self, begin: Callable[[str], object]) -> WholeModel:
-        """Return the owner of graphs of the whole model's passes."""
-        return WholeModel(self.fsdp_hooks.context, begin)
-
-    def evaluated_model(self, begin: Callable[[str], object]) -> EvaluatedModel:
-        """Return the owner of a graph of the whole model's forward pass in evaluation; training has graphs, too."""
-        return EvaluatedModel(self.fsdp_hooks.context, self.graphs_of_model, begin)
-
-    def forget_graphs(self, modules: Iterable[torch.nn.Module]) -> None:
-        """Note that ``modules`` no longer run as CUDA graphs."""
-        forget(self.fsdp_hooks.context, modules)
-        self.param_and_grad_buffer.leave_graphs()

@@ -1,14 +1,18 @@
-"""The gradients that the optimizer reads, planned once."""
+"""The gradients that the optimizer reads, planned once, and memory for those of another dtype than main gradients."""
 
+from collections import defaultdict
+from collections.abc import Hashable, Iterable
 from operator import attrgetter, is_
 from typing import Any
 
 import torch
 
-from .gradient_storages import GradientStorages
-from .planned_copies import Placement, PlannedCopies
+from .planned_copies import PlannedCopies
 
 _LOCAL = attrgetter("_local_tensor")
+# In elements: torch's allocator starts each tensor at a multiple of 512 bytes, and kernels that load several elements
+# at once take another path for tensors that start elsewhere.
+_ALIGNMENT = 128
 
 
 def gradient_name(decoupled: bool) -> str:
@@ -51,15 +55,15 @@ class OptimizerGradients:
         self.storages = GradientStorages([] if in_place else [(bucket, grad) for bucket, grad, _ in cast])
         self._grads = [grad for _, grad in self._attached]
         self._locals = [grad._local_tensor for grad in self._grads]
-        self._casts = PlannedCopies((grad._local_tensor.view(-1), shard) for _, grad, shard in cast)
-        self._placement = Placement(dict.fromkeys(buffers))
+        pairs = ((grad._local_tensor.view(-1), shard) for _, grad, shard in cast)
+        self._casts = PlannedCopies(pairs, dict.fromkeys(buffers))
         self._are_attached = True
 
     def unmoved(self, buffer: Any) -> bool:
         """Whether parameters, main gradients and the views of them are those that were kept."""
         return (
             self._params is buffer.optimizer_named_parameters
-            and self._placement.unchanged()
+            and self._casts.placement.unchanged()
             and all(map(is_, map(_LOCAL, self._grads), self._locals))
         )
 
@@ -81,3 +85,77 @@ class OptimizerGradients:
         for param, _ in self._attached:
             setattr(param, self._name, None)
         self.storages.free()
+
+
+class GradientStorages:
+    """The storages of gradients, whose memory comes and goes while the tensors stay the same objects.
+
+    The memory may also stay for good among the activations of CUDA graphs, all of which are dead when the optimizer
+    runs: ``reserve`` is called before the graph is recorded that allocates them, ``adopt`` when the graph has been
+    recorded that frees them, both within the capture. They do nothing while the memory is in use.
+    """
+
+    def __init__(self, grads: Iterable[tuple[Hashable, Any]]):
+        """Move the local tensors of gradients to shared storages.
+
+        Args:
+            grads: For each gradient, a ``DTensor``, the bucket it comes from; those of a bucket share a storage.
+        """
+        together: dict[Any, list[Any]] = defaultdict(list)
+        for bucket, grad in grads:
+            together[bucket, grad._local_tensor.dtype].append(grad)
+        self._storages = [_share(alike) for alike in together.values()]
+        self._in_use = True
+        self._adopted = False
+
+    def allocate(self) -> None:
+        """Use the memory; what is in it is undefined if it was not in use."""
+        self._in_use = True
+        self._allocate()
+
+    def free(self) -> None:
+        """Use the memory no longer, and give it back unless a pool has adopted it."""
+        self._in_use = False
+        if not self._adopted:
+            self._free()
+
+    def reserve(self) -> None:
+        """Let the pool of the graph that is being recorded hold free blocks of the sizes of the storages."""
+        self.detach()
+        if not self._in_use:
+            self._allocate()
+            self._free()
+
+    def adopt(self) -> None:
+        """Let the memory be that of the pool of the graph that is being recorded."""
+        if not self._in_use:
+            self._free()
+            self._allocate()
+            self._adopted = True
+
+    def detach(self) -> None:
+        """Be no longer a part of the pool that has adopted the memory."""
+        self._adopted = False
+        if not self._in_use:
+            self._free()
+
+    def _allocate(self) -> None:
+        for storage, size in self._storages:
+            if storage.nbytes() != size:
+                storage.resize_(size)
+
+    def _free(self) -> None:
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+
+def _share(grads: list[Any]) -> tuple[torch.UntypedStorage, int]:
+    """Move the local tensors of ``grads``, of one dtype, to one storage; return it and its size in bytes."""
+    first = grads[0]._local_tensor
+    sizes = [-(-grad._local_tensor.numel() // _ALIGNMENT) * _ALIGNMENT for grad in grads]
+    flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
+    for grad, part in zip(grads, flat.split(sizes), strict=True):
+        old = grad._local_tensor
+        grad._local_tensor = part[: old.numel()].view(old.shape).copy_(old)
+    storage = flat.untyped_storage()
+    return storage, storage.nbytes()

@@ -5,19 +5,19 @@ double buffer, gradients that accumulate in place are scaled once, recorded redu
 released are not released again, and the copies around the optimizer's step are planned once.
 """
 
+import weakref
 from collections.abc import Collection
 from contextlib import nullcontext
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron_fsdp_cuda_graphs.overlay import extend
 
-from .buffer_names import name_of_own_buffers
-from .gradient_storages import GradientStorages
-from .optimizer_gradients import OptimizerGradients
+from .optimizer_gradients import GradientStorages, OptimizerGradients
+from .planned_copies import PlannedCopies, copies_of_weights
 from .unsharded_gradients import UnshardedGradients
-from .weight_copies import WeightCopies
 
 _upstream: Any = extend(__name__)
 
@@ -25,6 +25,27 @@ _upstream: Any = extend(__name__)
 if TYPE_CHECKING:  # megatron-core's names
 
     def __getattr__(name: str) -> Any: ...
+
+
+_allocators = count()
+
+
+def name_of_own_buffers(allocator: object, name: str) -> str:
+    """Return a name for the fixed buffers of ``allocator`` alone, which are freed when it goes.
+
+    megatron-core keeps them in a dictionary of the process, by ``name``, which is the same for all models: a second
+    model would gather its parameters to the buffers of the first, or replace them by larger ones.
+    """
+    own = f"{name}_of_allocator_{next(_allocators)}"
+    weakref.finalize(allocator, _free_buffers, f"{own}_").atexit = False
+    return own
+
+
+def _free_buffers(prefix: str) -> None:
+    buffers = _upstream.get_global_memory_buffer().buffer
+    for key in list(buffers):  # another allocator may end meanwhile
+        if key[0].startswith(prefix):
+            buffers.pop(key, None)
 
 
 class FixedPoolAllocator(_upstream.FixedPoolAllocator):
@@ -102,7 +123,7 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
     gathered_between_instances = False
     _gradients_in_place = False
     _gradients: OptimizerGradients | None = None
-    _weight_copies: WeightCopies | None = None
+    _weight_copies: PlannedCopies | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -131,9 +152,9 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
     def keep_weights(self, buckets: frozenset[int], keep: bool) -> None:
         """Let the gathered weights of ``buckets`` stay in place when they are released, or come and go again.
 
-        Not with a double buffer, whose memory stays in place in any case.
+        There are none with a double buffer, whose memory stays in place in any case.
         """
-        for allocator in (self.weight_alloc, self.transpose_weight_alloc):
+        for allocator in (self.weight_alloc, self.transpose_weight_alloc) if buckets else ():
             allocator.kept = allocator.kept | buckets if keep else allocator.kept - buckets
 
     def gradient_storages(self) -> GradientStorages | None:
@@ -148,7 +169,7 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
         """Keep the memory for the optimizer's gradients out of graphs' pools: these graphs are no more."""
         storages = self.gradient_storages()
         if storages is not None:
-            storages.leave()
+            storages.detach()
 
     def zero_grad(self) -> None:
         """Zero the main gradients; see megatron-core.
@@ -162,9 +183,9 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
     def copy_main_weights_to_model_weights(self) -> None:
         """Copy the optimizer's weights to the model's, quantized where these are; see megatron-core."""
         self.gathered_between_instances = False
-        if self._weight_copies is None and WeightCopies.plannable(self):
-            self._weight_copies = WeightCopies(self)
-        if self._weight_copies is not None and self._weight_copies.unmoved():
+        if self._weight_copies is None:
+            self._weight_copies = copies_of_weights(self)
+        if self._weight_copies is not None and self._weight_copies.placement.unchanged():
             self._weight_copies.run()
             return
         self._weight_copies = None

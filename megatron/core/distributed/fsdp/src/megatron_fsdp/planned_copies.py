@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from .mixed_precision import is_float8tensor
+
 _DATA, _ADDRESS = attrgetter("data"), methodcaller("data_ptr")
 
 
@@ -15,17 +17,17 @@ class PlannedCopies:
 
     Neighbours in memory, among the sources as among the destinations, are copied as one.
 
+    Args:
+        pairs: Destination and source of each copy, contiguous 1-D views of equal length, any dtypes; empty ones are
+            left out.
+        buffers: The ``DataParallelBuffer``s that the tensors are parts of.
+
     Attributes:
         count: How many tensors are copied, neighbours counted as one.
+        placement: Where ``buffers`` had their data when the copies were planned.
     """
 
-    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]):
-        """Plan the copies.
-
-        Args:
-            pairs: Destination and source of each copy, contiguous 1-D views of equal length, any dtypes; empty ones are
-                left out.
-        """
+    def __init__(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], buffers: Iterable[Any]):
         self._calls: dict[Any, tuple[list[torch.Tensor], list[torch.Tensor]]] = defaultdict(lambda: ([], []))
         for to, source in pairs:
             if not to.numel():
@@ -37,6 +39,7 @@ class PlannedCopies:
                 tos.append(to)
                 sources.append(source)
         self.count = sum(len(tos) for tos, _ in self._calls.values())
+        self.placement = Placement(buffers)
 
     @torch.no_grad()
     def run(self) -> None:
@@ -48,8 +51,7 @@ class PlannedCopies:
 class Placement:
     """Where buffers of Megatron-FSDP (``DataParallelBuffer``) keep their data, to notice that it was replaced."""
 
-    def __init__(self, buffers: Iterable[Any]):
-        """Note where each of ``buffers`` has its data now."""
+    def __init__(self, buffers: Iterable[Any] = ()):
         self._buffers: list[Any] = []
         self._data: list[torch.Tensor] = []
         self._addresses: list[int] = []
@@ -66,6 +68,31 @@ class Placement:
         """Whether all the data is where it was."""
         held = map(_DATA, self._buffers)
         return all(map(is_, held, self._data)) and [*map(_ADDRESS, self._data)] == self._addresses
+
+
+def copies_of_weights(buffer: Any) -> PlannedCopies | None:
+    """Plan the copies of the optimizer's weights to the shards of the model's weights, after a step of the optimizer.
+
+    Args:
+        buffer: The ``ParamAndGradBuffer`` that holds both.
+
+    Returns:
+        None if weights are quantized, or written to parameters, and not only copied between buffers.
+    """
+    pairs, buffers = [], []
+    for group in buffer.parameter_groups:
+        main, model = group.main_weight_buffer, group.model_weight_buffer
+        if main is None:
+            continue
+        if model is None or group.transpose_weight_buffer is not None or any(map(is_float8tensor, group.params)):
+            return None
+        buffers += [main, model]
+        only_shard = main.is_data_distributed or model.is_data_distributed
+        for item in map(main.param_idx.__getitem__, group.params):
+            # .data: the copy must not count as a change of the parameters that are views of the buffer
+            to = model.get_item(item, only_shard=only_shard).data
+            pairs.append((to, main.get_item(item, only_shard=only_shard)))
+    return PlannedCopies(pairs, buffers)
 
 
 def _precedes(first: torch.Tensor, second: torch.Tensor) -> bool:

@@ -171,7 +171,7 @@ def test_while_a_layer_is_captured_for_evaluation_no_other_is_gathered(one_rank,
     for layer in training.layers[1:]:
         fsdp.all_gather_and_wait_parameters_ready(list(layer.parameters()), prefetch=False)
     assert gathered(training) == [1, 2]
-    with fsdp.capture_evaluation_graphs(training.layers[:1]):
+    with fsdp.graphs.capture_evaluation_graphs(training.layers[:1]):
         assert gathered(training) == []
         fsdp.fsdp_hooks.unshard_for_forward(training.layers[0])  # prefetches the next layer
         assert gathered(training) == [0]
@@ -359,7 +359,7 @@ def test_the_memory_of_evaluation_is_freed_with_the_graphs(one_rank):
 
 def test_a_parameter_that_is_not_gathered_for_graphs_may_be_elsewhere_at_a_replay(one_rank):
     training = CapturedTraining(graphed(modules=("attn",)))
-    with mock.patch.object(training.fsdp, "read_by_graphs", lambda layer: layer.self_attention.parameters()):
+    with mock.patch.object(training.fsdp.graphs, "read_by_graphs", lambda layer: [*layer.self_attention.parameters()]):
         training.evaluate()
     layer = training.layers[1]
     parameters, gathered = layer.mlp.linear_fc2._parameters, []

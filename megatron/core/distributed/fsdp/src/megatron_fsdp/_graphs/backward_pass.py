@@ -2,7 +2,7 @@
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Any
 
@@ -27,26 +27,18 @@ class Phase(Enum):
 class BackwardPass:
     """The backward pass of one ``MegatronFSDP``.
 
-    Args:
-        module_names: The names of all modules, filled while hooks are registered.
-        trainable: All parameters that require a gradient, likewise.
-
     Attributes:
+        module_names: The name of each module in the model, for profiles; filled while hooks are registered.
+        trainable: All parameters that require a gradient, likewise; an ordered set, whose hashes are known.
         runners: Those of modules whose backward pass has begun in it; what was replayed as a whole has its owner here.
         takers: Who takes the complete gradients of parameters; others are handled at once.
         collected: Parameters whose gradient a runner has taken and not handled yet.
     """
 
-    def __init__(
-        self,
-        fsdp: Any,
-        gradients: Gradients,
-        registry: Registry,
-        module_names: Mapping[torch.nn.Module, str],
-        trainable: Iterable[torch.nn.Parameter],
-    ):
+    def __init__(self, fsdp: Any, gradients: Gradients, registry: Registry):
         self._fsdp, self._gradients, self._registry = fsdp, gradients, registry
-        self.module_names, self._trainable = module_names, trainable
+        self.module_names: dict[torch.nn.Module, str] = {}
+        self.trainable: dict[torch.nn.Parameter, None] = {}
         self._shards_params = fsdp.data_parallel_sharding_strategy == "optim_grads_params"
         self.phase = Phase.CLOSED
         self.runners: dict[torch.nn.Module, Any] = {}
@@ -110,7 +102,7 @@ class BackwardPass:
             for bucket, group in enumerate(self._fsdp.param_and_grad_buffer.parameter_groups):
                 if group.fsdp_unit_id is not None:
                     gathers.bucket_can_be_released[gathers.get_bucket_key(bucket, bwd=False)] = True
-        self._gradients.expect(self._trainable)
+        self._gradients.expect(self.trainable)
         if self._registry.whole_model is not None:
             self._registry.whole_model.gather_first_unit("backward")  # as ranks do that replay this pass
 
@@ -139,7 +131,7 @@ class BackwardPass:
         """Close it: handle the remaining parameters, and finish the reductions."""
         fsdp = self._fsdp
         self.end_of_modules()  # what was collected is still awaited
-        if self.phase in (Phase.EXPECTS_GRADIENTS, Phase.IN_PARTS) and self._gradients.handle_rest(self._trainable):
+        if self.phase in (Phase.EXPECTS_GRADIENTS, Phase.IN_PARTS) and self._gradients.handle_rest(self.trainable):
             fsdp.grad_reduce_pipeline.reset()
         if fsdp.dist_index.use_hybrid_fsdp:
             self._gradients.reduce_between_instances()

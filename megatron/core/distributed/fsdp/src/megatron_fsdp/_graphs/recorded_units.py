@@ -1,18 +1,22 @@
 """FSDP units whose passes are recorded in one graph for each direction, with their collectives inside it."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
-from ..gradient_storages import GradientStorages
+from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
+from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
+
+from ..optimizer_gradients import GradientStorages
+from ..planned_copies import Placement
 from ..training_state import TrainingState
-from .bucket_places import BucketPlaces
 from .context import Context
 from .pipelines import drop_collectives, prepared, settle, take_back_unlaunched
 from .recorded_collectives import TO_GATHER
 from .runners import Recorded
-from .unit import Direction, Unit
+from .unit import ADVICE, Direction, Unit
 from .unit_plan import UnitPlan
 
 
@@ -54,8 +58,6 @@ class RecordedUnits:
         self._weights, self._grads = BucketPlaces("gather parameters to"), BucketPlaces("write gradients to")
         self._params = frozenset(param for unit in units.values() for param in unit.params)
         self._reduced: dict[tuple[int, ...], torch.cuda.Event] = {}  # see ``GradReducePipeline.marked``
-
-    # ------------------------------------------------------------------------------------------------------- capture
 
     @contextmanager
     def capture(self) -> Iterator[None]:
@@ -118,7 +120,7 @@ class RecordedUnits:
             for stream in others:
                 stream.wait_stream(current)
             if phase == "forward" and storages is not None:
-                storages.leave_room()
+                storages.reserve()
             if self._fsdp.dist_index.use_hybrid_fsdp and torch.cuda.is_current_stream_capturing():
                 reductions.marked = self._reduced
                 gathers.recording = phase == "forward" and self._fsdp.dist_index.hsdp_outer_dp_shard
@@ -130,7 +132,7 @@ class RecordedUnits:
             for stream in others:
                 current.wait_stream(stream)
             if phase == "backward" and storages is not None:
-                storages.settle()
+                storages.adopt()
         except BaseException:
             recorded = torch.cuda.is_current_stream_capturing()  # such collectives never run
             drop_collectives(self._fsdp, finished=not recorded)
@@ -140,10 +142,8 @@ class RecordedUnits:
 
     def _gradient_storages(self) -> GradientStorages | None:
         """The memory of the optimizer's gradients, if it can stay in that of the graph that is being recorded."""
-        if not self._holds_all_units or not torch.cuda.is_current_stream_capturing():
-            return None
-        storages: GradientStorages | None = self._fsdp.param_and_grad_buffer.gradient_storages()
-        return storages
+        holds = self._holds_all_units and torch.cuda.is_current_stream_capturing()
+        return self._fsdp.param_and_grad_buffer.gradient_storages() if holds else None
 
     def _note_addresses(self) -> None:
         self._note_weights()
@@ -171,14 +171,8 @@ class RecordedUnits:
                 yield f"the gradients {of}", main_grads.fetch_bucket(dtype=dtype).data
                 main_grads.free_bucket_storage()
 
-    # ------------------------------------------------------------------------------------------------------- replays
-
     def before_forward(self) -> None:
-        """Make sure that the double buffer is free, and where it was at capture.
-
-        Raises:
-            MovedBufferError: it is not.
-        """
+        """Make sure that the double buffer is free, and where it was at capture."""
         self.gather_between_instances()
         self._release()
         self._weights.check()
@@ -198,7 +192,6 @@ class RecordedUnits:
         """Make sure that the double buffers of parameters and gradients are free, and where they were at capture.
 
         Raises:
-            MovedBufferError: one is not.
             RuntimeError: a forward pass of the same units that ran eagerly is in this backward pass, too.
         """
         self._backward.begin(self._units, self)
@@ -227,3 +220,67 @@ class RecordedUnits:
         for bucket in self._buckets:
             if gathers.bucket_status[bucket, False] not in TO_GATHER:  # somebody gathered it meanwhile
                 gathers.release_bucket(bucket, False)
+
+
+class BucketPlaces:
+    """The places of buckets that graphs use while none of them is in use.
+
+    Args:
+        use: What the graphs do there, for errors: ``write gradients to``.
+    """
+
+    def __init__(self, use: str):
+        self._use = use
+        self._buffers: dict[int, tuple[Any, torch.dtype | None]] = {}  # by address
+        self._fixed: dict[int, Hashable] | None = {}  # by address the memory's name; None if some has none
+        # Allocators, which may put a bucket elsewhere while others are in use, and how many places each has.
+        self._pools: dict[Any, int] = {}
+        self._undivided: Placement | None = None  # buffers whose buckets are parts of their own data
+
+    def note(self, buffer: Any, dtype: torch.dtype | None = None) -> None:
+        """Note where ``buffer`` puts a bucket of ``dtype`` (its own if None) now."""
+        address = _address_in(buffer, dtype)
+        if address in self._buffers:
+            return
+        self._buffers[address] = buffer, dtype
+        if not buffer.is_data_distributed and dtype in (None, buffer.dtype):
+            self._undivided = self._undivided or Placement(())
+            self._undivided.add(buffer)
+            return
+        named = get_global_memory_buffer().buffer.items()
+        name = next((name for name, memory in named if memory.data_ptr() == address), None)
+        allocator = buffer.temporary_bucket_allocator
+        if name is None or not hasattr(allocator, "idle_buffer"):
+            self._fixed = None
+        elif self._fixed is not None:
+            self._fixed[address] = name
+            self._pools[allocator] = len(allocator.idle_buffer) + len(allocator.using_buffer)
+
+    def check(self) -> None:
+        """Make sure that buckets still go where they went. None of them is in use, before and after.
+
+        Raises:
+            MovedBufferError: one does not.
+        """
+        if self._nothing_moved():
+            return
+        for address, (buffer, dtype) in self._buffers.items():
+            now = _address_in(buffer, dtype)
+            if now != address:
+                raise MovedBufferError(f"CUDA graphs {self._use} {address:#x}; now it would be {now:#x}. {ADVICE}")
+
+    def _nothing_moved(self) -> bool:
+        """Whether all memory is where it was, and all of it idle: then every bucket goes where it went."""
+        if self._fixed is None or (self._undivided is not None and not self._undivided.unchanged()):
+            return False
+        if [len(pool.idle_buffer) for pool in self._pools] != [*self._pools.values()]:
+            return False
+        memory = get_global_memory_buffer().buffer
+        return [memory[name].data_ptr() for name in self._fixed.values() if name in memory] == [*self._fixed]
+
+
+def _address_in(buffer: Any, dtype: torch.dtype | None) -> int:
+    """Where ``buffer`` would put a bucket now."""
+    address: int = buffer.fetch_bucket(dtype=dtype).data.data_ptr()
+    buffer.free_bucket_storage()
+    return address

@@ -20,8 +20,8 @@ from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
 from ..mixed_precision import fp8_create_transpose_cache, fp8_discard_transpose_cache
 from ..param_and_grad_buffer import PrefetchOrder
 from ..training_state import TrainingState
-from .capture_buckets import CaptureBuckets
 from .context import Context
+from .pipelines import CaptureBuckets
 from .unit import ADVICE, Direction, Unit
 from .unit_plan import UnitPlan
 
@@ -199,11 +199,7 @@ class Graphed(Eager):
         guards[direction] = AddressGuard(lambda: params, lambda i: f"{names[params[i]]} (in {direction})", ADVICE)
 
     def before_backward(self) -> None:
-        """Gather parameters, and get hold of the main gradients that the graph will write.
-
-        Raises:
-            MovedBufferError: a parameter or a main gradient is not where it was at capture.
-        """
+        """Gather parameters, and get hold of the main gradients that the graph will write."""
         super().before_backward()
         self._claim()
 

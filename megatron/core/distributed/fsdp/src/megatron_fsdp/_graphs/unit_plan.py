@@ -5,7 +5,7 @@ counts gradients one by one.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,29 +21,32 @@ from .unit import Direction, Unit
 Group = tuple[int, ...]
 
 
-@dataclass
 class GroupGather:
     """The all-gather of one group of buckets in one direction.
 
-    Attributes:
+    Args:
+        gathers: The pipeline of all-gathers.
         group: The indices of the buckets.
-        eagerly: Has megatron-core gather those of the buckets that are not gathered yet.
         recordings: The recorded all-gathers there are, by group; none for buckets without fixed addresses.
+
+    Attributes:
+        keys: Those of the buckets in the pipeline, for this direction.
     """
 
-    group: Group
-    keys: list[Any]
-    status: Mapping[Any, Any]
-    eagerly: Callable[[], None]
-    recordings: Mapping[Group, RecordedGather]
+    def __init__(self, gathers: Any, group: Group, backward: bool, recordings: Mapping[Group, RecordedGather]):
+        params = [param for bucket in group for param in gathers.buffer.parameter_groups[bucket].params]
+        self.group, self.recordings = group, recordings
+        self.keys = [gathers.get_bucket_key(bucket, backward) for bucket in group]
+        self._status = gathers.bucket_status
+        self._eagerly = partial(gathers.all_gather_params, params, bwd=backward)
 
     def launch(self) -> None:
         """Start the all-gather of those buckets that are not gathered yet."""
-        if all(self.status[key] not in TO_GATHER for key in self.keys):
+        if all(self._status[key] not in TO_GATHER for key in self.keys):
             return
         recorded = self.recordings.get(self.group)
         if recorded is None or not recorded.launch():
-            self.eagerly()
+            self._eagerly()
 
 
 @dataclass
@@ -77,11 +80,7 @@ class UnitPlan:
             gathers.wait_bucket_ready(bucket, backward)
 
     def claim(self) -> None:
-        """Get hold of the buckets that the backward graph writes to.
-
-        Raises:
-            MovedBufferError: a bucket cannot go where it was at capture.
-        """
+        """Get hold of the buckets that the backward graph writes to."""
         for reduction in self.claimed:
             reduction.claim()
 
@@ -136,7 +135,7 @@ class UnitPlans:
                 self._record(capture, unit)
         except BaseException:
             for unit, _ in units.values():
-                self.forget(unit)
+                self.forget(unit.buckets)
             raise
         return {module: self._plan(unit, written) for module, (unit, written) in units.items()}
 
@@ -160,7 +159,7 @@ class UnitPlans:
 
         No bucket is in use, before and after.
         """
-        groups = [(bucket,) for bucket in buckets]  # outside of units each bucket is a group
+        groups = self._groups(buckets)
         if recorded:
             capture = Capture(None, draws=False)
             for group in groups:
@@ -170,13 +169,6 @@ class UnitPlans:
     def recorded_collectives(self) -> int:
         """Return the number of recorded all-gathers and reductions."""
         return len(self._gathers) + len(self._fsdp.grad_reduce_pipeline.recorded)
-
-    def forget_gathers(self, buckets: Iterable[int]) -> None:
-        """Free the recorded all-gathers of ``gathers_of``."""
-        for bucket in buckets:
-            gather = self._gathers.pop((bucket,), None)
-            if gather is not None:
-                gather.work.reset()
 
     def set_up_communicators(self, units: Iterable[Unit]) -> None:
         """Reduce once in each process group that reduces gradients of ``units``: captures cannot set up communicators.
@@ -188,7 +180,7 @@ class UnitPlans:
         """
         reductions = self._fsdp.grad_reduce_pipeline
         # The unit whose backward pass is the first: in a double buffer, a bucket keeps the place that it first gets.
-        for group in (group for unit in reversed([*units]) for group in self._groups(unit)):
+        for group in (group for unit in reversed([*units]) for group in self._groups(unit.buckets)):
             with_grads = self._with_grads(group)
             if with_grads:
                 process_group = reductions.get_fsdp_buffer(with_grads[0]).data_parallel_group
@@ -200,9 +192,9 @@ class UnitPlans:
                         if launched():
                             self._reduced_once.add(process_group)
 
-    def forget(self, unit: Unit) -> None:
-        """Free the collectives recorded for ``unit``."""
-        for group in self._groups(unit):
+    def forget(self, buckets: Iterable[int]) -> None:
+        """Free the collectives recorded for ``buckets``."""
+        for group in self._groups(buckets):
             gather, reduction = self._gathers.pop(group, None), self._reduction(group)
             if gather is not None:
                 gather.work.reset()
@@ -210,14 +202,14 @@ class UnitPlans:
                 reduction.work.reset()
                 del self._fsdp.grad_reduce_pipeline.recorded[reduction.buckets[0]]
 
-    def _groups(self, unit: Unit) -> list[Group]:
+    def _groups(self, buckets: Iterable[int]) -> list[Group]:
         """The groups of buckets that are gathered or reduced together."""
         groups = self._fsdp.param_and_grad_buffer.bucket_to_bucket_group
-        return sorted({tuple(sorted(groups[bucket])) for bucket in unit.buckets})
+        return sorted({tuple(sorted(groups[bucket])) for bucket in buckets})
 
     def _record(self, capture: Capture, unit: Unit) -> None:
         reductions = self._fsdp.grad_reduce_pipeline
-        for group in self._groups(unit):
+        for group in self._groups(unit.buckets):
             if group in self._gathers:
                 continue
             self._gathers[group] = RecordedGather(capture, self._fsdp.all_gather_pipeline, group)
@@ -230,7 +222,7 @@ class UnitPlans:
         claimed: list[RecordedReduction] = []
         reduced: list[RecordedReduction] = []
         left: list[torch.nn.Parameter] = []
-        for reduction in filter(None, map(self._reduction, self._groups(unit))):
+        for reduction in filter(None, map(self._reduction, self._groups(unit.buckets))):
             params = [param for bucket in reduction.buckets for param in parameter_groups[bucket].params]
             filled = [param for param in params if param in written]
             if filled:
@@ -246,21 +238,12 @@ class UnitPlans:
 
         def gathers(step: int) -> list[GroupGather]:
             ahead = [group for group in self._prefetched(unit, step) if among is None or among.issuperset(group)]
-            return [self._gather(group, step < 0) for group in self._groups(unit) + ahead]
+            return [self._gather(group, step < 0) for group in self._groups(unit.buckets) + ahead]
 
         return {"forward": gathers(+1), "backward": gathers(-1)}
 
     def _gather(self, group: Group, backward: bool) -> GroupGather:
-        gathers = self._fsdp.all_gather_pipeline
-        parameter_groups = self._fsdp.param_and_grad_buffer.parameter_groups
-        params = [param for bucket in group for param in parameter_groups[bucket].params]
-        return GroupGather(
-            group,
-            [gathers.get_bucket_key(bucket, backward) for bucket in group],
-            gathers.bucket_status,
-            partial(gathers.all_gather_params, params, bwd=backward),
-            self._gathers,
-        )
+        return GroupGather(self._fsdp.all_gather_pipeline, group, backward, self._gathers)
 
     def _prefetched(self, unit: Unit, step: int) -> list[Group]:
         """The groups that megatron-core prefetches with ``unit``, in the order of forward (1) or of backward (-1).

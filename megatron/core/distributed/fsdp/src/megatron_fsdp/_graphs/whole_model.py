@@ -97,11 +97,7 @@ class WholeModel(RecordedUnits):
         self.replayed = True
 
     def gather_in_place(self) -> None:
-        """Gather parameters outside of units to where they were at capture.
-
-        Raises:
-            MovedBufferError: one is elsewhere.
-        """
+        """Gather parameters outside of units to where they were at capture."""
         self.gather()
         if self._guard is not None:
             self._guard.check()
@@ -122,7 +118,7 @@ class WholeModel(RecordedUnits):
         self.clipping.reset()
         if self._context.registry.whole_model is self:
             self._context.registry.whole_model = None
-        self._context.plans.forget_gathers(self._outside)
+        self._context.plans.forget(self._outside)
         self._gathers = ()
 
 

@@ -1,6 +1,6 @@
 """Writes ``docs/compatibility.md``: which flags work with CUDA graphs of a sharded model, by topic.
 
-python -m megatron_fsdp_cuda_graphs.compatibility > docs/compatibility.md
+python -m tests.support.compatibility > docs/compatibility.md
 """
 
 from collections.abc import Iterable

@@ -61,7 +61,7 @@ def backward_of(hooks, layer, *, fused=()):
 def capture(fsdp, layers, *, fused=()):
     """Run the hooks of one capture of all layers; returns where the main gradients of ``fused`` were, by layer."""
     hooks, places = fsdp.fsdp_hooks, {}
-    with fsdp.capture_graphs(layers):
+    with fsdp.graphs.capture_graphs(layers):
         for layer in layers:
             forward_of(hooks, layer)
         for layer in reversed(layers):
@@ -90,7 +90,7 @@ def replaying(fsdp, layers, direction="backward"):
 def outcome(fsdp, error):
     """Capture, ended by ``error`` if there is one."""
     try:
-        with fsdp.capture_graphs(fsdp.module.decoder.layers):
+        with fsdp.graphs.capture_graphs(fsdp.module.decoder.layers):
             for layer in fsdp.module.decoder.layers:
                 fsdp.fsdp_hooks.unshard_for_forward(layer)
                 fsdp.fsdp_hooks.release_after_forward(layer)
@@ -107,7 +107,7 @@ ERRORS = pytest.mark.parametrize("error", [None, KeyboardInterrupt()], ids=["suc
 
 
 def test_capture_sees_raw_parameters(fsdp, layers):
-    with fsdp.capture_graphs(layers):
+    with fsdp.graphs.capture_graphs(layers):
         captured = dict(fsdp.module.named_parameters())
     assert all(captured[name] is fsdp.raw_param[name] for name in captured)
 
@@ -134,7 +134,7 @@ def test_capture_mode_ends_even_if_buckets_cannot_be_given_back(fsdp, layers):
     registry, distributed = fsdp.fsdp_hooks.registry, fsdp.is_param_fsdp_distributed
     stuck = RuntimeError("a collective does not end")
     give_back = mock.patch.object(pipelines, "release_all", side_effect=[None, stuck, stuck])
-    with give_back, pytest.raises(RuntimeError, match="does not end"), fsdp.capture_graphs(layers):
+    with give_back, pytest.raises(RuntimeError, match="does not end"), fsdp.graphs.capture_graphs(layers):
         pass
     assert (registry.captured, registry.graphed) == (None, {})
     assert fsdp.is_param_fsdp_distributed == distributed
@@ -161,7 +161,7 @@ def test_a_failed_capture_leaves_no_unit_graphed(fsdp, layers):
 
 def test_the_runner_of_a_captured_unit_is_that_of_the_graphs_that_its_call_replays(fsdp, layers):
     capture(fsdp, layers)
-    with fsdp.capture_evaluation_graphs(layers):
+    with fsdp.graphs.capture_evaluation_graphs(layers):
         pass
     registry = fsdp.fsdp_hooks.registry
     assert type(registry.of(layers[0])) is Eager
@@ -169,9 +169,9 @@ def test_the_runner_of_a_captured_unit_is_that_of_the_graphs_that_its_call_repla
         assert type(registry.of(layers[0])) is Planned
         layers[0].replaying = "evaluation"
         assert type(registry.of(layers[0])) is Evaluated
-        with fsdp.capture_graphs(layers[1:]):
+        with fsdp.graphs.capture_graphs(layers[1:]):
             assert [type(registry.of(layer)) for layer in layers[:2]] == [Eager, Captured]
-        fsdp.forget_graphs(layers)
+        fsdp.graphs.forget_graphs(layers)
         assert type(registry.of(layers[1])) is Eager
 
 
@@ -204,7 +204,7 @@ def test_one_backward_pass_of_a_replay_and_of_an_eager_pass_is_refused(fsdp, lay
 
 
 def test_nothing_is_in_flight_when_a_graph_records(fsdp, layers):
-    with fsdp.capture_graphs(layers):
+    with fsdp.graphs.capture_graphs(layers):
         fsdp.fsdp_hooks.unshard_for_forward(layers[0])
         assert len(in_use(fsdp)["parameters"]) == 2  # the next layer was prefetched
         assert not fsdp.all_gather_pipeline.param_gather_event_map
@@ -217,7 +217,7 @@ def test_a_graph_makes_fp8_transposes_itself(fsdp, layers):
     hooks.context.units[layers[0]].float8_params.append(weight)
     with mock.patch.object(runners, "fp8_discard_transpose_cache") as drop:
         drop.side_effect = lambda param: discarded.append(param is weight)
-        with fsdp.capture_graphs(layers):
+        with fsdp.graphs.capture_graphs(layers):
             forward_of(hooks, layers[0])
             discarded.clear()
             hooks.unshard_for_backward(layers[0])
@@ -226,7 +226,7 @@ def test_a_graph_makes_fp8_transposes_itself(fsdp, layers):
 
 
 def test_a_unit_that_is_prefetched_but_not_captured_is_released(fsdp, layers):
-    with fsdp.capture_graphs(layers[2:]):
+    with fsdp.graphs.capture_graphs(layers[2:]):
         fsdp.fsdp_hooks.unshard_for_backward(layers[2])
         used = in_use(fsdp)["parameters"]
         buffer = fsdp.param_and_grad_buffer
@@ -236,7 +236,7 @@ def test_a_unit_that_is_prefetched_but_not_captured_is_released(fsdp, layers):
 def test_both_buckets_of_a_unit_that_is_not_captured_are_released(fsdp, layers):
     """With FP8 parameters a unit has one for forward and one for backward."""
     buffer, gathers = fsdp.param_and_grad_buffer, fsdp.all_gather_pipeline
-    with fsdp.capture_graphs(layers[2:]):
+    with fsdp.graphs.capture_graphs(layers[2:]):
         others = {buffer.param_to_param_group[param] for layer in layers[:2] for param in layer.parameters()}
         with mock.patch.object(gathers, "release_bucket", wraps=gathers.release_bucket) as release:
             fsdp.fsdp_hooks.unshard_for_forward(layers[2])
@@ -249,12 +249,12 @@ def test_gathers_in_flight_are_settled_before_capture(fsdp, layers):
     fsdp.all_gather_and_wait_parameters_ready(list(layers[2].parameters()), wait_bucket_ready=False)
     assert in_use(fsdp)["parameters"]
     # megatron-core warns of those left
-    with warnings.catch_warnings(action="error", category=UserWarning), fsdp.capture_graphs(layers):
+    with warnings.catch_warnings(action="error", category=UserWarning), fsdp.graphs.capture_graphs(layers):
         assert in_use(fsdp) == NOTHING
 
 
 def test_gradients_that_autograd_makes_while_capturing_are_withheld(fsdp, layers):
-    with fsdp.capture_graphs(layers):
+    with fsdp.graphs.capture_graphs(layers):
         param = layers[0].mlp.linear_fc1.weight
         param.grad = torch.ones_like(param)
         fsdp.fsdp_hooks.handle_gradient(param)
@@ -265,7 +265,7 @@ def test_gradients_that_autograd_makes_while_capturing_are_withheld(fsdp, layers
 
 
 def test_the_backward_of_a_captured_layer_opens_no_backward_pass(fsdp, layers):
-    with fsdp.capture_graphs(layers):
+    with fsdp.graphs.capture_graphs(layers):
         fsdp.fsdp_hooks.start_backward(layers[0])
         assert not fsdp.fsdp_hooks.backward.is_open
 
@@ -273,7 +273,7 @@ def test_the_backward_of_a_captured_layer_opens_no_backward_pass(fsdp, layers):
 @ERRORS
 def test_no_gradient_is_left_of_a_capture(fsdp, layers, error):
     params = list(fsdp.raw_param.values())
-    with pytest.raises(KeyboardInterrupt) if error else nullcontext(), fsdp.capture_graphs(layers):
+    with pytest.raises(KeyboardInterrupt) if error else nullcontext(), fsdp.graphs.capture_graphs(layers):
         for param in params:
             param.grad = torch.zeros_like(param)
         if error:
@@ -284,7 +284,7 @@ def test_no_gradient_is_left_of_a_capture(fsdp, layers, error):
 @ERRORS
 def test_no_parameter_counts_as_accumulated_after_capture(fsdp, layers, error):
     params = list(fsdp.raw_param.values())
-    with pytest.raises(KeyboardInterrupt) if error else nullcontext(), fsdp.capture_graphs(layers):
+    with pytest.raises(KeyboardInterrupt) if error else nullcontext(), fsdp.graphs.capture_graphs(layers):
         for param in params:
             param.grad_added_to_main_grad = True
         if error:
@@ -296,7 +296,7 @@ def test_reductions_in_flight_end_before_capture(fsdp, layers):
     queue, events = fsdp.grad_reduce_pipeline.grad_reduce_queue, []
     reduction = SimpleNamespace(wait=lambda: events.append("waited for"))
     queue.append((reduction, lambda: events.append("freed"), 0))
-    with fsdp.capture_graphs(layers):
+    with fsdp.graphs.capture_graphs(layers):
         assert events == ["waited for", "freed"]
         assert queue == []
 
@@ -403,7 +403,7 @@ def test_fused_gradients_of_every_later_backward_are_claimed(fsdp, layers):
 
 
 def test_the_backward_of_a_unit_that_is_not_captured_notes_nothing_while_capturing(fsdp, layers):
-    with fsdp.capture_graphs(layers[2:]):
+    with fsdp.graphs.capture_graphs(layers[2:]):
         backward_of(fsdp.fsdp_hooks, layers[0])
         assert fsdp.fsdp_hooks.backward.collected == {}
     assert layers[0] not in fsdp.fsdp_hooks.registry.graphed
@@ -478,7 +478,7 @@ def test_gradients_that_wait_for_a_unit_without_end_are_handled_at_the_end_of_ba
 
 def test_gradients_are_written_anew_once_graphs_are_forgotten(fsdp, layers):
     capture(fsdp, layers, fused=FUSED)
-    fsdp.forget_graphs(layers)
+    fsdp.graphs.forget_graphs(layers)
     with replaying(fsdp, layers) as hooks:
         param = layers[3].mlp.linear_fc1.weight
         param.grad = torch.full_like(param, 5.0)
@@ -501,7 +501,7 @@ def test_a_graphed_layer_gathers_for_its_children_which_do_not_run(ranks, strate
     variant = Variant(small(strategy=strategy), fsdp={"enable_fine_grained_param_gather_hook": True})
     fsdp = variant.build(graphs=True).module
     layer = fsdp.module.decoder.layers[0]
-    with fsdp.capture_graphs([layer]):
+    with fsdp.graphs.capture_graphs([layer]):
         pass
     layer.replaying = "training"
     fsdp.start_param_sync()
