@@ -133,7 +133,10 @@ def test_the_table_has_a_line_for_each_variant():
 
 def test_what_the_gpu_did_is_said_of_what_was_profiled():
     kinds = {"matrix products": 30.04, "other": 1.0}
-    found = [{"variant": "a", "profile": {"kinds": kinds, "idle_ms": 2.0, "nccl_alone_ms": 0.5}}, {"variant": "b"}]
+    found: list[dict[str, Any]] = [
+        {"variant": "a", "profile": {"kinds": kinds, "idle_ms": 2.0, "nccl_alone_ms": 0.5}},
+        {"variant": "b"},
+    ]
     assert report.kinds_of_kernels(found) == [
         "a: matrix products 30.0, other 1.0; idle 2.0, collectives alone 0.5",
     ]
