@@ -7,9 +7,8 @@ import torch
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer._cuda_graphs.dispatcher_state import DispatcherState
-from megatron.core.transformer._cuda_graphs.evaluation_graph import EvaluationGraph
 from megatron.core.transformer._cuda_graphs.evaluation_mode import may_replay_evaluation
-from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
+from megatron.core.transformer._cuda_graphs.layer_graph import EvaluationGraph, LayerGraph
 from megatron.core.transformer._cuda_graphs.packed_sequences import from_static_offsets, to_inputs
 from megatron_fsdp_cuda_graphs.overlay import extend
 

@@ -17,7 +17,7 @@ from torch.nn.modules import module as torch_module
 
 from .attribute_reads import AttributeReads, is_of_transformer_engine, options_of
 from .hooks import HOOK_KINDS, is_of_ddp
-from .plain_data import differ, kept
+from .state_of_passes import differ, kept
 
 # Compared by themselves, or set by Megatron and by us from step to step.
 _NOT_COMPARED = frozenset(("training", "forward", "cuda_graphs", "evaluation_graph", "current_microbatch", "replaying"))

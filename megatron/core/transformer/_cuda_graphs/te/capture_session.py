@@ -10,6 +10,7 @@ import torch
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from .. import state
 from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
 from ..engine.memory import release_cached_memory
@@ -22,7 +23,6 @@ from ..replay_conditions import ReplayConditions
 from .agreement import CaptureAgreement, naming_hooks
 from .attached_graphs import attach_graphs, gather_in_replays
 from .capture_arguments import CaptureArguments, num_warmup_iterations, recorded_quantization
-from .capture_mode import outside_capture_mode
 from .capture_observer import CaptureObserver
 from .changed_shapes import Recaptures
 from .decoder_graphs import capture_decoder
@@ -98,7 +98,7 @@ class CaptureSession:
             plan = ordered_plan(order.order, order.num_layers_per_chunk, len(models))
             self.observer.expect(plan, names, warmup_iters)
         with (
-            outside_capture_mode(),
+            _outside_capture_mode(),
             preserve_rng(),
             preserve_buffers([chunk.module for chunk in chunks]),
         ):  # once more, if that fails within
@@ -127,7 +127,7 @@ class CaptureSession:
         arguments = CaptureArguments(self.stage, [layers], self.seq_length, self.micro_batch_size)
         inputs, read = arguments.of_decoder()
         others = len(self.stage.layers) - len(layers)
-        with outside_capture_mode(), preserve_rng(), preserve_buffers([decoder]):
+        with _outside_capture_mode(), preserve_rng(), preserve_buffers([decoder]):
             self.graphs.decoder = capture_decoder(
                 decoder,
                 chunk.fsdp.recorded_layers(layers, partial(self.agreement.begin, "the decoder")),
@@ -209,3 +209,13 @@ def _free_gradients(fsdp: Any) -> None:
     """Zero gradients before capture, as after it: those that the optimizer reads then take no memory."""
     fsdp.zero_grad_buffer()
     release_cached_memory()
+
+
+@contextmanager
+def _outside_capture_mode() -> Iterator[None]:
+    """The context of graphs of several layers: in capture mode layers return other things, and hooks do nothing."""
+    state._set_capture_end()
+    try:
+        yield
+    finally:
+        state._set_capture_start()

@@ -39,7 +39,7 @@ def pools_of(graphs: Sequence[Any]) -> list[Pool]:
 
 
 def static_inputs_of(
-    plan: Plan, graphs: Sequence[Any], samples: Sequence[SampleArguments], planned: Sequence[Planned]
+    plan: Plan, graphs: Sequence[Any], samples: Sequence[SampleArguments], planned: Sequence[Planned], start: int = 0
 ) -> list[StaticInput]:
     """Return each static input with its uses.
 
@@ -48,16 +48,17 @@ def static_inputs_of(
         graphs: What the engine returned for each slot of ``plan``.
         samples: The static inputs that the engine was given.
         planned: The steps of ``plan`` with layer and micro-batch.
+        start: How many other steps come before them.
     """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
-    for place, step in enumerate(plan.steps):
+    for place, step in enumerate(plan.steps, start):
         if step.kind is Pass.FORWARD:
             first[step.slot] = place
         last[step.slot] = place
     found: dict[int, StaticInput] = {}
     for slot in sorted(first, key=first.__getitem__):
-        layer, micro_batch, _ = planned[first[slot]]
+        layer, micro_batch, _ = planned[first[slot] - start]
         assert layer is not None
         for name, tensor in static_inputs(graphs[slot], *samples[slot]):
             buffer = found.setdefault(tensor.data_ptr(), StaticInput(name, tensor.nbytes))

@@ -9,14 +9,12 @@ import torch
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
 from ..engine.quantization import RecordedQuantization
 from ..engine.whole_passes import WholePasses
 from ..layer_graph import ATTENTION_INPUTS
 from ..packed_sequences import from_static_offsets
-from ..replay_conditions import ReplayConditions
-from .forward_graphs import ForwardGraphs
+from .forward_graphs import ForwardGraphs, captured
 from .sample_inputs import captures_attention
 from .training_calls import is_training
 
@@ -114,8 +112,6 @@ def capture_decoder(
     """
     from megatron.core.fp8_utils import get_fp8_context  # imports cuda_graphs, which imports this module
 
-    layers = list(decoder.layers)
-
     def run(hidden_states: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
         # As the decoder does. Around replays it also enters the context of delayed scaling, and updates statistics.
         config = decoder.config
@@ -124,30 +120,20 @@ def capture_decoder(
         with forked, quantized.autocast() if quantized is not None and at_once else nullcontext():
             if config.recompute_granularity == "full":
                 return _recomputed(decoder, hidden_states, given, not at_once)
-            for layer, names in zip(layers, read, strict=True):
+            for layer, names in zip(decoder.layers, read, strict=True):
                 with nullcontext() if at_once else get_fp8_context(config, layer.layer_number - 1):
                     output = layer(hidden_states, **{name: given[name] for name in names})
                 hidden_states = output[0] if isinstance(output, tuple) else output
         return hidden_states
 
     passes = WholePasses(type(decoder).__name__, inputs, owner, copies_output=False, quantized=quantized)
-    reads = AttributeReads()
-    try:
-        with owner.capture():
-            with reads.noted(layers, stateless=True):
-                passes.capture(run, decoder.layers, num_warmup_iters)
-            held = None if quantized is None else quantized.tensors
-            conditions = ReplayConditions(
-                [decoder], reads, [decoder], forward_replaced=True, buffers=True, quantized=held
-            )
-    except BaseException:
-        passes.reset()
-        raise
-    return DecoderGraphs(
-        decoder,
-        [passes],
-        eager_passes,
-        conditions,
-        may_be_absent=list(inputs)[1:],
-        unused=() if any(map(captures_attention, layers)) else ATTENTION_INPUTS,
-    )
+    turns = (passes, run), (passes, None)
+    with captured({decoder: [passes]}, [owner], turns, num_warmup_iters, nullcontext()) as conditions:
+        return DecoderGraphs(
+            decoder,
+            [passes],
+            eager_passes,
+            conditions[decoder],
+            may_be_absent=list(inputs)[1:],
+            unused=() if any(map(captures_attention, decoder.layers)) else ATTENTION_INPUTS,
+        )

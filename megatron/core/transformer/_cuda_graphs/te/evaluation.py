@@ -20,9 +20,9 @@ from ..engine.addresses import AddressGuard, places_of
 from ..engine.make_graphed_callables import make_graphed_callables
 from ..engine.plan import ordered_plan
 from ..errors import CaptureFailedError, UnsupportedError
-from ..evaluation_graph import EvaluationGraph
 from ..flags.own import packed_sequences
 from ..hooks import extracted_hooks, has_other_hooks
+from ..layer_graph import EvaluationGraph
 from ..replay_conditions import ReplayConditions
 from .agreement import CaptureAgreement
 from .capture_arguments import WARMUP_ITERATIONS, quantization_arguments, recorded_quantization
@@ -107,15 +107,14 @@ class EvaluationGraphs:
         self, stage: Stage, chunk: Chunk, sharding: Any, shape: tuple[int, int], whole: ModelGraphs | None = None
     ):
         self._stage, self._sharding, self._shape, self._whole = stage, sharding, shape, whole
-        self._config, self._model = stage.config, chunk.model
-        self._layers = tuple(chunk.layers)
+        self._model, self._layers = chunk.model, tuple(chunk.layers)
         sharding.expect_evaluation(self.capture)
 
     def blocker(self) -> str:
         """Return why there are no graphs to capture; empty if there are."""
         if not self._stage.takes_gradients:
             return f"the {self._stage.engine.name} engine captured the layers"
-        return evaluation_blocker(self._config, whole=self._whole is not None)
+        return evaluation_blocker(self._stage.config, whole=self._whole is not None)
 
     def capture(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Capture, or log why not. All ranks of the pipeline stage must call it together, in evaluation mode.
@@ -138,7 +137,7 @@ class EvaluationGraphs:
             whole = self._whole
             if whole is not None and agreement.objection(call_blocker(whole.module, whole.by_name(args, kwargs))):
                 whole = None
-            if whole is None and (reason := evaluation_blocker(self._config, whole=False)):
+            if whole is None and (reason := evaluation_blocker(self._stage.config, whole=False)):
                 raise UnsupportedError(reason)
             with joined_collectives(agreement.join):
                 if whole is None:
@@ -170,7 +169,7 @@ class EvaluationGraphs:
         whole.evaluation = capture_evaluation(self._model, owner, *shape, WARMUP_ITERATIONS, quantized)
 
     def _capture(self, agreement: CaptureAgreement, shape: tuple[int, int]) -> list[EvaluationGraph]:
-        inputs = LayerInputs(self._config, *shape)
+        inputs = LayerInputs(self._stage.config, *shape)
         layers = self._layers
         names = [layer_name(layer, index) for index, layer in enumerate(layers)]
         chunks = [1] * len(layers)

@@ -1,32 +1,32 @@
 """``TECudaGraphHelper``: captures the layers of a model in CUDA graphs after the first steps of training."""
 
+import gc
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.token_bounds import token_bounds
 from megatron.core.utils import log_single_rank
 from megatron_fsdp_cuda_graphs.allocator_check import allocator_problem
 
-from ..engine.memory import release_cached_memory
+from .. import state
+from ..engine.memory import release_cached_memory, reuse_across_streams
 from ..errors import CallOrderError, CaptureFailedError, OptionsError
 from ..flags.checks import check_fsdp_options
 from ..flags.own import check_values
 from ..flags.table import PARTS_OF_OVERLAP
 from .backends import choose_backend
-from .capture_arguments import CaptureArguments, amax_reduction_group
-from .capture_mode import capture_mode, enter_capture_mode
+from .capture_arguments import CaptureArguments, amax_reduction_group, offload_interface
 from .capture_observer import CaptureObserver
 from .capture_session import CaptureSession, InputData
 from .changed_shapes import Recaptures
 from .decoder_graphs import DecoderGraphs
-from .eager_parts import eager_parts
 from .graph_choice import GraphChoice
 from .joined_collectives import joined_collectives
 from .layers import _layer_is_graphable, fsdp_of, language_model_layers
@@ -124,7 +124,7 @@ class TECudaGraphHelper:
         self.choice = GraphChoice(self.stage)
         self._graphs = StageGraphs(self.stage)
         self._recaptures = Recaptures(self.stage)
-        self._use_before = GraphUse(0, 0, 0)  # of graphs that were deleted
+        self._captures = self._replays_before = 0  # successful ones; those of graphs that were deleted
 
     # --------------------------------------------------------------------------------------------- layers
 
@@ -171,7 +171,10 @@ class TECudaGraphHelper:
 
     def graph_use(self) -> GraphUse:
         """Return what became of the graphs on this rank so far."""
-        return self._graphs.use(self._use_before)
+        replays = self._graphs.replays()
+        if replays is not None:
+            replays += self._replays_before
+        return GraphUse(replays, self._captures, self._graphs.pool_bytes())
 
     # ------------------------------------------------------------------------------------------------ before a step
 
@@ -306,16 +309,10 @@ class TECudaGraphHelper:
     def _capture(self) -> None:
         """Capture, or leave no graphs and raise what every rank raises."""
         stage, graphs = self.stage, self._graphs
-        observer = CaptureObserver.on_rank_0(
-            stage.engine.name, self.config, self._role.report, self._recaptures.done + 1
-        )
+        observer = CaptureObserver(stage, self._recaptures.done + 1)
         agreement = stage.agreement(with_other_stages=self._role.language, timeline=observer.timeline)
-        offloads = self.config.fine_grained_activation_offloading
         try:
-            with (
-                joined_collectives(agreement.join),
-                capture_mode(self._start_capturing, offloads, self._reset_after_capture) as start_time,
-            ):
+            with joined_collectives(agreement.join), self._capture_mode() as start_time:
                 observer.start()
                 shape = self.seq_length, self.micro_batch_size
                 holds = self.choice.choose(agreement, *shape)  # which stages without layers have a say in, too
@@ -337,13 +334,44 @@ class TECudaGraphHelper:
             raise  # Ctrl-C
         if not stage.one_graph_serves_all:
             graphs.microbatches = get_num_microbatches()
-        self._use_before = replace(self._use_before, captures=self._use_before.captures + self._graphs_created)
+        self._captures += self._graphs_created
         self._finish_capturing(start_time)
-        observer.finish(self._beside_graphs)
+        observer.finish(graphs, self.choice.refused)
+
+    @contextmanager
+    def _capture_mode(self) -> Iterator[float]:
+        """The context of a capture, which ends capture mode also if it fails; yields when it began."""
+        offloads = self.config.fine_grained_activation_offloading
+        try:
+            start_time = self._start_capturing()
+            with reuse_across_streams(), token_bounds.of_captures():
+                yield start_time
+        except BaseException:
+            if offloads:
+                offload_interface().enable_offload()  # warm-up disables it
+            raise
+        finally:
+            state._set_capture_end()
+            if offloads:
+                offload_interface().reset()
+            if state.FREEZE_GC:
+                gc.unfreeze()
+            torch.cuda.synchronize()
+            self._reset_after_capture()
 
     def _start_capturing(self) -> float:
-        """Enter capture mode; return ``time.time()``."""
-        enter_capture_mode()
+        """Release cached memory and let all of megatron-core know that graphs are captured; return ``time.time()``."""
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # these import this module
+        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+        if MoEAuxLossAutoScaler.main_loss_backward_scale is None:  # before the first step: schedules will copy to it
+            MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1, device="cuda")
+        MTPLossAutoScaler.set_loss_scale(MTPLossAutoScaler.main_loss_backward_scale.cuda())
+        release_cached_memory()
+        if state.FREEZE_GC:
+            gc.freeze()
+        state._set_capture_start()
+        log_single_rank(logger, logging.INFO, "Start CUDA graph capture")
         return time.time()
 
     def _reset_after_capture(self) -> None:
@@ -374,14 +402,6 @@ class TECudaGraphHelper:
         log_single_rank(
             logger, logging.INFO, f"Captured {captured} with the {self.stage.engine.name} engine in {seconds:.2f} s"
         )
-
-    def _beside_graphs(self) -> dict[str, Any]:
-        """What the report says of the model beside the graphs of its layers."""
-        wrappers = [chunk.fsdp for chunk in self.stage.chunks if chunk.fsdp is not None]
-        return {
-            "collectives": sum(fsdp.recorded_collectives() for fsdp in wrappers),
-            "eager": list(eager_parts(self.stage, self._graphs, self.choice.refused)),
-        }
 
     def _go_on_eagerly(self) -> None:
         """Note that a capture has failed, whose exception is gone, and with it what its frames held."""
@@ -450,7 +470,7 @@ class TECudaGraphHelper:
         if not self._graphs_created:
             raise CallOrderError("there are no CUDA graphs to delete: call create_cudagraphs first")
         self._log_step(deleting=True)
-        self._use_before = self.graph_use()
+        self._replays_before = self.graph_use().replays or 0
         self._drop_graphs()
         self.stage.log(logging.INFO, "deleted all CUDA graphs")
 

@@ -97,13 +97,13 @@ class StageGraphs:
         seen, self._eager_passes_seen = self._eager_passes_seen, self.shapes.passes.total
         return OTHER_INPUTS if seen != self._eager_passes_seen else ""
 
-    def use(self, before: GraphUse) -> GraphUse:
-        """Return what became of graphs, with what became of those ``before``; captures are counted elsewhere."""
+    def replays(self) -> int | None:
+        """How often forward graphs of training were replayed; None where the engine does not count."""
         counts: list[Any] = [getattr(graphed, "replays", None) for graphed in self._of_training()]
-        replays = None if None in counts else sum(counts) + (before.replays or 0)
-        return GraphUse(replays, before.captures, self._pool_bytes())
+        return None if None in counts else sum(counts)
 
-    def _pool_bytes(self) -> int | None:
+    def pool_bytes(self) -> int | None:
+        """The memory pools of all graphs; None where the engine does not show them."""
         layers = self._stage.layers
         graphs = [*self._of_training(), *(each.evaluation_graph.graphed for each in layers if each.evaluation_graph)]
         graphs += [each.evaluation.passes for each in self.models if each.evaluation is not None]
