@@ -30,6 +30,7 @@ from .decoder_graphs import DecoderGraphs
 from .graph_choice import GraphChoice
 from .joined_collectives import joined_collectives
 from .layers import _layer_is_graphable, fsdp_of, language_model_layers
+from .order import PassOrder
 from .stage import Chunk, Layers, Role, Stage
 from .stage_graphs import (
     BEFORE_CAPTURE,
@@ -144,14 +145,6 @@ class TECudaGraphHelper:
     # -------------------------------------------------------------------------------------------- what there is now
 
     @property
-    def _capture_finished(self) -> bool:
-        return self._graphs.none_because != BEFORE_CAPTURE
-
-    @property
-    def _graphs_created(self) -> bool:
-        return not self._graphs.none_because
-
-    @property
     def model_graphs(self) -> ModelGraphs | None:
         """The graphs of the whole model, or of its first chunk, in which case layers have none; None otherwise."""
         return next(iter(self._graphs.models), None)
@@ -163,7 +156,7 @@ class TECudaGraphHelper:
 
     def graphs_created(self) -> bool:
         """Whether the layers have graphs now."""
-        return self._graphs_created
+        return not self._graphs.none_because
 
     def eager_reason(self) -> str:
         """Say why the step since the last call ran eagerly, in whole or in part; empty if it did not."""
@@ -179,10 +172,7 @@ class TECudaGraphHelper:
     # ------------------------------------------------------------------------------------------------ before a step
 
     def capture_finished(self) -> bool:
-        """Do what ``before_step`` does, and return what it returns.
-
-        Megatron's training loop calls it before each step, in a condition: that is how its steps get there.
-        """
+        """Call ``before_step``, as Megatron's training loop asks for this before each step."""
         return self.before_step()
 
     def before_step(self) -> bool:
@@ -213,7 +203,7 @@ class TECudaGraphHelper:
             shape = graphs.shapes.before_step(get_num_microbatches())
             if shape is not None:
                 self._change_shape(*shape, graphs.shapes.tokens)
-        return self._capture_finished
+        return self._graphs.none_because != BEFORE_CAPTURE
 
     def _change_microbatches(self, microbatches: int) -> None:
         if self._recaptures.are_left():
@@ -224,7 +214,7 @@ class TECudaGraphHelper:
             logging.WARNING,
             f"steps of {microbatches} micro-batches, and all that follow, run eagerly{self._recaptures.why_none()}",
         )
-        if self._graphs_created:
+        if self.graphs_created():
             self.delete_cuda_graphs()
         self._graphs = StageGraphs(self.stage, CAPTURES_USED_UP)  # or the caller would capture
 
@@ -232,10 +222,9 @@ class TECudaGraphHelper:
         self.seq_length, self.micro_batch_size = tokens * self.seq_length // captured_tokens, sequences
         try:
             self._capture_again(f"sequences of {self.seq_length} tokens, {sequences} in a micro-batch")
+            return
         except CaptureFailedError as failed:
             _warn(failed, "Training goes on without CUDA graphs (as it did)")
-        else:
-            return
         self._go_on_eagerly()
 
     def _capture_again(self, steps: str) -> None:
@@ -249,11 +238,11 @@ class TECudaGraphHelper:
             for chunk in gathering:  # DistributedDataParallel with --overlap-param-gather
                 chunk.disable_forward_pre_hook(param_sync=False)
                 stack.callback(chunk.enable_forward_pre_hook)
-            if self._graphs_created:
+            if self.graphs_created():
                 self.delete_cuda_graphs()
             self._graphs = StageGraphs(self.stage)  # a stage without layers has no graphs, and captures with the others
             self.create_cudagraphs()
-        if gathering and self._graphs_created:
+        if gathering and self.graphs_created():
             self.cuda_graph_set_manual_hooks()
 
     def _log_step(self, deleting: bool = False) -> None:
@@ -284,12 +273,13 @@ class TECudaGraphHelper:
                 the layer. On the rank that failed the error's ``__cause__`` is the exception.
             RuntimeError: the ranks have no store to agree over.
         """
-        if self._capture_finished:
+        if self._graphs.none_because != BEFORE_CAPTURE:
             raise CallOrderError(
                 "CUDA graphs have been captured already: call delete_cuda_graphs before capturing again"
             )
         try:
             self._capture()
+            return
         except CaptureFailedError as failed:
             captures_layers = self.choice.captures_layers_instead(failed)
             if captures_layers:
@@ -298,8 +288,6 @@ class TECudaGraphHelper:
                 _warn(failed, "Training goes on without CUDA graphs (--cuda-graph-fallback eager)")
             else:
                 raise
-        else:
-            return
         if captures_layers:
             release_cached_memory()  # the exception is gone, and with it what its frames held
             self.create_cudagraphs()
@@ -334,7 +322,7 @@ class TECudaGraphHelper:
             raise  # Ctrl-C
         if not stage.one_graph_serves_all:
             graphs.microbatches = get_num_microbatches()
-        self._captures += self._graphs_created
+        self._captures += self.graphs_created()
         self._finish_capturing(start_time)
         observer.finish(graphs, self.choice.refused)
 
@@ -391,7 +379,7 @@ class TECudaGraphHelper:
     def _finish_capturing(self, start_time: float) -> None:
         """Release cached memory and log how long capture took."""
         release_cached_memory()
-        if not self._graphs_created:
+        if not self.graphs_created():
             return
         captured = f"{sum(len(layer.cuda_graphs) for layer in self.stage.layers)} layer graphs"
         if self.model_graphs is not None:
@@ -413,19 +401,21 @@ class TECudaGraphHelper:
     def _arguments(self) -> CaptureArguments:
         return CaptureArguments(self.stage, self._graphs.layers_apart, self.seq_length, self.micro_batch_size)
 
+    def _order(self) -> PassOrder:
+        return self._arguments().order()
+
     def _planned_input_data(self) -> InputData:
         """Note how many passes are about to be captured, for whoever makes inputs, and return the inputs."""
-        passes = self._arguments().order()
+        passes = self._order()
         self.num_layers_per_chunk, self.num_model_chunks = passes.num_layers_per_chunk, len(passes.num_layers_per_chunk)
         self.num_microbatches = passes.num_microbatches
         return self._get_cuda_graph_input_data()
 
     def _get_cuda_graph_input_data(self) -> InputData:
         """Return the positional inputs and the keyword arguments of ``make_graphed_callables``."""
-        arguments = self._arguments()
-        passes = arguments.order()
+        passes = self._order()
         sample_args, sample_kwargs = self._get_sample_arguments(passes.order, passes.chunk_id_list)
-        return sample_args, arguments.of_engine(passes, sample_kwargs)
+        return sample_args, self._arguments().of_engine(passes, sample_kwargs)
 
     def _get_sample_arguments(
         self, order: Sequence[float], chunk_id_list: list | None = None
@@ -442,10 +432,6 @@ class TECudaGraphHelper:
         self, with_context_parallel: bool = False, tp_only_amax_red: bool = False
     ) -> torch.distributed.ProcessGroup:
         """Return the process group over which FP8 and FP4 reduce amaxes (largest absolute values).
-
-        Args:
-            with_context_parallel: Whether the group includes context-parallel ranks.
-            tp_only_amax_red: Whether the group excludes data-parallel ranks.
 
         Raises:
             ArgumentError: ``pg_collection`` has no such group.
@@ -467,7 +453,7 @@ class TECudaGraphHelper:
         Raises:
             CallOrderError: there are no graphs.
         """
-        if not self._graphs_created:
+        if not self.graphs_created():
             raise CallOrderError("there are no CUDA graphs to delete: call create_cudagraphs first")
         self._log_step(deleting=True)
         self._replays_before = self.graph_use().replays or 0

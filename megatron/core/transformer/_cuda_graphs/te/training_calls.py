@@ -75,7 +75,8 @@ def shape_of(model: Any, given: Mapping[str, Any]) -> tuple[int, int] | None:
     Labels show it where the model computes losses.
     """
     if not is_first(model) and not is_last(model):
-        return shape_of_hidden_states(model, given[HIDDEN_STATES])
+        found = given.get(HIDDEN_STATES, model.decoder.input_tensor)
+        return shape_of_hidden_states(model, found)
     shown = given.get("labels" if is_last(model) else "input_ids")
     return None if getattr(shown, "ndim", None) != 2 else tuple(shown.shape)  # type: ignore[union-attr]
 
@@ -156,7 +157,7 @@ class TrainingCalls:
         if not is_training(model):
             return
         given = arguments_by_name(self._orders[model], args, kwargs)
-        self._shapes[model][_shape_of_call(model, given)] += 1
+        self._shapes[model][shape_of(model, given)] += 1
         if model not in self._called or not self._blockers[model]:  # one call that graphs do not fit is enough
             self._called.add(model)
             self._blockers[model] = call_blocker(model, given)
@@ -175,20 +176,15 @@ class TrainingCalls:
             self.reads_hidden_states = True
 
 
-def _shape_of_call(model: Any, given: dict[str, Any]) -> tuple[int, int] | None:
-    return shape_of(model, given if is_first(model) else given | {HIDDEN_STATES: model.decoder.input_tensor})
-
-
-def call_blocker(model: torch.nn.Module, given: dict[str, Any]) -> str:
+def call_blocker(model: Any, given: dict[str, Any]) -> str:
     """Say why graphs of ``model`` would not be replayed with the arguments ``given``, however long sequences are."""
-    chunk: Any = model
-    rows_and_length = _shape_of_call(chunk, given)
+    rows_and_length = shape_of(model, given)
     if rows_and_length is None:
         return f"it was called without {'labels' if is_last(model) else 'tokens'}"
     expected = expected_inputs(model, *rows_and_length)
     if OFFSETS[0] in expected:
         packed = given.pop("packed_seq_params", None)
-        if misfit(packed, rows_and_length[1] * chunk.config.context_parallel_size):
+        if misfit(packed, rows_and_length[1] * model.config.context_parallel_size):
             return "its packed_seq_params are not what pad_packed_seq_params returns"
         given |= offsets_of(packed)
     others = [name for name in given if given[name] is not None and name not in (*expected, *UNUSED, *unused_by(model))]
