@@ -128,7 +128,8 @@ def capture_decoder(
 
     passes = WholePasses(type(decoder).__name__, inputs, owner, copies_output=False, quantized=quantized)
     turns = (passes, run), (passes, None)
-    with captured({decoder: [passes]}, [owner], turns, num_warmup_iters, nullcontext()) as conditions:
+    slots, part = {decoder: [passes]}, decoder.layers
+    with captured(slots, [owner], turns, num_warmup_iters, nullcontext(), part) as conditions:
         return DecoderGraphs(
             decoder,
             [passes],

@@ -31,6 +31,7 @@ def captured(
     turns: Sequence[Turn],
     num_warmup_iters: int,
     around: AbstractContextManager[None],
+    part: torch.nn.Module | None = None,
 ) -> Iterator[dict[torch.nn.Module, ReplayConditions]]:
     """Capture passes, and yield what those of each module have read; reset them after an exception.
 
@@ -40,8 +41,9 @@ def captured(
         turns: The order of passes.
         num_warmup_iters: How often all of them run before.
         around: The context in which they run.
+        part: What of the module is captured; None for all of it.
     """
-    module_of = {passes: module for module, own in slots.items() for passes in own}
+    module_of = {passes: module if part is None else part for module, own in slots.items() for passes in own}
     reads = AttributeReads()
     try:
         with ExitStack() as capturing:

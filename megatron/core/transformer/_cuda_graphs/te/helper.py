@@ -309,7 +309,7 @@ class TECudaGraphHelper:
                     graphs.none_because = NO_LAYERS
                 elif holds:
                     warms_up = bool(self.choice.needs_warmup)
-                    session = CaptureSession(stage, graphs, agreement, observer, self._recaptures, *shape, warms_up)
+                    session = CaptureSession(stage, graphs, agreement, observer, self._recaptures, shape, warms_up)
                     session.capture(holds, self._planned_input_data)
                 else:
                     graphs.none_because = self.choice.eager_because

@@ -118,7 +118,7 @@ def capture(stage, order):
 
     observer = CaptureObserver(stage, 1)
     observer.timeline = None
-    session = CaptureSession(stage, graphs, Alone(), observer, Recaptures(stage), 2, 1)
+    session = CaptureSession(stage, graphs, Alone(), observer, Recaptures(stage), (2, 1))
     with ExitStack() as stack:
         for module in (capture_arguments, changed_shapes):
             stack.enter_context(mock.patch.object(module, "get_num_microbatches", return_value=1))
