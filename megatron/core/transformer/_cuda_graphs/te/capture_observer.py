@@ -25,7 +25,7 @@ from ..report.record import (
 )
 from ..report.table import table
 from ..report.timeline import Planned, Timeline
-from .captured_parts import graph_counts, hook_routes, pools_of, recorded_hooks, static_inputs_of
+from .captured_parts import graph_counts, hook_routes, pools_of, static_inputs_of
 from .decoder_graphs import DecoderGraphs
 from .layers import language_layers, layer_name
 from .sample_inputs import SampleArguments
@@ -134,7 +134,7 @@ class CaptureObserver:
             order=order,
             passes=[replace(step, layer=0 if step.layer is None else first + step.layer) for step in timeline.passes],
             static_inputs=inputs,
-            hooks=[*recorded_hooks(together), *hook_routes([layer for own in layers for layer in own], first)],
+            hooks=hook_routes(together, recorded=True) + hook_routes([layer for own in layers for layer in own], first),
         )
 
     def _record(self, name: str, chunk: int, graphs: Sequence[Any], timed_as: int | None) -> LayerRecord:

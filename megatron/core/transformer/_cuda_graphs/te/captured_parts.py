@@ -66,27 +66,21 @@ def static_inputs_of(
     return list(found.values())
 
 
-def recorded_hooks(layers: Sequence[torch.nn.Module]) -> list[HookRoute]:
-    """Return the hooks on and in ``layers`` that are recorded with them in one graph."""
-    return [
-        HookRoute(index, path, _hook_name(hook), RECORDED)
-        for index, layer in enumerate(layers)
-        for path, module in layer.named_modules()
-        for hook in _hooks_on(module)
-    ]
+def hook_routes(layers: Sequence[torch.nn.Module], first: int = 0, recorded: bool = False) -> list[HookRoute]:
+    """Return where the hooks on and in ``layers``, counted from ``first``, go.
 
-
-def hook_routes(layers: Sequence[torch.nn.Module], first: int = 0) -> list[HookRoute]:
-    """Return where the hooks on and in ``layers``, counted from ``first``, go when each is captured by itself."""
+    Args:
+        recorded: Whether all of them are recorded, with the layers in one graph, and not each layer by itself.
+    """
     routes: list[HookRoute] = []
     for index, layer in enumerate(layers, first):
-        for kind, hooks in ModuleHooks.of(layer).capture_time_hooks().items():
+        for kind, hooks in ModuleHooks.of(layer).capture_time_hooks().items() if not recorded else ():
             routes += [
                 HookRoute(index, "", _hook_name(getattr(hook, "__wrapped__", hook)), kind) for hook in hooks.values()
             ]
         for path, module in layer.named_modules():
-            for hook in _hooks_on(module) if path else ():
-                route = WITHHELD if must_run_outside(hook) else RECORDED
+            for hook in _hooks_on(module) if path or recorded else ():
+                route = WITHHELD if must_run_outside(hook) and not recorded else RECORDED
                 routes.append(HookRoute(index, path, _hook_name(hook), route))
     return routes
 

@@ -129,7 +129,7 @@ class EvaluationGraphs:
             log_single_rank(logger, logging.INFO, f"Evaluation runs eagerly, because {blocker}")
             return
         agreement = self._stage.agreement(with_other_stages=False)  # later stages wait for this one's output
-        graphs: list[EvaluationGraph] = []
+        graphs: list[Any] = []
         shape = shape_of_call(self._model, args, kwargs) or self._shape
         try:
             if any(has_other_hooks(module) for layer in layers for module in layer.modules()):  # perhaps here only
@@ -140,15 +140,11 @@ class EvaluationGraphs:
             if whole is None and (reason := evaluation_blocker(self._stage.config, whole=False)):
                 raise UnsupportedError(reason)
             with joined_collectives(agreement.join):
-                if whole is None:
-                    graphs = self._capture(agreement, shape)
-                else:
-                    self._capture_model(whole, agreement, shape)
+                graphs = self._capture(agreement, shape) if whole is None else [self._capture_model(agreement, shape)]
             agreement.finish()
         except BaseException as error:
             for graph in graphs:
                 graph.reset()
-            self._reset_model()
             failed = agreement.failed(error)
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
@@ -158,15 +154,18 @@ class EvaluationGraphs:
             else:
                 logger.warning(warning, exc_info=None if isinstance(error, UnsupportedError) else error)
             return
-        for layer, graph in zip(layers if graphs else (), graphs, strict=True):
-            layer.evaluation_graph = graph
         captured = f"{len(graphs)} layer graphs" if whole is None else "the whole model"
+        if whole is None:
+            for layer, graph in zip(layers, graphs, strict=True):
+                layer.evaluation_graph = graph
+        else:
+            (whole.evaluation,) = graphs
         log_single_rank(logger, logging.INFO, f"Captured {captured} for evaluation")
 
-    def _capture_model(self, whole: ModelGraphs, agreement: CaptureAgreement, shape: tuple[int, int]) -> None:
+    def _capture_model(self, agreement: CaptureAgreement, shape: tuple[int, int]) -> ModelGraphs:
         owner = self._sharding.evaluated_model(partial(agreement.begin, "evaluation of the whole model"))
-        quantized = recorded_quantization(self._stage, whole.module)
-        whole.evaluation = capture_evaluation(self._model, owner, *shape, WARMUP_ITERATIONS, quantized)
+        quantized = recorded_quantization(self._stage, self._model)
+        return capture_evaluation(self._model, owner, *shape, WARMUP_ITERATIONS, quantized)
 
     def _capture(self, agreement: CaptureAgreement, shape: tuple[int, int]) -> list[EvaluationGraph]:
         inputs = LayerInputs(self._stage.config, *shape)
@@ -232,19 +231,15 @@ class EvaluationGraphs:
 
     def reset(self) -> None:
         """Free the graphs; evaluation runs eagerly."""
-        self._reset_model()
-        self._whole = None
+        if self._whole is not None and self._whole.evaluation is not None:
+            self._whole.evaluation.reset()
+            self._whole.evaluation = None
         for layer in self._layers:
             if layer.evaluation_graph is not None:
                 layer.evaluation_graph.reset()
                 layer.evaluation_graph = None
-        self._layers = ()
+        self._layers, self._whole = (), None
         del self._model, self._stage
-
-    def _reset_model(self) -> None:
-        if self._whole is not None and self._whole.evaluation is not None:
-            self._whole.evaluation.reset()
-            self._whole.evaluation = None
 
 
 def _between(first: Callable, hooks: dict[str, Any], last: Callable) -> dict[str, Any]:
@@ -269,13 +264,12 @@ def _capture_mode(layers: Sequence[Any]) -> Iterator[dict[Any, DispatcherState]]
         methods.add(layer, "forward", partial(_noting_dispatcher, dispatchers, layer, forward))
         if getattr(layer, "is_moe_layer", False) and CudaGraphModule.moe_router in layer.config.cuda_graph_modules:
             methods.add(layer, "_forward_mlp", partial(_up_to_the_router, layer, layer._forward_mlp))
-    methods.install()
-    try:
+    with methods:
         state._set_capture_start()
-        yield dispatchers
-    finally:
-        state._set_capture_end()
-        methods.remove()
+        try:
+            yield dispatchers
+        finally:
+            state._set_capture_end()
 
 
 def _noting_dispatcher(
