@@ -82,6 +82,7 @@ class LayerGraph:
         self._shape = sample_args[0].shape if sample_args else None
         self._only_shape = None if eager_passes is None else self._shape
         self._conditions, self._may_run_eagerly = conditions, may_run_eagerly
+        self._told: set[str] = set()
         self.packed = packed
         self.around: Callable[[Any, tuple, dict[str, Any]], Any] | None = None
         self.name = name
@@ -127,9 +128,9 @@ class LayerGraph:
                 f"{self.name}: {conditions.changes()}. What these graphs hold cannot run eagerly for a while: change "
                 "it back, or call delete_cuda_graphs() and, to have graphs again, create_cudagraphs()"
             )
-        news = conditions.news()
-        if news:
-            logger.warning(f"{self.name} runs eagerly: {news}")
+        if (changes := conditions.changes()) not in self._told:
+            self._told.add(changes)
+            logger.warning(f"{self.name} runs eagerly: {changes}")
         return False
 
     def _warn_of_shape(self, shape: torch.Size) -> None:

@@ -108,7 +108,6 @@ class ReplayConditions:
         autocast: list[Any] | None = None,
         quantized: Callable[[], list[Any]] | None = None,
     ):
-        self._told: set[str] = set()
         self._modules = {
             module: ".".join(filter(None, (name, inner))) or type(module).__name__
             for root in roots
@@ -234,20 +233,9 @@ class ReplayConditions:
         return changed
 
     def changes(self) -> str:
-        """Say what has changed, in a sentence; empty if nothing has."""
+        """Say what has changed, in a sentence."""
         changed = dict.fromkeys(aspect.change() for aspect in self._aspects if aspect.has_changed())
-        return self._sentence([*changed])
-
-    def news(self) -> str:
-        """Say what has changed that was not said before, in a sentence; empty if there is nothing."""
-        changes = dict.fromkeys(aspect.change() for aspect in self._aspects if aspect.has_changed())
-        new = [change for change in changes if change not in self._told]
-        self._told.update(new)
-        return self._sentence(new)
-
-    @staticmethod
-    def _sentence(changes: Sequence[str]) -> str:
-        return f"{', '.join(changes)} changed after capture, which a replay would not notice" if changes else ""
+        return f"{', '.join(changed)} changed after capture, which a replay would not notice"
 
     def forget(self) -> None:
         """Let go of everything; nothing counts as changed any more."""

@@ -150,7 +150,7 @@ class ForwardGraphs:
         else:
             self._eager_passes.total += 1
         if changed:
-            self._tell(self._conditions.news())
+            self._tell(self._conditions.changes())
         elif packed_otherwise:
             self._tell(f"it {packed_otherwise}. {ADVICE}")
         elif others:
@@ -162,8 +162,8 @@ class ForwardGraphs:
         return None
 
     def _tell(self, reason: str) -> None:
-        """Log why a call for training runs eagerly, unless the reason is empty or known."""
-        if reason and reason not in self._told:
+        """Log why a call for training runs eagerly, once for each reason."""
+        if reason not in self._told:
             self._told.add(reason)
             logger.warning(
                 f"{type(self.module).__name__} runs eagerly where its CUDA graphs do not fit the call: {reason}"
