@@ -167,7 +167,7 @@ class EvaluationGraphs:
         quantized = recorded_quantization(self._stage, self._model)
         return capture_evaluation(self._model, owner, *shape, WARMUP_ITERATIONS, quantized)
 
-    def _capture(self, agreement: CaptureAgreement, shape: tuple[int, int]) -> list[EvaluationGraph]:
+    def _capture(self, agreement: CaptureAgreement, shape: tuple[int, int]) -> list[Any]:
         inputs = LayerInputs(self._stage.config, *shape)
         layers = self._layers
         names = [layer_name(layer, index) for index, layer in enumerate(layers)]

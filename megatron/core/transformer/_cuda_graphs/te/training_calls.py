@@ -16,6 +16,7 @@ from ..packed_sequences import OFFSETS, misfit, offsets_of
 UNUSED = ("loss_mask",)
 # What a model chunk is given by ``set_input_tensor`` where another pipeline stage runs before it.
 HIDDEN_STATES = "hidden_states"
+_UNCALLED = "it has not been called for training so far"
 
 
 def expected_inputs(model: Any, sequences: int, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -113,8 +114,7 @@ class TrainingCalls:
 
     def __init__(self, models: Iterable[torch.nn.Module], decoders: Iterable[torch.nn.Module]):
         self.reads_hidden_states = self.interleaved = False
-        self._blockers = dict.fromkeys(models, "it has not been called for training so far")
-        self._called: set[torch.nn.Module] = set()
+        self._blockers = dict.fromkeys(models, _UNCALLED)
         self._shapes: dict[torch.nn.Module, Counter[tuple[int, int] | None]] = defaultdict(Counter)
         self._passes = 0
         self._orders = {model: list(inspect.signature(model.forward).parameters) for model in self._blockers}
@@ -158,8 +158,7 @@ class TrainingCalls:
             return
         given = arguments_by_name(self._orders[model], args, kwargs)
         self._shapes[model][shape_of(model, given)] += 1
-        if model not in self._called or not self._blockers[model]:  # one call that graphs do not fit is enough
-            self._called.add(model)
+        if self._blockers[model] in ("", _UNCALLED):  # one call that graphs do not fit is enough
             self._blockers[model] = call_blocker(model, given)
         self._passes += 1
         own = self._passes
