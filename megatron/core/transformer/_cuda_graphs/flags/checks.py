@@ -99,7 +99,7 @@ _OTHERS: tuple[tuple[Callable[[Options], Any], str], ...] = (
         lambda o: o.get("moe_expert_capacity_factor") is not None,
         "drops and pads no tokens: leave out --moe-expert-capacity-factor and --moe-pad-expert-input-to-capacity",
     ),
-    (lambda o: o.get("fp8") or o.get("fp4"), "computes no FP8 or FP4: leave out --fp8-format and --fp4-format"),
+    (lambda o: o.any("fp8", "fp4"), "computes no FP8 or FP4: leave out --fp8-format and --fp4-format"),
     (lambda o: o.get("fp16"), "computes no FP16: give --bf16 in place of --fp16"),
     (
         lambda o: any((o.get(size) or 0) % 8 for size in ("hidden_size", "moe_ffn_hidden_size", "moe_latent_size")),
@@ -116,8 +116,7 @@ _OTHERS: tuple[tuple[Callable[[Options], Any], str], ...] = (
     ),
     (
         lambda o: (
-            o.get("delay_wgrad_compute")
-            or o.get("overlap_moe_expert_parallel_comm")
+            o.any("delay_wgrad_compute", "overlap_moe_expert_parallel_comm")
             or o.get("overlap_dispatch_backward_with_experts_wgrad")
         ),
         "computes weight gradients in the backward pass of their layer: leave out --delay-wgrad-compute, "
@@ -132,12 +131,12 @@ _OTHERS: tuple[tuple[Callable[[Options], Any], str], ...] = (
         "keeps activations of experts: leave expert_fc1, moe_act and fused_group_mlp out of --offload-modules",
     ),
     (
-        lambda o: o.get("use_transformer_engine_op_fuser") or o.get("moe_mlp_glu_interleave_size"),
+        lambda o: o.any("use_transformer_engine_op_fuser", "moe_mlp_glu_interleave_size"),
         "takes the place of TransformerEngine's fused experts: leave out --use-transformer-engine-op-fuser and "
         "--moe-mlp-glu-interleave-size",
     ),
     (
-        lambda o: o.get("moe_single_grouped_weight") or o.get("moe_single_grouped_bias"),
+        lambda o: o.any("moe_single_grouped_weight", "moe_single_grouped_bias"),
         "reads a parameter of each expert: leave out --moe-single-grouped-weight and --moe-single-grouped-bias",
     ),
     (
@@ -172,7 +171,7 @@ _OTHERS_OF_FACTOR: tuple[tuple[Callable[[Options], Any], str], ...] = (
         "was not tried with --pipeline-model-parallel-size and --fine-grained-activation-offloading: leave it out",
     ),
     (
-        lambda o: o.get("qk_clip") or o.get("log_max_attention_logit"),
+        lambda o: o.any("qk_clip", "log_max_attention_logit"),
         "cannot take back what --qk-clip and --log-max-attention-logit have seen: leave it or these out",
     ),
 )

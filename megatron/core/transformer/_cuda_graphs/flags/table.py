@@ -126,12 +126,11 @@ def _random_recompute(options: Options) -> bool:
 
 def _not_hybrid(options: Options) -> bool:
     """Whether the model surely has no Mamba layers; configurations alone do not say."""
-    patterns = ("hybrid_layer_pattern", "hybrid_override_pattern", "spec")
-    return options.knows("hybrid_layer_pattern") and not any(options.get(name) for name in patterns)
+    return options.knows("hybrid_layer_pattern") and not options.hybrid_pattern and not options.get("spec")
 
 
 def _packs(options: Options) -> bool:
-    return any(options.get(name) for name in ("sft", "dataloader_inter_document_masking"))
+    return options.any("sft", "dataloader_inter_document_masking")
 
 
 def _packed_in_graphs(options: Options) -> bool:
@@ -146,8 +145,8 @@ def _uses_embedding_twice(options: Options) -> bool:
 
 def _predicts_nothing(options: Options) -> bool:
     """Whether a hybrid model is asked for further tokens and its pattern has no layers for them."""
-    pattern = options.get("hybrid_layer_pattern") or options.get("hybrid_override_pattern") or "/"
-    return "/" not in pattern and not options.get("mtp_hybrid_override_pattern")
+    pattern = options.hybrid_pattern
+    return bool(pattern) and "/" not in pattern and not options.get("mtp_hybrid_override_pattern")
 
 
 def _overlaps(options: Options) -> bool:
@@ -305,8 +304,7 @@ _REFUSED = [
     _refused(
         "--recompute-granularity full, with dropout or --moe-input-jitter-eps",
         lambda options: (
-            options.recomputes_layers
-            and any(options.get(name) for name in ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps"))
+            options.recomputes_layers and options.any("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
         ),
         "--recompute-granularity full with dropout or --moe-input-jitter-eps: of generators that graphs can draw from "
         "megatron-core keeps no states, so a layer that is computed again draws other numbers, also without graphs; "
@@ -424,23 +422,19 @@ _REFUSED = [
     ),
     _refused(
         "--cuda-graph-packed-sequences, Mamba layers in graphs",
-        lambda options: (
-            _packed_in_graphs(options)
-            and "M" in (options.get("hybrid_layer_pattern") or options.get("hybrid_override_pattern") or "")
-            and options.graphs("mamba")
-        ),
+        lambda options: _packed_in_graphs(options) and "M" in options.hybrid_pattern and options.graphs("mamba"),
         "--cuda-graph-packed-sequences is for attention, and graphs of Mamba layers take no lengths: set "
         "--cuda-graph-modules to parts other than mamba",
     ),
     _refused(
         "--qk-clip or --log-max-attention-logit, attention in graphs",
-        lambda options: (options.get("qk_clip") or options.get("log_max_attention_logit")) and options.graphs("attn"),
+        lambda options: options.any("qk_clip", "log_max_attention_logit") and options.graphs("attn"),
         "--qk-clip and --log-max-attention-logit read what attention notes on the host in each pass, which a replay "
         "does not: leave them out, or set --cuda-graph-modules to parts other than attn",
     ),
     _refused(
         "--optimizer-cuda-graph with --fp16 or --loss-scale",
-        lambda options: options.get("optimizer_cuda_graph") and (options.get("fp16") or options.get("loss_scale")),
+        lambda options: options.get("optimizer_cuda_graph") and options.any("fp16", "loss_scale"),
         "--optimizer-cuda-graph puts the optimizer's step in a graph, in which with a loss scale the host would read "
         "whether gradients are finite: leave it out, or use --bf16 without --loss-scale",
     ),
@@ -591,7 +585,7 @@ _NOT_TRIED = [
     ),
     _not_tried(
         "--use-torch-fsdp2 with --fp8-format or --fp4-format",
-        lambda options: options.get("fp8") or options.get("fp4"),
+        lambda options: options.any("fp8", "fp4"),
         "; it needs TransformerEngine's layers",
         sharding=TORCH_FSDP,
     ),
@@ -602,7 +596,7 @@ _NOT_TRIED = [
     ),
     _not_tried(
         "--use-torch-fsdp2 with --save or --load",
-        lambda options: options.get("save") or options.get("load"),
+        lambda options: options.any("save", "load"),
         ": look whether a resumed run goes on with the same losses",
         sharding=TORCH_FSDP,
     ),
