@@ -21,7 +21,7 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 class GraphableMegatronModule(_upstream.GraphableMegatronModule):
-    """megatron-core's ``GraphableMegatronModule`` (a layer that can run as CUDA graphs), with six differences.
+    """megatron-core's ``GraphableMegatronModule`` (a layer that can run as CUDA graphs), with these differences.
 
     - A replay goes through ``torch.nn.Module``'s own call: the layer's hooks, Megatron-FSDP's among them, run around it
       as they do around ``forward``.

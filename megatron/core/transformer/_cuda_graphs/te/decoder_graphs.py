@@ -99,14 +99,12 @@ def capture_decoder(
     eager_passes: EagerPasses,
     quantized: RecordedQuantization | None = None,
 ) -> DecoderGraphs:
-    """Capture the passes of all layers of ``decoder``, whose calls replay them from then on.
+    """Capture the passes of all layers of ``decoder``, whose calls replay them from then on; see ``captured``.
 
     Args:
         decoder: The block of a model that runs its layers one after the other.
-        owner: Megatron-FSDP's ``RecordedUnits`` of the layers.
         inputs: Static inputs by keyword, ``hidden_states`` first.
         read: For each layer which of the other inputs it reads.
-        num_warmup_iters: How often both passes run before.
         eager_passes: Counts calls for training with tensors of another shape.
         quantized: How the layers are quantized; None if they are not.
     """

@@ -37,7 +37,7 @@ def captured(
 
     Args:
         slots: The passes of each module whose ``forward`` they will stand for.
-        owners: Megatron-FSDP's ``RecordedUnits``.
+        owners: Megatron-FSDP's ``RecordedUnits`` of what is captured.
         turns: The order of passes.
         num_warmup_iters: How often all of them run before.
         around: The context in which they run.

@@ -230,7 +230,7 @@ class TECudaGraphHelper:
     def _capture_again(self, steps: str) -> None:
         """Capture for changed ``steps``, between two of them, in place of the graphs that there are."""
         log_single_rank(logger, logging.INFO, f"CUDA graphs are captured again, for {steps}")
-        self._recaptures.done += 1
+        self._recaptures.begin()
         with ExitStack() as stack:
             gathering: list[Any] = [
                 chunk for chunk in self.model if getattr(chunk, "remove_forward_pre_hook_handles", None)

@@ -182,13 +182,11 @@ def capture_whole_models(
     eager_passes: EagerPasses,
     quantized: Sequence[RecordedQuantization | None],
 ) -> list[ModelGraphs]:
-    """Capture the passes of ``models``, whose calls replay them from then on.
+    """Capture the passes of ``models``, whose calls replay them from then on; see ``captured``.
 
     Args:
         models: The language model, or the chunks of it in a pipeline stage.
-        owners: Megatron-FSDP's ``WholeModel`` of each.
         order: The order of their passes, each of them being a chunk of one layer.
-        num_warmup_iters: How often all passes run before.
         eager_passes: Counts calls for training with tensors of another shape.
         quantized: How each model is quantized; None if it is not.
     """
@@ -220,12 +218,10 @@ def capture_evaluation(
     num_warmup_iters: int,
     quantized: RecordedQuantization | None = None,
 ) -> ModelGraphs:
-    """Capture the forward pass of ``model``, which is in evaluation mode, without grad.
+    """Capture the forward pass of ``model``, which is in evaluation mode, without grad; see ``captured``.
 
     Args:
         model: The language model, whose training has graphs.
-        owner: Megatron-FSDP's ``EvaluatedModel`` of it.
-        num_warmup_iters: How often the pass runs before.
         quantized: How the model is quantized; None if it is not. Not that of its training.
     """
     inputs = sample_inputs(model, seq_length, micro_batch_size)
