@@ -41,7 +41,7 @@ class CapturePhases:
         from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.recorded_units import RecordedUnits
         from megatron.core.transformer._cuda_graphs.engine import whole_passes
         from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
-        from megatron.core.transformer._cuda_graphs.te import whole_model
+        from megatron.core.transformer._cuda_graphs.te import forward_graphs, whole_model
         from megatron.core.transformer._cuda_graphs.te.capture_observer import CaptureObserver
         from megatron.core.transformer._cuda_graphs.te.graph_choice import GraphChoice
         from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
@@ -61,7 +61,7 @@ class CapturePhases:
             (ReplayConditions, "__init__", "what replays compare noted"),
             (RecordedUnits, "__init__", "units listed"),
             (whole_model, "inputs_of_slots", "static inputs made"),
-            (whole_model, "capture_passes", "random numbers and buffers restored, streams, quantization"),
+            (forward_graphs, "capture_passes", "random numbers and buffers restored, streams, quantization"),
         ):
             self.watch(owner, name, lambda *_, what=what: what)
         for name in ("forward", "backward"):

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.core.transformer._cuda_graphs.flags import own
-from megatron.core.transformer._cuda_graphs.flags.checks import rows_of_flags
-from megatron.core.transformer._cuda_graphs.flags.grouped_tensor import check_grouped_tensor
+from megatron.core.transformer._cuda_graphs.flags.checks import check_grouped_tensor, rows_of_flags
 from megatron.core.transformer._cuda_graphs.flags.table import Verdict
 from megatron.training import arguments as megatron_arguments
 

@@ -4,8 +4,7 @@ import argparse
 from typing import TYPE_CHECKING, Any
 
 from megatron.core.transformer._cuda_graphs.flags import own
-from megatron.core.transformer._cuda_graphs.flags.checks import check_flags, warn_of_flags
-from megatron.core.transformer._cuda_graphs.flags.grouped_tensor import check_grouped_tensor
+from megatron.core.transformer._cuda_graphs.flags.checks import check_flags, check_grouped_tensor, warn_of_flags
 from megatron.core.transformer._cuda_graphs.flags.table import MODULES
 from megatron_fsdp_cuda_graphs.overlay import extend
 

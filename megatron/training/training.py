@@ -41,18 +41,8 @@ def training_log(
                 total_loss_dict[name] = torch.zeros(1, dtype=torch.float32, device="cuda")
             total_loss_dict[name] = total_loss_dict[name] + loss
         loss_dict = {}
-    return _upstream.training_log(
-        loss_dict,
-        total_loss_dict,
-        learning_rate,
-        iteration,
-        loss_scale,
-        report_memory_flag,
-        skipped_iter,
-        grad_norm,
-        *others,
-        **named,
-    )
+    between = learning_rate, iteration, loss_scale, report_memory_flag, skipped_iter, grad_norm
+    return _upstream.training_log(loss_dict, total_loss_dict, *between, *others, **named)
 
 
 def _writes_losses(iteration: int) -> bool:

@@ -18,7 +18,7 @@ def test_the_committed_page_is_up_to_date():
 
 
 def row(flags: str = "--bf16", verdict: Verdict = Verdict.WORKS, words: str = "", shown: str = "") -> Row:
-    return Row("name", flags, verdict, words, shown)
+    return Row(flags, verdict, words, shown)
 
 
 def lines_of(table: Iterable[Row]) -> list[str]:
@@ -28,8 +28,8 @@ def lines_of(table: Iterable[Row]) -> list[str]:
 def test_every_row_is_a_line_with_its_verdict():
     for each in TABLE:
         (line,) = lines_of([each])
-        assert line.startswith(f"| {each.flags} | "), each.name
-        assert each.verdict.value in line and line.endswith(f" | {each.words} |"), each.name
+        assert line.startswith(f"| {each.flags} | "), each.flags
+        assert each.verdict.value in line and line.endswith(f" | {each.words} |"), each.flags
 
 
 def test_what_works_is_linked_to_the_test_that_shows_it():

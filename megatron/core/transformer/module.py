@@ -7,9 +7,8 @@ import torch
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer._cuda_graphs.dispatcher_state import DispatcherState
-from megatron.core.transformer._cuda_graphs.evaluation_graph import EvaluationGraph
 from megatron.core.transformer._cuda_graphs.evaluation_mode import may_replay_evaluation
-from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
+from megatron.core.transformer._cuda_graphs.layer_graph import EvaluationGraph, LayerGraph
 from megatron.core.transformer._cuda_graphs.packed_sequences import from_static_offsets, to_inputs
 from megatron_fsdp_cuda_graphs.overlay import extend
 
@@ -22,7 +21,7 @@ if TYPE_CHECKING:  # megatron-core's names
 
 
 class GraphableMegatronModule(_upstream.GraphableMegatronModule):
-    """megatron-core's ``GraphableMegatronModule`` (a layer that can run as CUDA graphs), with six differences.
+    """megatron-core's ``GraphableMegatronModule`` (a layer that can run as CUDA graphs), with these differences.
 
     - A replay goes through ``torch.nn.Module``'s own call: the layer's hooks, Megatron-FSDP's among them, run around it
       as they do around ``forward``.

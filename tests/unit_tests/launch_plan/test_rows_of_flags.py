@@ -22,7 +22,7 @@ def held(lines: list[str], modules: bool) -> str:
 @pytest.mark.long
 @pytest.mark.parametrize("row", [row for row in ROWS if row.name not in NOT_PLANNED], ids=lambda row: row.name)
 def test_a_graph_holds_what_the_row_says(capsys, row):
-    line = str(EXAMPLES[row.name])
+    line = str(EXAMPLES[row.flags])
     code = command.plan(["--world-size", "4", *line.split()])
     text = capsys.readouterr()
     assert code == 0, text.out + text.err

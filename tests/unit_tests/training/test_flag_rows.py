@@ -60,159 +60,220 @@ class Example:
 
 
 EXAMPLES = {
-    "double buffer": Example(left_out=(DOUBLE_BUFFER,)),
-    "persistent fallback": Example(left_out=(FALLBACK,)),
-    "second version": Example(),  # of a later megatron-core, too
-    "local graphs": Example("--cuda-graph-impl local"),
-    "fused weight gradients": Example("--data-parallel-sharding-strategy optim", left_out=(FUSED,)),
-    "torch fsdp2": Example("--use-torch-fsdp2", left_out=(SHARDED,)),
-    "optimizer graph of torch fsdp2": Example("--use-torch-fsdp2 --optimizer-cuda-graph", left_out=(SHARDED,)),
-    "full iteration of torch fsdp2": Example(
+    "--fsdp-double-buffer missing": Example(left_out=(DOUBLE_BUFFER,)),
+    "--fsdp-db-use-persist-buf-on-alloc-fail missing": Example(left_out=(FALLBACK,)),
+    "--megatron-fsdp-version 2, which megatron-core has from 0.20 on": Example(),  # of a later megatron-core, too
+    "--cuda-graph-impl local": Example("--cuda-graph-impl local"),
+    "--data-parallel-sharding-strategy other than optim_grads_params, fused gradient accumulation": Example(
+        "--data-parallel-sharding-strategy optim", left_out=(FUSED,)
+    ),
+    "--use-torch-fsdp2": Example("--use-torch-fsdp2", left_out=(SHARDED,)),
+    "--use-torch-fsdp2 with --optimizer-cuda-graph": Example(
+        "--use-torch-fsdp2 --optimizer-cuda-graph", left_out=(SHARDED,)
+    ),
+    "--use-torch-fsdp2 with --cuda-graph-impl full_iteration": Example(
         "--use-torch-fsdp2 --cuda-graph-impl full_iteration --no-check-for-nan-in-loss-and-grad", left_out=(SHARDED,)
     ),
-    "quantization with torch fsdp2": Example("--use-torch-fsdp2 --fp8-format hybrid", left_out=(SHARDED,)),
-    "checkpoints of torch fsdp2": Example("--use-torch-fsdp2 --load checkpoints", left_out=(SHARDED,)),
-    "checkpoints saved in the background": Example("--save checkpoints --async-save"),
-    "unknown module": Example(),  # the parser takes none: set below
-    "moe and router": Example(f"{MOE} moe moe_router {PADDED}"),
-    "preprocess alone": Example(f"{MOE} moe_preprocess"),
-    "moe modules of a dense model": Example("--cuda-graph-modules attn moe_router"),
-    "mlp of an moe model": Example(f"{MOE} mlp"),
-    "mamba of a gpt": Example("--cuda-graph-modules attn mamba"),
-    "unpadded experts": Example(MOE.replace("--cuda-graph-modules", "")),
-    "preprocess that waits": Example(f"{MOE} moe_router moe_preprocess --moe-expert-capacity-factor 1.0"),
-    "sinkhorn router": Example(f"{MOE} attn moe_router --moe-router-load-balancing-type sinkhorn"),
-    "router of chunks": Example(f"{MOE} moe_router --mlp-chunks-for-training 2"),
-    "optimizer without states": Example("--optimizer sgd"),
-    "other optimizers": Example("--optimizer lion"),
-    "whole model of another sharding": Example(
+    "--use-torch-fsdp2 with --fp8-format or --fp4-format": Example(
+        "--use-torch-fsdp2 --fp8-format hybrid", left_out=(SHARDED,)
+    ),
+    "--use-torch-fsdp2 with --save or --load": Example("--use-torch-fsdp2 --load checkpoints", left_out=(SHARDED,)),
+    "--async-save": Example("--save checkpoints --async-save"),
+    "--cuda-graph-modules with another name": Example(),  # the parser takes none: set below
+    "--cuda-graph-modules moe moe_router": Example(f"{MOE} moe moe_router {PADDED}"),
+    "--cuda-graph-modules moe_preprocess without moe_router": Example(f"{MOE} moe_preprocess"),
+    "--cuda-graph-modules moe, moe_router or moe_preprocess, dense model": Example(
+        "--cuda-graph-modules attn moe_router"
+    ),
+    "--cuda-graph-modules mlp, every layer with experts": Example(f"{MOE} mlp"),
+    "--cuda-graph-modules mamba, --hybrid-layer-pattern missing": Example("--cuda-graph-modules attn mamba"),
+    "--num-experts, whole layers, without --moe-use-grouped-tensor, or --cuda-graph-modules moe; not padded": Example(
+        MOE.replace("--cuda-graph-modules", "")
+    ),
+    (
+        "--cuda-graph-modules moe_preprocess, --moe-expert-capacity-factor or --moe-router-padding-for-fp8, not padded"
+    ): Example(f"{MOE} moe_router moe_preprocess --moe-expert-capacity-factor 1.0"),
+    "--moe-router-load-balancing-type sinkhorn, router in graphs": Example(
+        f"{MOE} attn moe_router --moe-router-load-balancing-type sinkhorn"
+    ),
+    "--mlp-chunks-for-training above 1, --cuda-graph-modules moe_router": Example(
+        f"{MOE} moe_router --mlp-chunks-for-training 2"
+    ),
+    "--optimizer sgd": Example("--optimizer sgd"),
+    "--optimizer lion, soap or a kind of muon, --optimizer-cpu-offload": Example("--optimizer lion"),
+    "--cuda-graph-layers-per-graph model, --data-parallel-sharding-strategy other than optim_grads_params": Example(
         "--cuda-graph-layers-per-graph model --data-parallel-sharding-strategy optim_grads"
     ),
-    "full recomputation": Example(f"{FULL} --cuda-graph-layers-per-graph 1"),
-    "recomputed layers with dropout": Example(f"{FULL} --hidden-dropout 0.1"),
-    "recomputation of layers": Example(FULL),
-    "divided activations": Example(f"{FULL} --distribute-saved-activations --tensor-model-parallel-size 2"),
-    "recomputed router": Example(f"{MOE} moe_router {SELECTIVE} moe"),
-    "recomputed dropout": Example(f"--attention-dropout 0.1 {SELECTIVE} core_attn"),
-    "recomputed mlp with bias": Example(f"{SELECTIVE} mlp"),
-    "instances without overlap": Example("--num-distributed-optimizer-instances 2"),
-    "outer shards of one instance": Example("--outer-dp-sharding-strategy optim"),
-    "outer shards of unsharded parameters": Example(
+    (
+        "--recompute-granularity full, a graph for each layer: --cuda-graph-modules, "
+        "--cuda-graph-layers-per-graph 1, or all in a pipeline, another sharding than optim_grads_params"
+    ): Example(f"{FULL} --cuda-graph-layers-per-graph 1"),
+    "--recompute-granularity full, with dropout or --moe-input-jitter-eps": Example(f"{FULL} --hidden-dropout 0.1"),
+    "--recompute-granularity full, graphs of the whole model or of all layers": Example(FULL),
+    "--distribute-saved-activations": Example(f"{FULL} --distribute-saved-activations --tensor-model-parallel-size 2"),
+    "--recompute-modules moe with --cuda-graph-modules moe_router": Example(f"{MOE} moe_router {SELECTIVE} moe"),
+    "--recompute-modules core_attn, mlp or moe in a graph, with dropout": Example(
+        f"--attention-dropout 0.1 {SELECTIVE} core_attn"
+    ),
+    "--recompute-modules mlp, --disable-bias-linear missing": Example(f"{SELECTIVE} mlp"),
+    "--num-distributed-optimizer-instances above 1, --overlap-grad-reduce missing": Example(
+        "--num-distributed-optimizer-instances 2"
+    ),
+    "--outer-dp-sharding-strategy optim, one instance": Example("--outer-dp-sharding-strategy optim"),
+    "--outer-dp-sharding-strategy optim, --data-parallel-sharding-strategy other than optim_grads_params": Example(
         "--num-distributed-optimizer-instances 2 --overlap-grad-reduce --outer-dp-sharding-strategy optim"
         " --data-parallel-sharding-strategy optim_grads"
     ),
-    "hybrid sharding": Example(
+    "--num-distributed-optimizer-instances, --outer-dp-sharding-strategy": Example(
         "--num-distributed-optimizer-instances 2 --overlap-grad-reduce --outer-dp-sharding-strategy optim"
     ),
-    "expert parallel overlap in a double buffer": Example(f"{MOE} attn {OVERLAP}"),
-    "expert parallel overlap of whole layers": Example(
+    "--overlap-moe-expert-parallel-comm, --fsdp-double-buffer": Example(f"{MOE} attn {OVERLAP}"),
+    "--overlap-moe-expert-parallel-comm, whole layers or --cuda-graph-modules mlp or moe": Example(
         f"{MOE.replace('--cuda-graph-modules', '')} {OVERLAP} {PADDED}", left_out=(DOUBLE_BUFFER,)
     ),
-    "expert parallel overlap with fused weight gradients": Example(
+    "--overlap-moe-expert-parallel-comm, fused gradient accumulation": Example(
         f"{MOE} attn {OVERLAP}", left_out=(DOUBLE_BUFFER, FUSED)
     ),
-    "expert parallel overlap of stages": Example(
+    "--overlap-moe-expert-parallel-comm, --pipeline-model-parallel-size above 1": Example(
         f"{MOE} attn {OVERLAP} --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights",
         left_out=(DOUBLE_BUFFER,),
     ),
-    "expert parallel overlap of overlapped shared experts": Example(
+    "--overlap-moe-expert-parallel-comm, --moe-shared-expert-overlap": Example(
         f"{MOE} attn {OVERLAP} --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap",
         left_out=(DOUBLE_BUFFER,),
     ),
-    "expert parallel overlap of packed sequences": Example(
+    "--overlap-moe-expert-parallel-comm, --cuda-graph-packed-sequences": Example(
         f"{MOE} attn {OVERLAP} {PACKED} --position-embedding-type none", left_out=(DOUBLE_BUFFER,)
     ),
-    "optimizer graph with a loss scale": Example("--optimizer-cuda-graph --fp16"),
-    "optimizer graph of changing weight decay": Example(
+    "--optimizer-cuda-graph with --fp16 or --loss-scale": Example("--optimizer-cuda-graph --fp16"),
+    "--optimizer-cuda-graph, --weight-decay-incr-style linear or cosine": Example(
         "--optimizer-cuda-graph --start-weight-decay 0 --end-weight-decay 0.1 --weight-decay-incr-style linear"
     ),
-    "largest logits of attention": Example("--log-max-attention-logit"),
-    "optimizer graph without warm-up": Example("--optimizer-cuda-graph --cuda-graph-warmup-steps 0"),
-    "negative warm-up": Example("--cuda-graph-warmup-steps -1"),
-    "embedding in two stages": Example("--pipeline-model-parallel-size 2 --init-model-with-meta-device"),
-    "hybrid stages without further tokens": Example(
+    "--qk-clip or --log-max-attention-logit, attention in graphs": Example("--log-max-attention-logit"),
+    "--optimizer-cuda-graph with --cuda-graph-warmup-steps 0": Example(
+        "--optimizer-cuda-graph --cuda-graph-warmup-steps 0"
+    ),
+    "--cuda-graph-warmup-steps below 0": Example("--cuda-graph-warmup-steps -1"),
+    (
+        "--pipeline-model-parallel-size above 1, --init-model-with-meta-device, tied embeddings or --mtp-num-layers"
+    ): Example("--pipeline-model-parallel-size 2 --init-model-with-meta-device"),
+    (
+        "--mtp-num-layers, --pipeline-model-parallel-size above 1, --hybrid-layer-pattern without a / and its layers"
+    ): Example(
         "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --mtp-num-layers 1 "
         "--hybrid-layer-pattern M*-M*-"
     ),
-    "interleaved stages": Example(
+    "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank": Example(
         "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --num-layers 4"
         " --num-layers-per-virtual-pipeline-stage 1"
     ),
-    "warm-up to the end": Example("--cuda-graph-warmup-steps 5"),
-    "layers per graph of parts": Example("--cuda-graph-modules attn --cuda-graph-layers-per-graph all"),
-    "pipeline": Example("--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"),
-    "latent attention": Example("--multi-latent-attention"),
-    "context parallel": Example("--context-parallel-size 2", left_out=(LOCAL,)),
-    "experts of tensor parallel ranks": Example(f"{MOE} attn --tensor-model-parallel-size 2"),
-    "checkpoints of gated layers that are not sharded": Example(
+    "--cuda-graph-warmup-steps of --train-iters or more": Example("--cuda-graph-warmup-steps 5"),
+    "--cuda-graph-layers-per-graph, --cuda-graph-modules": Example(
+        "--cuda-graph-modules attn --cuda-graph-layers-per-graph all"
+    ),
+    "--pipeline-model-parallel-size": Example("--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"),
+    "--multi-latent-attention": Example("--multi-latent-attention"),
+    "--context-parallel-size": Example("--context-parallel-size 2", left_out=(LOCAL,)),
+    "--num-experts, --tensor-model-parallel-size above 1, --sequence-parallel missing": Example(
+        f"{MOE} attn --tensor-model-parallel-size 2"
+    ),
+    "--save, --swiglu, --data-parallel-sharding-strategy no_shard": Example(
         "--save checkpoints --swiglu --data-parallel-sharding-strategy no_shard"
     ),
-    "checkpoints that do not persist": Example("--non-persistent-save-interval 2 --non-persistent-ckpt-type global"),
-    "few micro-batches of virtual stages": Example(
+    "--non-persistent-save-interval": Example("--non-persistent-save-interval 2 --non-persistent-ckpt-type global"),
+    "--microbatch-group-size-per-virtual-pipeline-stage above the number of micro-batches": Example(
         "--pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights --num-layers 4"
         " --num-layers-per-virtual-pipeline-stage 1 --microbatch-group-size-per-virtual-pipeline-stage 4"
         " --global-batch-size 2"
     ),
-    "local layers": Example("--context-parallel-size 2"),
-    "packed sequences": Example("--sft"),
-    "packed sequences in graphs": Example(f"--sft {PACKED} --position-embedding-type none"),
-    "packed rows of moe layers": Example(f"{MOE} moe_router --sft --micro-batch-size 2"),
-    "packed sequences in rows": Example(f"{PACKED} --micro-batch-size 2"),
-    "packed sequences without fused rotary embeddings": Example(
+    "--transformer-impl local with --context-parallel-size above 1, --spec missing": Example(
+        "--context-parallel-size 2"
+    ),
+    "--sft or --dataloader-inter-document-masking, attention in graphs, --cuda-graph-packed-sequences missing": Example(
+        "--sft"
+    ),
+    "--cuda-graph-packed-sequences": Example(f"--sft {PACKED} --position-embedding-type none"),
+    "--sft or --dataloader-inter-document-masking, --micro-batch-size above 1, MoE layers in graphs": Example(
+        f"{MOE} moe_router --sft --micro-batch-size 2"
+    ),
+    "--cuda-graph-packed-sequences, --micro-batch-size above 1": Example(f"{PACKED} --micro-batch-size 2"),
+    "--cuda-graph-packed-sequences, --no-rope-fusion, or yarn or mrope, which are not fused": Example(
         f"{PACKED} --position-embedding-type rope --no-rope-fusion"
     ),
-    "packed sequences of mamba layers": Example(f"{PACKED} --hybrid-layer-pattern *M"),
-    "packed sequences beside graphs": Example("--sft --cuda-graph-modules mlp"),
-    "user buffers": Example("--use-nccl-ub"),
-    "sums in fp32 of what was sent in bf16": Example("--ddp-reduce-scatter-with-fp32-accumulation"),
-    "averages in collectives": Example("--ddp-average-in-collective"),
-    "all-gather group": Example("--create-all-gather-group"),
-    "heterogeneous layers": Example("--heterogeneous-layers-config-path layers.json"),
-    "fp8 parameters": Example("--fp8-format hybrid --fp8-param-gather"),
-    "other recipes": Example("--fp8-format hybrid --fp8-recipe blockwise"),
-    "delayed weight gradients": Example(f"{MOE} attn {OVERLAP} --delay-wgrad-compute", left_out=(DOUBLE_BUFFER,)),
-    "sharded weights": Example("--tensor-parallel-num-weight-shards 2"),
-    "hybrid models": Example("--hybrid-layer-pattern *-*-"),
-    "whole layers": Example(),
-    "attention": Example("--cuda-graph-modules attn"),
-    "mlp": Example("--cuda-graph-modules mlp"),
-    "router": Example(f"{MOE} moe_router"),
-    "up to the dispatch": Example(f"{MOE} attn moe_router moe_preprocess"),
-    "padded experts": Example(f"{MOE.replace('--cuda-graph-modules', PADDED)}"),
-    "dropless experts": Example(MOE.replace("--cuda-graph-modules", "--moe-use-grouped-tensor")),
-    "bounded tokens": Example(
+    "--cuda-graph-packed-sequences, Mamba layers in graphs": Example(f"{PACKED} --hybrid-layer-pattern *M"),
+    "--sft or --dataloader-inter-document-masking, attention not in graphs": Example("--sft --cuda-graph-modules mlp"),
+    "--use-nccl-ub": Example("--use-nccl-ub"),
+    "--ddp-reduce-scatter-with-fp32-accumulation": Example("--ddp-reduce-scatter-with-fp32-accumulation"),
+    "--ddp-average-in-collective": Example("--ddp-average-in-collective"),
+    "--create-all-gather-group": Example("--create-all-gather-group"),
+    "--heterogeneous-layers-config-path": Example("--heterogeneous-layers-config-path layers.json"),
+    "--fp8-param-gather, --fp8-recipe delayed or tensorwise": Example("--fp8-format hybrid --fp8-param-gather"),
+    "--fp4-format, --fp8-recipe other than delayed or tensorwise": Example(
+        "--fp8-format hybrid --fp8-recipe blockwise"
+    ),
+    "--delay-wgrad-compute": Example(f"{MOE} attn {OVERLAP} --delay-wgrad-compute", left_out=(DOUBLE_BUFFER,)),
+    "--tensor-parallel-num-weight-shards": Example("--tensor-parallel-num-weight-shards 2"),
+    "--hybrid-layer-pattern": Example("--hybrid-layer-pattern *-*-"),
+    "--cuda-graph-modules not given, dense model": Example(),
+    "--cuda-graph-modules attn": Example("--cuda-graph-modules attn"),
+    "--cuda-graph-modules mlp, dense layers": Example("--cuda-graph-modules mlp"),
+    "--cuda-graph-modules moe_router": Example(f"{MOE} moe_router"),
+    "--cuda-graph-modules attn moe_router moe_preprocess": Example(f"{MOE} attn moe_router moe_preprocess"),
+    "--moe-pad-expert-input-to-capacity, whole layers or --cuda-graph-modules moe": Example(
+        f"{MOE.replace('--cuda-graph-modules', PADDED)}"
+    ),
+    "--moe-use-grouped-tensor, whole layers or --cuda-graph-modules attn, moe_router or moe_preprocess": Example(
+        MOE.replace("--cuda-graph-modules", "--moe-use-grouped-tensor")
+    ),
+    "--moe-alltoall-capacity-factor": Example(
         MOE.replace("--cuda-graph-modules", "--moe-use-grouped-tensor --expert-model-parallel-size 2")
         + " --moe-alltoall-capacity-factor 1.25"
     ),
-    "overlapped shared experts": Example(
+    "--moe-shared-expert-overlap": Example(
         f"{MOE} attn moe_router moe_preprocess --moe-shared-expert-intermediate-size 64 --moe-shared-expert-overlap"
     ),
-    "tied embeddings": Example(),
-    "positions": Example("--position-embedding-type yarn"),
-    "fp16": Example("--fp16"),
-    "bf16": Example("--bf16"),
-    "checkpoints": Example("--load checkpoints"),
-    "dropout": Example("--hidden-dropout 0.1"),
-    "recomputation": Example(f"{SELECTIVE} core_attn"),
-    "strategies": Example("--data-parallel-sharding-strategy optim_grads"),
-    "fused weight gradients of sharded parameters": Example(left_out=(FUSED,)),
-    "multi-token prediction": Example("--mtp-num-layers 1 --position-embedding-type rope"),
-    "optimizer graph": Example("--optimizer-cuda-graph"),
-    "tensor parallel": Example("--tensor-model-parallel-size 2"),
-    "expert parallel": Example(
+    "tied embeddings (--untie-embeddings-and-output-weights not given)": Example(),
+    "--position-embedding-type learned_absolute, rope, yarn, mrope or none": Example("--position-embedding-type yarn"),
+    "--fp16, with a dynamic or a constant loss scale": Example("--fp16"),
+    "--bf16": Example("--bf16"),
+    "--save, --load": Example("--load checkpoints"),
+    "--hidden-dropout, --attention-dropout": Example("--hidden-dropout 0.1"),
+    "--recompute-modules core_attn, mlp, layernorm, moe, shared_experts, mla_up_proj": Example(
+        f"{SELECTIVE} core_attn"
+    ),
+    "--data-parallel-sharding-strategy other than optim_grads_params": Example(
+        "--data-parallel-sharding-strategy optim_grads"
+    ),
+    "fused gradient accumulation (--no-gradient-accumulation-fusion not given)": Example(left_out=(FUSED,)),
+    "--mtp-num-layers": Example("--mtp-num-layers 1 --position-embedding-type rope"),
+    "--optimizer-cuda-graph": Example("--optimizer-cuda-graph"),
+    "--tensor-model-parallel-size, --sequence-parallel": Example("--tensor-model-parallel-size 2"),
+    "--expert-model-parallel-size, --expert-tensor-parallel-size": Example(
         MOE.replace("--cuda-graph-modules", "--moe-use-grouped-tensor --expert-model-parallel-size 2")
     ),
-    "expert parallel overlap": Example(
+    "--overlap-moe-expert-parallel-comm, --cuda-graph-modules attn, moe_router or moe_preprocess": Example(
         f"{MOE} attn moe_router moe_preprocess {OVERLAP} --expert-model-parallel-size 2",
         left_out=(DOUBLE_BUFFER, FALLBACK),
     ),
-    "fp8": Example("--fp8-format hybrid"),
+    "--fp8-format, --fp8-recipe delayed or tensorwise": Example("--fp8-format hybrid"),
 }
-ROWS = {row.name: row for row in TABLE}
+ROWS = {row.flags: row for row in TABLE}
 REFUSED = [row for row in TABLE if row.verdict is Verdict.REFUSED]
 INDEPENDENT = (
-    *("double buffer", "persistent fallback", "fused weight gradients", "moe modules of a dense model"),
-    *("full recomputation", "negative warm-up", "embedding in two stages"),
+    *(
+        "--fsdp-double-buffer missing",
+        "--fsdp-db-use-persist-buf-on-alloc-fail missing",
+        ("--data-parallel-sharding-strategy other than optim_grads_params, fused gradient accumulation"),
+        ("--cuda-graph-modules moe, moe_router or moe_preprocess, dense model"),
+    ),
+    *(
+        (
+            "--recompute-granularity full, a graph for each layer: --cuda-graph-modules, "
+            "--cuda-graph-layers-per-graph 1, or all in a pipeline, another sharding than optim_grads_params"
+        ),
+        "--cuda-graph-warmup-steps below 0",
+        ("--pipeline-model-parallel-size above 1, --init-model-with-meta-device, tied embeddings or --mtp-num-layers"),
+    ),
 )
 WARNED = [row for row in TABLE if row.verdict in (Verdict.NO_EFFECT, Verdict.NOT_TRIED)]
 SAID = [*REFUSED, *WARNED]
@@ -256,8 +317,8 @@ def base():
 def flags():
     """The parsed flags of each example, by the name of its row."""
     found = {name: parsed(str(example)) for name, example in EXAMPLES.items()}
-    found["unknown module"].cuda_graph_modules = ["atn"]
-    found["second version"].megatron_fsdp_version = 2
+    found["--cuda-graph-modules with another name"].cuda_graph_modules = ["atn"]
+    found["--megatron-fsdp-version 2, which megatron-core has from 0.20 on"].megatron_fsdp_version = 2
     return found
 
 
@@ -289,47 +350,47 @@ def test_every_row_has_a_name_of_its_own_and_an_example():
     assert ROWS.keys() == EXAMPLES.keys()
 
 
-@pytest.mark.parametrize("row", SAID, ids=lambda row: row.name)
+@pytest.mark.parametrize("row", SAID, ids=lambda row: row.flags)
 def test_an_example_is_of_its_row(flags, row):
-    assert row in rows_of(flags[row.name])
+    assert row in rows_of(flags[row.flags])
 
 
 def test_examples_are_refused_for_their_rows_alone(flags):
     for row in REFUSED:
-        first, *lines = refusal(flags[row.name]).split("\n")
-        assert first.startswith(f"{row.sharding} with --cuda-graph-impl "), row.name
-        assert lines == [f"- {row.words}"], row.name
-        assert "--" in row.words, row.name
+        first, *lines = refusal(flags[row.flags]).split("\n")
+        assert first.startswith(f"{row.sharding} with --cuda-graph-impl "), row.flags
+        assert lines == [f"- {row.words}"], row.flags
+        assert "--" in row.words, row.flags
 
 
 def test_examples_of_what_is_not_refused_pass(flags):
-    errors = {row.name: refusal(flags[row.name]) for row in TABLE if row not in REFUSED}
+    errors = {row.flags: refusal(flags[row.flags]) for row in TABLE if row not in REFUSED}
     assert errors == dict.fromkeys(errors, "")
 
 
 def test_megatrons_validation_refuses_in_the_words_of_the_rows():
     from megatron.training.arguments import validate_args
 
-    for row in (row for row in REFUSED if str(EXAMPLES[row.name]) != FITTING + " "):  # others have no flags here
+    for row in (row for row in REFUSED if str(EXAMPLES[row.flags]) != FITTING + " "):  # others have no flags here
         with pytest.raises(ValueError) as error:
-            validate_args(parsed(str(EXAMPLES[row.name])))
-        assert row.words in str(error.value), row.name
+            validate_args(parsed(str(EXAMPLES[row.flags])))
+        assert row.words in str(error.value), row.flags
 
 
 def test_what_has_no_effect_or_was_not_tried_is_warned_of(flags, caplog):
     for row in WARNED:
         caplog.clear()
         with caplog.at_level(logging.WARNING):
-            warn_of_flags(flags[row.name])
-        assert row.words in caplog.messages, row.name
-        assert not any("\n" in message for message in caplog.messages), row.name
+            warn_of_flags(flags[row.flags])
+        assert row.words in caplog.messages, row.flags
+        assert not any("\n" in message for message in caplog.messages), row.flags
 
 
 def test_nothing_is_said_of_flags_that_work(flags, caplog):
     for row in TABLE:
         if row not in SAID:
-            assert rows_of(flags[row.name]) == [], row.name
-            warn_of_flags(flags[row.name])
+            assert rows_of(flags[row.flags]) == [], row.flags
+            warn_of_flags(flags[row.flags])
     assert not caplog.messages
 
 
@@ -343,8 +404,8 @@ def test_megatrons_validation_warns(caplog):
     from megatron.training.arguments import validate_args
 
     with caplog.at_level(logging.WARNING):
-        validate_args(parsed(str(EXAMPLES["warm-up to the end"])))
-    assert ROWS["warm-up to the end"].words in caplog.messages
+        validate_args(parsed(str(EXAMPLES["--cuda-graph-warmup-steps of --train-iters or more"])))
+    assert ROWS["--cuda-graph-warmup-steps of --train-iters or more"].words in caplog.messages
 
 
 def both(one: Namespace, other: Namespace, base: Namespace) -> Namespace:
@@ -377,7 +438,11 @@ def test_two_rows_that_have_nothing_to_do_with_each_other_are_both_named(flags, 
 def test_of_graphs_that_megatron_core_makes_the_table_refuses_those_of_torchs_fsdp2_only(flags, impl):
     for name in EXAMPLES:
         args = Namespace(**vars(flags[name]) | {"cuda_graph_impl": impl})
-        refused = [ROWS["full iteration of torch fsdp2"]] if impl != "none" and args.use_torch_fsdp2 else []
+        refused = (
+            [ROWS["--use-torch-fsdp2 with --cuda-graph-impl full_iteration"]]
+            if impl != "none" and args.use_torch_fsdp2
+            else []
+        )
         assert rows_of(args) == refused, name
         assert bool(refusal(args)) == bool(refused), name
 
@@ -409,5 +474,5 @@ def test_the_parser_takes_what_megatron_core_takes(name):
 
 def test_what_rows_say_shows_them_is_in_this_repository():
     for row in TABLE:
-        assert row.shown or row.verdict is Verdict.NOT_TRIED, row.name
-        assert (REPOSITORY / row.shown).exists(), row.name
+        assert row.shown or row.verdict is Verdict.NOT_TRIED, row.flags
+        assert (REPOSITORY / row.shown).exists(), row.flags

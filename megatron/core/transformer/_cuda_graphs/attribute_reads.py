@@ -58,11 +58,8 @@ class AttributeReads:
         for owner, name, compiled in _compiled(roots):
             watch.add(owner, name, self._unwatched(watch, owner, compiled))
         try:
-            watch.install()
-            try:
+            with watch:
                 yield
-            finally:
-                watch.remove()
             if state is not None:
                 state.refuse_any()
         except BaseException:
@@ -111,7 +108,7 @@ class AttributeReads:
 
 
 class Replacements:
-    """Attributes of classes and modules that have another value for a time."""
+    """Attributes of classes and modules that have another value for a time: in its context, or while installed."""
 
     def __init__(self) -> None:
         self._all: list[tuple[Any, str, Any, Any]] = []
@@ -119,6 +116,16 @@ class Replacements:
     def add(self, owner: Any, name: str, value: Any) -> None:
         """Give ``owner`` the attribute ``name`` of this ``value``, when installed."""
         self._all.append((owner, name, value, vars(owner).get(name, Replacements)))
+
+    def __enter__(self) -> None:
+        try:
+            self.install()
+        except BaseException:  # Ctrl-C
+            self.remove()
+            raise
+
+    def __exit__(self, *error: object) -> None:
+        self.remove()
 
     def install(self) -> None:
         """Set all."""
@@ -128,10 +135,10 @@ class Replacements:
     def remove(self) -> None:
         """Set what there was, or nothing."""
         for owner, name, _, own in reversed(self._all):
-            if own is Replacements:
-                delattr(owner, name)
-            else:
+            if own is not Replacements:
                 _set(owner, name, own)
+            elif name in vars(owner):
+                delattr(owner, name)
 
 
 def _set(owner: Any, name: str, value: Any) -> None:

@@ -1,4 +1,4 @@
-"""A layer's graphed callable with the arguments it was captured with: what ``layer.cuda_graphs`` holds."""
+"""What ``layer.cuda_graphs`` and ``layer.evaluation_graph`` hold: graphs of a layer, and which calls they fit."""
 
 import logging
 from collections.abc import Callable
@@ -6,11 +6,13 @@ from copy import copy
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from megatron.core.utils import log_single_rank
 
+from .dispatcher_state import DispatcherState
 from .eager_passes import EagerPasses
-from .engine.addresses import AddressGuard
+from .engine.addresses import AddressGuard, MovedBufferError
 from .errors import ArgumentError
 from .expected_inputs import ExpectedInputs
 from .packed_sequences import PackedUse
@@ -80,6 +82,7 @@ class LayerGraph:
         self._shape = sample_args[0].shape if sample_args else None
         self._only_shape = None if eager_passes is None else self._shape
         self._conditions, self._may_run_eagerly = conditions, may_run_eagerly
+        self._told: set[str] = set()
         self.packed = packed
         self.around: Callable[[Any, tuple, dict[str, Any]], Any] | None = None
         self.name = name
@@ -125,9 +128,9 @@ class LayerGraph:
                 f"{self.name}: {conditions.changes()}. What these graphs hold cannot run eagerly for a while: change "
                 "it back, or call delete_cuda_graphs() and, to have graphs again, create_cudagraphs()"
             )
-        news = conditions.news()
-        if news:
-            logger.warning(f"{self.name} runs eagerly: {news}")
+        if (changes := conditions.changes()) not in self._told:
+            self._told.add(changes)
+            logger.warning(f"{self.name} runs eagerly: {changes}")
         return False
 
     def _warn_of_shape(self, shape: torch.Size) -> None:
@@ -222,3 +225,71 @@ class LayerGraphs(list[LayerGraph]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerGraphs":
         return LayerGraphs()
+
+
+class EvaluationGraph(LayerGraph):
+    """Replays the forward graph of one layer in evaluation. A deep copy is None: a copied layer runs eagerly.
+
+    What it returns are new tensors, as of an eager layer.
+
+    Args:
+        in_place: Knows where the graph reads parameters and buffers.
+        dispatcher: What the capture has set in the layer's token dispatcher, which a replay sets again.
+        options: Of ``LayerGraph``, ``eager_passes`` among them.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        graphed: Any,
+        sample_args: tuple[torch.Tensor],
+        sample_kwargs: dict[str, torch.Tensor],
+        in_place: AddressGuard,
+        dispatcher: DispatcherState,
+        **options: Any,
+    ):
+        super().__init__(
+            f"{name} in evaluation",
+            graphed,
+            sample_args,
+            sample_kwargs,
+            keeps_values=True,
+            may_run_eagerly=True,
+            **options,
+        )
+        self._inputs = ExpectedInputs(name, (*sample_args, *sample_kwargs.values()), str)
+        self._in_place, self._dispatcher = in_place, dispatcher
+        self._warned = False
+
+    def accepts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Whether a replay computes what the layer would in this call, with its parameters gathered."""
+        given = dict(kwargs)
+        inputs = list(args) if args else [given.pop("hidden_states", None)]
+        if not self.fits(inputs[0]):
+            return False
+        for name, static, absent in self._keywords:
+            value = given.pop(name, None)
+            inputs.append(self._given.get(static, absent) if value is None else value)
+        others = (name for name, value in given.items() if value is not None)
+        return self._inputs.accepts(inputs) and self._ignored.issuperset(others) and self._nothing_moved()
+
+    def _nothing_moved(self) -> bool:
+        try:
+            self._in_place.check()
+        except MovedBufferError as moved:
+            if not self._warned:
+                self._warned = True
+                log_single_rank(logger, logging.WARNING, f"{self.name} runs eagerly: {moved}")
+            return False
+        return True
+
+    def replay(self, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> Any:
+        """Replay on ``args`` and ``kwargs``, which must fit, and return copies of the outputs."""
+        self._dispatcher.restore()
+        # Nobody says which micro-batch this is where the model is called without a schedule, and weights that training
+        # has quantized are those of before the optimizer's step.
+        kwargs["is_first_microbatch"] = True
+        return tree_map_only(torch.Tensor, torch.clone, super().replay(args, kwargs))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        return None

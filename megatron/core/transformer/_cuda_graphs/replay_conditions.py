@@ -6,7 +6,7 @@ each eager pass, and by no replay. ``ReplayConditions`` records it at capture. T
 replays read those.
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, call, is_, itemgetter
@@ -17,7 +17,7 @@ from torch.nn.modules import module as torch_module
 
 from .attribute_reads import AttributeReads, is_of_transformer_engine, options_of
 from .hooks import HOOK_KINDS, is_of_ddp
-from .plain_data import differ, kept
+from .state_of_passes import differ, kept
 
 # Compared by themselves, or set by Megatron and by us from step to step.
 _NOT_COMPARED = frozenset(("training", "forward", "cuda_graphs", "evaluation_graph", "current_microbatch", "replaying"))
@@ -37,7 +37,7 @@ _CONTEXTS: dict[str, Callable[[], Any]] = {
 
 
 class _Aspect:
-    """One kind of thing that is compared.
+    """Things of one kind that are compared.
 
     Args:
         names: What errors call each thing.
@@ -49,13 +49,13 @@ class _Aspect:
 
     def __init__(
         self,
-        names: Sequence[Any],
+        names: Iterable[str],
         values: Callable[[], list[Any]],
         then: list[Any] | None = None,
         look: Callable[[], list[Any]] | None = None,
         look_then: list[Any] | None = None,
     ):
-        self._names, self._values = names, values
+        self.names, self._values = list(names), values
         self._values_then = values() if then is None else then
         self.look = values if look is None else look
         if look_then is None:
@@ -75,8 +75,8 @@ class _Aspect:
             now = self._values()
         except Exception:
             now = []
-        pairs = zip(self._names, now, self._values_then, strict=False)
-        return next((name for name, one, other in pairs if differ(one, other)), self._names[-1])
+        pairs = zip(self.names, now, self._values_then, strict=False)
+        return next((name for name, one, other in pairs if differ(one, other)), self.names[-1])
 
 
 class ReplayConditions:
@@ -108,90 +108,75 @@ class ReplayConditions:
         autocast: list[Any] | None = None,
         quantized: Callable[[], list[Any]] | None = None,
     ):
-        self._told: set[str] = set()
-        self._aspects: list[_Aspect] = []
         self._modules = {
             module: ".".join(filter(None, (name, inner))) or type(module).__name__
             for root in roots
             for inner, module in root.named_modules()
             if module is root or any(map(reads.ran, module.modules()))
         }
-        self._compare("the class of", self._modules.values(), partial(_each, type, list(self._modules)))
+        classes = [f"the class of {name}" for name in self._modules.values()]
+        aspects = [_Aspect(classes, partial(_each, type, list(self._modules)))]
         own = {module: name for module, name in self._modules.items() if not (forward_replaced and module in roots)}
         spaces = [module.__dict__ for module in own]
-        self._compare("forward of", own.values(), lambda: list(map(dict.get, spaces, repeat("forward"))))
-        self._compare_contents("the modules in", "_modules")
-        self._compare_hooks({module: name for module, name in self._modules.items() if module not in run_hooks})
+        names = [f"forward of {name}" for name in own.values()]
+        aspects.append(_Aspect(names, lambda: list(map(dict.get, spaces, repeat("forward")))))
+        aspects += self._contents("the modules in", "_modules")
+        aspects.append(_Hooks({module: name for module, name in self._modules.items() if module not in run_hooks}))
         if parameters:
-            self._compare_contents("the parameters of", "_parameters")
-            self._compare_parameters()
+            aspects += self._contents("the parameters of", "_parameters")
+            aspects += self._parameters()
         if buffers:
-            self._compare_contents("the buffers of", "_buffers")
+            aspects += self._contents("the buffers of", "_buffers")
         for_all = ["hooks for all modules"] * len(_GLOBAL_HOOKS)
-        self._aspects.append(_Aspect(for_all, lambda: _GLOBAL_HOOKS, list(map(dict, _GLOBAL_HOOKS))))
+        aspects.append(_Aspect(for_all, lambda: _GLOBAL_HOOKS, list(map(dict, _GLOBAL_HOOKS))))
         contexts = [*map(call, _CONTEXTS.values()), *(autocast_in_force() if autocast is None else autocast)]
-        self._aspects.append(_Aspect([*_CONTEXTS, *["autocast"] * 4], _contexts_in_force, contexts))
+        aspects.append(_Aspect([*_CONTEXTS, *["autocast"] * 4], _contexts_in_force, contexts))
         if quantized is not None:
             then = [
                 {key: [*held] if isinstance(held, list) else held for key, held in each.items()} for each in quantized()
             ]
             names = ["statistics of FP8"] * 2 + ["weights quantized to FP8"] * (len(then) - 2)
-            self._compare("", names, quantized, then)
-        self._compare_attributes(reads)
+            aspects.append(_Aspect(names, quantized, then))
+        aspects += self._attributes(reads)
+        self._aspects = [aspect for aspect in aspects if aspect.names]
         self._looks, self._then = [aspect.look for aspect in self._aspects], [aspect.then for aspect in self._aspects]
 
-    def _compare(self, what: str, names: Iterable[str], look: Callable[[], list[Any]], then: Any = None) -> None:
-        described = [f"{what} {name}".strip() for name in names]
-        if described:
-            self._aspects.append(_Aspect(described, look, then))
-
-    def _compare_contents(self, what: str, kind: str) -> None:
+    def _contents(self, what: str, kind: str) -> Iterator[_Aspect]:
         """Compare by identity what the modules have in their dictionary ``kind``."""
-        contents = [(getattr(module, kind), name) for module, name in self._modules.items()]
-        places = [(own, key, f"{what} {name}") for own, name in contents for key in own]
-        if places:
-            owners, keys, names = (list(column) for column in zip(*places, strict=True))
-            then = list(map(dict.get, owners, keys))
-            same = [True] * len(then)
-            self._aspects.append(_Aspect(names, lambda: list(map(is_, map(dict.get, owners, keys), then)), same))
+        contents = [(getattr(module, kind), f"{what} {name}") for module, name in self._modules.items()]
+        places = [(own, key, name) for own, name in contents for key in own]
+        owners, keys = [own for own, _, _ in places], [key for _, key, _ in places]
+        then = list(map(dict.get, owners, keys))
+        names, same = [name for *_, name in places], [True] * len(then)
+        yield _Aspect(names, lambda: list(map(is_, map(dict.get, owners, keys), then)), same)
         dicts = [own for own, _ in contents]
         empty, filled = [own for own in dicts if not own], [own for own in dicts if own]
-        self._aspects.append(
-            _Aspect(
-                [f"{what} {name}" for _, name in contents],
-                lambda: list(map(len, dicts)),
-                look=lambda: [any(empty), *map(len, filled)],  # most are empty and stay so
-            )
+        yield _Aspect(
+            [name for _, name in contents],
+            lambda: list(map(len, dicts)),
+            look=lambda: [any(empty), *map(len, filled)],  # most are empty and stay so
         )
 
-    def _compare_hooks(self, modules: Mapping[torch.nn.Module, str]) -> None:
-        dicts = [(getattr(module, f"_{kind}"), name) for module, name in modules.items() for kind in HOOK_KINDS]
-        if dicts:
-            self._aspects.append(_Hooks([f"hooks of {name}" for _, name in dicts], [hooks for hooks, _ in dicts]))
-
-    def _compare_parameters(self) -> None:
+    def _parameters(self) -> Iterator[_Aspect]:
         named = {
             param: f"{name}.{key}"
             for module, name in self._modules.items()
             for key, param in module._parameters.items()
             if param is not None
         }
-        params = list(named)
-        self._compare("requires_grad of", named.values(), partial(_each, attrgetter("requires_grad"), params))
+        names = [f"requires_grad of {name}" for name in named.values()]
+        yield _Aspect(names, partial(_each, attrgetter("requires_grad"), list(named)))
         # torch makes the dictionary of a parameter's hooks with the first one, and keeps it.
         for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             hooks_of = attrgetter(kind)
-            dicts = [hooks for hooks in map(hooks_of, params) if hooks]
-            names = [f"hooks of {named[param]}" for param in params if hooks_of(param)]
-            if dicts:
-                self._aspects.append(_Aspect(names, partial(list, dicts), list(map(dict, dicts))))
-            others = [param for param in params if not hooks_of(param)]
-            if others:
-                names = [f"hooks of {named[param]}" for param in others]
-                without = partial(_each, hooks_of, others)
-                self._aspects.append(_Aspect(names, without, look=partial(_any, without)))
+            dicts = [hooks for hooks in map(hooks_of, named) if hooks]
+            names = [f"hooks of {name}" for param, name in named.items() if hooks_of(param)]
+            yield _Aspect(names, partial(list, dicts), list(map(dict, dicts)))
+            others = {param: name for param, name in named.items() if not hooks_of(param)}
+            without = partial(_each, hooks_of, list(others))
+            yield _Aspect([f"hooks of {name}" for name in others.values()], without, look=partial(_any, without))
 
-    def _compare_attributes(self, reads: AttributeReads) -> None:
+    def _attributes(self, reads: AttributeReads) -> Iterator[_Aspect]:
         spaces: list[tuple[str, dict[str, Any], set[str]]] = []
         absent: list[tuple[str, dict[str, Any], type, str]] = []  # read, and not there, or there in the class alone
         for module, name in self._modules.items():
@@ -210,32 +195,30 @@ class ReplayConditions:
             name = "the configuration" if "Config" in type(options).__name__ else type(options).__name__
             spaces.append((name, own, read & own.keys()))
             absent += [(name, own, type(options), each) for each in read - own.keys()]
-        self._compare_values(spaces)
+        yield self._values(spaces)
         owners, attributes = [own for _, own, _, _ in absent], [attribute for *_, attribute in absent]
         of_classes = list(dict.fromkeys((kind, each) for _, _, kind, each in absent if hasattr(kind, each)))
         of_classes += dict.fromkeys((type(module), "forward") for module in self._modules)
         kinds, methods = [kind for kind, _ in of_classes], [attribute for _, attribute in of_classes]
         names = [f"{attribute} of {name}" for name, _, _, attribute in absent]
         names += [f"{attribute} of {kind.__name__}" for kind, attribute in of_classes]
-        self._compare("", names, lambda: [*map(dict.get, owners, attributes), *map(getattr, kinds, methods)])
+        yield _Aspect(names, lambda: [*map(dict.get, owners, attributes), *map(getattr, kinds, methods)])
 
-    def _compare_values(self, spaces: Iterable[tuple[str, dict[str, Any], set[str]]]) -> None:
+    @staticmethod
+    def _values(spaces: Iterable[tuple[str, dict[str, Any], set[str]]]) -> _Aspect:
         """Compare attributes in namespaces, each given with its owner's name and the names of what was read."""
         # Of one name alone itemgetter makes no tuple.
         compared = [(owner, own, [*read, *read][: max(2, len(read))]) for owner, own, read in spaces if read]
         owners = [own for _, own, _ in compared]
         getters = [itemgetter(*read) for _, _, read in compared]
         then = [tuple(kept(own.get(attribute)) for attribute in read) for _, own, read in compared]
-        if compared:
-            self._aspects.append(
-                _Aspect(
-                    [f"{attribute} of {owner}" for owner, _, read in compared for attribute in read],
-                    lambda: [own.get(attribute) for _, own, read in compared for attribute in read],
-                    list(chain.from_iterable(then)),
-                    look=lambda: list(map(call, getters, owners)),
-                    look_then=then,
-                )
-            )
+        return _Aspect(
+            [f"{attribute} of {owner}" for owner, _, read in compared for attribute in read],
+            lambda: [own.get(attribute) for _, own, read in compared for attribute in read],
+            list(chain.from_iterable(then)),
+            look=lambda: list(map(call, getters, owners)),
+            look_then=then,
+        )
 
     def have_changed(self) -> bool:
         """Whether anything is not what it was at capture. It runs before each replay."""
@@ -251,18 +234,8 @@ class ReplayConditions:
 
     def changes(self) -> str:
         """Say what has changed, in a sentence."""
-        return self._sentence(list(dict.fromkeys(aspect.change() for aspect in self._aspects if aspect.has_changed())))
-
-    def news(self) -> str:
-        """Say what has changed that was not said before, in a sentence; empty if there is nothing."""
-        changes = dict.fromkeys(aspect.change() for aspect in self._aspects if aspect.has_changed())
-        new = [change for change in changes if change not in self._told]
-        self._told.update(new)
-        return self._sentence(new) if new else ""
-
-    @staticmethod
-    def _sentence(changes: Sequence[str]) -> str:
-        return f"{', '.join(changes)} changed after capture, which a replay would not notice"
+        changed = dict.fromkeys(aspect.change() for aspect in self._aspects if aspect.has_changed())
+        return f"{', '.join(changed)} changed after capture, which a replay would not notice"
 
     def forget(self) -> None:
         """Let go of everything; nothing counts as changed any more."""
@@ -270,11 +243,12 @@ class ReplayConditions:
 
 
 class _Hooks(_Aspect):
-    """Hooks of modules. Those of ``DistributedDataParallel`` may come and go."""
+    """Hooks of modules, given with their names. Those of ``DistributedDataParallel`` may come and go."""
 
-    def __init__(self, names: Sequence[str], dicts: Sequence[dict[int, Callable]]):
-        self._dicts = dicts
-        super().__init__(names, partial(_each, _without_ddp, dicts), look=self._now, look_then=self._copied())
+    def __init__(self, modules: Mapping[torch.nn.Module, str]):
+        self._dicts = [getattr(module, f"_{kind}") for module in modules for kind in HOOK_KINDS]
+        names = [f"hooks of {name}" for name in modules.values() for _ in HOOK_KINDS]
+        super().__init__(names, partial(_each, _without_ddp, self._dicts), look=self._now, look_then=self._copied())
 
     def _copied(self) -> list[Any]:
         self._empty = [hooks for hooks in self._dicts if not hooks]  # most of them

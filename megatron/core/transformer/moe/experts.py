@@ -4,7 +4,7 @@ from typing import Any
 
 import torch
 
-from megatron.core.transformer._cuda_graphs.flags.grouped_tensor import check_grouped_tensor
+from megatron.core.transformer._cuda_graphs.flags.checks import check_grouped_tensor
 from megatron.core.transformer._cuda_graphs.flags.own import grouped_tensor
 from megatron.core.transformer.moe.grouped_tensor import compute_experts, linears, run_pre_hooks
 from megatron_fsdp_cuda_graphs.overlay import extend

@@ -4,7 +4,7 @@ from typing import Any
 
 from megatron.core.rerun_state_machine import RerunMode, get_rerun_state_machine
 from megatron.core.token_bounds import token_bounds
-from megatron.core.transformer._cuda_graphs.flags.grouped_tensor import check_grouped_tensor
+from megatron.core.transformer._cuda_graphs.flags.checks import check_grouped_tensor
 from megatron.core.transformer._cuda_graphs.flags.own import alltoall_capacity_factor
 from megatron_fsdp_cuda_graphs.overlay import extend
 

@@ -23,13 +23,13 @@ LAYERS = (
         f"{PACKAGE}.{name}"
         for name in (
             *("state", "errors", "expected_inputs", "eager_passes", "hooks", "packed_sequences", "flags"),
-            *("evaluation_mode", "dispatcher_state", "launches", "attribute_reads", "replay_conditions", "plain_data"),
+            *("evaluation_mode", "dispatcher_state", "launches", "attribute_reads", "replay_conditions"),
             "state_of_passes",
         )
     },
     {f"{PACKAGE}.report"},
     {f"{PACKAGE}.engine"},
-    {f"{PACKAGE}.layer_graph", f"{PACKAGE}.evaluation_graph"},
+    {f"{PACKAGE}.layer_graph"},
     {f"{TRANSFORMER}.module"},
     {f"{PACKAGE}.te", f"{PACKAGE}.local", f"{PACKAGE}.imported_names", f"{PACKAGE}.for_callers"},
     {f"{TRANSFORMER}.cuda_graphs"},

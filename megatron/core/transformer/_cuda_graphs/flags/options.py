@@ -40,6 +40,10 @@ class Options:
         """Whether a source has the option, be its value None."""
         return any(hasattr(source, name) for source in self._sources)
 
+    def any(self, *names: str) -> bool:
+        """Whether one of these options is set, and not to zero."""
+        return any(self.get(name) for name in names)
+
     def several(self, name: str) -> bool:
         """Whether the option is a number above 1."""
         return int(self.get(name, 1)) > 1
@@ -74,8 +78,7 @@ class Options:
     @property
     def double_buffer(self) -> bool:
         """Whether Megatron-FSDP gathers to fixed buffers, which some flags imply."""
-        implied = ("fsdp_double_buffer", "nccl_ub", "megatron_fsdp_max_pool_double_buffer")
-        return any(self.get(name) for name in implied)
+        return self.any("fsdp_double_buffer", "nccl_ub", "megatron_fsdp_max_pool_double_buffer")
 
     @property
     def has_experts(self) -> bool:
@@ -106,10 +109,13 @@ class Options:
     @property
     def interleaves(self) -> bool:
         """Whether a pipeline stage has several chunks of the model."""
-        names = ("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
-        return (
-            any(self.get(name) for name in names) or self.several("virtual_pipeline_model_parallel_size")
-        ) and self.stages > 1
+        divides = self.any("num_layers_per_virtual_pipeline_stage", "num_virtual_stages_per_pipeline_rank")
+        return (divides or self.several("virtual_pipeline_model_parallel_size")) and self.stages > 1
+
+    @property
+    def hybrid_pattern(self) -> str:
+        """The kinds of layers of a hybrid model; empty for a GPT."""
+        return str(self.get("hybrid_layer_pattern") or self.get("hybrid_override_pattern") or "")
 
     @property
     def quantizes_otherwise(self) -> bool:

@@ -27,15 +27,15 @@ class Row:
     """What happens to some flags together with a sharded model and CUDA graphs.
 
     Attributes:
-        name: Of the row, for tests.
+        flags: What the row is about, in one line; no other row has the same.
         words: The line that a user gets: the flag at fault, why, and what to do. Of what works, a remark or nothing.
         shown: The test that shows it, as a path in this repository.
         when: Whether options are of this row; None for what works, of which nothing is said.
         graphs: The values of ``--cuda-graph-impl`` that the row is about.
+        name: Of what works: what pairs of features that are trained together call it.
         holds: Of what works: what a graph holds at most, ``model``, ``layers`` (one each) or ``parts`` of them.
     """
 
-    name: str
     flags: str
     verdict: Verdict
     words: str
@@ -43,6 +43,7 @@ class Row:
     when: Condition | None = None
     graphs: tuple[str, ...] = ("transformer_engine",)
     sharding: str = MEGATRON_FSDP
+    name: str = ""
     holds: str = ""
 
     def applies(self, options: Options, sharding: str) -> bool:
@@ -75,20 +76,20 @@ _GPU_FLAGS = "tests/gpu/test_fsdp_flags.py"
 _PACKED = "cuda_graph_packed_sequences"
 
 
-def _refused(name: str, flags: str, when: Condition, words: str, **other: Any) -> Row:
-    return Row(name, flags, Verdict.REFUSED, words, _CHECK, when, **other)
+def _refused(flags: str, when: Condition, words: str, **other: Any) -> Row:
+    return Row(flags, Verdict.REFUSED, words, _CHECK, when, **other)
 
 
 def _works(name: str, flags: str, shown: str, words: str = "", *, holds: str = "model", **other: Any) -> Row:
-    return Row(name, flags, Verdict.WORKS, words, shown, holds=holds, **other)
+    return Row(flags, Verdict.WORKS, words, shown, name=name, holds=holds, **other)
 
 
-def _not_tried(name: str, flags: str, when: Condition, words: str = "", **other: Any) -> Row:
-    return Row(name, flags, Verdict.NOT_TRIED, f"{flags}: not tried with graphs{words}", "", when, **other)
+def _not_tried(flags: str, when: Condition, words: str = "", **other: Any) -> Row:
+    return Row(flags, Verdict.NOT_TRIED, f"{flags}: not tried with graphs{words}", "", when, **other)
 
 
-def _no_effect(name: str, flags: str, when: Condition, words: str) -> Row:
-    return Row(name, flags, Verdict.NO_EFFECT, words, _CHECK, when)
+def _no_effect(flags: str, when: Condition, words: str) -> Row:
+    return Row(flags, Verdict.NO_EFFECT, words, _CHECK, when)
 
 
 def _warmup(options: Options) -> int:
@@ -125,12 +126,11 @@ def _random_recompute(options: Options) -> bool:
 
 def _not_hybrid(options: Options) -> bool:
     """Whether the model surely has no Mamba layers; configurations alone do not say."""
-    patterns = ("hybrid_layer_pattern", "hybrid_override_pattern", "spec")
-    return options.knows("hybrid_layer_pattern") and not any(options.get(name) for name in patterns)
+    return options.knows("hybrid_layer_pattern") and not options.hybrid_pattern and not options.get("spec")
 
 
 def _packs(options: Options) -> bool:
-    return any(options.get(name) for name in ("sft", "dataloader_inter_document_masking"))
+    return options.any("sft", "dataloader_inter_document_masking")
 
 
 def _packed_in_graphs(options: Options) -> bool:
@@ -145,8 +145,8 @@ def _uses_embedding_twice(options: Options) -> bool:
 
 def _predicts_nothing(options: Options) -> bool:
     """Whether a hybrid model is asked for further tokens and its pattern has no layers for them."""
-    pattern = options.get("hybrid_layer_pattern") or options.get("hybrid_override_pattern") or "/"
-    return "/" not in pattern and not options.get("mtp_hybrid_override_pattern")
+    pattern = options.hybrid_pattern
+    return bool(pattern) and "/" not in pattern and not options.get("mtp_hybrid_override_pattern")
 
 
 def _overlaps(options: Options) -> bool:
@@ -185,7 +185,6 @@ def _shards_outside(options: Options) -> bool:
 
 _REFUSED = [
     _refused(
-        "double buffer",
         "--fsdp-double-buffer missing",
         lambda options: not options.double_buffer and not _overlaps(options),
         "--fsdp-double-buffer is required: without it parameters are gathered to another address in every iteration, "
@@ -193,7 +192,6 @@ _REFUSED = [
         graphs=("transformer_engine", "local"),
     ),
     _refused(
-        "persistent fallback",
         "--fsdp-db-use-persist-buf-on-alloc-fail missing",
         lambda options: not options.get("fsdp_db_use_persist_buf_on_alloc_fail") and not _overlaps(options),
         "--fsdp-db-use-persist-buf-on-alloc-fail is required: without it a bucket that does not fit the double buffer "
@@ -201,20 +199,17 @@ _REFUSED = [
         graphs=("transformer_engine", "local"),
     ),
     _refused(
-        "second version",
         "--megatron-fsdp-version 2, which megatron-core has from 0.20 on",
         lambda options: str(options.get("megatron_fsdp_version", 1)) != "1",
         "--megatron-fsdp-version: graphs are made for Megatron-FSDP's first version; set 1, or --cuda-graph-impl none",
     ),
     _refused(
-        "local graphs",
         "--cuda-graph-impl local",
         lambda options: True,
         "--cuda-graph-impl local runs no FSDP hooks around its graphs: use --cuda-graph-impl transformer_engine",
         graphs=("local",),
     ),
     _refused(
-        "fused weight gradients",
         "--data-parallel-sharding-strategy other than optim_grads_params, fused gradient accumulation",
         lambda options: options.get("gradient_accumulation_fusion") and not _shards_all(options),
         "--no-gradient-accumulation-fusion is required unless --data-parallel-sharding-strategy is "
@@ -222,25 +217,21 @@ _REFUSED = [
         graphs=("transformer_engine", "local"),
     ),
     _refused(
-        "unknown module",
         "--cuda-graph-modules with another name",
         lambda options: not options.modules <= {*MODULES},
         f"--cuda-graph-modules takes {', '.join(MODULES)}, or is left out for whole layers",
     ),
     _refused(
-        "moe and router",
         "--cuda-graph-modules moe moe_router",
         lambda options: {"moe", "moe_router"} <= options.modules,
         "--cuda-graph-modules has both moe and moe_router: moe is a whole MoE layer, its router too; leave one out",
     ),
     _refused(
-        "preprocess alone",
         "--cuda-graph-modules moe_preprocess without moe_router",
         lambda options: "moe_preprocess" in options.modules and "moe_router" not in options.modules,
         "--cuda-graph-modules has moe_preprocess, which continues the router's graph: add moe_router",
     ),
     _refused(
-        "moe modules of a dense model",
         "--cuda-graph-modules moe, moe_router or moe_preprocess, dense model",
         lambda options: (
             not options.has_experts and not options.modules.isdisjoint(("moe", "moe_router", "moe_preprocess"))
@@ -249,21 +240,18 @@ _REFUSED = [
         "moe_preprocess out, or set --num-experts",
     ),
     _refused(
-        "mlp of an moe model",
         "--cuda-graph-modules mlp, every layer with experts",
         lambda options: "mlp" in options.modules and not options.has_dense_layers,
         "--cuda-graph-modules has mlp, the MLP of dense layers, and --moe-layer-freq gives every layer experts: leave "
         "mlp out, and see moe and moe_router",
     ),
     _refused(
-        "mamba of a gpt",
         "--cuda-graph-modules mamba, --hybrid-layer-pattern missing",
         lambda options: "mamba" in options.modules and _not_hybrid(options),
         "--cuda-graph-modules has mamba, and the model has no Mamba layers: leave mamba out, or set "
         "--hybrid-layer-pattern",
     ),
     _refused(
-        "unpadded experts",
         "--num-experts, whole layers, without --moe-use-grouped-tensor, or --cuda-graph-modules moe; not padded",
         _asks_for_tokens,
         "--num-experts with whole layers or moe in graphs: how many tokens an expert gets differs from step to step, "
@@ -272,7 +260,6 @@ _REFUSED = [
         "--moe-pad-expert-input-to-capacity and --moe-expert-capacity-factor",
     ),
     _refused(
-        "sinkhorn router",
         "--moe-router-load-balancing-type sinkhorn, router in graphs",
         lambda options: _routes_by_sinkhorn(options) and options.graphs("moe", "moe_router"),
         "--moe-router-load-balancing-type sinkhorn repeats until the host has seen a small error, which no graph can: "
@@ -280,7 +267,6 @@ _REFUSED = [
         "--moe-router-load-balancing-type",
     ),
     _refused(
-        "router of chunks",
         "--mlp-chunks-for-training above 1, --cuda-graph-modules moe_router",
         lambda options: (
             options.several("mlp_chunks_for_training") and options.has_experts and "moe_router" in options.modules
@@ -289,7 +275,6 @@ _REFUSED = [
         "router: leave moe_router out of --cuda-graph-modules, or --mlp-chunks-for-training",
     ),
     _refused(
-        "preprocess that waits",
         "--cuda-graph-modules moe_preprocess, --moe-expert-capacity-factor or --moe-router-padding-for-fp8, not padded",
         _preprocess_waits,
         "--cuda-graph-modules has moe_preprocess, in which the host waits for the GPU because of "
@@ -297,7 +282,6 @@ _REFUSED = [
         "--moe-pad-expert-input-to-capacity",
     ),
     _refused(
-        "full recomputation",
         "--recompute-granularity full, a graph for each layer: --cuda-graph-modules, --cuda-graph-layers-per-graph 1, "
         "or all in a pipeline, another sharding than optim_grads_params",
         lambda options: options.recomputes_layers and _captures_each_layer(options),
@@ -307,45 +291,38 @@ _REFUSED = [
         "optim_grads_params)",
     ),
     _refused(
-        "recomputed router",
         "--recompute-modules moe with --cuda-graph-modules moe_router",
         lambda options: options.recomputes("moe") and "moe_router" in options.modules,
         "--recompute-modules has moe, and --cuda-graph-modules moe_router, a part of it: leave one out",
     ),
     _refused(
-        "recomputed dropout",
         "--recompute-modules core_attn, mlp or moe in a graph, with dropout",
         _random_recompute,
         "--recompute-modules names a part of layers that is in graphs and draws random numbers: set "
         "--attention-dropout 0 (core_attn) or --hidden-dropout 0 (mlp, moe), or leave it out of --recompute-modules",
     ),
     _refused(
-        "recomputed layers with dropout",
         "--recompute-granularity full, with dropout or --moe-input-jitter-eps",
         lambda options: (
-            options.recomputes_layers
-            and any(options.get(name) for name in ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps"))
+            options.recomputes_layers and options.any("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
         ),
         "--recompute-granularity full with dropout or --moe-input-jitter-eps: of generators that graphs can draw from "
         "megatron-core keeps no states, so a layer that is computed again draws other numbers, also without graphs; "
         "set --hidden-dropout 0 and --attention-dropout 0, and leave --moe-input-jitter-eps out",
     ),
     _refused(
-        "divided activations",
         "--distribute-saved-activations",
         lambda options: options.get("distribute_saved_activations"),
         "--distribute-saved-activations: Megatron-FSDP's hooks hand on views of hidden states, which megatron-core "
         "does not divide, with or without graphs; leave it out",
     ),
     _refused(
-        "recomputed mlp with bias",
         "--recompute-modules mlp, --disable-bias-linear missing",
         lambda options: options.recomputes("mlp") and options.get("add_bias_linear", True),
         "--recompute-modules has mlp, whose bias is a parameter that the recomputation returns; its backward pass then "
         "never ends, with or without graphs: add --disable-bias-linear, or leave mlp out",
     ),
     _refused(
-        "instances without overlap",
         "--num-distributed-optimizer-instances above 1, --overlap-grad-reduce missing",
         # not where a configuration says so: its loop may tell the last micro-batch itself
         lambda options: (
@@ -355,7 +332,6 @@ _REFUSED = [
         "last micro-batch, and gradients are never reduced between instances; add --overlap-grad-reduce",
     ),
     _refused(
-        "outer shards of one instance",
         "--outer-dp-sharding-strategy optim, one instance",
         lambda options: _shards_outside(options) and not _has_instances(options),
         "--outer-dp-sharding-strategy optim shards between instances, of which there is one, and megatron-core then "
@@ -363,14 +339,12 @@ _REFUSED = [
         "no_shard",
     ),
     _refused(
-        "outer shards of unsharded parameters",
         "--outer-dp-sharding-strategy optim, --data-parallel-sharding-strategy other than optim_grads_params",
         lambda options: _shards_outside(options) and not _shards_all(options),
         "--outer-dp-sharding-strategy optim shards further what an instance shards: set "
         "--data-parallel-sharding-strategy optim_grads_params, or --outer-dp-sharding-strategy no_shard",
     ),
     _refused(
-        "expert parallel overlap in a double buffer",
         "--overlap-moe-expert-parallel-comm, --fsdp-double-buffer",
         lambda options: _overlaps(options) and options.double_buffer,
         "--overlap-moe-expert-parallel-comm computes two micro-batches at a time, in more layers than a double buffer "
@@ -378,48 +352,41 @@ _REFUSED = [
         "which imply it; the weights that graphs read stay in place without it",
     ),
     _refused(
-        "expert parallel overlap of whole layers",
         "--overlap-moe-expert-parallel-comm, whole layers or --cuda-graph-modules mlp or moe",
         lambda options: _overlaps(options) and options.graphs("mlp", "moe"),
         PARTS_OF_OVERLAP,
     ),
     _refused(
-        "expert parallel overlap with fused weight gradients",
         "--overlap-moe-expert-parallel-comm, fused gradient accumulation",
         lambda options: _overlaps(options) and options.get("gradient_accumulation_fusion"),
         "--no-gradient-accumulation-fusion is required with --overlap-moe-expert-parallel-comm: without a double "
         "buffer the main gradients that a graph would write are elsewhere in every iteration",
     ),
     _refused(
-        "delayed weight gradients",
         "--delay-wgrad-compute",
         lambda options: options.get("delay_wgrad_compute"),
         "--delay-wgrad-compute does not work with graphs under Megatron-FSDP: with --overlap-moe-expert-parallel-comm, "
         "which it needs, main gradients that graphs would add to do not stay in place; leave it out",
     ),
     _refused(
-        "expert parallel overlap of stages",
         "--overlap-moe-expert-parallel-comm, --pipeline-model-parallel-size above 1",
         lambda options: _overlaps(options) and options.stages > 1,
         "--overlap-moe-expert-parallel-comm with --pipeline-model-parallel-size: megatron-core's schedule for both "
         "does not support Megatron-FSDP, with or without graphs; leave one out",
     ),
     _refused(
-        "expert parallel overlap of overlapped shared experts",
         "--overlap-moe-expert-parallel-comm, --moe-shared-expert-overlap",
         lambda options: _overlaps(options) and options.get("moe_shared_expert_overlap"),
         "--overlap-moe-expert-parallel-comm lets experts run beside another micro-batch, and megatron-core then takes "
         "no --moe-shared-expert-overlap, with or without graphs: leave one out",
     ),
     _refused(
-        "expert parallel overlap of packed sequences",
         "--overlap-moe-expert-parallel-comm, --cuda-graph-packed-sequences",
         lambda options: _overlaps(options) and _packed_in_graphs(options),
         "--overlap-moe-expert-parallel-comm replays layers without calling them, and --cuda-graph-packed-sequences "
         "gives graphs the lengths in that call: leave one out, or set --cuda-graph-modules to parts other than attn",
     ),
     _refused(
-        "packed sequences",
         "--sft or --dataloader-inter-document-masking, attention in graphs, --cuda-graph-packed-sequences missing",
         lambda options: _packs(options) and options.graphs("attn") and not options.get(_PACKED),
         "--sft and --dataloader-inter-document-masking pack sequences, and graphs of attention read the lengths of a "
@@ -427,7 +394,6 @@ _REFUSED = [
         "--cuda-graph-modules to parts other than attn, or --cuda-graph-impl none",
     ),
     _refused(
-        "packed rows of moe layers",
         "--sft or --dataloader-inter-document-masking, --micro-batch-size above 1, MoE layers in graphs",
         lambda options: (
             _packs(options)
@@ -440,13 +406,11 @@ _REFUSED = [
         "moe_router",
     ),
     _refused(
-        "packed sequences in rows",
         "--cuda-graph-packed-sequences, --micro-batch-size above 1",
         lambda options: _packed_in_graphs(options) and options.several("micro_batch_size"),
         "--cuda-graph-packed-sequences needs sequences in one row: set --micro-batch-size 1, and a longer --seq-length",
     ),
     _refused(
-        "packed sequences without fused rotary embeddings",
         "--cuda-graph-packed-sequences, --no-rope-fusion, or yarn or mrope, which are not fused",
         lambda options: (
             _packed_in_graphs(options)
@@ -457,39 +421,30 @@ _REFUSED = [
         "--no-rope-fusion out, or set --position-embedding-type to none or learned_absolute",
     ),
     _refused(
-        "packed sequences of mamba layers",
         "--cuda-graph-packed-sequences, Mamba layers in graphs",
-        lambda options: (
-            _packed_in_graphs(options)
-            and "M" in (options.get("hybrid_layer_pattern") or options.get("hybrid_override_pattern") or "")
-            and options.graphs("mamba")
-        ),
+        lambda options: _packed_in_graphs(options) and "M" in options.hybrid_pattern and options.graphs("mamba"),
         "--cuda-graph-packed-sequences is for attention, and graphs of Mamba layers take no lengths: set "
         "--cuda-graph-modules to parts other than mamba",
     ),
     _refused(
-        "largest logits of attention",
         "--qk-clip or --log-max-attention-logit, attention in graphs",
-        lambda options: (options.get("qk_clip") or options.get("log_max_attention_logit")) and options.graphs("attn"),
+        lambda options: options.any("qk_clip", "log_max_attention_logit") and options.graphs("attn"),
         "--qk-clip and --log-max-attention-logit read what attention notes on the host in each pass, which a replay "
         "does not: leave them out, or set --cuda-graph-modules to parts other than attn",
     ),
     _refused(
-        "optimizer graph with a loss scale",
         "--optimizer-cuda-graph with --fp16 or --loss-scale",
-        lambda options: options.get("optimizer_cuda_graph") and (options.get("fp16") or options.get("loss_scale")),
+        lambda options: options.get("optimizer_cuda_graph") and options.any("fp16", "loss_scale"),
         "--optimizer-cuda-graph puts the optimizer's step in a graph, in which with a loss scale the host would read "
         "whether gradients are finite: leave it out, or use --bf16 without --loss-scale",
     ),
     _refused(
-        "optimizer graph without warm-up",
         "--optimizer-cuda-graph with --cuda-graph-warmup-steps 0",
         lambda options: options.get("optimizer_cuda_graph") and not int(options.get("cuda_graph_warmup_steps", 1)),
         "--optimizer-cuda-graph puts the optimizer's step in a graph, and the first step makes the optimizer's states, "
         "which every replay would make anew: set --cuda-graph-warmup-steps to 1 or more",
     ),
     _refused(
-        "optimizer graph of torch fsdp2",
         "--use-torch-fsdp2 with --optimizer-cuda-graph",
         lambda options: options.get("optimizer_cuda_graph"),
         "--optimizer-cuda-graph puts the optimizer's step in a graph, and --use-torch-fsdp2 gives it other gradient "
@@ -497,7 +452,6 @@ _REFUSED = [
         sharding=TORCH_FSDP,
     ),
     _refused(
-        "full iteration of torch fsdp2",
         "--use-torch-fsdp2 with --cuda-graph-impl full_iteration",
         lambda options: True,
         "--cuda-graph-impl full_iteration with --use-torch-fsdp2 trains otherwise than without graphs from the first "
@@ -506,20 +460,17 @@ _REFUSED = [
         sharding=TORCH_FSDP,
     ),
     _refused(
-        "negative warm-up",
         "--cuda-graph-warmup-steps below 0",
         lambda options: _warmup(options) < 0,
         "--cuda-graph-warmup-steps must be 0 or more",
     ),
     _refused(
-        "optimizer without states",
         "--optimizer sgd",
         lambda options: options.get("optimizer") == "sgd" and not options.get("optimizer_cpu_offload"),
         "--optimizer sgd: megatron-core's distributed optimizer, which Megatron-FSDP needs, does not take it, with or "
         "without graphs; set --optimizer adam",
     ),
     _refused(
-        "experts of tensor parallel ranks",
         "--num-experts, --tensor-model-parallel-size above 1, --sequence-parallel missing",
         lambda options: (
             options.has_experts
@@ -530,7 +481,6 @@ _REFUSED = [
         "only, with or without graphs; add it",
     ),
     _refused(
-        "checkpoints of gated layers that are not sharded",
         "--save, --swiglu, --data-parallel-sharding-strategy no_shard",
         lambda options: (
             options.get("save")
@@ -541,21 +491,18 @@ _REFUSED = [
         "with or without graphs; set another strategy, or leave --save out",
     ),
     _refused(
-        "checkpoints that do not persist",
         "--non-persistent-save-interval",
         lambda options: options.get("non_persistent_save_interval") is not None,
         "--non-persistent-save-interval: megatron-core cannot load what this saves under Megatron-FSDP, with or "
         "without graphs; set a shorter --save-interval, and --save-retain-interval to keep few",
     ),
     _refused(
-        "few micro-batches of virtual stages",
         "--microbatch-group-size-per-virtual-pipeline-stage above the number of micro-batches",
         _groups_too_large,
         "--microbatch-group-size-per-virtual-pipeline-stage is more than a step has micro-batches: set it to as many "
         "at most, or a larger --global-batch-size",
     ),
     _refused(
-        "local layers",
         "--transformer-impl local with --context-parallel-size above 1, --spec missing",
         lambda options: (
             options.get("transformer_impl") == "local"
@@ -567,7 +514,6 @@ _REFUSED = [
         "or without graphs: leave out --transformer-impl local, or set --spec",
     ),
     _refused(
-        "embedding in two stages",
         "--pipeline-model-parallel-size above 1, --init-model-with-meta-device, tied embeddings or --mtp-num-layers",
         lambda options: (
             options.get("init_model_with_meta_device") and options.stages > 1 and _uses_embedding_twice(options)
@@ -577,7 +523,6 @@ _REFUSED = [
         "out",
     ),
     _refused(
-        "hybrid stages without further tokens",
         "--mtp-num-layers, --pipeline-model-parallel-size above 1, --hybrid-layer-pattern without a / and its layers",
         lambda options: options.stages > 1 and options.get("mtp_num_layers") and _predicts_nothing(options),
         "--mtp-num-layers: --hybrid-layer-pattern has no layers that predict further tokens, and megatron-core adds up "
@@ -588,35 +533,30 @@ _REFUSED = [
 
 _NO_EFFECT = [
     _no_effect(
-        "warm-up to the end",
         "--cuda-graph-warmup-steps of --train-iters or more",
         lambda options: _warmup(options) >= int(options.get("train_iters", _warmup(options) + 1)),
         "--cuda-graph-warmup-steps is not less than --train-iters: training ends before anything is captured; set "
         "fewer, or --cuda-graph-impl none",
     ),
     _no_effect(
-        "layers per graph of parts",
         "--cuda-graph-layers-per-graph, --cuda-graph-modules",
         lambda options: options.modules and str(options.get("cuda_graph_layers_per_graph", 1)) != "1",
         "--cuda-graph-layers-per-graph has no effect with --cuda-graph-modules, as parts of layers have graphs of "
         "their own: leave one out",
     ),
     _no_effect(
-        "whole model of another sharding",
         f"--cuda-graph-layers-per-graph {WHOLE_MODEL}, --data-parallel-sharding-strategy other than optim_grads_params",
         lambda options: options.get("cuda_graph_layers_per_graph") == WHOLE_MODEL and not _shards_all(options),
         f"--cuda-graph-layers-per-graph {WHOLE_MODEL} has no effect with --data-parallel-sharding-strategy other than "
         "optim_grads_params: layers are captured; leave it out",
     ),
     _no_effect(
-        "sums in fp32 of what was sent in bf16",
         "--ddp-reduce-scatter-with-fp32-accumulation",
         lambda options: options.get("reduce_scatter_with_fp32_accumulation"),
         "--ddp-reduce-scatter-with-fp32-accumulation has no effect with --use-megatron-fsdp, with graphs or without: "
         "set --megatron-fsdp-main-grads-dtype fp32 to sum gradients in fp32",
     ),
     _no_effect(
-        "optimizer graph of changing weight decay",
         "--optimizer-cuda-graph, --weight-decay-incr-style linear or cosine",
         lambda options: (
             options.get("optimizer_cuda_graph")
@@ -630,44 +570,37 @@ _NO_EFFECT = [
 
 _NOT_TRIED = [
     _not_tried(
-        "other optimizers",
         "--optimizer lion, soap or a kind of muon, --optimizer-cpu-offload",
         lambda o: o.get("optimizer", "adam") not in ("adam", "sgd") or o.get("optimizer_cpu_offload"),
     ),
     _not_tried(
-        "other recipes",
         "--fp4-format, --fp8-recipe other than delayed or tensorwise",
         lambda options: options.quantizes_otherwise,
         ", for lack of GPUs that support these formats",
     ),
     _not_tried(
-        "averages in collectives",
         "--ddp-average-in-collective",
         lambda options: options.get("average_in_collective"),
         "; gloo cannot average, so that the CPU backend does not show it",
     ),
     _not_tried(
-        "quantization with torch fsdp2",
         "--use-torch-fsdp2 with --fp8-format or --fp4-format",
-        lambda options: options.get("fp8") or options.get("fp4"),
+        lambda options: options.any("fp8", "fp4"),
         "; it needs TransformerEngine's layers",
         sharding=TORCH_FSDP,
     ),
     _not_tried(
-        "checkpoints saved in the background",
         "--async-save",
         lambda options: options.get("async_save"),
         "; its default, --async-strategy nvrx, needs a newer nvidia-resiliency-ext than 0.4.1",
     ),
     _not_tried(
-        "checkpoints of torch fsdp2",
         "--use-torch-fsdp2 with --save or --load",
-        lambda options: options.get("save") or options.get("load"),
+        lambda options: options.any("save", "load"),
         ": look whether a resumed run goes on with the same losses",
         sharding=TORCH_FSDP,
     ),
     _not_tried(
-        "sharded weights",
         "--tensor-parallel-num-weight-shards",
         # megatron-core's validation sets it to the tensor-parallel size where it is not given
         lambda options: (

@@ -14,7 +14,6 @@ from megatron.core.transformer.enums import CudaGraphModule
 from ..engine.plan import ordered_plan
 from ..engine.quantization import Quantization, RecordedQuantization
 from ..errors import ArgumentError
-from .capture_mode import offload_interface
 from .layers import mtp_layers
 from .order import PassOrder, convert_schedule_table_to_order, get_overlap_moe_expert_parallel_comm_order
 from .sample_inputs import LayerInputs, SampleArguments, attention_mask_type, sample_arguments
@@ -205,3 +204,12 @@ def _places(layers: Layers, captured: Layers) -> list[int | None]:
     """Return for each of the ``layers`` of a chunk its place among those that are ``captured``, or None."""
     place = {layer: index for index, layer in enumerate(captured)}
     return [place.get(layer) for layer in layers]
+
+
+def offload_interface() -> Any:
+    """Return the class that offloads activations."""
+    from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+        FineGrainedActivationOffloadingInterface,
+    )
+
+    return FineGrainedActivationOffloadingInterface

@@ -1,6 +1,6 @@
 """One capture of a pipeline stage."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -10,6 +10,7 @@ import torch
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
+from .. import state
 from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
 from ..engine.memory import release_cached_memory
@@ -22,7 +23,6 @@ from ..replay_conditions import ReplayConditions
 from .agreement import CaptureAgreement, naming_hooks
 from .attached_graphs import attach_graphs, gather_in_replays
 from .capture_arguments import CaptureArguments, num_warmup_iterations, recorded_quantization
-from .capture_mode import outside_capture_mode
 from .capture_observer import CaptureObserver
 from .changed_shapes import Recaptures
 from .decoder_graphs import capture_decoder
@@ -43,6 +43,7 @@ class CaptureSession:
 
     Attributes:
         recaptures: Says which passes of other shapes are watched.
+        shape: Tokens of a sequence, before any parallel division, and sequences in a micro-batch.
         warms_up: Whether passes of the whole model run before they are captured.
     """
 
@@ -51,8 +52,7 @@ class CaptureSession:
     agreement: CaptureAgreement
     observer: CaptureObserver
     recaptures: Recaptures
-    seq_length: int
-    micro_batch_size: int
+    shape: tuple[int, int]
     warms_up: bool = True
 
     def capture(self, holds: Holds, input_data: Callable[[], InputData]) -> None:
@@ -78,9 +78,8 @@ class CaptureSession:
         for index, chunk in enumerate(self.stage.chunks if self.stage.role.language else ()):
             sharding = chunk.fsdp or self.graphs.kept.get(chunk.module)
             if sharding is not None:  # the first evaluation captures graphs for itself
-                shape = self.seq_length, self.micro_batch_size
                 whole = self.graphs.models[index] if self.graphs.models else None
-                self.graphs.evaluation.append(EvaluationGraphs(self.stage, chunk, sharding, shape, whole))
+                self.graphs.evaluation.append(EvaluationGraphs(self.stage, chunk, sharding, self.shape, whole))
         self.graphs.follow_rng_tracker()
         self.graphs.none_because = ""
 
@@ -90,54 +89,52 @@ class CaptureSession:
         stage, chunks = self.stage, self.stage.chunks
         models = [chunk.model for chunk in chunks]
         names = ["the whole model"] if stage.one_graph_serves_all else [f"chunk {i}" for i in range(len(chunks))]
-        for chunk in chunks:
-            _free_gradients(chunk.fsdp)
-        order = CaptureArguments(stage, [[model] for model in models], self.seq_length, self.micro_batch_size).order()
+        order = CaptureArguments(stage, [[model] for model in models], *self.shape).order()
         warmup_iters = num_warmup_iterations(stage.config, order.num_microbatches) if self.warms_up else 0
         if not stage.one_graph_serves_all:
             plan = ordered_plan(order.order, order.num_layers_per_chunk, len(models))
             self.observer.expect(plan, names, warmup_iters)
-        with (
-            outside_capture_mode(),
-            preserve_rng(),
-            preserve_buffers([chunk.module for chunk in chunks]),
-        ):  # once more, if that fails within
+        owners = [
+            chunk.fsdp.graphs.whole_model(partial(self.agreement.begin, name))
+            for chunk, name in zip(chunks, names, strict=True)
+        ]
+        eager_passes = self._watch_shapes(tokens=self.shape[0] // stage.config.context_parallel_size, calls=1)
+        quantized = [recorded_quantization(stage, model) for model in models]
+        with self._several_layers([chunk.module for chunk in chunks]):
             self.graphs.models = capture_whole_models(
-                models,
-                [
-                    chunk.fsdp.graphs.whole_model(partial(self.agreement.begin, name))
-                    for chunk, name in zip(chunks, names, strict=True)
-                ],
-                order,
-                self.seq_length,
-                self.micro_batch_size,
-                warmup_iters,
-                self._watch_shapes(tokens=self.seq_length // stage.config.context_parallel_size, calls=1),
-                [recorded_quantization(stage, model) for model in models],
+                models, owners, order, *self.shape, warmup_iters, eager_passes, quantized
             )
         self.observer.captured_models([graphs.slots for graphs in self.graphs.models], names)
 
     def _capture_decoder(self) -> None:
         """Capture all layers of the decoder in one graph for each direction; other layers are left to the engine."""
-        chunk = self.stage.chunks[0]
+        stage, chunk = self.stage, self.stage.chunks[0]
         decoder = chunk.model.decoder
         layers = list(decoder.layers)
-        if self.stage.role.language:
-            _free_gradients(chunk.fsdp)
-        arguments = CaptureArguments(self.stage, [layers], self.seq_length, self.micro_batch_size)
-        inputs, read = arguments.of_decoder()
-        others = len(self.stage.layers) - len(layers)
-        with outside_capture_mode(), preserve_rng(), preserve_buffers([decoder]):
+        inputs, read = CaptureArguments(stage, [layers], *self.shape).of_decoder()
+        owner = chunk.fsdp.graphs.recorded_layers(layers, partial(self.agreement.begin, "the decoder"))
+        others = len(stage.layers) - len(layers)
+        eager_passes = self._watch_shapes(tokens=inputs["hidden_states"].shape[0], calls=1 + others)
+        quantized = recorded_quantization(stage, decoder.layers)
+        with self._several_layers([decoder]):
             self.graphs.decoder = capture_decoder(
-                decoder,
-                chunk.fsdp.graphs.recorded_layers(layers, partial(self.agreement.begin, "the decoder")),
-                inputs,
-                read,
-                num_warmup_iterations(self.stage.config, 1),
-                self._watch_shapes(tokens=inputs["hidden_states"].shape[0], calls=1 + others),
-                recorded_quantization(self.stage, decoder.layers),
+                decoder, owner, inputs, read, num_warmup_iterations(stage.config, 1), eager_passes, quantized
             )
         self.observer.passes_end()
+
+    @contextmanager
+    def _several_layers(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+        """The context of graphs of several layers: in capture mode layers return other things, and hooks do nothing.
+
+        Captures restore generators and buffers; here once more, if that fails within.
+        """
+        self._free_gradients()
+        state._set_capture_end()
+        try:
+            with preserve_rng(), preserve_buffers(modules):
+                yield
+        finally:
+            state._set_capture_start()
 
     def _watch_shapes(self, tokens: int, calls: int) -> EagerPasses:
         self.graphs.shapes = self.recaptures.watch(tokens, calls)
@@ -195,17 +192,18 @@ class CaptureSession:
 
     @contextmanager
     def _fsdp_capture(self) -> Iterator[None]:
+        self._free_gradients()
         with ExitStack() as stack:
             for chunk, layers in zip(self.stage.chunks, self.graphs.layers_apart, strict=True):
                 if chunk.fsdp is not None:
-                    if self.stage.role.language:
-                        _free_gradients(chunk.fsdp)
                     in_parts = self.stage.config.overlap_moe_expert_parallel_comm
                     stack.enter_context(chunk.fsdp.graphs.capture_graphs(layers, keep_buckets=in_parts))
             yield
 
-
-def _free_gradients(fsdp: Any) -> None:
-    """Zero gradients before capture, as after it: those that the optimizer reads then take no memory."""
-    fsdp.zero_grad_buffer()
-    release_cached_memory()
+    def _free_gradients(self) -> None:
+        """Zero gradients before capture, as after it: those that the optimizer reads then take no memory."""
+        wrappers = [chunk.fsdp for chunk in self.stage.chunks if chunk.fsdp is not None]
+        if wrappers and self.stage.role.language:
+            for fsdp in wrappers:
+                fsdp.zero_grad_buffer()
+            release_cached_memory()

@@ -83,6 +83,10 @@ class Recaptures:
         self._stage = stage
         self.done = 0
 
+    def begin(self) -> None:
+        """Note that another one begins."""
+        self.done += 1
+
     def are_left(self) -> bool:
         """Whether there may be another."""
         return self.done + 1 < max_captures(self._stage.config)

@@ -9,14 +9,12 @@ import torch
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
-from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
 from ..engine.quantization import RecordedQuantization
-from ..engine.whole_passes import WholePasses, capture_passes
+from ..engine.whole_passes import WholePasses
 from ..layer_graph import ATTENTION_INPUTS
 from ..packed_sequences import from_static_offsets
-from ..replay_conditions import ReplayConditions
-from .forward_graphs import ForwardGraphs
+from .forward_graphs import ForwardGraphs, captured
 from .sample_inputs import captures_attention
 from .training_calls import is_training
 
@@ -101,20 +99,16 @@ def capture_decoder(
     eager_passes: EagerPasses,
     quantized: RecordedQuantization | None = None,
 ) -> DecoderGraphs:
-    """Capture the passes of all layers of ``decoder``, whose calls replay them from then on.
+    """Capture the passes of all layers of ``decoder``, whose calls replay them from then on; see ``captured``.
 
     Args:
         decoder: The block of a model that runs its layers one after the other.
-        owner: Megatron-FSDP's ``RecordedUnits`` of the layers.
         inputs: Static inputs by keyword, ``hidden_states`` first.
         read: For each layer which of the other inputs it reads.
-        num_warmup_iters: How often both passes run before.
         eager_passes: Counts calls for training with tensors of another shape.
         quantized: How the layers are quantized; None if they are not.
     """
     from megatron.core.fp8_utils import get_fp8_context  # imports cuda_graphs, which imports this module
-
-    layers = list(decoder.layers)
 
     def run(hidden_states: torch.Tensor, **given: torch.Tensor) -> torch.Tensor:
         # As the decoder does. Around replays it also enters the context of delayed scaling, and updates statistics.
@@ -124,30 +118,21 @@ def capture_decoder(
         with forked, quantized.autocast() if quantized is not None and at_once else nullcontext():
             if config.recompute_granularity == "full":
                 return _recomputed(decoder, hidden_states, given, not at_once)
-            for layer, names in zip(layers, read, strict=True):
+            for layer, names in zip(decoder.layers, read, strict=True):
                 with nullcontext() if at_once else get_fp8_context(config, layer.layer_number - 1):
                     output = layer(hidden_states, **{name: given[name] for name in names})
                 hidden_states = output[0] if isinstance(output, tuple) else output
         return hidden_states
 
     passes = WholePasses(type(decoder).__name__, inputs, owner, copies_output=False, quantized=quantized)
-    reads = AttributeReads()
-    try:
-        with owner.capture():
-            with reads.noted(layers, stateless=True):
-                capture_passes([(passes, run), (passes, None)], {passes: decoder.layers}, num_warmup_iters)
-            held = None if quantized is None else quantized.tensors
-            conditions = ReplayConditions(
-                [decoder], reads, [decoder], forward_replaced=True, buffers=True, quantized=held
-            )
-    except BaseException:
-        passes.reset()
-        raise
-    return DecoderGraphs(
-        decoder,
-        [passes],
-        eager_passes,
-        conditions,
-        may_be_absent=list(inputs)[1:],
-        unused=() if any(map(captures_attention, layers)) else ATTENTION_INPUTS,
-    )
+    turns = (passes, run), (passes, None)
+    slots, part = {decoder: [passes]}, decoder.layers
+    with captured(slots, [owner], turns, num_warmup_iters, nullcontext(), part) as conditions:
+        return DecoderGraphs(
+            decoder,
+            [passes],
+            eager_passes,
+            conditions[decoder],
+            may_be_absent=list(inputs)[1:],
+            unused=() if any(map(captures_attention, decoder.layers)) else ATTENTION_INPUTS,
+        )

@@ -20,9 +20,9 @@ from ..engine.addresses import AddressGuard, places_of
 from ..engine.make_graphed_callables import make_graphed_callables
 from ..engine.plan import ordered_plan
 from ..errors import CaptureFailedError, UnsupportedError
-from ..evaluation_graph import EvaluationGraph
 from ..flags.own import packed_sequences
 from ..hooks import extracted_hooks, has_other_hooks
+from ..layer_graph import EvaluationGraph
 from ..replay_conditions import ReplayConditions
 from .agreement import CaptureAgreement
 from .capture_arguments import WARMUP_ITERATIONS, quantization_arguments, recorded_quantization
@@ -107,15 +107,14 @@ class EvaluationGraphs:
         self, stage: Stage, chunk: Chunk, sharding: Any, shape: tuple[int, int], whole: ModelGraphs | None = None
     ):
         self._stage, self._sharding, self._shape, self._whole = stage, sharding, shape, whole
-        self._config, self._model = stage.config, chunk.model
-        self._layers = tuple(chunk.layers)
+        self._model, self._layers = chunk.model, tuple(chunk.layers)
         sharding.expect_evaluation(self.capture)
 
     def blocker(self) -> str:
         """Return why there are no graphs to capture; empty if there are."""
         if not self._stage.takes_gradients:
             return f"the {self._stage.engine.name} engine captured the layers"
-        return evaluation_blocker(self._config, whole=self._whole is not None)
+        return evaluation_blocker(self._stage.config, whole=self._whole is not None)
 
     def capture(self, args: tuple, kwargs: dict[str, Any]) -> None:
         """Capture, or log why not. All ranks of the pipeline stage must call it together, in evaluation mode.
@@ -130,7 +129,7 @@ class EvaluationGraphs:
             log_single_rank(logger, logging.INFO, f"Evaluation runs eagerly, because {blocker}")
             return
         agreement = self._stage.agreement(with_other_stages=False)  # later stages wait for this one's output
-        graphs: list[EvaluationGraph] = []
+        graphs: list[Any] = []
         shape = shape_of_call(self._model, args, kwargs) or self._shape
         try:
             if any(has_other_hooks(module) for layer in layers for module in layer.modules()):  # perhaps here only
@@ -138,18 +137,14 @@ class EvaluationGraphs:
             whole = self._whole
             if whole is not None and agreement.objection(call_blocker(whole.module, whole.by_name(args, kwargs))):
                 whole = None
-            if whole is None and (reason := evaluation_blocker(self._config, whole=False)):
+            if whole is None and (reason := evaluation_blocker(self._stage.config, whole=False)):
                 raise UnsupportedError(reason)
             with joined_collectives(agreement.join):
-                if whole is None:
-                    graphs = self._capture(agreement, shape)
-                else:
-                    self._capture_model(whole, agreement, shape)
+                graphs = self._capture(agreement, shape) if whole is None else [self._capture_model(agreement, shape)]
             agreement.finish()
         except BaseException as error:
             for graph in graphs:
                 graph.reset()
-            self._reset_model()
             failed = agreement.failed(error)
             if not isinstance(error, Exception):  # Ctrl-C
                 raise
@@ -159,18 +154,21 @@ class EvaluationGraphs:
             else:
                 logger.warning(warning, exc_info=None if isinstance(error, UnsupportedError) else error)
             return
-        for layer, graph in zip(layers if graphs else (), graphs, strict=True):
-            layer.evaluation_graph = graph
         captured = f"{len(graphs)} layer graphs" if whole is None else "the whole model"
+        if whole is None:
+            for layer, graph in zip(layers, graphs, strict=True):
+                layer.evaluation_graph = graph
+        else:
+            (whole.evaluation,) = graphs
         log_single_rank(logger, logging.INFO, f"Captured {captured} for evaluation")
 
-    def _capture_model(self, whole: ModelGraphs, agreement: CaptureAgreement, shape: tuple[int, int]) -> None:
+    def _capture_model(self, agreement: CaptureAgreement, shape: tuple[int, int]) -> ModelGraphs:
         owner = self._sharding.graphs.evaluated_model(partial(agreement.begin, "evaluation of the whole model"))
-        quantized = recorded_quantization(self._stage, whole.module)
-        whole.evaluation = capture_evaluation(self._model, owner, *shape, WARMUP_ITERATIONS, quantized)
+        quantized = recorded_quantization(self._stage, self._model)
+        return capture_evaluation(self._model, owner, *shape, WARMUP_ITERATIONS, quantized)
 
-    def _capture(self, agreement: CaptureAgreement, shape: tuple[int, int]) -> list[EvaluationGraph]:
-        inputs = LayerInputs(self._config, *shape)
+    def _capture(self, agreement: CaptureAgreement, shape: tuple[int, int]) -> list[Any]:
+        inputs = LayerInputs(self._stage.config, *shape)
         layers = self._layers
         names = [layer_name(layer, index) for index, layer in enumerate(layers)]
         chunks = [1] * len(layers)
@@ -233,19 +231,15 @@ class EvaluationGraphs:
 
     def reset(self) -> None:
         """Free the graphs; evaluation runs eagerly."""
-        self._reset_model()
-        self._whole = None
+        if self._whole is not None and self._whole.evaluation is not None:
+            self._whole.evaluation.reset()
+            self._whole.evaluation = None
         for layer in self._layers:
             if layer.evaluation_graph is not None:
                 layer.evaluation_graph.reset()
                 layer.evaluation_graph = None
-        self._layers = ()
+        self._layers, self._whole = (), None
         del self._model, self._stage
-
-    def _reset_model(self) -> None:
-        if self._whole is not None and self._whole.evaluation is not None:
-            self._whole.evaluation.reset()
-            self._whole.evaluation = None
 
 
 def _between(first: Callable, hooks: dict[str, Any], last: Callable) -> dict[str, Any]:
@@ -270,13 +264,12 @@ def _capture_mode(layers: Sequence[Any]) -> Iterator[dict[Any, DispatcherState]]
         methods.add(layer, "forward", partial(_noting_dispatcher, dispatchers, layer, forward))
         if getattr(layer, "is_moe_layer", False) and CudaGraphModule.moe_router in layer.config.cuda_graph_modules:
             methods.add(layer, "_forward_mlp", partial(_up_to_the_router, layer, layer._forward_mlp))
-    methods.install()
-    try:
+    with methods:
         state._set_capture_start()
-        yield dispatchers
-    finally:
-        state._set_capture_end()
-        methods.remove()
+        try:
+            yield dispatchers
+        finally:
+            state._set_capture_end()
 
 
 def _noting_dispatcher(

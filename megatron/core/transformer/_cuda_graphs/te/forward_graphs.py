@@ -2,20 +2,66 @@
 
 import inspect
 import logging
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from types import MethodType
 from typing import Any
 
 import torch
 
+from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
-from ..engine.whole_passes import WholePasses
+from ..engine.whole_passes import WholePasses, capture_passes
 from ..expected_inputs import ExpectedInputs
 from ..packed_sequences import ADVICE, OFFSETS, misfit, offsets_of
 from ..replay_conditions import ReplayConditions
 from .training_calls import arguments_by_name
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
+
+
+# A pass, with what runs if it is a forward pass; None for the backward pass.
+Turn = tuple[WholePasses, Callable[..., torch.Tensor] | None]
+
+
+@contextmanager
+def captured(
+    slots: Mapping[torch.nn.Module, Sequence[WholePasses]],
+    owners: Sequence[Any],
+    turns: Sequence[Turn],
+    num_warmup_iters: int,
+    around: AbstractContextManager[None],
+    part: torch.nn.Module | None = None,
+) -> Iterator[dict[torch.nn.Module, ReplayConditions]]:
+    """Capture passes, and yield what those of each module have read; reset them after an exception.
+
+    Args:
+        slots: The passes of each module whose ``forward`` they will stand for.
+        owners: Megatron-FSDP's ``RecordedUnits`` of what is captured.
+        turns: The order of passes.
+        num_warmup_iters: How often all of them run before.
+        around: The context in which they run.
+        part: What of the module is captured; None for all of it.
+    """
+    module_of = {passes: module if part is None else part for module, own in slots.items() for passes in own}
+    reads = AttributeReads()
+    try:
+        with ExitStack() as capturing:
+            for owner in owners:
+                capturing.enter_context(owner.capture())
+            with reads.noted(slots, stateless=True), around:
+                capture_passes(turns, module_of, num_warmup_iters)
+            conditions = {}
+            for module, (passes, *_) in slots.items():
+                held = None if passes.quantized is None else passes.quantized.tensors
+                conditions[module] = ReplayConditions(
+                    [module], reads, [module], forward_replaced=True, buffers=True, quantized=held
+                )
+        yield conditions
+    except BaseException:
+        for passes in module_of:
+            passes.reset()
+        raise
 
 
 class ForwardGraphs:
@@ -104,7 +150,7 @@ class ForwardGraphs:
         else:
             self._eager_passes.total += 1
         if changed:
-            self._tell(self._conditions.news())
+            self._tell(self._conditions.changes())
         elif packed_otherwise:
             self._tell(f"it {packed_otherwise}. {ADVICE}")
         elif others:
@@ -116,8 +162,8 @@ class ForwardGraphs:
         return None
 
     def _tell(self, reason: str) -> None:
-        """Log why a call for training runs eagerly, unless the reason is empty or known."""
-        if reason and reason not in self._told:
+        """Log why a call for training runs eagerly, once for each reason."""
+        if reason not in self._told:
             self._told.add(reason)
             logger.warning(
                 f"{type(self.module).__name__} runs eagerly where its CUDA graphs do not fit the call: {reason}"

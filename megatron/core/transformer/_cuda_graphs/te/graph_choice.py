@@ -21,8 +21,6 @@ from .stage_graphs import INTERLEAVED_PASSES, RECOMPUTED_LAYERS
 from .training_calls import TrainingCalls
 from .whole_model import known_class, other_method
 
-_READS = "training reads hidden states between layers (extract_layer_indices)"
-
 
 class Holds(Enum):
     """What one graph holds."""
@@ -126,7 +124,6 @@ _TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage, Chunk], object]], .
         "layers of multi-token prediction are computed again (--recompute-granularity full)",
         lambda s, c: Options(s.config).recomputes_layers and not {*c.layers} <= {*decoder_layers(c.model)},
     ),
-    (BOTH, "weight gradients are delayed (--delay-wgrad-compute)", lambda s, c: s.config.delay_wgrad_compute),
     (
         BOTH,
         "activations are offloaded",
@@ -228,7 +225,7 @@ class GraphChoice:
         if choice.not_model:
             level = logging.INFO if wanted is None else logging.WARNING
             stage.log(level, f"instead of the whole model its layers are captured, because {choice.not_model}")
-        if choice.holds is None:
+        if choice.why_nothing:
             self._note_nothing(RECOMPUTED_LAYERS, choice.why_nothing)
         elif choice.holds is Holds.LAYER and wanted != 1 and choice.not_decoder != choice.not_model:
             stage.log(logging.INFO, f"each layer is captured in a graph of its own, because {choice.not_decoder}")
@@ -253,15 +250,15 @@ class GraphChoice:
         )
 
     def _blocker(self, holds: Holds) -> str:
-        reason = blocker(self._stage, holds) or self._reads()
-        if reason or holds is not Holds.MODEL or layers_per_graph(self._stage.config) is not None:
+        reason = blocker(self._stage, holds)
+        if reason or layers_per_graph(self._stage.config) is not None:
             return reason
+        if self._calls.reads_hidden_states:
+            return "training reads hidden states between layers (extract_layer_indices)"
+        if holds is not Holds.MODEL:
+            return ""
         if self._model_failed:
             return "its capture failed"
         for method in filter(None, (other_method(chunk.model) for chunk in self._stage.chunks)):
             return f"{method}, and may compute something else in every step"
         return self._calls.blocker
-
-    def _reads(self) -> str:
-        is_open = layers_per_graph(self._stage.config) is None
-        return _READS if is_open and self._calls.reads_hidden_states else ""

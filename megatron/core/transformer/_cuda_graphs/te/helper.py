@@ -1,35 +1,36 @@
 """``TECudaGraphHelper``: captures the layers of a model in CUDA graphs after the first steps of training."""
 
+import gc
 import logging
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.token_bounds import token_bounds
 from megatron.core.utils import log_single_rank
 from megatron_fsdp_cuda_graphs.allocator_check import allocator_problem
 
-from ..engine.memory import release_cached_memory
+from .. import state
+from ..engine.memory import release_cached_memory, reuse_across_streams
 from ..errors import CallOrderError, CaptureFailedError, OptionsError
 from ..flags.checks import check_fsdp_options
 from ..flags.own import check_values
 from ..flags.table import PARTS_OF_OVERLAP
 from .backends import choose_backend
-from .capture_arguments import CaptureArguments, amax_reduction_group
-from .capture_mode import capture_mode, enter_capture_mode
+from .capture_arguments import CaptureArguments, amax_reduction_group, offload_interface
 from .capture_observer import CaptureObserver
 from .capture_session import CaptureSession, InputData
 from .changed_shapes import Recaptures
 from .decoder_graphs import DecoderGraphs
-from .eager_parts import eager_parts
 from .graph_choice import GraphChoice
 from .joined_collectives import joined_collectives
 from .layers import _layer_is_graphable, fsdp_of, language_model_layers
+from .order import PassOrder
 from .stage import Chunk, Layers, Role, Stage
 from .stage_graphs import (
     BEFORE_CAPTURE,
@@ -124,7 +125,7 @@ class TECudaGraphHelper:
         self.choice = GraphChoice(self.stage)
         self._graphs = StageGraphs(self.stage)
         self._recaptures = Recaptures(self.stage)
-        self._use_before = GraphUse(0, 0, 0)  # of graphs that were deleted
+        self._captures = self._replays_before = 0  # successful ones; those of graphs that were deleted
 
     # --------------------------------------------------------------------------------------------- layers
 
@@ -144,14 +145,6 @@ class TECudaGraphHelper:
     # -------------------------------------------------------------------------------------------- what there is now
 
     @property
-    def _capture_finished(self) -> bool:
-        return self._graphs.none_because != BEFORE_CAPTURE
-
-    @property
-    def _graphs_created(self) -> bool:
-        return not self._graphs.none_because
-
-    @property
     def model_graphs(self) -> ModelGraphs | None:
         """The graphs of the whole model, or of its first chunk, in which case layers have none; None otherwise."""
         return next(iter(self._graphs.models), None)
@@ -163,7 +156,7 @@ class TECudaGraphHelper:
 
     def graphs_created(self) -> bool:
         """Whether the layers have graphs now."""
-        return self._graphs_created
+        return not self._graphs.none_because
 
     def eager_reason(self) -> str:
         """Say why the step since the last call ran eagerly, in whole or in part; empty if it did not."""
@@ -171,15 +164,15 @@ class TECudaGraphHelper:
 
     def graph_use(self) -> GraphUse:
         """Return what became of the graphs on this rank so far."""
-        return self._graphs.use(self._use_before)
+        replays = self._graphs.replays()
+        if replays is not None:
+            replays += self._replays_before
+        return GraphUse(replays, self._captures, self._graphs.pool_bytes())
 
     # ------------------------------------------------------------------------------------------------ before a step
 
     def capture_finished(self) -> bool:
-        """Do what ``before_step`` does, and return what it returns.
-
-        Megatron's training loop calls it before each step, in a condition: that is how its steps get there.
-        """
+        """Call ``before_step``, as Megatron's training loop asks for this before each step."""
         return self.before_step()
 
     def before_step(self) -> bool:
@@ -210,7 +203,7 @@ class TECudaGraphHelper:
             shape = graphs.shapes.before_step(get_num_microbatches())
             if shape is not None:
                 self._change_shape(*shape, graphs.shapes.tokens)
-        return self._capture_finished
+        return self._graphs.none_because != BEFORE_CAPTURE
 
     def _change_microbatches(self, microbatches: int) -> None:
         if self._recaptures.are_left():
@@ -221,7 +214,7 @@ class TECudaGraphHelper:
             logging.WARNING,
             f"steps of {microbatches} micro-batches, and all that follow, run eagerly{self._recaptures.why_none()}",
         )
-        if self._graphs_created:
+        if self.graphs_created():
             self.delete_cuda_graphs()
         self._graphs = StageGraphs(self.stage, CAPTURES_USED_UP)  # or the caller would capture
 
@@ -229,16 +222,15 @@ class TECudaGraphHelper:
         self.seq_length, self.micro_batch_size = tokens * self.seq_length // captured_tokens, sequences
         try:
             self._capture_again(f"sequences of {self.seq_length} tokens, {sequences} in a micro-batch")
+            return
         except CaptureFailedError as failed:
             _warn(failed, "Training goes on without CUDA graphs (as it did)")
-        else:
-            return
         self._go_on_eagerly()
 
     def _capture_again(self, steps: str) -> None:
         """Capture for changed ``steps``, between two of them, in place of the graphs that there are."""
         log_single_rank(logger, logging.INFO, f"CUDA graphs are captured again, for {steps}")
-        self._recaptures.done += 1
+        self._recaptures.begin()
         with ExitStack() as stack:
             gathering: list[Any] = [
                 chunk for chunk in self.model if getattr(chunk, "remove_forward_pre_hook_handles", None)
@@ -246,11 +238,11 @@ class TECudaGraphHelper:
             for chunk in gathering:  # DistributedDataParallel with --overlap-param-gather
                 chunk.disable_forward_pre_hook(param_sync=False)
                 stack.callback(chunk.enable_forward_pre_hook)
-            if self._graphs_created:
+            if self.graphs_created():
                 self.delete_cuda_graphs()
             self._graphs = StageGraphs(self.stage)  # a stage without layers has no graphs, and captures with the others
             self.create_cudagraphs()
-        if gathering and self._graphs_created:
+        if gathering and self.graphs_created():
             self.cuda_graph_set_manual_hooks()
 
     def _log_step(self, deleting: bool = False) -> None:
@@ -281,12 +273,13 @@ class TECudaGraphHelper:
                 the layer. On the rank that failed the error's ``__cause__`` is the exception.
             RuntimeError: the ranks have no store to agree over.
         """
-        if self._capture_finished:
+        if self._graphs.none_because != BEFORE_CAPTURE:
             raise CallOrderError(
                 "CUDA graphs have been captured already: call delete_cuda_graphs before capturing again"
             )
         try:
             self._capture()
+            return
         except CaptureFailedError as failed:
             captures_layers = self.choice.captures_layers_instead(failed)
             if captures_layers:
@@ -295,8 +288,6 @@ class TECudaGraphHelper:
                 _warn(failed, "Training goes on without CUDA graphs (--cuda-graph-fallback eager)")
             else:
                 raise
-        else:
-            return
         if captures_layers:
             release_cached_memory()  # the exception is gone, and with it what its frames held
             self.create_cudagraphs()
@@ -306,16 +297,10 @@ class TECudaGraphHelper:
     def _capture(self) -> None:
         """Capture, or leave no graphs and raise what every rank raises."""
         stage, graphs = self.stage, self._graphs
-        observer = CaptureObserver.on_rank_0(
-            stage.engine.name, self.config, self._role.report, self._recaptures.done + 1
-        )
+        observer = CaptureObserver(stage, self._recaptures.done + 1)
         agreement = stage.agreement(with_other_stages=self._role.language, timeline=observer.timeline)
-        offloads = self.config.fine_grained_activation_offloading
         try:
-            with (
-                joined_collectives(agreement.join),
-                capture_mode(self._start_capturing, offloads, self._reset_after_capture) as start_time,
-            ):
+            with joined_collectives(agreement.join), self._capture_mode() as start_time:
                 observer.start()
                 shape = self.seq_length, self.micro_batch_size
                 holds = self.choice.choose(agreement, *shape)  # which stages without layers have a say in, too
@@ -324,7 +309,7 @@ class TECudaGraphHelper:
                     graphs.none_because = NO_LAYERS
                 elif holds:
                     warms_up = bool(self.choice.needs_warmup)
-                    session = CaptureSession(stage, graphs, agreement, observer, self._recaptures, *shape, warms_up)
+                    session = CaptureSession(stage, graphs, agreement, observer, self._recaptures, shape, warms_up)
                     session.capture(holds, self._planned_input_data)
                 else:
                     graphs.none_because = self.choice.eager_because
@@ -337,13 +322,44 @@ class TECudaGraphHelper:
             raise  # Ctrl-C
         if not stage.one_graph_serves_all:
             graphs.microbatches = get_num_microbatches()
-        self._use_before = replace(self._use_before, captures=self._use_before.captures + self._graphs_created)
+        self._captures += self.graphs_created()
         self._finish_capturing(start_time)
-        observer.finish(self._beside_graphs)
+        observer.finish(graphs, self.choice.refused)
+
+    @contextmanager
+    def _capture_mode(self) -> Iterator[float]:
+        """The context of a capture, which ends capture mode also if it fails; yields when it began."""
+        offloads = self.config.fine_grained_activation_offloading
+        try:
+            start_time = self._start_capturing()
+            with reuse_across_streams(), token_bounds.of_captures():
+                yield start_time
+        except BaseException:
+            if offloads:
+                offload_interface().enable_offload()  # warm-up disables it
+            raise
+        finally:
+            state._set_capture_end()
+            if offloads:
+                offload_interface().reset()
+            if state.FREEZE_GC:
+                gc.unfreeze()
+            torch.cuda.synchronize()
+            self._reset_after_capture()
 
     def _start_capturing(self) -> float:
-        """Enter capture mode; return ``time.time()``."""
-        enter_capture_mode()
+        """Release cached memory and let all of megatron-core know that graphs are captured; return ``time.time()``."""
+        from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler  # these import this module
+        from megatron.core.transformer.multi_token_prediction import MTPLossAutoScaler
+
+        if MoEAuxLossAutoScaler.main_loss_backward_scale is None:  # before the first step: schedules will copy to it
+            MoEAuxLossAutoScaler.main_loss_backward_scale = torch.ones(1, device="cuda")
+        MTPLossAutoScaler.set_loss_scale(MTPLossAutoScaler.main_loss_backward_scale.cuda())
+        release_cached_memory()
+        if state.FREEZE_GC:
+            gc.freeze()
+        state._set_capture_start()
+        log_single_rank(logger, logging.INFO, "Start CUDA graph capture")
         return time.time()
 
     def _reset_after_capture(self) -> None:
@@ -363,7 +379,7 @@ class TECudaGraphHelper:
     def _finish_capturing(self, start_time: float) -> None:
         """Release cached memory and log how long capture took."""
         release_cached_memory()
-        if not self._graphs_created:
+        if not self.graphs_created():
             return
         captured = f"{sum(len(layer.cuda_graphs) for layer in self.stage.layers)} layer graphs"
         if self.model_graphs is not None:
@@ -375,14 +391,6 @@ class TECudaGraphHelper:
             logger, logging.INFO, f"Captured {captured} with the {self.stage.engine.name} engine in {seconds:.2f} s"
         )
 
-    def _beside_graphs(self) -> dict[str, Any]:
-        """What the report says of the model beside the graphs of its layers."""
-        wrappers = [chunk.fsdp for chunk in self.stage.chunks if chunk.fsdp is not None]
-        return {
-            "collectives": sum(fsdp.graphs.recorded_collectives() for fsdp in wrappers),
-            "eager": list(eager_parts(self.stage, self._graphs, self.choice.refused)),
-        }
-
     def _go_on_eagerly(self) -> None:
         """Note that a capture has failed, whose exception is gone, and with it what its frames held."""
         release_cached_memory()
@@ -393,19 +401,21 @@ class TECudaGraphHelper:
     def _arguments(self) -> CaptureArguments:
         return CaptureArguments(self.stage, self._graphs.layers_apart, self.seq_length, self.micro_batch_size)
 
+    def _order(self) -> PassOrder:
+        return self._arguments().order()
+
     def _planned_input_data(self) -> InputData:
         """Note how many passes are about to be captured, for whoever makes inputs, and return the inputs."""
-        passes = self._arguments().order()
+        passes = self._order()
         self.num_layers_per_chunk, self.num_model_chunks = passes.num_layers_per_chunk, len(passes.num_layers_per_chunk)
         self.num_microbatches = passes.num_microbatches
         return self._get_cuda_graph_input_data()
 
     def _get_cuda_graph_input_data(self) -> InputData:
         """Return the positional inputs and the keyword arguments of ``make_graphed_callables``."""
-        arguments = self._arguments()
-        passes = arguments.order()
+        passes = self._order()
         sample_args, sample_kwargs = self._get_sample_arguments(passes.order, passes.chunk_id_list)
-        return sample_args, arguments.of_engine(passes, sample_kwargs)
+        return sample_args, self._arguments().of_engine(passes, sample_kwargs)
 
     def _get_sample_arguments(
         self, order: Sequence[float], chunk_id_list: list | None = None
@@ -422,10 +432,6 @@ class TECudaGraphHelper:
         self, with_context_parallel: bool = False, tp_only_amax_red: bool = False
     ) -> torch.distributed.ProcessGroup:
         """Return the process group over which FP8 and FP4 reduce amaxes (largest absolute values).
-
-        Args:
-            with_context_parallel: Whether the group includes context-parallel ranks.
-            tp_only_amax_red: Whether the group excludes data-parallel ranks.
 
         Raises:
             ArgumentError: ``pg_collection`` has no such group.
@@ -447,10 +453,10 @@ class TECudaGraphHelper:
         Raises:
             CallOrderError: there are no graphs.
         """
-        if not self._graphs_created:
+        if not self.graphs_created():
             raise CallOrderError("there are no CUDA graphs to delete: call create_cudagraphs first")
         self._log_step(deleting=True)
-        self._use_before = self.graph_use()
+        self._replays_before = self.graph_use().replays or 0
         self._drop_graphs()
         self.stage.log(logging.INFO, "deleted all CUDA graphs")
 

@@ -12,7 +12,7 @@ without process groups: TransformerEngine's userbuffers (``--tp-comm-overlap``),
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from megatron_fsdp_cuda_graphs.collectives import BARRIERS, BEGIN_BATCH, BETWEEN_TWO, END_BATCH, WRITING
 
+from ..attribute_reads import Replacements
 from ..launches import launches_of
 
 _COLLECTIVES = {*WRITING, *BARRIERS}
@@ -42,15 +43,15 @@ def joined_collectives(join: Callable[[], object]) -> Iterator[None]:
         of_capture = threading.get_ident() == thread or torch._C._current_graph_task_id() != -1
         return of_capture and group.size() > 1 and not torch.cuda.is_current_stream_capturing()
 
-    with ExitStack() as stack:
-        stack.callback(_forget, batches)
-        for name in (*_COLLECTIVES, *BETWEEN_TWO, BEGIN_BATCH, END_BATCH):
-            call = getattr(ProcessGroup, name)
-            # put back as the class holds it, or not at all: from torch 2.12 on `call` would not bind the group
-            own = vars(ProcessGroup).get(name)
-            stack.callback(*((delattr, ProcessGroup, name) if own is None else (setattr, ProcessGroup, name, own)))
-            setattr(ProcessGroup, name, _joined(name, call, joins, join, batches))
-        yield
+    methods = Replacements()
+    for name in (*_COLLECTIVES, *BETWEEN_TWO, BEGIN_BATCH, END_BATCH):
+        methods.add(ProcessGroup, name, _joined(name, getattr(ProcessGroup, name), joins, join, batches))
+    try:
+        with methods:
+            yield
+    finally:  # torch must forget batches that an exception left open, or it would collect later collectives in them
+        for group in batches:
+            distributed_c10d._world.pg_coalesce_state.pop(group, None)
 
 
 def _joined(
@@ -76,12 +77,6 @@ def _joined(
         return call(group, *args, **kwargs)
 
     return launch
-
-
-def _forget(batches: set[ProcessGroup]) -> None:
-    """Let torch forget batches that an exception left open, or it would collect later collectives in them."""
-    for group in batches:
-        distributed_c10d._world.pg_coalesce_state.pop(group, None)
 
 
 def _launch_surely(call: Callable[..., Any], group: ProcessGroup, args: Any, kwargs: Any) -> Any:

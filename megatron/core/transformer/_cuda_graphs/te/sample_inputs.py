@@ -157,20 +157,14 @@ class LayerInputs:
         if kind not in ("rope", "yarn", "mrope") or self._config.multi_latent_attention:
             return None
         assert model is not None
-        if kind == "mrope":
-            return self._table_of_positions(model, hidden_states.device)
-        if id(model) not in self._rotary:
-            self._rotary[id(model)] = self._constant_table(model, hidden_states)
-        return self._rotary[id(model)]
-
-    def _constant_table(self, model: Any, hidden_states: torch.Tensor) -> torch.Tensor:
         rotary = model.rotary_pos_emb
-        length = rotary.get_rotary_seq_len(None, model.decoder, hidden_states, self._config, None)
-        table = rotary(length)
-        return table[0] if isinstance(table, tuple) else table  # yarn adds a scale, which is not a layer's input
-
-    def _table_of_positions(self, model: Any, device: torch.device) -> torch.Tensor:
-        """A table of its own for each slot: micro-batches differ in their positions."""
-        positions = torch.zeros((3, self._micro_batch_size, self._seq_length), dtype=torch.int64, device=device)
-        table: torch.Tensor = model.rotary_pos_emb(positions, model.mrope_section)
-        return table
+        if kind == "mrope":  # each slot has its own: micro-batches differ in their positions
+            shape = 3, self._micro_batch_size, self._seq_length
+            positions = torch.zeros(shape, dtype=torch.int64, device=hidden_states.device)
+            table: torch.Tensor = rotary(positions, model.mrope_section)
+            return table
+        if id(model) not in self._rotary:
+            made = rotary(rotary.get_rotary_seq_len(None, model.decoder, hidden_states, self._config, None))
+            # yarn adds a scale, which is not a layer's input
+            self._rotary[id(model)] = made[0] if isinstance(made, tuple) else made
+        return self._rotary[id(model)]

@@ -6,10 +6,11 @@ from typing import Any
 
 import torch
 
+from ..engine.memory import PoolMemory
 from ..engine.rng import GraphStates
 from ..hooks import calls_weakly
+from ..report.record import Pool
 from .attached_graphs import detach_graphs
-from .captured_parts import pools_of
 from .changed_shapes import ChangedShapes
 from .decoder_graphs import DecoderGraphs
 from .evaluation import EvaluationGraphs
@@ -97,13 +98,13 @@ class StageGraphs:
         seen, self._eager_passes_seen = self._eager_passes_seen, self.shapes.passes.total
         return OTHER_INPUTS if seen != self._eager_passes_seen else ""
 
-    def use(self, before: GraphUse) -> GraphUse:
-        """Return what became of graphs, with what became of those ``before``; captures are counted elsewhere."""
+    def replays(self) -> int | None:
+        """How often forward graphs of training were replayed; None where the engine does not count."""
         counts: list[Any] = [getattr(graphed, "replays", None) for graphed in self._of_training()]
-        replays = None if None in counts else sum(counts) + (before.replays or 0)
-        return GraphUse(replays, before.captures, self._pool_bytes())
+        return None if None in counts else sum(counts)
 
-    def _pool_bytes(self) -> int | None:
+    def pool_bytes(self) -> int | None:
+        """The memory pools of all graphs; None where the engine does not show them."""
         layers = self._stage.layers
         graphs = [*self._of_training(), *(each.evaluation_graph.graphed for each in layers if each.evaluation_graph)]
         graphs += [each.evaluation.passes for each in self.models if each.evaluation is not None]
@@ -134,3 +135,18 @@ class StageGraphs:
         for kept in self.kept.values():
             kept.release()
         detach_graphs(self._stage.chunks)
+
+
+def pools_of(graphs: Sequence[Any]) -> list[Pool]:
+    """Return the memory pools of an engine's callables."""
+    of_pool: dict[tuple, list[torch.cuda.CUDAGraph]] = {}
+    for graphed in graphs:
+        for graph in filter(None, graphs_of(graphed)):
+            of_pool.setdefault(tuple(graph.pool()), []).append(graph)
+    return [Pool(len(own), PoolMemory.of(own[0]).size()) for own in of_pool.values()]
+
+
+def graphs_of(graphed: Any) -> list[torch.cuda.CUDAGraph | None]:
+    """The forward, backward and weight-gradient graph of an engine's callable, or of whole passes; None without one."""
+    names = ("forward_graph", "backward_graph", "weight_gradient_graph")
+    return [getattr(graphed, name, None) for name in names]

@@ -16,6 +16,7 @@ from ..packed_sequences import OFFSETS, misfit, offsets_of
 UNUSED = ("loss_mask",)
 # What a model chunk is given by ``set_input_tensor`` where another pipeline stage runs before it.
 HIDDEN_STATES = "hidden_states"
+_UNCALLED = "it has not been called for training so far"
 
 
 def expected_inputs(model: Any, sequences: int, tokens: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -75,7 +76,8 @@ def shape_of(model: Any, given: Mapping[str, Any]) -> tuple[int, int] | None:
     Labels show it where the model computes losses.
     """
     if not is_first(model) and not is_last(model):
-        return shape_of_hidden_states(model, given[HIDDEN_STATES])
+        found = given.get(HIDDEN_STATES, model.decoder.input_tensor)
+        return shape_of_hidden_states(model, found)
     shown = given.get("labels" if is_last(model) else "input_ids")
     return None if getattr(shown, "ndim", None) != 2 else tuple(shown.shape)  # type: ignore[union-attr]
 
@@ -112,8 +114,7 @@ class TrainingCalls:
 
     def __init__(self, models: Iterable[torch.nn.Module], decoders: Iterable[torch.nn.Module]):
         self.reads_hidden_states = self.interleaved = False
-        self._blockers = dict.fromkeys(models, "it has not been called for training so far")
-        self._called: set[torch.nn.Module] = set()
+        self._blockers = dict.fromkeys(models, _UNCALLED)
         self._shapes: dict[torch.nn.Module, Counter[tuple[int, int] | None]] = defaultdict(Counter)
         self._passes = 0
         self._orders = {model: list(inspect.signature(model.forward).parameters) for model in self._blockers}
@@ -156,9 +157,8 @@ class TrainingCalls:
         if not is_training(model):
             return
         given = arguments_by_name(self._orders[model], args, kwargs)
-        self._shapes[model][_shape_of_call(model, given)] += 1
-        if model not in self._called or not self._blockers[model]:  # one call that graphs do not fit is enough
-            self._called.add(model)
+        self._shapes[model][shape_of(model, given)] += 1
+        if self._blockers[model] in ("", _UNCALLED):  # one call that graphs do not fit is enough
             self._blockers[model] = call_blocker(model, given)
         self._passes += 1
         own = self._passes
@@ -175,20 +175,15 @@ class TrainingCalls:
             self.reads_hidden_states = True
 
 
-def _shape_of_call(model: Any, given: dict[str, Any]) -> tuple[int, int] | None:
-    return shape_of(model, given if is_first(model) else given | {HIDDEN_STATES: model.decoder.input_tensor})
-
-
-def call_blocker(model: torch.nn.Module, given: dict[str, Any]) -> str:
+def call_blocker(model: Any, given: dict[str, Any]) -> str:
     """Say why graphs of ``model`` would not be replayed with the arguments ``given``, however long sequences are."""
-    chunk: Any = model
-    rows_and_length = _shape_of_call(chunk, given)
+    rows_and_length = shape_of(model, given)
     if rows_and_length is None:
         return f"it was called without {'labels' if is_last(model) else 'tokens'}"
     expected = expected_inputs(model, *rows_and_length)
     if OFFSETS[0] in expected:
         packed = given.pop("packed_seq_params", None)
-        if misfit(packed, rows_and_length[1] * chunk.config.context_parallel_size):
+        if misfit(packed, rows_and_length[1] * model.config.context_parallel_size):
             return "its packed_seq_params are not what pad_packed_seq_params returns"
         given |= offsets_of(packed)
     others = [name for name in given if given[name] is not None and name not in (*expected, *UNUSED, *unused_by(model))]

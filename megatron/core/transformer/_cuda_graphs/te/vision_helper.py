@@ -9,11 +9,9 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from ..layer_graph import LayerGraph
-from .capture_arguments import CaptureArguments
 from .helper import TECudaGraphHelper, logger
 from .layers import decoder_layers, vision_model_of
 from .order import PassOrder
-from .sample_inputs import SampleArguments
 from .stage import Layers, Role
 
 
@@ -65,28 +63,6 @@ class _WithoutNone:
         return getattr(self.graphed, name)
 
 
-class VisionArguments(CaptureArguments):
-    """Makes the arguments of one capture of a vision encoder's layers.
-
-    Args:
-        num_microbatches: Micro-batches that inputs are made for.
-        keeps_all: Whether all of them are in flight at a time.
-    """
-
-    def __init__(self, num_microbatches: int, keeps_all: bool, *further: Any):
-        super().__init__(*further)
-        self._num_microbatches, self._keeps_all = num_microbatches, keeps_all
-
-    def order(self) -> PassOrder:
-        passes = super().order()
-        return replace(passes, order=sorted(passes.order, reverse=True)) if self._keeps_all else passes
-
-    def samples(self, order: Sequence[float], chunk_id_list: list | None = None) -> list[SampleArguments]:
-        """Make inputs for every layer and micro-batch, whatever the order."""
-        layers = [layer for own in self.layers for layer in own]
-        return [self.inputs_of(layer, None) for _ in range(self._num_microbatches) for layer in layers]
-
-
 class VisionTECudaGraphHelper(TECudaGraphHelper):
     """Captures graphs of the layers in ``vision_model.decoder.layers`` and attaches them to the layers.
 
@@ -136,10 +112,18 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
         vision_model = vision_model_of(chunk)
         return vision_model, decoder_layers(vision_model)
 
-    def _arguments(self) -> CaptureArguments:
+    def _order(self) -> PassOrder:
+        passes = super()._order()
         # With virtual stages more micro-batches of this chunk are in flight than if it were the only one: keep all.
-        further = self.stage, self._graphs.layers_apart, self.seq_length, self.micro_batch_size
-        return VisionArguments(self.num_microbatches or 1, self._interleaved, *further)
+        return replace(passes, order=sorted(passes.order, reverse=True)) if self._interleaved else passes
+
+    def _get_sample_arguments(
+        self, order: Sequence[float], chunk_id_list: list | None = None
+    ) -> tuple[list[tuple[torch.Tensor, ...]], list[dict[str, torch.Tensor]]]:
+        """Make inputs for every layer and micro-batch, whatever the order."""
+        arguments, layers = self._arguments(), [layer for own in self._graphs.layers_apart for layer in own]
+        samples = [arguments.inputs_of(layer, None) for _ in range(self.num_microbatches or 1) for layer in layers]
+        return [args for args, _ in samples], [kwargs for _, kwargs in samples]
 
     def _reset_after_capture(self) -> None:
         """Do nothing: the language model's helper zeroes gradients and metrics, on all ranks."""

@@ -4,7 +4,7 @@ Their backward pass is another. In a pipeline each micro-batch of a step has gra
 """
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -13,15 +13,14 @@ import torch
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
-from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
 from ..engine.plan import Pass, Plan, ordered_plan
 from ..engine.quantization import RecordedQuantization
-from ..engine.whole_passes import WholePasses, capture_passes
+from ..engine.whole_passes import WholePasses
 from ..evaluation_mode import may_replay_evaluation
 from ..packed_sequences import OFFSETS, from_static_offsets
 from ..replay_conditions import ReplayConditions
-from .forward_graphs import ForwardGraphs
+from .forward_graphs import ForwardGraphs, captured
 from .layers import decoder_layers, language_layers
 from .order import PassOrder
 from .sample_inputs import LayerInputs, captures_attention, sample_arguments
@@ -99,11 +98,31 @@ class ModelGraphs(ForwardGraphs):
     long as the modules are what they were, and steps have as many micro-batches. So do those of ``evaluation`` calls in
     evaluation, once there are any. The model runs eagerly in any other call.
 
+    Args:
+        kept, stands: As of ``ForwardGraphs``.
+
     Attributes:
         evaluation: The graph of the forward pass in evaluation; None without one.
     """
 
     evaluation: "ModelGraphs | None" = None
+
+    def __init__(
+        self,
+        model: Any,
+        slots: Sequence[WholePasses],
+        eager_passes: EagerPasses,
+        conditions: ReplayConditions,
+        kept: Sequence[Any] = (),
+        stands: bool = True,
+    ):
+        unused = {*UNUSED} | unused_by(model)
+        if {"attention_mask", *OFFSETS}.isdisjoint(slots[0].inputs):  # there is no attention
+            unused.add("attention_mask")
+        absent = ("attention_mask",)
+        super().__init__(
+            model, slots, eager_passes, conditions, may_be_absent=absent, unused=unused, kept=kept, stands=stands
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, by a replay if possible."""
@@ -163,13 +182,11 @@ def capture_whole_models(
     eager_passes: EagerPasses,
     quantized: Sequence[RecordedQuantization | None],
 ) -> list[ModelGraphs]:
-    """Capture the passes of ``models``, whose calls replay them from then on.
+    """Capture the passes of ``models``, whose calls replay them from then on; see ``captured``.
 
     Args:
         models: The language model, or the chunks of it in a pipeline stage.
-        owners: Megatron-FSDP's ``WholeModel`` of each.
         order: The order of their passes, each of them being a chunk of one layer.
-        num_warmup_iters: How often all passes run before.
         eager_passes: Counts calls for training with tensors of another shape.
         quantized: How each model is quantized; None if it is not.
     """
@@ -183,12 +200,14 @@ def capture_whole_models(
             name += f" (chunk {index}, micro-batch {len(own)})"
         own.append(WholePasses(name, inputs, owners[index], quantized=quantized[index]))
         all_slots.append(own[-1])
+    forward = [partial(_forward, model, seq_length) for model in models]
     turns = [
-        (all_slots[step.slot], models[plan.callable_of_slot[step.slot]] if step.kind is Pass.FORWARD else None)
+        (all_slots[step.slot], forward[plan.callable_of_slot[step.slot]] if step.kind is Pass.FORWARD else None)
         for step in plan.steps
     ]
-    with _captured(slots, owners, turns, seq_length, num_warmup_iters) as captured:
-        return [ModelGraphs(model, slots[model], eager_passes, **captured[model]) for model in models]
+    kept: list[Any] = []
+    with captured(slots, owners, turns, num_warmup_iters, _around_passes(models, kept)) as conditions:
+        return [ModelGraphs(model, slots[model], eager_passes, conditions[model], kept) for model in models]
 
 
 def capture_evaluation(
@@ -199,74 +218,37 @@ def capture_evaluation(
     num_warmup_iters: int,
     quantized: RecordedQuantization | None = None,
 ) -> ModelGraphs:
-    """Capture the forward pass of ``model``, which is in evaluation mode, without grad.
+    """Capture the forward pass of ``model``, which is in evaluation mode, without grad; see ``captured``.
 
     Args:
         model: The language model, whose training has graphs.
-        owner: Megatron-FSDP's ``EvaluatedModel`` of it.
-        num_warmup_iters: How often the pass runs before.
         quantized: How the model is quantized; None if it is not. Not that of its training.
     """
     inputs = sample_inputs(model, seq_length, micro_batch_size)
     name = f"{type(model).__name__} in evaluation"
     passes = WholePasses(name, inputs, owner, quantized=quantized, has_backward=False)
-    with _captured({model: [passes]}, [owner], [(passes, model)], seq_length, num_warmup_iters) as captured:
-        return ModelGraphs(model, [passes], EagerPasses(), stands=False, **captured[model])
+    turns, kept = [(passes, partial(_forward, model, seq_length))], list[Any]()
+    with captured({model: [passes]}, [owner], turns, num_warmup_iters, _around_passes([model], kept)) as conditions:
+        return ModelGraphs(model, [passes], EagerPasses(), conditions[model], kept, stands=False)
 
 
 @contextmanager
-def _captured(
-    slots: Mapping[Any, Sequence[WholePasses]],
-    owners: Sequence[Any],
-    turns: Sequence[tuple[WholePasses, Any | None]],
-    seq_length: int,
-    num_warmup_iters: int,
-) -> Iterator[dict[Any, dict[str, Any]]]:
-    """Capture passes of models and yield further arguments of their graphs; reset them after an exception.
+def _around_passes(models: Iterable[Any], kept: list[Any]) -> Iterator[None]:
+    """The context in which ``models`` are captured; rotary embeddings, which may leave their cache, go to ``kept``.
 
-    Args:
-        slots: The passes of each model.
-        turns: The order of passes: a model for its forward pass, None for a backward pass.
+    At its end the inputs of chunks are those of the call in which evaluation captures.
     """
     # Imports TransformerEngine's wrappers, which import cuda_graphs, which imports this module.
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    module_of = {passes: model for model, own in slots.items() for passes in own}
-    kept: list[Any] = []  # rotary embeddings are cached where they are computed, and may leave the cache
-    reads = AttributeReads()
-    try:
-        with ExitStack() as stack:
-            for owner in owners:
-                stack.enter_context(owner.capture())
-            with reads.noted(slots, stateless=True), ExitStack() as hooks:
-                for module in (module for model in slots for module in model.modules()):
-                    if isinstance(module, RotaryEmbedding):
-                        hooks.callback(module.register_forward_hook(lambda *call: kept.append(call[-1])).remove)
-                for model in slots:
-                    if not is_first(model):  # evaluation captures within a call
-                        hooks.callback(model.set_input_tensor, model.decoder.input_tensor)
-                functions = [
-                    (passes, None if model is None else partial(_forward, model, seq_length)) for passes, model in turns
-                ]
-                capture_passes(functions, module_of, num_warmup_iters)
-            captured = {model: _arguments(model, own[0], reads, kept) for model, own in slots.items()}
-        yield captured
-    except BaseException:
-        for passes in module_of:
-            passes.reset()
-        raise
-
-
-def _arguments(model: Any, passes: WholePasses, reads: AttributeReads, kept: list[Any]) -> dict[str, Any]:
-    """Return arguments of the graphs of ``model``, one pair of which are ``passes``."""
-    held = None if passes.quantized is None else passes.quantized.tensors
-    without_mask = {*()} if {"attention_mask", *OFFSETS} & passes.inputs.keys() else {"attention_mask"}
-    return {
-        "conditions": ReplayConditions([model], reads, [model], forward_replaced=True, buffers=True, quantized=held),
-        "may_be_absent": ("attention_mask",),
-        "unused": {*UNUSED} | unused_by(model) | without_mask,
-        "kept": kept,
-    }
+    with ExitStack() as stack:
+        for model in models:
+            for module in model.modules():
+                if isinstance(module, RotaryEmbedding):
+                    stack.callback(module.register_forward_hook(lambda *call: kept.append(call[-1])).remove)
+            if not is_first(model):
+                stack.callback(model.set_input_tensor, model.decoder.input_tensor)
+        yield
 
 
 def _forward(

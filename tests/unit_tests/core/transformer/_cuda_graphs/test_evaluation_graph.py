@@ -1,4 +1,4 @@
-"""evaluation_graph: which calls the graph of a layer for evaluation fits, and what its replays return."""
+"""EvaluationGraph: which calls the graph of a layer for evaluation fits, and what its replays return."""
 
 import copy
 import logging
@@ -9,8 +9,9 @@ import torch
 
 from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads
 from megatron.core.transformer._cuda_graphs.dispatcher_state import DispatcherState
+from megatron.core.transformer._cuda_graphs.eager_passes import EagerPasses
 from megatron.core.transformer._cuda_graphs.engine.addresses import AddressGuard
-from megatron.core.transformer._cuda_graphs.evaluation_graph import EvaluationGraph
+from megatron.core.transformer._cuda_graphs.layer_graph import EvaluationGraph
 from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
 
 HIDDEN, MASK = torch.zeros(8, 2, 4), torch.zeros(1, 1, 8, 8, dtype=torch.bool)
@@ -60,6 +61,7 @@ def evaluation_graph(layer, has_attention=True):
         dispatcher,
         has_attention=has_attention,
         conditions=conditions,
+        eager_passes=EagerPasses(),
     )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from megatron.core.transformer._cuda_graphs.errors import OptionsError
-from megatron.core.transformer._cuda_graphs.flags.grouped_tensor import check_grouped_tensor
+from megatron.core.transformer._cuda_graphs.flags.checks import check_grouped_tensor
 
 UNFIT: dict[str, dict[str, Any]] = {
     "--num-experts": {"num_experts": None},

@@ -116,7 +116,9 @@ def capture(stage, order):
         args, kwargs = zip(*arguments.samples(order), strict=True)
         return list(args), arguments.of_engine(passes, kwargs)
 
-    session = CaptureSession(stage, graphs, Alone(), CaptureObserver(), Recaptures(stage), 2, 1)
+    observer = CaptureObserver(stage, 1)
+    observer.timeline = None
+    session = CaptureSession(stage, graphs, Alone(), observer, Recaptures(stage), (2, 1))
     with ExitStack() as stack:
         for module in (capture_arguments, changed_shapes):
             stack.enter_context(mock.patch.object(module, "get_num_microbatches", return_value=1))

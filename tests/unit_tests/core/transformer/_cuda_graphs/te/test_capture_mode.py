@@ -12,7 +12,7 @@ import torch
 from megatron.core.transformer._cuda_graphs import state as capture_state
 from megatron.core.transformer._cuda_graphs.engine.memory import REUSE_OPTION, allocator_settings
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
-from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_mode
+from megatron.core.transformer._cuda_graphs.te import capture_arguments
 from megatron.core.transformer._cuda_graphs.te import helper as te_helper
 from megatron.core.transformer._cuda_graphs.te.stage import Stage
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
@@ -63,7 +63,7 @@ class TestCaptureMode:
         offload = SimpleNamespace(
             enable_offload=lambda: calls.append("enable"), disable_offload=None, reset=lambda: calls.append("reset")
         )
-        for module in (capture_arguments, capture_mode):
+        for module in (capture_arguments, te_helper):
             monkeypatch.setattr(module, "offload_interface", lambda: offload)
 
         capturing = helper_of(fail)
@@ -116,7 +116,7 @@ class TestCaptureMode:
         def interrupt(*message):
             raise KeyboardInterrupt
 
-        monkeypatch.setattr(capture_mode, "log_single_rank", interrupt)
+        monkeypatch.setattr(te_helper, "log_single_rank", interrupt)
         capturing = helper_of()
         monkeypatch.setattr(Stage, "agreement", lambda stage, **which: Told())
         with pytest.raises(KeyboardInterrupt):
@@ -157,8 +157,7 @@ class TestCaptureMode:
 
     def test_cached_memory_is_released_before_and_after(self, monkeypatch):
         calls = []
-        for module in (te_helper, capture_mode):
-            monkeypatch.setattr(module, "release_cached_memory", lambda: calls.append("release"))
+        monkeypatch.setattr(te_helper, "release_cached_memory", lambda: calls.append("release"))
         helper_of(lambda: calls.append("capture")).create_cudagraphs()
         assert calls == ["release", "capture", "release"]
 

@@ -13,16 +13,22 @@ from megatron.core.transformer._cuda_graphs.report import timeline
 from megatron.core.transformer._cuda_graphs.te.agreement import CaptureAgreement
 from megatron.core.transformer._cuda_graphs.te.capture_observer import CaptureObserver
 
-REST = {"collectives": 0, "eager": []}
+from .stages import stage_of
 
 
-def config(folder=None):
-    return SimpleNamespace(cuda_graph_report=folder)
+def observer_of(folder=None, number=1):
+    """An observer of a stage."""
+    return CaptureObserver(stage_of([], cuda_graph_report=folder), number)
+
+
+def finish(observer):
+    """Report, of a stage without graphs for evaluation."""
+    observer.finish(SimpleNamespace(models=(), evaluation=()), "")
 
 
 def observe(folder=None, number=1, layers=2):
     """Capture linear layers for two micro-batches that are in flight together, under an observer; return it."""
-    observer = CaptureObserver.on_rank_0("native", config(folder), "capture", number)
+    observer = observer_of(folder, number)
     agreement = CaptureAgreement([], None, observer.timeline)
     modules = [torch.nn.Linear(3, 3, device="cuda") for _ in range(layers)]
     samples = [(torch.ones(2, 3, device="cuda", requires_grad=True),) for _ in range(2 * layers)]
@@ -52,7 +58,7 @@ def observe(folder=None, number=1, layers=2):
 class TestObserver:
     def test_every_micro_batch_has_graphs_and_passes(self, tmp_path, caplog):
         with caplog.at_level("INFO"):
-            observe(str(tmp_path)).finish(lambda: REST)
+            finish(observe(str(tmp_path)))
         (report,) = [record.getMessage() for record in caplog.records if "CUDA graphs, native" in record.getMessage()]
         assert "layer 1 to layer 2        4         4 " in report
         assert sorted(path.name for path in tmp_path.iterdir()) == ["capture.html", "capture.json"]
@@ -66,38 +72,38 @@ class TestObserver:
 
     def test_later_captures_have_files_of_their_own(self, tmp_path):
         for number in (1, 2):
-            observe(str(tmp_path), number).finish(lambda: REST)
+            finish(observe(str(tmp_path), number))
         assert sorted(path.stem for path in tmp_path.glob("*.json")) == ["capture", "capture_2"]
 
     def test_a_report_that_cannot_be_written_is_a_warning(self, tmp_path, caplog):
         (tmp_path / "file").touch()
-        observe(str(tmp_path / "file")).finish(lambda: REST)
+        finish(observe(str(tmp_path / "file")))
         (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
         assert "could not be written (--cuda-graph-report)" in record.getMessage()
 
     def test_without_a_folder_nothing_is_written(self, tmp_path, monkeypatch):
         monkeypatch.chdir(tmp_path)
-        observe().finish(lambda: REST)
+        finish(observe())
         assert list(tmp_path.iterdir()) == []
 
     def test_other_ranks_report_nothing(self, monkeypatch, tmp_path, caplog):
         monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
-        assert CaptureObserver.on_rank_0("native", config(), "capture", 1).timeline is None
+        assert observer_of().timeline is None
         with caplog.at_level("INFO"):
-            observe(str(tmp_path / "folder")).finish(lambda: pytest.fail("asked"))
+            finish(observe(str(tmp_path / "folder")))
         assert not (tmp_path / "folder").exists()
         assert "CUDA graphs" not in caplog.text
 
     def test_without_a_capture_there_is_no_report(self, tmp_path, caplog):
-        observer = CaptureObserver.on_rank_0("native", config(str(tmp_path)), "capture", 1)
+        observer = observer_of(str(tmp_path))
         observer.start()
         with caplog.at_level("INFO"):
-            observer.finish(lambda: pytest.fail("asked"))
+            finish(observer)
         assert caplog.messages == [] and list(tmp_path.iterdir()) == []
 
     def test_the_time_in_which_other_ranks_are_waited_for_is_noted(self):
-        observer = CaptureObserver.on_rank_0("native", config(), "capture", 1)
+        observer = observer_of()
         CaptureAgreement([], None, observer.timeline).join()
         assert observer.timeline is not None and observer.timeline.waited > 0
 
@@ -105,7 +111,7 @@ class TestObserver:
         shown: list[str] = []
         progress = SimpleNamespace(begin=shown.append, close=lambda: shown.append("closed"))
         monkeypatch.setattr(timeline, "Progress", lambda total: progress)
-        observer = CaptureObserver.on_rank_0("native", config(), "capture", 1)
+        observer = observer_of()
         monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
         watched = CaptureAgreement([], None, observer.timeline)
         watched.begin("the whole model", "forward")
@@ -114,7 +120,7 @@ class TestObserver:
         assert shown == ["the whole model, forward warm-up", "closed"]
 
     def test_chunks_captured_as_a_whole_are_rows_with_passes_of_each_micro_batch(self, tmp_path, caplog):
-        observer = CaptureObserver.on_rank_0("native", config(str(tmp_path)), "capture", 1)
+        observer = observer_of(str(tmp_path))
         agreement = CaptureAgreement([], None, observer.timeline)
         order, names = [1, 2, -2, 1, -1, 2, -2, -1], ["chunk 0", "chunk 1"]
         observer.start()
@@ -126,7 +132,7 @@ class TestObserver:
             graph.pool = lambda: (0, 1)
         observer.captured_models([[graphs] * 2] * 2, names)
         with caplog.at_level("INFO"):
-            observer.finish(lambda: REST)
+            finish(observer)
         (text,) = [record.getMessage() for record in caplog.records if "CUDA graphs, native" in record.getMessage()]
         rows = [line.split()[:-2] for line in text.splitlines()[2:5]]
         assert rows == [

@@ -1,4 +1,4 @@
-"""eager_parts: what stays eager, and why."""
+"""eager_parts of capture_observer: what stays eager, and why."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.te.eager_parts import eager_parts
+from megatron.core.transformer._cuda_graphs.te.capture_observer import eager_parts
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.transformer.module import GraphableMegatronModule
 

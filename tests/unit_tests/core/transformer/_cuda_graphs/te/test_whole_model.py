@@ -79,14 +79,7 @@ def graphed(with_mask=True, eager_passes=None, more=None):
         del static["attention_mask"]
     static |= more or {}
     conditions = ReplayConditions([model], AttributeReads(), [model], forward_replaced=True)
-    graphs = ModelGraphs(
-        model,
-        [cast(Any, Passes(static))],
-        eager_passes or EagerPasses(),
-        conditions,
-        may_be_absent=("attention_mask",),
-        unused=("loss_mask",),
-    )
+    graphs = ModelGraphs(model, [cast(Any, Passes(static))], eager_passes or EagerPasses(), conditions)
     return model, graphs, static
 
 
@@ -124,10 +117,16 @@ def test_a_call_without_a_mask_after_one_with_a_mask_runs_eagerly():
     assert not replays(model, ids(), ids(), None, labels=ids())
 
 
-def test_graphs_that_read_no_mask_do_not_fit_a_call_with_one():
+def test_a_mask_is_ignored_where_no_layer_has_attention():
     model, _, _ = graphed(with_mask=False)
     assert replays(model, ids(), ids(), None, labels=ids())
-    assert not replays(model, ids(), ids(), mask(), labels=ids())
+    assert replays(model, ids(), ids(), mask(), labels=ids())
+
+
+def test_graphs_that_read_offsets_do_not_fit_a_call_with_a_mask():
+    model, _, _ = graphed_for_packed()
+    assert replays(model, ids(), ids(), None, labels=ids(), packed_seq_params=packed(3, 8))
+    assert not replays(model, ids(), ids(), mask(), labels=ids(), packed_seq_params=packed(3, 8))
 
 
 @pytest.mark.parametrize(
@@ -362,15 +361,7 @@ def chunk(monkeypatch):
     monkeypatch.setattr(whole_model, "get_num_microbatches", lambda: chunk.microbatches)
     slots = [Passes({"attention_mask": mask(), "hidden_states": hidden()}) for _ in range(2)]
     conditions = ReplayConditions([chunk], AttributeReads(), [chunk], forward_replaced=True)
-    unused = {"input_ids", "position_ids", "labels", "loss_mask"}
-    ModelGraphs(
-        chunk,
-        cast(Any, slots),
-        EagerPasses(),
-        conditions,
-        may_be_absent=("attention_mask",),
-        unused=unused,
-    )
+    ModelGraphs(chunk, cast(Any, slots), EagerPasses(), conditions)
     return chunk, slots
 
 

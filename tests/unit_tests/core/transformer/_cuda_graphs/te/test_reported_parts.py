@@ -1,4 +1,4 @@
-"""captured_parts: what is read off hooks, and off engines that show no graphs."""
+"""What a report shows of hooks, of static inputs, and of engines that show no graphs."""
 
 from functools import partial
 
@@ -8,12 +8,8 @@ import torch
 from megatron.core.transformer._cuda_graphs.engine.plan import ordered_plan
 from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_HANDLER, runs_outside_graphs
 from megatron.core.transformer._cuda_graphs.report.record import KINDS, HookRoute
-from megatron.core.transformer._cuda_graphs.te.captured_parts import (
-    graph_counts,
-    hook_routes,
-    pools_of,
-    static_inputs_of,
-)
+from megatron.core.transformer._cuda_graphs.te.capture_observer import graph_counts, hook_routes, static_inputs_of
+from megatron.core.transformer._cuda_graphs.te.stage_graphs import pools_of
 
 
 def gather(module, args):
