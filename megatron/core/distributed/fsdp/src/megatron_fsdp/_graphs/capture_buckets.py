@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from .pipelines import buckets_of_other_units, free_gradients, release_buckets, settle
+from .pipelines import buckets_of_other_units, free_gradients, release_buckets
 
 
 class CaptureBuckets:
@@ -26,7 +26,7 @@ class CaptureBuckets:
 
     def gathered(self) -> None:
         """Let nothing be in flight, and release what was prefetched for modules that do not run: no hook does it."""
-        settle(self._fsdp)
+        self._fsdp.all_gather_pipeline.settle()
         release_buckets(self._fsdp, self._others)
 
     def backward_begins(self, module: torch.nn.Module) -> None:

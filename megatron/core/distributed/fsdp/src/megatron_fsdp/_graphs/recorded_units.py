@@ -9,7 +9,7 @@ from ..gradient_storages import GradientStorages
 from ..training_state import TrainingState
 from .bucket_places import BucketPlaces
 from .context import Context
-from .pipelines import drop_collectives, prepared, settle, take_back_unlaunched
+from .pipelines import drop_collectives, prepared, take_back_unlaunched
 from .recorded_collectives import TO_GATHER
 from .runners import Recorded
 from .unit import Direction, Unit
@@ -100,7 +100,7 @@ class RecordedUnits:
             yield
             if phase == "backward":
                 self._end_backward()
-            settle(self._fsdp)
+            self._fsdp.all_gather_pipeline.settle()
 
     def _end_backward(self) -> None:
         self._gradients.handle_rest(self._params)
