@@ -54,6 +54,63 @@ def test_layers_with_unused_parameters_train_bit_for_bit_as_eager(one_rank, laye
     assert eager.differences(graphs) == []
 
 
+def share_weights(model):
+    """Let two layers that are not neighbours have one weight, and two others one bias."""
+    first, second, third = model.decoder.layers
+    third.mlp.linear_fc1.weight = first.mlp.linear_fc1.weight
+    third.self_attention.linear_proj.bias = second.self_attention.linear_proj.bias
+
+
+@pytest.mark.parametrize("modules", [(), ("attn",)])
+def test_layers_that_share_parameters_train_bit_for_bit_as_eager(one_rank, modules):
+    case = graphed(ONE, modules=modules, microbatches=2)
+    variant = Variant(case, change=share_weights)
+    eager, graphs = (trained(case, on, variant=variant) for on in (False, True))
+    assert graphs.replays == 2 * REPLAYS[ONE]
+    assert eager.differences(graphs) == []
+
+
+@pytest.mark.parametrize(("layers_per_graph", "modules"), [(ALL, ()), (ONE, ()), (ONE, ("attn",))])
+def test_gradients_of_some_tensors_alone_are_refused_as_replays_add_those_of_parameters(
+    one_rank, layers_per_graph, modules
+):
+    case = graphed(layers_per_graph, modules=modules)
+    training = CapturedTraining(case)
+    batch = next(training._batches(1))
+    embedded = torch.zeros(case.sequence, case.micro_batch, case.hidden, requires_grad=True)
+    losses = training.chunks[0](batch.tokens, batch.positions, batch.mask, labels=batch.labels, decoder_input=embedded)
+    with pytest.raises(RuntimeError, match=r"(layer 3|Block).*: torch\.autograd\.grad, or .*--cuda-graph-impl none"):
+        torch.autograd.grad(losses.mean(), embedded)
+    training.delete()
+
+
+def stepped_twice(training):
+    """Step once more with the same gradients, after parameters have been gathered for the next pass."""
+    if len(training.losses) > 1:  # a capture zeroes gradients
+        with torch.cuda.stream(training.stream):
+            training.optimizer.step()
+
+
+def stepped_twice_with_nothing_gathered(training):
+    training.fsdp.synchronize_param_gather()
+    stepped_twice(training)
+
+
+@pytest.mark.parametrize(
+    ("graphs", "case"),
+    [
+        (False, graphed(MODEL)),
+        (True, graphed(MODEL)),
+        (True, graphed(ONE)),
+        (True, graphed(MODEL, optimizer_graph=True)),
+    ],
+    ids=["eagerly", "model", "a layer", "optimizer"],
+)
+def test_after_a_second_step_of_the_optimizer_the_next_pass_has_its_weights(one_rank, graphs, case):
+    expected = trained(case, False, stepped_twice_with_nothing_gathered)
+    assert expected.differences(trained(case, graphs, stepped_twice)) == []
+
+
 def prefetch(training):
     """Gather layers that someone else might have prefetched."""
     training.fsdp.start_param_sync()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -116,16 +116,21 @@ class Replay:
             elif given is not static and (given.stride() != stride or _differ_in_bits(given, static)):
                 static.copy_(given.clone())
 
-    def backward(self, grads: Tensors, options: ReplayOptions | None, replayed_in: int) -> list[torch.Tensor | None]:
+    def backward(
+        self, grads: Tensors, options: ReplayOptions | None, replayed_in: int, node: Any
+    ) -> list[torch.Tensor | None]:
         """Copy the outputs' gradients to their static places and run the backward graph.
 
         Args:
             grads: The gradients of the outputs; None for zeros.
             replayed_in: ``round`` right after the forward replay.
+            node: Autograd's node of the replay. Where something runs around it the last input, if it requires grad, is
+                a leaf that is in every backward pass.
 
         Raises:
             RuntimeError: there is no backward graph, or the forward graph was replayed again since: backward would
-                compute gradients from the activations of that replay.
+                compute gradients from the activations of that replay. Or not all gradients were asked for, and the
+                graph would add those of its parameters to the training's.
         """
         if self._backward_graph is None:
             raise RuntimeError(f"{self.name} has no backward graph: it was captured without grad, or reset")
@@ -148,6 +153,9 @@ class Replay:
                 static.copy_(given.clone())
         around = self._around_backward
         if around is not None:
+            leaf, _ = node.next_functions[-1]
+            if leaf is not None and not torch._C._will_engine_execute_node(leaf):
+                _refuse_some_gradients(order.name_of(turn, self.name))
             around.before_backward()
         self.run(self._backward_graph, "backward", options)
         if around is not None:
@@ -180,6 +188,14 @@ class Replay:
         self._forward_graph = self._backward_graph = self._quantized = self._around_backward = self.sanitizer = None
         self._inputs, self._grad_outputs, self._grad_params = [], [], []
         self._outputs = self._grad_inputs = ()
+
+
+def _refuse_some_gradients(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"{name}: torch.autograd.grad, or backward(inputs=...), asks for some gradients only, and a replay adds those "
+        "of all its parameters to the training's. Call backward() of the whole loss, or train without graphs "
+        "(--cuda-graph-impl none)"
+    )
 
 
 def _differ_in_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -221,7 +237,7 @@ class ReplayNode(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return None, None, *_without_second_derivatives(ctx, grads)
         replay, options, round_ = ctx.replayed
-        return None, None, *replay.backward(grads, options, round_)
+        return None, None, *replay.backward(grads, options, round_, ctx)
 
 
 def _without_second_derivatives(ctx: Any, grads: Tensors) -> list[torch.Tensor | None]:
@@ -232,7 +248,7 @@ def _without_second_derivatives(ctx: Any, grads: Tensors) -> list[torch.Tensor |
     """
     replay, options, round_ = ctx.replayed
     with torch.no_grad():
-        results = replay.backward(grads, options, round_)
+        results = replay.backward(grads, options, round_, ctx)
     message = f"{replay.name}: CUDA graphs compute first derivatives only; run it eagerly for second ones"
     return [
         grad if grad is None else torch._C._functions.DelayedError(message.encode(), 1)(grad.detach().requires_grad_())

@@ -34,6 +34,10 @@ class ReplayOrder:
         if number in self._names:
             self._names[number] = name
 
+    def name_of(self, number: int, default: str) -> str:
+        """Return what errors call the callable of a pass; ``default`` for a pass without a number here."""
+        return self._names.get(number, default)
+
     def refuse(self, number: int, name: str) -> NoReturn:
         """Raise the error about a backward pass whose forward pass was of a former round, or that would begin one.
 
@@ -43,8 +47,8 @@ class ReplayOrder:
         Raises:
             RuntimeError: names the callable that was replayed instead.
         """
-        other = self._names.get(self.last if number <= self.last else self.began, name)
-        name = self._names.get(number, name)
+        other = self.name_of(self.last if number <= self.last else self.began, name)
+        name = self.name_of(number, name)
         raise RuntimeError(
             f"{name}: backward of a replay whose activations a later replay has overwritten, that of {other}. A graph "
             "serves one forward pass at a time, and one backward pass of it; graphs that are captured together share "
