@@ -340,6 +340,30 @@ def test_where_the_whole_model_cannot_be_captured_by_default_its_layers_are(one_
     assert "no such kernel" in warning
 
 
+@pytest.mark.parametrize(
+    ("layers_per_graph", "modules", "named"),
+    [
+        (MODEL, (), "decoder.layers.1.mlp"),
+        (ALL, (), "layers.1.mlp"),
+        (ONE, (), "layer 2 (TransformerLayer).mlp"),
+        (ONE, ("attn",), ""),
+    ],
+)
+def test_hooks_that_replays_will_not_call_are_named(one_rank, caplog, layers_per_graph, modules, named):
+    called = []
+    hooked = Variant(
+        case := graphed(layers_per_graph, modules=modules),
+        change=lambda model: model.decoder.layers[1].mlp.register_forward_hook(lambda *call: called.append(1)) and None,
+    )
+    training = CapturedTraining(case, variant=hooked)
+    called.clear()
+    training.step()
+    training.delete()
+    warnings = [record.message for record in caplog.records if "are in CUDA graphs" in record.message]
+    assert [f"hooks of {named} are in CUDA graphs" in warning for warning in warnings] == [True] * bool(named)
+    assert bool(called) is not bool(named)
+
+
 @pytest.mark.parametrize("place", ["decoder.layers.1", "decoder.final_layernorm", "decoder.layers.0.mlp.linear_fc1"])
 def test_a_model_in_which_a_module_gets_a_hook_runs_eagerly_until_it_is_removed(one_rank, place):
     training = CapturedTraining(graphed(None))

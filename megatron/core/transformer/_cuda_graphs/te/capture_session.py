@@ -1,6 +1,7 @@
 """One capture of a pipeline stage."""
 
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -115,6 +116,7 @@ class CaptureSession:
                 self._watch_shapes(tokens=self.seq_length // stage.config.context_parallel_size, calls=1),
                 [recorded_quantization(stage, model) for model in models],
             )
+        self._warn_of_hooks(graphs.hooked for graphs in self.graphs.models)
         self.observer.captured_models([graphs.slots for graphs in self.graphs.models], names)
 
     def _capture_decoder(self) -> None:
@@ -137,11 +139,22 @@ class CaptureSession:
                 self._watch_shapes(tokens=inputs["hidden_states"].shape[0], calls=1 + others),
                 recorded_quantization(self.stage, decoder.layers),
             )
+        self._warn_of_hooks([self.graphs.decoder.hooked])
         self.observer.passes_end()
 
     def _watch_shapes(self, tokens: int, calls: int) -> EagerPasses:
         self.graphs.shapes = self.recaptures.watch(tokens, calls)
         return self.graphs.shapes.passes
+
+    def _warn_of_hooks(self, hooked: Iterable[list[str]]) -> None:
+        """Warn of third-party hooks that are in graphs, given the names of modules that have them."""
+        names = ", ".join(name for own in hooked for name in own)
+        if names:
+            self.stage.log(
+                logging.WARNING,
+                f"hooks of {names} are in CUDA graphs: replays repeat what they did on the GPU, and do not call them. "
+                "Hooks that are registered after the capture are called, as their layers then run eagerly",
+            )
 
     # --------------------------------------------------------------------------------------------------- single layers
 
@@ -173,6 +186,7 @@ class CaptureSession:
                 ReplayConditions([layer], reads, [layer], name, parameters=layer not in elsewhere)
                 for layer, name in zip(layers, names, strict=True)
             ]
+        self._warn_of_hooks(each.hooked for each in conditions)
         samples = list(zip(sample_args, arguments["sample_kwargs"], strict=True))
         eager_passes = self._eager_passes_of_layers(tokens=sample_args[0][0].shape[0])
         attach_graphs(stage, apart, plan, graphs, samples, conditions, eager_passes)
