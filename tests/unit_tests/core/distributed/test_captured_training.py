@@ -8,6 +8,7 @@ import random
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import tee
 
 import pytest
 import torch
@@ -582,6 +583,34 @@ def test_a_gradient_beside_graphs_of_layers_is_added_as_in_eager_training(one_ra
     eager, graphs = (trained(case, on, between=penalize_embedding) for on in (False, True))
     assert eager.differences(graphs) == []
     assert graphs.replays == REPLAYS[layers_per_graph]
+
+
+class LooksAhead(CapturedTraining):
+    """A training that computes the losses of each micro-batch without gradients too, in training mode."""
+
+    def _forward_step(self, batches, model, return_schedule_plan=False):
+        first, second = tee(batches)
+        losses, loss_of = super()._forward_step(first, model)
+        with torch.no_grad():
+            self.evaluations.append(self._losses(model, next(second)).tolist())
+        return losses, loss_of
+
+
+@pytest.mark.parametrize("modules", [(), ("attn", "moe_router", "moe_preprocess")])
+def test_passes_without_gradients_in_training_mode_change_nothing_in_training(one_rank, modules):
+    """Routers count tokens for the bias of experts, and add up losses, with gradients only."""
+    router = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    config = [f"{name}={value!r}" for name, value in router.items()]
+    case = graphed(ONE, dropout=0.1, experts=4, modules=modules, grouped_tensor=not modules, config=tuple(config))
+    traces = []
+    for graphs in (False, True):
+        training = LooksAhead(replace(case, dtype="fp32" if modules else "bf16"), graphs)
+        training.step()
+        training.step()
+        traces.append(training.trace())
+        training.delete()
+    assert traces[0].differences(traces[1]) == []
+    assert traces[1].replays == REPLAYS[ONE]
 
 
 class Counting(torch.nn.Module):
