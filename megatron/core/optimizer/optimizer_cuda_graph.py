@@ -51,6 +51,9 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
         if type(self).cuda_graph is not None and self._has_changed():
             self.next_iter()
             return self.optimizer_step_func()
+        if type(self).cuda_graph is not None:
+            for chunk in self._sharded:
+                chunk.param_and_grad_buffer.before_weights_change()
         result = super().__call__(*args, **kwargs)
         if type(self).cuda_graph is not None:
             self._captured = self._captured or self._read_by_step()

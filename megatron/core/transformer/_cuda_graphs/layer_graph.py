@@ -115,6 +115,8 @@ class LayerGraph:
         Raises:
             RuntimeError: it does not, and the layer must not run eagerly among replays.
         """
+        if self._may_run_eagerly and not torch.is_grad_enabled():
+            return False  # routers, for one, count tokens and add up losses with gradients only
         shape = self._only_shape
         if shape is not None and getattr(hidden_states, "shape", shape) != shape:
             self._warn_of_shape(hidden_states.shape)

@@ -16,7 +16,7 @@ import torch
 from torch.nn.modules import module as torch_module
 
 from .attribute_reads import AttributeReads, is_of_transformer_engine, options_of
-from .hooks import HOOK_KINDS, is_of_ddp
+from .hooks import HOOK_KINDS, has_other_hooks, is_of_ddp
 from .state_of_passes import differ, kept
 
 # Compared by themselves, or set by Megatron and by us from step to step.
@@ -93,6 +93,9 @@ class ReplayConditions:
         buffers: Whether buffers are compared: not where an ``AddressGuard`` is checked.
         autocast: What ``autocast_in_force`` returned for the captured passes; by default what it returns now.
         quantized: Returns dictionaries with the tensors of FP8 that the graphs use, or lists of them; None without FP8.
+
+    Attributes:
+        hooked: The names of modules with third-party hooks that were recorded with them: no replay calls them.
     """
 
     def __init__(
@@ -114,6 +117,8 @@ class ReplayConditions:
             for inner, module in root.named_modules()
             if module is root or any(map(reads.ran, module.modules()))
         }
+        inside = {} if torch_module._has_any_global_hook() else self._modules  # as all modules would have hooks
+        self.hooked = [name for module, name in inside.items() if module not in run_hooks and has_other_hooks(module)]
         classes = [f"the class of {name}" for name in self._modules.values()]
         aspects = [_Aspect(classes, partial(_each, type, list(self._modules)))]
         own = {module: name for module, name in self._modules.items() if not (forward_replaced and module in roots)}

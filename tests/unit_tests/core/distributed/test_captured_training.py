@@ -8,6 +8,7 @@ import random
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import tee
 
 import pytest
 import torch
@@ -52,6 +53,63 @@ def test_layers_with_unused_parameters_train_bit_for_bit_as_eager(one_rank, laye
     eager, graphs = (trained(case, on, variant=variant) for on in (False, True))
     assert graphs.replays == REPLAYS[layers_per_graph]
     assert eager.differences(graphs) == []
+
+
+def share_weights(model):
+    """Let two layers that are not neighbours have one weight, and two others one bias."""
+    first, second, third = model.decoder.layers
+    third.mlp.linear_fc1.weight = first.mlp.linear_fc1.weight
+    third.self_attention.linear_proj.bias = second.self_attention.linear_proj.bias
+
+
+@pytest.mark.parametrize("modules", [(), ("attn",)])
+def test_layers_that_share_parameters_train_bit_for_bit_as_eager(one_rank, modules):
+    case = graphed(ONE, modules=modules, microbatches=2)
+    variant = Variant(case, change=share_weights)
+    eager, graphs = (trained(case, on, variant=variant) for on in (False, True))
+    assert graphs.replays == 2 * REPLAYS[ONE]
+    assert eager.differences(graphs) == []
+
+
+@pytest.mark.parametrize(("layers_per_graph", "modules"), [(ALL, ()), (ONE, ()), (ONE, ("attn",))])
+def test_gradients_of_some_tensors_alone_are_refused_as_replays_add_those_of_parameters(
+    one_rank, layers_per_graph, modules
+):
+    case = graphed(layers_per_graph, modules=modules)
+    training = CapturedTraining(case)
+    batch = next(training._batches(1))
+    embedded = torch.zeros(case.sequence, case.micro_batch, case.hidden, requires_grad=True)
+    losses = training.chunks[0](batch.tokens, batch.positions, batch.mask, labels=batch.labels, decoder_input=embedded)
+    with pytest.raises(RuntimeError, match=r"(layer 3|Block).*: torch\.autograd\.grad, or .*--cuda-graph-impl none"):
+        torch.autograd.grad(losses.mean(), embedded)
+    training.delete()
+
+
+def stepped_twice(training):
+    """Step once more with the same gradients, after parameters have been gathered for the next pass."""
+    if len(training.losses) > 1:  # a capture zeroes gradients
+        with torch.cuda.stream(training.stream):
+            training.optimizer.step()
+
+
+def stepped_twice_with_nothing_gathered(training):
+    training.fsdp.synchronize_param_gather()
+    stepped_twice(training)
+
+
+@pytest.mark.parametrize(
+    ("graphs", "case"),
+    [
+        (False, graphed(MODEL)),
+        (True, graphed(MODEL)),
+        (True, graphed(ONE)),
+        (True, graphed(MODEL, optimizer_graph=True)),
+    ],
+    ids=["eagerly", "model", "a layer", "optimizer"],
+)
+def test_after_a_second_step_of_the_optimizer_the_next_pass_has_its_weights(one_rank, graphs, case):
+    expected = trained(case, False, stepped_twice_with_nothing_gathered)
+    assert expected.differences(trained(case, graphs, stepped_twice)) == []
 
 
 def prefetch(training):
@@ -283,6 +341,30 @@ def test_where_the_whole_model_cannot_be_captured_by_default_its_layers_are(one_
     assert "no such kernel" in warning
 
 
+@pytest.mark.parametrize(
+    ("layers_per_graph", "modules", "named"),
+    [
+        (MODEL, (), "decoder.layers.1.mlp"),
+        (ALL, (), "layers.1.mlp"),
+        (ONE, (), "layer 2 (TransformerLayer).mlp"),
+        (ONE, ("attn",), ""),
+    ],
+)
+def test_hooks_that_replays_will_not_call_are_named(one_rank, caplog, layers_per_graph, modules, named):
+    called = []
+    hooked = Variant(
+        case := graphed(layers_per_graph, modules=modules),
+        change=lambda model: model.decoder.layers[1].mlp.register_forward_hook(lambda *call: called.append(1)) and None,
+    )
+    training = CapturedTraining(case, variant=hooked)
+    called.clear()
+    training.step()
+    training.delete()
+    warnings = [record.message for record in caplog.records if "are in CUDA graphs" in record.message]
+    assert [f"hooks of {named} are in CUDA graphs" in warning for warning in warnings] == [True] * bool(named)
+    assert bool(called) is not bool(named)
+
+
 @pytest.mark.parametrize("place", ["decoder.layers.1", "decoder.final_layernorm", "decoder.layers.0.mlp.linear_fc1"])
 def test_a_model_in_which_a_module_gets_a_hook_runs_eagerly_until_it_is_removed(one_rank, place):
     training = CapturedTraining(graphed(None))
@@ -501,6 +583,34 @@ def test_a_gradient_beside_graphs_of_layers_is_added_as_in_eager_training(one_ra
     eager, graphs = (trained(case, on, between=penalize_embedding) for on in (False, True))
     assert eager.differences(graphs) == []
     assert graphs.replays == REPLAYS[layers_per_graph]
+
+
+class LooksAhead(CapturedTraining):
+    """A training that computes the losses of each micro-batch without gradients too, in training mode."""
+
+    def _forward_step(self, batches, model, return_schedule_plan=False):
+        first, second = tee(batches)
+        losses, loss_of = super()._forward_step(first, model)
+        with torch.no_grad():
+            self.evaluations.append(self._losses(model, next(second)).tolist())
+        return losses, loss_of
+
+
+@pytest.mark.parametrize("modules", [(), ("attn", "moe_router", "moe_preprocess")])
+def test_passes_without_gradients_in_training_mode_change_nothing_in_training(one_rank, modules):
+    """Routers count tokens for the bias of experts, and add up losses, with gradients only."""
+    router = {"moe_router_score_function": "sigmoid", "moe_router_enable_expert_bias": True}
+    config = [f"{name}={value!r}" for name, value in router.items()]
+    case = graphed(ONE, dropout=0.1, experts=4, modules=modules, grouped_tensor=not modules, config=tuple(config))
+    traces = []
+    for graphs in (False, True):
+        training = LooksAhead(replace(case, dtype="fp32" if modules else "bf16"), graphs)
+        training.step()
+        training.step()
+        traces.append(training.trace())
+        training.delete()
+    assert traces[0].differences(traces[1]) == []
+    assert traces[1].replays == REPLAYS[ONE]
 
 
 class Counting(torch.nn.Module):

@@ -53,6 +53,10 @@ class ReplayOrder:
         if number in self._names:
             self._names[number] = name
 
+    def name_of(self, number: int, default: str) -> str:
+        """Return what errors call the callable of a pass; ``default`` for a pass without a number here."""
+        return self._names.get(number, default)
+
     def refuse(self, number: int, name: str) -> NoReturn:
         """Raise the error about a backward pass whose forward pass was of a former round, or that would begin one.
 
@@ -62,8 +66,8 @@ class ReplayOrder:
         Raises:
             RuntimeError: names the callable that was replayed instead.
         """
-        other = self._names.get(self.last if number <= self.last else self.began, name)
-        name = self._names.get(number, name)
+        other = self.name_of(self.last if number <= self.last else self.began, name)
+        name = self.name_of(number, name)
         raise RuntimeError(
             f"{name}: backward of a replay whose activations a later replay has overwritten, that of {other}. A graph "
             "serves one forward pass at a time, and one backward pass of it; graphs that are captured together share "
@@ -213,15 +217,20 @@ class Replay:
             elif given is not static and (given.stride() != stride or _differ_in_bits(given, static)):
                 static.copy_(given.clone())
 
-    def backward(self, grads: Tensors, options: ReplayOptions | None, replayed_in: int) -> list[torch.Tensor | None]:
+    def backward(
+        self, grads: Tensors, options: ReplayOptions | None, replayed_in: int, node: Any
+    ) -> list[torch.Tensor | None]:
         """Copy the outputs' gradients to their static places and run the backward graph.
 
         Args:
             grads: The gradients of the outputs; None for zeros.
             replayed_in: ``round`` right after the forward replay.
+            node: Autograd's node of the replay. Where something runs around it the last input, if it requires grad, is
+                a leaf that is in every backward pass.
 
         Raises:
-            RuntimeError: there is no backward graph, or a later replay has overwritten what it reads.
+            RuntimeError: there is no backward graph, or a later replay has overwritten what it reads; or not all
+                gradients were asked for, and the graph would add those of its parameters to the training's.
         """
         if self._backward_graph is None:
             raise RuntimeError(f"{self.name} has no backward graph: it was captured without grad, or reset")
@@ -244,6 +253,9 @@ class Replay:
                 static.copy_(given.clone())
         around = self._around_backward
         if around is not None:
+            leaf, _ = node.next_functions[-1]
+            if leaf is not None and not torch._C._will_engine_execute_node(leaf):
+                _refuse_some_gradients(order.name_of(turn, self.name))
             around.before_backward()
         self.run(self._backward_graph, "backward", options)
         if around is not None:
@@ -276,6 +288,14 @@ class Replay:
         self._forward_graph = self._backward_graph = self._quantized = self._around_backward = self.sanitizer = None
         self._inputs, self._grad_outputs, self._grad_params = [], [], []
         self._outputs = self._grad_inputs = ()
+
+
+def _refuse_some_gradients(name: str) -> NoReturn:
+    raise RuntimeError(
+        f"{name}: torch.autograd.grad, or backward(inputs=...), asks for some gradients only, and a replay adds those "
+        "of all its parameters to the training's. Call backward() of the whole loss, or train without graphs "
+        "(--cuda-graph-impl none)"
+    )
 
 
 def _differ_in_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
@@ -317,7 +337,7 @@ class ReplayNode(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True
             return None, None, *_without_second_derivatives(ctx, grads)
         replay, options, round_ = ctx.replayed
-        return None, None, *replay.backward(grads, options, round_)
+        return None, None, *replay.backward(grads, options, round_, ctx)
 
 
 def _without_second_derivatives(ctx: Any, grads: Tensors) -> list[torch.Tensor | None]:
@@ -328,7 +348,7 @@ def _without_second_derivatives(ctx: Any, grads: Tensors) -> list[torch.Tensor |
     """
     replay, options, round_ = ctx.replayed
     with torch.no_grad():
-        results = replay.backward(grads, options, round_)
+        results = replay.backward(grads, options, round_, ctx)
     message = f"{replay.name}: CUDA graphs compute first derivatives only; run it eagerly for second ones"
     return [
         grad if grad is None else torch._C._functions.DelayedError(message.encode(), 1)(grad.detach().requires_grad_())

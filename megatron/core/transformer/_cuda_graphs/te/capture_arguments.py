@@ -122,8 +122,9 @@ class CaptureArguments:
             "retain_graph_in_backward": config.cuda_graph_retain_backward_graph,
             "num_warmup_iters": num_warmup_iterations(config, passes.num_microbatches),
         }
-        if all(chunk.fsdp is not None for chunk in stage.chunks):
-            # Megatron-FSDP copies each gradient to its bucket as soon as it is complete, before any other replay.
+        if all(chunk.fsdp is not None and not _shares_parameters(chunk.fsdp) for chunk in stage.chunks):
+            # Megatron-FSDP copies each gradient to its bucket as soon as it is complete: before any other replay,
+            # unless autograd keeps it to add another module's.
             arguments["clone_param_grads_on_return"] = False
         quantization = quantization_arguments(stage, [layer for own in self.layers for layer in own])
         missing = [name for name in quantization if name not in known]
@@ -138,6 +139,12 @@ class CaptureArguments:
             arguments["pre_warmup_hook"] = offload.disable_offload
             arguments["post_warmup_hook"] = offload.enable_offload
         return {name: value for name, value in arguments.items() if name in known}
+
+
+def _shares_parameters(model: torch.nn.Module) -> bool:
+    """Whether a parameter of ``model`` has several places in it, so that autograd adds up several gradients."""
+    places = [param for _, param in model.named_parameters(remove_duplicate=False)]
+    return len(places) > len(set(places))
 
 
 def num_warmup_iterations(config: Any, num_microbatches: int) -> int:

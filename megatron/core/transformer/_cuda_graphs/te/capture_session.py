@@ -1,6 +1,7 @@
 """One capture of a pipeline stage."""
 
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -104,6 +105,7 @@ class CaptureSession:
             self.graphs.models = capture_whole_models(
                 models, owners, order, *self.shape, warmup_iters, eager_passes, quantized
             )
+        self._warn_of_hooks(graphs.hooked for graphs in self.graphs.models)
         self.observer.captured_models([graphs.slots for graphs in self.graphs.models], names)
 
     def _capture_decoder(self) -> None:
@@ -120,6 +122,7 @@ class CaptureSession:
             self.graphs.decoder = capture_decoder(
                 decoder, owner, inputs, read, num_warmup_iterations(stage.config, 1), eager_passes, quantized
             )
+        self._warn_of_hooks([self.graphs.decoder.hooked])
         self.observer.passes_end()
 
     @contextmanager
@@ -139,6 +142,16 @@ class CaptureSession:
     def _watch_shapes(self, tokens: int, calls: int) -> EagerPasses:
         self.graphs.shapes = self.recaptures.watch(tokens, calls)
         return self.graphs.shapes.passes
+
+    def _warn_of_hooks(self, hooked: Iterable[list[str]]) -> None:
+        """Warn of third-party hooks that are in graphs, given the names of modules that have them."""
+        names = ", ".join(name for own in hooked for name in own)
+        if names:
+            self.stage.log(
+                logging.WARNING,
+                f"hooks of {names} are in CUDA graphs: replays repeat what they did on the GPU, and do not call them. "
+                "Hooks that are registered after the capture are called, as their layers then run eagerly",
+            )
 
     # --------------------------------------------------------------------------------------------------- single layers
 
@@ -170,6 +183,7 @@ class CaptureSession:
                 ReplayConditions([layer], reads, [layer], name, parameters=layer not in elsewhere)
                 for layer, name in zip(layers, names, strict=True)
             ]
+        self._warn_of_hooks(each.hooked for each in conditions)
         samples = list(zip(sample_args, arguments["sample_kwargs"], strict=True))
         eager_passes = self._eager_passes_of_layers(tokens=sample_args[0][0].shape[0])
         attach_graphs(stage, apart, plan, graphs, samples, conditions, eager_passes)

@@ -118,6 +118,11 @@ class ForwardGraphs:
         return arguments_by_name(self._order, args, kwargs)
 
     @property
+    def hooked(self) -> list[str]:
+        """The names of modules whose third-party hooks are in the graphs; see ``ReplayConditions``."""
+        return self._conditions.hooked
+
+    @property
     def passes(self) -> WholePasses:
         """The graphs of the first slot."""
         return self.slots[0]

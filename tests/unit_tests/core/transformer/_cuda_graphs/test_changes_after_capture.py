@@ -85,10 +85,9 @@ def another_optimizer(training):
 
 def other_weights(training):
     with torch.cuda.stream(training.stream), torch.no_grad():
-        training.fsdp.synchronize_param_gather()  # what was gathered ahead would be read as it was
         for param in (param for group in training.optimizer.param_groups for param in group["params"]):
-            param.to_local().mul_(0.5)  # as a checkpoint is loaded
-        training.fsdp.param_and_grad_buffer.copy_main_weights_to_model_weights()
+            param.to_local().mul_(0.5)  # as for an average of the weights
+        training.fsdp.install_optimized_model_weights()
 
 
 def other_forward(training):

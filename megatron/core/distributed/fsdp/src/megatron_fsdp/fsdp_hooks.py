@@ -35,7 +35,6 @@ from megatron.core.utils import is_submodule
 from ._graphs.backward_pass import BackwardPass, Phase
 from ._graphs.context import Context
 from ._graphs.gradients import Gradients
-from ._graphs.pipelines import release_all
 from ._graphs.registry import Registry, Runner
 from ._graphs.runners import Eager
 from ._graphs.unit import Unit
@@ -213,11 +212,7 @@ class FsdpHooks:
         (runner or self.registry.of(module)).after_backward()
 
     def install_loaded_parameters(self, module: torch.nn.Module, incompatible_keys: Any) -> None:
-        """Copy the parameters that ``load_state_dict`` has set into the weights that the model computes with.
-
-        What was gathered ahead is gathered again: the next pass would compute with former weights.
-        """
-        release_all(self.fsdp)
+        """Copy the parameters that ``load_state_dict`` has set into the weights that the model computes with."""
         self.fsdp.install_optimized_model_weights()
 
     def show_distributed_parameters(self, module: torch.nn.Module, prefix: str, keep_vars: bool) -> None:

@@ -118,9 +118,11 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
         unsharded_gradients: The gradients that accumulate in place, which are scaled at the end of a step.
         gathered_between_instances: Whether all weights have been gathered between the instances of hybrid sharding
             since they changed.
+        gathers: The pipeline that gathers weights; None before it is made.
     """
 
     gathered_between_instances = False
+    gathers: "AllGatherPipeline | None" = None
     _gradients_in_place = False
     _gradients: OptimizerGradients | None = None
     _weight_copies: PlannedCopies | None = None
@@ -180,9 +182,15 @@ class ParamAndGradBuffer(_upstream.ParamAndGradBuffer):
         if self._gradients is not None:
             self._gradients.release()
 
+    def before_weights_change(self) -> None:
+        """Forget what was gathered ahead of the next pass, which would compute with former weights."""
+        self.gathered_between_instances = False
+        if self.gathers is not None:
+            self.gathers.release_gathered()
+
     def copy_main_weights_to_model_weights(self) -> None:
         """Copy the optimizer's weights to the model's, quantized where these are; see megatron-core."""
-        self.gathered_between_instances = False
+        self.before_weights_change()
         if self._weight_copies is None:
             self._weight_copies = copies_of_weights(self)
         if self._weight_copies is not None and self._weight_copies.placement.unchanged():
@@ -209,6 +217,19 @@ class AllGatherPipeline(_upstream.AllGatherPipeline):
         super().__init__(*args, **kwargs)
         self.between_instances: dict[int, torch.cuda.Event] = {}
         self.recording = False
+        self.buffer.gathers = self
+
+    def settle(self) -> None:
+        """Wait for all-gathers in flight."""
+        for bucket, bwd in list(self.param_gather_event_map):
+            self.wait_bucket_ready(bucket, bwd)
+
+    def release_gathered(self) -> None:
+        """Release what is gathered; parameters outside of units keep their memory, and are gathered to it again."""
+        kind = _upstream.BucketStatus
+        if any(status is kind.READY_TO_USE or status is kind.COMMUNICATING for status in self.bucket_status.values()):
+            self.settle()
+            self.reset()
 
     def async_bucket_gather(self, bucket_id: int, bwd: bool) -> None:
         """Gather a bucket; see megatron-core."""

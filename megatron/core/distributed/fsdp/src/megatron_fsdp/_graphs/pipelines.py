@@ -66,16 +66,9 @@ def release_captured(fsdp: Any) -> None:
     release_all(fsdp)
 
 
-def settle(fsdp: Any) -> None:
-    """Wait for all-gathers in flight."""
-    gathers = fsdp.all_gather_pipeline
-    for bucket, bwd in list(gathers.param_gather_event_map):
-        gathers.wait_bucket_ready(bucket, bwd)
-
-
 def release_all(fsdp: Any) -> None:
     """Wait for collectives in flight, and release every unit's parameters."""
-    settle(fsdp)
+    fsdp.all_gather_pipeline.settle()
     fsdp.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
     if fsdp.data_parallel_sharding_strategy != "no_shard":
         fsdp.all_gather_pipeline.reset()
@@ -83,7 +76,7 @@ def release_all(fsdp: Any) -> None:
 
 def release_units(fsdp: Any) -> None:
     """Wait for collectives in flight, and release the parameters of all units that are released after use."""
-    settle(fsdp)
+    fsdp.all_gather_pipeline.settle()
     fsdp.grad_reduce_pipeline.wait_for_previous_grad_reduce(0)
     release_buckets(fsdp, buckets_of_other_units(fsdp, ()))
 
@@ -123,7 +116,7 @@ class CaptureBuckets:
 
     def gathered(self) -> None:
         """Let nothing be in flight, and release what was prefetched for modules that do not run: no hook does it."""
-        settle(self._fsdp)
+        self._fsdp.all_gather_pipeline.settle()
         release_buckets(self._fsdp, self._others)
 
     def backward_begins(self, module: torch.nn.Module) -> None:

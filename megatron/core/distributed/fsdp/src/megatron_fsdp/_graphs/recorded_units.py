@@ -13,7 +13,7 @@ from ..optimizer_gradients import GradientStorages
 from ..planned_copies import Placement
 from ..training_state import TrainingState
 from .context import Context
-from .pipelines import drop_collectives, prepared, settle, take_back_unlaunched
+from .pipelines import drop_collectives, prepared, take_back_unlaunched
 from .recorded_collectives import TO_GATHER
 from .runners import Recorded
 from .unit import ADVICE, Direction, Unit
@@ -102,7 +102,7 @@ class RecordedUnits:
             yield
             if phase == "backward":
                 self._end_backward()
-            settle(self._fsdp)
+            self._fsdp.all_gather_pipeline.settle()
 
     def _end_backward(self) -> None:
         self._gradients.handle_rest(self._params)
