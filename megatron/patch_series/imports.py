@@ -34,11 +34,10 @@ def with_imports(
     for node in filter(_is_import, ours):
         taken = [alias for alias in node.names if bound(_statement(node, [alias])).keys() & needed]
         if taken:
-            note = "  # noqa: F401" if unused & {alias.asname or alias.name for alias in taken} else ""
             alike = [each for each in theirs if _origin(each) == _origin(node)]
             before = [each for each in alike if _module(each) <= _module(node)]
             below = max(before, key=_module).end_lineno or 0 if before else (alike or theirs)[0].lineno - 1
-            edits.append((below, below, [ast.unparse(_statement(node, taken)) + note]))
+            edits.append((below, below, [_line(node, alias, unused) for alias in taken]))  # which ruff joins
     lines = list(source.lines)
     for start, end, new in sorted(edits, reverse=True):
         lines[start:end] = new
@@ -53,6 +52,11 @@ def _statement(node: ast.Import | ast.ImportFrom, names: list[ast.alias]) -> ast
     """Return the import of only some names of ``node``."""
     new = ast.Import(names) if isinstance(node, ast.Import) else ast.ImportFrom(node.module, names, node.level)
     return ast.copy_location(new, node)
+
+
+def _line(node: ast.Import | ast.ImportFrom, alias: ast.alias, unused: Collection[str]) -> str:
+    note = "  # noqa: F401" if (alias.asname or alias.name) in unused else ""
+    return ast.unparse(_statement(node, [alias])) + note
 
 
 def _module(node: ast.Import | ast.ImportFrom) -> str:

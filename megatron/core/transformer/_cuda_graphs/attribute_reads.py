@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .state_of_passes import StateOfPasses
+from .state_of_passes import StateOfPasses, tensors_in, value_of
 
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: a class of C, none of Megatron's configurations
 _ORIGINAL = "_torchdynamo_orig_callable"  # what torch.compile keeps its argument as
@@ -32,10 +32,13 @@ class AttributeReads:
 
     Attributes:
         of: The names, by the ``id`` of the object. What a pass sets itself is left out: that is its result.
+        tensors: By the ``id`` of a third-party module and an attribute that holds a list, tuple or dictionary, the
+            tensors in it, by index or key; only where passes left them as they were.
     """
 
     def __init__(self) -> None:
         self.of: dict[int, set[str]] = {}
+        self.tensors: dict[tuple[int, str], dict[Any, torch.Tensor]] = {}
         self._written: dict[int, set[str]] = {}
 
     @contextmanager
@@ -50,7 +53,15 @@ class AttributeReads:
             UnsupportedError: they do.
         """
         roots, watch, state = list(roots), Replacements(), StateOfPasses() if stateless else None
-        note_read, note_set = (None, None) if state is None else (state.note_read, state.note_set)
+        found: dict[tuple[int, str], tuple[torch.nn.Module, dict[Any, torch.Tensor]]] = {}
+
+        def note_read(module: torch.nn.Module, name: str) -> None:
+            if (id(module), name) not in found:
+                found[id(module), name] = module, tensors_in(value_of(module, name))
+            if state is not None:
+                state.note_read(module, name)
+
+        note_set = None if state is None else state.note_set
         for kind in {torch.nn.Module, *map(type, options_of(roots))}:
             if not kind.__flags__ & _IMMUTABLE:
                 watch.add(kind, "__getattribute__", _noting(kind.__getattribute__, self.of, note_read))
@@ -68,6 +79,9 @@ class AttributeReads:
             raise
         for owner, names in self._written.items():
             self.of.get(owner, set()).difference_update(names)
+        for (owner, name), (module, before) in found.items():
+            if before and name in self.of.get(owner, ()) and _same(before, tensors_in(value_of(module, name))):
+                self.tensors[owner, name] = before
 
     def ran(self, module: torch.nn.Module) -> bool:
         """Whether a pass read anything of ``module`` itself: walks through a model read what all modules have."""
@@ -198,6 +212,10 @@ def _noting(
         return access(owner, name, *value)
 
     return access_noted
+
+
+def _same(some: dict[Any, torch.Tensor], others: dict[Any, torch.Tensor]) -> bool:
+    return some.keys() == others.keys() and all(tensor is others[key] for key, tensor in some.items())
 
 
 def _comes_from_elsewhere(kind: type) -> bool:

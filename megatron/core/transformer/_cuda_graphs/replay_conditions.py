@@ -17,7 +17,7 @@ from torch.nn.modules import module as torch_module
 
 from .attribute_reads import AttributeReads, is_of_transformer_engine, options_of
 from .hooks import HOOK_KINDS, has_other_hooks, is_of_ddp
-from .state_of_passes import differ, kept
+from .state_of_passes import differ, kept, tensors_in
 
 # Compared by themselves, or set by Megatron and by us from step to step.
 _NOT_COMPARED = frozenset(("training", "forward", "cuda_graphs", "evaluation_graph", "current_microbatch", "replaying"))
@@ -201,6 +201,7 @@ class ReplayConditions:
             spaces.append((name, own, read & own.keys()))
             absent += [(name, own, type(options), each) for each in read - own.keys()]
         yield self._values(spaces)
+        yield self._tensors(reads)
         owners, attributes = [own for _, own, _, _ in absent], [attribute for *_, attribute in absent]
         of_classes = list(dict.fromkeys((kind, each) for _, _, kind, each in absent if hasattr(kind, each)))
         of_classes += dict.fromkeys((type(module), "forward") for module in self._modules)
@@ -208,6 +209,29 @@ class ReplayConditions:
         names = [f"{attribute} of {name}" for name, _, _, attribute in absent]
         names += [f"{attribute} of {kind.__name__}" for kind, attribute in of_classes]
         yield _Aspect(names, lambda: [*map(dict.get, owners, attributes), *map(getattr, kinds, methods)])
+
+    def _tensors(self, reads: AttributeReads) -> _Aspect:
+        """Compare by identity the tensors in lists, tuples and dictionaries that third-party modules hold.
+
+        Dictionaries may get more: they may be caches, of which graphs have read what was there.
+        """
+        modules = {id(module): (vars(module), name) for module, name in self._modules.items()}
+        held = [
+            (*modules[owner], attribute, tensors)
+            for (owner, attribute), tensors in reads.tensors.items()
+            if owner in modules
+        ]
+
+        def now() -> list[dict[Any, int]]:
+            found = []
+            for own, _, attribute, tensors in held:
+                value = own.get(attribute)
+                inside = tensors_in(value)
+                keys = tensors if isinstance(value, dict) else inside
+                found.append({key: id(inside.get(key)) for key in keys})
+            return found
+
+        return _Aspect([f"{attribute} of {name}" for _, name, attribute, _ in held], now)
 
     @staticmethod
     def _values(spaces: Iterable[tuple[str, dict[str, Any], set[str]]]) -> _Aspect:

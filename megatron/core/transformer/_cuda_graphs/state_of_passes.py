@@ -28,7 +28,7 @@ class StateOfPasses:
         """Called before a pass reads an attribute."""
         key = self._key(module, name)
         if key not in self._left and key not in self._found and torch.cuda.is_current_stream_capturing():
-            self._found[key] = module, _remembered(_value(module, name))
+            self._found[key] = module, _remembered(value_of(module, name))
 
     def note_set(self, module: torch.nn.Module, name: str, value: Any) -> None:
         """Called before a pass sets an attribute to ``value``."""
@@ -39,7 +39,7 @@ class StateOfPasses:
     def _key(self, module: torch.nn.Module, name: str) -> _Key:
         key = id(module), name
         if key not in self._before:
-            self._before[key] = module, kept(_value(module, name))
+            self._before[key] = module, kept(value_of(module, name))
         return key
 
     def refuse_any(self) -> None:
@@ -49,7 +49,7 @@ class StateOfPasses:
             UnsupportedError: they read an attribute before they set it, and left it with another value.
         """
         for key, (module, found) in self._found.items():
-            left = self._left[key] if key in self._left else _remembered(_value(module, key[1]))
+            left = self._left[key] if key in self._left else _remembered(value_of(module, key[1]))
             if found is not left and (_is_tensor(found) or _is_tensor(left) or differ(found, left)):
                 raise UnsupportedError(
                     f"each forward pass reads and changes {key[1]} of {type(module).__name__}, and a replay would do "
@@ -73,10 +73,19 @@ class StateOfPasses:
                 own[name] = value
 
 
-def _value(module: torch.nn.Module, name: str) -> Any:
+def value_of(module: torch.nn.Module, name: str) -> Any:
     """Return what the attribute holds of the module itself, a buffer perhaps; None if it is not there."""
     own = vars(module)
     return own[name] if name in own else own["_buffers"].get(name)
+
+
+def tensors_in(value: Any) -> dict[Any, torch.Tensor]:
+    """The tensors that a list, a tuple or a dictionary holds, by index or key; nothing in other objects."""
+    if isinstance(value, dict):
+        places: Any = value.items()
+    else:
+        places = enumerate(value) if isinstance(value, (list, tuple)) else ()
+    return {key: each for key, each in places if isinstance(each, torch.Tensor)}
 
 
 def _remembered(value: Any) -> Any:

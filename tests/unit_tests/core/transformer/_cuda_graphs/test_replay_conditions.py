@@ -33,6 +33,7 @@ class Inner(torch.nn.Module):
         self.config, self.bias, self._offset = config, 1.0, 0.0
         self.limits, self.options, self.flags = {"low": [0.0]}, SimpleNamespace(low=0.0), Flags()
         self.on_host, self.results = torch.tensor(1.0), []
+        self.tables, self.by_length = [torch.zeros(2), torch.zeros(1)], {2: torch.zeros(2)}
         self.dropout = torch.nn.Dropout(0.0)
         self.register_buffer("shift", torch.zeros(2))
 
@@ -42,7 +43,7 @@ class Inner(torch.nn.Module):
     def amount(self):
         self.results.append(torch.ones(2))
         absent = getattr(self, "extra", 0.0) + getattr(self.config, "extra", 0.0)
-        data = self.limits["low"][0] + self.options.low + self.flags.shift
+        data = self.limits["low"][0] + self.options.low + self.flags.shift + self.tables[0] + self.by_length[2]
         return self.bias * self.on_host + self._offset + data + absent
 
 
@@ -87,6 +88,8 @@ CHANGES = {
     "shift of Flags": lambda outer: setattr(outer.inner.flags, "shift", 1.0),
     "_offset of layer 3.inner": lambda outer: setattr(outer.inner, "_offset", 1.0),
     "on_host of layer 3.inner": lambda outer: outer.inner.on_host.fill_(2.0),
+    "tables of layer 3.inner": lambda outer: outer.inner.tables.__setitem__(1, torch.zeros(1)),
+    "by_length of layer 3.inner": lambda outer: outer.inner.by_length.update({2: torch.zeros(2)}),
     "extra of layer 3.inner": lambda outer: setattr(outer.inner, "extra", 1.0),
     "extra of the configuration": lambda outer: setattr(outer.inner.config, "extra", 1.0),
     "forward of layer 3.inner": other_forward,
@@ -149,11 +152,14 @@ def test_hooks_of_distributed_data_parallel_come_and_go(outer, conditions):
         lambda outer: setattr(outer.inner.config, "unread", 2),
         lambda outer: setattr(outer.inner.flags, "unread", 2),
         lambda outer: outer.inner.results.clear(),
+        lambda outer: outer.inner.tables[0].fill_(1.0),
+        lambda outer: outer.inner.by_length.update({3: torch.zeros(3)}),
         lambda outer: outer.register_forward_hook(lambda *call: None),
     ],
     ids=[
         *("a module that did not run", "its hook", "an attribute that was not read", "a field that was not read"),
-        *("a list of tensors", "a hook that runs around replays"),
+        *("a list that passes append to", "values of a tensor in a list", "more tensors in a dictionary"),
+        "a hook that runs around replays",
     ],
 )
 def test_what_a_replay_does_not_leave_out_is_no_change(outer, conditions, change):
