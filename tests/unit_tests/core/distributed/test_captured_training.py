@@ -613,6 +613,38 @@ def test_passes_without_gradients_in_training_mode_change_nothing_in_training(on
     assert traces[1].replays == REPLAYS[ONE]
 
 
+class Shifted(torch.nn.Module):
+    """An MLP whose output is shifted by a tensor from a list."""
+
+    def __init__(self, mlp):
+        super().__init__()
+        self.mlp, self.shifts = mlp, [torch.ones(1, device="cuda")]
+
+    def forward(self, *args, **kwargs):
+        output, bias = self.mlp(*args, **kwargs)
+        return output + self.shifts[0], bias
+
+
+def shift_otherwise(training):
+    """Change the tensor in place, or exchange it, in turn."""
+    mlp = training.fsdp.module.decoder.layers[1].mlp
+    if len(training.losses) % 2:
+        mlp.shifts[0] += 1
+    else:
+        mlp.shifts[0] = mlp.shifts[0] + 1
+
+
+@pytest.mark.parametrize(("layers_per_graph", "replays"), [(MODEL, 0), (ALL, 0), (ONE, REPLAYS[ONE] - 2)])
+def test_a_tensor_that_is_exchanged_in_a_list_is_noticed(one_rank, layers_per_graph, replays):
+    def change(model):
+        model.decoder.layers[1].mlp = Shifted(model.decoder.layers[1].mlp)
+
+    case = graphed(layers_per_graph)
+    eager, graphs = (trained(case, on, shift_otherwise, Variant(case, change=change), 3) for on in (False, True))
+    assert eager.differences(graphs) == []
+    assert graphs.step_replays[-3:] == [REPLAYS[layers_per_graph], replays, replays]
+
+
 class Counting(torch.nn.Module):
     """An MLP whose output grows with each pass."""
 
