@@ -82,6 +82,8 @@ class LayerGraph:
         self._shape = sample_args[0].shape if sample_args else None
         self._only_shape = None if eager_passes is None else self._shape
         self._conditions, self._may_run_eagerly = conditions, may_run_eagerly
+        # Without them routers, for one, neither count tokens nor add up losses.
+        self._only_with_gradients = may_run_eagerly
         self._told: set[str] = set()
         self.packed = packed
         self.around: Callable[[Any, tuple, dict[str, Any]], Any] | None = None
@@ -115,8 +117,8 @@ class LayerGraph:
         Raises:
             RuntimeError: it does not, and the layer must not run eagerly among replays.
         """
-        if self._may_run_eagerly and not torch.is_grad_enabled():
-            return False  # routers, for one, count tokens and add up losses with gradients only
+        if self._only_with_gradients and not torch.is_grad_enabled():
+            return False
         shape = self._only_shape
         if shape is not None and getattr(hidden_states, "shape", shape) != shape:
             self._warn_of_shape(hidden_states.shape)
@@ -259,6 +261,7 @@ class EvaluationGraph(LayerGraph):
             may_run_eagerly=True,
             **options,
         )
+        self._only_with_gradients = False
         self._inputs = ExpectedInputs(name, (*sample_args, *sample_kwargs.values()), str)
         self._in_place, self._dispatcher = in_place, dispatcher
         self._warned = False

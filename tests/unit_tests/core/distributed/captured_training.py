@@ -37,9 +37,12 @@ class CapturedTraining(Training):
         return self.chunks[0].module
 
     def delete(self) -> None:
-        """Free the graphs."""
+        """Free the graphs; that of the optimizer's step would belong to the next training, too."""
         if self.helper is not None and self.helper.graphs_created():
             self.helper.delete_cuda_graphs()
+        if self.case.optimizer_graph:
+            wrapper = type(self.optimizer.step)
+            wrapper.cuda_graph, wrapper.curr_iteration = None, 0
 
 
 class CapturedModel:

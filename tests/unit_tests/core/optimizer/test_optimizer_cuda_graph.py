@@ -41,11 +41,15 @@ class Optimizer:
 
 @pytest.fixture
 def wrap():
-    """Wraps the step of an optimizer; the graph is deleted in the end, as it belongs to the class."""
+    """Wraps the step of an optimizer; there is no graph before and after, which would belong to the class."""
     from megatron.core.optimizer.optimizer_cuda_graph import OptimizerCudaGraphWrapper
 
+    def delete():
+        OptimizerCudaGraphWrapper.cuda_graph, OptimizerCudaGraphWrapper.curr_iteration = None, 0
+
+    delete()
     yield lambda optimizer: OptimizerCudaGraphWrapper(optimizer.step, cuda_graph_warmup_steps=WARMUP)
-    OptimizerCudaGraphWrapper.cuda_graph, OptimizerCudaGraphWrapper.curr_iteration = None, 0
+    delete()
 
 
 def test_parameters_are_gathered_after_each_replay_and_by_the_step_itself_before(wrap):
