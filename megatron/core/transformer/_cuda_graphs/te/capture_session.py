@@ -77,7 +77,7 @@ class CaptureSession:
             else:
                 self.observer.captured_layers((), (), (), (), self.graphs.decoder)
         for index, chunk in enumerate(self.stage.chunks if self.stage.role.language else ()):
-            sharding = chunk.fsdp or self.graphs.kept.get(chunk.module)
+            sharding = chunk.fsdp.graphs if chunk.fsdp is not None else self.graphs.kept.get(chunk.module)
             if sharding is not None:  # the first evaluation captures graphs for itself
                 whole = self.graphs.models[index] if self.graphs.models else None
                 self.graphs.evaluation.append(EvaluationGraphs(self.stage, chunk, sharding, self.shape, whole))

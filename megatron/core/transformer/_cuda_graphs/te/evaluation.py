@@ -98,7 +98,7 @@ class EvaluationGraphs:
 
     Args:
         chunk: The chunk of it whose layers have graphs of training.
-        sharding: What shards it, and gathers layers: ``MegatronFSDP``, or FSDP2's ``KeptParameters``.
+        sharding: Gathers layers: the ``graphs`` of ``MegatronFSDP``, or FSDP2's ``KeptParameters``.
         shape: Tokens in a sequence and sequences in a micro-batch, in training.
         whole: The graphs of the whole model, or of the chunk, in training; None if they hold layers.
     """
@@ -163,7 +163,7 @@ class EvaluationGraphs:
         log_single_rank(logger, logging.INFO, f"Captured {captured} for evaluation")
 
     def _capture_model(self, agreement: CaptureAgreement, shape: tuple[int, int]) -> ModelGraphs:
-        owner = self._sharding.graphs.evaluated_model(partial(agreement.begin, "evaluation of the whole model"))
+        owner = self._sharding.evaluated_model(partial(agreement.begin, "evaluation of the whole model"))
         quantized = recorded_quantization(self._stage, self._model)
         return capture_evaluation(self._model, owner, *shape, WARMUP_ITERATIONS, quantized)
 
@@ -184,7 +184,7 @@ class EvaluationGraphs:
         reads = AttributeReads()
         with (
             _capture_mode(layers) as dispatchers,
-            self._sharding.graphs.capture_evaluation_graphs(layers),
+            self._sharding.capture_evaluation_graphs(layers),
             extracted_hooks(layers) as hooks,
             reads.noted(layers, stateless=True),
         ):
@@ -222,7 +222,7 @@ class EvaluationGraphs:
 
     def _guard(self, guards: dict[torch.nn.Module, AddressGuard], layer: torch.nn.Module, *_: Any) -> None:
         """Note where parameters that the graph of ``layer`` reads, which are gathered now, and its buffers are."""
-        read = set(map(id, self._sharding.graphs.read_by_graphs(layer)))
+        read = set(map(id, self._sharding.read_by_graphs(layer)))
         places = [place for place in places_of(layer, "_parameters") if id(place.tensor) in read]
         places += places_of(layer, "_buffers")
         guards[layer] = AddressGuard(

@@ -157,10 +157,3 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     def around_part(self, module: torch.nn.Module) -> Callable[..., Any] | None:
         """Return what replays ``module`` for a schedule that does not call it; see ``FsdpHooks``."""
         return self.fsdp_hooks.around_part(module)
-
-    def expect_evaluation(self, prepare: Callable[[tuple, dict[str, Any]], object]) -> None:
-        """Call ``prepare`` once, before the next forward pass of the model in evaluation mode and without grad.
-
-        It gets the positional arguments and the keyword arguments of the pass.
-        """
-        self.fsdp_hooks.before_evaluation.append(prepare)

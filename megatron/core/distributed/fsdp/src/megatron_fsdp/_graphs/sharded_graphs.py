@@ -143,6 +143,13 @@ class ShardedGraphs:
         runner.sink = sink = UnitSink(context, module, runner.facts, *self._around)
         return sink
 
+    def expect_evaluation(self, prepare: Callable[[tuple, dict[str, Any]], object]) -> None:
+        """Call ``prepare`` once, before the next forward pass of the model in evaluation mode and without grad.
+
+        It gets the positional arguments and the keyword arguments of the pass.
+        """
+        self._fsdp.fsdp_hooks.before_evaluation.append(prepare)
+
     @contextmanager
     def capture_evaluation_graphs(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
         """The context in which graphs of forward passes of ``modules`` in evaluation are captured."""
