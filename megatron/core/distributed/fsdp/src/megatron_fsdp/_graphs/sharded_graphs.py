@@ -23,7 +23,7 @@ COLLECTIVES_STAY_OUTSIDE = (
 )
 # What must be true of no parameter, and the reason. The last does not rule out the whole model, which completes them.
 _OF_PARAMETERS: Sequence[tuple[Any, str]] = (
-    (has_gradient_hooks, "parameter {} has hooks"),
+    (has_gradient_hooks, "parameter {} has hooks, or several modules share it"),
     (lambda param: getattr(param, "skip_backward_post_hook", False), "the weight gradient of {} is delayed"),
     (lambda param: getattr(param, "_is_shared", False), "the gradient of {} is completed elsewhere"),
 )
