@@ -157,6 +157,6 @@ class GraphedSlot(SlotCapture):
 
 
 def _nested(count: int, structure: TreeSpec | None) -> Any:
-    """Numbers in place of the leaves that ``_flat`` found."""
+    """Numbers in place of the leaves that ``flat`` found."""
     numbers = range(count)
     return tuple(numbers) if structure is None else tree_unflatten(numbers, structure)

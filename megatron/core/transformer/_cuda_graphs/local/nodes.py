@@ -24,7 +24,11 @@ class _CudagraphRecordNode(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, runner: Any, *inputs: torch.Tensor) -> Any:
-        """Return ``inputs``, the outputs of the module that require grad, unchanged."""
+        """Return ``inputs``, the outputs of the module that require grad, unchanged.
+
+        Raises:
+            RuntimeError: the runner waits for its backward pass.
+        """
         runner.expect(_GraphStatus.FWD_READY)
         ctx.runner = runner
         ctx.set_materialize_grads(False)
@@ -32,7 +36,11 @@ class _CudagraphRecordNode(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor | None) -> Any:
-        """Record the runner's first backward pass; return ``grads`` unchanged."""
+        """Record the runner's first backward pass; return ``grads`` unchanged.
+
+        Raises:
+            RuntimeError: the runner waits for its forward pass.
+        """
         ctx.runner.record_backward()
         return None, *grads
 

@@ -433,6 +433,10 @@ class TECudaGraphHelper:
     ) -> torch.distributed.ProcessGroup:
         """Return the process group over which FP8 and FP4 reduce amaxes (largest absolute values).
 
+        Args:
+            with_context_parallel: Whether the group includes context-parallel ranks.
+            tp_only_amax_red: Whether the group excludes data-parallel ranks.
+
         Raises:
             ArgumentError: ``pg_collection`` has no such group.
         """

@@ -172,7 +172,11 @@ class RecordedUnits:
                 main_grads.free_bucket_storage()
 
     def before_forward(self) -> None:
-        """Make sure that the double buffer is free, and where it was at capture."""
+        """Make sure that the double buffer is free, and where it was at capture.
+
+        Raises:
+            MovedBufferError: it is not.
+        """
         self.gather_between_instances()
         self._release()
         self._weights.check()
@@ -192,6 +196,7 @@ class RecordedUnits:
         """Make sure that the double buffers of parameters and gradients are free, and where they were at capture.
 
         Raises:
+            MovedBufferError: one is not.
             RuntimeError: a forward pass of the same units that ran eagerly is in this backward pass, too.
         """
         self._backward.begin(self._units, self)

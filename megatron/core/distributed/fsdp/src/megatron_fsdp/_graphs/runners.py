@@ -199,7 +199,11 @@ class Graphed(Eager):
         guards[direction] = AddressGuard(lambda: params, lambda i: f"{names[params[i]]} (in {direction})", ADVICE)
 
     def before_backward(self) -> None:
-        """Gather parameters, and get hold of the main gradients that the graph will write."""
+        """Gather parameters, and get hold of the main gradients that the graph will write.
+
+        Raises:
+            MovedBufferError: a parameter or a main gradient is not where it was at capture.
+        """
         super().before_backward()
         self._claim()
 

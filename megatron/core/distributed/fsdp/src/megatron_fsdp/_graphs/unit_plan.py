@@ -80,7 +80,11 @@ class UnitPlan:
             gathers.wait_bucket_ready(bucket, backward)
 
     def claim(self) -> None:
-        """Get hold of the buckets that the backward graph writes to."""
+        """Get hold of the buckets that the backward graph writes to.
+
+        Raises:
+            MovedBufferError: a bucket cannot go where it was at capture.
+        """
         for reduction in self.claimed:
             reduction.claim()
 

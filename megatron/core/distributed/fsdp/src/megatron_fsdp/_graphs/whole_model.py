@@ -97,7 +97,11 @@ class WholeModel(RecordedUnits):
         self.replayed = True
 
     def gather_in_place(self) -> None:
-        """Gather parameters outside of units to where they were at capture."""
+        """Gather parameters outside of units to where they were at capture.
+
+        Raises:
+            MovedBufferError: one is elsewhere.
+        """
         self.gather()
         if self._guard is not None:
             self._guard.check()
