@@ -81,19 +81,14 @@ _KINDS = (
 _LONG_ONES = (_LONG, f"{_LONG} {_FULL} uniform --recompute-num-layers 1")
 _BY_COPY_ENGINES = "NCCL_CTA_POLICY=2:--use-nccl-ub"  # all-gathers
 _SHARDED = (*_DENSE.split(), f"native:{_BY_COPY_ENGINES}", f"full_iteration:{_BY_COPY_ENGINES}")
-# Gradients are divided by the number of ranks within the collective, not before: one kernel less for each bucket.
-_AVERAGED = (
-    "eager::--ddp-average-in-collective",
-    "native::--ddp-average-in-collective",
-    f"native:{_BY_COPY_ENGINES} --ddp-average-in-collective",
-    "full_iteration::--ddp-average-in-collective",
-)
 _FUSED = "eager+fused native+fused full_iteration+fused"
-# Nothing is left between a product and the collective that reduces what it wrote.
-_FUSED_AVERAGED = (
-    "native+fused::--ddp-average-in-collective",
-    f"native+fused:{_BY_COPY_ENGINES} --ddp-average-in-collective",
-    "full_iteration+fused::--ddp-average-in-collective",
+# Gradients are divided by the number of ranks within the collective, not by a kernel before it.
+_AVERAGED = "--ddp-average-in-collective"
+# What makes dense steps on several GPUs shorter, alone and together; its flags are for full iterations as well.
+_LEVERS = (
+    *("native", f"native:{_BY_COPY_ENGINES} {_AVERAGED}", "full_iteration", "compute_alone"),
+    *(*_FUSED.split(), f"native+fused::{_AVERAGED}", f"native+fused:{_BY_COPY_ENGINES}"),
+    *(f"{name}+fused:{_BY_COPY_ENGINES} {_AVERAGED}" for name in ("native", "full_iteration")),
 )
 _PROFILED = ("eager", "native", f"native:{_BY_COPY_ENGINES}", "full_iteration", "compute_alone")
 # What documents quote most comes first.
@@ -118,19 +113,8 @@ PARTS = (
         80,
     ),
     Part("step_time_checked", (1,), f"{_TIMES} --configurations A B --variants {_CHECKED}", 80),
-    Part(
-        "step_time_averaged",
-        (2,),
-        f"{_TIMES} --configurations A B --variants eager native {shlex.join(_AVERAGED)}",
-        200,
-    ),
     Part("step_time_fused", (1,), f"{_TIMES} --configurations A --variants native full_iteration {_FUSED}", 100),
-    Part(
-        "step_time_fused",
-        (2,),
-        f"{_TIMES} --configurations A --variants native full_iteration {_FUSED} {shlex.join(_FUSED_AVERAGED)}",
-        180,
-    ),
+    Part("step_time_levers", (2,), f"{_TIMES} --configurations A --variants {shlex.join(_LEVERS)}", 280),
     Part(
         "profile_a",
         (1, 2),

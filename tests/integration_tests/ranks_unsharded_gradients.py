@@ -33,6 +33,7 @@ from tests.unit_tests.core.distributed.fsdp_variants import Variant, small
 MICROBATCHES = 4  # the mean of four equal losses is exactly each of them
 EXPERTS: dict[str, Any] = {"experts": 4, "modules": ("attn",)}
 IN_BF16: dict[str, Any] = {"megatron_fsdp_grad_comm_dtype": torch.bfloat16}
+AVERAGED: dict[str, Any] = {"average_in_collective": True}
 OVERWRITTEN = "nothing sharded, fused"  # known not to add up micro-batches
 REFUSED_WITH_GRAPHS = ("optimizer states sharded, fused", OVERWRITTEN)
 # With each layout the arguments of its process groups, its case, and how gradients are sharded.
@@ -67,6 +68,17 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
         for sent, dtype in (("", {}), (", gradients sent in bf16", IN_BF16))
     },
 }
+AVERAGING = (
+    "two shards",
+    "experts of each rank",
+    "experts of each rank, gradients sharded",
+    "experts of each rank, nothing sharded",
+    "two instances, no_shard",
+    "two instances, optim",
+)
+for _name in AVERAGING:
+    _groups, _case, _sharding = LAYOUTS[_name]
+    LAYOUTS[f"{_name}, averaged"] = _groups, _case, _sharding | AVERAGED
 
 
 def equal_batches(case: Case, step: int) -> Iterator[Any]:

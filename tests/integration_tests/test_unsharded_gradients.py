@@ -6,7 +6,7 @@ from tests.support.rounding import ROUNDING
 from tests.support.run_ranks import lines_of, on_two_ranks
 
 from . import ranks_unsharded_gradients
-from .ranks_unsharded_gradients import LAYOUTS, OVERWRITTEN, REFUSED_WITH_GRAPHS
+from .ranks_unsharded_gradients import AVERAGING, LAYOUTS, OVERWRITTEN, REFUSED_WITH_GRAPHS
 
 
 @pytest.fixture(scope="module")
@@ -61,3 +61,10 @@ def test_the_norm_counts_the_experts_of_all_ranks_where_nothing_is_sharded(ranks
     (expected, *_) = ranks_of("experts of each rank")
     for rank in ranks_of("experts of each rank, nothing sharded"):
         assert rank["grad_norms"] == pytest.approx(expected["grad_norms"], rel=ROUNDING)
+
+
+@pytest.mark.parametrize("layout", AVERAGING)
+def test_averages_of_the_collective_are_sums_of_scaled_gradients(ranks_of, layout):
+    """Of two ranks bit for bit; the norm counts experts too, which fewer ranks have than contribute to them."""
+    for averaged, scaled in zip(ranks_of(f"{layout}, averaged"), ranks_of(layout), strict=True):
+        assert averaged["grad_norms"] == scaled["grad_norms"]

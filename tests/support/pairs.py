@@ -129,6 +129,7 @@ FEATURES: dict[str, Setting] = {
         MODULES: "attn",
     },
     "all-gather group": {"--create-all-gather-group": True},
+    "averaging collectives": {"--ddp-average-in-collective": True},
     "tied embeddings": {UNTIED: False},
     "positions: learned": {"--position-embedding-type": "learned_absolute"},
     "positions: none": {"--position-embedding-type": "none"},

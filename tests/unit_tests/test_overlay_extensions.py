@@ -33,6 +33,7 @@ REPLACED = {
         "ParamAndGradBuffer",
         "StorageResizeBasedBucketAllocator",
         "_create_hfsdp_helper_buffer",
+        "gradient_reduce_preprocessing",
         "make_fsdp_dtensor",
     },
     "megatron.core.fp8_utils": {"quantize_param_shard"},

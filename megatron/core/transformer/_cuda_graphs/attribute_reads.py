@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from .replacements import Replacements
 from .state_of_passes import StateOfPasses, tensors_in, value_of
 
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: a class of C, none of Megatron's configurations
@@ -87,7 +88,7 @@ class AttributeReads:
         """Whether a pass read anything of ``module`` itself: walks through a model read what all modules have."""
         return any(name == "forward" or not hasattr(torch.nn.Module, name) for name in self.of.get(id(module), ()))
 
-    def _unwatched(self, watch: "Replacements", owner: Any, compiled: Any) -> Callable[..., Any]:
+    def _unwatched(self, watch: Replacements, owner: Any, compiled: Any) -> Callable[..., Any]:
         """Return ``compiled``, an attribute of ``owner``, without anything being noted while it runs."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -119,47 +120,6 @@ class AttributeReads:
         for child in read & module._modules.keys():
             if module._modules[child] is not None:
                 self._note_module(module._modules[child])
-
-
-class Replacements:
-    """Attributes of classes and modules that have another value for a time: in its context, or while installed."""
-
-    def __init__(self) -> None:
-        self._all: list[tuple[Any, str, Any, Any]] = []
-
-    def add(self, owner: Any, name: str, value: Any) -> None:
-        """Give ``owner`` the attribute ``name`` of this ``value``, when installed."""
-        self._all.append((owner, name, value, vars(owner).get(name, Replacements)))
-
-    def __enter__(self) -> None:
-        try:
-            self.install()
-        except BaseException:  # Ctrl-C
-            self.remove()
-            raise
-
-    def __exit__(self, *error: object) -> None:
-        self.remove()
-
-    def install(self) -> None:
-        """Set all."""
-        for owner, name, value, _ in self._all:
-            _set(owner, name, value)
-
-    def remove(self) -> None:
-        """Set what there was, or nothing."""
-        for owner, name, _, own in reversed(self._all):
-            if own is not Replacements:
-                _set(owner, name, own)
-            elif name in vars(owner):
-                delattr(owner, name)
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    if isinstance(owner, type):
-        setattr(owner, name, value)
-    else:
-        vars(owner)[name] = value
 
 
 def options_of(roots: Iterable[torch.nn.Module]) -> list[Any]:

@@ -24,7 +24,7 @@ LAYERS = (
         for name in (
             *("state", "errors", "expected_inputs", "eager_passes", "hooks", "packed_sequences", "flags"),
             *("evaluation_mode", "dispatcher_state", "launches", "attribute_reads", "replay_conditions"),
-            "state_of_passes",
+            *("replacements", "state_of_passes"),
         )
     },
     {f"{PACKAGE}.report"},

@@ -2,11 +2,12 @@
 
 import gc
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any
 
 import torch
+
+from ..replacements import replaced_attribute
 
 
 @contextmanager
@@ -56,19 +57,6 @@ def moe_metrics() -> list[torch.Tensor]:
     logging = sys.modules.get("megatron.core.transformer.moe.moe_logging")
     metrics = {} if logging is None else logging.get_moe_metrics_tracker().metrics
     return [entry.values for entry in metrics.values()]
-
-
-@contextmanager
-def replaced_attribute(owners: Iterable[Any], name: str, value_of: Callable[[Any], Any]) -> Iterator[None]:
-    """Set the attribute ``name`` of each owner to what ``value_of`` makes of its value, and restore that at the end."""
-    before = [(owner, getattr(owner, name)) for owner in owners]
-    for owner, value in before:
-        setattr(owner, name, value_of(value))
-    try:
-        yield
-    finally:
-        for owner, value in before:
-            setattr(owner, name, value)
 
 
 @contextmanager

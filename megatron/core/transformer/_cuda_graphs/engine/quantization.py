@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from .preserve import preserve_tensors, replaced_attribute
+from ..replacements import replaced_attribute
+from .preserve import preserve_tensors
 
 
 def one_spelling(**given: Any) -> Any:

@@ -69,6 +69,7 @@ _HYBRID = "tests/integration_tests/test_hybrid_models.py"
 _PRETRAIN = "tests/integration_tests/test_pretrain_flags.py"
 _RESUMED = "tests/integration_tests/test_resumed_runs.py"
 _INSTANCES = "tests/integration_tests/test_hybrid_sharding.py"
+_AVERAGED = "tests/integration_tests/test_unsharded_gradients.py"
 _GROUPED = "tests/integration_tests/test_grouped_experts.py"
 _BOUNDS = "tests/integration_tests/test_token_bounds.py"
 _GPU = "tests/gpu/test_fsdp_graphs.py"
@@ -579,11 +580,6 @@ _NOT_TRIED = [
         ", for lack of GPUs that support these formats",
     ),
     _not_tried(
-        "--ddp-average-in-collective",
-        lambda options: options.get("average_in_collective"),
-        "; gloo cannot average, so that the CPU backend does not show it",
-    ),
-    _not_tried(
         "--use-torch-fsdp2 with --fp8-format or --fp4-format",
         lambda options: options.any("fp8", "fp4"),
         "; it needs TransformerEngine's layers",
@@ -752,6 +748,7 @@ _WORKS = [
     ),
     _works("user buffers", "--use-nccl-ub", _GPU_FLAGS),
     _works("all-gather group", "--create-all-gather-group", _PRETRAIN),
+    _works("averaging collectives", "--ddp-average-in-collective", _AVERAGED),
     _works("latent attention", "--multi-latent-attention", _CPU),
 ]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..engine.preserve import replaced_attribute
+from ..replacements import replaced_attribute
 
 # The flag of a parameter whose layer has added its gradient to the main gradient.
 _ADDED = "grad_added_to_main_grad"

@@ -13,7 +13,7 @@ from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.utils import log_single_rank
 
 from .. import state
-from ..attribute_reads import AttributeReads, Replacements
+from ..attribute_reads import AttributeReads
 from ..dispatcher_state import DispatcherState
 from ..eager_passes import EagerPasses
 from ..engine.addresses import AddressGuard, places_of
@@ -23,6 +23,7 @@ from ..errors import CaptureFailedError, UnsupportedError
 from ..flags.own import packed_sequences
 from ..hooks import extracted_hooks, has_other_hooks
 from ..layer_graph import EvaluationGraph
+from ..replacements import Replacements
 from ..replay_conditions import ReplayConditions
 from .agreement import CaptureAgreement
 from .capture_arguments import WARMUP_ITERATIONS, quantization_arguments, recorded_quantization

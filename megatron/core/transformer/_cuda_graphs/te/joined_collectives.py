@@ -21,8 +21,8 @@ from torch.distributed import ProcessGroup, distributed_c10d
 
 from megatron_fsdp_cuda_graphs.collectives import BARRIERS, BEGIN_BATCH, BETWEEN_TWO, END_BATCH, WRITING
 
-from ..attribute_reads import Replacements
 from ..launches import launches_of
+from ..replacements import Replacements
 
 _COLLECTIVES = {*WRITING, *BARRIERS}
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from megatron.core.transformer._cuda_graphs.replacements import replaced_attribute
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 from ._graphs.gradients import Progress
@@ -31,6 +32,15 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     is_param_fsdp_distributed: bool
     _parameter_swap: ParameterSwap | None = None
     _exchanged: frozenset[bool] = frozenset()  # directions in which megatron-core has exchanged all parameters
+
+    def _init_fsdp_param_and_grad_buffer(self) -> None:
+        index = self.dist_index
+        if index.get_dp_group(is_expert_parallel=True) is not None:
+            super()._init_fsdp_param_and_grad_buffer()
+            return
+        # With ``average_in_collective`` megatron-core asks how many ranks share an expert, also of dense models.
+        with replaced_attribute([index], "get_dp_group", lambda group_of: lambda is_expert_parallel=False: group_of()):
+            super()._init_fsdp_param_and_grad_buffer()
 
     def _register_fsdp_hooks(self, root_module: torch.nn.Module) -> None:
         self.forward_pre_hooks: dict = {}

@@ -2,7 +2,8 @@
 
 Each model has its own double buffer, a data race of double buffering is fixed, weights can stay in place without a
 double buffer, gradients that accumulate in place are scaled once, recorded reductions are replayed, buckets that are
-released are not released again, and the copies around the optimizer's step are planned once.
+released are not released again, averages over the ranks that have an expert are scaled, and the copies around the
+optimizer's step are planned once.
 """
 
 import weakref
@@ -97,6 +98,18 @@ def _create_hfsdp_helper_buffer(dp_buffer: Any, *args: Any, **kwargs: Any) -> An
     helper = _upstream._create_hfsdp_helper_buffer(dp_buffer, *args, **kwargs)
     helper.gradient_scaling_factor = dp_buffer.gradient_scaling_factor
     return helper
+
+
+def gradient_reduce_preprocessing(grad_data: torch.Tensor, scaling_factor: float | None, ddp_config: Any) -> Any:
+    """Scale ``grad_data`` where the collective does not, and return its reduction; see megatron-core.
+
+    With ``average_in_collective`` megatron-core scales nothing. Gradients of an expert are averaged over the ranks that
+    have it, which are fewer than those that its tokens come from: they would be too large by the expert-parallel size.
+    """
+    op = _upstream.gradient_reduce_preprocessing(grad_data, scaling_factor, ddp_config)
+    if scaling_factor not in (None, 1.0) and op == torch.distributed.ReduceOp.AVG:
+        grad_data.mul_(scaling_factor)
+    return op
 
 
 def make_fsdp_dtensor(*args: Any, run_check: bool = False, **kwargs: Any) -> Any:

@@ -46,8 +46,7 @@ class UnshardedGradients:
             if reduced is None or reduced.is_data_distributed:
                 continue
             self.buckets.add(bucket)
-            # Where the collective itself averages the factor is not used.
-            if reduced.gradient_scaling_factor not in (None, 1.0) and not buffer.ddp_config.average_in_collective:
+            if reduced.gradient_scaling_factor not in (None, 1.0):
                 self._unscaled[bucket] = reduced, reduced.gradient_scaling_factor
                 reduced.gradient_scaling_factor = None
 

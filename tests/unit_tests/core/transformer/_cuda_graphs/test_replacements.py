@@ -1,0 +1,76 @@
+"""What ``Replacements`` sets comes back, wherever the attribute was."""
+
+import pytest
+import torch
+
+from megatron.core.transformer._cuda_graphs.replacements import Replacements, replaced_attribute
+
+
+def former(*args: object) -> str:
+    return "former"
+
+
+def test_an_attribute_of_a_class_is_not_left_on_the_object():
+    module = torch.nn.Linear(2, 2)
+    with replaced_attribute([module], "forward", lambda forward: former):
+        assert module(torch.zeros(2)) == "former"
+    assert "forward" not in vars(module)
+    assert module(torch.zeros(2)).shape == (2,)
+
+
+def test_a_module_in_place_of_another_is_not_registered():
+    module, child = torch.nn.Module(), torch.nn.Linear(2, 2)
+    with replaced_attribute([module], "dump_patches", lambda value: child):
+        assert list(module.children()) == []
+
+
+@pytest.mark.parametrize("grad", [None, torch.ones(2)])
+def test_the_gradient_of_a_tensor_comes_back(grad):
+    tensor = torch.zeros(2, requires_grad=True)
+    tensor.grad = grad
+    with replaced_attribute([tensor], "grad", lambda former: torch.zeros(2)):
+        assert tensor.grad.tolist() == [0, 0]
+    assert tensor.grad is grad
+
+
+def test_everything_comes_back_after_an_exception_at_the_second():
+    class Fixed:
+        value = 1
+
+        def __setattr__(self, name, value):
+            raise AssertionError("vars are written")
+
+    class Refusing:
+        @property
+        def value(self):
+            return 1
+
+        @value.setter
+        def value(self, value):
+            if value == 2:
+                raise ValueError("not that")
+
+    first, second = Fixed(), Refusing()
+    replacements = replaced_attribute([first, second], "value", lambda value: 2)
+    with pytest.raises(ValueError, match="not that"), replacements:
+        pass
+    assert vars(first) == {}
+    assert first.value == 1
+
+
+def test_classes_get_back_what_they_had_themselves():
+    class Base:
+        def name(self):
+            return "base"
+
+    class Derived(Base):
+        pass
+
+    replacements = Replacements()
+    for kind in (Base, Derived):
+        replacements.add(kind, "name", lambda self: "other")
+    before = vars(Base)["name"]
+    with replacements:
+        assert Derived().name() == Base().name() == "other"
+    assert "name" not in vars(Derived)
+    assert vars(Base)["name"] is before
