@@ -114,7 +114,7 @@ PARTS = (
     ),
     Part("step_time_checked", (1,), f"{_TIMES} --configurations A B --variants {_CHECKED}", 80),
     Part("step_time_fused", (1,), f"{_TIMES} --configurations A --variants native full_iteration {_FUSED}", 100),
-    Part("step_time_levers", (2,), f"{_TIMES} --configurations A --variants {shlex.join(_LEVERS)}", 280),
+    Part("step_time_levers", (2,), f"{_TIMES} --configurations A --variants {shlex.join(_LEVERS)}", 200),
     Part(
         "profile_a",
         (1, 2),
@@ -141,7 +141,7 @@ PARTS = (
         f"{_TIMES} --configurations A B --variants eager+optimizer native+optimizer full_iteration+optimizer",
         100,
     ),
-    Part("equality", (1,), f"{_EQUALITY} --engines native", 150),
+    Part("equality", (1,), f"{_EQUALITY} --engines native", 450),
     Part("equality_te", (1,), f"{_EQUALITY} --engines transformer_engine", 150),
     Part(
         "soak",

@@ -34,7 +34,8 @@ FIGURE = re.compile(r"(\d[\d,]*)(\.\d+)?<!--=(\S+) (.+?)-->", re.DOTALL)
 KINDS = {
     kind.__name__: kind
     for kind in (
-        *(steps.times, steps.launches, steps.memory, steps.recomputation, steps.growth, steps.predictions),
+        *(steps.times, steps.launches, steps.levers, steps.memory, steps.recomputation, steps.growth),
+        steps.predictions,
         *(checks.equality, checks.faults, checks.soaks, checks.engines, checks.local, checks.buffers),
     )
 }

@@ -65,6 +65,34 @@ def launches(results: Results) -> Iterator[Row]:
         )
 
 
+def levers(results: Results) -> Iterator[Row]:
+    """Yield a row for each way to train a configuration with graphs; full iterations are those without flags."""
+    yield (
+        *("model", "GPUs", "with", "graphs: ms", "graphs / full iteration", "graphs / compute alone"),
+        *("full iteration with the same: ms", "reserved: MiB", "steps equal to eager's", "commit"),
+    )
+    for found in results.values():
+        for configuration, rows in found["configurations"].items():
+            variants = {row["variant"]: row for row in rows}
+            for name, row in variants.items():
+                if name.startswith("native"):
+                    compared = f"{row['equal_steps']} of {row['steps']}" if row["reference"] else "not compared"
+                    yield (
+                        *(_model(configuration, ""), gpus(found), _settings(name), _ms(row)),
+                        *(_spread(row, key) for key in ("ratio_to_full_iteration", "ratio_to_compute_alone")),
+                        _ms(variants.get(name.replace("native", "full_iteration"), {})),
+                        *(f"{row['reserved_mib']:.0f}", compared, commit(found, row)),
+                    )
+
+
+def _settings(variant: str) -> str:
+    """Say what a variant sets beside its kind."""
+    name, _, rest = variant.partition(":")
+    variables, _, flags = rest.partition(":")
+    quoted = [f"`{word}`" for word in (*variables.split(","), *flags.split()) if word]
+    return ", ".join(["fused gradients of weights"] * ("+fused" in name) + quoted)
+
+
 def memory(results: Results) -> Iterator[Row]:
     """Yield a row for each variant of a configuration."""
     yield "model", "GPUs", "", "reserved: MiB", "tensors at their peak: MiB", "pools of graphs: MiB", "capture: s"

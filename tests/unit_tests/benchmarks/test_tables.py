@@ -231,3 +231,27 @@ def test_a_figure_changed_by_hand_is_noticed_and_written_anew(project):
 def test_documents_say_what_their_files_say():
     assert tables.main(["--check"]) == 0
     assert all(tables.BLOCK.search((tables.ROOT / name).read_text()) for name in tables.DOCUMENTS[:1])
+
+
+def test_levers_stand_with_the_full_iteration_that_has_the_same():
+    averaged = "+fused:NCCL_CTA_POLICY=2:--use-nccl-ub --ddp-average-in-collective"
+    fused = {"steps": 30, "reference": "eager+fused"}
+    rows = [
+        GRAPHS | {"reference": None},
+        WHOLE,
+        *(row | fused | {"variant": row["variant"] + averaged} for row in (GRAPHS, WHOLE)),
+    ]
+    plain, all_of_them = cells("levers", results(*rows, name="A"))
+    assert (plain["with"], plain["steps equal to eager's"]) == ("", "not compared")
+    assert all_of_them == {
+        "model": "A",
+        "GPUs": "2 x H100",
+        "with": "fused gradients of weights, `NCCL_CTA_POLICY=2`, `--use-nccl-ub`, `--ddp-average-in-collective`",
+        "graphs: ms": "10.0",
+        "graphs / full iteration": "1.25",
+        "graphs / compute alone": "1.50",
+        "full iteration with the same: ms": "8.0",
+        "reserved: MiB": "2200",
+        "steps equal to eager's": "29 of 30",
+        "commit": "a1",
+    }

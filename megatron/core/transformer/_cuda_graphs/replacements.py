@@ -15,10 +15,17 @@ class Replacements:
 
     def __init__(self) -> None:
         self._all: list[tuple[Any, str, Any, Any]] = []
+        self._computed: set[tuple[type, str]] = set()
 
     def add(self, owner: Any, name: str, value: Any) -> None:
         """Give ``owner`` the attribute ``name`` of this ``value``, when installed."""
-        before = getattr(owner, name) if _is_computed(owner, name) else vars(owner).get(name, _ABSENT)
+        kind = type(owner)
+        # Set by a descriptor, as a tensor's ``grad`` is.
+        if hasattr(type(getattr(kind, name, None)), "__set__"):
+            self._computed.add((kind, name))
+            before = getattr(owner, name)
+        else:
+            before = vars(owner).get(name, _ABSENT)
         self._all.append((owner, name, value, before))
 
     def __enter__(self) -> None:
@@ -34,15 +41,21 @@ class Replacements:
     def install(self) -> None:
         """Set all."""
         for owner, name, value, _ in self._all:
-            _set(owner, name, value)
+            self._set(owner, name, value)
 
     def remove(self) -> None:
         """Set what there was, or nothing."""
         for owner, name, _, before in reversed(self._all):
             if before is not _ABSENT:
-                _set(owner, name, before)
+                self._set(owner, name, before)
             elif name in vars(owner):
                 delattr(owner, name)
+
+    def _set(self, owner: Any, name: str, value: Any) -> None:
+        if isinstance(owner, type) or (type(owner), name) in self._computed:
+            setattr(owner, name, value)
+        else:
+            vars(owner)[name] = value
 
 
 def replaced_attribute(owners: Iterable[Any], name: str, value_of: Callable[[Any], Any]) -> Replacements:
@@ -51,15 +64,3 @@ def replaced_attribute(owners: Iterable[Any], name: str, value_of: Callable[[Any
     for owner in owners:
         replacements.add(owner, name, value_of(getattr(owner, name)))
     return replacements
-
-
-def _is_computed(owner: Any, name: str) -> bool:
-    """Whether the class of ``owner`` sets this attribute by a descriptor, as a tensor's ``grad``."""
-    return hasattr(type(owner), name) and hasattr(type(getattr(type(owner), name)), "__set__")
-
-
-def _set(owner: Any, name: str, value: Any) -> None:
-    if isinstance(owner, type) or _is_computed(owner, name):
-        setattr(owner, name, value)
-    else:
-        vars(owner)[name] = value
