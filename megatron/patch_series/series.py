@@ -63,6 +63,16 @@ FAULTS = (
     ),
     Patch(
         "1-faults",
+        "Megatron-FSDP: collectives can average gradients",
+        "With average_in_collective the size of the experts' group was asked of dense models, which have none, and "
+        "gradients of experts, averaged over the ranks that have them, were too large by the expert-parallel size.",
+        {
+            f"{FSDP}.param_and_grad_buffer": ("gradient_reduce_preprocessing",),
+            f"{FSDP}.megatron_fsdp": ("MegatronFSDP._init_fsdp_param_and_grad_buffer",),
+        },
+    ),
+    Patch(
+        "1-faults",
         "Megatron-FSDP: the gradients' norm counts each element once",
         "It was summed over the ranks of an instance, which have only some of the shards with the outer strategy "
         "optim; and with no_shard over ranks that lack the experts of others, so that ranks clipped the same "

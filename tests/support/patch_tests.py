@@ -18,6 +18,10 @@ TESTS: dict[str, tuple[tuple[str, ...], str]] = {
         ("core/distributed/test_unsharded_gradients.py",),
         "scaled or dtype",
     ),
+    "Megatron-FSDP: collectives can average gradients": (
+        ("core/distributed/test_averaging_collectives.py",),
+        "",
+    ),
     "Megatron-FSDP: the gradients' norm counts each element once": (
         ("core/distributed/test_counted_ranks.py",),
         "not norms_are",

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 
-from megatron.core.transformer._cuda_graphs.replacements import replaced_attribute
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 from ._graphs.gradients import Progress
@@ -34,13 +33,16 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     _exchanged: frozenset[bool] = frozenset()  # directions in which megatron-core has exchanged all parameters
 
     def _init_fsdp_param_and_grad_buffer(self) -> None:
-        index = self.dist_index
-        if index.get_dp_group(is_expert_parallel=True) is not None:
-            super()._init_fsdp_param_and_grad_buffer()
-            return
         # With ``average_in_collective`` megatron-core asks how many ranks share an expert, also of dense models.
-        with replaced_attribute([index], "get_dp_group", lambda group_of: lambda is_expert_parallel=False: group_of()):
+        index, experts = self.dist_index, None
+        if index.get_dp_group(is_expert_parallel=True) is None:
+            experts = "hybrid_fsdp_expt_group" if index.use_hybrid_fsdp else "expt_fsdp_group"
+            setattr(index, experts, index.get_dp_group())
+        try:
             super()._init_fsdp_param_and_grad_buffer()
+        finally:
+            if experts is not None:
+                setattr(index, experts, None)
 
     def _register_fsdp_hooks(self, root_module: torch.nn.Module) -> None:
         self.forward_pre_hooks: dict = {}
