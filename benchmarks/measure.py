@@ -86,11 +86,16 @@ _FUSED = "eager+fused native+fused full_iteration+fused"
 _AVERAGED = "--ddp-average-in-collective"
 # What makes dense steps on several GPUs shorter, alone and together; its flags are for full iterations as well.
 _LEVERS = (
-    *("native", f"native:{_BY_COPY_ENGINES} {_AVERAGED}", "full_iteration", "compute_alone"),
+    *("native", f"native:{_BY_COPY_ENGINES} {_AVERAGED}", "full_iteration", "compute_alone", "compute_alone+fused"),
     *(*_FUSED.split(), f"native+fused::{_AVERAGED}", f"native+fused:{_BY_COPY_ENGINES}"),
     *(f"{name}+fused:{_BY_COPY_ENGINES} {_AVERAGED}" for name in ("native", "full_iteration")),
 )
-_PROFILED = ("eager", "native", f"native:{_BY_COPY_ENGINES}", "full_iteration", "compute_alone")
+_PROFILED = ("native", f"native+fused:{_BY_COPY_ENGINES} {_AVERAGED}", "full_iteration", "compute_alone+fused")
+# How experts of other ranks get their tokens.
+_EXCHANGED = (
+    *("eager+grouped", "native+grouped", "native+grouped::--moe-alltoall-capacity-factor 1.5"),
+    "native+grouped::--moe-token-dispatcher-type allgather",
+)
 # What documents quote most comes first.
 PARTS = (
     Part("step_time_a_b", (1,), f"{_TIMES} --configurations A B --variants {_DENSE} --launches LAUNCHES", 240),
@@ -130,6 +135,7 @@ PARTS = (
         ("benchmarks/collectives_beside_gemms.py",),
     ),
     Part("step_time_c_d", (1, 2), f"{_TIMES} --configurations C D --variants {_GROUPED}", 180),
+    Part("step_time_exchange", (2,), f"{_TIMES} --configurations C --variants {shlex.join(_EXCHANGED)}", 120),
     Part("step_time_c", (4,), f"{_TIMES} --configurations C --variants {_GROUPED} --expert-parallel 4", 100),
     Part("replay_overhead", (1,), "benchmarks/replay_overhead.py --rounds 3 --repeats 50 --output FILE", 40),
     Part("capture_time", (1,), "benchmarks/capture_time.py --output FILE", 50),

@@ -20,6 +20,7 @@ Variants:
     ddp, ddp_graphs            DistributedDataParallel and the distributed optimizer, without and with a graph per layer
     fsdp2, fsdp2_graphs        torch's FSDP2, likewise; not of the default
     eager+optimizer, ...       the same with a graph of the optimizer
+    eager+fused, ...           with gradients of weights that products write where they are reduced; not of the default
     eager+checks, native+checks    with each micro-batch's loss looked at, as by default in Megatron; not of the default
     native:NAME=VALUE,...:FLAGS    one of them with further environment variables and flags
 

@@ -111,6 +111,14 @@ VARIANTS = {
             "native+fused", (*FSDP, *_graphs(PER_LAYER)), _engine("native"), _FUSED_REFERENCES, fuses_gradients=True
         ),
         Variant("full_iteration+fused", _FULL, {}, _FUSED_REFERENCES, one_graph=True, fuses_gradients=True),
+        Variant(
+            "compute_alone+fused",
+            _RESIDENT,
+            references=(),
+            one_graph=True,
+            communicates=False,
+            fuses_gradients=True,
+        ),
         # The optimizer's graph comes with another Adam, which keeps its step count on the device.
         Variant("full_iteration+optimizer", (*_FULL, *OPTIMIZER), {}, _OPTIMIZER_REFERENCES, one_graph=True),
         Variant("eager+optimizer", (*FSDP, *_graphs("none"), *OPTIMIZER), {}, _OPTIMIZER_REFERENCES),

@@ -116,11 +116,13 @@ def test_experts_without_the_host_are_in_graphs_of_whole_layers():
         assert "--cuda-graph-modules" not in flags
 
 
-def test_one_variant_trains_without_collectives_and_with_whole_parameters_on_each_rank():
-    assert [name for name, each in variants.VARIANTS.items() if not each.communicates] == ["compute_alone"]
-    alone = variants.variant("compute_alone")
+@pytest.mark.parametrize("name", ["compute_alone", "compute_alone+fused"])
+def test_two_variants_train_without_collectives_and_with_whole_parameters_on_each_rank(name):
+    assert all(each.communicates == ("alone" not in other) for other, each in variants.VARIANTS.items())
+    alone = variants.variant(name)
     assert value(alone.flags, "--data-parallel-sharding-strategy") == "optim"
     assert value(alone.flags, "--cuda-graph-impl") == "full_iteration"
+    assert ("--no-gradient-accumulation-fusion" in alone.flags_for(configuration("A"))) == ("fused" not in name)
     (run,) = plan([(configuration("A"), alone)], steps=40, profiled=False, top_python=3)
     assert not run.communicates
 
