@@ -251,7 +251,6 @@ def test_levers_stand_with_the_full_iteration_that_has_the_same():
         "graphs / full iteration": "1.25",
         "graphs / compute alone": "1.50",
         "full iteration with the same: ms": "8.0",
-        "reserved: MiB": "2200",
         "steps equal to eager's": "29 of 30",
         "commit": "a1",
     }
