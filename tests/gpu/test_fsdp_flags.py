@@ -36,6 +36,8 @@ CASES: dict[str, list[dict]] = {
         {"dtype": "bf16", "fp8": "delayed", "fp8_params": True, "microbatches": 2},
         {"dtype": "bf16", "fp8": "tensorwise", "fp8_params": True, "microbatches": 2},
         {"dtype": "bf16", "nccl_ub": True},
+        {"dtype": "bf16", "nccl_ub": True, "averaged": True, "fused_wgrad": True, "microbatches": 2},
+        {"dtype": "bf16", "averaged": True, "experts": 4, "modules": BEFORE_EXPERTS},
         {"dtype": "bf16", "captions": True, "microbatches": 2},
         {"dtype": "bf16", "packed": 8, "microbatches": 2},
         {"dtype": "bf16", "packed": 8, "modules": ["attn"], "evaluates": True},

@@ -20,7 +20,7 @@ MOE: dict[str, Any] = {"experts": 4, "modules": ["attn", "moe_router", "moe_prep
 DATA_PARALLEL: list[dict[str, Any]] = [
     {"layers": 2, "dropout": 0.1, "microbatches": 2, "microbatches_later": 3},
     {"layers": 2, "dtype": "bf16", "overlap_param_gather": False},
-    {"layers": 2, "warmup": 0},
+    {"layers": 2, "warmup": 0, "averaged": True},
     {"layers": 2, "dropout": 0.1, "evaluates": True},
     {"layers": 2, "dropout": 0.1, **MOE},
     {"layers": 2, "dropout": 0.1, "mtp": 1},

@@ -58,6 +58,7 @@ class Case:
         unchecked: Whether graphs are attempted without what Megatron-FSDP needs for them.
         fp8_params: Whether parameters are kept, and gathered, in FP8; with ``fp8``.
         nccl_ub: Whether Megatron-FSDP's buffers are registered with NCCL.
+        averaged: Whether reductions average gradients (--ddp-average-in-collective).
         layers, hidden, sequence, micro_batch: Sizes.
         sequences_later: Sequence lengths that take turns from the second step after capture on; empty for no change.
         evaluates: Whether an evaluation follows the step after capture.
@@ -119,6 +120,7 @@ class Case:
     fp8: str | None = None
     fp8_params: bool = False
     nccl_ub: bool = False
+    averaged: bool = False
     layers: int = 4
     hidden: int = 64
     heads: int = 4

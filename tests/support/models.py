@@ -186,6 +186,7 @@ def under_fsdp(case: Case, config, model):
         gradient_reduce_div_fusion=False,
         fp8_param_gather=case.fp8_params,
         nccl_ub=case.nccl_ub,
+        average_in_collective=case.averaged,
         fsdp_double_buffer=case.double_buffer,
         fsdp_db_use_persist_buf_on_alloc_fail=case.double_buffer,
         megatron_fsdp_cuda_graph_mode=config.cuda_graph_impl != "none",
@@ -204,6 +205,7 @@ def under_ddp(case: Case, config, model):
         align_param_gather=case.virtual is not None,
         grad_reduce_in_fp32=True,
         bucket_size=case.bucket,
+        average_in_collective=case.averaged,
     )
     return DistributedDataParallel(config, options, _on_device(case, config, model))
 
