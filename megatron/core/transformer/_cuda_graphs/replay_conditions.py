@@ -26,13 +26,37 @@ _ASKED_AT_CAPTURE = frozenset(("calls_no_inner_modules", "need_backward_dw"))
 _GLOBAL_HOOKS = [
     getattr(torch_module, f"_global_{kind}") for kind in HOOK_KINDS if hasattr(torch_module, f"_global_{kind}")
 ]
-# Contexts in which operators compute, or are watched, otherwise; each function takes a fraction of a microsecond.
+
+
+def _uses_tf32(operation: str) -> bool:
+    """Whether ``operation`` ("matmul", "conv") computes in TF32: by its own setting, or by that of all operations."""
+    precision_of = torch._C._get_fp32_precision_getter
+    own = precision_of("cuda", operation)
+    return bool((precision_of("generic", "all") if own == "none" else own) == "tf32")
+
+
+# Contexts and settings in which operators compute, or are watched, otherwise; each function takes a fraction of a
+# microsecond.
 _CONTEXTS: dict[str, Callable[[], Any]] = {
     "detection of anomalies": torch.is_anomaly_enabled,
     "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
     "hooks of saved tensors": partial(torch._C._autograd._top_saved_tensors_default_hooks, True),
     "TorchDispatchMode": torch._C._len_torch_dispatch_stack,
     "TorchFunctionMode": torch._C._len_torch_function_stack,
+    "precision of float32 matrix products": partial(_uses_tf32, "matmul"),
+    "precision of float32 convolutions": partial(_uses_tf32, "conv"),
+    "reduced precision in matrix products": lambda: (
+        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
+        torch._C._get_cublas_allow_fp16_accumulation(),
+    ),
+    "kernels of scaled dot product attention": lambda: (
+        torch._C._get_flash_sdp_enabled(),
+        torch._C._get_mem_efficient_sdp_enabled(),
+        torch._C._get_math_sdp_enabled(),
+        torch._C._get_cudnn_sdp_enabled(),
+    ),
+    "settings of cuDNN": lambda: (torch._C._get_cudnn_enabled(), torch._C._get_cudnn_deterministic()),
 }
 
 

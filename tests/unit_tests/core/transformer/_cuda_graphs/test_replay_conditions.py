@@ -185,25 +185,48 @@ def test_another_function_in_a_class_is_a_change(outer, conditions, monkeypatch,
 
 
 @contextmanager
-def deterministic():
-    torch.use_deterministic_algorithms(True)
+def changed(read, write, value):
+    """``write`` takes ``value`` in the context, and afterwards what ``read`` returned."""
+    before = read()
+    write(value)
     yield
-    torch.use_deterministic_algorithms(False)
+    write(before)
 
 
-CONTEXTS = {
-    "hooks of saved tensors": lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x),
-    "detection of anomalies": lambda: torch.autograd.detect_anomaly(check_nan=False),
-    "deterministic algorithms": deterministic,
-    "TorchDispatchMode": TorchDispatchMode,
-    "TorchFunctionMode": TorchFunctionMode,
-}
+@contextmanager
+def setting(owner, name, value):
+    """``owner.name`` is ``value`` in the context."""
+    with changed(lambda: getattr(owner, name), lambda value: setattr(owner, name, value), value):
+        yield
 
 
-@pytest.mark.parametrize("name", CONTEXTS)
+MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
+DETERMINISTIC = torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
+PRECISION = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+REDUCED, ATTENTION = "reduced precision in matrix products", "kernels of scaled dot product attention"
+CONTEXTS = [
+    ("hooks of saved tensors", lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)),
+    ("detection of anomalies", lambda: torch.autograd.detect_anomaly(check_nan=False)),
+    ("deterministic algorithms", lambda: changed(*DETERMINISTIC, True)),
+    ("TorchDispatchMode", TorchDispatchMode),
+    ("TorchFunctionMode", TorchFunctionMode),
+    ("precision of float32 matrix products", lambda: changed(*PRECISION, "high")),
+    ("precision of float32 matrix products", lambda: setting(MATMUL, "allow_tf32", True)),
+    ("precision of float32 matrix products", lambda: setting(MATMUL, "fp32_precision", "tf32")),
+    ("precision of float32 convolutions", lambda: setting(CUDNN.conv, "fp32_precision", "ieee")),
+    (REDUCED, lambda: setting(MATMUL, "allow_bf16_reduced_precision_reduction", False)),
+    (REDUCED, lambda: setting(MATMUL, "allow_fp16_reduced_precision_reduction", False)),
+    (REDUCED, lambda: setting(MATMUL, "allow_fp16_accumulation", True)),
+    (ATTENTION, lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)),
+    ("settings of cuDNN", lambda: setting(CUDNN, "deterministic", True)),
+    ("settings of cuDNN", lambda: setting(CUDNN, "enabled", False)),
+]
+
+
+@pytest.mark.parametrize(("name", "context"), CONTEXTS)
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_a_context_that_was_not_there_at_capture_is_a_change(outer, conditions, name):
-    with CONTEXTS[name]():
+def test_a_context_or_setting_that_was_another_at_capture_is_a_change(outer, conditions, name, context):
+    with context():
         assert conditions.have_changed()
         assert name in conditions.changes()
     assert not conditions.have_changed()
