@@ -1,6 +1,7 @@
 """Notes which attributes passes read of modules and of their configurations."""
 
 import dis
+import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -123,10 +124,11 @@ class AttributeReads:
 
 
 def options_of(roots: Iterable[torch.nn.Module]) -> list[Any]:
-    """Return the configurations of modules in ``roots``, and what else of theirs has options as attributes, each once.
+    """Return what modules in ``roots`` have options from, each once.
 
     That is what an attribute of a module holds if it is called ``config``, has parsed flags, or is of a dataclass: one
-    called ``...Config``, or of neither megatron-core nor torch, where others hold what passes leave to each other.
+    called ``...Config``, or of neither megatron-core nor torch, where others hold what passes leave to each other. And
+    Megatron's own parsed flags, which any module can ask for.
     """
     found: dict[int, Any] = {}
     for module in (module for root in roots for module in root.modules()):
@@ -134,7 +136,9 @@ def options_of(roots: Iterable[torch.nn.Module]) -> list[Any]:
             kind: Any = type(value)
             if value is not None and (name == "config" or _has_options(kind)):
                 found[id(value)] = value
-    return [value for value in found.values() if hasattr(value, "__dict__")]
+    training = sys.modules.get("megatron.training.global_vars")  # whose ``get_args`` returns them
+    parsed = getattr(training, "_GLOBAL_ARGS", None)
+    return [value for value in {**found, id(parsed): parsed}.values() if hasattr(value, "__dict__")]
 
 
 @cache

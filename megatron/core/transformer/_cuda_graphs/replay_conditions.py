@@ -43,6 +43,8 @@ _CONTEXTS: dict[str, Callable[[], Any]] = {
     "hooks of saved tensors": partial(torch._C._autograd._top_saved_tensors_default_hooks, True),
     "TorchDispatchMode": torch._C._len_torch_dispatch_stack,
     "TorchFunctionMode": torch._C._len_torch_function_stack,
+    "default dtype": torch.get_default_dtype,
+    "library of matrix products": torch._C._get_blas_preferred_backend,
     "precision of float32 matrix products": partial(_uses_tf32, "matmul"),
     "precision of float32 convolutions": partial(_uses_tf32, "conv"),
     "reduced precision in matrix products": lambda: (

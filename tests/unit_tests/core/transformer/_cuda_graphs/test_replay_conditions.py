@@ -1,5 +1,6 @@
 """ReplayConditions: changes of modules are noticed, and named."""
 
+from argparse import Namespace
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads
 from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
+from megatron.training import get_args, global_vars
 
 
 class Config:
@@ -167,6 +169,25 @@ def test_what_a_replay_does_not_leave_out_is_no_change(outer, conditions, change
     assert not conditions.have_changed()
 
 
+class Asking(torch.nn.Module):
+    def forward(self, x):
+        return x * get_args().scale
+
+
+def test_flags_that_a_pass_asks_megatron_for_are_compared(monkeypatch):
+    args = Namespace(scale=2.0, iteration=1)
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", args)
+    module, reads = Asking(), AttributeReads()
+    with reads.noted([module]):
+        module(torch.ones(2))
+    conditions = ReplayConditions([module], reads)
+    args.iteration = 2
+    assert not conditions.have_changed()
+    args.scale = 3.0
+    assert conditions.have_changed()
+    assert "scale of Namespace" in conditions.changes()
+
+
 def test_autocast_is_compared_with_that_of_the_capture(outer):
     with torch.autocast("cpu", torch.bfloat16):
         conditions = ReplayConditions([outer], AttributeReads())
@@ -202,6 +223,7 @@ def setting(owner, name, value):
 
 MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
 DETERMINISTIC = torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
+LIBRARY = torch.backends.cuda.preferred_blas_library
 PRECISION = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
 REDUCED, ATTENTION = "reduced precision in matrix products", "kernels of scaled dot product attention"
 CONTEXTS = [
@@ -210,6 +232,8 @@ CONTEXTS = [
     ("deterministic algorithms", lambda: changed(*DETERMINISTIC, True)),
     ("TorchDispatchMode", TorchDispatchMode),
     ("TorchFunctionMode", TorchFunctionMode),
+    ("default dtype", lambda: changed(torch.get_default_dtype, torch.set_default_dtype, torch.bfloat16)),
+    ("library of matrix products", lambda: changed(LIBRARY, LIBRARY, "cublaslt")),
     ("precision of float32 matrix products", lambda: changed(*PRECISION, "high")),
     ("precision of float32 matrix products", lambda: setting(MATMUL, "allow_tf32", True)),
     ("precision of float32 matrix products", lambda: setting(MATMUL, "fp32_precision", "tf32")),
