@@ -230,6 +230,15 @@ QUICK: list[dict[str, Any]] = [
     {"evaluates_often": True, "layers_per_graph": -1, "microbatches": 2, "control": "evaluation_eager_on_one_rank"},
 ]
 
+# Captures before any step: some layers have experts, or graphs, and all share a double buffer.
+FIRST_PLACES: list[dict[str, Any]] = [
+    {"warmup": 0, "max_pool": True, "experts": 4, "dropout": 0.1, **case}
+    for case in (
+        {"moe_layer_freq": [1, 1, 0], "layers_per_graph": 1, "capacity": 1.0},
+        {"moe_layer_freq": [1, 0, 0], "modules": ["mlp"]},
+        {"moe_layer_freq": [0, 0, 1], "modules": ["mlp"], "microbatches": 2},
+    )
+]
 SURVIVED: list[dict[str, Any]] = [
     {"control": "failed_forward_capture", "dropout": 0.1},
     {"control": "failed_backward_capture", "dropout": 0.1},
@@ -278,7 +287,7 @@ DEAD: list[dict[str, Any]] = [
 def results(compare_runs):
     """The result of each case, by its name."""
     on_one_rank = [FAILED_EVALUATION, OBJECTION, *HOOKED]
-    cases = [*EQUAL, *on_one_rank, *SURVIVED, *map(noticed, NOTICED), *DEAD]
+    cases = [*EQUAL, *FIRST_PLACES, *on_one_rank, *SURVIVED, *map(noticed, NOTICED), *DEAD]
     return Trained(cases, compare_runs, SIZES)
 
 
@@ -329,6 +338,14 @@ def test_where_one_rank_cannot_record_a_layer_with_others_no_rank_does(results, 
     assert_as_eager(result)
     assert result["graphs"] == case["layers"]
     assert result["replays"] == 2 * case["layers"] * case.get("microbatches", 1)
+
+
+@pytest.mark.parametrize("case", mostly_long(FIRST_PLACES, FIRST_PLACES[0]), ids=name_of)
+def test_buckets_have_their_places_before_a_first_capture(results, case):
+    result = results[name_of(case)]
+    assert_as_eager(result)
+    graphs = SIZES["layers"] if "capacity" in case else case["moe_layer_freq"].count(0)
+    assert (result["graphs"], result["replays"]) == (graphs, 2 * graphs * case.get("microbatches", 1))
 
 
 @pytest.mark.parametrize("case", mostly_long(FP16, FP16[0]), ids=name_of)

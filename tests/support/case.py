@@ -55,6 +55,7 @@ class Case:
         instances: Groups of ranks that shard, as many as ``--instances`` of ``compare_runs`` says.
         outer: How these shard further among them (--outer-dp-sharding-strategy).
         double_buffer: Whether parameters are gathered to, and gradients reduced from, fixed buffers.
+        max_pool: Whether units of any size have those (megatron_fsdp_max_pool_double_buffer), not only equal ones.
         unchecked: Whether graphs are attempted without what Megatron-FSDP needs for them.
         fp8_params: Whether parameters are kept, and gathered, in FP8; with ``fp8``.
         nccl_ub: Whether Megatron-FSDP's buffers are registered with NCCL.
@@ -113,6 +114,7 @@ class Case:
     instances: int = 1
     outer: str = "no_shard"
     double_buffer: bool = True
+    max_pool: bool = False
     unchecked: bool = False
     sequence_parallel: bool = False
     recompute: tuple[str, ...] = ()

@@ -189,6 +189,7 @@ def under_fsdp(case: Case, config, model):
         average_in_collective=case.averaged,
         fsdp_double_buffer=case.double_buffer,
         fsdp_db_use_persist_buf_on_alloc_fail=case.double_buffer,
+        megatron_fsdp_max_pool_double_buffer=case.max_pool,
         megatron_fsdp_cuda_graph_mode=config.cuda_graph_impl != "none",
     )
     return FullyShardedDataParallel(config, options, _on_device(case, config, model))

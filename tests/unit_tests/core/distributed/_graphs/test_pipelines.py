@@ -1,5 +1,7 @@
 """pipelines: after a failure both pipelines are as before, and nothing was communicated for it."""
 
+from dataclasses import replace
+from itertools import pairwise
 from unittest import mock
 
 import pytest
@@ -10,6 +12,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import (
     drop_collectives,
     release_all,
     take_back_unlaunched,
+    take_places,
 )
 from megatron_fsdp_cuda_graphs.cpu_backend.held_results import HeldWork
 
@@ -106,3 +109,37 @@ def test_a_communicator_whose_first_reduction_failed_is_set_up_again_unless_it_w
             plans.set_up_communicators(units)
         plans.set_up_communicators(units)
     assert reduce.call_count == (1 if launched else 2)
+
+
+def places_of(fsdp):
+    """Where the buckets of each unit go while none is in use."""
+    places: dict[int, set[int]] = {}
+    for group in fsdp.param_and_grad_buffer.parameter_groups:
+        for buffer in (group.model_weight_buffer, group.main_grad_buffer) if group.fsdp_unit_id is not None else ():
+            places.setdefault(group.fsdp_unit_id, set()).add(buffer.fetch_bucket().data.data_ptr())
+            buffer.free_bucket_storage()
+    return list(places.values())
+
+
+def assert_neighbours_share_nothing(places):
+    assert len(places) == 4
+    assert all(unit.isdisjoint(following) for unit, following in pairwise(places))
+
+
+SOME_EXPERTS = small(layers=4, experts=4, moe_layer_freq=(0, 1, 1, 0))
+
+
+@pytest.mark.parametrize("case", [small(layers=4), SOME_EXPERTS, replace(SOME_EXPERTS, max_pool=True)], ids=str)
+def test_neighbouring_units_have_different_places_before_any_pass(ranks, case):
+    fsdp = Variant(case).build().module
+    take_places(fsdp)
+    assert taken(fsdp) == [{}, {}]
+    assert_neighbours_share_nothing(places_of(fsdp))
+
+
+def test_places_do_not_depend_on_which_buckets_are_reduced_before_a_first_capture(ranks):
+    fsdp = Variant(small(layers=4)).build().module
+    every_one = mock.patch.object(unit_plan, "launches_of", return_value=lambda: False)
+    with every_one, fsdp.graphs.capture_graphs(fsdp.module.decoder.layers):
+        pass
+    assert_neighbours_share_nothing(places_of(fsdp))

@@ -50,12 +50,17 @@ def forward_of(hooks, layer):
 
 
 def backward_of(hooks, layer, *, fused=()):
-    """What runs around a captured backward, in which fused kernels write the main gradients of ``fused``."""
+    """What runs around a captured backward, in which fused kernels write the main gradients of ``fused``.
+
+    Returns where these are.
+    """
     hooks.unshard_for_backward(layer)
     for param in fused:
         param.main_grad = param.get_main_grad()
         param.grad_added_to_main_grad = True
+    places = [param.main_grad.data_ptr() for param in fused]
     hooks.release_after_backward(layer)
+    return places
 
 
 def capture(fsdp, layers, *, fused=()):
@@ -66,8 +71,7 @@ def capture(fsdp, layers, *, fused=()):
             forward_of(hooks, layer)
         for layer in reversed(layers):
             params = [layer.get_parameter(name) for name in fused]
-            backward_of(hooks, layer, fused=params)
-            places[layer] = [param.main_grad.data_ptr() for param in params]
+            places[layer] = backward_of(hooks, layer, fused=params)
     return places
 
 

@@ -3,6 +3,7 @@
 What puts them back launches no collective: other ranks may not join it.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -56,6 +57,40 @@ def prepared_for_evaluation(fsdp: Any) -> Iterator[None]:
         release_units(fsdp)
 
 
+def take_places(fsdp: Any) -> None:
+    """Let each bucket of a double buffer go where it goes in training: where it is put first, it belongs.
+
+    In training neighbouring units are in use together, and take the two buffers in turn. A capture before the first
+    step would put them elsewhere: it runs some units only, perhaps, and reduces a bucket while no other is in use. No
+    bucket is in use, before and after.
+    """
+    if not fsdp.ddp_config.fsdp_double_buffer:
+        return
+    gathers, reductions = fsdp.all_gather_pipeline, fsdp.grad_reduce_pipeline
+    units: defaultdict[int, list[int]] = defaultdict(list)
+    for bucket, group in enumerate(fsdp.param_and_grad_buffer.parameter_groups):
+        if group.fsdp_unit_id is not None:
+            units[group.fsdp_unit_id].append(bucket)
+    in_order = list(units.values())
+    for backward in (False, True):  # weights, and their transposes if there are any
+        _take_in_turn([[gathers.get_fsdp_buffer(bucket, backward) for bucket in unit] for unit in in_order])
+    with_grads = [[bucket for bucket in unit if bucket in reductions.bucket_status] for unit in reversed(in_order)]
+    dtype = reductions.buffer.mp_policy.grad_comm_dtype
+    _take_in_turn([[reductions.get_fsdp_buffer(bucket) for bucket in unit] for unit in with_grads], dtype)
+
+
+def _take_in_turn(units: Iterable[Iterable[Any]], dtype: torch.dtype | None = None) -> None:
+    """Allocate and free the buckets of the buffers of ``units``, each unit while the one before it has its own."""
+    before: list[Any] = []
+    for unit in [*units, ()]:
+        sharded = [buffer for buffer in unit if buffer.is_data_distributed]
+        for buffer in sharded:
+            buffer.fetch_bucket(dtype=dtype)
+        for buffer in before:
+            buffer.free_bucket_storage()
+        before = sharded
+
+
 def release_captured(fsdp: Any) -> None:
     """Give back what a capture leaves: gradients, gathered parameters, states."""
     for param in fsdp.module.parameters():
@@ -101,9 +136,6 @@ def buckets_of_other_units(fsdp: Any, modules: Iterable[torch.nn.Module]) -> lis
 class CaptureBuckets:
     """The buckets that passes take while an engine captures them one after the other.
 
-    Gradient buckets are freed one unit late, as in training, so that units take the two buffers in turn: where a unit's
-    buckets go first, they belong.
-
     Args:
         fsdp: The wrapper, whose modules hold raw parameters.
     """
@@ -111,35 +143,16 @@ class CaptureBuckets:
     def __init__(self, fsdp: Any, modules: Sequence[torch.nn.Module]):
         self._fsdp = fsdp
         self._others = buckets_of_other_units(fsdp, modules)
-        self._ran_backward: set[torch.nn.Module] = set()
-        self._holds_gradients: torch.nn.Module | None = None
 
     def gathered(self) -> None:
         """Let nothing be in flight, and release what was prefetched for modules that do not run: no hook does it."""
         self._fsdp.all_gather_pipeline.settle()
         release_buckets(self._fsdp, self._others)
 
-    def backward_begins(self, module: torch.nn.Module) -> None:
-        """Before a backward pass of ``module``, make sure that its gradient buckets can go where they belong.
-
-        The last unit of a pass still holds its buckets when the next pass begins, perhaps in the same place.
-        """
-        if module in self._ran_backward:
-            self.free_gradients()
-
     def backward_done(self, module: torch.nn.Module) -> None:
-        """After a backward pass of ``module``, free the gradient buckets of the unit before."""
-        if self._holds_gradients is not module:
-            self.free_gradients()
-        self._holds_gradients = module
-        self._ran_backward.add(module)
-
-    def free_gradients(self) -> None:
-        """Free the gradient buckets of the unit that ran last."""
-        if self._holds_gradients is not None:
-            bucket_of = self._fsdp.param_and_grad_buffer.param_to_param_group
-            free_gradients(self._fsdp, {bucket_of[param] for param in self._holds_gradients.parameters()})
-            self._holds_gradients = None
+        """After a backward pass of ``module``, free its gradient buckets."""
+        bucket_of = self._fsdp.param_and_grad_buffer.param_to_param_group
+        free_gradients(self._fsdp, {bucket_of[param] for param in module.parameters()})
 
 
 def free_gradients(fsdp: Any, buckets: Iterable[int]) -> None:

@@ -273,7 +273,6 @@ class Captured(Graphed):
 
     def _claim(self) -> None:
         self._discard_transposes()  # freed later; the graph makes its own
-        self._buckets.backward_begins(self.module)
         if self.sink is not None:  # writes to the buckets; the graph must not allocate them
             for param in self.params:
                 if param.requires_grad:
@@ -283,7 +282,7 @@ class Captured(Graphed):
         """Leave the gradient where it is."""
 
     def after_backward(self) -> None:
-        """Release parameters, note fused gradients, and let the next unit have the gradient buckets of the last."""
+        """Release parameters, note fused gradients, and free the gradient buckets."""
         super().after_backward()
         names = self._fsdp.param_to_name
         fused = [param for param in self.params if param.grad_added_to_main_grad]

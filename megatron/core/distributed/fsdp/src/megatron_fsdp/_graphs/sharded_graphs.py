@@ -11,7 +11,7 @@ import torch
 
 from .context import Context
 from .gradient_sink import UnitSink, has_gradient_hooks
-from .pipelines import CaptureBuckets, prepared, prepared_for_evaluation, release_captured
+from .pipelines import CaptureBuckets, prepared, prepared_for_evaluation, release_captured, take_places
 from .recorded_units import RecordedUnits
 from .runners import Captured, Evaluated, Facts, Graphed, Planned
 from .unit import Unit
@@ -98,6 +98,7 @@ class ShardedGraphs:
         units = {module: context.units[module] for module in modules if module in context.units}
         units = {module: unit for module, unit in units.items() if context.plans.fits(unit)}
         with prepared(fsdp):
+            take_places(fsdp)
             facts = {module: _facts(fsdp, module, keep_buckets) for module in modules}
             buckets = CaptureBuckets(fsdp, modules)
             captured = {module: Captured(context, module, each, buckets) for module, each in facts.items()}
@@ -109,7 +110,6 @@ class ShardedGraphs:
                     yield
                 finally:
                     context.backward.end_of_modules()
-                buckets.free_gradients()
                 release_captured(fsdp)
                 plans = context.plans.make({module: (unit, facts[module].written) for module, unit in units.items()})
         for module, runner in captured.items():

@@ -177,14 +177,11 @@ class UnitPlans:
     def set_up_communicators(self, units: Iterable[Unit]) -> None:
         """Reduce once in each process group that reduces gradients of ``units``: captures cannot set up communicators.
 
-        What is in the buckets is reduced; the caller zeroes gradients later.
-
-        Args:
-            units: In the order of their forward passes.
+        What is in the buckets is reduced; the caller zeroes gradients later. Each has its place already, which it keeps
+        (``take_places``).
         """
         reductions = self._fsdp.grad_reduce_pipeline
-        # The unit whose backward pass is the first: in a double buffer, a bucket keeps the place that it first gets.
-        for group in (group for unit in reversed([*units]) for group in self._groups(unit.buckets)):
+        for group in (group for unit in units for group in self._groups(unit.buckets)):
             with_grads = self._with_grads(group)
             if with_grads:
                 process_group = reductions.get_fsdp_buffer(with_grads[0]).data_parallel_group
