@@ -172,7 +172,7 @@ class LocalShards:
             and not getattr(optimizer, "master_weights", False)
             and not getattr(optimizer, "_scales", None)  # of states in low precision, by parameter
             and bool(params)
-            and not _has_hooks(optimizer)
+            and not hooks_of(optimizer)
             and all(isinstance(param, DTensor) for param in params)
             and all(torch.is_tensor(value) for state in optimizer.state.values() for value in state.values())
         )
@@ -192,7 +192,7 @@ class LocalShards:
             and all(map(is_, values, map(call, self._values)))
             and all(map(is_, map(_LOCAL, chain(self._params, compress(values, self._is_wrapped))), self._unwrapped))
             and gradients_of(self._without_states, self._name) == [None] * len(self._without_states)
-            and not _has_hooks(self._optimizer)
+            and not hooks_of(self._optimizer)
         )
 
     @contextmanager
@@ -249,11 +249,8 @@ def _alias(value: torch.Tensor) -> torch.Tensor:
     return value._local_tensor if isinstance(value, DTensor) else value.detach()
 
 
-def _has_hooks(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether hooks look at the optimizer in a step."""
-    return bool(
-        optimizer._optimizer_step_pre_hooks
-        or optimizer._optimizer_step_post_hooks
-        or torch_optimizer._global_optimizer_pre_hooks
-        or torch_optimizer._global_optimizer_post_hooks
-    )
+def hooks_of(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """Return the hooks that look at the optimizer in a step."""
+    own = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
+    of_all = torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
+    return [hook for hooks in (*own, *of_all) for hook in hooks.values()]

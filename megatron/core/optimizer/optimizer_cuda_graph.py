@@ -8,6 +8,10 @@ import torch
 from megatron.core.utils import log_single_rank
 from megatron_fsdp_cuda_graphs.overlay import extend
 
+from ..distributed.fsdp.src.megatron_fsdp.optimizer_gradients import gradient_name
+from .kept_gradients import gradients_of, same
+from .local_shards import hooks_of
+
 _upstream: Any = extend(__name__)
 _logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
@@ -19,8 +23,8 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
     each replay, and their gradients stay where the graph reads them, whether layers run as graphs or not. torch's
     capturable optimizers get learning rates that are tensors: numbers would stay as at capture.
 
-    The step runs eagerly as long as other numbers (weight decay, say) or the states are not those of the capture, or if
-    the step of another optimizer was captured.
+    The step runs eagerly as long as parameters, which of them have gradients, states, hooks of the step or other
+    numbers (weight decay, say) are not those of the capture, or if the step of another optimizer was captured.
 
     Raises:
         ValueError: there is no eager step before the capture (``cuda_graph_warmup_steps``): the first one makes the
@@ -63,15 +67,25 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
 
     def _read_by_step(self) -> dict[tuple[str, int], Any]:
         """Return by name what the host reads in a step: objects in the place of tensors and states."""
-        optimizers = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         read: dict[tuple[str, int], Any] = {}
-        for number, each in enumerate(optimizers):
-            read["the states", number] = _Same(getattr(getattr(each, "optimizer", each), "state", None))
-            read["clip_grad", number] = getattr(getattr(each, "config", None), "clip_grad", None)
         for number, group in enumerate(getattr(self._optimizer, "param_groups", ())):
             for name, value in group.items():
-                if name != "params":
-                    read[name, number] = _Same(value) if isinstance(value, torch.Tensor) else value
+                read[name, number] = _Same(value) if isinstance(value, torch.Tensor) else value
+            read["params", number] = _Same(*group["params"])
+        optimizers = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
+        for number, each in enumerate(optimizers):
+            stepping, config = getattr(each, "optimizer", each), getattr(each, "config", None)
+            states = getattr(stepping, "state", {})
+            values = [value for state in states.values() for value in state.values() if isinstance(value, torch.Tensor)]
+            read["the states", number] = _Same(states, *values)
+            read["clip_grad", number] = getattr(config, "clip_grad", None)
+            if isinstance(stepping, torch.optim.Optimizer):
+                read["hooks of the step", number] = _Same(*hooks_of(stepping))
+            name = gradient_name(getattr(config, "use_precision_aware_optimizer", False))
+            params = [param for group in getattr(each, "param_groups", ()) for param in group["params"]]
+            # Others than Megatron-FSDP attach gradients within the step.
+            grads = [grad for grad in gradients_of(params, name) if getattr(grad, "stays", False)]
+            read["the gradients", number] = _Same(*grads)
         return read
 
     def _has_changed(self) -> bool:
@@ -90,10 +104,10 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
 
 
 class _Same:
-    """Is equal to what stands for the same object, which it keeps: the graph reads it."""
+    """Is equal to what stands for the same objects, which it keeps: the graph reads them."""
 
-    def __init__(self, value: Any):
-        self._value = value
+    def __init__(self, *values: Any):
+        self._values = list(values)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other._value is self._value
+        return isinstance(other, _Same) and same(other._values, self._values)

@@ -205,7 +205,8 @@ class ReplayConditions:
             yield _Aspect(names, partial(list, dicts), list(map(dict, dicts)))
             others = {param: name for param, name in named.items() if not hooks_of(param)}
             without = partial(_each, hooks_of, list(others))
-            yield _Aspect([f"hooks of {name}" for name in others.values()], without, look=partial(_any, without))
+            names = [f"hooks of {name}" for name in others.values()]
+            yield _Aspect(names, partial(_truth, without), look=partial(_any, without))
 
     def _attributes(self, reads: AttributeReads) -> Iterator[_Aspect]:
         spaces: list[tuple[str, dict[str, Any], set[str]]] = []
@@ -332,6 +333,10 @@ def _each(look: Callable[[Any], Any], things: Iterable[Any]) -> list[Any]:
 
 def _any(values: Callable[[], list[Any]]) -> list[Any]:
     return [any(values())]
+
+
+def _truth(values: Callable[[], list[Any]]) -> list[bool]:
+    return list(map(bool, values()))
 
 
 def autocast_in_force() -> list[Any]:

@@ -68,11 +68,11 @@ class FunctionGuard:
         """Compare parameters and buffers.
 
         Args:
-            grad_enabled: Whether gradients are computed; ``requires_grad`` is compared only then.
+            grad_enabled: Whether gradients are computed; ``requires_grad`` and hooks are looked at only then.
 
         Raises:
             MovedBufferError: a parameter, its ``main_grad`` or a buffer has another address.
-            RuntimeError: a parameter was replaced, frozen or unfrozen.
+            RuntimeError: a parameter was replaced, frozen or unfrozen, or has a hook beside a main gradient.
         """
         self._addresses.check()
         for place, captured, required_grad in zip(self._places, self._params, self._requires_grad, strict=True):
@@ -86,6 +86,12 @@ class FunctionGuard:
                 raise RuntimeError(
                     f"{self._name}: parameter {place.name} was {change} since its CUDA graphs were captured "
                     f"(--cuda-graph-impl local). {_ADVICE}"
+                )
+            has_hooks = param is not None and param._backward_hooks
+            if grad_enabled and has_hooks and getattr(param, "main_grad", None) is not None:
+                raise RuntimeError(
+                    f"{self._name}: parameter {place.name} has a hook (register_hook), which CUDA graphs would give no "
+                    "gradient (--cuda-graph-impl local): remove it, or use --cuda-graph-impl none"
                 )
 
     def has_parameters(self) -> bool:

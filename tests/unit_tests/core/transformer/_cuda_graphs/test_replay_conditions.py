@@ -123,6 +123,13 @@ def test_what_is_changed_back_is_as_it_was(outer, conditions):
     assert not conditions.have_changed()
 
 
+def test_a_parameter_whose_hook_is_gone_is_not_named_beside_one_that_has_a_hook(outer, conditions):
+    outer.linear.weight.register_hook(lambda grad: None).remove()
+    assert not conditions.have_changed()
+    outer.linear.bias.register_hook(lambda grad: None)
+    assert conditions.changes().startswith("hooks of layer 3.linear.bias changed")
+
+
 def test_another_hook_in_the_place_of_one_is_a_change(outer):
     outer.linear.register_forward_hook(lambda *call: None)
     reads = AttributeReads()

@@ -75,6 +75,19 @@ def test_a_parameter_that_was_frozen_or_unfrozen_is_named_where_gradients_are_co
         guard.check_parameters(grad_enabled=True)
 
 
+@pytest.mark.parametrize("at_capture", [True, False])
+def test_a_hook_of_a_parameter_with_a_main_gradient_is_named_where_gradients_are_computed(module, at_capture):
+    module[0].weight.main_grad = torch.zeros(2, 2)
+    guard = None if at_capture else guard_of(module)
+    hooks = [linear.weight.register_hook(lambda grad: None) for linear in module]
+    guard = guard or guard_of(module)
+    guard.check_parameters(grad_enabled=False)
+    with pytest.raises(RuntimeError, match=r"parameter 0\.weight has a hook"):
+        guard.check_parameters(grad_enabled=True)
+    hooks[0].remove()
+    guard.check_parameters(grad_enabled=True)  # without a main gradient a hook is given what autograd adds up
+
+
 @pytest.mark.usefixtures("cpu_backend", "no_graphs")
 class TestReplays:
     @pytest.mark.parametrize("change", ["freeze", "replace", "move", "move main_grad"])
