@@ -26,40 +26,28 @@ _ASKED_AT_CAPTURE = frozenset(("calls_no_inner_modules", "need_backward_dw"))
 _GLOBAL_HOOKS = [
     getattr(torch_module, f"_global_{kind}") for kind in HOOK_KINDS if hasattr(torch_module, f"_global_{kind}")
 ]
-
-
-def _uses_tf32(operation: str) -> bool:
-    """Whether ``operation`` ("matmul", "conv") computes in TF32: by its own setting, or by that of all operations."""
-    precision_of = torch._C._get_fp32_precision_getter
-    own = precision_of("cuda", operation)
-    return bool((precision_of("generic", "all") if own == "none" else own) == "tf32")
-
-
-# Contexts and settings in which operators compute, or are watched, otherwise; each function takes a fraction of a
-# microsecond.
+# Contexts and settings in which operators compute, or are watched, otherwise; each function is of C, and takes a
+# fraction of a microsecond.
 _CONTEXTS: dict[str, Callable[[], Any]] = {
     "detection of anomalies": torch.is_anomaly_enabled,
     "deterministic algorithms": torch.are_deterministic_algorithms_enabled,
     "hooks of saved tensors": partial(torch._C._autograd._top_saved_tensors_default_hooks, True),
     "TorchDispatchMode": torch._C._len_torch_dispatch_stack,
     "TorchFunctionMode": torch._C._len_torch_function_stack,
-    "default dtype": torch.get_default_dtype,
+    "default dtype": torch._C.get_default_dtype,
     "library of matrix products": torch._C._get_blas_preferred_backend,
-    "precision of float32 matrix products": partial(_uses_tf32, "matmul"),
-    "precision of float32 convolutions": partial(_uses_tf32, "conv"),
-    "reduced precision in matrix products": lambda: (
-        torch._C._get_cublas_allow_bf16_reduced_precision_reduction(),
-        torch._C._get_cublas_allow_fp16_reduced_precision_reduction(),
-        torch._C._get_cublas_allow_fp16_accumulation(),
-    ),
-    "kernels of scaled dot product attention": lambda: (
-        torch._C._get_flash_sdp_enabled(),
-        torch._C._get_mem_efficient_sdp_enabled(),
-        torch._C._get_math_sdp_enabled(),
-        torch._C._get_cudnn_sdp_enabled(),
-    ),
-    "settings of cuDNN": lambda: (torch._C._get_cudnn_enabled(), torch._C._get_cudnn_deterministic()),
+    "reduced precision in bf16 products": torch._C._get_cublas_allow_bf16_reduced_precision_reduction,
+    "reduced precision in fp16 products": torch._C._get_cublas_allow_fp16_reduced_precision_reduction,
+    "sums of fp16 products in fp16": torch._C._get_cublas_allow_fp16_accumulation,
+    "flash attention of torch": torch._C._get_flash_sdp_enabled,
+    "memory-efficient attention of torch": torch._C._get_mem_efficient_sdp_enabled,
+    "attention of torch by matrix products": torch._C._get_math_sdp_enabled,
+    "attention of torch by cuDNN": torch._C._get_cudnn_sdp_enabled,
+    "cuDNN": torch._C._get_cudnn_enabled,
+    "deterministic kernels of cuDNN": torch._C._get_cudnn_deterministic,
 }
+_IN_TF32 = {"TF32 in matrix products": ("cuda", "matmul"), "TF32 in convolutions": ("cuda", "conv")}
+_BEFORE_AUTOCAST = len(_CONTEXTS) + len(_IN_TF32)
 
 
 class _Aspect:
@@ -160,8 +148,11 @@ class ReplayConditions:
             aspects += self._contents("the buffers of", "_buffers")
         for_all = ["hooks for all modules"] * len(_GLOBAL_HOOKS)
         aspects.append(_Aspect(for_all, lambda: _GLOBAL_HOOKS, list(map(dict, _GLOBAL_HOOKS))))
-        contexts = [*map(call, _CONTEXTS.values()), *(autocast_in_force() if autocast is None else autocast)]
-        aspects.append(_Aspect([*_CONTEXTS, *["autocast"] * 4], _contexts_in_force, contexts))
+        contexts = _contexts_in_force()
+        if autocast is not None:
+            contexts[_BEFORE_AUTOCAST:] = autocast
+        names = [*_CONTEXTS, *_IN_TF32, *["autocast"] * 4]
+        aspects.append(_Aspect(names, _contexts_in_force, contexts))
         if quantized is not None:
             then = [
                 {key: [*held] if isinstance(held, list) else held for key, held in each.items()} for each in quantized()
@@ -341,12 +332,16 @@ def _truth(values: Callable[[], list[Any]]) -> list[bool]:
 
 def autocast_in_force() -> list[Any]:
     """Whether autocast is on for CUDA and for the CPU, and to which types."""
-    return _contexts_in_force()[len(_CONTEXTS) :]
+    return _contexts_in_force()[_BEFORE_AUTOCAST:]
 
 
 def _contexts_in_force() -> list[Any]:
-    """The values of ``_CONTEXTS`` and of autocast; it runs before each replay."""
+    """The values of ``_CONTEXTS``, of ``_IN_TF32`` whether it is used, and of autocast; it runs before each replay."""
+    precision = torch._C._get_fp32_precision_getter
+    of_all = precision("generic", "all")
+    own = [precision(*operation) for operation in _IN_TF32.values()]
+    in_tf32 = [(of_all if each == "none" else each) == "tf32" for each in own]
     is_enabled, dtype = torch.is_autocast_enabled, torch.get_autocast_dtype
     on = [is_enabled("cuda"), is_enabled("cpu")]
     types = [dtype(kind) for kind, enabled in zip(("cuda", "cpu"), on, strict=True) if enabled]
-    return [*map(call, _CONTEXTS.values()), *on, *types]
+    return [*map(call, _CONTEXTS.values()), *in_tf32, *on, *types]

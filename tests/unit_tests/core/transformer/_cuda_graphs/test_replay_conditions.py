@@ -3,10 +3,12 @@
 from argparse import Namespace
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -230,9 +232,14 @@ def setting(owner, name, value):
 
 MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
 DETERMINISTIC = torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
+KERNELS = {
+    "flash attention of torch": SDPBackend.FLASH_ATTENTION,
+    "memory-efficient attention of torch": SDPBackend.EFFICIENT_ATTENTION,
+    "attention of torch by matrix products": SDPBackend.MATH,
+    "attention of torch by cuDNN": SDPBackend.CUDNN_ATTENTION,
+}
 LIBRARY = torch.backends.cuda.preferred_blas_library
 PRECISION = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
-REDUCED, ATTENTION = "reduced precision in matrix products", "kernels of scaled dot product attention"
 CONTEXTS = [
     ("hooks of saved tensors", lambda: torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)),
     ("detection of anomalies", lambda: torch.autograd.detect_anomaly(check_nan=False)),
@@ -241,16 +248,19 @@ CONTEXTS = [
     ("TorchFunctionMode", TorchFunctionMode),
     ("default dtype", lambda: changed(torch.get_default_dtype, torch.set_default_dtype, torch.bfloat16)),
     ("library of matrix products", lambda: changed(LIBRARY, LIBRARY, "cublaslt")),
-    ("precision of float32 matrix products", lambda: changed(*PRECISION, "high")),
-    ("precision of float32 matrix products", lambda: setting(MATMUL, "allow_tf32", True)),
-    ("precision of float32 matrix products", lambda: setting(MATMUL, "fp32_precision", "tf32")),
-    ("precision of float32 convolutions", lambda: setting(CUDNN.conv, "fp32_precision", "ieee")),
-    (REDUCED, lambda: setting(MATMUL, "allow_bf16_reduced_precision_reduction", False)),
-    (REDUCED, lambda: setting(MATMUL, "allow_fp16_reduced_precision_reduction", False)),
-    (REDUCED, lambda: setting(MATMUL, "allow_fp16_accumulation", True)),
-    (ATTENTION, lambda: torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH)),
-    ("settings of cuDNN", lambda: setting(CUDNN, "deterministic", True)),
-    ("settings of cuDNN", lambda: setting(CUDNN, "enabled", False)),
+    ("TF32 in matrix products", lambda: changed(*PRECISION, "high")),
+    ("TF32 in matrix products", lambda: setting(MATMUL, "allow_tf32", True)),
+    ("TF32 in matrix products", lambda: setting(MATMUL, "fp32_precision", "tf32")),
+    ("TF32 in convolutions", lambda: setting(CUDNN.conv, "fp32_precision", "ieee")),
+    ("reduced precision in bf16 products", lambda: setting(MATMUL, "allow_bf16_reduced_precision_reduction", False)),
+    ("reduced precision in fp16 products", lambda: setting(MATMUL, "allow_fp16_reduced_precision_reduction", False)),
+    ("sums of fp16 products in fp16", lambda: setting(MATMUL, "allow_fp16_accumulation", True)),
+    ("deterministic kernels of cuDNN", lambda: setting(CUDNN, "deterministic", True)),
+    ("cuDNN", lambda: setting(CUDNN, "enabled", False)),
+    *(
+        (name, partial(torch.nn.attention.sdpa_kernel, [other for other in KERNELS.values() if other != kernel]))
+        for name, kernel in KERNELS.items()
+    ),
 ]
 
 
