@@ -71,10 +71,8 @@ LAYOUTS: dict[str, tuple[dict[str, int], dict[str, Any], dict[str, Any]]] = {
 AVERAGING = (
     "two shards",
     "experts of each rank",
-    "experts of each rank, gradients sharded",
     "experts of each rank, nothing sharded",
     "two instances, no_shard",
-    "two instances, optim",
 )
 for _name in AVERAGING:
     _groups, _case, _sharding = LAYOUTS[_name]
