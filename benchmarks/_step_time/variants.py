@@ -128,23 +128,27 @@ VARIANTS = {
 ON_CPU = ("eager", "native")
 
 
+def parts(text: str) -> tuple[str, list[str], list[str]]:
+    """Return the name, the variables and the flags of a variant as the user wrote it."""
+    name, _, rest = text.partition(":")
+    variables, _, flags = rest.partition(":")
+    return name, [each for each in variables.split(",") if each], flags.split()
+
+
 def variant(text: str) -> Variant:
     """Return the variant that ``text`` names, with further variables and flags: ``native:NAME=VALUE,...:FLAGS``.
 
     Raises:
         ValueError: there is no such variant, or a variable has no value.
     """
-    name, _, rest = text.partition(":")
-    variables, _, flags = rest.partition(":")
+    name, variables, flags = parts(text)
     if name not in VARIANTS:
         raise ValueError(f"--variants: there is no {name!r}; choose among {', '.join(VARIANTS)}")
-    pairs = [pair.split("=", 1) for pair in variables.split(",") if pair]
+    pairs = [pair.split("=", 1) for pair in variables]
     if any(len(pair) != 2 for pair in pairs):
         raise ValueError(f"--variants: {text!r} is not NAME:VARIABLE=VALUE,...:FLAGS")
     base = VARIANTS[name]
-    return replace(
-        base, name=text, flags=(*base.flags, *flags.split()), environment={**base.environment, **dict(pairs)}
-    )
+    return replace(base, name=text, flags=(*base.flags, *flags), environment={**base.environment, **dict(pairs)})
 
 
 def default_names(configuration: Configuration, *, on_cpu: bool) -> list[str]:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from benchmarks._step_time.configurations import DESCRIPTIONS
+from benchmarks._step_time.variants import parts
 
 Row = tuple[str, ...]
 Results = Mapping[str, Mapping[str, Any]]
@@ -87,9 +88,8 @@ def levers(results: Results) -> Iterator[Row]:
 
 def _settings(variant: str) -> str:
     """Say what a variant sets beside its kind."""
-    name, _, rest = variant.partition(":")
-    variables, _, flags = rest.partition(":")
-    quoted = [f"`{word}`" for word in (*variables.split(","), *flags.split()) if word]
+    name, variables, flags = parts(variant)
+    quoted = [f"`{word}`" for word in (*variables, *flags)]
     return ", ".join(["fused gradients of weights"] * ("+fused" in name) + quoted)
 
 

@@ -2,12 +2,13 @@
 
 import argparse
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import take_in_turn
 from megatron.core.distributed.fsdp.src.megatron_fsdp.optimizer_gradients import gradient_name
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
 from megatron.core.transformer._cuda_graphs.flags.own import alltoall_capacity_factor, grouped_tensor
@@ -129,23 +130,13 @@ def _use_temporary_buffers(buffer: Any) -> None:
     units: dict[int | None, list[Any]] = {}
     for group in buffer.parameter_groups:
         units.setdefault(group.fsdp_unit_id, []).append(group)
-    last: list[Any] = []
-    for groups in [*units.values(), []]:
-        taken = [sharded for group in groups for sharded in _take_buckets(group, buffer.mp_policy.grad_comm_dtype)]
-        for sharded in last:
-            sharded.free_bucket_storage()
-        last = taken
-
-
-def _take_buckets(group: Any, grad_comm_dtype: torch.dtype | None) -> Iterator[Any]:
-    for weights in (group.model_weight_buffer, group.transpose_weight_buffer):
-        if weights is not None:
-            weights.fetch_bucket()
-            yield weights
-    gradients = group.main_grad_buffer
-    if gradients is not None:
-        gradients.fetch_bucket(dtype=grad_comm_dtype if gradients.is_data_distributed else None)
-        yield gradients
+    weights = [
+        [each for group in groups for each in (group.model_weight_buffer, group.transpose_weight_buffer) if each]
+        for groups in units.values()
+    ]
+    take_in_turn(weights)
+    gradients = [[group.main_grad_buffer for group in groups if group.main_grad_buffer] for groups in units.values()]
+    take_in_turn(gradients, buffer.mp_policy.grad_comm_dtype)
 
 
 def _optimizer(buffer: Any, args: argparse.Namespace) -> Counter[str]:

@@ -70,8 +70,10 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
         read: dict[tuple[str, int], Any] = {}
         for number, group in enumerate(getattr(self._optimizer, "param_groups", ())):
             for name, value in group.items():
-                read[name, number] = _Same(value) if isinstance(value, torch.Tensor) else value
-            read["params", number] = _Same(*group["params"])
+                if name == "params":
+                    read[name, number] = _Same(*value)
+                else:
+                    read[name, number] = _Same(value) if isinstance(value, torch.Tensor) else value
         optimizers = getattr(self._optimizer, "chained_optimizers", [self._optimizer])
         for number, each in enumerate(optimizers):
             stepping, config = getattr(each, "optimizer", each), getattr(each, "config", None)

@@ -4,7 +4,7 @@ What puts them back launches no collective: other ranks may not join it.
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -73,13 +73,13 @@ def take_places(fsdp: Any) -> None:
             units[group.fsdp_unit_id].append(bucket)
     in_order = list(units.values())
     for backward in (False, True):  # weights, and their transposes if there are any
-        _take_in_turn([[gathers.get_fsdp_buffer(bucket, backward) for bucket in unit] for unit in in_order])
+        take_in_turn([[gathers.get_fsdp_buffer(bucket, backward) for bucket in unit] for unit in in_order])
     with_grads = [[bucket for bucket in unit if bucket in reductions.bucket_status] for unit in reversed(in_order)]
     dtype = reductions.buffer.mp_policy.grad_comm_dtype
-    _take_in_turn([[reductions.get_fsdp_buffer(bucket) for bucket in unit] for unit in with_grads], dtype)
+    take_in_turn([[reductions.get_fsdp_buffer(bucket) for bucket in unit] for unit in with_grads], dtype)
 
 
-def _take_in_turn(units: Iterable[Iterable[Any]], dtype: torch.dtype | None = None) -> None:
+def take_in_turn(units: Iterable[Iterable[Any]], dtype: torch.dtype | None = None) -> None:
     """Allocate and free the buckets of the buffers of ``units``, each unit while the one before it has its own."""
     before: list[Any] = []
     for unit in [*units, ()]:
@@ -123,6 +123,12 @@ def release_buckets(fsdp: Any, buckets: Iterable[int]) -> None:
             fsdp.all_gather_pipeline.release_bucket(bucket, bwd)
 
 
+def release_gathered_ahead(fsdp: Any, buckets: Iterable[int]) -> None:
+    """Let nothing be in flight, and release ``buckets``, of modules that do not run in a capture: no hook does it."""
+    fsdp.all_gather_pipeline.settle()
+    release_buckets(fsdp, buckets)
+
+
 def buckets_of_other_units(fsdp: Any, modules: Iterable[torch.nn.Module]) -> list[int]:
     """Return the buckets of FSDP units that are released after use and hold no parameter of ``modules``."""
     if fsdp.data_parallel_sharding_strategy != "optim_grads_params" or not fsdp.fsdp_unit_modules:
@@ -131,28 +137,6 @@ def buckets_of_other_units(fsdp: Any, modules: Iterable[torch.nn.Module]) -> lis
     of_modules = {buffer.param_to_param_group[param] for module in modules for param in module.parameters()}
     groups = enumerate(buffer.parameter_groups)
     return [bucket for bucket, group in groups if group.fsdp_unit_id is not None and bucket not in of_modules]
-
-
-class CaptureBuckets:
-    """The buckets that passes take while an engine captures them one after the other.
-
-    Args:
-        fsdp: The wrapper, whose modules hold raw parameters.
-    """
-
-    def __init__(self, fsdp: Any, modules: Sequence[torch.nn.Module]):
-        self._fsdp = fsdp
-        self._others = buckets_of_other_units(fsdp, modules)
-
-    def gathered(self) -> None:
-        """Let nothing be in flight, and release what was prefetched for modules that do not run: no hook does it."""
-        self._fsdp.all_gather_pipeline.settle()
-        release_buckets(self._fsdp, self._others)
-
-    def backward_done(self, module: torch.nn.Module) -> None:
-        """After a backward pass of ``module``, free its gradient buckets."""
-        bucket_of = self._fsdp.param_and_grad_buffer.param_to_param_group
-        free_gradients(self._fsdp, {bucket_of[param] for param in module.parameters()})
 
 
 def free_gradients(fsdp: Any, buckets: Iterable[int]) -> None:

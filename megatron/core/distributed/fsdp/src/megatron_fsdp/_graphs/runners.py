@@ -21,7 +21,7 @@ from ..mixed_precision import fp8_create_transpose_cache, fp8_discard_transpose_
 from ..param_and_grad_buffer import PrefetchOrder
 from ..training_state import TrainingState
 from .context import Context
-from .pipelines import CaptureBuckets
+from .pipelines import free_gradients, release_gathered_ahead
 from .unit import ADVICE, Direction, Unit
 from .unit_plan import UnitPlan
 
@@ -257,18 +257,21 @@ class Planned(Graphed):
 class Captured(Graphed):
     """Passes that an engine captures, with hooks between them. Gradients computed meanwhile are meaningless.
 
+    Args:
+        others: The buckets of units that do not run in the capture.
+
     Attributes:
         sink: What takes gradients in the backward graph; None for autograd.
     """
 
-    def __init__(self, context: Context, module: torch.nn.Module, facts: Facts, buckets: CaptureBuckets):
+    def __init__(self, context: Context, module: torch.nn.Module, facts: Facts, others: list[int]):
         super().__init__(context, module, facts)
-        self._buckets = buckets
+        self._others = others
         self.sink: Any = None
 
     def gather(self, direction: Direction, prefetch: bool = True) -> None:
         self._gather(self.params, direction, prefetch)
-        self._buckets.gathered()
+        release_gathered_ahead(self._fsdp, self._others)
         self._check(direction)
 
     def _claim(self) -> None:
@@ -292,23 +295,24 @@ class Captured(Graphed):
         self.facts.main_grad_guard = AddressGuard(
             lambda: [param.main_grad for param in fused], lambda i: f"the main gradient of {names[fused[i]]}", ADVICE
         )
-        self._buckets.backward_done(self.module)
+        bucket_of = self._fsdp.param_and_grad_buffer.param_to_param_group
+        free_gradients(self._fsdp, {bucket_of[param] for param in self.module.parameters()})
 
 
 class Evaluated(Eager):
-    """Replays of a module's forward pass in evaluation, or their capture, whose passes take ``buckets``."""
+    """Replays of a module's forward pass in evaluation, or their capture, in which units of ``others`` do not run."""
 
     def __init__(
         self,
         context: Context,
         module: torch.nn.Module,
         params: list[torch.nn.Parameter],
-        buckets: CaptureBuckets | None = None,
+        others: list[int] | None = None,
     ):
         super().__init__(context, module)
-        self.params, self._buckets = params, buckets
+        self.params, self._others = params, others
 
     def gather(self, direction: Direction, prefetch: bool = True) -> None:
         self._gather(self.params, direction, prefetch)
-        if self._buckets is not None:
-            self._buckets.gathered()
+        if self._others is not None:
+            release_gathered_ahead(self._fsdp, self._others)

@@ -11,7 +11,13 @@ import torch
 
 from .context import Context
 from .gradient_sink import UnitSink, has_gradient_hooks
-from .pipelines import CaptureBuckets, prepared, prepared_for_evaluation, release_captured, take_places
+from .pipelines import (
+    buckets_of_other_units,
+    prepared,
+    prepared_for_evaluation,
+    release_captured,
+    take_places,
+)
 from .recorded_units import RecordedUnits
 from .runners import Captured, Evaluated, Facts, Graphed, Planned
 from .unit import Unit
@@ -100,8 +106,8 @@ class ShardedGraphs:
         with prepared(fsdp):
             take_places(fsdp)
             facts = {module: _facts(fsdp, module, keep_buckets) for module in modules}
-            buckets = CaptureBuckets(fsdp, modules)
-            captured = {module: Captured(context, module, each, buckets) for module, each in facts.items()}
+            others = buckets_of_other_units(fsdp, modules)
+            captured = {module: Captured(context, module, each, others) for module, each in facts.items()}
             takers = {param: runner for runner in captured.values() for param in runner.module.parameters()}
             with _kept(fsdp, facts.values()), context.registry.capturing(captured):
                 context.backward.takers.update(takers)
@@ -156,8 +162,8 @@ class ShardedGraphs:
         context, fsdp, modules = self._context, self._fsdp, list(modules)
         with prepared_for_evaluation(fsdp):
             read = {module: self.read_by_graphs(module) for module in modules}
-            buckets = CaptureBuckets(fsdp, modules)
-            captured = {module: Evaluated(context, module, params, buckets) for module, params in read.items()}
+            others = buckets_of_other_units(fsdp, modules)
+            captured = {module: Evaluated(context, module, params, others) for module, params in read.items()}
             with context.registry.capturing(captured):
                 yield
         context.registry.evaluated.update((each, Evaluated(context, each, params)) for each, params in read.items())
