@@ -59,7 +59,7 @@ class Part:
 
 _PROFILES = "benchmarks/step_time.py --gpus GPUS --output FILE --stall-seconds 120"
 _TIMES = f"{_PROFILES} --no-profile"
-_EQUALITY = "-m tests.support.on_one_gpu --processes 15 --seconds SECONDS --output FILE"
+_EQUALITY = "-m tests.support.on_gpus --processes 15 --seconds SECONDS --output FILE"
 _GROUPED = "eager native eager+grouped native+grouped"
 _DENSE = "eager native full_iteration compute_alone"
 _CHECKED = "eager+checks native+checks"
@@ -91,6 +91,11 @@ _LEVERS = (
     *(f"{name}+fused:{_BY_COPY_ENGINES} {_AVERAGED}" for name in ("native", "full_iteration")),
 )
 _PROFILED = ("native", f"native+fused:{_BY_COPY_ENGINES} {_AVERAGED}", "full_iteration", "compute_alone+fused")
+_OPTIMIZER = "full_iteration full_iteration+optimizer eager+optimizer native+optimizer"
+_OPTIMIZER_LEVERS = (
+    *_OPTIMIZER.split(),
+    *("eager+fused+optimizer", f"native+fused+optimizer:{_BY_COPY_ENGINES} {_AVERAGED}"),
+)
 # How experts of other ranks get their tokens.
 _EXCHANGED = (
     *("eager+grouped", "native+grouped", "native+grouped::--moe-alltoall-capacity-factor 1.5"),
@@ -119,7 +124,7 @@ PARTS = (
     ),
     Part("step_time_checked", (1,), f"{_TIMES} --configurations A B --variants {_CHECKED}", 80),
     Part("step_time_fused", (1,), f"{_TIMES} --configurations A --variants native full_iteration {_FUSED}", 100),
-    Part("step_time_levers", (2,), f"{_TIMES} --configurations A --variants {shlex.join(_LEVERS)}", 200),
+    Part("step_time_levers", (2,), f"{_TIMES} --configurations A B --variants {shlex.join(_LEVERS)}", 300),
     Part(
         "profile_a",
         (1, 2),
@@ -141,14 +146,16 @@ PARTS = (
     Part("capture_time", (1,), "benchmarks/capture_time.py --output FILE", 50),
     Part("fp8_shards", (1,), "benchmarks/fp8_shards.py --output FILE", 30, ("benchmarks/fp8_shards.py",)),
     Part("demo", (1, 2), "examples/demo.py --json FILE", 80),
+    Part("step_time_a_b_optimizer", (1,), f"{_TIMES} --configurations A B --variants {_OPTIMIZER}", 150),
     Part(
         "step_time_a_b_optimizer",
-        (1, 2),
-        f"{_TIMES} --configurations A B --variants eager+optimizer native+optimizer full_iteration+optimizer",
-        100,
+        (2,),
+        f"{_TIMES} --configurations A B --variants {shlex.join(_OPTIMIZER_LEVERS)}",
+        180,
     ),
     Part("equality", (1,), f"{_EQUALITY} --engines native", 450),
-    Part("equality_te", (1,), f"{_EQUALITY} --engines transformer_engine", 150),
+    *(Part(f"equality_{part}", (2, 4), f"{_EQUALITY} --engines native --share {part}/2", 450) for part in (1, 2)),
+    Part("equality_te", (1, 2, 4), f"{_EQUALITY} --engines transformer_engine", 150),
     Part(
         "soak",
         (1,),
@@ -176,10 +183,6 @@ PARTS = (
     ),
     Part("step_time_ddp", (2,), f"{_TIMES} --configurations A B C --variants ddp ddp_graphs", 120),
     Part("scaling", (2,), "benchmarks/scaling.py --gpus GPUS --output FILE --no-profile", 300),
-    *(
-        Part(f"equality_{name}", (2, 4), f"-m tests.support.on_gpus test_{name} --output FILE", 400)
-        for name in ("fsdp_graphs", "fsdp_flags", "ddp_graphs", "local_graphs", "changed_steps", "hybrid_sharding")
-    ),
     Part("functional", (2, 4), "tests/functional_tests/run.py --output FILE", 300),
     Part(
         "faults_cpu",

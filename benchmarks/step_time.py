@@ -19,9 +19,11 @@ Variants:
                                than this is what sharding costs
     ddp, ddp_graphs            DistributedDataParallel and the distributed optimizer, without and with a graph per layer
     fsdp2, fsdp2_graphs        torch's FSDP2, likewise; not of the default
-    eager+optimizer, ...       the same with a graph of the optimizer
-    eager+fused, ...           with gradients of weights that products write where they are reduced; not of the default
-    eager+checks, native+checks    with each micro-batch's loss looked at, as by default in Megatron; not of the default
+    eager+optimizer, ...       any of them with a graph of the optimizer,
+    eager+fused, ...           with gradients of weights that products write where they are reduced (no default),
+    eager+checks, ...          with each micro-batch's loss looked at, as by default in Megatron (no default),
+    eager+grouped, ...         with experts of C and D in one call each way,
+    native+fused+optimizer     or with several of these
     native:NAME=VALUE,...:FLAGS    one of them with further environment variables and flags
 
 All variants of configurations with the same ranks run one after the other in the same processes (those with the same

@@ -1,6 +1,8 @@
 """How it is trained: eagerly, with graphs of layers or of the model, under Megatron-FSDP or DistributedDataParallel."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from .configurations import NO_FUSION, Configuration
 
@@ -82,10 +84,6 @@ def _engine(name: str) -> dict[str, str]:
 _FULL = (*FSDP, *_graphs("full_iteration"))
 # The optimizer's shards are those of FSDP; parameters and gradients lie whole on each rank.
 _RESIDENT = (*_FULL, "--data-parallel-sharding-strategy", "optim")
-_CHECKED_REFERENCES = ("eager+checks", "eager")
-_GROUPED_REFERENCES = ("eager+grouped",)
-_FUSED_REFERENCES = ("eager+fused",)
-_OPTIMIZER_REFERENCES = ("eager+optimizer", "full_iteration+optimizer")
 VARIANTS = {
     variant.name: variant
     for variant in (
@@ -98,32 +96,14 @@ VARIANTS = {
         Variant("ddp_graphs", (*DDP, *_graphs(PER_LAYER)), _engine("native"), references=("ddp",)),
         Variant("fsdp2", (*FSDP2, *_graphs("none")), references=("fsdp2",)),
         Variant("fsdp2_graphs", (*FSDP2, *_graphs(PER_LAYER)), _engine("native"), references=("fsdp2",)),
-        Variant("eager+checks", (*FSDP, *_graphs("none")), references=_CHECKED_REFERENCES, checks_losses=True),
-        Variant(
-            "native+checks", (*FSDP, *_graphs(PER_LAYER)), _engine("native"), _CHECKED_REFERENCES, checks_losses=True
-        ),
-        # Experts in one call each way: their bits may be others.
-        Variant("eager+grouped", (*FSDP, *_graphs("none"), GROUPED), {}, _GROUPED_REFERENCES),
-        Variant("native+grouped", (*FSDP, *_graphs(PER_LAYER), GROUPED), _engine("native"), _GROUPED_REFERENCES),
-        # The sum over micro-batches is then made by the products.
-        Variant("eager+fused", (*FSDP, *_graphs("none")), {}, _FUSED_REFERENCES, fuses_gradients=True),
-        Variant(
-            "native+fused", (*FSDP, *_graphs(PER_LAYER)), _engine("native"), _FUSED_REFERENCES, fuses_gradients=True
-        ),
-        Variant("full_iteration+fused", _FULL, {}, _FUSED_REFERENCES, one_graph=True, fuses_gradients=True),
-        Variant(
-            "compute_alone+fused",
-            _RESIDENT,
-            references=(),
-            one_graph=True,
-            communicates=False,
-            fuses_gradients=True,
-        ),
-        # The optimizer's graph comes with another Adam, which keeps its step count on the device.
-        Variant("full_iteration+optimizer", (*_FULL, *OPTIMIZER), {}, _OPTIMIZER_REFERENCES, one_graph=True),
-        Variant("eager+optimizer", (*FSDP, *_graphs("none"), *OPTIMIZER), {}, _OPTIMIZER_REFERENCES),
-        Variant("native+optimizer", (*FSDP, *_graphs(PER_LAYER), *OPTIMIZER), _engine("native"), _OPTIMIZER_REFERENCES),
     )
+}
+# What follows a variant's name and a plus: fields and flags.
+ADDITIONS: dict[str, tuple[dict[str, bool], tuple[str, ...]]] = {
+    "checks": ({"checks_losses": True}, ()),
+    "grouped": ({}, (GROUPED,)),  # experts in one call each way: their bits may be others
+    "fused": ({"fuses_gradients": True}, ()),  # the sum over micro-batches is then made by the products
+    "optimizer": ({}, OPTIMIZER),  # with another Adam, which keeps its step count on the device
 }
 ON_CPU = ("eager", "native")
 
@@ -138,27 +118,46 @@ def parts(text: str) -> tuple[str, list[str], list[str]]:
 def variant(text: str) -> Variant:
     """Return the variant that ``text`` names, with further variables and flags: ``native:NAME=VALUE,...:FLAGS``.
 
+    What it is trained with may follow its name, each behind a plus (``ADDITIONS``): ``native+fused+optimizer``.
+
     Raises:
-        ValueError: there is no such variant, or a variable has no value.
+        ValueError: there is no such variant or addition, or a variable has no value.
     """
     name, variables, flags = parts(text)
-    if name not in VARIANTS:
-        raise ValueError(f"--variants: there is no {name!r}; choose among {', '.join(VARIANTS)}")
     pairs = [pair.split("=", 1) for pair in variables]
     if any(len(pair) != 2 for pair in pairs):
         raise ValueError(f"--variants: {text!r} is not NAME:VARIABLE=VALUE,...:FLAGS")
-    base = VARIANTS[name]
-    return replace(base, name=text, flags=(*base.flags, *flags), environment={**base.environment, **dict(pairs)})
+    first, *added = name.split("+")
+    base = _choice(VARIANTS, first)
+    references = base.references
+    for each in added:
+        fields, more = _choice(ADDITIONS, each)
+        base = replace(base, flags=(*base.flags, *more), **fields)
+    if "optimizer" in added and "eager" in references:
+        references = (*references, "full_iteration")
+    unchecked = [each for each in added if each != "checks"]  # computes the same
+    names = ["+".join([reference, *these]) for these in (added, unchecked) for reference in references]
+    return replace(
+        base,
+        name=text,
+        flags=(*base.flags, *flags),
+        environment={**base.environment, **dict(pairs)},
+        references=tuple(dict.fromkeys(names)),
+    )
+
+
+def _choice(known: Mapping[str, Any], name: str) -> Any:
+    if name not in known:
+        raise ValueError(f"--variants: there is no {name!r}; choose among {', '.join(known)}")
+    return known[name]
 
 
 def default_names(configuration: Configuration, *, on_cpu: bool) -> list[str]:
     """The variants of ``configuration`` that are run unless the user says which."""
     if on_cpu:
         return list(ON_CPU)
-    experts = configuration.has_dynamic_shapes
-    known = {
-        name: each
-        for name, each in VARIANTS.items()
-        if not (set(FSDP2) <= set(each.flags) or each.checks_losses or each.fuses_gradients)
-    }
-    return [name for name, each in known.items() if not (each.one_graph if experts else each.groups_experts)]
+    known = [name for name, each in VARIANTS.items() if not set(FSDP2) <= set(each.flags)]
+    if not configuration.has_dynamic_shapes:
+        return [*known, "full_iteration+optimizer", "eager+optimizer", "native+optimizer"]
+    several = [name for name in known if not VARIANTS[name].one_graph]
+    return [*several, "eager+grouped", "native+grouped", "eager+optimizer", "native+optimizer"]

@@ -104,13 +104,12 @@ def test_one_graph_is_not_tried_where_the_host_must_know_shapes():
     assert "full_iteration" in variants.default_names(configuration("A"), on_cpu=False)
     names = variants.default_names(configuration("C"), on_cpu=False)
     assert {"native", "native+grouped"} <= {*names}
-    assert not any(variants.VARIANTS[name].one_graph for name in names)
+    assert not any(variants.variant(name).one_graph for name in names)
 
 
 def test_experts_without_the_host_are_in_graphs_of_whole_layers():
-    names = [name for name in variants.VARIANTS if "grouped" in name]
-    assert not {*names} & {*variants.default_names(configuration("A"), on_cpu=False)}
-    for name in names:
+    assert not any("grouped" in name for name in variants.default_names(configuration("A"), on_cpu=False))
+    for name in "eager+grouped", "native+grouped":
         flags = variants.variant(name).flags_for(configuration("C"))
         assert "--moe-use-grouped-tensor" in flags
         assert "--cuda-graph-modules" not in flags
@@ -127,8 +126,33 @@ def test_two_variants_train_without_collectives_and_with_whole_parameters_on_eac
     assert not run.communicates
 
 
-def test_what_a_variant_must_equal_exists():
-    assert {name for each in variants.VARIANTS.values() for name in each.references} <= variants.VARIANTS.keys()
+@pytest.mark.parametrize(
+    ("name", "references"),
+    [
+        ("native", ("eager",)),
+        ("native+fused", ("eager+fused",)),
+        ("native+checks", ("eager+checks", "eager")),
+        ("native+optimizer", ("eager+optimizer", "full_iteration+optimizer")),
+        ("native+fused+optimizer:A=1:--seed 5", ("eager+fused+optimizer", "full_iteration+fused+optimizer")),
+        ("ddp_graphs+grouped", ("ddp+grouped",)),
+        ("compute_alone+fused", ()),
+    ],
+)
+def test_a_variant_must_equal_one_with_the_same_additions(name, references):
+    assert variants.variant(name).references == references
+    for each in references:
+        variants.variant(each)
+
+
+def test_additions_are_combined():
+    both, fused = variants.variant("native+fused+optimizer"), variants.variant("native+fused")
+    assert both.fuses_gradients
+    assert both.flags == (*fused.flags, *variants.OPTIMIZER)
+
+
+def test_an_unknown_addition_is_an_error_that_names_the_known_ones():
+    with pytest.raises(ValueError, match="--variants: there is no 'fast'; choose among checks, grouped"):
+        variants.variant("native+fast")
 
 
 def planned(profiled: bool = True):
