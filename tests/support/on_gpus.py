@@ -179,7 +179,7 @@ def main() -> int:
     def keep(result: dict[str, Any]) -> None:
         results.append(result)
         if args.output:
-            write_results(args.output, command=command, cases=len(chosen), results=results)
+            write_results(args.output, command=command, gpus=GPUS, cases=len(chosen), results=results)
 
     with TemporaryDirectory() as temporary:
         folder = args.logs or Path(temporary)

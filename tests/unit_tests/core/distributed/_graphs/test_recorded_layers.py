@@ -81,6 +81,26 @@ def test_only_recorded_layers_are_prefetched_by_them(ranks):
         assert len(gathered) == 10  # each layer in both directions, and the next one once in each
 
 
+def test_kernels_that_are_captured_before_a_first_step_overwrite_gradients_as_in_eager_steps(ranks):
+    with captured(graphed()) as training:
+        fsdp, layers = training.fsdp, training.layers
+        training.helper.delete_cuda_graphs()
+        fsdp._replace_param_with_raw_if_needed()
+        params = [param for layer in layers for param in layer.parameters()]
+        for param in params:
+            del param.overwrite_main_grad  # as if no step had gathered it
+        marked = []
+        runner = runners.Recorded.before_backward
+
+        def before_backward(self):
+            runner(self)
+            marked.extend(param for param in self.params if param.overwrite_main_grad)
+
+        with mock.patch.object(runners.Recorded, "before_backward", before_backward):
+            training.helper.create_cudagraphs()
+        assert {*marked} == {*params}
+
+
 def test_fp8_parameters_are_transposed_for_the_backward_pass_as_eagerly(ranks):
     with captured(graphed()) as training:
         fsdp = training.fsdp

@@ -50,6 +50,14 @@ class UnshardedGradients:
                 self._unscaled[bucket] = reduced, reduced.gradient_scaling_factor
                 reduced.gradient_scaling_factor = None
 
+    def let_kernels_write(self, params: Iterable[torch.nn.Parameter]) -> None:
+        """Mark ``params`` for fused kernels as megatron-core marks those it gathers; for those it does not gather."""
+        params = list(params)
+        for param in params:
+            param.grad_added_to_main_grad = False
+            param.__fsdp_param__ = param.overwrite_main_grad = True
+        self.let_kernels_add(params)
+
     def let_kernels_add(self, params: Iterable[torch.nn.Parameter]) -> None:
         """Let fused kernels add to those of ``params`` that accumulate.
 

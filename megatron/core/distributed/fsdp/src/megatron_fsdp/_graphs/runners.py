@@ -145,6 +145,7 @@ class Recorded(Eager):
             self.plan.gather(direction)
             if direction == "backward" and self.plan.unit.float8_params:
                 fp8_create_transpose_cache(self.plan.unit.float8_params)
+            self._in_place.let_kernels_write(self.params)
         else:  # without a prefetch, in a pass that is computed again, no other unit is gathered
             super().gather(direction, prefetch)
 
