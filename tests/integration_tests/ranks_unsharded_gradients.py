@@ -8,7 +8,6 @@ import json
 import sys
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import repeat
 from pathlib import Path
@@ -19,14 +18,11 @@ import torch
 import torch.distributed as dist
 
 from megatron.core import parallel_state
-from megatron.core.distributed.fsdp import mcore_fsdp_adapter
-from megatron.core.tensor_parallel import layers
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.support import training
 from tests.support.case import Case
-from tests.support.stand_ins import fused_weight_gradient_mlp_cuda
 from tests.support.training import Trace, train
 from tests.unit_tests.core.distributed.fsdp_variants import Variant, small
 
@@ -87,26 +83,12 @@ def equal_batches(case: Case, step: int) -> Iterator[Any]:
 batches = training._batches
 
 
-@contextmanager
-def with_fused_kernels() -> Iterator[None]:
-    """Megatron's own linear layers find their kernel, and megatron-core does not ask for TransformerEngine's."""
-    kernel: dict[str, Any] = {
-        "_grad_accum_fusion_available": True,
-        "fused_weight_gradient_mlp_cuda": fused_weight_gradient_mlp_cuda,
-    }
-    with (
-        mock.patch.multiple(layers, create=True, **kernel),
-        mock.patch.object(mcore_fsdp_adapter, "is_te_min_version", return_value=True),
-    ):
-        yield
-
-
 def results(case: Case, sharding: dict[str, Any], graphs: bool) -> dict:
     """The numbers of this rank, and where runs differ that should not; or the error. ``graphs`` are for a third run."""
 
     def trained(case: Case, graphs: bool = False) -> Trace:
         with_equal_batches = mock.patch.object(training, "_batches", equal_batches)
-        with Variant(sharding=sharding).in_place(upstream=False), with_equal_batches, with_fused_kernels():
+        with Variant(sharding=sharding).in_place(upstream=False), with_equal_batches:
             return train(case, graphs=graphs)
 
     try:

@@ -209,13 +209,29 @@ QUANTIZED: list[dict[str, Any]] = [
         ("tensorwise", 0, {"config": ["first_last_layers_bf16=True"], "dropout": 0.1}),
     )
 ]
+# Gradients of weights are written where they are reduced (tests/support/fused_gradients.py).
+FUSED: list[dict[str, Any]] = [
+    {"fused_wgrad": True, **case}
+    for case in (
+        {"warmup": 0, "microbatches": 2, "dropout": 0.1},
+        {"warmup": 0, "layers_per_graph": 1, "layers": 5, "dtype": "bf16"},
+        {"warmup": 0, "layers_per_graph": -1, "mtp": 1, "tied": False},
+        {"warmup": 0, "modules": ["attn"], "max_pool": True, "microbatches": 2},
+        {"warmup": 0, "experts": 4, "grouped_tensor": True, "evaluates": True},
+        {"warmup": 0, "vision": True, "microbatches": 2},
+        {"warmup": 0, "recompute": ["mlp"], "dtype": "fp16", "steps": 10},
+        {"microbatches": 2, **_full("uniform", 1)},
+        {"microbatches": 1, "microbatches_later": 2, "layers_per_graph": -1, "averaged": True},
+        {"control": "captured_again", "microbatches": 2},
+    )
+]
 EQUAL = DENSE + LAYERS_PER_GRAPH + WHOLE_MODEL + CLIPPED + MOE + OTHERS + EVALUATED
-EQUAL += RECOMPUTED + FP16 + POSITIONS + LATENT + DENSE_PARTS + EXPERTS + VISION + QUANTIZED
+EQUAL += RECOMPUTED + FP16 + POSITIONS + LATENT + DENSE_PARTS + EXPERTS + VISION + QUANTIZED + FUSED
 # In `make test` too: what none of its sets of flags has (test_pairs.py), and each control.
 QUICK: list[dict[str, Any]] = [
     *(RECOMPUTED[0], RECOMPUTED[6]),
     *(DENSE[1], LAYERS_PER_GRAPH[-1], WHOLE_MODEL[0], *CLIPPED[3:], FP16[0], LATENT[0], VISION[-1]),
-    *(*QUANTIZED[:3], *QUANTIZED[7:10]),
+    *(*QUANTIZED[:3], *QUANTIZED[7:10], *FUSED[:2]),
     *(case for case in WHOLE_MODEL if case.get("mtp") and ("config" in case or "dtype" in case)),
     {"layers_per_graph": -1, "dtype": "bf16", "dropout": 0.1, "microbatches": 4, "microbatches_later": 1}
     | {"evaluates": True},

@@ -104,14 +104,16 @@ def together(chosen: list[Job]) -> Iterator[list[Job]]:
 
 
 def train(part: list[Job], folder: Path) -> list[dict[str, Any]]:
-    """Return the results of ``part``, jobs of one launch; those after a crash say so."""
+    """Return the results of ``part``, jobs of one launch; those after a crash say so, or the last."""
     folder.mkdir()
     first = part[0]
     environment = DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": first.engine} | dict(first.variables)
     done, found = launch([job.case for job in part], *first.options, ranks=GPUS, folder=folder, environment=environment)
     (folder / "log").write_text(done.stdout + done.stderr)
-    missing = {"differences": [], "error": f"the process ended with {done.returncode}: {folder.name}/log"}
-    results = [*found, *([missing] * (len(part) - len(found)))]
+    crashed = {"differences": [], "error": f"the process ended with {done.returncode}: {folder.name}/log"}
+    results = [*found, *([crashed] * (len(part) - len(found)))]
+    if done.returncode and len(found) == len(part):  # at its end
+        results[-1] |= {"error": results[-1]["error"] or crashed["error"]}
     return [
         {"tests": job.tests, "layout": job.layout, "engine": job.engine, "case": name_of(job.case)}
         | {"control": control(job)}

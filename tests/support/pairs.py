@@ -163,6 +163,7 @@ FEATURES: dict[str, Setting] = {
     "hybrid sharding": {**INSTANCES, "--outer-dp-sharding-strategy": "no_shard"},
     "hybrid sharding: of all": {**INSTANCES, "--outer-dp-sharding-strategy": "optim"},
     "job: overlapped collectives": {"--overlap-grad-reduce": True, "--overlap-param-gather": True},
+    "fused weight gradients of sharded parameters": {"--no-gradient-accumulation-fusion": False},
     "multi-token prediction": {"--mtp-num-layers": "1"},
     "optimizer graph": {"--optimizer-cuda-graph": True},
     "tensor parallel": {"--tensor-model-parallel-size": "2"},
@@ -205,7 +206,6 @@ APART = {
 }
 # Rows that work of which no feature is: what they need is not there on the CPU backend.
 ELSEWHERE = {
-    "fused weight gradients of sharded parameters": "Apex",
     "fp8": "TransformerEngine's layers",
     "fp8 parameters": "TransformerEngine's layers",
     "user buffers": "NCCL",
@@ -345,9 +345,8 @@ def train(names: Sequence[str], ranks: int, folder: Path, *, graphs: bool) -> li
     """
     folder.mkdir()
     arguments = " ".join(command(names)).replace(CHECKPOINTS, str(folder / "checkpoints"))
-    options: dict[str, Any] = {"graphs": graphs, "base": "", "ranks": ranks}
-    if "optimizer graph" in names:  # in both trainings: what is captured computes otherwise
-        options["script"] = FILE.with_name("pretrain_capturable.py")
+    script = FILE.with_name("pretrain_with_stand_ins.py")
+    options: dict[str, Any] = {"graphs": graphs, "base": "", "ranks": ranks, "script": script}
     if not graphs:
         arguments = " ".join(_without_graphs(arguments.split()))
     if "checkpoints" not in names or not graphs:

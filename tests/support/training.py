@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from . import models, small_transformer_engine
 from .case import EVALUATION, VOCABULARY, Case
+from .fused_gradients import fused_kernels
 
 
 @dataclass
@@ -91,6 +92,8 @@ class Training:
         self.patches = ExitStack()  # closed when the training is over
         if case.fp8 and not case.transformer_engine:
             self.patches.enter_context(small_transformer_engine.in_megatron())
+        if case.fused_wgrad and case.fsdp and not case.transformer_engine:
+            self.patches.enter_context(fused_kernels())
         self.config = models.transformer_config(case, graphs)
         self.stream = torch.cuda.Stream()
         with torch.cuda.stream(self.stream):

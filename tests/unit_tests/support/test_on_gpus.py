@@ -2,6 +2,7 @@
 
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -74,6 +75,19 @@ def test_what_there_was_no_time_for_did_not_run_and_is_no_success(run, capsys):
     assert seen == []
     assert "12 did not run" in capsys.readouterr().out
     assert found is None
+
+
+@pytest.mark.parametrize(("found", "errors"), [(3, [False, False, True]), (1, [False, True, True])])
+def test_a_launch_that_crashed_says_so(monkeypatch, tmp_path, found, errors):
+    def launch(cases, *options, **others):
+        return SimpleNamespace(returncode=-6, stdout="", stderr=""), [
+            {"error": "", "differences": []} for _ in range(found)
+        ]
+
+    monkeypatch.setattr(on_gpus, "launch", launch)
+    jobs = [Job("test_a", "data parallel", "native", {"n": number}) for number in range(3)]
+    results = on_gpus.train(jobs, tmp_path / "logs")
+    assert ["-6" in result["error"] for result in results] == errors
 
 
 def test_shares_have_every_case_once(run):

@@ -688,7 +688,7 @@ _WORKS = [
     _works(
         "fused weight gradients of sharded parameters",
         "fused gradient accumulation (--no-gradient-accumulation-fusion not given)",
-        _GPU,
+        _CPU,
     ),
     _works(
         "multi-token prediction",

@@ -4,6 +4,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 import pytest
+import torch
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs import runners
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import prepared, release_all
@@ -89,7 +90,7 @@ def test_kernels_that_are_captured_before_a_first_step_overwrite_gradients_as_in
         params = [param for layer in layers for param in layer.parameters()]
         for param in params:
             del param.overwrite_main_grad  # as if no step had gathered it
-        marked = []
+        marked: list[torch.nn.Parameter] = []
         runner = runners.Recorded.before_backward
 
         def before_backward(self):
