@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from itertools import repeat
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from tests.support import training
 from tests.support.case import Case
+from tests.support.fused_gradients import fused_kernels
 from tests.support.training import Trace, train
 from tests.unit_tests.core.distributed.fsdp_variants import Variant, small
 
@@ -88,7 +90,8 @@ def results(case: Case, sharding: dict[str, Any], graphs: bool) -> dict:
 
     def trained(case: Case, graphs: bool = False) -> Trace:
         with_equal_batches = mock.patch.object(training, "_batches", equal_batches)
-        with Variant(sharding=sharding).in_place(upstream=False), with_equal_batches:
+        with_megatrons_kernels = mock.patch.object(training, "fused_kernels", partial(fused_kernels, False))
+        with Variant(sharding=sharding).in_place(upstream=False), with_equal_batches, with_megatrons_kernels:
             return train(case, graphs=graphs)
 
     try:

@@ -12,11 +12,13 @@ from .stand_ins import fused_weight_gradient_mlp_cuda
 
 
 @contextmanager
-def fused_kernels() -> Iterator[None]:
+def fused_kernels(as_transformer_engine: bool = True) -> Iterator[None]:
     """Megatron's own linear layers find their kernels, and megatron-core does not ask for TransformerEngine's version.
 
-    Under Megatron-FSDP they do as TransformerEngine's layers: they add to the gradient of a weight unless it has
-    megatron-core's mark that says otherwise. (Megatron's own would overwrite it in any case.)
+    Args:
+        as_transformer_engine: Whether layers do under Megatron-FSDP as those of TransformerEngine, which add to the
+            gradient of a weight unless it has megatron-core's mark that says otherwise. Megatron's own overwrite it in
+            any case.
     """
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from megatron.core.extensions import transformer_engine
@@ -29,7 +31,7 @@ def fused_kernels() -> Iterator[None]:
     with (
         mock.patch.multiple(layers, create=True, **kernel),
         mock.patch.object(mcore_fsdp_adapter, "is_te_min_version", return_value=True),
-        mock.patch.object(transformer_engine, "te_general_gemm", _gemm),
+        mock.patch.object(transformer_engine, "te_general_gemm", _gemm if as_transformer_engine else None),
     ):
         yield
 
