@@ -43,7 +43,8 @@ class Variant:
         communicates: Whether parameters are gathered and gradients reduced (``resident.without_collectives``).
         checks_losses: Whether each micro-batch's loss is looked at, as by default in Megatron.
         fuses_gradients: Whether matrix products write gradients of weights where they are reduced. The worker has the
-            tests' stand-in for Apex's extension, which only the output layer calls.
+            tests' stand-in for Apex's extension, for which megatron-core asks, and which it does not call where
+            parameters are sharded.
     """
 
     name: str
