@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import STEPS
-from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES, write_results
+from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES
 from tests.support.launch import name_of
 
 CAPTURED_AFTER = 3
@@ -39,7 +39,6 @@ def results(compare_runs):
         environment = DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": engine}
         compared = compare_runs([TWICE | case for case in CASES], ranks=GPUS, environment=environment)
         found["data parallel", engine] = {name_of(case): result for case, result in zip(CASES, compared, strict=True)}
-        write_results("test_changed_steps", found)
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES, write_results
+from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES
 from tests.support.launch import name_of
 
 DDP: dict[str, Any] = SIZES | {"fsdp": False, "dtype": "bf16"}
@@ -64,7 +64,6 @@ def results(compare_runs):
             environment=DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": engine} | blocking,
         )
         found[layout, engine] = {name_of(case): result for case, result in zip(cases, compared, strict=True)}
-        write_results("test_ddp_graphs", found)
     return found
 
 

@@ -8,7 +8,7 @@ there are several data-parallel ranks in each of them. Some cases are under torc
 import pytest
 
 from tests.support.evaluations import replays_of_evaluations
-from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES, write_results
+from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES
 from tests.support.launch import name_of
 
 OVERLAPPED = {"experts": 4, "shared_experts": 256, "shared_overlap": True}
@@ -120,7 +120,6 @@ RUNS += [("EP2", "transformer_engine")] if GPUS != 1 else []
 @pytest.fixture(scope="session")
 def train(compare_runs):
     """Trains a case of a layout with an engine, in processes of its own, as some may not end well."""
-    found: dict[tuple[str, str], dict] = {}
 
     def result(layout: str, engine: str, case: dict) -> dict:
         (compared,) = compare_runs(
@@ -130,8 +129,6 @@ def train(compare_runs):
             ranks=GPUS,
             environment=DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": engine},
         )
-        found.setdefault((layout, engine), {})[name_of(case)] = compared
-        write_results("test_fsdp_flags", found)
         return compared
 
     return result

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 
 from tests.support.evaluations import replays_of_evaluations
-from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES, write_results
+from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES
 from tests.support.launch import name_of
 
 LAYOUTS = {
@@ -187,7 +187,6 @@ def results(compare_runs):
             environment=DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": engine},
         )
         found[layout, engine] = {name_of(case): result for case, result in zip(cases, compared, strict=True)}
-        write_results("test_fsdp_graphs", found)
     return found
 
 

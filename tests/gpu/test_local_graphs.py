@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.gpus import DETERMINISTIC, GPUS, SIZES, write_results
+from tests.support.gpus import DETERMINISTIC, GPUS, SIZES
 from tests.support.launch import name_of
 
 LOCAL: dict[str, Any] = SIZES | {"local": True, "fsdp": False, "dtype": "bf16"}
@@ -65,7 +65,6 @@ def results(compare_runs):
         options, cases, _ = LAYOUTS[layout]
         compared = compare_runs([LOCAL | case for case in cases], *options, ranks=GPUS, environment=DETERMINISTIC)
         found[layout] = {name_of(case): result for case, result in zip(cases, compared, strict=True)}
-        write_results("test_local_graphs", {(layout,): by_case for layout, by_case in found.items()})
     return found
 
 
