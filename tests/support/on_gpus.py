@@ -110,6 +110,9 @@ def train(part: list[Job], folder: Path) -> list[dict[str, Any]]:
     environment = DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": first.engine} | dict(first.variables)
     done, found = launch([job.case for job in part], *first.options, ranks=GPUS, folder=folder, environment=environment)
     (folder / "log").write_text(done.stdout + done.stderr)
+    if done.returncode:
+        fatal = done.stderr.find("Fatal Python error")  # faulthandler's, of a signal
+        print(f"{folder.name}:", done.stderr[-3000:] if fatal < 0 else done.stderr[max(0, fatal - 1000) :][:4000])
     crashed = {"differences": [], "error": f"the process ended with {done.returncode}: {folder.name}/log"}
     results = [*found, *([crashed] * (len(part) - len(found)))]
     if done.returncode and len(found) == len(part):  # at its end
