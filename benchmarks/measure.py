@@ -96,10 +96,11 @@ _OPTIMIZER_LEVERS = (
     *_OPTIMIZER.split(),
     *("eager+fused+optimizer", f"native+fused+optimizer:{_BY_COPY_ENGINES} {_AVERAGED}"),
 )
-# How experts of other ranks get their tokens.
+# How experts of other ranks get their tokens; then with what makes dense steps shorter.
 _EXCHANGED = (
     *("eager+grouped", "native+grouped", "native+grouped::--moe-alltoall-capacity-factor 1.5"),
-    "native+grouped::--moe-token-dispatcher-type allgather",
+    *("native+grouped::--moe-token-dispatcher-type allgather", "eager+grouped+fused"),
+    f"native+grouped+fused:{_BY_COPY_ENGINES} {_AVERAGED}",
 )
 # What documents quote most comes first.
 PARTS = (
@@ -140,7 +141,7 @@ PARTS = (
         ("benchmarks/collectives_beside_gemms.py",),
     ),
     Part("step_time_c_d", (1, 2), f"{_TIMES} --configurations C D --variants {_GROUPED}", 180),
-    Part("step_time_exchange", (2,), f"{_TIMES} --configurations C --variants {shlex.join(_EXCHANGED)}", 120),
+    Part("step_time_exchange", (2,), f"{_TIMES} --configurations C --variants {shlex.join(_EXCHANGED)}", 180),
     Part("step_time_c", (4,), f"{_TIMES} --configurations C --variants {_GROUPED} --expert-parallel 4", 100),
     Part("replay_overhead", (1,), "benchmarks/replay_overhead.py --rounds 3 --repeats 50 --output FILE", 40),
     Part("capture_time", (1,), "benchmarks/capture_time.py --output FILE", 50),
