@@ -162,5 +162,4 @@ def install() -> None:
     for owner in (torch.cuda, torch.cuda.graphs):
         patch(owner, "CUDAGraph", CUDAGraph, "captures are tapes")
         patch(owner, "graph_pool_handle", pools.new_handle, "pools are the tape's")
-    if hasattr(torch._C, "_host_emptyCache"):
-        patch(torch._C, "_host_emptyCache", lambda: None, "torch.cuda.graph calls it before a capture")
+    patch(torch._C, "_host_emptyCache", lambda: None, "torch.cuda.graph calls it before a capture")

@@ -10,11 +10,7 @@ CAPTURED_EVENT = "operation not permitted on an event last recorded in a capturi
 UNJOINED = "capturing stream has unjoined work"
 
 
-# torch 2.8 has it; before, CUDA's errors were RuntimeErrors
-_Base: type[RuntimeError] = getattr(torch, "AcceleratorError", RuntimeError)
-
-
-class CaptureError(_Base):  # type: ignore[valid-type,misc]
+class CaptureError(torch.AcceleratorError):
     """An operation that a CUDA stream capture forbids. The capture it happened in is void."""
 
 

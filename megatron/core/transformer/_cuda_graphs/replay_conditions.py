@@ -23,9 +23,7 @@ from .state_of_passes import differ, kept, tensors_in
 _NOT_COMPARED = frozenset(("training", "forward", "cuda_graphs", "evaluation_graph", "current_microbatch", "replaying"))
 # Asked of every module by those that capture; few have them.
 _ASKED_AT_CAPTURE = frozenset(("calls_no_inner_modules", "need_backward_dw"))
-_GLOBAL_HOOKS = [
-    getattr(torch_module, f"_global_{kind}") for kind in HOOK_KINDS if hasattr(torch_module, f"_global_{kind}")
-]
+_GLOBAL_HOOKS = [getattr(torch_module, f"_global_{kind}") for kind in HOOK_KINDS]
 # Contexts and settings in which operators compute, or are watched, otherwise; each function is of C, and takes a
 # fraction of a microsecond.
 _CONTEXTS: dict[str, Callable[[], Any]] = {

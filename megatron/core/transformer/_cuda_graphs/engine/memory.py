@@ -1,7 +1,6 @@
 """The memory of graphs: which tensors are in their pool, and references that do not keep it allocated."""
 
 import gc
-import inspect
 import sys
 import weakref
 from bisect import bisect_right
@@ -80,11 +79,9 @@ class PoolMemory:
         self._reserved = reserved
         # Before 2.15 torch takes away a reference to each of these numbers; small ones are never freed.
         pool = self._pool if max(self._pool) <= 256 else None
-        options: dict[str, object] = {"mempool_id": pool, "include_traces": False}
-        takes = inspect.signature(torch.cuda.memory_snapshot).parameters  # older versions of torch show all pools
         self._segments = sorted(
             (segment["address"], segment["address"] + segment["total_size"])
-            for segment in torch.cuda.memory_snapshot(**{name: options[name] for name in options if name in takes})
+            for segment in torch.cuda.memory_snapshot(mempool_id=pool, include_traces=False)
             if tuple(segment["segment_pool_id"]) == self._pool
         )
 
