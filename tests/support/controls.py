@@ -376,7 +376,7 @@ def replays_that_gather_nothing(training: Training) -> None:
     """Parts of layers that a schedule replays without calling the layer: no one else gathers their parameters."""
     fsdp = training.chunks[0].module
     fsdp.suggested_AG_prefetch_size = 0
-    with mock.patch.object(fsdp, "around_part", return_value=None):
+    with mock.patch.object(fsdp.fsdp_hooks, "around_part", return_value=None):
         training.helper.create_cudagraphs()
 
 

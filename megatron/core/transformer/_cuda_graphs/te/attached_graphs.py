@@ -117,7 +117,7 @@ def gather_in_replays(chunks: Sequence[Chunk]) -> None:
         if chunk.fsdp is not None:
             for layer in chunk.layers:
                 for graph in layer.cuda_graphs:
-                    graph.around = chunk.fsdp.around_part(layer)
+                    graph.around = chunk.fsdp.fsdp_hooks.around_part(layer)
 
 
 def detach_graphs(chunks: Sequence[Chunk]) -> None:

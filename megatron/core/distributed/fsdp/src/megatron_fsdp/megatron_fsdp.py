@@ -165,7 +165,3 @@ class MegatronFSDP(_upstream.MegatronFSDP):
         if len(self._exchanged) == 2:
             optimizers = dict(self.param_and_grad_buffer.optimizer_named_parameters)
             self._parameter_swap = ParameterSwap(self.module, self.raw_param, optimizers)
-
-    def around_part(self, module: torch.nn.Module) -> Callable[..., Any] | None:
-        """Return what replays ``module`` for a schedule that does not call it; see ``FsdpHooks``."""
-        return self.fsdp_hooks.around_part(module)

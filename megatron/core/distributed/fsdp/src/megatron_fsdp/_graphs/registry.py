@@ -62,7 +62,6 @@ class Registry:
         self.evaluated: dict[torch.nn.Module, Runner] = {}
         self.captured: Mapping[torch.nn.Module, Runner] | None = None
         self.whole_model: Any = None
-        self._of_graphs = {"training": self.graphed, "evaluation": self.evaluated}
 
     def of(self, module: torch.nn.Module) -> Runner:
         """Return the runner of the pass that begins, or runs: ``module.replaying`` says which graphs its call replays.
@@ -73,7 +72,7 @@ class Registry:
         if self.captured is not None:
             runners = self.captured
         elif "replaying" in module.__dict__:
-            runners = self._of_graphs[module.__dict__["replaying"]]
+            runners = self.graphed if module.__dict__["replaying"] == "training" else self.evaluated
         runner = runners.get(module) or self._eager.get(module)
         if runner is None:
             self._eager[module] = runner = self._make_eager(module)
