@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
-from megatron.core.transformer._cuda_graphs.engine.plan import Pass, Plan, ordered_plan
+from megatron.core.transformer._cuda_graphs.engine.plan import Pass, Plan
 from megatron.core.transformer._cuda_graphs.flags.own import layers_per_graph
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
 from megatron.core.transformer._cuda_graphs.te.graph_choice import Choice, Holds, blocker, choose
@@ -77,7 +77,8 @@ def _whole_chunks(helper: TECudaGraphHelper) -> Captured:
     stage, shape = helper.stage, (helper.seq_length, helper.micro_batch_size)
     models = [chunk.model for chunk in stage.chunks]
     order = CaptureArguments(stage, [[model] for model in models if model is not None], *shape).order()
-    plan, inputs = inputs_of_slots(models, order, *shape)
+    plan = order.plan
+    inputs = inputs_of_slots(models, plan, *shape)
     graphs = [
         Graph(step.kind, (), chunk=None if stage.one_graph_serves_all else plan.callable_of_slot[step.slot] + 1)
         for step in plan.steps
@@ -101,7 +102,8 @@ def captured_by(helper: TECudaGraphHelper, elsewhere: str = "") -> Captured:
     static: list[Any] = []
     in_flight, numbers = 0, ()
     together = decoder_layers(helper.chunks_with_decoder[0]) if choice.holds is Holds.DECODER else []
-    apart = [layer for layer in layers if layer not in together]
+    own = [[layer for layer in chunk.layers if layer not in together] for chunk in helper.stage.chunks]
+    apart = [layer for chunk in own for layer in chunk]
     shape = helper.seq_length, helper.micro_batch_size
     if together:
         numbers = tuple(layer.layer_number for layer in together)
@@ -109,11 +111,9 @@ def captured_by(helper: TECudaGraphHelper, elsewhere: str = "") -> Captured:
         in_flight = len(together)
     order: Sequence[float] = (1, -1)
     if apart:
-        own = [[layer for layer in chunk.layers if layer not in together] for chunk in helper.stage.chunks]
         arguments = CaptureArguments(helper.stage, own, *shape)
         passes = arguments.order()
-        order = passes.order
-        plan = ordered_plan(order, passes.num_layers_per_chunk, len(apart))
+        order, plan = passes.order, passes.plan
         is_mtp = dict(zip(layers, helper.flattened_callables_is_mtp, strict=True))
         for step in plan.steps:
             index = plan.callable_of_slot[step.slot]

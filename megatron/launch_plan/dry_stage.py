@@ -26,7 +26,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer._cuda_graphs.te.graph_choice import Holds, blocker
 from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
-from megatron.core.transformer._cuda_graphs.te.layers import fsdp_of
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
@@ -86,8 +85,7 @@ def dry_stage(args: argparse.Namespace, stage: int) -> Iterator[Any]:
 
 def fsdp_buffers(helper: TECudaGraphHelper) -> list[Any]:
     """Return the ``ParamAndGradBuffer`` of each model chunk that is under Megatron-FSDP."""
-    sharded = [fsdp_of(chunk) for chunk in helper.model]
-    return [fsdp.param_and_grad_buffer for fsdp in sharded if fsdp is not None]
+    return [chunk.fsdp.param_and_grad_buffer for chunk in helper.stage.chunks if chunk.fsdp is not None]
 
 
 def whole_model_blocker(args: argparse.Namespace, whole_layers: bool = False) -> str:

@@ -143,7 +143,7 @@ def hook_on_one_rank(training: Training) -> None:
     last = dist.get_world_size() - 1
     reason = "embedding has hooks, which do not run in replays"
     expected = reason if dist.get_rank() == last else f"{reason} (on rank {last})"
-    assert training.helper.choice.refused == expected, training.helper.choice.refused
+    assert training.helper.choice.last.not_model == expected, training.helper.choice.last.not_model
 
 
 def layer_hook_on_one_rank(training: Training) -> None:
@@ -174,7 +174,9 @@ def refused_on_one_stage(training: Training) -> None:
     training.helper.create_cudagraphs()
     assert training.helper.model_graphs is None
     reason = "output_layer has hooks, which do not run in replays"
-    assert training.helper.choice.refused == (reason if last else f"{reason} (on rank {dist.get_world_size() - 1})")
+    assert training.helper.choice.last.not_model == (
+        reason if last else f"{reason} (on rank {dist.get_world_size() - 1})"
+    )
 
 
 def captured_again(training: Training) -> None:

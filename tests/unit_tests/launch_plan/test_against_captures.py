@@ -12,6 +12,7 @@ from _step_time.variants import FSDP as BENCHMARK_FSDP
 
 from megatron.core.transformer._cuda_graphs.engine.graphed_slot import GraphedSlot
 from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses
+from megatron.core.transformer._cuda_graphs.te.layers import fsdp_of
 from megatron_fsdp_cuda_graphs.launch_plan import capture, dry_stage, memory
 from megatron_fsdp_cuda_graphs.launch_plan.flags import read_flags
 
@@ -70,7 +71,7 @@ def train(model, args):
     tokens = torch.zeros(args.micro_batch_size, args.seq_length, dtype=torch.int64, device="cuda")
     model(tokens, tokens, None, labels=tokens).mean().backward()
     model.finish_grad_sync()
-    params = [param for _, param in dry_stage.fsdp_of(model).param_and_grad_buffer.optimizer_named_parameters]
+    params = [param for _, param in fsdp_of(model).param_and_grad_buffer.optimizer_named_parameters]
     optimizer = torch.optim.Adam(params, foreach=False)
     optimizer.step()
     states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]

@@ -93,8 +93,7 @@ class CaptureSession:
         order = CaptureArguments(stage, [[model] for model in models], *self.shape).order()
         warmup_iters = num_warmup_iterations(stage.config, order.num_microbatches) if self.warms_up else 0
         if not stage.one_graph_serves_all:
-            plan = ordered_plan(order.order, order.num_layers_per_chunk, len(models))
-            self.observer.expect(plan, names, warmup_iters)
+            self.observer.expect(order.plan, names, warmup_iters)
         owners = [
             chunk.fsdp.graphs.whole_model(partial(self.agreement.begin, name))
             for chunk, name in zip(chunks, names, strict=True)

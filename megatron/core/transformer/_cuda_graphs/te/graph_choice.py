@@ -150,16 +150,15 @@ class Choice:
         holds: None if nothing is captured.
         not_model: Why not the whole model; empty if it is, or if it is not to be.
         not_decoder: Why not all layers of the decoder; empty if these or the whole model are.
+        why_nothing: Why nothing is captured; empty if something is.
+        eager_because: The same as scalars name it.
     """
 
     holds: Holds | None
     not_model: str = ""
     not_decoder: str = ""
-
-    @property
-    def why_nothing(self) -> str:
-        """Why nothing is captured; empty if something is."""
-        return "" if self.holds else f"layers are computed again in their backward pass, and {self.not_decoder}"
+    why_nothing: str = ""
+    eager_because: str = ""
 
 
 def choose(stage: Stage, ruled_out: Callable[[Holds], str]) -> Choice:
@@ -176,7 +175,10 @@ def choose(stage: Stage, ruled_out: Callable[[Holds], str]) -> Choice:
     not_decoder = f"{LAYERS_FLAG} is 1" if wanted == 1 else ruled_out(Holds.DECODER)
     if not not_decoder:
         return Choice(Holds.DECODER, not_model)
-    return Choice(None if Options(stage.config).recomputes_layers else Holds.LAYER, not_model, not_decoder)
+    if not Options(stage.config).recomputes_layers:
+        return Choice(Holds.LAYER, not_model, not_decoder)
+    why_nothing = f"layers are computed again in their backward pass, and {not_decoder}"
+    return Choice(None, not_model, not_decoder, why_nothing, RECOMPUTED_LAYERS)
 
 
 class GraphChoice:
@@ -186,8 +188,7 @@ class GraphChoice:
         stage: The stage, whose training is watched until the first choice.
 
     Attributes:
-        refused: Why the whole model was not captured though it might have been, after the last choice.
-        eager_because: Why nothing is captured, as scalars are named, if the last choice was that.
+        last: The last choice; one of nothing before the first and after a capture that failed.
         needs_warmup: Why passes of the whole model run before it is captured, if that was the last choice; empty if
             training has warmed them up on all ranks.
     """
@@ -197,12 +198,12 @@ class GraphChoice:
         models = [chunk.model for chunk in stage.chunks if chunk.layers]
         decoders = (getattr(model, "decoder", None) for model in models)
         self._calls = TrainingCalls(filter(None, models), filter(None, decoders))
-        self.refused = self.eager_because = self.needs_warmup = ""
-        self._tries_model = False  # though nobody asked for it
-        self._model_failed = False  # when it was tried
+        self.last = Choice(None)
+        self.needs_warmup = ""
+        self._model_failed = False  # when it was tried though nobody asked for it
 
-    def choose(self, agreement: CaptureAgreement, seq_length: int, micro_batch_size: int) -> Holds | None:
-        """Return what graphs are to hold; None if training is to go on eagerly. Log why it is no more.
+    def choose(self, agreement: CaptureAgreement, seq_length: int, micro_batch_size: int) -> Choice:
+        """Return what graphs are to hold. Log why it is no more.
 
         All pipeline stages hold the same, so that a capture that fails on one is followed by the same on all.
 
@@ -213,32 +214,29 @@ class GraphChoice:
         tokens = seq_length // stage.config.context_parallel_size
         untrained = self._calls.untrained(micro_batch_size, tokens, WARMUP_ITERATIONS)
         self._calls.stop()
-        self.refused, self._tries_model = "", False
+        self.last = Choice(None)
         if reason := agreement.objection(self._interleaved()):
-            self._note_nothing(INTERLEAVED_PASSES, reason)
-            return None
-        choice = choose(stage, lambda holds: agreement.objection(self._blocker(holds)))
-        self.refused = choice.not_model
+            choice = Choice(None, why_nothing=reason, eager_because=INTERLEAVED_PASSES)
+        else:
+            choice = choose(stage, lambda holds: agreement.objection(self._blocker(holds)))
+        self.last = choice
         if choice.holds is Holds.MODEL:
-            self._tries_model = wanted is None
             self.needs_warmup = agreement.objection(untrained)
         if choice.not_model:
             level = logging.INFO if wanted is None else logging.WARNING
             stage.log(level, f"instead of the whole model its layers are captured, because {choice.not_model}")
         if choice.why_nothing:
-            self._note_nothing(RECOMPUTED_LAYERS, choice.why_nothing)
+            why = choice.why_nothing
+            stage.log(logging.WARNING, f"no CUDA graphs are captured, and training goes on eagerly, because {why}")
         elif choice.holds is Holds.LAYER and wanted != 1 and choice.not_decoder != choice.not_model:
             stage.log(logging.INFO, f"each layer is captured in a graph of its own, because {choice.not_decoder}")
-        return choice.holds
-
-    def _note_nothing(self, eager_because: str, reason: str) -> None:
-        self.eager_because = eager_because
-        self._stage.log(logging.WARNING, f"no CUDA graphs are captured, and training goes on eagerly, because {reason}")
+        return choice
 
     def captures_layers_instead(self, failed: CaptureFailedError) -> bool:
         """Whether layers are to be captured now that what was chosen last could not be."""
-        instead = self._tries_model and not failed.interrupted
-        self._tries_model, self._model_failed = False, self._model_failed or instead
+        unasked = layers_per_graph(self._stage.config) is None
+        instead = self.last.holds is Holds.MODEL and unasked and not failed.interrupted
+        self.last, self._model_failed = Choice(None), self._model_failed or instead
         return instead
 
     def _interleaved(self) -> str:

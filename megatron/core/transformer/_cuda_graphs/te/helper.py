@@ -303,16 +303,16 @@ class TECudaGraphHelper:
             with joined_collectives(agreement.join), self._capture_mode() as start_time:
                 observer.start()
                 shape = self.seq_length, self.micro_batch_size
-                holds = self.choice.choose(agreement, *shape)  # which stages without layers have a say in, too
+                choice = self.choice.choose(agreement, *shape)  # which stages without layers have a say in, too
                 if not stage.layers:
                     logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
                     graphs.none_because = NO_LAYERS
-                elif holds:
+                elif choice.holds:
                     warms_up = bool(self.choice.needs_warmup)
                     session = CaptureSession(stage, graphs, agreement, observer, self._recaptures, shape, warms_up)
-                    session.capture(holds, self._planned_input_data)
+                    session.capture(choice.holds, self._planned_input_data)
                 else:
-                    graphs.none_because = self.choice.eager_because
+                    graphs.none_because = choice.eager_because
             agreement.finish()
         except BaseException as error:
             self._drop_graphs()
@@ -324,7 +324,7 @@ class TECudaGraphHelper:
             graphs.microbatches = get_num_microbatches()
         self._captures += self.graphs_created()
         self._finish_capturing(start_time)
-        observer.finish(graphs, self.choice.refused)
+        observer.finish(graphs, choice.not_model)
 
     @contextmanager
     def _capture_mode(self) -> Iterator[float]:

@@ -6,7 +6,10 @@ An order is what ``make_graphed_callables`` takes as ``_order``: ``c`` for the f
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, zip_longest
+
+from ..engine.plan import Plan, ordered_plan
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,11 @@ class PassOrder:
     num_layers_per_chunk: list[int]
     num_microbatches: int
     chunk_id_list: list[list[int] | None] | None = None
+
+    @cached_property
+    def plan(self) -> Plan:
+        """The plan of these passes, whose callables are the captured layers."""
+        return ordered_plan(self.order, self.num_layers_per_chunk, sum(self.num_layers_per_chunk))
 
 
 def convert_schedule_table_to_order(

@@ -14,7 +14,7 @@ import torch
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
 from ..eager_passes import EagerPasses
-from ..engine.plan import Pass, Plan, ordered_plan
+from ..engine.plan import Pass, Plan
 from ..engine.quantization import RecordedQuantization
 from ..engine.whole_passes import WholePasses
 from ..evaluation_mode import may_replay_evaluation
@@ -76,19 +76,18 @@ def sample_inputs(model: Any, seq_length: int, micro_batch_size: int) -> dict[st
 
 
 def inputs_of_slots(
-    models: Sequence[Any], order: PassOrder, seq_length: int, micro_batch_size: int
-) -> tuple[Plan, list[dict[str, torch.Tensor]]]:
-    """Return the plan of ``order``, whose callables are ``models``, and the static inputs of each of its slots.
+    models: Sequence[Any], plan: Plan, seq_length: int, micro_batch_size: int
+) -> list[dict[str, torch.Tensor]]:
+    """Return the static inputs of each slot of ``plan``, whose callables are ``models``.
 
     Slots of a model share them once nothing reads them any more. The other arguments are those of ``sample_inputs``.
     """
-    plan = ordered_plan(order.order, order.num_layers_per_chunk, len(models))
     samples = sample_arguments(
         plan,
         lambda index: ((), sample_inputs(models[index], seq_length, micro_batch_size)),
         lambda index: index,  # of two models one may be given a mask and the other none
     )
-    return plan, [inputs for _, inputs in samples]
+    return [inputs for _, inputs in samples]
 
 
 class ModelGraphs(ForwardGraphs):
@@ -190,7 +189,8 @@ def capture_whole_models(
         eager_passes: Counts calls for training with tensors of another shape.
         quantized: How each model is quantized; None if it is not.
     """
-    plan, samples = inputs_of_slots(models, order, seq_length, micro_batch_size)
+    plan = order.plan
+    samples = inputs_of_slots(models, plan, seq_length, micro_batch_size)
     slots: defaultdict[Any, list[WholePasses]] = defaultdict(list)
     all_slots: list[WholePasses] = []
     for index, inputs in zip(plan.callable_of_slot, samples, strict=True):
