@@ -116,7 +116,7 @@ def said_by(error: BaseException) -> str:
 def _check(flags: Flags) -> None:
     for row in rows_of_flags(flags.args):
         lines = flags.refused if row.verdict is Verdict.REFUSED else flags.remarks
-        if row.verdict is not Verdict.WORKS and row.words not in lines:
+        if row.words not in lines:
             lines.append(row.words)
 
 

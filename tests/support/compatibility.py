@@ -6,6 +6,7 @@ python -m tests.support.compatibility > docs/compatibility.md
 from collections.abc import Iterable
 
 from megatron.core.transformer._cuda_graphs.flags.table import TABLE, Row, Verdict
+from tests.support.working_flags import WORKING, Working
 
 HEAD = """\
 # Which flags work with CUDA graphs
@@ -22,8 +23,9 @@ a row says so.
 A flag without a row is passed through untested.
 
 `make docs` writes this page from `megatron/core/transformer/_cuda_graphs/flags/table.py`, which the checks of arguments
-read too.
+read too, and, of what works, from `tests/support/working_flags.py`.
 """
+ROWS: tuple[Row | Working, ...] = (*WORKING, *TABLE)
 # How the flags of a topic's rows begin; the first topic that fits.
 TOPICS: dict[str, tuple[str, ...]] = {
     "What graphs hold": ("--cuda-graph-impl", "--cuda-graph-modules", "--cuda-graph-layers", "--cuda-graph-warmup"),
@@ -66,15 +68,15 @@ TOPICS: dict[str, tuple[str, ...]] = {
 }
 
 
-def page(table: Iterable[Row] = TABLE) -> str:
+def page(table: Iterable[Row | Working] = ROWS) -> str:
     """Return the page for the rows of ``table``, as Markdown."""
-    by_topic: dict[str, list[Row]] = {title: [] for title in TOPICS}
+    by_topic: dict[str, list[Row | Working]] = {title: [] for title in TOPICS}
     for row in table:
         by_topic[next(title for title, flags in TOPICS.items() if row.flags.startswith(flags))].append(row)
     parts = [HEAD]
     for title, rows in by_topic.items():
         if rows:
-            rows.sort(key=lambda row: list(Verdict).index(row.verdict))
+            rows.sort(key=_rank)
             lines = [f"| {_cell(row.flags)} | {_verdict(row)} | {_cell(row.words)} |" for row in rows]
             parts.append(
                 "\n".join([f"## {title}", "", "| flags | verdict | what to know |", "|---|---|---|", *lines, ""])
@@ -82,11 +84,12 @@ def page(table: Iterable[Row] = TABLE) -> str:
     return "\n".join(parts)
 
 
-def _verdict(row: Row) -> str:
-    if row.verdict is not Verdict.WORKS:
-        return row.verdict.value
-    works = f"[works](../{row.shown})" if row.shown else "works"
-    return f"{works}: {row.holds}" if row.holds else works
+def _rank(row: Row | Working) -> int:
+    return -1 if isinstance(row, Working) else list(Verdict).index(row.verdict)
+
+
+def _verdict(row: Row | Working) -> str:
+    return f"[works](../{row.shown}): {row.holds}" if isinstance(row, Working) else row.verdict.value
 
 
 def _cell(text: str) -> str:

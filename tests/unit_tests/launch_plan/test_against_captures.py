@@ -4,6 +4,7 @@ import gc
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,7 +72,8 @@ def train(model, args):
     tokens = torch.zeros(args.micro_batch_size, args.seq_length, dtype=torch.int64, device="cuda")
     model(tokens, tokens, None, labels=tokens).mean().backward()
     model.finish_grad_sync()
-    params = [param for _, param in fsdp_of(model).param_and_grad_buffer.optimizer_named_parameters]
+    fsdp: Any = fsdp_of(model)
+    params = [param for _, param in fsdp.param_and_grad_buffer.optimizer_named_parameters]
     optimizer = torch.optim.Adam(params, foreach=False)
     optimizer.step()
     states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]

@@ -1,4 +1,4 @@
-"""The flags that were tried together with a sharded model and CUDA graphs: one table for checks and docs."""
+"""The flags that do not fit a sharded model with CUDA graphs, or were not tried: one table for checks and docs."""
 
 import enum
 from collections.abc import Callable
@@ -16,7 +16,6 @@ Condition = Callable[[Options], object]
 class Verdict(enum.Enum):
     """What is known of flags together with CUDA graphs."""
 
-    WORKS = "works"
     REFUSED = "refused"
     NO_EFFECT = "no effect"
     NOT_TRIED = "not tried"
@@ -28,27 +27,21 @@ class Row:
 
     Attributes:
         flags: What the row is about, in one line; no other row has the same.
-        words: The line that a user gets: the flag at fault, why, and what to do. Of what works, a remark or nothing.
-        shown: The test that shows it, as a path in this repository.
-        when: Whether options are of this row; None for what works, of which nothing is said.
+        words: The line that a user gets: the flag at fault, why, and what to do.
+        when: Whether options are of this row.
         graphs: The values of ``--cuda-graph-impl`` that the row is about.
-        name: Of what works: what pairs of features that are trained together call it.
-        holds: Of what works: what a graph holds at most, ``model``, ``layers`` (one each) or ``parts`` of them.
     """
 
     flags: str
     verdict: Verdict
     words: str
-    shown: str
-    when: Condition | None = None
+    when: Condition
     graphs: tuple[str, ...] = ("transformer_engine",)
     sharding: str = MEGATRON_FSDP
-    name: str = ""
-    holds: str = ""
 
     def applies(self, options: Options, sharding: str) -> bool:
         """Whether something is to be said of ``options`` of a model that the flag ``sharding`` shards."""
-        if self.when is None or sharding != self.sharding or options.implementation not in self.graphs:
+        if sharding != self.sharding or options.implementation not in self.graphs:
             return False
         return bool(self.when(options))
 
@@ -59,38 +52,19 @@ PARTS_OF_OVERLAP = (
 )
 MODULES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba")
 
-_CHECK = "tests/unit_tests/training/test_flag_rows.py"
-_CPU = "tests/integration_tests/test_fsdp_graphs.py"
-_STAGES = "tests/integration_tests/test_fsdp_pipeline.py"
-_TORCH = "tests/integration_tests/test_torch_fsdp.py"
-_OVERLAP = "tests/integration_tests/test_expert_parallel_overlap.py"
-_PACKED_TEST = "tests/integration_tests/test_packed_sequences.py"
-_HYBRID = "tests/integration_tests/test_hybrid_models.py"
-_PRETRAIN = "tests/integration_tests/test_pretrain_flags.py"
-_RESUMED = "tests/integration_tests/test_resumed_runs.py"
-_INSTANCES = "tests/integration_tests/test_hybrid_sharding.py"
-_AVERAGED = "tests/integration_tests/test_unsharded_gradients.py"
-_GROUPED = "tests/integration_tests/test_grouped_experts.py"
-_BOUNDS = "tests/integration_tests/test_token_bounds.py"
-_GPU = "tests/gpu/test_fsdp_graphs.py"
-_GPU_FLAGS = "tests/gpu/test_fsdp_flags.py"
 _PACKED = "cuda_graph_packed_sequences"
 
 
 def _refused(flags: str, when: Condition, words: str, **other: Any) -> Row:
-    return Row(flags, Verdict.REFUSED, words, _CHECK, when, **other)
-
-
-def _works(name: str, flags: str, shown: str, words: str = "", *, holds: str = "model", **other: Any) -> Row:
-    return Row(flags, Verdict.WORKS, words, shown, name=name, holds=holds, **other)
+    return Row(flags, Verdict.REFUSED, words, when, **other)
 
 
 def _not_tried(flags: str, when: Condition, words: str = "", **other: Any) -> Row:
-    return Row(flags, Verdict.NOT_TRIED, f"{flags}: not tried with graphs{words}", "", when, **other)
+    return Row(flags, Verdict.NOT_TRIED, f"{flags}: not tried with graphs{words}", when, **other)
 
 
 def _no_effect(flags: str, when: Condition, words: str) -> Row:
-    return Row(flags, Verdict.NO_EFFECT, words, _CHECK, when)
+    return Row(flags, Verdict.NO_EFFECT, words, when)
 
 
 def _warmup(options: Options) -> int:
@@ -606,150 +580,4 @@ _NOT_TRIED = [
     ),
 ]
 
-_WORKS = [
-    _works("whole layers", "--cuda-graph-modules not given, dense model", _CPU),
-    _works("attention", "--cuda-graph-modules attn", _CPU, holds="parts"),
-    _works("mlp", "--cuda-graph-modules mlp, dense layers", _CPU, holds="parts"),
-    _works("router", "--cuda-graph-modules moe_router", _CPU, holds="parts"),
-    _works("up to the dispatch", "--cuda-graph-modules attn moe_router moe_preprocess", _CPU, holds="parts"),
-    _works("padded experts", "--moe-pad-expert-input-to-capacity, whole layers or --cuda-graph-modules moe", _CPU),
-    _works(
-        "dropless experts",
-        "--moe-use-grouped-tensor, whole layers or --cuda-graph-modules attn, moe_router or moe_preprocess",
-        _GROUPED,
-        "with --moe-router-topk above 2 add --moe-permute-fusion, without which no run repeats another's bits on a GPU",
-    ),
-    _works(
-        "bounded tokens",
-        "--moe-alltoall-capacity-factor",
-        _BOUNDS,
-        "with --moe-use-grouped-tensor and --moe-token-dispatcher-type alltoall",
-    ),
-    _works("overlapped shared experts", "--moe-shared-expert-overlap", _CPU, holds="parts"),
-    _works("tied embeddings", "tied embeddings (--untie-embeddings-and-output-weights not given)", _CPU),
-    _works("positions", "--position-embedding-type learned_absolute, rope, yarn, mrope or none", _CPU),
-    _works(
-        "hybrid models",
-        "--hybrid-layer-pattern",
-        _HYBRID,
-        "Mamba layers were tried with another mixer than that of mamba-ssm",
-    ),
-    _works(
-        "packed sequences in graphs",
-        "--cuda-graph-packed-sequences",
-        _PACKED_TEST,
-        "whoever makes the batches calls megatron.core.packed_seq_params.pad_packed_seq_params, in the eager training "
-        "of a comparison too; with --context-parallel-size on the CPU backend only, with another attention than "
-        "TransformerEngine's",
-    ),
-    _works(
-        "packed sequences beside graphs",
-        "--sft or --dataloader-inter-document-masking, attention not in graphs",
-        _PACKED_TEST,
-        "verified on the CPU backend only, with another attention than TransformerEngine's",
-        holds="parts",
-    ),
-    _works("heterogeneous layers", "--heterogeneous-layers-config-path", _PRETRAIN),
-    _works(
-        "fp16",
-        "--fp16, with a dynamic or a constant loss scale",
-        _CPU,
-        "with a dynamic scale --cuda-graph-warmup-steps count from the first step that is not skipped",
-    ),
-    _works("bf16", "--bf16", _CPU),
-    _works(
-        "checkpoints",
-        "--save, --load",
-        _RESUMED,
-        "runs with and without graphs load each other's checkpoints; of two pipeline stages into one and back, too",
-    ),
-    _works("dropout", "--hidden-dropout, --attention-dropout", _CPU),
-    _works(
-        "recomputation",
-        "--recompute-modules core_attn, mlp, layernorm, moe, shared_experts, mla_up_proj",
-        _GPU,
-        "saves memory in graphs of the whole model and of all layers, and in what runs eagerly; in graphs of single "
-        "layers only layernorm and mla_up_proj do",
-    ),
-    _works(
-        "recomputation of layers",
-        "--recompute-granularity full, graphs of the whole model or of all layers",
-        _CPU,
-        "where these are ruled out nothing is captured",
-    ),
-    _works("strategies", "--data-parallel-sharding-strategy other than optim_grads_params", _CPU, holds="layers"),
-    _works(
-        "hybrid sharding",
-        "--num-distributed-optimizer-instances, --outer-dp-sharding-strategy",
-        _INSTANCES,
-        "with --outer-dp-sharding-strategy optim the patch scales gradients and clips them as without instances, which "
-        "megatron-core does not",
-    ),
-    _works(
-        "fused weight gradients of sharded parameters",
-        "fused gradient accumulation (--no-gradient-accumulation-fusion not given)",
-        _CPU,
-    ),
-    _works(
-        "multi-token prediction",
-        "--mtp-num-layers",
-        _CPU,
-        "in graphs of the whole model if forward_step gives the model a loss_mask of float32, as Megatron's does",
-    ),
-    _works(
-        "optimizer graph",
-        "--optimizer-cuda-graph",
-        _GPU,
-        "where torch's Adam is in the place of TransformerEngine's a checkpoint of it cannot be loaded: learning rates "
-        "in it are tensors",
-    ),
-    _works("tensor parallel", "--tensor-model-parallel-size, --sequence-parallel", _GPU),
-    _works("pipeline", "--pipeline-model-parallel-size", _STAGES, "each stage as a whole, or its layers"),
-    _works(
-        "interleaved stages",
-        "--num-layers-per-virtual-pipeline-stage, --num-virtual-stages-per-pipeline-rank",
-        _STAGES,
-    ),
-    _works(
-        "expert parallel",
-        "--expert-model-parallel-size, --expert-tensor-parallel-size",
-        _GPU,
-        "with --data-parallel-sharding-strategy no_shard the patch clips by a norm of the experts of all ranks, which "
-        "megatron-core does not",
-    ),
-    _works(
-        "expert parallel overlap",
-        "--overlap-moe-expert-parallel-comm, --cuda-graph-modules attn, moe_router or moe_preprocess",
-        _OVERLAP,
-        "weights other than experts stay in memory, gathered, from capture on",
-        holds="parts",
-    ),
-    _works(
-        "fp8",
-        "--fp8-format, --fp8-recipe delayed or tensorwise",
-        _GPU,
-        "graphs of the whole model, or of all layers, update the statistics of delayed scaling too",
-    ),
-    _works("fp8 parameters", "--fp8-param-gather, --fp8-recipe delayed or tensorwise", _GPU_FLAGS),
-    _works(
-        "context parallel",
-        "--context-parallel-size",
-        _GPU_FLAGS,
-        "graphs of the whole model were tried on the CPU backend only, with another attention than TransformerEngine's",
-    ),
-    _works(
-        "torch fsdp2",
-        "--use-torch-fsdp2",
-        _TORCH,
-        "layers with graphs are still gathered before each pass, but keep the memory of their parameters between "
-        "passes",
-        sharding=TORCH_FSDP,
-        holds="layers",
-    ),
-    _works("user buffers", "--use-nccl-ub", _GPU_FLAGS),
-    _works("all-gather group", "--create-all-gather-group", _PRETRAIN),
-    _works("averaging collectives", "--ddp-average-in-collective", _AVERAGED),
-    _works("latent attention", "--multi-latent-attention", _CPU),
-]
-
-TABLE = (*_REFUSED, *_NO_EFFECT, *_NOT_TRIED, *_WORKS)
+TABLE = (*_REFUSED, *_NO_EFFECT, *_NOT_TRIED)
