@@ -9,8 +9,6 @@ the backend replaces, each with the reason. Under torchrun, write ``-m megatron_
 of the script.
 """
 
-from __future__ import annotations
-
 import runpy
 import sys
 from pathlib import Path

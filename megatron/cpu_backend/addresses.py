@@ -4,8 +4,6 @@ A tape's tensors are views of raw memory and own nothing, so a graph keeps no in
 ``param.data = other``. All addresses are checked before a replay.
 """
 
-from __future__ import annotations
-
 import ctypes
 import functools
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The capture under way, if there is one, and its first error. A process has one capture at a time."""
 
-from __future__ import annotations
-
 import threading
 from typing import Any
 

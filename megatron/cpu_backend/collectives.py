@@ -4,8 +4,6 @@ A replay waits for its peers where it stands, so ranks must replay the same grap
 capture waits for no one: a rank whose capture fails leaves none behind in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

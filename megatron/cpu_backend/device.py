@@ -1,7 +1,5 @@
 """One device with the properties that megatron asks for. They are made up, and no result depends on them."""
 
-from __future__ import annotations
-
 import contextlib
 from types import SimpleNamespace
 from typing import Any

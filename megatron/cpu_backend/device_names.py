@@ -5,8 +5,6 @@ all threads, in hooks and in tensor subclasses. A factory that names no device, 
 host tensor; ``torch.device("cpu")`` may be the ``.device`` of a device tensor and means the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

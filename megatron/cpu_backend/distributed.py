@@ -1,7 +1,5 @@
 """torch.distributed with gloo behind what is written for NCCL."""
 
-from __future__ import annotations
-
 import functools
 import os
 from collections.abc import Callable

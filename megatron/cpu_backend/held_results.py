@@ -7,8 +7,6 @@ Sends and receives stay asynchronous: pipeline stages launch them in different o
 kept: gloo drops them with the objects that stand for them, and NCCL sends them all the same.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from datetime import timedelta

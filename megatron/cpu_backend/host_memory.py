@@ -4,8 +4,6 @@ The mark is on the storage, so views share it; results of operations outside a c
 without a mark counts as device memory, as do tensors that torch's own code creates.
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 

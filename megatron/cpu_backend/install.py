@@ -1,7 +1,5 @@
 """Turns the backend on and off for this process, and ends it."""
 
-from __future__ import annotations
-
 import atexit
 import os
 import sys

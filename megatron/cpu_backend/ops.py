@@ -1,7 +1,5 @@
 """What the tape knows of an operator: read off its schema and tags once, and kept."""
 
-from __future__ import annotations
-
 import functools
 from dataclasses import dataclass
 

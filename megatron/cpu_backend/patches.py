@@ -1,7 +1,5 @@
 """Replaces names of torch, and keeps the list of all that were replaced."""
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable, MutableMapping

@@ -5,8 +5,6 @@ memory from outside the capture gets its old bytes back, and memory allocated in
 bools: zero), as if nothing had run.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable
 from typing import Any

@@ -5,8 +5,6 @@ sets the variable to 1 only where it starts several processes, and MKL lowers a 
 training would have other numbers on two hosts of one rank each than on one host of two.
 """
 
-from __future__ import annotations
-
 import os
 
 import torch
