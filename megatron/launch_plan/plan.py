@@ -4,7 +4,6 @@ import argparse
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
-from typing import Any
 
 from megatron.core.transformer._cuda_graphs.flags.own import WHOLE_MODEL, layers_per_graph
 
@@ -105,7 +104,7 @@ def _advice(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
         changed = [*changes.without(given, "--cuda-graph-impl"), *changes.PER_LAYER]
         yield from read_flags(changed, args.world_size).refused
         return
-    wanted: Any = args.cuda_graph_layers_per_graph
+    wanted = layers_per_graph(args)
     blocker = whole_model_blocker(args)
     if wanted == WHOLE_MODEL and blocker:
         yield f"drop {changes.LAYERS} {wanted}: layers are captured instead, because {blocker}"
@@ -121,7 +120,7 @@ def _advice(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
         yield f"{changes.LAYERS} {WHOLE_MODEL}: the embedding, the output layer and losses are captured too"
     elif not blocker and wanted not in (None, WHOLE_MODEL):
         yield f"drop {changes.LAYERS}: the embedding, the output layer and losses are captured too"
-    elif isinstance(layers_per_graph(args), int):
+    elif wanted == 1:
         yield f"drop {changes.LAYERS}: all consecutive layers are captured in one graph"
 
 

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any
 
@@ -152,6 +152,8 @@ class Choice:
         not_decoder: Why not all layers of the decoder; empty if these or the whole model are.
         why_nothing: Why nothing is captured; empty if something is.
         eager_because: The same as scalars name it.
+        needs_warmup: Why passes of the whole model run before it is captured; empty if training has warmed them up on
+            all ranks.
     """
 
     holds: Holds | None
@@ -159,6 +161,7 @@ class Choice:
     not_decoder: str = ""
     why_nothing: str = ""
     eager_because: str = ""
+    needs_warmup: str = ""
 
 
 def choose(stage: Stage, ruled_out: Callable[[Holds], str]) -> Choice:
@@ -189,8 +192,6 @@ class GraphChoice:
 
     Attributes:
         last: The last choice; one of nothing before the first and after a capture that failed.
-        needs_warmup: Why passes of the whole model run before it is captured, if that was the last choice; empty if
-            training has warmed them up on all ranks.
     """
 
     def __init__(self, stage: Stage):
@@ -199,7 +200,6 @@ class GraphChoice:
         decoders = (getattr(model, "decoder", None) for model in models)
         self._calls = TrainingCalls(filter(None, models), filter(None, decoders))
         self.last = Choice(None)
-        self.needs_warmup = ""
         self._model_failed = False  # when it was tried though nobody asked for it
 
     def choose(self, agreement: CaptureAgreement, seq_length: int, micro_batch_size: int) -> Choice:
@@ -221,7 +221,7 @@ class GraphChoice:
             choice = choose(stage, lambda holds: agreement.objection(self._blocker(holds)))
         self.last = choice
         if choice.holds is Holds.MODEL:
-            self.needs_warmup = agreement.objection(untrained)
+            self.last = choice = replace(choice, needs_warmup=agreement.objection(untrained))
         if choice.not_model:
             level = logging.INFO if wanted is None else logging.WARNING
             stage.log(level, f"instead of the whole model its layers are captured, because {choice.not_model}")

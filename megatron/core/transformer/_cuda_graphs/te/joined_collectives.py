@@ -43,40 +43,33 @@ def joined_collectives(join: Callable[[], object]) -> Iterator[None]:
         of_capture = threading.get_ident() == thread or torch._C._current_graph_task_id() != -1
         return of_capture and group.size() > 1 and not torch.cuda.is_current_stream_capturing()
 
+    def joined(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Return what takes the place of the method ``call`` of process groups."""
+
+        @wraps(call)
+        def launch(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
+            if name == END_BATCH:
+                batches.discard(group)
+            elif group not in batches:
+                if name == BEGIN_BATCH:
+                    batches.add(group)
+                if joins(group):
+                    join()
+                    if name in _COLLECTIVES:
+                        return _launch_surely(call, group, args, kwargs)
+            return call(group, *args, **kwargs)
+
+        return launch
+
     methods = Replacements()
     for name in (*_COLLECTIVES, *BETWEEN_TWO, BEGIN_BATCH, END_BATCH):
-        methods.add(ProcessGroup, name, _joined(name, getattr(ProcessGroup, name), joins, join, batches))
+        methods.add(ProcessGroup, name, joined(name, getattr(ProcessGroup, name)))
     try:
         with methods:
             yield
     finally:  # torch must forget batches that an exception left open, or it would collect later collectives in them
         for group in batches:
             distributed_c10d._world.pg_coalesce_state.pop(group, None)
-
-
-def _joined(
-    name: str,
-    call: Callable[..., Any],
-    joins: Callable[[ProcessGroup], bool],
-    join: Callable[[], object],
-    batches: set[ProcessGroup],
-) -> Callable[..., Any]:
-    """Return what takes the place of the method ``call`` of process groups."""
-
-    @wraps(call)
-    def launch(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-        if name == END_BATCH:
-            batches.discard(group)
-        elif group not in batches:
-            if name == BEGIN_BATCH:
-                batches.add(group)
-            if joins(group):
-                join()
-                if name in _COLLECTIVES:
-                    return _launch_surely(call, group, args, kwargs)
-        return call(group, *args, **kwargs)
-
-    return launch
 
 
 def _launch_surely(call: Callable[..., Any], group: ProcessGroup, args: Any, kwargs: Any) -> Any:
