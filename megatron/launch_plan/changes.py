@@ -5,12 +5,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from megatron.core.transformer._cuda_graphs.flags.options import Options
-from megatron.core.transformer._cuda_graphs.flags.own import GROUPED_FLAG, WHOLE_MODEL
+from megatron.core.transformer._cuda_graphs.flags.own import GROUPED_FLAG, LAYERS_FLAG, WHOLE_MODEL
 
 from .flags import read_flags
 
 MODULES = "--cuda-graph-modules"
-LAYERS = "--cuda-graph-layers-per-graph"
 PER_LAYER = ("--cuda-graph-impl", "transformer_engine")
 PADDING = ("--moe-pad-expert-input-to-capacity", "--moe-expert-capacity-factor", "1.0")
 # Values of --cuda-graph-modules that cannot stand together with, or without, another.
@@ -69,13 +68,14 @@ def to_graph_all(
         blocker: Returns why the whole model cannot be captured with given arguments; empty if it can.
     """
     words, rest = [], [*arguments]
-    for flag, is_given in ((MODULES, Options(args).modules), (LAYERS, args.cuda_graph_layers_per_graph is not None)):
+    given = {MODULES: Options(args).modules, LAYERS_FLAG: args.cuda_graph_layers_per_graph is not None}
+    for flag, is_given in given.items():
         if is_given:
             words.append(f"drop {flag}")
             rest = without(rest, flag)
     if not args.cuda_graph_warmup_steps:  # without a step before capture the model is captured if asked for
-        words.append(f"add {LAYERS} {WHOLE_MODEL}")
-        rest += (LAYERS, WHOLE_MODEL)
+        words.append(f"add {LAYERS_FLAG} {WHOLE_MODEL}")
+        rest += (LAYERS_FLAG, WHOLE_MODEL)
     for added in ((), (GROUPED_FLAG,)):
         change = Change(", ".join([*words, *(f"add {flag}" for flag in added)]), [*rest, *added])
         after = accepted(change, args) if change.words else None

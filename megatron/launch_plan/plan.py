@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from megatron.core.transformer._cuda_graphs.flags.own import WHOLE_MODEL, layers_per_graph
+from megatron.core.transformer._cuda_graphs.flags.own import LAYERS_FLAG, WHOLE_MODEL, layers_per_graph
 
 from . import changes
 from .capture import Captured, captured_by
@@ -107,7 +107,7 @@ def _advice(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
     wanted = layers_per_graph(args)
     blocker = whole_model_blocker(args)
     if wanted == WHOLE_MODEL and blocker:
-        yield f"drop {changes.LAYERS} {wanted}: layers are captured instead, because {blocker}"
+        yield f"drop {LAYERS_FLAG} {wanted}: layers are captured instead, because {blocker}"
         return
     dropped = changes.Change(f"drop {changes.MODULES}", changes.without(given, changes.MODULES))
     if args.cuda_graph_modules and changes.accepted(dropped, args) is not None:
@@ -117,11 +117,11 @@ def _advice(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:
         yield from _parts_to_add(given, args)
         return
     if not blocker and wanted is None and not args.cuda_graph_warmup_steps:
-        yield f"{changes.LAYERS} {WHOLE_MODEL}: the embedding, the output layer and losses are captured too"
+        yield f"{LAYERS_FLAG} {WHOLE_MODEL}: the embedding, the output layer and losses are captured too"
     elif not blocker and wanted not in (None, WHOLE_MODEL):
-        yield f"drop {changes.LAYERS}: the embedding, the output layer and losses are captured too"
+        yield f"drop {LAYERS_FLAG}: the embedding, the output layer and losses are captured too"
     elif wanted == 1:
-        yield f"drop {changes.LAYERS}: all consecutive layers are captured in one graph"
+        yield f"drop {LAYERS_FLAG}: all consecutive layers are captured in one graph"
 
 
 def _parts_to_add(given: Sequence[str], args: argparse.Namespace) -> Iterator[str]:

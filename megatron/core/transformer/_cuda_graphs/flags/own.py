@@ -121,6 +121,11 @@ def give_to_config(args: Any, config: Any) -> None:
         setattr(config, _attribute(flag), _given(args, flag))
 
 
+def goes_on_eagerly(options: Any) -> bool:
+    """Whether training goes on without graphs if a capture fails, according to flags or a configuration."""
+    return bool(_given(options, _FALLBACK_FLAG) == "eager")
+
+
 def max_captures(options: Any) -> int:
     """How many times graphs are captured, the first time included, according to flags or a configuration.
 

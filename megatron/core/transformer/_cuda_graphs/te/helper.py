@@ -19,7 +19,7 @@ from .. import state
 from ..engine.memory import release_cached_memory, reuse_across_streams
 from ..errors import CallOrderError, CaptureFailedError, OptionsError
 from ..flags.checks import check_fsdp_options
-from ..flags.own import check_values
+from ..flags.own import check_values, goes_on_eagerly
 from ..flags.table import PARTS_OF_OVERLAP
 from .backends import choose_backend
 from .capture_arguments import CaptureArguments, amax_reduction_group, offload_interface
@@ -284,7 +284,7 @@ class TECudaGraphHelper:
             captures_layers = self.choice.captures_layers_instead(failed)
             if captures_layers:
                 _warn(failed, "Now its layers are captured")
-            elif getattr(self.config, "cuda_graph_fallback", "error") == "eager":
+            elif goes_on_eagerly(self.config):
                 _warn(failed, "Training goes on without CUDA graphs (--cuda-graph-fallback eager)")
             else:
                 raise
