@@ -30,8 +30,7 @@ def main(arguments: list[str]) -> int:
         print(usage if asked else f"no command {command!r}\n\n{usage}", file=sys.stdout if asked else sys.stderr)
         return 0 if asked else 2
     module, function = COMMANDS[command]
-    status: int = getattr(importlib.import_module(f".{module}", __package__), function)(rest)
-    return status
+    return getattr(importlib.import_module(f".{module}", __package__), function)(rest)
 
 
 if __name__ == "__main__":

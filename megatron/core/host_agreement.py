@@ -52,8 +52,7 @@ class HostAgreement:
             distance *= 2
 
     def _peer(self, distance: int) -> int:
-        rank: int = (self._group.rank() + distance) % self._group.size()
-        return rank
+        return (self._group.rank() + distance) % self._group.size()
 
     def _receive(self, distance: int) -> tuple[torch.Tensor, Any]:
         heard = torch.zeros(1, dtype=torch.int64, device="cpu")

@@ -130,8 +130,7 @@ class RerunStateMachine(_upstream.RerunStateMachine):
         if agreement is not None:
             agreed = agreement.any(value if isinstance(value, list) else [value])
             return agreed if isinstance(value, list) else agreed[0]
-        result: bool | tuple[bool, ...] = super()._reduce_any(value)
-        return result
+        return super()._reduce_any(value)
 
     def _save_state(self) -> None:
         super()._save_state()

@@ -25,10 +25,8 @@ def get_batch_on_this_tp_rank(*args: Any, **kwargs: Any) -> dict[str, torch.Tens
     group = given.get("broadcast_group")
     reads_all = given.get("pipeline_model_parallel_size", 1) == 1 or given.get("mtp_on_this_rank")
     if reads_all and group is not None and group.size() == 1:
-        alone: dict[str, torch.Tensor | None] = given["batch"]
-        return alone
-    read: dict[str, torch.Tensor | None] = _upstream.get_batch_on_this_tp_rank(*args, **kwargs)
-    return read
+        return given["batch"]
+    return _upstream.get_batch_on_this_tp_rank(*args, **kwargs)
 
 
 @functools.cache

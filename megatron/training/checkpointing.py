@@ -82,8 +82,7 @@ def preprocess_fsdp_dtensor_state_dict(args: Any, raw_state_dict: dict[str, Any]
             }
     if chunks is not None or not (args.bf16 or args.fp16):  # without a wrapper for precision megatron-core finds none
         model = _Stage(chunks or [model])
-    processed: dict[str, Any] = _upstream.preprocess_fsdp_dtensor_state_dict(args, raw_state_dict, model)
-    return processed
+    return _upstream.preprocess_fsdp_dtensor_state_dict(args, raw_state_dict, model)
 
 
 def _model_keys(chunks: list[Any]) -> list[str]:

@@ -90,8 +90,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         if self.ddp_config.use_megatron_fsdp:
             present = [grad for grad in gradients_of(self.get_parameters(), self._gradient_name()) if grad is not None]
             return [local_tensor(grad) for grad in present]
-        grads: list[torch.Tensor] = super()._collect_main_grad_data_for_unscaling()
-        return grads
+        return super()._collect_main_grad_data_for_unscaling()
 
     def get_grad_stats_parallel_group(self) -> torch.distributed.ProcessGroup:
         """Return the group over which the gradients' norm is summed, and infinities are looked for; see megatron-core.
@@ -99,8 +98,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         The ranks of a model must call it first at the same time.
         """
         if not self.ddp_config.use_megatron_fsdp:
-            group: torch.distributed.ProcessGroup = super().get_grad_stats_parallel_group()
-            return group
+            return super().get_grad_stats_parallel_group()
         return self._ranks().group
 
     def _ranks(self) -> CountedRanks:
@@ -112,14 +110,12 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         """Return the gradients of those of ``params`` that count on this rank; see megatron-core."""
         if self.ddp_config.use_megatron_fsdp:
             params = self._ranks().counted(params)
-        grads: list[torch.Tensor] = super()._filter_grads_for_norm(params, *args, **kwargs)
-        return grads
+        return super()._filter_grads_for_norm(params, *args, **kwargs)
 
     def count_zeros(self) -> float:
         """Return how many elements of the gradients are zero; see megatron-core."""
         if not self.ddp_config.use_megatron_fsdp or not self._ranks().replicated:
-            zeros: float = super().count_zeros()
-            return zeros
+            return super().count_zeros()
         return count_zeros_fp32(
             self._ranks().counted(self.get_parameters()),
             grad_stats_parallel_group=self._ranks().group,
@@ -167,8 +163,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
             params = by_global_name(self.model_chunks, [dict(chunk.named_parameters()) for chunk in self.model_chunks])
             params = handle_experts_in_state_dict(params, self.model_chunks[0].config.num_moe_experts)
             self.param_to_name = {param: name for name, param in params.items()}
-        name: str = super()._param_name(param)
-        return name
+        return super()._param_name(param)
 
     def step_with_ready_grads(self) -> bool:
         """Step with gradients that are ready, and start to gather parameters; see megatron-core."""
@@ -177,8 +172,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
             if impls != {"none"}:  # see Megatron-FSDP's ``update_main_grads``
                 torch.cuda.empty_cache()
         with self._on_local_shards():
-            successful: bool = super().step_with_ready_grads()
-        return successful
+            return super().step_with_ready_grads()
 
     def _on_local_shards(self) -> AbstractContextManager[None]:
         """Return a context in which the optimizer has local shards, if that makes no difference."""

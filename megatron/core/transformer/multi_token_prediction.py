@@ -57,10 +57,7 @@ def _roll_tensor_packed_seq(
         The moved tokens, with 0 at the end of each sequence, and the sum of those of this rank.
     """
     if (shifts, dims) != (-1, -1):
-        rolled: tuple[torch.Tensor, torch.Tensor] = _upstream._roll_tensor_packed_seq(
-            tensor, shifts, dims, packed_seq_params, cp_group
-        )
-        return rolled
+        return _upstream._roll_tensor_packed_seq(tensor, shifts, dims, packed_seq_params, cp_group)
     offsets, tokens = packed_seq_params.cu_seqlens_q.long(), tensor.shape[-1]
     if cp_group is not None and cp_group.size() > 1:
         moved = _roll_over_ranks(tensor, offsets, cp_group)

@@ -18,8 +18,7 @@ def logical_and_across_model_parallel_group(input: bool, group: torch.distribute
     """Return whether ``input`` is True on all ranks of ``group``; see megatron-core."""
     if not _has_other_ranks(group):
         return input is True
-    result: bool = _upstream.logical_and_across_model_parallel_group(input, group)
-    return result
+    return _upstream.logical_and_across_model_parallel_group(input, group)
 
 
 def reduce_max_stat_across_model_parallel_group(
@@ -40,8 +39,7 @@ def reduce_max_stat_across_model_parallel_group(
             return stat.detach().to(torch.float32, copy=True).view(())  # a graph may write to the original again
         value = -1.0 if stat is None else torch.tensor(float(stat), dtype=torch.float32, device="cpu").item()
         return None if value == -1.0 else value
-    result: float | None = _upstream.reduce_max_stat_across_model_parallel_group(stat, group)
-    return result
+    return _upstream.reduce_max_stat_across_model_parallel_group(stat, group)
 
 
 def _has_other_ranks(group: torch.distributed.ProcessGroup | None) -> bool:

@@ -52,13 +52,11 @@ class Places(NamedTuple):
 
     def to_buffers(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the buffers ``[peers * capacity, ...]`` of the list ``[rows, ...]``; unused rows repeat others."""
-        moved: torch.Tensor = _Moved.apply(rows, self.in_list, self.in_buffers)
-        return moved
+        return _Moved.apply(rows, self.in_list, self.in_buffers)
 
     def from_buffers(self, buffers: torch.Tensor) -> torch.Tensor:
         """Return the list ``[rows, ...]`` of ``buffers``, whose unused rows get the gradients of others."""
-        moved: torch.Tensor = _Moved.apply(buffers, self.in_buffers, self.in_list)
-        return moved
+        return _Moved.apply(buffers, self.in_buffers, self.in_list)
 
 
 def places(counts: torch.Tensor, capacity: int, rows: int) -> Places:

@@ -57,8 +57,7 @@ def grouped_linear(
             f"--moe-use-grouped-tensor needs --bf16 and a GPU of compute capability 9.0 or newer, got {rows.dtype} on "
             f"{torch.cuda.get_device_name(rows.device)}: leave it out"
         )
-    result: torch.Tensor = _GroupedLinear.apply(rows.contiguous(), offsets, unused_rows, *weights)
-    return result
+    return _GroupedLinear.apply(rows.contiguous(), offsets, unused_rows, *weights)
 
 
 def as_one(weights: Sequence[torch.Tensor]) -> torch.Tensor:

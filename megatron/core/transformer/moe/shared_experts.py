@@ -26,8 +26,7 @@ class SharedExpertMLP(_upstream.SharedExpertMLP):
     @property
     def cached_fc1_input(self) -> torch.Tensor | None:
         """The result of ``pre_forward_comm`` ``[sequence, micro-batch, hidden]``, until the next step takes it."""
-        found: torch.Tensor | None = self.__dict__.get("_cached_fc1_input")
-        return found
+        return self.__dict__.get("_cached_fc1_input")
 
     @cached_fc1_input.setter
     def cached_fc1_input(self, value: torch.Tensor | None) -> None:

@@ -91,8 +91,7 @@ class MoEAlltoAllTokenDispatcher(_upstream.MoEAlltoAllTokenDispatcher):
     def combine_preprocess(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Return the experts' output in the order of ``dispatch_postprocess``'s arguments."""
         if not grouped_tensor(self.config):
-            restored: torch.Tensor = super().combine_preprocess(hidden_states)
-            return restored
+            return super().combine_preprocess(hidden_states)
         received, self._received = self._received, None
         return received.to_buffers(hidden_states) if received else hidden_states
 

@@ -125,8 +125,7 @@ def reuse_across_streams() -> Iterator[None]:
 def allocator_settings() -> dict[str, Any]:
     """Return the allocator's settings by name, and under the name of the environment variable its text."""
     no_pool = (1, 1)  # which has no segments to list; not a new handle, see PoolMemory
-    settings: dict[str, Any] = torch._C._cuda_memorySnapshot(no_pool)["allocator_settings"]
-    return settings
+    return torch._C._cuda_memorySnapshot(no_pool)["allocator_settings"]
 
 
 def _configure_allocator(*settings: str) -> None:

@@ -44,8 +44,7 @@ def _ensure_generator_state_is_cudagraph_safe(gen: torch.Generator) -> torch.Gen
 
 
 def _default_generator() -> torch.Generator:
-    generator: torch.Generator = torch.cuda.default_generators[torch.cuda.current_device()]
-    return generator
+    return torch.cuda.default_generators[torch.cuda.current_device()]
 
 
 def current_rng_state() -> torch.Generator:
@@ -133,8 +132,7 @@ class GraphStates:
 def _tracked() -> dict[str, Any]:
     """The states of Megatron's RNG tracker, by name; empty without a tracker."""
     tracker = tensor_parallel_random._CUDA_RNG_STATE_TRACKER
-    states: dict[str, Any] = getattr(tracker, "states_", {})
-    return states
+    return getattr(tracker, "states_", {})
 
 
 def device_generators() -> list[torch.Generator]:

@@ -123,7 +123,7 @@ def give_to_config(args: Any, config: Any) -> None:
 
 def goes_on_eagerly(options: Any) -> bool:
     """Whether training goes on without graphs if a capture fails, according to flags or a configuration."""
-    return bool(_given(options, _FALLBACK_FLAG) == "eager")
+    return _given(options, _FALLBACK_FLAG) == "eager"
 
 
 def max_captures(options: Any) -> int:

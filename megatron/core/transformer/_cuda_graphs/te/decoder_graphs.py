@@ -84,10 +84,9 @@ def _recomputed(
     given = from_static_offsets(dict(given), decoder.layers[0]._tokens(hidden_states))
     unused = dict.fromkeys(("context", "context_mask", "attention_bias"))
     read = {name: given.get(name) for name in ("attention_mask", "rotary_pos_emb", "packed_seq_params")}
-    output: torch.Tensor = checkpointed_forward(
+    return checkpointed_forward(
         decoder, hidden_states=hidden_states, use_inner_quantization_context=quantizes, **read, **unused
     )
-    return output
 
 
 def capture_decoder(

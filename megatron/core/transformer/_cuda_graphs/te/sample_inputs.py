@@ -141,8 +141,7 @@ class LayerInputs:
         shape = self._seq_length, self._micro_batch_size
         name = "get_layer_static_inputs"
         if name in vars(layer) or getattr(type(layer), name) is not TransformerLayer.get_layer_static_inputs:
-            inputs: dict[str, torch.Tensor] = layer.get_layer_static_inputs(*shape)
-            return inputs
+            return layer.get_layer_static_inputs(*shape)
         base: Any = super(TransformerLayer, layer)
         inputs = base.get_layer_static_inputs(*shape)
         if captures_attention(layer):
@@ -161,8 +160,7 @@ class LayerInputs:
         if kind == "mrope":  # each slot has its own: micro-batches differ in their positions
             shape = 3, self._micro_batch_size, self._seq_length
             positions = torch.zeros(shape, dtype=torch.int64, device=hidden_states.device)
-            table: torch.Tensor = rotary(positions, model.mrope_section)
-            return table
+            return rotary(positions, model.mrope_section)
         if id(model) not in self._rotary:
             made = rotary(rotary.get_rotary_seq_len(None, model.decoder, hidden_states, self._config, None))
             # yarn adds a scale, which is not a layer's input

@@ -257,5 +257,4 @@ def _forward(
     if hidden_states is not None:
         model.set_input_tensor(hidden_states)
     absent = dict.fromkeys(("input_ids", "position_ids", "attention_mask"))
-    output: torch.Tensor = type(model).forward(model, **(absent | from_static_offsets(given, seq_length)))
-    return output
+    return type(model).forward(model, **(absent | from_static_offsets(given, seq_length)))
