@@ -18,11 +18,16 @@ def parts(tensor, *bounds):
     return [tensor[start:end] for start, end in bounds]
 
 
+def count(copies):
+    """How many tensors are copied, neighbours counted as one."""
+    return sum(len(tos) for tos, _ in copies._calls.values())
+
+
 def test_neighbours_are_copied_as_one(planned_copies):
     source, to = torch.arange(12.0), torch.zeros(12, dtype=torch.bfloat16)
     bounds = (0, 4), (4, 4), (4, 7), (7, 12)
     copies = planned_copies.PlannedCopies(zip(parts(to, *bounds), parts(source, *bounds), strict=True), ())
-    assert copies.count == 1
+    assert count(copies) == 1
     copies.run()
     assert torch.equal(to, source.bfloat16())
 
@@ -41,7 +46,7 @@ def test_what_lies_apart_is_copied_apart_and_gaps_are_left_alone(planned_copies,
     for (start, end), part in zip(tos, parts(source, *sources), strict=True):
         expected[start:end] = part
     copies = planned_copies.PlannedCopies(zip(parts(to, *tos), parts(source, *sources), strict=True), ())
-    assert copies.count == 2
+    assert count(copies) == 2
     copies.run()
     assert torch.equal(to, expected)
 

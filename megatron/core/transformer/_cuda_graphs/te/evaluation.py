@@ -18,7 +18,6 @@ from ..dispatcher_state import DispatcherState
 from ..eager_passes import EagerPasses
 from ..engine.addresses import AddressGuard, places_of
 from ..engine.make_graphed_callables import make_graphed_callables
-from ..engine.plan import ordered_plan
 from ..errors import CaptureFailedError, UnsupportedError
 from ..flags.own import packed_sequences
 from ..hooks import extracted_hooks, has_other_hooks
@@ -29,6 +28,7 @@ from .agreement import CaptureAgreement
 from .capture_arguments import WARMUP_ITERATIONS, quantization_arguments, recorded_quantization
 from .joined_collectives import joined_collectives
 from .layers import layer_name
+from .order import PassOrder
 from .sample_inputs import LayerInputs, attention_mask_type, captures_attention, default_kwargs, sample_arguments
 from .stage import Chunk, Stage
 from .training_calls import arguments_by_name, call_blocker, is_first, shape_of_hidden_states
@@ -172,10 +172,10 @@ class EvaluationGraphs:
         inputs = LayerInputs(self._stage.config, *shape)
         layers = self._layers
         names = [layer_name(layer, index) for index, layer in enumerate(layers)]
-        chunks = [1] * len(layers)
-        order = [step for chunk in range(1, len(layers) + 1) for step in (chunk, -chunk)]  # one layer at a time
+        one_at_a_time: list[float] = [step for chunk in range(1, len(layers) + 1) for step in (chunk, -chunk)]
+        passes = PassOrder(one_at_a_time, [1] * len(layers), 1)
         samples = sample_arguments(
-            ordered_plan(order, chunks, len(layers)),
+            passes.plan,
             lambda index: inputs.make(layers[index], self._model),
             lambda index: attention_mask_type(layers[index]),
         )
@@ -195,8 +195,8 @@ class EvaluationGraphs:
                 num_warmup_iters=WARMUP_ITERATIONS,  # of training none counts, which runs something else
                 sample_kwargs=keywords,
                 **quantization_arguments(self._stage, layers),
-                _order=order,
-                _num_layers_per_chunk=chunks,
+                _order=passes.order,
+                _num_layers_per_chunk=passes.num_layers_per_chunk,
                 _reuse_graph_input_output_buffers=True,
                 capture_time_hooks=[
                     _between(agreement.beginning(f"evaluation of {name}"), own, partial(self._guard, guards))

@@ -23,7 +23,6 @@ class PlannedCopies:
         buffers: The ``DataParallelBuffer``s that the tensors are parts of.
 
     Attributes:
-        count: How many tensors are copied, neighbours counted as one.
         placement: Where ``buffers`` had their data when the copies were planned.
     """
 
@@ -38,7 +37,6 @@ class PlannedCopies:
             else:
                 tos.append(to)
                 sources.append(source)
-        self.count = sum(len(tos) for tos, _ in self._calls.values())
         self.placement = Placement(buffers)
 
     @torch.no_grad()
