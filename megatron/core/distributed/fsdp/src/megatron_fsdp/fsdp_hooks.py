@@ -35,6 +35,7 @@ from megatron.core.utils import is_submodule
 from ._graphs.backward_pass import BackwardPass, Phase
 from ._graphs.context import Context
 from ._graphs.gradients import Gradients
+from ._graphs.pipelines import release_units
 from ._graphs.registry import Registry, Runner
 from ._graphs.runners import Eager
 from ._graphs.unit import Unit
@@ -56,6 +57,7 @@ class FsdpHooks:
         registry: Decides how a pass of a module is run.
         before_evaluation: Called once with the arguments of the model, and forgotten, before the next forward pass in
             evaluation.
+        forward_failed: Whether an exception ended the last forward pass of the whole model.
     """
 
     def __init__(self, fsdp: torch.nn.Module):
@@ -66,6 +68,7 @@ class FsdpHooks:
         self.module_names = self.backward.module_names  # for profiles
         self.context = Context(fsdp, self.registry, self.gradients, self.backward, UnitPlans(fsdp))
         self.before_evaluation: list[Callable[[tuple, dict[str, Any]], object]] = []
+        self.forward_failed = False
         self._outside_layers: frozenset[torch.nn.Parameter] = frozenset()
         self._unit_types = tuple(fsdp.fsdp_unit_modules)
         self._has_float8_params = False
@@ -267,9 +270,12 @@ class FsdpHooks:
         self.backward.phase = Phase.IN_PARTS
 
     def before_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Called before a forward pass of the whole model, with its arguments; drops an unfinished backward pass."""
+        """Called before a forward pass of the whole model, with its arguments; drops what an exception ended."""
         if self.backward.phase is not Phase.CLOSED:
             self.backward.forward_begins()
+        if self.forward_failed:  # the layer that failed and the next one hold the double buffer
+            self.forward_failed = False
+            release_units(self.fsdp)
         if self.registry.whole_model is not None and torch.is_grad_enabled():
             self.registry.whole_model.replayed = False
         if self.before_evaluation and not (self.fsdp.training or self.backward.is_open) and may_replay_evaluation():

@@ -63,7 +63,11 @@ class MegatronFSDP(_upstream.MegatronFSDP):
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model; see megatron-core. Warns if an exception ended the last backward pass."""
         self.fsdp_hooks.before_forward(inputs, kwargs)
-        return super().forward(*inputs, **kwargs)
+        try:
+            return super().forward(*inputs, **kwargs)
+        except BaseException:
+            self.fsdp_hooks.forward_failed = True
+            raise
 
     def zero_grad_buffer(self) -> None:
         """Zero all gradients; see megatron-core. Warns if an exception ended the last backward pass."""
