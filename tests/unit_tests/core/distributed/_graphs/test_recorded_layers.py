@@ -82,6 +82,20 @@ def test_only_recorded_layers_are_prefetched_by_them(ranks):
         assert len(gathered) == 10  # each layer in both directions, and the next one once in each
 
 
+def test_an_eager_pass_gathers_what_the_graphs_gather_that_other_ranks_replay(ranks):
+    with captured(graphed(0, mtp=1)) as training:
+        hooks, gathers = training.fsdp.fsdp_hooks, training.fsdp.all_gather_pipeline
+        groups = training.fsdp.param_and_grad_buffer.parameter_groups
+        forward = [bucket for layer in training.layers for bucket in hooks.context.units[layer].buckets]
+        training.layers[1].mlp.register_forward_hook(lambda *_: None)
+        with mock.patch.object(gathers, "async_bucket_gather", wraps=gathers.async_bucket_gather) as gather:
+            training.step()
+        gathered = [bucket for bucket, _ in (call.args for call in gather.call_args_list)]
+        # The unit after the layers replays a graph of its own, and in backward gathers the last layer ahead: in vain.
+        of_units = [bucket for bucket in gathered if groups[bucket].fsdp_unit_id is not None]
+        assert of_units == [*forward, forward[-1], *reversed(forward)]
+
+
 def test_kernels_that_are_captured_before_a_first_step_overwrite_gradients_as_in_eager_steps(ranks):
     with captured(graphed()) as training:
         fsdp, layers = training.fsdp, training.layers

@@ -41,11 +41,15 @@ class RecordedUnits:
     def __init__(
         self,
         context: Context,
-        units: Mapping[torch.nn.Module, Unit],
+        units: dict[torch.nn.Module, Unit],
         begin: Callable[[str], object],
         plans: Mapping[torch.nn.Module, UnitPlan],
     ):
-        self.runners = {module: Recorded(context, module, plans.get(module)) for module in units}
+        first: dict[Direction, torch.nn.Module] = {"forward": next(iter(units)), "backward": next(reversed(units))}
+        self.runners = {}
+        for module in units:
+            before = {direction: self._release for direction in first if first[direction] is module}
+            self.runners[module] = Recorded(context, module, plans.get(module), before)
         self._context, self._fsdp = context, context.fsdp
         self._backward, self._gradients = context.backward, context.gradients
         self._begin = begin

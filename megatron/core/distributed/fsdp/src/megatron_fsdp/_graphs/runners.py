@@ -10,6 +10,7 @@
 ===================  ==============================================================================================
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +58,12 @@ class Eager:
         params = self._params(direction)
         if not params:
             return
-        if direction == "backward" and self.module in self._context.registry.graphed:
+        graphed = self._context.registry.graphed.get(self.module)
+        in_training = self._fsdp.training or direction == "backward"
+        if prefetch and in_training and isinstance(graphed, Recorded) and graphed.plan is not None:
+            graphed.gather_beside_replays(direction)
+            return
+        if direction == "backward" and graphed is not None:
             # Other ranks may replay, and gather the module before what they prefetch.
             self._gather(params, direction, prefetch=False)
         self._gather(params, direction, prefetch)
@@ -129,15 +135,24 @@ class Eager:
 class Recorded(Eager):
     """Passes that are recorded together with those of other units, with their collectives.
 
+    Args:
+        before: For a direction in which it is the first of those units, what releases them all.
+
     Attributes:
         plan: Gathers, where that must be otherwise than in eager training; else None.
     """
 
     records_reductions = True
 
-    def __init__(self, context: Context, module: torch.nn.Module, plan: UnitPlan | None):
+    def __init__(
+        self,
+        context: Context,
+        module: torch.nn.Module,
+        plan: UnitPlan | None,
+        before: Mapping[Direction, Callable[[], None]],
+    ):
         super().__init__(context, module)
-        self.plan = plan
+        self.plan, self._before = plan, before
         self.params = context.units[module].params
 
     def gather(self, direction: Direction, prefetch: bool = True) -> None:
@@ -148,6 +163,15 @@ class Recorded(Eager):
             self._in_place.let_kernels_write(self.params)
         else:  # without a prefetch, in a pass that is computed again, no other unit is gathered
             super().gather(direction, prefetch)
+
+    def gather_beside_replays(self, direction: Direction) -> None:
+        """Gather for an eager pass, as the graphs do that other ranks may replay.
+
+        They find all units released, whoever gathered some ahead, and prefetch no others.
+        """
+        if direction in self._before:
+            self._before[direction]()
+        self.gather(direction)
 
 
 @dataclass
