@@ -41,14 +41,15 @@ class RecordedUnits:
     def __init__(
         self,
         context: Context,
-        units: dict[torch.nn.Module, Unit],
+        units: Mapping[torch.nn.Module, Unit],
         begin: Callable[[str], object],
         plans: Mapping[torch.nn.Module, UnitPlan],
     ):
-        first: dict[Direction, torch.nn.Module] = {"forward": next(iter(units)), "backward": next(reversed(units))}
+        ordered = [*units]
+        first: dict[Direction, list[torch.nn.Module]] = {"forward": ordered[:1], "backward": ordered[-1:]}
         self.runners = {}
         for module in units:
-            before = {direction: self._release for direction in first if first[direction] is module}
+            before = {direction: self._release for direction in first if module in first[direction]}
             self.runners[module] = Recorded(context, module, plans.get(module), before)
         self._context, self._fsdp = context, context.fsdp
         self._backward, self._gradients = context.backward, context.gradients
