@@ -36,6 +36,8 @@ NOT_CAPTURED_AGAIN: list[dict[str, Any]] = [
     # Collectives of replays on one rank and of eager passes on the other come in the same order.
     ONCE | {"later_on_one_rank": True, "microbatches": 2},
     ONCE | {"later_on_one_rank": True, "mtp": 1},  # a unit outside of the graph of the layers
+    # Units with two buckets.
+    *(ONCE | {"later_on_one_rank": True, "experts": 4, "capacity": 1.0, "layers_per_graph": most} for most in (0, -1)),
     ONCE | {"later_on_one_rank": True, "layers_per_graph": 1, "evaluates": True},
     ONCE | {"later_on_one_rank": True, "layers_per_graph": None, "evaluates": True},
     ONCE | {"later_on_one_rank": True, "modules": ["attn"], "dtype": "bf16"},

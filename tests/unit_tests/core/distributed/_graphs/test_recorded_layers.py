@@ -96,6 +96,19 @@ def test_an_eager_pass_gathers_what_the_graphs_gather_that_other_ranks_replay(ra
         assert of_units == [*forward, forward[-1], *reversed(forward)]
 
 
+@pytest.mark.parametrize("layers_per_graph", [0, -1])
+def test_an_eager_pass_reduces_the_buckets_of_a_layer_together_as_graphs_do(ranks, layers_per_graph):
+    with captured(graphed(layers_per_graph, experts=4, capacity=1.0)) as training:
+        units, reductions = training.fsdp.fsdp_hooks.context.units, training.fsdp.grad_reduce_pipeline
+        training.layers[1].mlp.register_forward_hook(lambda *_: None)
+        with mock.patch.object(reductions, "reduce_gradients", wraps=reductions.reduce_gradients) as reduce:
+            training.step()
+        together = [{*call.args[0]} for call in reduce.call_args_list]
+        for layer in training.layers:
+            assert len(units[layer].buckets) == 2
+            assert {*units[layer].params} in together
+
+
 def test_kernels_that_are_captured_before_a_first_step_overwrite_gradients_as_in_eager_steps(ranks):
     with captured(graphed()) as training:
         fsdp, layers = training.fsdp, training.layers

@@ -89,6 +89,11 @@ class Registry:
         runners = self.graphed if self.captured is None else self.captured
         return self.whole_model is not None or any(runner.records_reductions for runner in runners.values())
 
+    def records(self, module: torch.nn.Module) -> bool:
+        """Whether graphs for training hold what reduces the gradients of ``module``, a unit."""
+        runner = self.graphed.get(module)
+        return self.whole_model is not None or (runner is not None and runner.records_reductions)
+
     @contextmanager
     def capturing(self, runners: Mapping[torch.nn.Module, Runner]) -> Iterator[None]:
         """Let a capture be under way in this context, with these runners of the modules that are captured."""

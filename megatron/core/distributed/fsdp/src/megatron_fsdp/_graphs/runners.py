@@ -108,11 +108,12 @@ class Eager:
         self._context.backward.begin((self.module,), self)
         if self._unit is not None:
             self._unit.set_training_state(TrainingState.PRE_BACKWARD)
+            # Other ranks may replay, and reduce the buckets of a unit together.
+            taken = self.params or (self._unit.params if self._context.registry.records(self.module) else ())
+            self._context.backward.takers.update(dict.fromkeys(taken, self))  # ``after_backward`` will be called
         else:  # fine-grained hooks are on every module
             for submodule in self.module.modules():
                 submodule._training_state = TrainingState.PRE_BACKWARD
-        if self._unit is not None and self.params:  # ``after_backward`` will be called
-            self._context.backward.takers.update(dict.fromkeys(self.params, self))
         self.gather("backward")
 
     def after_backward(self) -> None:
