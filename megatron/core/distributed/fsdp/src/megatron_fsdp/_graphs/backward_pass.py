@@ -52,6 +52,11 @@ class BackwardPass:
         """Whether one is in progress."""
         return self.phase is not Phase.CLOSED
 
+    @property
+    def expects_gradients(self) -> bool:
+        """Whether one of the model is in progress, in which autograd computes gradients."""
+        return self.phase is Phase.EXPECTS_GRADIENTS
+
     def start(self, *, caller_ends_it: bool = False, replayed: bool = False) -> None:
         """Open it, unless it is open: no prefetch or release by forward hooks, all gradients still to come.
 

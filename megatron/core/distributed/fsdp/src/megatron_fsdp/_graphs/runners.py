@@ -105,12 +105,15 @@ class Eager:
 
     def before_backward(self) -> None:
         """Note that the backward pass of the module begins, and gather parameters."""
-        self._context.backward.begin((self.module,), self)
+        backward = self._context.backward
+        backward.begin((self.module,), self)
         if self._unit is not None:
             self._unit.set_training_state(TrainingState.PRE_BACKWARD)
-            # Other ranks may replay, and reduce the buckets of a unit together.
-            taken = self.params or (self._unit.params if self._context.registry.records(self.module) else ())
-            self._context.backward.takers.update(dict.fromkeys(taken, self))  # ``after_backward`` will be called
+            taken = self.params
+            if not taken and backward.expects_gradients and self._context.registry.records(self.module):
+                taken = self._unit.params  # other ranks may replay, and reduce the buckets of a unit together
+            if taken:  # ``after_backward`` will be called
+                backward.takers.update(dict.fromkeys(taken, self))
         else:  # fine-grained hooks are on every module
             for submodule in self.module.modules():
                 submodule._training_state = TrainingState.PRE_BACKWARD
