@@ -6,7 +6,7 @@ megatron-core reduces them after each micro-batch: it multiplies them by 1 / dat
 with each later, and where gradients are communicated in another dtype it adds them to themselves.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -50,9 +50,8 @@ class UnshardedGradients:
                 self._unscaled[bucket] = reduced, reduced.gradient_scaling_factor
                 reduced.gradient_scaling_factor = None
 
-    def let_kernels_write(self, params: Iterable[torch.nn.Parameter]) -> None:
+    def let_kernels_write(self, params: Collection[torch.nn.Parameter]) -> None:
         """Mark ``params`` for fused kernels as megatron-core marks those it gathers; for those it does not gather."""
-        params = list(params)
         for param in params:
             param.grad_added_to_main_grad = False
             param.__fsdp_param__ = param.overwrite_main_grad = True
