@@ -278,6 +278,19 @@ HOOKED: list[dict[str, Any]] = [
     {"control": "layer_hook_on_one_rank", "layers": 5, "dropout": 0.1},
     {"control": "layer_hook_on_one_rank", "layers": 5, "microbatches": 2},
 ]
+# The last rank runs every second layer eagerly. Layers with experts have two groups of buckets.
+BESIDE_REPLAYS: list[dict[str, Any]] = [
+    {"control": "late_hook_on_one_rank", **case}
+    for case in (
+        {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"], "shared_experts": 64},
+        {"layers_per_graph": 1, "experts": 8, "grouped_tensor": True, "microbatches": 2, "dtype": "bf16"},
+        {"layers_per_graph": 1, "experts": 4, "capacity": 1.0, "dropout": 0.1},
+        {"experts": 4, "modules": ["moe_router"], "dtype": "bf16"},
+        {"experts": 4, "modules": ["attn"]},
+        {"layers_per_graph": 1, "microbatches": 2, "dropout": 0.1},
+        {"layers_per_graph": 1, "experts": 4, "capacity": 1.0, "strategy": "optim_grads"},
+    )
+]
 NOTICED = {
     "hooks_left": "has hooks, which would become part of the graph",
     "no_post_backward_sentinel": "forward_pre_hooks hook",
@@ -302,7 +315,7 @@ DEAD: list[dict[str, Any]] = [
 @pytest.fixture(scope="session")
 def results(compare_runs):
     """The result of each case, by its name."""
-    on_one_rank = [FAILED_EVALUATION, OBJECTION, *HOOKED]
+    on_one_rank = [FAILED_EVALUATION, OBJECTION, *HOOKED, *BESIDE_REPLAYS]
     cases = [*EQUAL, *FIRST_PLACES, *on_one_rank, *SURVIVED, *map(noticed, NOTICED), *DEAD]
     return Trained(cases, compare_runs, SIZES)
 
@@ -354,6 +367,13 @@ def test_where_one_rank_cannot_record_a_layer_with_others_no_rank_does(results, 
     assert_as_eager(result)
     assert result["graphs"] == case["layers"]
     assert result["replays"] == 2 * case["layers"] * case.get("microbatches", 1)
+
+
+@pytest.mark.parametrize("case", mostly_long(BESIDE_REPLAYS, *BESIDE_REPLAYS[:2]), ids=name_of)
+def test_a_rank_that_runs_layers_eagerly_launches_collectives_in_the_order_of_replays(results, case):
+    result = results[name_of(case)]
+    assert_as_eager(result)
+    assert result["replays"] == replays_of_a_step(case)
 
 
 @pytest.mark.parametrize("case", mostly_long(FIRST_PLACES, FIRST_PLACES[0]), ids=name_of)

@@ -153,6 +153,16 @@ def layer_hook_on_one_rank(training: Training) -> None:
     training.helper.create_cudagraphs()
 
 
+def late_hook_on_one_rank(training: Training) -> None:
+    """Capture; the last rank then has a hook in every second layer, which it runs eagerly where others replay it."""
+    training.helper.create_cudagraphs()
+    for layer in training.layers[1::2] if dist.get_rank() == dist.get_world_size() - 1 else ():
+        hooked = [module for name, module in layer.named_modules() if name.endswith(("linear_qkv", "router"))]
+        assert hooked
+        for module in hooked:
+            module.register_forward_hook(lambda *_: None)
+
+
 def eager_micro_batch_on_one_rank(training: Training) -> None:
     """Capture; the last rank then runs the second micro-batch of each step eagerly, where others replay it."""
     training.helper.create_cudagraphs()
@@ -537,6 +547,7 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         failed_backward_between_collectives,
         hook_on_one_rank,
         layer_hook_on_one_rank,
+        late_hook_on_one_rank,
         eager_micro_batch_on_one_rank,
         refused_on_one_stage,
         captured_again,

@@ -8,6 +8,7 @@ import torch
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs import runners
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import prepared, release_all
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.recorded_collectives import RecordedReduction
 from megatron.core.distributed.fsdp.src.megatron_fsdp.optimizer_gradients import GradientStorages
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 
@@ -107,6 +108,26 @@ def test_an_eager_pass_reduces_the_buckets_of_a_layer_together_as_graphs_do(rank
         for layer in training.layers:
             assert len(units[layer].buckets) == 2
             assert {*units[layer].params} in together
+
+
+@pytest.mark.parametrize("modules", [[], ["attn", "moe_router"], ["moe_router"]], ids=str)
+def test_an_eager_pass_of_a_layer_reduces_in_the_order_of_the_replays_of_other_ranks(ranks, modules):
+    parts = {"modules": modules} if modules else {"capacity": 1.0}
+    with captured(graphed(1, experts=4, **parts)) as training:
+        launch, reduced = RecordedReduction.launch, []
+
+        def noting(reduction):
+            reduced.append(reduction.buckets)
+            return launch(reduction)
+
+        with mock.patch.object(RecordedReduction, "launch", noting):
+            training.step()
+            replayed, reduced = reduced, []
+            assert len(replayed) == 2 * len(training.layers)
+            for layer in training.layers[1:]:
+                layer.mlp.router.register_forward_hook(lambda *_: None)
+            training.step()
+        assert reduced == replayed
 
 
 def test_kernels_that_are_captured_before_a_first_step_overwrite_gradients_as_in_eager_steps(ranks):

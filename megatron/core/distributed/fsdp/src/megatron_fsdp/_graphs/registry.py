@@ -38,6 +38,9 @@ class Runner(Protocol):
     def take(self, param: torch.nn.Parameter) -> None:
         """Called when the gradient of ``param`` is complete, if ``BackwardPass.takers`` has this runner for it."""
 
+    def in_order(self, params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+        """Return ``params``, which an eager pass has taken, as replays hand them to reductions one after another."""
+
 
 class Registry:
     """The runners of one ``MegatronFSDP``.
@@ -89,10 +92,12 @@ class Registry:
         runners = self.graphed if self.captured is None else self.captured
         return self.whole_model is not None or any(runner.records_reductions for runner in runners.values())
 
-    def records(self, module: torch.nn.Module) -> bool:
-        """Whether graphs for training hold what reduces the gradients of ``module``, a unit."""
+    def taken_in_replays(self, module: torch.nn.Module, params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """Return those of ``params``, of the unit ``module``, whose gradients replays reduce at the end of its pass."""
+        if self.whole_model is not None:
+            return params
         runner = self.graphed.get(module)
-        return self.whole_model is not None or (runner is not None and runner.records_reductions)
+        return [] if runner is None else runner.params
 
     @contextmanager
     def capturing(self, runners: Mapping[torch.nn.Module, Runner]) -> Iterator[None]:

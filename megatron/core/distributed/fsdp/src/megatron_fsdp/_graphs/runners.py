@@ -110,8 +110,8 @@ class Eager:
         if self._unit is not None:
             self._unit.set_training_state(TrainingState.PRE_BACKWARD)
             taken = self.params
-            if not taken and backward.expects_gradients and self._context.registry.records(self.module):
-                taken = self._unit.params  # other ranks may replay, and reduce the buckets of a unit together
+            if not taken and backward.expects_gradients:  # other ranks may replay, and reduce buckets in their order
+                taken = self._context.registry.taken_in_replays(self.module, self._unit.params)
             if taken:  # ``after_backward`` will be called
                 backward.takers.update(dict.fromkeys(taken, self))
         else:  # fine-grained hooks are on every module
@@ -132,8 +132,14 @@ class Eager:
 
     def _handle_collected(self) -> None:
         collected = self._context.backward.collected.pop(self, None)
-        if collected:
-            self._context.gradients.handle(collected)
+        if not collected:
+            return
+        graphed = self._context.registry.graphed.get(self.module)
+        for params in [collected] if graphed is None else graphed.in_order(collected):
+            self._context.gradients.handle(params)
+
+    def in_order(self, params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+        return [params]
 
 
 class Recorded(Eager):
@@ -270,12 +276,19 @@ class Planned(Graphed):
     def after_backward(self) -> None:
         """Handle the gradients that the graph has not reduced, reduce the others, and release the unit."""
         context, plan = self._context, self.plan
-        self._handle_collected()
-        context.gradients.handle(plan.left)
+        context.gradients.handle([*context.backward.collected.pop(self, ()), *plan.left])
         plan.reduce(self._fsdp.dist_index.use_hybrid_fsdp and context.gradients.between_instances)
         context.gradients.awaited -= self.facts.written
         self.release("forward")
         plan.unit.set_training_state(TrainingState.IDLE)
+
+    def in_order(self, params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
+        bucket_of = self._fsdp.param_and_grad_buffer.param_to_param_group
+        turns = {bucket: turn for turn, each in enumerate(self.plan.reduced, 1) for bucket in each.buckets}
+        in_turn = [[] for _ in range(len(self.plan.reduced) + 1)]
+        for param in params:
+            in_turn[turns.get(bucket_of[param], 0)].append(param)
+        return in_turn
 
     def gradients_written(self) -> None:
         """Called when the backward graph has written gradients to their buckets, unless it calls ``after_backward``."""

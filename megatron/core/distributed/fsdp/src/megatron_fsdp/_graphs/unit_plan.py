@@ -247,9 +247,10 @@ class UnitPlans:
         return GroupGather(self._fsdp.all_gather_pipeline, group, backward, self._gathers)
 
     def _prefetched(self, unit: Unit, step: int) -> list[Group]:
-        """The groups that megatron-core prefetches with ``unit``, in the order of forward (1) or of backward (-1).
+        """The groups that megatron-core prefetches with ``unit`` in forward (1) or in backward (-1), as it orders them.
 
-        It goes through the buckets until those ahead reach a size, or a third unit would need a double buffer.
+        It goes through the buckets until those ahead reach a size, or a third unit would need a double buffer, and
+        gathers what it has found by rising bucket: other ranks may run the pass eagerly.
         """
         buffer = self._fsdp.param_and_grad_buffer
         ahead: list[Group] = []
@@ -267,4 +268,4 @@ class UnitPlans:
                 ahead.append(group)
                 size += sum(buffer.parameter_groups[i].model_weight_buffer.bucket_index.size for i in group)
             bucket += step
-        return ahead
+        return sorted(ahead)
