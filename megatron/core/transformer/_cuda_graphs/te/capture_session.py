@@ -72,7 +72,7 @@ class CaptureSession:
             if any(self.graphs.layers_apart):
                 with ExitStack() as stack:
                     for kept in self.graphs.kept.values():
-                        stack.enter_context(kept.kept())
+                        stack.enter_context(kept.gathered())
                     self._capture_layers(input_data)
             else:
                 self.observer.captured_layers((), (), (), (), self.graphs.decoder)

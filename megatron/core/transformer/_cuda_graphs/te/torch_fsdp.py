@@ -51,24 +51,24 @@ class KeptParameters:
                 self._params[module] = own
 
     @contextmanager
-    def kept(self) -> Iterator[None]:
-        """The context of a capture, in which they are gathered; from then on their memory is kept.
-
-        At the end they are sharded again. After an exception their memory is not kept.
-        """
+    def gathered(self) -> Iterator[None]:
+        """The context of a capture, in which they are gathered; until ``release`` their memory is kept."""
         try:
-            with self._gathered():
-                yield
-        except BaseException:
-            self.release()
-            raise
+            for module, params in self._params.items():
+                self._gather(module)
+                for param in params:
+                    param.free_unsharded_param = _keep
+            yield
+        finally:
+            for module in self._params:
+                module.reshard()
 
     def capture_evaluation_graphs(self, layers: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
         """Return the context in which graphs of ``layers``, all of them, are captured for evaluation.
 
         They are gathered at its beginning, to the kept memory, and sharded at its end.
         """
-        return self._gathered()
+        return self.gathered()
 
     def expect_evaluation(self, prepare: Callable[[tuple, dict[str, Any]], object]) -> None:
         """Call ``prepare`` once, before the next forward pass of the chunk in evaluation mode and without grad.
@@ -87,18 +87,6 @@ class KeptParameters:
     def read_by_graphs(self, layer: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
         """Return the parameters of ``layer`` that are gathered for its graphs."""
         return layer.parameters()
-
-    @contextmanager
-    def _gathered(self) -> Iterator[None]:
-        try:
-            for module, params in self._params.items():
-                self._gather(module)
-                for param in params:
-                    param.free_unsharded_param = _keep
-            yield
-        finally:
-            for module in self._params:
-                module.reshard()
 
     @staticmethod
     def _gather(module: Any) -> None:
