@@ -41,8 +41,8 @@ def conditions_of(model: torch.nn.Module) -> tuple[ReplayConditions, list[Replay
     mask = torch.zeros(1, 1, 8, 8, dtype=torch.bool)
     with reads.noted([model]):
         model(tokens, tokens, mask, labels=tokens)
-    layers = [ReplayConditions([layer], reads, [layer]) for layer in model.decoder.layers]
-    return ReplayConditions([model], reads, [model], buffers=True), layers
+    layers = [ReplayConditions(layer, reads) for layer in model.decoder.layers]
+    return ReplayConditions(model, reads, buffers=True), layers
 
 
 def microseconds(conditions: list[ReplayConditions]) -> float:

@@ -6,7 +6,7 @@ each eager pass, and by no replay. ``ReplayConditions`` records it at capture. T
 replays read those.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, call, is_, itemgetter
@@ -92,15 +92,15 @@ class _Aspect:
 
 
 class ReplayConditions:
-    """What the forward passes of some modules read, at capture and now.
+    """What the forward passes of a module read, at capture and now.
 
     To be made right after the capture, when hooks are in place and parameters are those that replays find. Modules that
     did not run in the capture are not compared: they run after replays as ever.
 
     Args:
-        roots: The captured modules; what is inside of them belongs to them.
-        run_hooks: Those whose own hooks run around replays.
-        forward_replaced: Whether replays take the place of the ``forward`` of ``roots`` by the time of a comparison.
+        root: The captured module; what is inside of it belongs to it.
+        hooks_run: Whether hooks of ``root`` itself run around replays.
+        forward_replaced: Whether replays take the place of the ``forward`` of ``root`` by the time of a comparison.
         parameters: Whether parameters are compared, as they are not where others come and go.
         buffers: Whether buffers are compared: not where an ``AddressGuard`` is checked.
         autocast: What ``autocast_in_force`` returned for the captured passes; by default what it returns now.
@@ -112,33 +112,34 @@ class ReplayConditions:
 
     def __init__(
         self,
-        roots: Sequence[torch.nn.Module],
+        root: torch.nn.Module,
         reads: AttributeReads,
-        run_hooks: Collection[torch.nn.Module] = (),
         name: str = "",
         *,
+        hooks_run: bool = True,
         forward_replaced: bool = False,
         parameters: bool = True,
         buffers: bool = False,
-        autocast: list[Any] | None = None,
+        autocast: Iterable[Any] | None = None,
         quantized: Callable[[], list[Any]] | None = None,
     ):
         self._modules = {
             module: ".".join(filter(None, (name, inner))) or type(module).__name__
-            for root in roots
             for inner, module in root.named_modules()
             if module is root or any(map(reads.ran, module.modules()))
         }
-        inside = {} if torch_module._has_any_global_hook() else self._modules  # as all modules would have hooks
-        self.hooked = [name for module, name in inside.items() if module not in run_hooks and has_other_hooks(module)]
+        inner = {module: own for module, own in self._modules.items() if module is not root}
+        hooked = inner if hooks_run else self._modules
+        inside = {} if torch_module._has_any_global_hook() else hooked  # as all modules would have hooks
+        self.hooked = [own for module, own in inside.items() if has_other_hooks(module)]
         classes = [f"the class of {name}" for name in self._modules.values()]
         aspects = [_Aspect(classes, partial(_each, type, list(self._modules)))]
-        own = {module: name for module, name in self._modules.items() if not (forward_replaced and module in roots)}
-        spaces = [module.__dict__ for module in own]
-        names = [f"forward of {name}" for name in own.values()]
+        compared = inner if forward_replaced else self._modules
+        spaces = [module.__dict__ for module in compared]
+        names = [f"forward of {own}" for own in compared.values()]
         aspects.append(_Aspect(names, lambda: list(map(dict.get, spaces, repeat("forward")))))
         aspects += self._contents("the modules in", "_modules")
-        aspects.append(_Hooks({module: name for module, name in self._modules.items() if module not in run_hooks}))
+        aspects.append(_Hooks(hooked))
         if parameters:
             aspects += self._contents("the parameters of", "_parameters")
             aspects += self._parameters()

@@ -37,7 +37,7 @@ class Evaluation:
         reads = AttributeReads()
         with reads.noted([module]):
             expected = eager()
-        self._conditions = ReplayConditions([module], reads, parameters=False)
+        self._conditions = ReplayConditions(module, reads, hooks_run=False, parameters=False)
         pairs = [leaves_of(expected), leaves_of(found)]
         same = all(map(torch.equal, _random_state(), drawn)) and len(pairs[0]) == len(pairs[1])
         self.is_as_training = same and all(map(_are_equal, *pairs))

@@ -41,7 +41,7 @@ class FunctionGuard:
         kinds = [("parameter", places), ("main_grad of parameter", places), ("buffer", buffers)]
         names = [f"{kind} {place.name} of {name}" for kind, own in kinds for place in own]
         self._addresses = AddressGuard(tensors, names.__getitem__, f"(--cuda-graph-impl local) {_ADVICE}")
-        self._conditions = ReplayConditions([module], reads, name=name, parameters=False, autocast=list(autocast))
+        self._conditions = ReplayConditions(module, reads, name, hooks_run=False, parameters=False, autocast=autocast)
         self._checked_with_grad: bool | None = None  # in this step; None before the first check
 
     def begin_step(self) -> None:

@@ -212,7 +212,7 @@ class EvaluationGraphs:
                 *samples[index],
                 guards[layer],
                 dispatchers[layer],
-                conditions=ReplayConditions([layer], reads, [layer], name, forward_replaced=True, parameters=False),
+                conditions=ReplayConditions(layer, reads, name, forward_replaced=True, parameters=False),
                 has_attention=captures_attention(layer),
                 absent=absent[index],
                 given=given,

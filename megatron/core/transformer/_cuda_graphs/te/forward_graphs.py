@@ -55,7 +55,7 @@ def captured(
             for module, (passes, *_) in slots.items():
                 held = None if passes.quantized is None else passes.quantized.tensors
                 conditions[module] = ReplayConditions(
-                    [module], reads, [module], forward_replaced=True, buffers=True, quantized=held
+                    module, reads, forward_replaced=True, buffers=True, quantized=held
                 )
         yield conditions
     except BaseException:

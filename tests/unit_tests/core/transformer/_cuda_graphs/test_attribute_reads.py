@@ -83,7 +83,7 @@ def test_what_compiled_code_reads_is_compared(compiled, change, whole):
     router = Router()
     if whole:
         router.compile(backend=counting)
-    conditions = ReplayConditions([router], noted(router), [router])
+    conditions = ReplayConditions(router, noted(router))
     assert not conditions.have_changed()
     router.unread = router.config.unread = router.calls = 7
     assert not conditions.have_changed()

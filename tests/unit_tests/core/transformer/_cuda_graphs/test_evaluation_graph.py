@@ -51,7 +51,7 @@ def evaluation_graph(layer, has_attention=True):
     keywords, dispatcher = {"attention_mask": MASK}, DispatcherState(layer)
     reads = AttributeReads()
     reads.of[id(layer.inner)] = {"forward"}
-    conditions = ReplayConditions([layer], reads, [layer], "layer 3", forward_replaced=True, parameters=False)
+    conditions = ReplayConditions(layer, reads, "layer 3", forward_replaced=True, parameters=False)
     return EvaluationGraph(
         "layer 3",
         Graphed(),

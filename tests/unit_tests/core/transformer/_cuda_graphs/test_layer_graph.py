@@ -262,7 +262,7 @@ def test_where_passes_may_not_run_eagerly_every_shape_is_given_to_the_graph():
 
 def test_a_change_after_capture_is_named_once(caplog):
     layer = torch.nn.Sequential(torch.nn.Dropout(0.1))
-    conditions = ReplayConditions([layer], AttributeReads(), [layer], "layer 3")
+    conditions = ReplayConditions(layer, AttributeReads(), "layer 3")
     graph = LayerGraph(
         "layer 3",
         lambda *args, **kwargs: None,

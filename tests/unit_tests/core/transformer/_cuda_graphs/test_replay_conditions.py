@@ -71,7 +71,7 @@ def conditions(outer):
     reads = AttributeReads()
     with reads.noted([outer]):
         outer(torch.ones(2))
-    return ReplayConditions([outer], reads, [outer], "layer 3", buffers=True)
+    return ReplayConditions(outer, reads, "layer 3", buffers=True)
 
 
 def other_forward(outer):
@@ -136,7 +136,7 @@ def test_another_hook_in_the_place_of_one_is_a_change(outer):
     outer.linear.register_forward_hook(lambda *call: None)
     reads = AttributeReads()
     reads.of[id(outer.linear)] = {"forward"}
-    conditions = ReplayConditions([outer], reads)
+    conditions = ReplayConditions(outer, reads)
     assert not conditions.have_changed()
     (key,) = outer.linear._forward_hooks
     outer.linear._forward_hooks[key] = lambda *call: None
@@ -189,7 +189,7 @@ def test_flags_that_a_pass_asks_megatron_for_are_compared(monkeypatch):
     module, reads = Asking(), AttributeReads()
     with reads.noted([module]):
         module(torch.ones(2))
-    conditions = ReplayConditions([module], reads)
+    conditions = ReplayConditions(module, reads)
     args.iteration = 2
     assert not conditions.have_changed()
     args.scale = 3.0
@@ -199,7 +199,7 @@ def test_flags_that_a_pass_asks_megatron_for_are_compared(monkeypatch):
 
 def test_autocast_is_compared_with_that_of_the_capture(outer):
     with torch.autocast("cpu", torch.bfloat16):
-        conditions = ReplayConditions([outer], AttributeReads())
+        conditions = ReplayConditions(outer, AttributeReads())
         assert not conditions.have_changed()
     assert conditions.have_changed()
     assert "autocast" in conditions.changes()

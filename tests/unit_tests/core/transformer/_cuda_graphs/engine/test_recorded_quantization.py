@@ -285,7 +285,7 @@ def test_tensors_that_the_graphs_do_not_use_are_noticed(engine, change, what):
     model = Model()
     model.capture(engine)
     assert model.recorded is not None
-    conditions = ReplayConditions([model.layers], AttributeReads(), quantized=model.recorded.tensors)
+    conditions = ReplayConditions(model.layers, AttributeReads(), quantized=model.recorded.tensors)
     assert not conditions.have_changed()
     change(model)
     assert conditions.have_changed()

@@ -78,7 +78,7 @@ def graphed(with_mask=True, eager_passes=None, more=None):
     if not with_mask:
         del static["attention_mask"]
     static |= more or {}
-    conditions = ReplayConditions([model], AttributeReads(), [model], forward_replaced=True)
+    conditions = ReplayConditions(model, AttributeReads(), forward_replaced=True)
     graphs = ModelGraphs(model, [cast(Any, Passes(static))], eager_passes or EagerPasses(), conditions)
     return model, graphs, static
 
@@ -360,7 +360,7 @@ def chunk(monkeypatch):
     chunk = Chunk()
     monkeypatch.setattr(whole_model, "get_num_microbatches", lambda: chunk.microbatches)
     slots = [Passes({"attention_mask": mask(), "hidden_states": hidden()}) for _ in range(2)]
-    conditions = ReplayConditions([chunk], AttributeReads(), [chunk], forward_replaced=True)
+    conditions = ReplayConditions(chunk, AttributeReads(), forward_replaced=True)
     ModelGraphs(chunk, cast(Any, slots), EagerPasses(), conditions)
     return chunk, slots
 
