@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from copy import copy
 from typing import Any
 
 import torch
@@ -194,12 +193,6 @@ class LayerGraph:
         if self.around is not None:
             return self.around(self.graphed, args, replay_kwargs)
         return self.graphed(*args, **replay_kwargs)
-
-    def wrapped(self, wrap: Callable[[Any], Any]) -> "LayerGraph":
-        """Return a copy of this graph that replays ``wrap(callable of the engine)``."""
-        graph = copy(self)
-        graph.graphed = wrap(self.graphed)
-        return graph
 
     def reset(self) -> None:
         """Free the graphs."""

@@ -53,10 +53,10 @@ def attach_graphs(
             main_grads=alone[index] and stage.config.gradient_accumulation_fusion,
         )
         guarded |= inputs.keys()
-        attached = (
+        layer.cuda_graphs = LayerGraphs(
             LayerGraph(
                 name,
-                graphs[slot],
+                stage.role.wrap(graphs[slot]),
                 *samples[slot],
                 has_attention=captures_attention(layer),
                 num_microbatches=None if stage.one_graph_serves_all else len(slots),
@@ -71,7 +71,6 @@ def attach_graphs(
             )
             for slot in slots
         )
-        layer.cuda_graphs = LayerGraphs(map(stage.role.wrap, attached))
 
 
 def guard_layer(

@@ -29,7 +29,7 @@ class Role:
         language: Whether it is that of the language model, which each pipeline stage has. Only that one logs steps,
             zeroes gradients, captures for evaluation and again for other shapes; only its layers get rotary embeddings.
         report: What the files of its report are called.
-        wrap: What layers get in place of a graph, called with it.
+        wrap: What replays run in place of a callable of the engine, called with it.
     """
 
     language: bool = True

@@ -8,7 +8,6 @@ import torch
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from ..layer_graph import LayerGraph
 from .helper import TECudaGraphHelper, logger
 from .layers import decoder_layers, vision_model_of
 from .order import PassOrder
@@ -37,11 +36,8 @@ def _wrap_graph_for_vision(graph_fn: Callable[..., Any]) -> Any:
     """Return ``graph_fn`` without the None outputs that a layer without context returns beside its hidden states.
 
     Args:
-        graph_fn: Any callable. The result for a ``LayerGraph`` is a ``LayerGraph``, which its layer knows how to
-            replay; any other result has the attributes of ``graph_fn``, such as ``reset`` and ``backward_dw``.
+        graph_fn: Any callable. The result has its attributes, such as ``reset`` and ``backward_dw``.
     """
-    if isinstance(graph_fn, LayerGraph):
-        return graph_fn.wrapped(_WithoutNone)
     return _WithoutNone(graph_fn)
 
 
