@@ -28,7 +28,7 @@ from .capture_observer import CaptureObserver
 from .changed_shapes import Recaptures
 from .decoder_graphs import capture_decoder
 from .evaluation import EvaluationGraphs
-from .graph_choice import Holds
+from .graph_choice import Choice, Holds
 from .layers import layer_name
 from .stage import Stage
 from .stage_graphs import StageGraphs
@@ -45,7 +45,6 @@ class CaptureSession:
     Attributes:
         recaptures: Says which passes of other shapes are watched.
         shape: Tokens of a sequence, before any parallel division, and sequences in a micro-batch.
-        warms_up: Whether passes of the whole model run before they are captured.
     """
 
     stage: Stage
@@ -54,20 +53,20 @@ class CaptureSession:
     observer: CaptureObserver
     recaptures: Recaptures
     shape: tuple[int, int]
-    warms_up: bool = True
 
-    def capture(self, holds: Holds, input_data: Callable[[], InputData]) -> None:
+    def capture(self, choice: Choice, input_data: Callable[[], InputData]) -> None:
         """Capture.
 
         Args:
+            choice: What graphs are to hold.
             input_data: Returns the positional inputs and the keyword arguments of ``make_graphed_callables`` for the
                 layers that have graphs of their own.
         """
-        if holds is Holds.MODEL:
-            self._capture_model()
+        if choice.holds is Holds.MODEL:
+            self._capture_model(choice.needs_warmup)
         else:
             self.graphs.kept = kept_parameters(self.stage.chunks)
-            if holds is Holds.DECODER:
+            if choice.holds is Holds.DECODER:
                 self._capture_decoder()
             if any(self.graphs.layers_apart):
                 with ExitStack() as stack:
@@ -86,12 +85,12 @@ class CaptureSession:
 
     # ------------------------------------------------------------------------------------------------ several layers
 
-    def _capture_model(self) -> None:
+    def _capture_model(self, needs_warmup: bool) -> None:
         stage, chunks = self.stage, self.stage.chunks
         models = [chunk.model for chunk in chunks]
         names = ["the whole model"] if stage.one_graph_serves_all else [f"chunk {i}" for i in range(len(chunks))]
         order = CaptureArguments(stage, [[model] for model in models], *self.shape).order()
-        warmup_iters = num_warmup_iterations(stage.config, order.num_microbatches) if self.warms_up else 0
+        warmup_iters = num_warmup_iterations(stage.config, order.num_microbatches) if needs_warmup else 0
         if not stage.one_graph_serves_all:
             self.observer.expect(order.plan, names, warmup_iters)
         owners = [

@@ -152,7 +152,7 @@ class Choice:
         not_decoder: Why not all layers of the decoder; empty if these or the whole model are.
         why_nothing: Why nothing is captured; empty if something is.
         eager_because: The same as scalars name it.
-        needs_warmup: Why passes of the whole model run before it is captured; empty if training has warmed them up on
+        needs_warmup: Whether passes of the whole model run before it is captured: training has not warmed them up on
             all ranks.
     """
 
@@ -161,7 +161,7 @@ class Choice:
     not_decoder: str = ""
     why_nothing: str = ""
     eager_because: str = ""
-    needs_warmup: str = ""
+    needs_warmup: bool = True
 
 
 def choose(stage: Stage, ruled_out: Callable[[Holds], str]) -> Choice:
@@ -221,7 +221,7 @@ class GraphChoice:
             choice = choose(stage, lambda holds: agreement.objection(self._blocker(holds)))
         self.last = choice
         if choice.holds is Holds.MODEL:
-            self.last = choice = replace(choice, needs_warmup=agreement.objection(untrained))
+            self.last = choice = replace(choice, needs_warmup=bool(agreement.objection(untrained)))
         if choice.not_model:
             level = logging.INFO if wanted is None else logging.WARNING
             stage.log(level, f"instead of the whole model its layers are captured, because {choice.not_model}")

@@ -308,9 +308,8 @@ class TECudaGraphHelper:
                     logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
                     graphs.none_because = NO_LAYERS
                 elif choice.holds:
-                    warms_up = bool(choice.needs_warmup)
-                    session = CaptureSession(stage, graphs, agreement, observer, self._recaptures, shape, warms_up)
-                    session.capture(choice.holds, self._planned_input_data)
+                    session = CaptureSession(stage, graphs, agreement, observer, self._recaptures, shape)
+                    session.capture(choice, self._planned_input_data)
                 else:
                     graphs.none_because = choice.eager_because
             agreement.finish()

@@ -20,7 +20,7 @@ from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureA
 from megatron.core.transformer._cuda_graphs.te.capture_observer import CaptureObserver
 from megatron.core.transformer._cuda_graphs.te.capture_session import CaptureSession
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import Recaptures
-from megatron.core.transformer._cuda_graphs.te.graph_choice import Holds
+from megatron.core.transformer._cuda_graphs.te.graph_choice import Choice, Holds
 from megatron.core.transformer._cuda_graphs.te.order import PassOrder
 from megatron.core.transformer._cuda_graphs.te.stage import Chunk, Role, Stage
 from megatron.core.transformer._cuda_graphs.te.stage_graphs import StageGraphs
@@ -122,7 +122,7 @@ def capture(stage, order):
     with ExitStack() as stack:
         for module in (capture_arguments, changed_shapes):
             stack.enter_context(mock.patch.object(module, "get_num_microbatches", return_value=1))
-        session.capture(Holds.LAYER, input_data)
+        session.capture(Choice(Holds.LAYER), input_data)
     return graphs
 
 
