@@ -12,8 +12,6 @@ from ..flags.own import packed_sequences
 from ..hooks import calls_weakly, runs_outside_graphs
 from ..packed_sequences import OFFSETS, misfit, offsets_of
 
-# Arguments that the losses of most models do not depend on.
-UNUSED = ("loss_mask",)
 # What a model chunk is given by ``set_input_tensor`` where another pipeline stage runs before it.
 HIDDEN_STATES = "hidden_states"
 _UNCALLED = "it has not been called for training so far"
@@ -67,7 +65,7 @@ def predicts_tokens(model: Any) -> bool:
 
 def unused_by(model: Any) -> set[str]:
     """Return the arguments that ``model``, a chunk perhaps, does not read and others like it do."""
-    return {"input_ids", "position_ids", "labels"}.difference(expected_inputs(model, 1, 1))
+    return {"input_ids", "position_ids", "labels", "loss_mask"}.difference(expected_inputs(model, 1, 1))
 
 
 def shape_of(model: Any, given: Mapping[str, Any]) -> tuple[int, int] | None:
@@ -186,7 +184,7 @@ def call_blocker(model: Any, given: dict[str, Any]) -> str:
         if misfit(packed, rows_and_length[1] * model.config.context_parallel_size):
             return "its packed_seq_params are not what pad_packed_seq_params returns"
         given |= offsets_of(packed)
-    others = [name for name in given if given[name] is not None and name not in (*expected, *UNUSED, *unused_by(model))]
+    others = [name for name in given if given[name] is not None and name not in (*expected, *unused_by(model))]
     if others:
         return f"it was called with {', '.join(others)}"
     if given.get("attention_mask") is None:

@@ -24,7 +24,7 @@ from .forward_graphs import ForwardGraphs, captured
 from .layers import decoder_layers, language_layers
 from .order import PassOrder
 from .sample_inputs import LayerInputs, captures_attention, sample_arguments
-from .training_calls import HIDDEN_STATES, UNUSED, expected_inputs, is_first, is_last, is_training, shape_of, unused_by
+from .training_calls import HIDDEN_STATES, expected_inputs, is_first, is_last, is_training, shape_of, unused_by
 
 
 def known_class(model: Any) -> type | None:
@@ -115,7 +115,7 @@ class ModelGraphs(ForwardGraphs):
         kept: Sequence[Any] = (),
         stands: bool = True,
     ):
-        unused = {*UNUSED} | unused_by(model)
+        unused = unused_by(model)
         if {"attention_mask", *OFFSETS}.isdisjoint(slots[0].inputs):  # there is no attention
             unused.add("attention_mask")
         absent = ("attention_mask",)

@@ -375,7 +375,7 @@ def test_one_chunk_whose_calls_do_not_fit_is_enough():
 def test_what_a_chunk_reads(place, read):
     chunk = Chunk(*place)
     assert expected_inputs(chunk, 2, 4).keys() == read
-    assert unused_by(chunk) == {"input_ids", "position_ids", "labels"} - read
+    assert unused_by(chunk) == {"input_ids", "position_ids", "labels", "loss_mask"} - read
     chunk.position_embedding_type = "mrope"  # of which each chunk computes its own
     assert expected_inputs(chunk, 2, 4).keys() == read | {"position_ids"}
     chunk.config = SimpleNamespace(context_parallel_size=2)
