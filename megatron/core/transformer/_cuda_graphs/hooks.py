@@ -69,10 +69,15 @@ def is_of_ddp(hook: Callable) -> bool:
     return getattr(hook, "__module__", None) == "megatron.core.distributed.distributed_data_parallel"
 
 
+def hooks_on(module: torch.nn.Module) -> Iterator[Callable]:
+    """Yield the hooks of all kinds on ``module`` itself."""
+    for name in _HOOK_DICTS:
+        yield from getattr(module, name).values()
+
+
 def has_other_hooks(module: torch.nn.Module) -> bool:
     """Whether ``module`` has hooks beside those that shard it, or torch has hooks for all modules."""
-    hooks = (hook for name in _HOOK_DICTS for hook in getattr(module, name).values())
-    own = any(not (must_run_outside(hook) or _is_of_torch_fsdp(hook)) for hook in hooks)
+    own = any(not (must_run_outside(hook) or _is_of_torch_fsdp(hook)) for hook in hooks_on(module))
     return own or torch.nn.modules.module._has_any_global_hook()
 
 

@@ -11,7 +11,7 @@ import torch
 from megatron.core.transformer.module import GraphableMegatronModule
 
 from ..engine.plan import Pass, Plan
-from ..hooks import HOOK_KINDS, ModuleHooks, must_run_outside
+from ..hooks import ModuleHooks, hooks_on, must_run_outside
 from ..layer_graph import static_inputs
 from ..report.page import write
 from ..report.record import (
@@ -272,15 +272,10 @@ def hook_routes(layers: Sequence[torch.nn.Module], first: int = 0, recorded: boo
                 HookRoute(index, "", _hook_name(getattr(hook, "__wrapped__", hook)), kind) for hook in hooks.values()
             ]
         for path, module in layer.named_modules():
-            for hook in _hooks_on(module) if path or recorded else ():
+            for hook in hooks_on(module) if path or recorded else ():
                 route = WITHHELD if must_run_outside(hook) and not recorded else RECORDED
                 routes.append(HookRoute(index, path, _hook_name(hook), route))
     return routes
-
-
-def _hooks_on(module: torch.nn.Module) -> Iterator[Any]:
-    for kind in HOOK_KINDS:
-        yield from getattr(module, f"_{kind}").values()
 
 
 def _hook_name(hook: Any) -> str:
