@@ -198,7 +198,6 @@ class CaptureAgreement:
         Raises:
             CaptureFailedError: a rank failed.
         """
-        self._end()
         self._where = "after the last layer"
         self._vote_of_stage()
         if self._pipeline is not None:
@@ -209,7 +208,8 @@ class CaptureAgreement:
 
         All ballots get its vote, also those in which others may have learnt of it already: none waits for this rank.
         """
-        self._end()
+        if self._timeline is not None:
+            self._timeline.end()
         agreed = self._failure if isinstance(error, CaptureFailedError) else None
         if agreed is None:
             cause, interrupted = f"{type(error).__name__}: {error}", not isinstance(error, Exception)
@@ -219,10 +219,6 @@ class CaptureAgreement:
                 decided = ballot.vote(agreed)
                 agreed = decided if isinstance(decided, Failure) else agreed
         return agreed.error()
-
-    def _end(self) -> None:
-        if self._timeline is not None:
-            self._timeline.end()
 
     def _vote_of_stage(self, against: Against | None = None) -> Objection | None:
         for ballot in self._stage:  # what a rank learns in one group, it says in the next
