@@ -78,8 +78,7 @@ class LayerGraph:
         packed: PackedUse | None = None,
     ):
         self._eager_passes = EagerPasses() if eager_passes is None else eager_passes
-        self._shape = sample_args[0].shape if sample_args else None
-        self._only_shape = None if eager_passes is None else self._shape
+        self._only_shape = sample_args[0].shape if sample_args and eager_passes is not None else None
         self._conditions, self._may_run_eagerly = conditions, may_run_eagerly
         # Without them routers, for one, neither count tokens nor add up losses.
         self._only_with_gradients = may_run_eagerly
@@ -145,7 +144,7 @@ class LayerGraph:
             log_single_rank(
                 logger,
                 logging.WARNING,
-                f"{self.name} was captured with hidden_states of {tuple(self._shape or ())}. Passes with "
+                f"{self.name} was captured with hidden_states of {tuple(self._only_shape or ())}. Passes with "
                 f"{tuple(shape)} run eagerly, in all layers{self._eager_passes.outlook}",
             )
 

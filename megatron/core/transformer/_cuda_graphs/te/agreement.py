@@ -7,7 +7,7 @@ and nothing may be enqueued on a stream that is captured.
 """
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,6 +16,7 @@ import torch
 from torch.distributed import PrefixStore, Store, distributed_c10d
 
 from ..errors import CaptureFailedError
+from ..hooks import HookDicts
 from ..report.timeline import Timeline
 
 _AGREED = "agreed"
@@ -232,18 +233,16 @@ class CaptureAgreement:
         return against
 
 
-def naming_hooks(
-    hooks: Sequence[Mapping[str, Any] | None], names: Sequence[str], agreement: CaptureAgreement
-) -> list[dict[str, Any]]:
+def naming_hooks(hooks: Sequence[HookDicts], names: Sequence[str], agreement: CaptureAgreement) -> list[dict[str, Any]]:
     """Return ``hooks`` of layers with one in front that says which pass of the layer begins.
 
     Args:
-        hooks: The capture-time hooks of each layer, by kind; None for a layer without any.
+        hooks: The capture-time hooks of each layer, by kind.
     """
     with_names = []
     for name, own in zip(names, hooks, strict=True):
-        kinds = dict(own or {})
+        kinds: dict[str, Any] = {**own}
         for kind, phase in (("forward_pre_hooks", "forward"), ("backward_pre_hooks", "backward")):
-            kinds[kind] = {"agreement": agreement.beginning(name, phase), **kinds.get(kind, {})}
+            kinds[kind] = {"agreement": agreement.beginning(name, phase), **own[kind]}
         with_names.append(kinds)
     return with_names

@@ -105,10 +105,6 @@ class ForwardGraphs:
         if stands:
             module.__dict__["forward"] = self
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module, by a replay if possible."""
-        raise NotImplementedError
-
     def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
         """Return the tokens of a sequence on this rank and the sequences of a micro-batch, given arguments by name."""
         raise NotImplementedError
