@@ -31,26 +31,28 @@ def attach_graphs(
 ) -> None:
     """Give layers their graphs, with what guards them. Megatron-FSDP guards parameters itself.
 
+    Where a schedule does not call layers, so that no hooks run, replays gather parameters under Megatron-FSDP.
+
     Args:
         layers: The captured layers of each chunk.
         graphs: The engine's callables, one for each slot of ``plan``.
         conditions: For each layer what its passes read.
         eager_passes: Counts passes of other shapes; None if these may not run eagerly.
     """
-    alone = [chunk.fsdp is None for chunk, own in zip(stage.chunks, layers, strict=True) for _ in own]
+    wrappers = [chunk.fsdp for chunk, own in zip(stage.chunks, layers, strict=True) for _ in own]
     every = [layer for own in layers for layer in own]
     absent = default_kwargs(every, [kwargs for _, kwargs in samples])
     given: dict[int, torch.Tensor | None] = {}
     guarded: set[int] = set()  # layers share static inputs
-    for index, (layer, slots) in enumerate(zip(every, plan.slots_of_callables, strict=True)):
+    for index, (layer, fsdp, slots) in enumerate(zip(every, wrappers, plan.slots_of_callables, strict=True)):
         name = layer_name(layer, index)
         inputs = {id(each[1]): each for slot in slots for each in static_inputs(graphs[slot], *samples[slot])}
         guard = guard_layer(
             name,
             layer,
             [each for key, each in inputs.items() if key not in guarded],
-            parameters=alone[index],
-            main_grads=alone[index] and stage.config.gradient_accumulation_fusion,
+            parameters=fsdp is None,
+            main_grads=fsdp is None and stage.config.gradient_accumulation_fusion,
         )
         guarded |= inputs.keys()
         layer.cuda_graphs = LayerGraphs(
@@ -71,6 +73,9 @@ def attach_graphs(
             )
             for slot in slots
         )
+        if stage.config.overlap_moe_expert_parallel_comm and fsdp is not None:
+            for graph in layer.cuda_graphs:
+                graph.around = fsdp.fsdp_hooks.around_part(layer)
 
 
 def guard_layer(
@@ -108,15 +113,6 @@ def guard_layer(
         ]
 
     return AddressGuard(tensors, names.__getitem__, _ADVICE)
-
-
-def gather_in_replays(chunks: Sequence[Chunk]) -> None:
-    """Let replays gather parameters under Megatron-FSDP: the schedule does not call layers, and no hooks run."""
-    for chunk in chunks:
-        if chunk.fsdp is not None:
-            for layer in chunk.layers:
-                for graph in layer.cuda_graphs:
-                    graph.around = chunk.fsdp.fsdp_hooks.around_part(layer)
 
 
 def detach_graphs(chunks: Sequence[Chunk]) -> None:

@@ -22,7 +22,7 @@ from ..engine.te_engine import recover_te_engine
 from ..hooks import extracted_hooks
 from ..replay_conditions import ReplayConditions
 from .agreement import CaptureAgreement, naming_hooks
-from .attached_graphs import attach_graphs, gather_in_replays
+from .attached_graphs import attach_graphs
 from .capture_arguments import CaptureArguments, num_warmup_iterations, recorded_quantization
 from .capture_observer import CaptureObserver
 from .changed_shapes import Recaptures
@@ -185,8 +185,6 @@ class CaptureSession:
         samples = list(zip(sample_args, arguments["sample_kwargs"], strict=True))
         eager_passes = self._eager_passes_of_layers(tokens=sample_args[0][0].shape[0])
         attach_graphs(stage, apart, plan, graphs, samples, conditions, eager_passes)
-        if stage.config.overlap_moe_expert_parallel_comm:
-            gather_in_replays(stage.chunks)
         self.observer.captured_layers(apart, names, graphs, samples, self.graphs.decoder)
 
     def _eager_passes_of_layers(self, tokens: int) -> EagerPasses | None:
