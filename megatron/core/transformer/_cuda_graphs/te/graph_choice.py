@@ -212,7 +212,7 @@ class GraphChoice:
         """
         stage, wanted = self._stage, layers_per_graph(self._stage.config)
         tokens = seq_length // stage.config.context_parallel_size
-        untrained = self._calls.untrained(micro_batch_size, tokens, WARMUP_ITERATIONS)
+        not_warm = "" if self._calls.have_run(micro_batch_size, tokens, WARMUP_ITERATIONS) else "it is not warmed up"
         self._calls.stop()
         self.last = Choice(None)
         if reason := agreement.objection(self._interleaved()):
@@ -221,7 +221,7 @@ class GraphChoice:
             choice = choose(stage, lambda holds: agreement.objection(self._blocker(holds)))
         self.last = choice
         if choice.holds is Holds.MODEL:
-            self.last = choice = replace(choice, needs_warmup=bool(agreement.objection(untrained)))
+            self.last = choice = replace(choice, needs_warmup=bool(agreement.objection(not_warm)))
         if choice.not_model:
             level = logging.INFO if wanted is None else logging.WARNING
             stage.log(level, f"instead of the whole model its layers are captured, because {choice.not_model}")

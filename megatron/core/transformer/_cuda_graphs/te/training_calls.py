@@ -129,8 +129,8 @@ class TrainingCalls:
         """Why graphs of the whole model would not be replayed in such calls; empty if they would."""
         return next(filter(None, self._blockers.values()), "")
 
-    def untrained(self, sequences: int, tokens: int, passes: int) -> str:
-        """Say why passes of this shape may set up more than they do each time; empty if they have run often enough.
+    def have_run(self, sequences: int, tokens: int, passes: int) -> bool:
+        """Whether passes of this shape have run so often that they set up nothing but what they do each time.
 
         Args:
             sequences: Sequences in a micro-batch.
@@ -138,13 +138,11 @@ class TrainingCalls:
             passes: How many count as enough.
         """
         if not self._blockers:
-            return ""
-        if not self._handles:
-            return "training is not watched any more"
-        if torch.cuda.current_stream() == torch.cuda.default_stream():  # see ``refuse_legacy_stream``
-            return "it runs on the legacy default stream"
-        fewest = min(self._shapes[model][sequences, tokens] for model in self._blockers)
-        return "" if fewest >= passes else f"it has run {fewest} passes of {sequences} x {tokens} tokens so far"
+            return True
+        # They do not count any more after ``stop``, nor on the legacy default stream (see ``refuse_legacy_stream``).
+        if not self._handles or torch.cuda.current_stream() == torch.cuda.default_stream():
+            return False
+        return min(self._shapes[model][sequences, tokens] for model in self._blockers) >= passes
 
     def stop(self) -> None:
         """Watch no longer."""
