@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from megatron.core.transformer.module import GraphableMegatronModule
-
 from ..engine.plan import Pass, Plan
 from ..hooks import ModuleHooks, hooks_on, must_run_outside
 from ..layer_graph import static_inputs
@@ -30,7 +28,7 @@ from ..report.record import (
 from ..report.table import table
 from ..report.timeline import Planned, Timeline
 from .decoder_graphs import DecoderGraphs
-from .layers import language_layers, layer_name
+from .layers import language_layers, layer_name, why_not_graphable
 from .sample_inputs import SampleArguments
 from .stage import Stage
 from .stage_graphs import StageGraphs, graphs_of, pools_of
@@ -309,17 +307,10 @@ def _beside_layers(stage: Stage, whole_model_refused: str) -> Iterator[EagerPart
         for layer in language_layers(model):
             if layer not in chunk.layers:
                 place = getattr(layer, "layer_number", "?")
-                yield EagerPart(f"layer {place} ({type(layer).__name__}){where}", _why_eager(layer, modules))
+                why = why_not_graphable(layer, stage.config) or "it runs several times for one micro-batch"
+                yield EagerPart(f"layer {place} ({type(layer).__name__}){where}", why)
         for name, module in () if model is None else _outside_layers(model):
             yield EagerPart(f"{name} ({type(module).__name__}){where}", "graphs hold layers only")
-
-
-def _why_eager(layer: torch.nn.Module, modules: str) -> str:
-    if not isinstance(layer, GraphableMegatronModule):
-        return "it is no GraphableMegatronModule"
-    if modules:
-        return f"--cuda-graph-modules {modules} selects nothing in it"
-    return "it runs several times for one micro-batch"
 
 
 def _outside_layers(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:

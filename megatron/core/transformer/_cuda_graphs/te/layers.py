@@ -94,10 +94,17 @@ def _layer_is_graphable(layer: torch.nn.Module, config: Any) -> bool:
         layer: Any module; False unless it is a ``GraphableMegatronModule``.
         config: Its ``cuda_graph_modules`` is a list of ``CudaGraphModule``; empty for whole layers of every kind.
     """
+    return not why_not_graphable(layer, config)
+
+
+def why_not_graphable(layer: torch.nn.Module, config: Any) -> str:
+    """Say why ``layer`` cannot be captured, not even in part; empty if ``_layer_is_graphable``."""
     if not isinstance(layer, GraphableMegatronModule):
-        return False
+        return "it is no GraphableMegatronModule"
     chosen = config.cuda_graph_modules
-    return not chosen or any(module in chosen for module in _modules_of(layer))
+    if not chosen or any(module in chosen for module in _modules_of(layer)):
+        return ""
+    return f"--cuda-graph-modules {' '.join(module.name for module in chosen)} selects nothing in it"
 
 
 def _modules_of(layer: Any) -> Iterator[CudaGraphModule]:
