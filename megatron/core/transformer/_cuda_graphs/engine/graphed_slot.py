@@ -62,7 +62,7 @@ class GraphedSlot(SlotCapture):
         if self._watched or self._frozen:
             self._check_parameters()
         options = None
-        if self._quantized is not None or kwargs.get("cuda_graph_stream") is not None:
+        if self.quantized is not None or kwargs.get("cuda_graph_stream") is not None:
             options = self._replay_options(kwargs)
         outputs = replay(self._replay, options, *inputs, *self.params)
         return self._nest(outputs)
@@ -106,11 +106,11 @@ class GraphedSlot(SlotCapture):
 
     def _replay_options(self, kwargs: dict[str, Any]) -> ReplayOptions | None:
         stream, event = kwargs.get("cuda_graph_stream"), kwargs.get("cuda_graph_event")
-        quantized = self._quantized
-        ends_quantization = quantized is not None and quantized.before_forward(kwargs.get("is_first_microbatch"))
-        if stream is None and not ends_quantization:
+        is_first = kwargs.get("is_first_microbatch")
+        after_backward = None if self.quantized is None else self.quantized.before_forward(is_first)
+        if stream is None and after_backward is None:
             return None
-        return ReplayOptions(stream=stream, event=event, ends_quantization=ends_quantization)
+        return ReplayOptions(stream=stream, event=event, after_backward=after_backward)
 
     def _match_inputs(self, args, kwargs) -> Sequence[torch.Tensor]:
         if self.kwargs:

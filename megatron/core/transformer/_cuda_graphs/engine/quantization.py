@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -247,14 +248,15 @@ class QuantizedReplay:
         elif hasattr(module, "_fp8_metas"):
             self._operations.append(module)
 
-    def before_forward(self, is_first_microbatch: Any) -> bool:
+    def before_forward(self, is_first_microbatch: Any) -> Callable[[], None] | None:
         """Prepare a replay of the forward graph.
 
         Args:
             is_first_microbatch: Whether weights are quantized again; needed only if they are cached.
 
         Returns:
-            Whether ``after_backward`` must be called: once within each of TransformerEngine's ``autocast`` contexts.
+            What must be called after the backward replay, once within each of TransformerEngine's ``autocast``
+            contexts; None otherwise.
 
         Raises:
             ValueError: weights are cached and ``is_first_microbatch`` is not a bool.
@@ -278,8 +280,5 @@ class QuantizedReplay:
         is_first = state.is_first_fp8_module()
         if is_first and self._caches_params:
             state.set_skip_fp8_weight_update_tensor(not is_first_microbatch)
-        return is_first
-
-    def after_backward(self) -> None:
-        """Reduce the amaxes of gradients and update the scales."""
-        self._state.reduce_and_update_fp8_tensors(forward=False)
+        # Reduces the amaxes of gradients and updates the scales.
+        return partial(state.reduce_and_update_fp8_tensors, forward=False) if is_first else None

@@ -6,7 +6,6 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 
-from .quantization import QuantizedReplay
 from .sanitizer import Sanitizer
 
 Tensors = tuple[torch.Tensor | None, ...]
@@ -84,12 +83,12 @@ class ReplayOptions:
     Attributes:
         stream: The stream to replay on; None for the current one.
         event: What the current stream waits for instead of all of ``stream``; recorded in the graph.
-        ends_quantization: Whether the backward replay is followed by ``QuantizedReplay.after_backward``.
+        after_backward: Called right after the backward replay; None for nothing.
     """
 
     stream: torch.cuda.Stream | None = None
     event: torch.cuda.Event | None = None
-    ends_quantization: bool = False
+    after_backward: Callable[[], None] | None = None
 
 
 class CapturedGraphs:
@@ -167,7 +166,6 @@ class Replay:
         inputs: Sequence[torch.Tensor],
         *,
         clone_param_grads: Sequence[bool],
-        quantized: QuantizedReplay | None = None,
         around_backward: AroundBackward | None,
     ):
         self.name = captured.name
@@ -186,7 +184,6 @@ class Replay:
         self._grad_inputs = captured.grad_inputs
         self.with_grad = [index for index, grad in enumerate(captured.grad_inputs) if grad is not None]
         self._grad_params = list(zip(captured.grad_params, clone_param_grads, strict=True))
-        self._quantized = quantized
         self._around_backward = around_backward
         self._order = captured.order
         self._forward_turn, self._backward_turn = captured.forward_turn, captured.backward_turn
@@ -260,8 +257,8 @@ class Replay:
         self.run(self._backward_graph, "backward", options)
         if around is not None:
             around.after_backward()
-        if options is not None and options.ends_quantization and self._quantized is not None:
-            self._quantized.after_backward()
+        if options is not None and options.after_backward is not None:
+            options.after_backward()
         # Autograd may keep or accumulate into what it is given: new tensors. `data` makes them at half of the cost of
         # `detach`; what it leaves out, a version shared with the static tensor, nothing reads.
         results = [grad if grad is None else grad.data for grad in self._grad_inputs]
@@ -285,7 +282,7 @@ class Replay:
 
     def reset(self) -> None:
         """Let go of the graphs and of all tensors."""
-        self._forward_graph = self._backward_graph = self._quantized = self._around_backward = self.sanitizer = None
+        self._forward_graph = self._backward_graph = self._around_backward = self.sanitizer = None
         self._inputs, self._grad_outputs, self._grad_params = [], [], []
         self._outputs = self._grad_inputs = ()
 

@@ -81,6 +81,7 @@ class SlotCapture(CapturedGraphs):
         warmup_record: What passes of the same function have shown before.
 
     Attributes:
+        quantized: The argument; None after ``reset``.
         weight_gradient_graph: Computes the weight gradients that backward delays; None where it delays none.
     """
 
@@ -115,7 +116,7 @@ class SlotCapture(CapturedGraphs):
         self._allow_unused_input, self._retain_graph = allow_unused_input, retain_graph
         self._clone_param_grads = clone_param_grads
         self._autocast = autocast
-        self._quantized = quantized
+        self.quantized = quantized
         self._delayed = DelayedWeightGradients((), ())
         self._warmup = warmup_record or WarmupRecord()
         if self._warmup.ran is not None:
@@ -171,9 +172,9 @@ class SlotCapture(CapturedGraphs):
 
     def _look_for_delays_and_statistics(self, ran: Sequence[torch.nn.Module]) -> None:
         self._delayed = DelayedWeightGradients(filter(delays_weight_gradients, ran), self._all_params)
-        if self._quantized is not None:
+        if self.quantized is not None:
             for module in ran:
-                self._quantized.note(module)
+                self.quantized.note(module)
 
     def backward(
         self,
@@ -328,7 +329,6 @@ class SlotCapture(CapturedGraphs):
             clone_param_grads=[
                 self._clone_param_grads and not _read_later(param) for param, _ in self._params_and_grads()
             ],
-            quantized=self._quantized,
             around_backward=self._gradient_sink,
         )
         if sanitizer.requested() and self.forward_graph is not None:
@@ -373,7 +373,7 @@ class SlotCapture(CapturedGraphs):
         super().reset()
         if self.weight_gradient_graph is not None:
             self.weight_gradient_graph.reset()
-        self.weight_gradient_graph = self._memory = self._quantized = None
+        self.weight_gradient_graph = self._memory = self.quantized = None
         self._delayed = DelayedWeightGradients((), ())
         self.hooks, self._autocast = CaptureTimeHooks(self.name, None), nullcontext
         self.args, self.kwargs, self.inputs, self.params, self._all_params = (), {}, (), (), ()

@@ -11,7 +11,7 @@ from .. import state
 from ..engine.capture import Capture, capturing, not_recording
 from ..engine.connected_leaves import connected_leaves
 from ..engine.preserve import moe_metrics, preserve_buffers, preserve_tensors
-from ..engine.quantization import Quantization, QuantizedReplay
+from ..engine.quantization import Quantization
 from ..engine.rng import current_rng_state, make_generators_safe, use_rng_state
 from ..engine.slot import SlotCapture, WarmupRecord
 from ..engine.te_engine import transformer_engine_flag
@@ -44,7 +44,6 @@ class RecordedCall:
         begun: Whether ``begin`` was called, and ``reset`` not since.
         inputs, outputs: Descriptions of the tensors that the forward graph takes, and of those that it returns.
         slot: The graphs with their static tensors; None before the capture and after ``reset``.
-        quantized: What replays do for quantization; None without it.
         shared_params: Parameters whose gradients are left to autograd, as other calls give them one in the same
             backward pass.
         parts: The modules that ran in the forward pass when it was captured.
@@ -89,7 +88,6 @@ class RecordedCall:
         self.inputs: list[ArgMetadata] = []
         self.outputs: list[ArgMetadata] = []
         self.slot: SlotCapture | None = None
-        self.quantized: QuantizedReplay | None = None
         self.shared_params: tuple[torch.Tensor, ...] = ()
         self.parts: tuple[torch.nn.Module, ...] = ()
         self.changes_state = self.writes_inputs = False
@@ -242,13 +240,12 @@ class RecordedCall:
         """Free the graphs and their static tensors."""
         if self.slot is not None:
             self.slot.reset()
-        self.slot = self.quantized = None
+        self.slot = None
         self.inputs, self.outputs, self.shared_params, self._escaping = [], [], (), set()
         self._buffers, self._warmup, self.begun = StaticBuffers(), WarmupRecord(), False
 
     def _new_slot(self, inputs: Sequence[torch.Tensor]) -> SlotCapture:
         quantization = self.quantization
-        self.quantized = None if quantization is None else quantization.new_replay()
         return SlotCapture(
             self.name,
             self._repeat,
@@ -257,7 +254,7 @@ class RecordedCall:
             allow_unused_input=True,
             retain_graph=self._retain_graph,
             autocast=self.quantized_context,
-            quantized=self.quantized,
+            quantized=None if quantization is None else quantization.new_replay(),
             module=self.module,
             keep_param_grads=partial(accumulate_into_main_grads, shared=self.shared_params),
             warmup_record=self._warmup,

@@ -365,14 +365,14 @@ class _CudaGraphRunner(torch.nn.Module):
             RuntimeError: there is no graph, the backward pass comes next, or the replay would overwrite what other
                 runners wait for.
         """
-        if self._replay is None:
+        slot = self.call.slot
+        if self._replay is None or slot is None:
             raise CallOrderError(f"{self.name} has no CUDA graph to replay: it was not captured, or deleted")
         self.expect(_GraphStatus.FWD_READY)
         self._session.turns.check_forward(self.turn)
-        quantized = self.call.quantized
-        if quantized is None:
+        if slot.quantized is None:
             return self._replay, None
-        return self._replay, ReplayOptions(ends_quantization=quantized.before_forward(is_first_microbatch))
+        return self._replay, ReplayOptions(after_backward=slot.quantized.before_forward(is_first_microbatch))
 
     def begin_backward(self) -> None:
         """Make ready for a replay of the backward graph.
