@@ -166,7 +166,7 @@ def make_graphed_callables(
     for module in callables:  # whose graphs were reset
         graphed_before = _graph_of(module)
         if graphed_before is not None:
-            _give_methods_back(module, graphed_before)
+            _swap_methods(module, graphed_before.replaced)
     slots = [
         GraphedSlot(
             _name(callables[index], index),
@@ -258,11 +258,11 @@ def _refuse_duplicates(callables: Sequence[Callable]) -> None:
             )
 
 
-def _give_methods_back(module: Callable, graphed: GraphedSlot) -> None:
-    """Restore the methods of a module that its graphs have replaced."""
-    for name in _METHODS:
-        vars(module).pop(name, None)
-    vars(module).update(graphed.replaced)
+def _swap_methods(module: Callable, methods: Mapping[str, Any]) -> dict[str, Any]:
+    """Let ``module`` have these ``_METHODS`` of its own and no others; return those that it had."""
+    own = {name: vars(module).pop(name) for name in _METHODS if name in vars(module)}
+    vars(module).update(methods)
+    return own
 
 
 def _training_mode(callables: Sequence[Callable]) -> bool:
@@ -293,12 +293,10 @@ def _graph_in_place(slot: GraphedSlot) -> Any:
     module = slot.func
     if not isinstance(module, torch.nn.Module):
         return slot
-    slot.replaced = {name: vars(module)[name] for name in _METHODS if name in vars(module)}
     slot.watch_parameters(module)
-    module.forward = slot
-    module.reset = slot.reset
-    module.__deepcopy__ = functools.partial(_deepcopy_without_graphs, module)
-    module.backward_dw = slot.backward_dw
+    copied = functools.partial(_deepcopy_without_graphs, module)
+    own = dict(zip(_METHODS, (slot, slot.reset, slot.backward_dw, copied), strict=True))
+    slot.replaced = _swap_methods(module, own)
     return module
 
 
@@ -307,11 +305,8 @@ def _deepcopy_without_graphs(module: torch.nn.Module, memo: dict[int, Any]) -> t
     graphed = _graph_of(module)
     if graphed is None:  # forward was replaced since
         raise RuntimeError(f"{type(module).__name__} has CUDA graphs and cannot be copied: its forward was replaced")
-    replacing = {name: vars(module)[name] for name in _METHODS if name in vars(module)}
-    _give_methods_back(module, graphed)
+    replacing = _swap_methods(module, graphed.replaced)
     try:
         return copy.deepcopy(module, memo)
     finally:
-        for name in _METHODS:
-            vars(module).pop(name, None)
-        vars(module).update(replacing)
+        _swap_methods(module, replacing)
