@@ -39,34 +39,29 @@ class ReplayOrder:
         self.last = -1
         self.round = 0
         self.began = -1
-        self._names: dict[int, str] = {}
+        self._names: list[str] = []
 
     def number(self, name: str) -> int:
         """Return the next number, that of a pass of the callable ``name``."""
-        number = len(self._names)
-        self._names[number] = name
-        return number
+        self._names.append(name)
+        return len(self._names) - 1
 
     def rename(self, number: int, name: str) -> None:
         """Let errors call the callable of a pass ``name``."""
-        if number in self._names:
-            self._names[number] = name
+        self._names[number] = name
 
-    def name_of(self, number: int, default: str) -> str:
-        """Return what errors call the callable of a pass; ``default`` for a pass without a number here."""
-        return self._names.get(number, default)
+    def name_of(self, number: int) -> str:
+        """Return what errors call the callable of a pass."""
+        return self._names[number]
 
-    def refuse(self, number: int, name: str) -> NoReturn:
+    def refuse(self, number: int) -> NoReturn:
         """Raise the error about a backward pass whose forward pass was of a former round, or that would begin one.
-
-        Args:
-            name: What the error calls its callable, unless ``rename`` was told.
 
         Raises:
             RuntimeError: names the callable that was replayed instead.
         """
-        other = self.name_of(self.last if number <= self.last else self.began, name)
-        name = self.name_of(number, name)
+        other = self.name_of(self.last if number <= self.last else self.began)
+        name = self.name_of(number)
         raise RuntimeError(
             f"{name}: backward of a replay whose activations a later replay has overwritten, that of {other}. A graph "
             "serves one forward pass at a time, and one backward pass of it; graphs that are captured together share "
@@ -118,7 +113,7 @@ class CapturedGraphs:
         self.grad_inputs: Tensors = ()
         self.grad_params: Tensors = ()
         self.order = ReplayOrder()
-        self.forward_turn = 0
+        self.forward_turn = self.order.number(name)
         self.backward_turn: int | None = None
         self._replay: Replay | None = None
 
@@ -235,9 +230,9 @@ class Replay:
         if turn is None:
             turn = order.last
         elif turn <= order.last:
-            order.refuse(turn, self.name)
+            order.refuse(turn)
         if replayed_in != order.round:
-            order.refuse(turn, self.name)
+            order.refuse(turn)
         order.last = turn
         for (static, address, stride), given in zip(self._grad_outputs, grads):  # noqa: B905
             if static is None:
@@ -252,7 +247,7 @@ class Replay:
         if around is not None:
             leaf, _ = node.next_functions[-1]
             if leaf is not None and not torch._C._will_engine_execute_node(leaf):
-                _refuse_some_gradients(order.name_of(turn, self.name))
+                _refuse_some_gradients(order.name_of(turn))
             around.before_backward()
         self.run(self._backward_graph, "backward", options)
         if around is not None:
