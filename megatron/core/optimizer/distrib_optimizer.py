@@ -1,6 +1,7 @@
 """The distributed optimizer, whose step under Megatron-FSDP costs the host less."""
 
 from contextlib import AbstractContextManager, nullcontext
+from functools import cached_property
 from types import MethodType
 from typing import Any
 
@@ -30,7 +31,6 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     """
 
     _local_shards: LocalShards | None = None
-    _counted_ranks: CountedRanks | None = None
     _kept: KeptGradients | None = None
 
     def get_loss_scale(self) -> torch.Tensor:
@@ -99,26 +99,25 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         """
         if not self.ddp_config.use_megatron_fsdp:
             return super().get_grad_stats_parallel_group()
-        return self._ranks().group
+        return self._ranks.group
 
+    @cached_property
     def _ranks(self) -> CountedRanks:
-        if self._counted_ranks is None:
-            self._counted_ranks = CountedRanks(self.model_chunks, super().get_grad_stats_parallel_group())
-        return self._counted_ranks
+        return CountedRanks(self.model_chunks, super().get_grad_stats_parallel_group())
 
     def _filter_grads_for_norm(self, params: list[Any], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
         """Return the gradients of those of ``params`` that count on this rank; see megatron-core."""
         if self.ddp_config.use_megatron_fsdp:
-            params = self._ranks().counted(params)
+            params = self._ranks.counted(params)
         return super()._filter_grads_for_norm(params, *args, **kwargs)
 
     def count_zeros(self) -> float:
         """Return how many elements of the gradients are zero; see megatron-core."""
-        if not self.ddp_config.use_megatron_fsdp or not self._ranks().replicated:
+        if not self.ddp_config.use_megatron_fsdp or not self._ranks.replicated:
             return super().count_zeros()
         return count_zeros_fp32(
-            self._ranks().counted(self.get_parameters()),
-            grad_stats_parallel_group=self._ranks().group,
+            self._ranks.counted(self.get_parameters()),
+            grad_stats_parallel_group=self._ranks.group,
             use_decoupled_grad=self.config.use_precision_aware_optimizer,
         )
 

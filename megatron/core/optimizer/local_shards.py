@@ -200,7 +200,8 @@ class LocalShards:
         """Within it, the optimizer has the local tensors. The caller must run exactly one step in it."""
         optimizer = self._optimizer
         name, states = self._name, optimizer.state
-        own_groups = [group["params"] for group in optimizer.param_groups]
+        keys = "params", "foreach"
+        own = [(group, {key: group[key] for key in keys if key in group}) for group in optimizer.param_groups]
         grads = gradients_of(self._params, name)
         listed = self._listed_step(grads)
         step: AbstractContextManager[None]
@@ -212,10 +213,9 @@ class LocalShards:
             step = nullcontext() if listed is None else listed.record()
         for local, grad in given:
             setattr(local, name, grad)
-        overridden = [group["foreach"] for group in optimizer.param_groups if "foreach" in group]
         try:
             optimizer.state = self._local_states
-            for group, params in zip(optimizer.param_groups, groups, strict=True):
+            for (group, _), params in zip(own, groups, strict=True):
                 group["params"] = list(params)
                 if group.get("foreach", False) is None:
                     group["foreach"] = False  # as torch chooses for DTensor: other kernels may round differently
@@ -223,10 +223,8 @@ class LocalShards:
                 yield
         finally:
             optimizer.state = states
-            for group, params in zip(optimizer.param_groups, own_groups, strict=True):
-                group["params"] = params
-                if "foreach" in group:
-                    group["foreach"] = overridden.pop(0)
+            for group, before in own:
+                group.update(before)
             for local, _ in given:
                 setattr(local, name, None)
 

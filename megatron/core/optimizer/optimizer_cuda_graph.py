@@ -52,10 +52,10 @@ class OptimizerCudaGraphWrapper(_upstream.OptimizerCudaGraphWrapper):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the step, as a graph if it has been captured; see megatron-core."""
-        if type(self).cuda_graph is not None and self._has_changed():
-            self.next_iter()
-            return self.optimizer_step_func()
         if type(self).cuda_graph is not None:
+            if self._has_changed():
+                self.next_iter()
+                return self.optimizer_step_func()
             for chunk in self._sharded:
                 chunk.param_and_grad_buffer.before_weights_change()
         result = super().__call__(*args, **kwargs)
