@@ -7,7 +7,7 @@ lets it see the local tensors from the start.
 
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import chain, compress, islice
 from operator import attrgetter, call, is_
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim import optimizer as torch_optimizer
+
+from megatron.core.transformer._cuda_graphs.replacements import replaced_attribute
 
 from ..distributed.fsdp.src.megatron_fsdp.optimizer_gradients import gradient_name
 from .kept_gradients import KeptGradients, gradients_of, local_tensor, same, stay
@@ -73,7 +75,8 @@ class ListedStep(KeptGradients):
             seen.append(list(map(list, lists)))
             return original(chunk_size, flag, lists, *numbers)
 
-        with self._launching(launch) as original:
+        original = getattr(self._optimizer, LAUNCH)
+        with replaced_attribute([self._optimizer], LAUNCH, lambda _: launch):
             yield
         states = (state.values() for state in self._optimizer.state.values())
         groups = (group["params"] for group in self._optimizer.param_groups)
@@ -108,21 +111,11 @@ class ListedStep(KeptGradients):
             for lists in self._launches[launched - 1] if launched <= len(self._launches) else ():
                 original(chunk_size, flag, lists, *numbers)
 
-        with self._launching(launch) as original:
+        original = getattr(self._optimizer, LAUNCH)
+        with replaced_attribute([self._optimizer], LAUNCH, lambda _: launch):
             yield
         if launched != len(self._launches):
             raise RuntimeError(f"{type(self._optimizer).__name__}.step did not call {LAUNCH} as in the steps before")
-
-    @contextmanager
-    def _launching(self, launch: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-        """Within it, the optimizer launches by ``launch``. Yields by what it did before."""
-        own = vars(self._optimizer)
-        original = own[LAUNCH]
-        own[LAUNCH] = launch
-        try:
-            yield original
-        finally:
-            own[LAUNCH] = original
 
 
 class LocalShards:
