@@ -26,20 +26,6 @@ def capturing(*contexts: AbstractContextManager) -> Iterator[None]:
         yield
 
 
-def recover_from_failed_capture(pool: tuple, capture: "Capture | None" = None) -> None:
-    """Take the allocator and the generators out of capture mode, in which torch leaves both.
-
-    Args:
-        capture: The failed ``Capture``, whose generators may not be current any more; None if another engine captured.
-    """
-    with suppress(RuntimeError):  # the capture had not begun, or was ended
-        device = torch.cuda.current_device()
-        torch._C._cuda_endAllocateToPool(device, pool)
-        torch._C._cuda_releasePool(device, pool)
-    # Only the end of a successful capture takes generators out of capture mode; an empty one will do.
-    record_nothing((capture or Capture(None)).new_graph)
-
-
 def record_nothing(make: Callable[[], torch.cuda.CUDAGraph], pool: tuple | None = None) -> torch.cuda.CUDAGraph:
     """Return a graph that ``make`` makes, after an empty capture on a stream of its own.
 
@@ -143,7 +129,16 @@ class Capture:
                 warnings.simplefilter("ignore")  # torch warns if nothing was recorded yet
                 graph.capture_end()
         except RuntimeError:  # CUDA refused before torch took allocator and generators out of capture mode
-            recover_from_failed_capture(self.pool, self)
+            self.recover()
+
+    def recover(self) -> None:
+        """Take the allocator and the generators out of capture mode, in which torch leaves both after a failure."""
+        with suppress(RuntimeError):  # the capture had not begun, or was ended
+            device = torch.cuda.current_device()
+            torch._C._cuda_endAllocateToPool(device, self.pool)
+            torch._C._cuda_releasePool(device, self.pool)
+        # Only the end of a successful capture takes generators out of capture mode; an empty one will do.
+        record_nothing(self.new_graph)
 
 
 # Warm-up uses this in place of Capture.recording.

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .capture import recover_from_failed_capture
+from .capture import Capture
 
 
 @contextmanager
@@ -59,5 +59,5 @@ def recover_te_engine(pool: tuple, modules: Sequence[torch.nn.Module], recipe: A
         torch.cuda.set_stream(stream)
         if gc_enabled:
             gc.enable()
-        recover_from_failed_capture(pool)
+        Capture(pool).recover()
         raise
