@@ -61,6 +61,27 @@ EXCHANGED: list[dict] = [
         {"modules": ["attn", "moe_router", "moe_preprocess"]},
     )
 ]
+# One rank runs eagerly what the others replay.
+BESIDE_REPLAYS: list[dict] = [
+    {"dtype": "bf16", "sequences_later": [512], "later_on_one_rank": True} | case
+    for case in (
+        {"layers_per_graph": None},
+        {"layers_per_graph": 1, "microbatches": 2},
+        {"layers_per_graph": -1, "mtp": 1},
+        {"layers_per_graph": None, "mtp": 1},
+        {"layers_per_graph": None, "fused_wgrad": True, "microbatches": 2},
+        {"layers_per_graph": 1, "experts": 8, "grouped_tensor": True},
+        {"layers_per_graph": None, "experts": 8, "grouped_tensor": True},
+        {"layers_per_graph": -1, "experts": 8, "grouped_tensor": True},
+    )
+]
+BESIDE_REPLAYS += [
+    {"dtype": "bf16", "control": "late_hook_on_one_rank", "experts": 4} | case
+    for case in (
+        {"modules": ["attn", "moe_router", "moe_preprocess"], "shared_experts": 256},
+        {"layers_per_graph": 1, "capacity": 1.0},
+    )
+]
 MORE: list[dict] = [
     {"dtype": "bf16"},
     {"dtype": "bf16", "dropout": 0.1, "microbatches": 2},
@@ -91,18 +112,7 @@ MORE: list[dict] = [
     {"dtype": "bf16", "layers_per_graph": -1, "control": "failed_backward_capture", "dropout": 0.1},
     {"dtype": "bf16", "layers_per_graph": -1, "control": "clipping_eager_on_one_rank"},
     {"dtype": "bf16", "layers_per_graph": None, "dropout": 0.1, "microbatches": 2, "evaluates_often": True},
-    # One rank runs eagerly what the others replay.
-    *(
-        {"dtype": "bf16", "sequences_later": [512], "later_on_one_rank": True, **case}
-        for case in (
-            {"layers_per_graph": None},
-            {"layers_per_graph": 1, "microbatches": 2},
-            {"layers_per_graph": -1, "mtp": 1},
-            {"layers_per_graph": None, "mtp": 1},
-            {"layers_per_graph": None, "fused_wgrad": True, "microbatches": 2},
-            *({"layers_per_graph": most, "experts": 8, "grouped_tensor": True} for most in (1, None, -1)),
-        )
-    ),
+    *BESIDE_REPLAYS,
     {"dtype": "bf16", "fused_wgrad": True},
     {"dtype": "bf16", "fused_wgrad": True, "warmup": 0, "layers": 5},
     {"dtype": "bf16", "recompute": ["core_attn"]},

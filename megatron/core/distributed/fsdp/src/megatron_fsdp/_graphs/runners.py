@@ -285,7 +285,7 @@ class Planned(Graphed):
     def in_order(self, params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
         bucket_of = self._fsdp.param_and_grad_buffer.param_to_param_group
         turns = {bucket: turn for turn, each in enumerate(self.plan.reduced, 1) for bucket in each.buckets}
-        in_turn = [[] for _ in range(len(self.plan.reduced) + 1)]
+        in_turn: list[list[torch.nn.Parameter]] = [[] for _ in range(len(self.plan.reduced) + 1)]
         for param in params:
             in_turn[turns.get(bucket_of[param], 0)].append(param)
         return in_turn
