@@ -152,21 +152,6 @@ def test_another_number_of_positional_inputs_is_refused(args):
         layer_graph()(*args)
 
 
-# --------------------------------------------------------------------------------------------------------- wrapping
-
-
-def test_a_wrapped_graph_replays_through_the_wrapper():
-    def wrap(graphed):
-        return lambda *args, **kwargs: ("wrapped", graphed(*args, **kwargs))
-
-    assert layer_graph().wrapped(wrap)(HIDDEN, attention_mask=MASK) == ("wrapped", "output")
-
-
-def test_a_wrapped_graph_checks_its_arguments_as_before():
-    with pytest.raises(TypeError, match="hidden_states must be a tensor for a CUDA graph, got None"):
-        layer_graph().wrapped(lambda graphed: graphed)(None)
-
-
 def test_what_is_around_the_graphs_gets_the_engines_callable_and_its_arguments():
     graph = layer_graph()
     graph.around = lambda graphed, args, kwargs: (graphed, args, kwargs)
