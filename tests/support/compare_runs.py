@@ -30,7 +30,6 @@ import torch.distributed as dist
 from megatron_fsdp_cuda_graphs import cpu_backend
 from tests.support.rank_backend import on_cpu  # isort: split
 
-from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
 from tests.support.case import Case
 from tests.support.controls import CONTROLS
 from tests.support.training import Trace, train
@@ -46,10 +45,8 @@ def main() -> None:
     served = Served()
     for job in jobs(args.serve) if args.serve else (args,):
         served.run(job)
-    param_and_grad_buffer._upstream.NCCL_MEMORY_POOL = None  # torch aborts if it is freed after its communicators
     dist.destroy_process_group()
-    if on_cpu:
-        cpu_backend.leave()
+    cpu_backend.leave()  # on GPUs too: torch aborts where windows of NCCL's are freed after their communicators
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
