@@ -157,7 +157,9 @@ def late_hook_on_one_rank(training: Training) -> None:
     """Capture; the last rank then has a hook in every second layer, which it runs eagerly where others replay it."""
     training.helper.create_cudagraphs()
     for layer in training.layers[1::2] if dist.get_rank() == dist.get_world_size() - 1 else ():
-        hooked = [module for name, module in layer.named_modules() if name.endswith(("linear_qkv", "router"))]
+        hooked = [
+            module for name, module in layer.named_modules() if name.endswith(("linear_qkv", "router", "linear_fc1"))
+        ]
         assert hooked
         for module in hooked:
             module.register_forward_hook(lambda *_: None)

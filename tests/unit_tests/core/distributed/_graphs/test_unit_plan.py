@@ -8,6 +8,7 @@ import pytest
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import release_all
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.recorded_collectives import RecordedWork
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.runners import Graphed, Planned
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.unit_plan import UnitPlan
 from megatron.core.distributed.fsdp.src.megatron_fsdp.param_and_grad_buffer import PrefetchOrder
 from megatron.core.utils import get_attr_wrapped_model
 
@@ -114,6 +115,21 @@ def test_the_buckets_are_those_that_megatron_core_gathers_and_then_prefetches_in
         gathered = gathered_by_megatron_core(fsdp, layer, direction)
         assert planned(fsdp, layer, direction) == [*own, *(bucket for bucket in gathered if bucket not in own)]
     assert len(planned(fsdp, layers[1], direction)) > len(own)  # something is prefetched
+
+
+@pytest.mark.parametrize("direction", ORDERS)
+def test_an_eager_pass_gathers_by_the_plan_of_the_replays_of_other_ranks(ranks, direction):
+    fsdp = Variant(small(layers=4, experts=2, moe_layer_freq=[0, 1, 0, 1])).build(graphs=True).module
+    layers = layers_of(fsdp)
+    fsdp._replace_param_with_raw_if_needed()
+    capture(fsdp, layers)
+    registry = fsdp.fsdp_hooks.registry
+    plans = {layer: registry.graphed[layer].plan for layer in layers}
+    for layer in layers:
+        with mock.patch.object(UnitPlan, "gather", autospec=True, side_effect=UnitPlan.gather) as gather:
+            registry.of(layer).gather(direction)
+        assert gather.call_args_list == [mock.call(plans[layer], direction)]
+        release_all(fsdp)
 
 
 # ----------------------------------------------------------------------------------------------------------- the end

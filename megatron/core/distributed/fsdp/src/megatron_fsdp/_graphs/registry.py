@@ -38,6 +38,9 @@ class Runner(Protocol):
     def take(self, param: torch.nn.Parameter) -> None:
         """Called when the gradient of ``param`` is complete, if ``BackwardPass.takers`` has this runner for it."""
 
+    def gather_beside_replays(self, direction: Direction) -> bool:
+        """Gather for an eager pass as other ranks do that replay it, if that is otherwise; return whether it is."""
+
     def in_order(self, params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
         """Return ``params``, which an eager pass has taken, as replays hand them to reductions one after another."""
 

@@ -60,8 +60,7 @@ class Eager:
             return
         graphed = self._context.registry.graphed.get(self.module)
         in_training = self._fsdp.training or direction == "backward"
-        if prefetch and in_training and isinstance(graphed, Recorded) and graphed.plan is not None:
-            graphed.gather_beside_replays(direction)
+        if prefetch and in_training and graphed is not None and graphed.gather_beside_replays(direction):
             return
         if direction == "backward" and graphed is not None:
             # Other ranks may replay, and gather the module before what they prefetch.
@@ -138,6 +137,9 @@ class Eager:
         for params in [collected] if graphed is None else graphed.in_order(collected):
             self._context.gradients.handle(params)
 
+    def gather_beside_replays(self, direction: Direction) -> bool:
+        return False
+
     def in_order(self, params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
         return [params]
 
@@ -174,14 +176,13 @@ class Recorded(Eager):
         else:  # without a prefetch, in a pass that is computed again, no other unit is gathered
             super().gather(direction, prefetch)
 
-    def gather_beside_replays(self, direction: Direction) -> None:
-        """Gather for an eager pass, as the graphs do that other ranks may replay.
-
-        They find all units released, whoever gathered some ahead, and prefetch no others.
-        """
-        if direction in self._before:
+    def gather_beside_replays(self, direction: Direction) -> bool:
+        if self.plan is None:
+            return False
+        if direction in self._before:  # the graphs find all units released, whoever gathered some ahead
             self._before[direction]()
         self.gather(direction)
+        return True
 
 
 @dataclass
@@ -281,6 +282,11 @@ class Planned(Graphed):
         context.gradients.awaited -= self.facts.written
         self.release("forward")
         plan.unit.set_training_state(TrainingState.IDLE)
+
+    def gather_beside_replays(self, direction: Direction) -> bool:
+        self.plan.gather(direction)
+        self._in_place.let_kernels_write(self.params)
+        return True
 
     def in_order(self, params: list[torch.nn.Parameter]) -> list[list[torch.nn.Parameter]]:
         bucket_of = self._fsdp.param_and_grad_buffer.param_to_param_group
