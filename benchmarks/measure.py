@@ -141,7 +141,7 @@ PARTS = (
         ("benchmarks/collectives_beside_gemms.py",),
     ),
     Part("step_time_c_d", (1, 2), f"{_TIMES} --configurations C D --variants {_GROUPED}", 180),
-    Part("step_time_exchange", (2,), f"{_TIMES} --configurations C --variants {shlex.join(_EXCHANGED)}", 180),
+    Part("step_time_exchange", (2,), f"{_TIMES} --configurations C --variants {shlex.join(_EXCHANGED)}", 120),
     Part("step_time_c", (4,), f"{_TIMES} --configurations C --variants {_GROUPED} --expert-parallel 4", 100),
     Part("replay_overhead", (1,), "benchmarks/replay_overhead.py --rounds 3 --repeats 50 --output FILE", 40),
     Part("capture_time", (1,), "benchmarks/capture_time.py --output FILE", 50),
@@ -184,7 +184,7 @@ PARTS = (
     ),
     Part("step_time_ddp", (2,), f"{_TIMES} --configurations A B C --variants ddp ddp_graphs", 120),
     Part("scaling", (2,), "benchmarks/scaling.py --gpus GPUS --output FILE --no-profile", 300),
-    Part("functional", (2, 4), "tests/functional_tests/run.py --output FILE", 300),
+    Part("functional", (2, 4), "tests/functional_tests/run.py --output FILE", 460),
     Part(
         "faults_cpu",
         (0,),

@@ -293,6 +293,10 @@ BESIDE_REPLAYS: list[dict[str, Any]] = [
         {"layers_per_graph": 1, "experts": 4, "capacity": 1.0, "strategy": "optim_grads"},
     )
 ]
+BESIDE_REPLAYS += [
+    {"control": "late_hook_on_one_rank_without_plans", "layers_per_graph": 1, "layers": 4, "dtype": "bf16"},
+    {"control": "late_hook_on_one_rank_without_plans", "layers_per_graph": 1, "experts": 4, "capacity": 1.0},
+]
 NOTICED = {
     "hooks_left": "has hooks, which would become part of the graph",
     "no_post_backward_sentinel": "forward_pre_hooks hook",
@@ -371,7 +375,7 @@ def test_where_one_rank_cannot_record_a_layer_with_others_no_rank_does(results, 
     assert result["replays"] == 2 * case["layers"] * case.get("microbatches", 1)
 
 
-@pytest.mark.parametrize("case", mostly_long(BESIDE_REPLAYS, *BESIDE_REPLAYS[:3]), ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(BESIDE_REPLAYS, *BESIDE_REPLAYS[:3], BESIDE_REPLAYS[-2]), ids=name_of)
 def test_a_rank_that_runs_layers_eagerly_launches_collectives_in_the_order_of_replays(results, case):
     result = results[name_of(case)]
     assert_as_eager(result)

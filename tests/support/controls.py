@@ -165,6 +165,12 @@ def late_hook_on_one_rank(training: Training) -> None:
             module.register_forward_hook(lambda *_: None)
 
 
+def late_hook_on_one_rank_without_plans(training: Training) -> None:
+    """The same where no collective may be recorded, so that replays gather and reduce through hooks."""
+    with mock.patch.dict(os.environ, NCCL_GRAPH_MIXING_SUPPORT="0"):
+        late_hook_on_one_rank(training)
+
+
 def eager_micro_batch_on_one_rank(training: Training) -> None:
     """Capture; the last rank then runs the second micro-batch of each step eagerly, where others replay it."""
     training.helper.create_cudagraphs()
@@ -550,6 +556,7 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         hook_on_one_rank,
         layer_hook_on_one_rank,
         late_hook_on_one_rank,
+        late_hook_on_one_rank_without_plans,
         eager_micro_batch_on_one_rank,
         refused_on_one_stage,
         captured_again,

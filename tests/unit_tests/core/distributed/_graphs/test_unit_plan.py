@@ -132,6 +132,25 @@ def test_an_eager_pass_gathers_by_the_plan_of_the_replays_of_other_ranks(ranks, 
         release_all(fsdp)
 
 
+@pytest.mark.parametrize("direction", ORDERS)
+def test_an_eager_pass_gathers_in_the_order_of_replays_without_plans(ranks, monkeypatch, direction):
+    monkeypatch.setenv("NCCL_GRAPH_MIXING_SUPPORT", "0")
+    fsdp = Variant(small(layers=4)).build(graphs=True).module
+    layers = layers_of(fsdp)
+    fsdp._replace_param_with_raw_if_needed()
+    capture(fsdp, layers)
+    registry, pipeline = fsdp.fsdp_hooks.registry, fsdp.all_gather_pipeline
+    for layer in layers:
+        gathered = []
+        for runner in registry.graphed[layer], registry.of(layer):
+            with mock.patch.object(pipeline, "async_bucket_gather", wraps=pipeline.async_bucket_gather) as gather:
+                runner.gather(direction)
+            gathered.append([call.args[0] for call in gather.call_args_list])
+            release_all(fsdp)
+        assert type(registry.graphed[layer]) is Graphed
+        assert gathered[0] == gathered[1]
+
+
 # ----------------------------------------------------------------------------------------------------------- the end
 
 

@@ -96,7 +96,7 @@ class Registry:
         return self.whole_model is not None or any(runner.records_reductions for runner in runners.values())
 
     def taken_in_replays(self, module: torch.nn.Module, params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
-        """Return those of ``params``, of the unit ``module``, whose gradients replays reduce at the end of its pass."""
+        """Return those of ``params``, of the unit ``module``, whose gradients replays handle at the end of its pass."""
         if self.whole_model is not None:
             return params
         runner = self.graphed.get(module)

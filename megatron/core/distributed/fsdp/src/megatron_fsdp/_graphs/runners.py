@@ -1,7 +1,7 @@
 """The kinds of passes, a class for each: how they deal with the parameters and gradients of a module.
 
 ===================  ==============================================================================================
-``Eager``            as in megatron-core
+``Eager``            as in megatron-core; of modules with graphs in the order of the replays of other ranks
 ``Recorded``         recorded with its collectives inside, together with other units
 ``Captured``         captured by an engine that calls hooks before and after each pass
 ``Graphed``          a replay: addresses are compared, gradients are handled together
@@ -62,9 +62,6 @@ class Eager:
         in_training = self._fsdp.training or direction == "backward"
         if prefetch and in_training and graphed is not None and graphed.gather_beside_replays(direction):
             return
-        if direction == "backward" and graphed is not None:
-            # Other ranks may replay, and gather the module before what they prefetch.
-            self._gather(params, direction, prefetch=False)
         self._gather(params, direction, prefetch)
 
     def _gather(self, params: list[torch.nn.Parameter], direction: Direction, prefetch: bool) -> None:
