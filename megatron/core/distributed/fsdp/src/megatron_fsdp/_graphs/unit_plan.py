@@ -250,7 +250,7 @@ class UnitPlans:
         """The groups that megatron-core prefetches with ``unit`` in forward (1) or in backward (-1), as it orders them.
 
         It goes through the buckets until those ahead reach a size, or a third unit would need a double buffer, and
-        gathers what it has found by rising bucket: other ranks may run the pass eagerly.
+        gathers what it has found by rising bucket.
         """
         buffer = self._fsdp.param_and_grad_buffer
         ahead: list[Group] = []
