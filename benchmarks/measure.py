@@ -91,6 +91,11 @@ _LEVERS = (
     *(f"{name}+fused:{_BY_COPY_ENGINES} {_AVERAGED}" for name in ("native", "full_iteration")),
 )
 _PROFILED = ("native", f"native+fused:{_BY_COPY_ENGINES} {_AVERAGED}", "full_iteration", "compute_alone+fused")
+_ON_FOUR = (
+    *(*_DENSE.split(), "compute_alone+fused", "full_iteration+optimizer", "native+optimizer"),
+    *(f"{name}:{_BY_COPY_ENGINES} {_AVERAGED}" for name in ("native+fused", "full_iteration+fused")),
+    f"native+fused+optimizer:{_BY_COPY_ENGINES} {_AVERAGED}",
+)
 _OPTIMIZER = "full_iteration full_iteration+optimizer eager+optimizer native+optimizer"
 _OPTIMIZER_LEVERS = (
     *_OPTIMIZER.split(),
@@ -132,7 +137,7 @@ PARTS = (
         f"{_PROFILES} --configurations A --variants {shlex.join(_PROFILED)}",
         200,
     ),
-    Part("step_time_a", (4,), f"{_TIMES} --configurations A --variants {_DENSE} --launches LAUNCHES", 180),
+    Part("step_time_a", (4,), f"{_TIMES} --configurations A --variants {shlex.join(_ON_FOUR)}", 180),
     Part(
         "collectives",
         (2, 4),
@@ -142,7 +147,12 @@ PARTS = (
     ),
     Part("step_time_c_d", (1, 2), f"{_TIMES} --configurations C D --variants {_GROUPED}", 180),
     Part("step_time_exchange", (2,), f"{_TIMES} --configurations C --variants {shlex.join(_EXCHANGED)}", 120),
-    Part("step_time_c", (4,), f"{_TIMES} --configurations C --variants {_GROUPED} --expert-parallel 4", 100),
+    Part(
+        "step_time_c",
+        (4,),
+        f"{_TIMES} --configurations C --variants {shlex.join(_EXCHANGED)} --expert-parallel 4",
+        120,
+    ),
     Part("replay_overhead", (1,), "benchmarks/replay_overhead.py --rounds 3 --repeats 50 --output FILE", 40),
     Part("capture_time", (1,), "benchmarks/capture_time.py --output FILE", 50),
     Part("fp8_shards", (1,), "benchmarks/fp8_shards.py --output FILE", 30, ("benchmarks/fp8_shards.py",)),
@@ -156,6 +166,9 @@ PARTS = (
     ),
     Part("equality", (1,), f"{_EQUALITY} --engines native", 450),
     *(Part(f"equality_{part}", (2, 4), f"{_EQUALITY} --engines native --share {part}/2", 450) for part in (1, 2)),
+    # What two GPUs cannot have: shards in each of several instances, experts or tensors of ranks that others repeat.
+    Part("equality_layouts", (4,), f"{_EQUALITY} --engines native --only instances ETP2 'EP of all' TP2 PP2", 200),
+    Part("equality_one_rank", (2, 4), f"{_EQUALITY} --engines native --only one_rank", 80),
     Part("equality_te", (1, 2, 4), f"{_EQUALITY} --engines transformer_engine", 150),
     Part(
         "soak",

@@ -1,7 +1,7 @@
 """Trains the cases of ``tests/gpu`` on all GPUs of this machine, many at a time, and says which are not as eagerly.
 
     python -m tests.support.on_gpus --output equality.json
-    python -m tests.support.on_gpus --only "experts" --logs logs
+    python -m tests.support.on_gpus --only "experts" "two instances" --logs logs
     python -m tests.support.on_gpus --share 1/2 --output first_half.json
 
 One after the other, as pytest runs them, they take hours, of which the GPUs work few minutes. What tests say beside
@@ -170,9 +170,10 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=math.inf, help="no launch begins in the last 75 of them")
     parser.add_argument("--share", default="1/1", metavar="PART/PARTS", help="every so many'th launch, from which on")
     parser.add_argument("--engines", nargs="+", choices=ENGINES, default=ENGINES, help="cases that these capture")
-    parser.add_argument("--only", default="", help="cases whose name has this text")
+    parser.add_argument("--only", nargs="+", default=[""], metavar="TEXT", help="cases in whose name is one of these")
     args = parser.parse_args()
-    named = (job for job in jobs() if args.only in f"{job.tests} {job.layout} {name_of(job.case)}")
+    names = ((job, f"{job.tests} {job.layout} {name_of(job.case)}") for job in jobs())
+    named = (job for job, name in names if any(text in name for text in args.only))
     part, parts = map(int, args.share.split("/"))
     launches = [*together([job for job in named if job.engine in args.engines])][part - 1 :: parts]
     chosen = [job for each in launches for job in each]
