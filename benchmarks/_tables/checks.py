@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain
 from operator import itemgetter
 from statistics import median
 from typing import Any
@@ -13,28 +14,33 @@ MUST_DIFFER = "control=dead_"  # in the name of a case: a control of which a rep
 
 
 def equality(results: Results) -> Iterator[Row]:
-    """Yield a row for each kind of comparison: how many cases are equal to eager training."""
+    """Yield a row for each kind of comparison: how many cases are equal to eager training, shares of one added up."""
     yield "what", "engine", "layout", "GPUs", "equal", "others", "commit"
+    runs: dict[tuple[str, str], list[Mapping[str, Any]]] = {}
     for found in results.values():
-        for each in found.get("comparisons", ()):
-            yield (
-                *(each["what"], each["engine"], each["layout"], gpus(each)),
-                *(f"{each['equal']} of {each['cases']}", each["others"], each["commit"]),
-            )
+        if "results" in found:
+            runs.setdefault((gpus(found), found["commit"]), []).append(found)
+    for (machine, measured), shares in runs.items():
         groups: dict[tuple[str, str, str], Counter] = {}
-        for case in found.get("results", ()):
+        for case in chain.from_iterable(share["results"] for share in shares):
             group = case["tests"], case.get("engine", "native"), case.get("layout", "data parallel")
             groups.setdefault(group, Counter())[_outcome(case)] += 1
         for (tests, engine, layout), counts in sorted(groups.items()):
             others = ", ".join(f"{count} {outcome}" for outcome, count in counts.items() if outcome != "equal")
             cases = counts.total() - counts["differ and must"]
             yield (
-                *(f"`tests/gpu/{tests}.py`", ENGINES[engine], layout, gpus(found)),
-                *(f"{counts['equal']} of {cases}", others, found["commit"]),
+                *(f"`tests/gpu/{tests}.py`", ENGINES[engine], layout, machine),
+                *(f"{counts['equal']} of {cases}", others, measured),
             )
-        left = found.get("cases", 0) - len(found.get("results", ()))
+        left = sum(share.get("cases", len(share["results"])) - len(share["results"]) for share in shares)
         if left > 0:
-            yield "there was no time for", "", "", gpus(found), "", f"{left} cases", found["commit"]
+            yield "there was no time for", "", "", machine, "", f"{left} cases", measured
+    for found in results.values():
+        for each in found.get("comparisons", ()):
+            yield (
+                *(each["what"], each["engine"], each["layout"], gpus(each)),
+                *(f"{each['equal']} of {each['cases']}", each["others"], each["commit"]),
+            )
 
 
 def _outcome(case: Mapping[str, Any]) -> str:

@@ -90,7 +90,8 @@ def _settings(variant: str) -> str:
     """Say what a variant sets beside its kind."""
     name, variables, flags = parts(variant)
     quoted = [f"`{word}`" for word in (*variables, *flags)]
-    return ", ".join(["fused gradients of weights"] * ("+fused" in name) + quoted)
+    optimizer = ["`--optimizer-cuda-graph`"] * ("+optimizer" in name)
+    return ", ".join(["fused gradients of weights"] * ("+fused" in name) + quoted + optimizer)
 
 
 def memory(results: Results) -> Iterator[Row]:

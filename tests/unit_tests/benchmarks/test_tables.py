@@ -27,8 +27,13 @@ def results(*rows: dict[str, Any], name: str = "A:--num-layers 3") -> dict[str, 
     return found | {"configurations": {name: list(rows)}}
 
 
-def cells(kind: str, found: dict[str, Any]) -> list[dict[str, str]]:
-    header, *rows = tables.KINDS[kind]({"results/one.json": {"commit": "a1", "hardware": "1 x NVIDIA H200"} | found})
+def cells(kind: str, *files: dict[str, Any]) -> list[dict[str, str]]:
+    names = ["one", *(f"other_{number}" for number in range(1, len(files)))]
+    written = {
+        f"results/{name}.json": {"commit": "a1", "hardware": "1 x NVIDIA H200"} | found
+        for name, found in zip(names, files, strict=True)
+    }
+    header, *rows = tables.KINDS[kind](written)
     return [dict(zip(header, row, strict=True)) for row in rows]
 
 
@@ -121,6 +126,13 @@ def test_equality_counts_cases_by_tests_and_engine_and_controls_that_must_differ
     )
     assert (two["engine"], two["layout"], two["others"]) == ("TransformerEngine's", "tensor parallel", "1 failed")
     assert (left["what"], left["others"]) == ("there was no time for", "2 cases")
+
+
+def test_equality_adds_shares_of_one_commit_and_machine_up():
+    case = {"tests": "test_a", "engine": "native", "differences": [], "error": "", "case": "dtype=bf16"}
+    share = {"results": [case, case], "cases": 3}
+    row, left, other = cells("equality", share, share, share | {"commit": "b2", "cases": 2})
+    assert (row["equal"], left["others"], other["equal"], other["commit"]) == ("4 of 4", "2 cases", "2 of 2", "b2")
 
 
 def test_comparisons_of_several_files_are_taken_as_they_are():
