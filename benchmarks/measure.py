@@ -2,6 +2,7 @@
 
     python benchmarks/measure.py                     # what is not done at this commit on this machine's GPUs
     python benchmarks/measure.py --only 'step_time*' # those of these names
+    python benchmarks/measure.py --gpus 2 --at-once 2  # those for two GPUs, on a host with four
     python benchmarks/measure.py --list              # the parts, and at which commit each was measured
     python benchmarks/measure.py --stale             # files of results that are older than the code they are about
 
@@ -14,6 +15,7 @@ import argparse
 import json
 import math
 import os
+import queue
 import re
 import shlex
 import signal
@@ -21,6 +23,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
@@ -31,6 +34,8 @@ RESULTS = ROOT / "benchmarks" / "results"
 PRODUCT = ("megatron/core", "megatron/training")
 LONGEST = 590.0  # seconds of a part: one command of ten minutes
 GRACE = 10  # seconds in which processes end by themselves
+FAILED = "FAILED"
+RUNNING: set[subprocess.Popen] = set()
 
 
 @dataclass(frozen=True)
@@ -238,6 +243,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--folder", type=Path, default=RESULTS / "release", help="where results go")
     parser.add_argument("--gpus", type=int, help="take the parts for so many GPUs (default: those of this machine)")
     parser.add_argument("--only", nargs="+", default=["*"], metavar="NAME", help="parts of these names; * is any text")
+    parser.add_argument("--at-once", type=int, default=1, help="parts at a time, each on GPUs of its own (default: 1)")
     parser.add_argument("--commit", help="what is measured (default: what git says)")
     parser.add_argument(
         "--seconds",
@@ -275,31 +281,37 @@ def measured(file: Path) -> dict[str, Any]:
     return found
 
 
-def run(part: Part, file: Path, commit: str, seconds: float, **words: int) -> bool:
+def run(part: Part, file: Path, noted: dict[str, Any], seconds: float, visible: str | None, **words: int) -> bool:
     """Run ``part`` for at most ``seconds``, note in its file what was measured, and return whether it succeeded.
 
     Args:
         part: The part.
         file: Its file.
-        commit: What is measured.
+        noted: What is noted beside.
         seconds: How long it may take.
+        visible: Its GPUs, as ``CUDA_VISIBLE_DEVICES``; None for all.
         words: What is replaced in its arguments beside ``FILE`` and ``SECONDS``.
     """
     log = file.parent / "logs" / f"{file.stem}.log"
     log.parent.mkdir(parents=True, exist_ok=True)
     replaced = {"FILE": file, "SECONDS": int(seconds), **words}
     command = [sys.executable, *(str(replaced.get(word, word)) for word in shlex.split(part.arguments))]
+    environment = os.environ | ({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     file.unlink(missing_ok=True)
     with log.open("w") as output:
-        process = subprocess.Popen(command, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        RUNNING.add(process)
         try:
             status = process.wait(seconds)
         except subprocess.TimeoutExpired:
             status = 124
         finally:
             end(process)
+            RUNNING.discard(process)
     if file.exists():
-        found = measured(file) | {"commit": commit, "exit": status}
+        found = measured(file) | noted | {"exit": status}
         found.pop("numbers", None)  # of each step: they are compared already
         file.write_text(json.dumps(found, indent=1) + "\n")
     return status == 0 and file.exists()
@@ -341,6 +353,23 @@ def stale(files: list[Path]) -> Iterator[tuple[Path, str, int]]:
             yield file, commit or "not committed", int(changes or 0)
 
 
+def sets_of_gpus(sets: int, gpus: int) -> list[str | None]:
+    """Return the GPUs of each of so many sets, as ``CUDA_VISIBLE_DEVICES``; None for one set, which has what there is.
+
+    Raises:
+        SystemExit: there are not so many GPUs.
+    """
+    if sets == 1:
+        return [None]
+    import torch
+
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    visible = given.split(",") if given else [str(index) for index in range(torch.cuda.device_count())]
+    if sets < 1 or sets * gpus > len(visible):
+        raise SystemExit(f"--at-once: {sets} parts for {gpus} GPUs each do not fit a machine with {len(visible)}")
+    return [",".join(visible[first : first + gpus]) for first in range(0, sets * gpus, gpus)]
+
+
 def main() -> int:
     """Measure, or list."""
     args = parse()
@@ -358,9 +387,14 @@ def main() -> int:
 
     gpus, commit = args.gpus or torch.cuda.device_count(), args.commit or current_commit()
     parts = [part for part in PARTS if gpus in part.gpus and any(fnmatch(part.name, name) for name in args.only)]
-    end_of_all, failed = time.monotonic() + args.seconds, []
-    for number, part in enumerate(parts, 1):
-        file, begun = part.file(args.folder, gpus), time.monotonic()
+    noted = {"commit": commit} | ({"at_once": args.at_once} if args.at_once > 1 else {})
+    idle: queue.SimpleQueue[str | None] = queue.SimpleQueue()
+    for visible in sets_of_gpus(args.at_once, gpus):
+        idle.put(visible)
+    end_of_all = time.monotonic() + args.seconds
+
+    def attempt(number: int, part: Part) -> str:
+        own, file, begun = idle.get(), part.file(args.folder, gpus), time.monotonic()
         before, left = measured(file), end_of_all - begun
         if before.get("commit") == commit and before.get("exit") == 0:
             outcome = "done before"
@@ -369,11 +403,20 @@ def main() -> int:
         else:
             print(f"{number} of {len(parts)}: {part.name}: about {part.seconds} s ...", flush=True)
             options = {"GPUS": gpus, "LAUNCHES": args.launches}
-            outcome = "done" if run(part, file, commit, min(left, LONGEST), **options) else "FAILED"
-        if outcome == "FAILED":
-            failed.append(part.name)
+            outcome = "done" if run(part, file, noted, min(left, LONGEST), own, **options) else FAILED
+        idle.put(own)
         print(f"{number} of {len(parts)}: {part.name}: {outcome}, {time.monotonic() - begun:.0f} s", flush=True)
-    return int(bool(failed))
+        return outcome
+
+    with ThreadPoolExecutor(args.at_once) as pool:
+        try:
+            outcomes = [*pool.map(attempt, range(1, len(parts) + 1), parts)]
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in [*RUNNING]:
+                end(process)
+            raise
+    return int(FAILED in outcomes)
 
 
 if __name__ == "__main__":

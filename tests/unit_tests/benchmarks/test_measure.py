@@ -1,7 +1,9 @@
 """One command measures all that documents quote: part by part, at one commit, from where it stopped."""
 
 import json
+import os
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -101,6 +103,55 @@ def test_none_is_begun_that_takes_longer_than_what_is_left(run, tmp_path):
 def test_only_parts_that_are_asked_for_are_measured(run, tmp_path):
     run({"times": WRITES, "times_b": WRITES, "memory": WRITES}, "--only", "times", "mem*")
     assert {file.name for file in (tmp_path / "found").glob("*.json")} == {"times_2gpu.json", "memory_2gpu.json"}
+
+
+def test_parts_run_beside_each_other_on_gpus_of_their_own(run, tmp_path, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    meets = f"""
+import json, os, pathlib, sys, time
+name, own = pathlib.Path(__file__).stem, os.environ["CUDA_VISIBLE_DEVICES"]
+pathlib.Path(r"{tmp_path}", name + ".here").touch()
+until = time.monotonic() + 30
+while len([*pathlib.Path(r"{tmp_path}").glob("*.here")]) < 2 and time.monotonic() < until:
+    time.sleep(0.01)
+json.dump({{"own": own, "met": time.monotonic() < until}}, open(sys.argv[2], "w"))
+"""
+    code, _ = run({"times": meets, "memory": meets}, "--at-once", "2")
+    both = [found(tmp_path, name) for name in ("times", "memory")]
+    assert code == 0
+    assert all(each["met"] and each["at_once"] == 2 for each in both)
+    assert {each["own"] for each in both} == {"0,1", "2,3"}
+
+
+@pytest.mark.parametrize("many", ["0", "3"])
+def test_more_parts_at_once_than_there_are_gpus_for_are_refused(run, monkeypatch, many):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    with pytest.raises(SystemExit, match=f"--at-once: {many} parts for 2 GPUs"):
+        run({"times": WRITES}, "--at-once", many)
+
+
+def test_what_runs_ends_with_the_measurement(run, tmp_path):
+    waits = f"""
+import os, pathlib, signal, time
+if os.fork() == 0:
+    time.sleep(1)
+    os.kill({os.getpid()}, signal.SIGALRM)
+    os._exit(0)
+pathlib.Path(r"{tmp_path}/pid").write_text(str(os.getpid()))
+time.sleep(600)
+"""
+
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, stop)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run({"times": waits, "memory": WRITES})
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
+    assert not (tmp_path / "found" / "memory_2gpu.json").exists()
 
 
 def test_parts_are_listed_with_their_commits(run):
