@@ -209,9 +209,8 @@ EXAMPLES = {
     "--create-all-gather-group": Example("--create-all-gather-group"),
     "--heterogeneous-layers-config-path": Example("--heterogeneous-layers-config-path layers.json"),
     "--fp8-param-gather, --fp8-recipe delayed or tensorwise": Example("--fp8-format hybrid --fp8-param-gather"),
-    "--fp4-format, --fp8-recipe other than delayed or tensorwise": Example(
-        "--fp8-format hybrid --fp8-recipe blockwise"
-    ),
+    "--fp4-format or --fp8-recipe mxfp8": Example("--fp8-format hybrid --fp8-recipe mxfp8"),
+    "--fp8-recipe blockwise or custom": Example("--fp8-format hybrid --fp8-recipe blockwise"),
     "--delay-wgrad-compute": Example(f"{MOE} attn {OVERLAP} --delay-wgrad-compute", left_out=(DOUBLE_BUFFER,)),
     "--tensor-parallel-num-weight-shards": Example("--tensor-parallel-num-weight-shards 2"),
     "--hybrid-layer-pattern": Example("--hybrid-layer-pattern *-*-"),

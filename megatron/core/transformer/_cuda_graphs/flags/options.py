@@ -120,8 +120,13 @@ class Options:
     @property
     def quantizes_otherwise(self) -> bool:
         """Whether there is FP4, or FP8 by a recipe that was not tried in graphs of several layers."""
-        recipe = getattr(self.get("fp8_recipe"), "value", self.get("fp8_recipe"))
-        return bool(self.get("fp4") or (self.get("fp8") and recipe not in (None, "delayed", "tensorwise")))
+        return bool(self.get("fp4") or self.fp8_recipe not in ("", "delayed", "tensorwise"))
+
+    @property
+    def fp8_recipe(self) -> str:
+        """The recipe of FP8; empty without FP8, and where none is given."""
+        recipe = self.get("fp8_recipe") if self.get("fp8") else None
+        return str(getattr(recipe, "value", recipe) or "")
 
     @property
     def recomputes_layers(self) -> bool:

@@ -549,10 +549,11 @@ _NOT_TRIED = [
         lambda o: o.get("optimizer", "adam") not in ("adam", "sgd") or o.get("optimizer_cpu_offload"),
     ),
     _not_tried(
-        "--fp4-format, --fp8-recipe other than delayed or tensorwise",
-        lambda options: options.quantizes_otherwise,
+        "--fp4-format or --fp8-recipe mxfp8",
+        lambda options: options.get("fp4") or options.fp8_recipe == "mxfp8",
         ", for lack of GPUs that support these formats",
     ),
+    _not_tried("--fp8-recipe blockwise or custom", lambda options: options.fp8_recipe in ("blockwise", "custom")),
     _not_tried(
         "--use-torch-fsdp2 with --fp8-format or --fp4-format",
         lambda options: options.any("fp8", "fp4"),
