@@ -94,6 +94,7 @@ EXAMPLES = {
     (
         "--cuda-graph-modules moe_preprocess, --moe-expert-capacity-factor or --moe-router-padding-for-fp8, not padded"
     ): Example(f"{MOE} moe_router moe_preprocess --moe-expert-capacity-factor 1.0"),
+    "--moe-enable-routing-replay, router in graphs": Example(f"{MOE} moe_router --moe-enable-routing-replay"),
     "--moe-router-load-balancing-type sinkhorn, router in graphs": Example(
         f"{MOE} attn moe_router --moe-router-load-balancing-type sinkhorn"
     ),

@@ -242,6 +242,12 @@ _REFUSED = [
         "--moe-router-load-balancing-type",
     ),
     _refused(
+        "--moe-enable-routing-replay, router in graphs",
+        lambda options: options.get("moe_enable_routing_replay") and options.graphs("moe", "moe_router"),
+        "--moe-enable-routing-replay gives each pass its experts, or notes them, on the host, which a replay does not: "
+        "leave it out, or set --cuda-graph-modules to parts other than moe, moe_router and moe_preprocess",
+    ),
+    _refused(
         "--mlp-chunks-for-training above 1, --cuda-graph-modules moe_router",
         lambda options: (
             options.several("mlp_chunks_for_training") and options.has_experts and "moe_router" in options.modules
