@@ -15,12 +15,15 @@ import torch
 from .replacements import Replacements
 from .state_of_passes import StateOfPasses, tensors_in, value_of
 
+PARSED_FLAGS = "_GLOBAL_ARGS"  # of ``training_globals``
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: a class of C, none of Megatron's configurations
 _ORIGINAL = "_torchdynamo_orig_callable"  # what torch.compile keeps its argument as
 # Private attributes that torch or Megatron-FSDP sets on any module.
 _OF_ANY_MODULE = frozenset((*vars(torch.nn.Module()), "_training_state"))
-_KNOWN_PACKAGES = frozenset(
-    ("torch", "megatron", "megatron_fsdp_cuda_graphs", "transformer_engine", "builtins", "typing", "abc")
+# Not all of ``megatron``: Megatron-Bridge's adapters, say, are ``megatron.bridge``.
+_KNOWN_PACKAGES = (
+    *("torch.", "megatron.core.", "megatron.training.", "megatron_fsdp_cuda_graphs.", "transformer_engine."),
+    *("builtins.", "typing.", "abc."),
 )
 
 
@@ -126,19 +129,34 @@ class AttributeReads:
 def options_of(roots: Iterable[torch.nn.Module]) -> list[Any]:
     """Return what modules in ``roots`` have options from, each once.
 
-    That is what an attribute of a module holds if it is called ``config``, has parsed flags, or is of a dataclass: one
-    called ``...Config``, or of neither megatron-core nor torch, where others hold what passes leave to each other. And
-    Megatron's own parsed flags, which any module can ask for.
+    That is what an attribute of a module holds, by itself, in a list or the like, or in other options, if it is called
+    ``config``, has parsed flags, or is of a dataclass: one called ``...Config``, or of neither megatron-core nor torch,
+    where others hold what passes leave to each other. And Megatron's own parsed flags, which any module can ask for.
     """
     found: dict[int, Any] = {}
+
+    def find(value: Any, is_config: bool = False) -> None:
+        kind: Any = type(value)
+        inside: Iterable[Any] = ()
+        if isinstance(value, (list, tuple, dict)):
+            inside = value.values() if isinstance(value, dict) else value
+        elif (is_config or _has_options(kind)) and hasattr(value, "__dict__") and id(value) not in found:
+            found[id(value)] = value
+            inside = vars(value).values()
+        for each in inside:
+            find(each)
+
     for module in (module for root in roots for module in root.modules()):
         for name, value in vars(module).items():
-            kind: Any = type(value)
-            if value is not None and (name == "config" or _has_options(kind)):
-                found[id(value)] = value
-    training = sys.modules.get("megatron.training.global_vars")  # whose ``get_args`` returns them
-    parsed = getattr(training, "_GLOBAL_ARGS", None)
-    return [value for value in {**found, id(parsed): parsed}.values() if hasattr(value, "__dict__")]
+            find(value, name == "config")
+    find(training_globals().get(PARSED_FLAGS), True)
+    return list(found.values())
+
+
+def training_globals() -> dict[str, Any]:
+    """Return the global variables of Megatron's training loop, of which ``get_args`` returns one; empty without it."""
+    module = sys.modules.get("megatron.training.global_vars")
+    return {} if module is None else vars(module)
 
 
 @cache
@@ -183,7 +201,7 @@ def _same(some: dict[Any, torch.Tensor], others: dict[Any, torch.Tensor]) -> boo
 
 
 def _comes_from_elsewhere(kind: type) -> bool:
-    return any(base.__module__.partition(".")[0] not in _KNOWN_PACKAGES for base in kind.__mro__)
+    return not all(f"{base.__module__}.".startswith(_KNOWN_PACKAGES) for base in kind.__mro__)
 
 
 def _compiled(roots: Iterable[torch.nn.Module]) -> Iterator[tuple[Any, str, Any]]:

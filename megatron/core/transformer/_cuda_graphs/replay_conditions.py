@@ -6,7 +6,7 @@ each eager pass, and by no replay. ``ReplayConditions`` records it at capture. T
 replays read those.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import chain, repeat
 from operator import attrgetter, call, is_, itemgetter
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.nn.modules import module as torch_module
 
-from .attribute_reads import AttributeReads, is_of_transformer_engine, options_of
+from .attribute_reads import PARSED_FLAGS, AttributeReads, is_of_transformer_engine, options_of, training_globals
 from .hooks import HOOK_KINDS, has_other_hooks, is_of_ddp
 from .state_of_passes import differ, kept, tensors_in
 
@@ -41,6 +41,8 @@ _CONTEXTS: dict[str, Callable[[], Any]] = {
     "memory-efficient attention of torch": torch._C._get_mem_efficient_sdp_enabled,
     "attention of torch by matrix products": torch._C._get_math_sdp_enabled,
     "attention of torch by cuDNN": torch._C._get_cudnn_sdp_enabled,
+    "the order of torch's attentions": torch._C._get_sdp_priority_order,
+    "sums in half precision in attention of torch": torch._C._get_math_sdp_allow_fp16_bf16_reduction,
     "cuDNN": torch._C._get_cudnn_enabled,
     "deterministic kernels of cuDNN": torch._C._get_cudnn_deterministic,
 }
@@ -138,6 +140,8 @@ class ReplayConditions:
         spaces = [module.__dict__ for module in compared]
         names = [f"forward of {own}" for own in compared.values()]
         aspects.append(_Aspect(names, lambda: list(map(dict.get, spaces, repeat("forward")))))
+        compiled = partial(_each, attrgetter("_compiled_call_impl"), list(compared))
+        aspects.append(_Aspect([f"what was compiled of {own}" for own in compared.values()], compiled))
         aspects += self._contents("the modules in", "_modules")
         aspects.append(_Hooks(hooked))
         if parameters:
@@ -145,6 +149,7 @@ class ReplayConditions:
             aspects += self._parameters()
         if buffers:
             aspects += self._contents("the buffers of", "_buffers")
+            aspects.append(self._places(reads))
         for_all = ["hooks for all modules"] * len(_GLOBAL_HOOKS)
         aspects.append(_Aspect(for_all, lambda: _GLOBAL_HOOKS, list(map(dict, _GLOBAL_HOOKS))))
         contexts = _contexts_in_force()
@@ -166,10 +171,7 @@ class ReplayConditions:
         """Compare by identity what the modules have in their dictionary ``kind``."""
         contents = [(getattr(module, kind), f"{what} {name}") for module, name in self._modules.items()]
         places = [(own, key, name) for own, name in contents for key in own]
-        owners, keys = [own for own, _, _ in places], [key for _, key, _ in places]
-        then = list(map(dict.get, owners, keys))
-        names, same = [name for *_, name in places], [True] * len(then)
-        yield _Aspect(names, lambda: list(map(is_, map(dict.get, owners, keys), then)), same)
+        yield self._same(places)
         dicts = [own for own, _ in contents]
         empty, filled = [own for own in dicts if not own], [own for own in dicts if own]
         yield _Aspect(
@@ -177,6 +179,14 @@ class ReplayConditions:
             lambda: list(map(len, dicts)),
             look=lambda: [any(empty), *map(len, filled)],  # most are empty and stay so
         )
+
+    @staticmethod
+    def _same(places: Sequence[tuple[dict[str, Any], str, str]]) -> _Aspect:
+        """Compare by identity what dictionaries hold, each given with a key and a name."""
+        owners, keys = [own for own, _, _ in places], [key for _, key, _ in places]
+        then = list(map(dict.get, owners, keys))
+        names, same = [name for *_, name in places], [True] * len(then)
+        return _Aspect(names, lambda: list(map(is_, map(dict.get, owners, keys), then)), same)
 
     def _parameters(self) -> Iterator[_Aspect]:
         named = {
@@ -198,6 +208,18 @@ class ReplayConditions:
             names = [f"hooks of {name}" for name in others.values()]
             yield _Aspect(names, partial(_truth, without), look=partial(_any, without))
 
+    def _places(self, reads: AttributeReads) -> _Aspect:
+        """Compare where buffers are, and tensors in attributes that were read: ``.data`` can be put elsewhere."""
+        held: dict[torch.Tensor, str] = {}
+        for module, name in self._modules.items():
+            own, read = vars(module), reads.of.get(id(module), ())
+            if is_of_transformer_engine(type(module)):
+                read = ()
+            for key, value in ({each: own.get(each) for each in read} | module._buffers).items():
+                if isinstance(value, torch.Tensor) and torch._C._has_storage(value):
+                    held.setdefault(value, f"the memory of {key} of {name}")
+        return _Aspect(held.values(), partial(_each, torch.Tensor.data_ptr, list(held)))
+
     def _attributes(self, reads: AttributeReads) -> Iterator[_Aspect]:
         spaces: list[tuple[str, dict[str, Any], set[str]]] = []
         absent: list[tuple[str, dict[str, Any], type, str]] = []  # read, and not there, or there in the class alone
@@ -211,17 +233,29 @@ class ReplayConditions:
             contents = {*own, *module._parameters, *module._buffers, *module._modules}
             others = {each for each in read - contents - _ASKED_AT_CAPTURE if not hasattr(torch.nn.Module, each)}
             absent += [(name, own, kind, each) for each in others]
-        for options in options_of(self._modules):
+        all_options = options_of(self._modules)
+        for options in all_options:
             own = vars(options)
             read = {each for each in reads.of.get(id(options), ()) if not each.startswith("cuda_graph")}
             name = "the configuration" if "Config" in type(options).__name__ else type(options).__name__
             spaces.append((name, own, read & own.keys()))
             absent += [(name, own, type(options), each) for each in read - own.keys()]
         yield self._values(spaces)
+        # Equal ones may have other attributes beside their fields.
+        ids = set(map(id, all_options))
+        held = [
+            (own, each, f"{each} of {name}") for name, own, read in spaces for each in read if id(own.get(each)) in ids
+        ]
+        of_all = training_globals()
+        if reads.of.get(id(of_all.get(PARSED_FLAGS))):
+            held.append((of_all, PARSED_FLAGS, "the parsed flags"))
+        yield self._same(held)
         yield self._tensors(reads)
         owners, attributes = [own for _, own, _, _ in absent], [attribute for *_, attribute in absent]
-        of_classes = list(dict.fromkeys((kind, each) for _, _, kind, each in absent if hasattr(kind, each)))
-        of_classes += dict.fromkeys((type(module), "forward") for module in self._modules)
+        of_classes = dict.fromkeys((kind, each) for _, _, kind, each in absent if hasattr(kind, each))
+        of_classes |= dict.fromkeys((type(module), "forward") for module in self._modules)
+        for kind, each in list(of_classes):  # a method may call those of base classes
+            of_classes |= dict.fromkeys((base, each) for base in kind.__mro__ if each in vars(base))
         kinds, methods = [kind for kind, _ in of_classes], [attribute for _, attribute in of_classes]
         names = [f"{attribute} of {name}" for name, _, _, attribute in absent]
         names += [f"{attribute} of {kind.__name__}" for kind, attribute in of_classes]

@@ -2,7 +2,6 @@
 
 import weakref
 from collections import deque
-from enum import Enum
 from types import SimpleNamespace
 from typing import Any
 
@@ -104,20 +103,20 @@ def _is_tensor(remembered: Any) -> bool:
 
 
 def kept(value: Any) -> Any:
-    """Return what to compare ``value`` with later: a copy if it is data that can change in place, and else itself.
+    """Return what to compare ``value`` with later: a copy if it can change in place, and else itself.
 
     A list, say, with a tensor in it is not copied: those are mostly results, or caches. Neither are tensors on the
     device, which replays read; a number in a tensor on the host becomes a part of an operation.
     """
     if isinstance(value, torch.Tensor):
         return value.clone() if value.device.type == "cpu" and not value.ndim else value
-    if not _is_data(value):
+    if _holds_tensors(value):
         return value
     if isinstance(value, dict):
         return {key: kept(each) for key, each in value.items()}
     if isinstance(value, SimpleNamespace):
         return SimpleNamespace(**kept(vars(value)))
-    for kind in (list, set):
+    for kind in (list, set, deque):
         if isinstance(value, kind):
             return kind(map(kept, value))
     return tuple(map(kept, value)) if type(value) is tuple else value
@@ -131,11 +130,11 @@ def differ(one: Any, other: Any) -> bool:
         return True
 
 
-def _is_data(value: Any) -> bool:
+def _holds_tensors(value: Any) -> bool:
     if isinstance(value, dict):
-        return all(map(_is_data, value.values()))
+        return any(map(_holds_tensors, value.values()))
     if isinstance(value, SimpleNamespace):
-        return _is_data(vars(value))
-    if isinstance(value, (list, tuple, set)):
-        return all(map(_is_data, value))
-    return value is None or isinstance(value, (bool, int, float, complex, str, bytes, Enum, torch.dtype))
+        return _holds_tensors(vars(value))
+    if isinstance(value, (list, tuple, set, deque)):
+        return any(map(_holds_tensors, value))
+    return isinstance(value, torch.Tensor)

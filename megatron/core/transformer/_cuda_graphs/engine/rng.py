@@ -116,17 +116,34 @@ class GraphStates:
     def adopt(self, *call: object) -> None:
         """Where the tracker has another state now, let graphs continue from its value, and the tracker from theirs.
 
-        No fork of the tracker must be open. As a hook it gets a module's call, which it does not use.
+        So does a fork of the tracker that is open. As a hook it gets a module's call, which it does not use.
         """
         tracked = _tracked()
         for name, ours in self._states.items():
             theirs = tracked.get(name, ours)
             if theirs is ours:
                 continue
-            value = theirs if isinstance(theirs, torch.Tensor) else theirs.get_state()
-            if not torch.equal(value, ours.get_state()):  # a fork leaves another object that shares the state
-                ours.set_state(value)
             tracked[name] = ours
+            if isinstance(theirs, torch.Tensor):
+                if not torch.equal(theirs, ours.get_state()):
+                    ours.set_state(theirs)
+            elif not _are_one(theirs, ours):  # a fork leaves another object for the same state
+                draws_from = _default_generator()
+                is_open = _are_one(theirs, draws_from)
+                ours.set_state(theirs.get_state())
+                if is_open:
+                    draws_from.graphsafe_set_state(ours)
+
+
+def _are_one(some: torch.Generator, other: torch.Generator) -> bool:
+    """Whether two generators have one state, which torch does not say: another seed of one is then the other's."""
+    before = some.get_state()
+    if not torch.equal(before, other.get_state()):
+        return False
+    some.manual_seed(some.initial_seed() ^ 1)
+    is_one = not torch.equal(before, other.get_state())
+    some.set_state(before)
+    return is_one
 
 
 def _tracked() -> dict[str, Any]:

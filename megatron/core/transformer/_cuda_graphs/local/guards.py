@@ -42,22 +42,14 @@ class FunctionGuard:
         names = [f"{kind} {place.name} of {name}" for kind, own in kinds for place in own]
         self._addresses = AddressGuard(tensors, names.__getitem__, f"(--cuda-graph-impl local) {_ADVICE}")
         self._conditions = ReplayConditions(module, reads, name, hooks_run=False, parameters=False, autocast=autocast)
-        self._checked_with_grad: bool | None = None  # in this step; None before the first check
-
-    def begin_step(self) -> None:
-        """Begin a step: parameters may have moved."""
-        self._checked_with_grad = None
 
     def check(self) -> None:
-        """Compare what passes read, before each replay, and parameters before the first one of a step.
+        """Compare parameters, buffers and what passes read. It runs before each replay.
 
         Raises:
             RuntimeError: something has changed since capture; names it.
         """
-        grad_enabled = torch.is_grad_enabled()
-        if self._checked_with_grad is None or (grad_enabled and not self._checked_with_grad):
-            self.check_parameters(grad_enabled)
-            self._checked_with_grad = grad_enabled
+        self.check_parameters(torch.is_grad_enabled())
         if self._conditions.have_changed():
             raise RuntimeError(
                 f"{self._conditions.changes()} (--cuda-graph-impl local). Change it back, or call "

@@ -343,6 +343,7 @@ class _CudaGraphRunner(torch.nn.Module):
         """Replay on arguments that were compared already; return what ``func`` returns."""
         if self._guard is not None:
             self._guard.check()
+        self._session.follow_rng_tracker()
         return self.replay_checked(is_first_microbatch, args, kwargs)
 
     def replay_checked(self, is_first_microbatch: bool, args: tuple, kwargs: dict[str, Any]) -> Any:

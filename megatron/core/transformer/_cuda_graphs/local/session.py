@@ -101,10 +101,11 @@ class CaptureSession:
                 last_backward[runner.function] = runner.call
 
     def begin_step(self) -> None:
-        """Begin a step: parameters may have moved, static inputs may be stale, and no backward pass is to come."""
+        """Begin a step: static inputs may be stale, and no backward pass is to come."""
         self.turns.in_flight = 0
+        self.buffers.forget_values()
+
+    def follow_rng_tracker(self) -> None:
+        """Let graphs draw from what Megatron's RNG tracker has now. It is called before each replay."""
         if self._rng_states is not None:
             self._rng_states.adopt()
-        for guard in self.guards.values():
-            guard.begin_step()
-        self.buffers.forget_values()

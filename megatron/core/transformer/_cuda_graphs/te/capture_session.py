@@ -178,7 +178,7 @@ class CaptureSession:
                     graphs = engine.capture(layers, sample_args, **arguments)
                 self.observer.passes_end()
             conditions = [
-                ReplayConditions(layer, reads, name, parameters=layer not in elsewhere)
+                ReplayConditions(layer, reads, name, parameters=layer not in elsewhere, buffers=True)
                 for layer, name in zip(layers, names, strict=True)
             ]
         self._warn_of_hooks(each.hooked for each in conditions)

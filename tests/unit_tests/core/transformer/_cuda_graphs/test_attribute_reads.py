@@ -5,7 +5,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads
+from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads, is_third_party
 from megatron.core.transformer._cuda_graphs.errors import UnsupportedError
 from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
 
@@ -195,6 +195,13 @@ def test_what_derives_from_transformer_engine_is_not_refused():
     module = OfAUser(counts)
     pass_of(module)
     assert module.count == 1
+
+
+def test_a_package_beside_megatron_core_counts_as_a_users():
+    """Megatron-Bridge's adapters are in ``megatron.bridge``."""
+    assert is_third_party(type("Alone", (torch.nn.Module,), {"__module__": "megatron.bridge.peft.lora"}))
+    assert not is_third_party(type("Core", (torch.nn.Module,), {"__module__": "megatron.core.transformer.mlp"}))
+    assert not is_third_party(type("Training", (torch.nn.Module,), {"__module__": "megatron.training"}))
 
 
 @pytest.mark.parametrize("act", [keeps_a_result, hands_over, changes_a_buffer_in_place])

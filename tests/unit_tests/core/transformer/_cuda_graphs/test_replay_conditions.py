@@ -1,8 +1,9 @@
 """ReplayConditions: changes of modules are noticed, and named."""
 
 from argparse import Namespace
+from collections import deque
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -26,14 +27,27 @@ class Config:
 
 
 @dataclass
+class Deeper:
+    slope: float = 0.0
+
+
+@dataclass
 class Flags:
     shift: float = 0.0
     unread: int = 1
+    deeper: Deeper = field(default_factory=Deeper)
 
 
-class Inner(torch.nn.Module):
+class Base(torch.nn.Module):
+    def amount(self):
+        return 0.0
+
+
+class Inner(Base):
     def __init__(self, config):
         super().__init__()
+        self.mixed, self.many, self.recent = {"low": 0.0, "act": torch.tanh}, [Deeper()], deque([0.0])
+        self.on_device = torch.zeros(2)
         self.config, self.bias, self._offset = config, 1.0, 0.0
         self.limits, self.options, self.flags = {"low": [0.0]}, SimpleNamespace(low=0.0), Flags()
         self.on_host, self.results = torch.tensor(1.0), []
@@ -48,7 +62,8 @@ class Inner(torch.nn.Module):
         self.results.append(torch.ones(2))
         absent = getattr(self, "extra", 0.0) + getattr(self.config, "extra", 0.0)
         data = self.limits["low"][0] + self.options.low + self.flags.shift + self.tables[0] + self.by_length[2]
-        return self.bias * self.on_host + self._offset + data + absent
+        more = self.mixed["low"] + self.many[0].slope + self.flags.deeper.slope + self.recent[0] + self.on_device
+        return self.bias * self.on_host + self._offset + data + absent + more + super().amount()
 
 
 class Outer(torch.nn.Module):
@@ -94,6 +109,13 @@ CHANGES = {
     "on_host of layer 3.inner": lambda outer: outer.inner.on_host.fill_(2.0),
     "tables of layer 3.inner": lambda outer: outer.inner.tables.__setitem__(1, torch.zeros(1)),
     "by_length of layer 3.inner": lambda outer: outer.inner.by_length.update({2: torch.zeros(2)}),
+    "mixed of layer 3.inner": lambda outer: outer.inner.mixed.update(low=1.0),
+    "slope of Deeper": lambda outer: setattr(outer.inner.many[0], "slope", 1.0),
+    "recent of layer 3.inner": lambda outer: outer.inner.recent.append(1.0),
+    "flags of layer 3.inner": lambda outer: setattr(outer.inner, "flags", replace(outer.inner.flags)),
+    "the memory of on_device of layer 3.inner": lambda outer: setattr(outer.inner.on_device, "data", torch.zeros(2)),
+    "the memory of shift of layer 3.inner": lambda outer: setattr(outer.inner.shift, "data", torch.zeros(2)),
+    "what was compiled of layer 3.linear": lambda outer: setattr(outer.linear, "_compiled_call_impl", abs),
     "extra of layer 3.inner": lambda outer: setattr(outer.inner, "extra", 1.0),
     "extra of the configuration": lambda outer: setattr(outer.inner.config, "extra", 1.0),
     "forward of layer 3.inner": other_forward,
@@ -116,6 +138,12 @@ def test_a_change_is_noticed_and_named(outer, conditions, name):
     CHANGES[name](outer)
     assert conditions.have_changed()
     assert name in conditions.changes()
+
+
+def test_a_change_of_what_options_hold_is_noticed(outer, conditions):
+    outer.inner.flags.deeper.slope = 1.0
+    assert conditions.have_changed()
+    assert "slope of Deeper" in conditions.changes()
 
 
 def test_what_is_changed_back_is_as_it_was(outer, conditions):
@@ -195,6 +223,11 @@ def test_flags_that_a_pass_asks_megatron_for_are_compared(monkeypatch):
     args.scale = 3.0
     assert conditions.have_changed()
     assert "scale of Namespace" in conditions.changes()
+    args.scale = 2.0
+    assert not conditions.have_changed()
+    monkeypatch.setattr(global_vars, "_GLOBAL_ARGS", Namespace(scale=3.0))
+    assert conditions.have_changed()
+    assert "the parsed flags" in conditions.changes()
 
 
 def test_autocast_is_compared_with_that_of_the_capture(outer):
@@ -205,7 +238,9 @@ def test_autocast_is_compared_with_that_of_the_capture(outer):
     assert "autocast" in conditions.changes()
 
 
-@pytest.mark.parametrize(("kind", "name"), [(Inner, "forward"), (Inner, "amount"), (torch.nn.Linear, "forward")])
+@pytest.mark.parametrize(
+    ("kind", "name"), [(Inner, "forward"), (Inner, "amount"), (Base, "amount"), (torch.nn.Linear, "forward")]
+)
 def test_another_function_in_a_class_is_a_change(outer, conditions, monkeypatch, kind, name):
     monkeypatch.setattr(kind, name, lambda self, *args: None)
     assert conditions.have_changed()
@@ -232,6 +267,11 @@ def setting(owner, name, value):
 
 MATMUL, CUDNN = torch.backends.cuda.matmul, torch.backends.cudnn
 DETERMINISTIC = torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
+ORDER = torch._C._get_sdp_priority_order, torch._C._set_sdp_priority_order
+HALF_SUMS = (
+    torch.backends.cuda.fp16_bf16_reduction_math_sdp_allowed,
+    torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp,
+)
 KERNELS = {
     "flash attention of torch": SDPBackend.FLASH_ATTENTION,
     "memory-efficient attention of torch": SDPBackend.EFFICIENT_ATTENTION,
@@ -257,6 +297,8 @@ CONTEXTS = [
     ("sums of fp16 products in fp16", lambda: setting(MATMUL, "allow_fp16_accumulation", True)),
     ("deterministic kernels of cuDNN", lambda: setting(CUDNN, "deterministic", True)),
     ("cuDNN", lambda: setting(CUDNN, "enabled", False)),
+    ("the order of torch's attentions", lambda: changed(*ORDER, [0, 1, 2, 3, 4])),
+    ("sums in half precision in attention of torch", lambda: changed(*HALF_SUMS, True)),
     *(
         (name, partial(torch.nn.attention.sdpa_kernel, [other for other in KERNELS.values() if other != kernel]))
         for name, kernel in KERNELS.items()

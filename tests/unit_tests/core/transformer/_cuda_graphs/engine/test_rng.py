@@ -13,7 +13,12 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, initialize_rng_tracker
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer._cuda_graphs import state as capture_state
-from megatron.core.transformer._cuda_graphs.engine.rng import generator_states, preserve_rng, refuse_host_draws
+from megatron.core.transformer._cuda_graphs.engine.rng import (
+    GraphStates,
+    generator_states,
+    preserve_rng,
+    refuse_host_draws,
+)
 from megatron.core.transformer._cuda_graphs.errors import UnsupportedError
 from megatron.core.transformer.cuda_graphs import _clone_nested_tensors, _ensure_generator_state_is_cudagraph_safe
 
@@ -166,3 +171,52 @@ def test_random_numbers_of_the_device_are_not_refused(cpu_backend):
 def test_an_error_is_raised_as_it_is_where_random_numbers_were_drawn_on_the_host(cpu_backend):
     with pytest.raises(KeyError), refuse_host_draws():
         raise KeyError(random.random())
+
+
+# ------------------------------------------------------------------------------------------------ Megatron's tracker
+
+
+def new_seed(tracker):
+    states = {}
+    for name, state in tracker.get_states().items():
+        states[name] = state.clone_state()
+        states[name].manual_seed(9)
+    tracker.set_states(states)
+
+
+@pytest.fixture
+def drawing(cpu_backend):
+    """The tracker, the states of graphs, and the state object from which graphs draw."""
+    initialize_rng_tracker(use_cudagraphable_rng=True, force_reset=True)
+    tracker = get_cuda_rng_tracker()
+    tracker.add("model-parallel-rng", 5)
+    return tracker, GraphStates(), tracker.get_states()["model-parallel-rng"]
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["before a fork", "in a fork"])
+def test_graphs_draw_from_a_state_that_the_tracker_has_got(drawing, inside):
+    """As under sequence parallelism, where layers are called in a fork."""
+    tracker, states, of_graphs = drawing
+    new_seed(tracker)
+    expected = torch.rand(4, generator=tracker.get_states()["model-parallel-rng"].clone_state(), device="cuda")
+    if not inside:
+        states.adopt()
+    with tracker.fork():
+        if inside:
+            states.adopt()
+        drawn = [torch.rand(2, generator=of_graphs, device="cuda"), torch.rand(2, device="cuda")]
+    assert torch.equal(torch.cat(drawn), expected)
+    states.adopt()
+    after = tracker.get_states()["model-parallel-rng"]
+    assert torch.equal(after.get_state(), of_graphs.get_state())
+
+
+def test_states_of_the_same_value_are_not_taken_for_one(drawing):
+    tracker, states, of_graphs = drawing
+    before = of_graphs.get_state()
+    tracker.set_states({"model-parallel-rng": of_graphs.clone_state()})
+    states.adopt()
+    assert torch.equal(of_graphs.get_state(), before)
+    with tracker.fork():
+        torch.rand(2, device="cuda")
+    assert not torch.equal(of_graphs.get_state(), before)

@@ -122,12 +122,23 @@ class TestReplays:
         with pytest.raises(RuntimeError, match=r"linear\.bias was frozen"):
             model(batch(1))
 
-    def test_are_checked_once_a_step(self):
+    def test_are_checked_in_each_pass(self):
         model = stack(count=1)
         record(model)
         model(batch(1)).sum().backward()
         model.layers[0].linear.bias.requires_grad_(False)
-        model(batch(1)).sum().backward()
-        create_cudagraphs()
         with pytest.raises(RuntimeError, match=r"linear\.bias was frozen"):
+            model(batch(1))
+
+    def test_are_checked_between_passes_without_grad(self):
+        """As where one model computes the probabilities of a policy, then those of a reference."""
+        model = stack(count=1)
+        record(model)
+        with torch.no_grad():
+            model(batch(1))
+            weight = model.layers[0].linear.weight
+            before, weight.data = weight.data, torch.zeros_like(weight)
+            with pytest.raises(RuntimeError, match=r"linear\.weight of layer 1"):
+                model(batch(1))
+            weight.data = before
             model(batch(1))

@@ -38,7 +38,26 @@ from .local_graph_cases import (
 pytestmark = pytest.mark.usefixtures("cpu_backend", "no_graphs")
 
 
+def other_states() -> None:
+    """Give Megatron's RNG tracker states of another seed, as a checkpoint does."""
+    tracker = get_cuda_rng_tracker()
+    states = {name: state.clone_state() for name, state in tracker.get_states().items()}
+    for state in states.values():
+        state.manual_seed(321)
+    tracker.set_states(states)
+
+
 class TestTraining:
+    @pytest.mark.parametrize("reseed", [use_graphable_rng, other_states], ids=["another tracker", "other states"])
+    def test_random_numbers_are_those_of_a_new_seed(self, reseed):
+        traces = []
+        for graphs in (False, True):
+            model = stack(graphs=graphs, dropout=0.5)
+            traces.append(train(model, steps=3))
+            reseed()
+            traces[-1] += train(model, steps=3)
+        assert traces[0] == traces[1]
+
     @pytest.mark.parametrize("dropout", [0.0, 0.5])
     @pytest.mark.parametrize("microbatches", [1, 3])
     def test_is_bit_for_bit_eager(self, dropout, microbatches):
@@ -379,10 +398,10 @@ class TestPythonCalls:
     def test_of_the_replays_of_a_layer(self, pipeline):
         model = stack(count=4, pipeline=pipeline)
         record(model)
-        model(batch(1)).sum().backward()  # the first pass of a step compares parameters
+        model(batch(1)).sum().backward()
         forward, loss = self.count(lambda: model(batch(1, 1)).sum())
         backward, _ = self.count(lambda: loss.backward())
-        assert 0 < forward <= 4 * 50
+        assert 0 < forward <= 4 * 62  # of which 16 look for main gradients that are not there
         assert 0 < backward <= 4 * 11
 
 
