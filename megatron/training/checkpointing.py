@@ -1,5 +1,6 @@
 """Checkpoints that runs with and without graphs load alike, with layers by their numbers in the whole model."""
 
+import logging
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -14,10 +15,13 @@ from megatron.core.distributed.fsdp.global_names import (
     layers_of,
     unused_output_weights,
 )
+from megatron.core.optimizer.distrib_optimizer import LOSS_SCALE
 from megatron.core.tensor_parallel import convert_cuda_rng_state
+from megatron.core.utils import log_single_rank
 from megatron_fsdp_cuda_graphs.overlay import extend
 
 _upstream: Any = extend(__name__)
+logger = logging.getLogger(__name__)
 
 _CHUNKS = "_chunks"  # in a state dict: the chunks of a pipeline stage
 _BY_NAME = ("state", "param_to_group_meta")  # in a state dict of the optimizer: what parameters' names are keys of
@@ -99,11 +103,11 @@ def _load_base_checkpoint(
         ValueError: the checkpoint lacks layers of the model or the optimizer's states, or its random number generators
             are of another device.
     """
-    asked = sharded_state_dict or {}
+    asked = dict(sharded_state_dict or {})
     _expect_tensors(asked)
     chunks = asked.get(_CHUNKS) or asked.get("_model")
     try:
-        loaded, name, *rest = _upstream._load_base_checkpoint(load_dir, args, rank0, sharded_state_dict, **others)
+        loaded, name, *rest = _read(load_dir, args, rank0, sharded_state_dict, **others)
     except CheckpointException as error:
         if "rng_state" in str(error):
             raise ValueError(
@@ -125,6 +129,21 @@ def _load_base_checkpoint(
         if len(chunks) > 1:  # megatron-core returns the parameters of one; what was read is in the tensors
             loaded |= given
     return loaded, name, *rest
+
+
+def _read(load_dir: str | None, args: Any, rank0: bool, state_dict: Any, **others: Any) -> Any:
+    """Read a checkpoint as megatron-core does; without a loss scale if it has none, as those of other precisions."""
+    asked = dict(state_dict or {})  # reading changes it
+    try:
+        return _upstream._load_base_checkpoint(load_dir, args, rank0, state_dict, **others)
+    except CheckpointException as error:
+        if f"Missing key in checkpoint state_dict: optimizer.{LOSS_SCALE}" not in str(error):
+            raise
+    log_single_rank(
+        logger, logging.WARNING, f"--load {load_dir}: it has no loss scale, which starts at --initial-loss-scale"
+    )
+    asked["optimizer"] = {key: value for key, value in asked["optimizer"].items() if key != LOSS_SCALE}
+    return _upstream._load_base_checkpoint(load_dir, args, rank0, asked, **others)
 
 
 def _refuse_missing_layers(checkpoint: str, model: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, load
 
-from tests.support.pretrain import numbers, pretrain
+from tests.support.pretrain import SCRIPT, numbers, pretrain
 
 STEPS, SAVED = 5, 2
 COMMON = f"--train-iters {STEPS} --cuda-graph-warmup-steps 1"  # captured before and after the checkpoint
@@ -40,6 +40,8 @@ LAYOUTS = {
     # The scale doubles after each two steps, and is another one at the checkpoint than in the beginning.
     "fp16": "--fp16 --initial-loss-scale 256 --loss-scale-window 2",
 }
+CAPTURED = "--optimizer-cuda-graph"
+WITH_STAND_INS = SCRIPT.parents[1] / "tests" / "support" / "pretrain_with_stand_ins.py"
 EAGER = "eager"
 KINDS = {EAGER: "", "layers": "--cuda-graph-layers-per-graph 1", "parts": "--cuda-graph-modules attn", "model": ""}
 
@@ -77,6 +79,31 @@ def test_a_resumed_run_is_equal_to_one_without_an_interruption(saved, tmp_path, 
     steps, *resumed = run(tmp_path / "resumed", flags, loader)
     assert resumed == [expected[SAVED:], scales[SAVED:]]
     assert [bool(step["graphs"]) for step in steps] == [False] + [loader != EAGER] * (STEPS - SAVED - 1)
+
+
+def test_a_run_with_a_dynamic_loss_scale_loads_a_checkpoint_without_one(saved, tmp_path):
+    flags, place = f"{COMMON} {LAYOUTS['dense']}", tmp_path / "saved"
+    run(tmp_path / "first", f"{flags} --fp16 --loss-scale 128 --save {place} --save-interval {SAVED}", EAGER)
+    flags += f" {LAYOUTS['fp16']} --load {place} --ckpt-step {SAVED}"
+    (_, *eager), (_, *graphed) = (run(tmp_path / kind, flags, kind) for kind in (EAGER, "model"))
+    assert graphed == eager
+    assert [float(scale) for scale in eager[1]] == [256.0, 512.0, 512.0]
+
+
+@pytest.mark.parametrize("saves", ["", CAPTURED], ids=["saved without", "saved with"])
+@pytest.mark.parametrize("loads", ["", CAPTURED], ids=["loaded without", "loaded with"])
+def test_a_checkpoint_is_loaded_with_a_graph_of_the_optimizer_and_without(tmp_path, saves, loads):
+    def train(name, flags):
+        return numbers(pretrain(tmp_path / name, f"{COMMON} {flags}", graphs=True, script=WITH_STAND_INS))
+
+    place = tmp_path / "saved"
+    expected = train("first", f"{saves} --save {place} --save-interval {SAVED}")
+    resumed = train("second", f"{loads} --load {place} --ckpt-step {SAVED}")
+    assert len(resumed) == STEPS - SAVED
+    if saves == loads:  # with the graph torch's Adam rounds otherwise
+        assert resumed == expected[SAVED:]
+    else:
+        assert resumed[0][:2] == expected[SAVED][:2]
 
 
 @pytest.mark.parametrize("flag", ["--no-load-optim", "--finetune"])

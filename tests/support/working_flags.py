@@ -134,8 +134,7 @@ WORKING = (
         "optimizer graph",
         "--optimizer-cuda-graph",
         _GPU,
-        "where torch's Adam is in the place of TransformerEngine's a checkpoint of it cannot be loaded: learning rates "
-        "in it are tensors",
+        "checkpoints are for runs with it and without",
     ),
     Working("tensor parallel", "--tensor-model-parallel-size, --sequence-parallel", _GPU),
     Working("pipeline", "--pipeline-model-parallel-size", _STAGES, "each stage as a whole, or its layers"),

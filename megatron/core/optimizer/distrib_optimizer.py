@@ -21,7 +21,8 @@ from .local_shards import LocalShards
 
 _upstream: Any = extend(__name__)
 
-_LOSS_SCALE = "grad_scaler"  # in checkpoints
+LOSS_SCALE = "grad_scaler"  # in checkpoints
+_GROUPS = "param_to_group_meta"  # in checkpoints: the options of each parameter's group
 
 
 class DistributedOptimizer(_upstream.DistributedOptimizer):
@@ -130,20 +131,39 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         """Return the states and the groups of the parameters, both by parameter name, and the loss scale.
 
         Saving and loading run collectives for each state, so every rank has to have the same ones. megatron-core leaves
-        the loss scale out, and a resumed run would begin with --initial-loss-scale again.
+        the loss scale out, and a resumed run would begin with --initial-loss-scale again. Learning rates are numbers,
+        also where --optimizer-cuda-graph has tensors.
         """
         saved: dict[str, Any] = super().sharded_param_state_fsdp_dtensor(is_loading)
         if not self.is_stub_optimizer:
+            saved[_GROUPS] = {name: group | {"lr": float(group["lr"])} for name, group in saved[_GROUPS].items()}
             saved["state"] = state_of_every_parameter(self.optimizer, saved["state"], self._param_name)
             if self.grad_scaler is not None and (scale := self.grad_scaler.state_dict()):
-                saved[_LOSS_SCALE] = scale
+                saved[LOSS_SCALE] = scale
         return saved
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over the states and the loss scale of a checkpoint; see megatron-core."""
-        if self.ddp_config.use_megatron_fsdp and _LOSS_SCALE in state_dict:
-            self.grad_scaler.load_state_dict(state_dict.pop(_LOSS_SCALE))
+        """Take over the states and the loss scale of a checkpoint; see megatron-core.
+
+        Whether steps can be captured, and learning rates are tensors for it, is this run's and not the checkpoint's.
+        """
+        if self.ddp_config.use_megatron_fsdp:
+            if LOSS_SCALE in state_dict:
+                self.grad_scaler.load_state_dict(state_dict.pop(LOSS_SCALE))
+            if state_dict.get(_GROUPS):
+                state_dict[_GROUPS] = self._as_own(state_dict[_GROUPS])
         super().load_state_dict(state_dict)
+
+    def _as_own(self, groups: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Return the options of a checkpoint's groups for an optimizer of this run's kind."""
+        own = self.optimizer.param_groups[0]
+        rates = {float(group["lr"]) for group in groups.values()}
+        if isinstance(own["lr"], torch.Tensor):
+            rate_of: dict[float, Any] = {rate: torch.full_like(own["lr"], rate) for rate in rates}
+        else:
+            rate_of = dict(zip(rates, rates, strict=True))
+        captured = {key: own[key] for key in ("capturable",) if key in own}
+        return {name: group | captured | {"lr": rate_of[float(group["lr"])]} for name, group in groups.items()}
 
     def _copy_model_params_to_main_params(self, state_dict: dict[str, Any] | None = None) -> None:
         """Take over the model's parameters after a checkpoint without the optimizer's states; see megatron-core.

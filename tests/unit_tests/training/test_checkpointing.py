@@ -73,6 +73,25 @@ def test_other_failures_are_as_they_were(loads):
         loads(fails_with("Missing key in checkpoint state_dict: model.decoder"), {})
 
 
+def test_a_checkpoint_without_a_loss_scale_is_read_without(loads, caplog):
+    """As those of another precision, of a constant scale, or of megatron-core alone."""
+    asked = []
+
+    def read(folder, args, rank0, state_dict):
+        asked.append(dict(state_dict["optimizer"]))
+        assert state_dict.pop("raw") == 1  # as megatron-core takes out what it had put there
+        if "grad_scaler" in state_dict["optimizer"]:
+            fails_with("Missing key in checkpoint state_dict: optimizer.grad_scaler.scale.")()
+        return state_dict, None, None
+
+    optimizer = {"state": {"a": 1}, "grad_scaler": {"scale": 2.0}}
+    with caplog.at_level("WARNING"):
+        found, *_ = loads(read, {"raw": 1, "optimizer": optimizer})
+    assert asked == [optimizer, {"state": {"a": 1}}]
+    assert found["optimizer"] == {"state": {"a": 1}}
+    assert "--initial-loss-scale" in caplog.text
+
+
 class Chunk(torch.nn.Module):
     """A chunk of a model with one layer, of this number from 1; ``module.`` is in front of its names."""
 

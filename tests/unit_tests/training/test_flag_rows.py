@@ -152,6 +152,9 @@ EXAMPLES = {
         "--optimizer-cuda-graph --start-weight-decay 0 --end-weight-decay 0.1 --weight-decay-incr-style linear"
     ),
     "--qk-clip or --log-max-attention-logit, attention in graphs": Example("--log-max-attention-logit"),
+    "--optimizer-cuda-graph with --log-num-zeros-in-grad or --timing-log-level 1 or 2": Example(
+        "--optimizer-cuda-graph --timing-log-level 1"
+    ),
     "--optimizer-cuda-graph with --cuda-graph-warmup-steps 0": Example(
         "--optimizer-cuda-graph --cuda-graph-warmup-steps 0"
     ),

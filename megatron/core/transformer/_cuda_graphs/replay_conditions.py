@@ -212,9 +212,9 @@ class ReplayConditions:
         """Compare where buffers are, and tensors in attributes that were read: ``.data`` can be put elsewhere."""
         held: dict[torch.Tensor, str] = {}
         for module, name in self._modules.items():
-            own, read = vars(module), reads.of.get(id(module), ())
-            if is_of_transformer_engine(type(module)):
-                read = ()
+            own = vars(module)
+            kind: Any = type(module)
+            read: Iterable[str] = () if is_of_transformer_engine(kind) else reads.of.get(id(module), ())
             for key, value in ({each: own.get(each) for each in read} | module._buffers).items():
                 if isinstance(value, torch.Tensor) and torch._C._has_storage(value):
                     held.setdefault(value, f"the memory of {key} of {name}")

@@ -174,7 +174,8 @@ def test_a_checkpoint_has_the_loss_scale(optimizer, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch, "tensor", lambda values, **others: torch.as_tensor(values))
     upstream, taken = distrib_optimizer._upstream.DistributedOptimizer, []
-    monkeypatch.setattr(upstream, "sharded_param_state_fsdp_dtensor", lambda self, is_loading: {"state": {}})
+    empty = {"state": {}, "param_to_group_meta": {}}
+    monkeypatch.setattr(upstream, "sharded_param_state_fsdp_dtensor", lambda self, is_loading: dict(empty))
     monkeypatch.setattr(upstream, "load_state_dict", lambda self, state_dict: taken.append(state_dict))
     monkeypatch.setattr(distrib_optimizer, "state_of_every_parameter", lambda optimizer, states, name_of: states)
 
@@ -187,7 +188,7 @@ def test_a_checkpoint_has_the_loss_scale(optimizer, monkeypatch):
     for found_inf in (False, False, False):
         saving.grad_scaler.update(found_inf)
     loading.load_state_dict(saving.sharded_param_state_fsdp_dtensor())
-    assert taken == [{"state": {}}]
+    assert taken == [empty]
     assert loading.grad_scaler.state_dict() == saving.grad_scaler.state_dict()
     assert loading.grad_scaler.scale == 16 != scaled(8).grad_scaler.scale
     loading.load_state_dict({"state": {1: 2}})  # of megatron-core, without one
@@ -195,7 +196,29 @@ def test_a_checkpoint_has_the_loss_scale(optimizer, monkeypatch):
     assert loading.grad_scaler.scale == 16
     for scaler in (None, ConstantGradScaler(8.0)):
         saving.grad_scaler = scaler
-        assert saving.sharded_param_state_fsdp_dtensor() == {"state": {}}
+        assert saving.sharded_param_state_fsdp_dtensor() == empty
+
+
+@pytest.mark.parametrize("saved", [False, True], ids=["saved without", "saved with"])
+@pytest.mark.parametrize("loads", [False, True], ids=["loaded without", "loaded with"])
+def test_a_checkpoint_is_for_optimizers_with_a_graph_and_without(optimizer, monkeypatch, saved, loads):
+    from megatron.core.optimizer import distrib_optimizer
+
+    upstream, taken = distrib_optimizer._upstream.DistributedOptimizer, []
+    options = {"lr": torch.tensor(0.5) if saved else 0.5, "capturable": saved, "eps": 1e-8}
+    groups = {"state": {}, "param_to_group_meta": {"a": options, "b": options}}
+    monkeypatch.setattr(upstream, "sharded_param_state_fsdp_dtensor", lambda self, is_loading: dict(groups))
+    monkeypatch.setattr(upstream, "load_state_dict", lambda self, state_dict: taken.append(state_dict))
+    monkeypatch.setattr(distrib_optimizer, "state_of_every_parameter", lambda optimizer, states, name_of: states)
+    saving, loading = optimizer([]), optimizer([])
+    saving.grad_scaler = None
+    loading.optimizer.param_groups[0] |= {"lr": torch.tensor(0.1) if loads else 0.1, "capturable": loads}
+    written = saving.sharded_param_state_fsdp_dtensor()["param_to_group_meta"]
+    assert all(type(each["lr"]) is float for each in written.values())
+    loading.load_state_dict({"state": {}, "param_to_group_meta": written})
+    found = taken[0]["param_to_group_meta"]
+    assert found["a"] == found["b"] == {"lr": 0.5, "capturable": loads, "eps": 1e-8}
+    assert isinstance(found["a"]["lr"], torch.Tensor) is loads
 
 
 def test_the_models_parameters_are_not_taken_over_under_megatron_fsdp(optimizer):

@@ -420,6 +420,14 @@ _REFUSED = [
         "whether gradients are finite: leave it out, or use --bf16 without --loss-scale",
     ),
     _refused(
+        "--optimizer-cuda-graph with --log-num-zeros-in-grad or --timing-log-level 1 or 2",
+        lambda options: (
+            options.get("optimizer_cuda_graph") and options.any("log_num_zeros_in_grad", "timing_log_level")
+        ),
+        "--optimizer-cuda-graph puts the optimizer's step in a graph, in which the host would read how many gradients "
+        "are zero, or the time: leave it out, or --log-num-zeros-in-grad and --timing-log-level",
+    ),
+    _refused(
         "--optimizer-cuda-graph with --cuda-graph-warmup-steps 0",
         lambda options: options.get("optimizer_cuda_graph") and not int(options.get("cuda_graph_warmup_steps", 1)),
         "--optimizer-cuda-graph puts the optimizer's step in a graph, and the first step makes the optimizer's states, "
