@@ -16,6 +16,8 @@ from .replacements import Replacements
 from .state_of_passes import StateOfPasses, tensors_in, value_of
 
 PARSED_FLAGS = "_GLOBAL_ARGS"  # of ``training_globals``
+# Attributes that hold options, of whatever class; the second has the experts of a router's next pass.
+_OPTIONS = ("config", "router_replay")
 _IMMUTABLE = 1 << 8  # Py_TPFLAGS_IMMUTABLETYPE: a class of C, none of Megatron's configurations
 _ORIGINAL = "_torchdynamo_orig_callable"  # what torch.compile keeps its argument as
 # Private attributes that torch or Megatron-FSDP sets on any module.
@@ -129,9 +131,10 @@ class AttributeReads:
 def options_of(roots: Iterable[torch.nn.Module]) -> list[Any]:
     """Return what modules in ``roots`` have options from, each once.
 
-    That is what an attribute of a module holds, by itself, in a list or the like, or in other options, if it is called
-    ``config``, has parsed flags, or is of a dataclass: one called ``...Config``, or of neither megatron-core nor torch,
-    where others hold what passes leave to each other. And Megatron's own parsed flags, which any module can ask for.
+    That is what an attribute of a module holds, by itself, in a list or the like, or in other options, if it is one of
+    ``_OPTIONS``, has parsed flags, or is of a dataclass: one called ``...Config``, or of neither megatron-core nor
+    torch, where others hold what passes leave to each other. And Megatron's own parsed flags, which any module can ask
+    for.
     """
     found: dict[int, Any] = {}
 
@@ -148,7 +151,7 @@ def options_of(roots: Iterable[torch.nn.Module]) -> list[Any]:
 
     for module in (module for root in roots for module in root.modules()):
         for name, value in vars(module).items():
-            find(value, name == "config")
+            find(value, name in _OPTIONS)
     find(training_globals().get(PARSED_FLAGS), True)
     return list(found.values())
 

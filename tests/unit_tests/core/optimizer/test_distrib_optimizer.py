@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from types import SimpleNamespace
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -174,7 +175,7 @@ def test_a_checkpoint_has_the_loss_scale(optimizer, monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch, "tensor", lambda values, **others: torch.as_tensor(values))
     upstream, taken = distrib_optimizer._upstream.DistributedOptimizer, []
-    empty = {"state": {}, "param_to_group_meta": {}}
+    empty: dict[str, Any] = {"state": {}, "param_to_group_meta": {}}
     monkeypatch.setattr(upstream, "sharded_param_state_fsdp_dtensor", lambda self, is_loading: dict(empty))
     monkeypatch.setattr(upstream, "load_state_dict", lambda self, state_dict: taken.append(state_dict))
     monkeypatch.setattr(distrib_optimizer, "state_of_every_parameter", lambda optimizer, states, name_of: states)

@@ -242,12 +242,6 @@ _REFUSED = [
         "--moe-router-load-balancing-type",
     ),
     _refused(
-        "--moe-enable-routing-replay, router in graphs",
-        lambda options: options.get("moe_enable_routing_replay") and options.graphs("moe", "moe_router"),
-        "--moe-enable-routing-replay gives each pass its experts, or notes them, on the host, which a replay does not: "
-        "leave it out, or set --cuda-graph-modules to parts other than moe, moe_router and moe_preprocess",
-    ),
-    _refused(
         "--mlp-chunks-for-training above 1, --cuda-graph-modules moe_router",
         lambda options: (
             options.several("mlp_chunks_for_training") and options.has_experts and "moe_router" in options.modules
@@ -521,6 +515,12 @@ _REFUSED = [
 ]
 
 _NO_EFFECT = [
+    _no_effect(
+        "--moe-enable-routing-replay, router in graphs",
+        lambda options: options.get("moe_enable_routing_replay") and options.graphs("moe", "moe_router"),
+        "--moe-enable-routing-replay: passes that are given other experts than at capture run eagerly, as graphs hold "
+        "the router; set --cuda-graph-modules to parts other than moe, moe_router and moe_preprocess",
+    ),
     _no_effect(
         "--cuda-graph-warmup-steps of --train-iters or more",
         lambda options: _warmup(options) >= int(options.get("train_iters", _warmup(options) + 1)),

@@ -38,6 +38,12 @@ class Flags:
     deeper: Deeper = field(default_factory=Deeper)
 
 
+class Routing:
+    """Stands for what gives a router its experts (``--moe-enable-routing-replay``)."""
+
+    action: str | None = None
+
+
 class Base(torch.nn.Module):
     def amount(self):
         return 0.0
@@ -47,7 +53,8 @@ class Inner(Base):
     def __init__(self, config):
         super().__init__()
         self.mixed, self.many, self.recent = {"low": 0.0, "act": torch.tanh}, [Deeper()], deque([0.0])
-        self.on_device = torch.zeros(2)
+        self.on_device, self.router_replay = torch.zeros(2), Routing()
+        self.router_replay.action = "record"
         self.config, self.bias, self._offset = config, 1.0, 0.0
         self.limits, self.options, self.flags = {"low": [0.0]}, SimpleNamespace(low=0.0), Flags()
         self.on_host, self.results = torch.tensor(1.0), []
@@ -63,7 +70,7 @@ class Inner(Base):
         absent = getattr(self, "extra", 0.0) + getattr(self.config, "extra", 0.0)
         data = self.limits["low"][0] + self.options.low + self.flags.shift + self.tables[0] + self.by_length[2]
         more = self.mixed["low"] + self.many[0].slope + self.flags.deeper.slope + self.recent[0] + self.on_device
-        return self.bias * self.on_host + self._offset + data + absent + more + super().amount()
+        return self.bias * self.on_host + self._offset + data + absent + more + super().amount() + len(self.router_replay.action)
 
 
 class Outer(torch.nn.Module):
@@ -110,6 +117,7 @@ CHANGES = {
     "tables of layer 3.inner": lambda outer: outer.inner.tables.__setitem__(1, torch.zeros(1)),
     "by_length of layer 3.inner": lambda outer: outer.inner.by_length.update({2: torch.zeros(2)}),
     "mixed of layer 3.inner": lambda outer: outer.inner.mixed.update(low=1.0),
+    "action of Routing": lambda outer: setattr(outer.inner.router_replay, "action", "replay"),
     "slope of Deeper": lambda outer: setattr(outer.inner.many[0], "slope", 1.0),
     "recent of layer 3.inner": lambda outer: outer.inner.recent.append(1.0),
     "flags of layer 3.inner": lambda outer: setattr(outer.inner, "flags", replace(outer.inner.flags)),
