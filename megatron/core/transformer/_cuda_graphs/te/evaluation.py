@@ -22,7 +22,7 @@ from ..errors import CaptureFailedError, UnsupportedError
 from ..flags.own import packed_sequences
 from ..hooks import extracted_hooks, has_other_hooks
 from ..layer_graph import EvaluationGraph
-from ..replacements import Replacements
+from ..replacements import Replacements, between
 from ..replay_conditions import ReplayConditions
 from .agreement import CaptureAgreement
 from .capture_arguments import WARMUP_ITERATIONS, quantization_arguments, recorded_quantization
@@ -265,12 +265,8 @@ def _capture_mode(layers: Sequence[Any]) -> Iterator[dict[Any, DispatcherState]]
         methods.add(layer, "forward", partial(_noting_dispatcher, dispatchers, layer, forward))
         if getattr(layer, "is_moe_layer", False) and CudaGraphModule.moe_router in layer.config.cuda_graph_modules:
             methods.add(layer, "_forward_mlp", partial(_up_to_the_router, layer, layer._forward_mlp))
-    with methods:
-        state._set_capture_start()
-        try:
-            yield dispatchers
-        finally:
-            state._set_capture_end()
+    with methods, between(state._set_capture_start, state._set_capture_end):
+        yield dispatchers
 
 
 def _noting_dispatcher(
