@@ -104,9 +104,7 @@ class EvaluationGraphs:
         whole: The graphs of the whole model, or of the chunk, in training; None if they hold layers.
     """
 
-    def __init__(
-        self, stage: Stage, chunk: Chunk, sharding: Any, shape: tuple[int, int], whole: ModelGraphs | None = None
-    ):
+    def __init__(self, stage: Stage, chunk: Chunk, sharding: Any, shape: tuple[int, int], whole: ModelGraphs | None):
         self._stage, self._sharding, self._shape, self._whole = stage, sharding, shape, whole
         self._model, self._layers = chunk.model, tuple(chunk.layers)
         sharding.expect_evaluation(self.capture)
