@@ -22,7 +22,7 @@ from ..errors import CaptureFailedError, UnsupportedError
 from ..flags.own import packed_sequences
 from ..hooks import extracted_hooks, has_other_hooks
 from ..layer_graph import EvaluationGraph
-from ..replacements import Replacements, between
+from ..replacements import Replacements, between, replaced_attribute
 from ..replay_conditions import ReplayConditions
 from .agreement import CaptureAgreement
 from .capture_arguments import WARMUP_ITERATIONS, quantization_arguments, recorded_quantization
@@ -281,11 +281,5 @@ def _up_to_the_router(layer: Any, forward: Callable[..., Any], *args: Any, **kwa
 
     The router, which differs between training and evaluation, stays in evaluation mode.
     """
-    parts = vars(layer), vars(layer.mlp)
-    for part in parts:
-        part["training"] = True
-    try:
+    with replaced_attribute((layer, layer.mlp), "training", lambda evaluating: True):
         return forward(*args, **kwargs)
-    finally:
-        for part in parts:
-            part["training"] = False
