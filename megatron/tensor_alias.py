@@ -1,6 +1,7 @@
-"""Tensors over memory that another tensor describes."""
+"""Memory that a tensor describes: tensors over it that do not keep it, and whether it is still there."""
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def alias_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tensor:
@@ -16,3 +17,13 @@ def alias_of(tensor: torch.Tensor, storage: torch.UntypedStorage) -> torch.Tenso
     if tensor.is_neg():
         torch._C._set_neg(alias, True)
     return alias
+
+
+def problem_of(storage: StorageWeakRef, address: int, nbytes: int) -> str | None:
+    """Say what has happened to the memory of a storage since it was ``nbytes`` at ``address``; None if nothing."""
+    now = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+    if now is None:
+        return "was freed"
+    if now.nbytes() < nbytes:
+        return f"was resized from {nbytes} to {now.nbytes()} bytes"
+    return "was moved" if now.data_ptr() != address else None

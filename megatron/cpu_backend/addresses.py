@@ -13,7 +13,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
-from megatron_fsdp_cuda_graphs.tensor_alias import alias_of
+from megatron_fsdp_cuda_graphs.tensor_alias import alias_of, problem_of
 
 from . import capture_state
 from .errors import StaleAddress
@@ -49,16 +49,7 @@ class Block:
 
     def problem(self) -> str | None:
         """Why this memory may not be touched any more, or ``None``."""
-        if self.nbytes == 0:
-            return None
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.ref.cdata)
-        if storage is None:
-            return "was freed"
-        if storage.nbytes() < self.nbytes:
-            return f"was resized from {self.nbytes} to {storage.nbytes()} bytes"
-        if storage.data_ptr() != self.pointer:
-            return "was moved"
-        return None
+        return problem_of(self.ref, self.pointer, self.nbytes) if self.nbytes else None
 
 
 class AddressBook:

@@ -56,7 +56,7 @@ class Captured:
     why_nothing: str = ""
 
 
-def choice_of(helper: TECudaGraphHelper, elsewhere: str = "") -> Choice:
+def choice_of(helper: TECudaGraphHelper, elsewhere: str) -> Choice:
     """Return what graphs of ``helper`` would hold after steps of ``pretrain_gpt.py``, whose calls of a model fit them.
 
     Args:

@@ -33,7 +33,7 @@ class File:
     before: str | None
 
 
-def patches(checkout: Path, series: tuple[Patch, ...] = SERIES) -> Iterator[tuple[Patch, list[File]]]:
+def patches(checkout: Path) -> Iterator[tuple[Patch, list[File]]]:
     """Yield each patch with the files that it changes or adds, on top of those before it.
 
     Args:
@@ -45,7 +45,7 @@ def patches(checkout: Path, series: tuple[Patch, ...] = SERIES) -> Iterator[tupl
     """
     _check_version(checkout)
     tree = _Tree(checkout)
-    for patch in series:
+    for patch in SERIES:
         before = dict(tree.texts)
         tree.apply(patch)
         yield (

@@ -33,12 +33,9 @@ def write_series(patches: Iterable[tuple[Patch, list[File]]], output: Path) -> l
         _git(scratch, "init", "--quiet")
         _commit(scratch, "megatron-core")
         for patch, files in patches:
-            for before in (True, False):
-                for file in files:
-                    if not before or file.before is not None:
-                        _put(scratch, file.path, (file.before if before else file.text) or "")
-                if before:
-                    _commit(scratch, "megatron-core's own files")
+            _put(scratch, {file.path: file.before for file in files if file.before is not None})
+            _commit(scratch, "megatron-core's own files")
+            _put(scratch, {file.path: file.text for file in files})
             _commit(scratch, patch.title, fill(patch.why, 72))
             target = (output / patch.folder).resolve()
             number = len(list(target.glob("*.patch"))) + 1
@@ -49,10 +46,10 @@ def write_series(patches: Iterable[tuple[Patch, list[File]]], output: Path) -> l
     return written
 
 
-def _put(root: Path, path: str, text: str) -> None:
-    target = root / path
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text)
+def _put(root: Path, texts: dict[str, str]) -> None:
+    for path, text in texts.items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(text)
 
 
 def _commit(root: Path, title: str, *paragraphs: str) -> None:

@@ -56,26 +56,19 @@ def to_inputs(name: str, kwargs: dict[str, Any], use: PackedUse, seq_length: int
         ArgumentError: there are no packed sequences, or they are others than graphs were captured for.
     """
     kwargs = dict(kwargs)
-    params = kwargs.pop("packed_seq_params", None)
-    if reason := misfit(params, seq_length):
+    if reason := unpack(kwargs, seq_length, use):
         raise ArgumentError(f"{name} {reason}. {ADVICE}")
-    if use == "read":
-        kwargs |= offsets_of(params)
     return kwargs
 
 
-def offsets_of(params: Any) -> dict[str, torch.Tensor]:
-    """Return by keyword what graphs read of ``params``, which fit them."""
-    return {name: getattr(params, name) for name in OFFSETS}
-
-
-def misfit(params: Any, seq_length: int) -> str:
-    """Say of graphs why they do not fit a call with ``params``; empty if they do.
+def unpack(given: dict[str, Any], seq_length: int, use: PackedUse = "read") -> str:
+    """Put offsets in the place of ``packed_seq_params`` in ``given``, or say of graphs why they do not fit them.
 
     Args:
-        params: ``PackedSeqParams``, or None.
+        given: The arguments of a call by name.
         seq_length: Tokens in a micro-batch.
     """
+    params = given.pop("packed_seq_params", None)
     if params is None:
         return "was captured for packed sequences, and is given none"
     expected = {
@@ -87,7 +80,9 @@ def misfit(params: Any, seq_length: int) -> str:
         "pad_between_seqs": False,
     }
     for field, value in expected.items():
-        given = getattr(params, field)
-        if isinstance(given, torch.Tensor) or given != value:
-            return f"was captured for packed sequences with {field} {value}, and is given {given}"
+        has = getattr(params, field)
+        if isinstance(has, torch.Tensor) or has != value:
+            return f"was captured for packed sequences with {field} {value}, and is given {has}"
+    if use == "read":
+        given |= {name: getattr(params, name) for name in OFFSETS}
     return ""

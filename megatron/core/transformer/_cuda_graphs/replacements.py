@@ -1,6 +1,7 @@
-"""Attributes that have another value for a time."""
+"""Attributes and modes that have another value for a time."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 _ABSENT = object()
@@ -64,3 +65,13 @@ def replaced_attribute(owners: Iterable[Any], name: str, value_of: Callable[[Any
     for owner in owners:
         replacements.add(owner, name, value_of(getattr(owner, name)))
     return replacements
+
+
+@contextmanager
+def between(begin: Callable[[], object], end: Callable[[], object]) -> Iterator[None]:
+    """Call ``begin`` now, and ``end`` when this context ends, also after an exception."""
+    begin()
+    try:
+        yield
+    finally:
+        end()

@@ -81,6 +81,43 @@ def places_of(module: torch.nn.Module, kind: Literal["_parameters", "_buffers"])
     ]
 
 
+def guard_module(
+    name: str,
+    module: torch.nn.Module,
+    advice: str,
+    *,
+    params: Sequence[Place],
+    main_grads: bool,
+    inputs: Sequence[tuple[str, torch.Tensor]] = (),
+) -> AddressGuard | None:
+    """Return a guard of the tensors that the graphs of ``module`` use at fixed addresses; None if there are none.
+
+    Args:
+        params: The places of its parameters that are guarded.
+        main_grads: Whether graphs add to their ``main_grad``.
+        inputs: Its static inputs, each after its name.
+    """
+    written = params if main_grads else []
+    # Some modules make a buffer only when they first need it.
+    buffers = [place for place in places_of(module, "_buffers") if place.tensor is not None]
+    kinds = [("", params), ("the main gradient of ", written), ("the buffer ", buffers)]
+    names = [f"{kind}{place.name} of {name}" for kind, places in kinds for place in places]
+    names += [f"the static input {each} of {name}" for each, _ in inputs]
+    static = [tensor for _, tensor in inputs]
+    if not names:
+        return None
+
+    def tensors() -> list[torch.Tensor | None]:
+        return [
+            *[owner.get(key) for _, owner, key in params],
+            *[getattr(owner.get(key), "main_grad", None) for _, owner, key in written],
+            *[owner.get(key) for _, owner, key in buffers],
+            *static,
+        ]
+
+    return AddressGuard(tensors, names.__getitem__, advice)
+
+
 def address_of(tensor: torch.Tensor | None) -> int:
     """The address of ``tensor``; 0 for None and for tensors without memory of their own (quantized parameters)."""
     if tensor is None:

@@ -3,11 +3,11 @@
 import gc
 import sys
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 
-from ..replacements import replaced_attribute
+from ..replacements import between, replaced_attribute
 
 
 @contextmanager
@@ -71,16 +71,9 @@ def hide_grads_and_hooks(params: Sequence[torch.Tensor]) -> Iterator[None]:
         yield
 
 
-@contextmanager
-def pause_gc() -> Iterator[None]:
+def pause_gc() -> AbstractContextManager[None]:
     """Disable garbage collection: freeing a graph while another is captured invalidates the capture."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
+    return between(gc.disable, gc.enable) if gc.isenabled() else nullcontext()
 
 
 def allow_nested_backward() -> AbstractContextManager[None]:

@@ -3,7 +3,8 @@
 import random
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from megatron.core.tensor_parallel import random as tensor_parallel_random
 
 from ..errors import UnsupportedError
+from ..replacements import between
 
 
 def _clone_nested_tensors(value: Any) -> Any:
@@ -56,15 +58,10 @@ def current_rng_state() -> torch.Generator:
     return _default_generator().graphsafe_get_state()
 
 
-@contextmanager
-def use_rng_state(state: torch.Generator) -> Iterator[None]:
+def use_rng_state(state: torch.Generator) -> AbstractContextManager[None]:
     """Let the device's default generator draw from ``state``, a result of ``current_rng_state``."""
-    default, before = _default_generator(), current_rng_state()
-    default.graphsafe_set_state(state)
-    try:
-        yield
-    finally:
-        default.graphsafe_set_state(before)
+    draw_from = _default_generator().graphsafe_set_state
+    return between(partial(draw_from, state), partial(draw_from, current_rng_state()))
 
 
 _UNUSABLE = (

@@ -11,6 +11,8 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from megatron_fsdp_cuda_graphs.tensor_alias import problem_of
+
 from .addresses import MovedBufferError, address_of
 from .memory import lies_in
 
@@ -33,16 +35,11 @@ class CapturedTensor:
         storage = tensor.untyped_storage()
         self.is_on_device = storage.device.type == "cuda"
         self.name, self.address = name, tensor.data_ptr()
-        self._storage, self._start, self._bytes = StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()
+        self._memory = StorageWeakRef(storage), storage.data_ptr(), storage.nbytes()
 
     def problem(self) -> str | None:
         """What has happened to its memory; None if nothing."""
-        storage = torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
-        if storage is None:
-            return "was freed"
-        if storage.nbytes() < self._bytes:
-            return f"was resized from {self._bytes} to {storage.nbytes()} bytes"
-        return "was moved" if storage.data_ptr() != self._start else None
+        return problem_of(*self._memory)
 
 
 def captured(named: Iterable[tuple[str, torch.Tensor | None]]) -> list[CapturedTensor]:

@@ -2,9 +2,12 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
+
+from ..replacements import between
 
 _away_from_default: dict[int, torch.cuda.Stream] = {}  # by device
 
@@ -42,12 +45,8 @@ def capture_stream() -> Iterator[torch.cuda.Stream]:
     if device not in _streams:
         _streams[device] = torch.cuda.Stream()
     outer, stream = torch.cuda.current_stream(), _streams[device]
-    stream.wait_stream(outer)
-    try:
-        with torch.cuda.stream(stream):
-            yield stream
-    finally:
-        outer.wait_stream(stream)
+    with between(partial(stream.wait_stream, outer), partial(outer.wait_stream, stream)), torch.cuda.stream(stream):
+        yield stream
 
 
 def make_workspaces() -> None:

@@ -3,26 +3,21 @@
 import gc
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
+from ..replacements import between
 from .capture import Capture
 
 
-@contextmanager
-def transformer_engine_flag() -> Iterator[None]:
-    """Set TransformerEngine's capture flag, which its modules read, if TransformerEngine is loaded."""
+def transformer_engine_flag() -> AbstractContextManager[None]:
+    """Return a context in which TransformerEngine's capture flag, which its modules read, is set, if it is loaded."""
     graph = sys.modules.get("transformer_engine.pytorch.graph")
     if graph is None or graph.is_graph_capturing():
-        yield
-        return
-    graph.set_capture_start()
-    try:
-        yield
-    finally:
-        graph.set_capture_end()
+        return nullcontext()
+    return between(graph.set_capture_start, graph.set_capture_end)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from ..engine.quantization import Quantization
 from ..engine.rng import current_rng_state, make_generators_safe, use_rng_state
 from ..engine.slot import SlotCapture, WarmupRecord
 from ..engine.te_engine import transformer_engine_flag
+from ..replacements import between
 from ..replay_conditions import autocast_in_force
 from .arguments import ArgMetadata, _check_supported_type, described, metas_of, tensors_of, with_tensors
 from .main_grads import accumulate_into_main_grads, scratch_main_grads, track_fused_accumulation
@@ -134,7 +135,7 @@ class RecordedCall:
             preserve_buffers([self.module] if self._differentiates else []),
             preserve_tensors(moe_metrics()),
             scratch_main_grads((*slot.params, *self.sharded.with_neighbors())),
-            _warming_up(),
+            between(state._set_warmup_start, state._set_warmup_end),
         ):
             # The second step finds sharded weights gathered by the first.
             for _ in range(max(steps, 2) if self.sharded else steps):
@@ -304,19 +305,6 @@ def capture_mode() -> Iterator[None]:
 
     No garbage is collected before: inference captures many graphs one by one, and it takes longer than that.
     """
-    state._set_capture_start()
-    try:
-        with capturing(transformer_engine_flag()):
-            make_generators_safe()
-            yield
-    finally:
-        state._set_capture_end()
-
-
-@contextmanager
-def _warming_up() -> Iterator[None]:
-    state._set_warmup_start()
-    try:
+    with between(state._set_capture_start, state._set_capture_end), capturing(transformer_engine_flag()):
+        make_generators_safe()
         yield
-    finally:
-        state._set_warmup_end()

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..attribute_reads import AttributeReads
-from ..engine.addresses import AddressGuard, places_of
+from ..engine.addresses import guard_module, places_of
 from ..replay_conditions import ReplayConditions
 
 _ADVICE = (
@@ -28,19 +28,10 @@ class FunctionGuard:
     def __init__(self, name: str, module: torch.nn.Module, reads: AttributeReads, autocast: Sequence[Any]):
         self._name = name
         self._places = places = places_of(module, "_parameters")
-        # Some modules make a buffer only when they first need it.
-        buffers = [place for place in places_of(module, "_buffers") if place.tensor is not None]
         self._params = [place.tensor for place in places]
         self._requires_grad = [param is not None and param.requires_grad for param in self._params]
-
-        def tensors() -> list[torch.Tensor | None]:
-            current = [owner.get(key) for _, owner, key in places]
-            main_grads = [None if param is None else getattr(param, "main_grad", None) for param in current]
-            return [*current, *main_grads, *(owner.get(key) for _, owner, key in buffers)]
-
-        kinds = [("parameter", places), ("main_grad of parameter", places), ("buffer", buffers)]
-        names = [f"{kind} {place.name} of {name}" for kind, own in kinds for place in own]
-        self._addresses = AddressGuard(tensors, names.__getitem__, f"(--cuda-graph-impl local) {_ADVICE}")
+        advice = f"(--cuda-graph-impl local) {_ADVICE}"
+        self._addresses = guard_module(name, module, advice, params=places, main_grads=True)
         self._conditions = ReplayConditions(module, reads, name, hooks_run=False, parameters=False, autocast=autocast)
 
     def check(self) -> None:
@@ -66,7 +57,8 @@ class FunctionGuard:
             MovedBufferError: a parameter, its ``main_grad`` or a buffer has another address.
             RuntimeError: a parameter was replaced, frozen or unfrozen, or has a hook beside a main gradient.
         """
-        self._addresses.check()
+        if self._addresses is not None:
+            self._addresses.check()
         for place, captured, required_grad in zip(self._places, self._params, self._requires_grad, strict=True):
             param = place.owner.get(place.key)
             change = ""

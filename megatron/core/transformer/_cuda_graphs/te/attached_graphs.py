@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..eager_passes import EagerPasses
-from ..engine.addresses import AddressGuard, places_of
+from ..engine.addresses import guard_module, places_of
 from ..engine.plan import Plan
 from ..layer_graph import LayerGraph, LayerGraphs, static_inputs
 from ..replay_conditions import ReplayConditions
@@ -47,12 +47,13 @@ def attach_graphs(
     for index, (layer, fsdp, slots) in enumerate(zip(every, wrappers, plan.slots_of_callables, strict=True)):
         name = layer_name(layer, index)
         inputs = {id(each[1]): each for slot in slots for each in static_inputs(graphs[slot], *samples[slot])}
-        guard = guard_layer(
+        guard = guard_module(
             name,
             layer,
-            [each for key, each in inputs.items() if key not in guarded],
-            parameters=fsdp is None,
-            main_grads=fsdp is None and stage.config.gradient_accumulation_fusion,
+            _ADVICE,
+            params=places_of(layer, "_parameters") if fsdp is None else [],
+            main_grads=stage.config.gradient_accumulation_fusion,
+            inputs=[each for key, each in inputs.items() if key not in guarded],
         )
         guarded |= inputs.keys()
         layer.cuda_graphs = LayerGraphs(
@@ -76,43 +77,6 @@ def attach_graphs(
         if stage.config.overlap_moe_expert_parallel_comm and fsdp is not None:
             for graph in layer.cuda_graphs:
                 graph.around = fsdp.fsdp_hooks.around_part(layer)
-
-
-def guard_layer(
-    name: str,
-    layer: torch.nn.Module,
-    inputs: Sequence[tuple[str, torch.Tensor]],
-    *,
-    parameters: bool = True,
-    main_grads: bool = False,
-) -> AddressGuard | None:
-    """Return a guard of the tensors that the graphs of ``layer`` use at fixed addresses; None if there are none.
-
-    Args:
-        inputs: Its static inputs, each after its name.
-        main_grads: Whether its graphs add to ``param.main_grad`` (``--gradient-accumulation-fusion``).
-    """
-    params = places_of(layer, "_parameters") if parameters else []
-    names = [f"{place.name} of {name}" for place in params]
-    writing = params if main_grads else []
-    names += [f"the main gradient of {param}" for param in names[: len(writing)]]
-    # Some modules make a buffer only when they first need it.
-    buffers = [place for place in places_of(layer, "_buffers") if place.tensor is not None]
-    names += [f"the buffer {place.name} of {name}" for place in buffers]
-    names += [f"the static input {each} of {name}" for each, _ in inputs]
-    static = [tensor for _, tensor in inputs]
-    if not names:
-        return None
-
-    def tensors() -> list[torch.Tensor | None]:
-        return [
-            *[owner.get(key) for _, owner, key in params],
-            *[getattr(owner.get(key), "main_grad", None) for _, owner, key in writing],
-            *[owner.get(key) for _, owner, key in buffers],
-            *static,
-        ]
-
-    return AddressGuard(tensors, names.__getitem__, _ADVICE)
 
 
 def detach_graphs(chunks: Sequence[Chunk]) -> None:

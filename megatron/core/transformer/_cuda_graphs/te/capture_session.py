@@ -20,6 +20,7 @@ from ..engine.preserve import preserve_buffers
 from ..engine.rng import preserve_rng
 from ..engine.te_engine import recover_te_engine
 from ..hooks import extracted_hooks
+from ..replacements import between
 from ..replay_conditions import ReplayConditions
 from .agreement import CaptureAgreement, naming_hooks
 from .attached_graphs import attach_graphs
@@ -130,12 +131,9 @@ class CaptureSession:
         Captures restore generators and buffers; here once more, if that fails within.
         """
         self._free_gradients()
-        state._set_capture_end()
-        try:
-            with preserve_rng(), preserve_buffers(modules):
-                yield
-        finally:
-            state._set_capture_start()
+        outside = between(state._set_capture_end, state._set_capture_start)
+        with outside, preserve_rng(), preserve_buffers(modules):
+            yield
 
     def _watch_shapes(self, tokens: int, calls: int) -> EagerPasses:
         self.graphs.shapes = self.recaptures.watch(tokens, calls)

@@ -96,7 +96,7 @@ def capture_decoder(
     read: Sequence[Sequence[str]],
     num_warmup_iters: int,
     eager_passes: EagerPasses,
-    quantized: RecordedQuantization | None = None,
+    quantized: RecordedQuantization | None,
 ) -> DecoderGraphs:
     """Capture the passes of all layers of ``decoder``, whose calls replay them from then on; see ``captured``.
 

@@ -22,7 +22,7 @@ from ..errors import CaptureFailedError, UnsupportedError
 from ..flags.own import packed_sequences
 from ..hooks import extracted_hooks, has_other_hooks
 from ..layer_graph import EvaluationGraph
-from ..replacements import Replacements
+from ..replacements import Replacements, between, replaced_attribute
 from ..replay_conditions import ReplayConditions
 from .agreement import CaptureAgreement
 from .capture_arguments import WARMUP_ITERATIONS, quantization_arguments, recorded_quantization
@@ -104,9 +104,7 @@ class EvaluationGraphs:
         whole: The graphs of the whole model, or of the chunk, in training; None if they hold layers.
     """
 
-    def __init__(
-        self, stage: Stage, chunk: Chunk, sharding: Any, shape: tuple[int, int], whole: ModelGraphs | None = None
-    ):
+    def __init__(self, stage: Stage, chunk: Chunk, sharding: Any, shape: tuple[int, int], whole: ModelGraphs | None):
         self._stage, self._sharding, self._shape, self._whole = stage, sharding, shape, whole
         self._model, self._layers = chunk.model, tuple(chunk.layers)
         sharding.expect_evaluation(self.capture)
@@ -265,12 +263,8 @@ def _capture_mode(layers: Sequence[Any]) -> Iterator[dict[Any, DispatcherState]]
         methods.add(layer, "forward", partial(_noting_dispatcher, dispatchers, layer, forward))
         if getattr(layer, "is_moe_layer", False) and CudaGraphModule.moe_router in layer.config.cuda_graph_modules:
             methods.add(layer, "_forward_mlp", partial(_up_to_the_router, layer, layer._forward_mlp))
-    with methods:
-        state._set_capture_start()
-        try:
-            yield dispatchers
-        finally:
-            state._set_capture_end()
+    with methods, between(state._set_capture_start, state._set_capture_end):
+        yield dispatchers
 
 
 def _noting_dispatcher(
@@ -287,11 +281,5 @@ def _up_to_the_router(layer: Any, forward: Callable[..., Any], *args: Any, **kwa
 
     The router, which differs between training and evaluation, stays in evaluation mode.
     """
-    parts = vars(layer), vars(layer.mlp)
-    for part in parts:
-        part["training"] = True
-    try:
+    with replaced_attribute((layer, layer.mlp), "training", lambda evaluating: True):
         return forward(*args, **kwargs)
-    finally:
-        for part in parts:
-            part["training"] = False

@@ -13,7 +13,7 @@ from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
 from ..engine.whole_passes import WholePasses, capture_passes
 from ..expected_inputs import ExpectedInputs
-from ..packed_sequences import ADVICE, OFFSETS, misfit, offsets_of
+from ..packed_sequences import ADVICE, OFFSETS, unpack
 from ..replay_conditions import ReplayConditions
 from .training_calls import arguments_by_name
 
@@ -132,7 +132,9 @@ class ForwardGraphs:
             given: The arguments of the call by name; gets offsets in the place of packed sequences.
         """
         inputs: list[Any] = []
-        packed_otherwise = self._unpack(given) if self._packed_tokens else ""
+        packed_otherwise = ""
+        if self._packed_tokens:
+            packed_otherwise = unpack(given, self._packed_tokens * self.shape_of(given)[0] // self._shape[0])
         for name in self._names:
             value = given.get(name)
             if name in self._absent:
@@ -169,14 +171,6 @@ class ForwardGraphs:
             logger.warning(
                 f"{type(self.module).__name__} runs eagerly where its CUDA graphs do not fit the call: {reason}"
             )
-
-    def _unpack(self, given: dict[str, Any]) -> str:
-        """Put offsets in the place of packed sequences in ``given``, or say why graphs do not fit them."""
-        packed = given.pop("packed_seq_params", None)
-        reason = misfit(packed, self._packed_tokens * self.shape_of(given)[0] // self._shape[0])
-        if not reason:
-            given |= offsets_of(packed)
-        return reason
 
     def reset(self) -> None:
         """Free the graphs, and give the module its ``forward`` back."""

@@ -57,7 +57,7 @@ class KeptParameters:
             for module, params in self._params.items():
                 self._gather(module)
                 for param in params:
-                    param.free_unsharded_param = _keep
+                    param.free_unsharded_param = lambda: None
             yield
         finally:
             for module in self._params:
@@ -107,7 +107,3 @@ class KeptParameters:
                 vars(param).pop("free_unsharded_param", None)
                 if module._get_fsdp_state()._fsdp_param_group.is_sharded:
                     param.free_unsharded_param()
-
-
-def _keep() -> None:
-    """Do nothing, in the place of ``free_unsharded_param``."""

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..flags.own import packed_sequences
 from ..hooks import calls_weakly, runs_outside_graphs
-from ..packed_sequences import OFFSETS, misfit, offsets_of
+from ..packed_sequences import OFFSETS, unpack
 
 # What a model chunk is given by ``set_input_tensor`` where another pipeline stage runs before it.
 HIDDEN_STATES = "hidden_states"
@@ -177,11 +177,8 @@ def call_blocker(model: Any, given: dict[str, Any]) -> str:
     if rows_and_length is None:
         return f"it was called without {'labels' if is_last(model) else 'tokens'}"
     expected = expected_inputs(model, *rows_and_length)
-    if OFFSETS[0] in expected:
-        packed = given.pop("packed_seq_params", None)
-        if misfit(packed, rows_and_length[1] * model.config.context_parallel_size):
-            return "its packed_seq_params are not what pad_packed_seq_params returns"
-        given |= offsets_of(packed)
+    if OFFSETS[0] in expected and unpack(given, rows_and_length[1] * model.config.context_parallel_size):
+        return "its packed_seq_params are not what pad_packed_seq_params returns"
     others = [name for name in given if given[name] is not None and name not in (*expected, *unused_by(model))]
     if others:
         return f"it was called with {', '.join(others)}"

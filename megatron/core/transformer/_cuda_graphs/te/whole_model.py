@@ -216,7 +216,7 @@ def capture_evaluation(
     seq_length: int,
     micro_batch_size: int,
     num_warmup_iters: int,
-    quantized: RecordedQuantization | None = None,
+    quantized: RecordedQuantization | None,
 ) -> ModelGraphs:
     """Capture the forward pass of ``model``, which is in evaluation mode, without grad; see ``captured``.
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.replacements import Replacements, replaced_attribute
+from megatron.core.transformer._cuda_graphs.replacements import Replacements, between, replaced_attribute
 
 
 def former(*args: object) -> str:
@@ -74,3 +74,15 @@ def test_classes_get_back_what_they_had_themselves():
         assert Derived().name() == Base().name() == "other"
     assert "name" not in vars(Derived)
     assert vars(Base)["name"] is before
+
+
+def test_what_is_between_two_calls_ends_with_the_second_also_after_an_exception():
+    calls = []
+
+    def fail():
+        calls.append("inside")
+        raise ValueError("inside")
+
+    with pytest.raises(ValueError, match="inside"), between(lambda: calls.append("begin"), lambda: calls.append("end")):
+        fail()
+    assert calls == ["begin", "inside", "end"]

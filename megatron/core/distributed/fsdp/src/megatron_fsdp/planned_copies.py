@@ -49,7 +49,7 @@ class PlannedCopies:
 class Placement:
     """Where buffers of Megatron-FSDP (``DataParallelBuffer``) keep their data, to notice that it was replaced."""
 
-    def __init__(self, buffers: Iterable[Any] = ()):
+    def __init__(self, buffers: Iterable[Any]):
         self._buffers: list[Any] = []
         self._data: list[torch.Tensor] = []
         self._addresses: list[int] = []

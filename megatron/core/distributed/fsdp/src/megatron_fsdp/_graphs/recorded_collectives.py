@@ -111,11 +111,9 @@ class RecordedGather:
         for key, _, _ in self._buckets:
             status[key] = BucketStatus.COMMUNICATING
             gathers.bucket_can_be_released[key] = False
-            gathers.param_gather_event_map[key] = (self.work, partial(self._gathered, key))
+            gathered = partial(status.__setitem__, key, BucketStatus.READY_TO_USE)
+            gathers.param_gather_event_map[key] = (self.work, gathered)
         return True
-
-    def _gathered(self, key: tuple[int, bool]) -> None:
-        self._gathers.bucket_status[key] = BucketStatus.READY_TO_USE
 
 
 class RecordedReduction:

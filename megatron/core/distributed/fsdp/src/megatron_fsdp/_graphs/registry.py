@@ -1,10 +1,11 @@
 """Who deals with parameters and gradients in a pass of a module: the only place that decides it."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import torch
+
+from megatron.core.transformer._cuda_graphs.replacements import Replacements, replaced_attribute
 
 from .unit import Direction
 
@@ -102,11 +103,6 @@ class Registry:
         runner = self.graphed.get(module)
         return [] if runner is None else runner.params
 
-    @contextmanager
-    def capturing(self, runners: Mapping[torch.nn.Module, Runner]) -> Iterator[None]:
-        """Let a capture be under way in this context, with these runners of the modules that are captured."""
-        self.captured = runners
-        try:
-            yield
-        finally:
-            self.captured = None
+    def capturing(self, runners: Mapping[torch.nn.Module, Runner]) -> Replacements:
+        """Return a context in which a capture is under way, with these runners of the modules that are captured."""
+        return replaced_attribute([self], "captured", lambda none: runners)

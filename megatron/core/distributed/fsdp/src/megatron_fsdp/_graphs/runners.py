@@ -148,7 +148,8 @@ class Recorded(Eager):
         before: For a direction in which it is the first of those units, what releases them all.
 
     Attributes:
-        plan: Gathers, where that must be otherwise than in eager training; else None.
+        plan: Gathers, where that must be otherwise than in eager training; None in graphs of the whole model, beside
+            which eager passes gather as ever.
     """
 
     records_reductions = True
@@ -174,8 +175,6 @@ class Recorded(Eager):
             super().gather(direction, prefetch)
 
     def gather_beside_replays(self, direction: Direction) -> bool:
-        if self.plan is None:
-            return False
         if direction in self._before:  # the graphs find all units released, whoever gathered some ahead
             self._before[direction]()
         self.gather(direction)
