@@ -41,7 +41,7 @@ class Flags:
 class Routing:
     """Stands for what gives a router its experts (``--moe-enable-routing-replay``)."""
 
-    action: str | None = None
+    action = ""
 
 
 class Base(torch.nn.Module):
@@ -70,7 +70,8 @@ class Inner(Base):
         absent = getattr(self, "extra", 0.0) + getattr(self.config, "extra", 0.0)
         data = self.limits["low"][0] + self.options.low + self.flags.shift + self.tables[0] + self.by_length[2]
         more = self.mixed["low"] + self.many[0].slope + self.flags.deeper.slope + self.recent[0] + self.on_device
-        return self.bias * self.on_host + self._offset + data + absent + more + super().amount() + len(self.router_replay.action)
+        more = more + super().amount() + len(self.router_replay.action)
+        return self.bias * self.on_host + self._offset + data + absent + more
 
 
 class Outer(torch.nn.Module):
