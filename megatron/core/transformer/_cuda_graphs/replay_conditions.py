@@ -104,7 +104,8 @@ class ReplayConditions:
         hooks_run: Whether hooks of ``root`` itself run around replays.
         forward_replaced: Whether replays take the place of the ``forward`` of ``root`` by the time of a comparison.
         parameters: Whether parameters are compared, as they are not where others come and go.
-        buffers: Whether buffers are compared: not where an ``AddressGuard`` is checked.
+        buffers: Whether buffers are compared, and where they and tensors in attributes are: not where an
+            ``AddressGuard`` is checked in each pass.
         autocast: What ``autocast_in_force`` returned for the captured passes; by default what it returns now.
         quantized: Returns dictionaries with the tensors of FP8 that the graphs use, or lists of them; None without FP8.
 
