@@ -284,3 +284,10 @@ class TestStaticInput:
         static = StaticInput(torch.arange(4.0).view(2, 2), only_copied_to=True)
         static.put(static.tensor.t(), in_use=False)
         assert static.tensor.tolist() == [[0, 2], [1, 3]]
+
+    @pytest.mark.parametrize("view", [torch._neg_view, torch.conj])
+    def test_takes_a_view_of_its_own_memory_with_other_values(self, view):
+        static = StaticInput(torch.tensor([1 + 2j, 3 - 1j]), only_copied_to=True)
+        expected = view(static.tensor).tolist()
+        assert static.put(view(static.tensor), in_use=False)
+        assert static.tensor.tolist() == expected
