@@ -137,17 +137,21 @@ def options_of(roots: Iterable[torch.nn.Module]) -> list[Any]:
     for.
     """
     found: dict[int, Any] = {}
+    looked_at: set[int] = set()  # some hold themselves
 
-    def find(value: Any, is_config: bool = False) -> None:
+    def find(value: Any, is_options: bool = False) -> None:
         kind: Any = type(value)
-        inside: Iterable[Any] = ()
         if isinstance(value, (list, tuple, dict)):
-            inside = value.values() if isinstance(value, dict) else value
-        elif (is_config or _has_options(kind)) and hasattr(value, "__dict__") and id(value) not in found:
+            inside: Iterable[Any] = value.values() if isinstance(value, dict) else value
+        elif (is_options or _has_options(kind)) and hasattr(value, "__dict__"):
             found[id(value)] = value
             inside = vars(value).values()
-        for each in inside:
-            find(each)
+        else:
+            return
+        if id(value) not in looked_at:
+            looked_at.add(id(value))
+            for each in inside:
+                find(each)
 
     for module in (module for root in roots for module in root.modules()):
         for name, value in vars(module).items():

@@ -105,12 +105,15 @@ def _is_tensor(remembered: Any) -> bool:
 def kept(value: Any) -> Any:
     """Return what to compare ``value`` with later: a copy if it can change in place, and else itself.
 
-    A list, say, with a tensor in it is not copied: those are mostly results, or caches. Neither are tensors on the
-    device, which replays read; a number in a tensor on the host becomes a part of an operation.
+    A list, say, with a tensor or itself in it is not copied: those are mostly results, or caches. Neither are tensors
+    on the device, which replays read; a number in a tensor on the host becomes a part of an operation.
     """
     if isinstance(value, torch.Tensor):
         return value.clone() if value.device.type == "cpu" and not value.ndim else value
-    if _holds_tensors(value):
+    try:
+        if _holds_tensors(value):
+            return value
+    except RecursionError:
         return value
     if isinstance(value, dict):
         return {key: kept(each) for key, each in value.items()}

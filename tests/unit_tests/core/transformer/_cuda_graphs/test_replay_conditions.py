@@ -155,6 +155,21 @@ def test_a_change_of_what_options_hold_is_noticed(outer, conditions):
     assert "slope of Deeper" in conditions.changes()
 
 
+def test_what_holds_itself_is_compared_as_one_object(outer):
+    outer.inner.mixed["self"], outer.inner.many = outer.inner.mixed, [*outer.inner.many, outer.inner.many]
+    outer.inner.options.own = outer.inner.options
+    outer.inner.many.append(outer.inner.many)
+    reads = AttributeReads()
+    with reads.noted([outer]):
+        outer(torch.ones(2))
+    conditions = ReplayConditions(outer, reads, "layer 3")
+    assert not conditions.have_changed()
+    outer.inner.many[0].slope = 1.0
+    assert conditions.have_changed()
+    outer.inner.many[0].slope, outer.inner.mixed = 0.0, {"low": 0.0}
+    assert conditions.have_changed()
+
+
 def test_what_is_changed_back_is_as_it_was(outer, conditions):
     handle = outer.linear.register_forward_hook(lambda *call: None)
     assert conditions.have_changed()
