@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
 
 from megatron.core import parallel_state
@@ -15,7 +16,7 @@ from megatron.core.distributed.fsdp.global_names import (
     layers_of,
     unused_output_weights,
 )
-from megatron.core.optimizer.distrib_optimizer import LOSS_SCALE
+from megatron.core.optimizer.distrib_optimizer import GROUPS, LOSS_SCALE
 from megatron.core.tensor_parallel import convert_cuda_rng_state
 from megatron.core.utils import log_single_rank
 from megatron_fsdp_cuda_graphs.overlay import extend
@@ -24,7 +25,9 @@ _upstream: Any = extend(__name__)
 logger = logging.getLogger(__name__)
 
 _CHUNKS = "_chunks"  # in a state dict: the chunks of a pipeline stage
-_BY_NAME = ("state", "param_to_group_meta")  # in a state dict of the optimizer: what parameters' names are keys of
+_BY_NAME = ("state", GROUPS)  # in a state dict of the optimizer: what parameters' names are keys of
+_MISSING_SCALE = f"Missing key in checkpoint state_dict: optimizer.{LOSS_SCALE}"
+_RATES_ARE_TENSORS = re.compile(rf"optimizer\.{GROUPS}\.\S+\.lr, expected BytesStorageMetadata")
 _MISSING_STATE = re.compile(r"Missing key in checkpoint state_dict: (optimizer\.state\.\S+)\.\s")
 
 
@@ -132,18 +135,24 @@ def _load_base_checkpoint(
 
 
 def _read(load_dir: str | None, args: Any, rank0: bool, state_dict: Any, **others: Any) -> Any:
-    """Read a checkpoint as megatron-core does; without a loss scale if it has none, as those of other precisions."""
+    """Read a checkpoint as megatron-core does, asking again for what it has otherwise than this run would save it."""
     asked = dict(state_dict or {})  # reading changes it
     try:
         return _upstream._load_base_checkpoint(load_dir, args, rank0, state_dict, **others)
     except CheckpointException as error:
-        if f"Missing key in checkpoint state_dict: optimizer.{LOSS_SCALE}" not in str(error):
+        optimizer = asked.get("optimizer", {})
+        if LOSS_SCALE in optimizer and _MISSING_SCALE in str(error):  # of another precision, or of megatron-core's
+            log_single_rank(
+                *(logger, logging.WARNING),
+                f"--load {load_dir}: it has no loss scale, which starts at --initial-loss-scale",
+            )
+            asked["optimizer"] = {key: value for key, value in optimizer.items() if key != LOSS_SCALE}
+        elif GROUPS in optimizer and _RATES_ARE_TENSORS.search(str(error)):  # megatron-core's, of a captured optimizer
+            groups = {name: group | {"lr": torch.tensor(group["lr"])} for name, group in optimizer[GROUPS].items()}
+            asked["optimizer"] = optimizer | {GROUPS: groups}
+        else:
             raise
-    log_single_rank(
-        logger, logging.WARNING, f"--load {load_dir}: it has no loss scale, which starts at --initial-loss-scale"
-    )
-    asked["optimizer"] = {key: value for key, value in asked["optimizer"].items() if key != LOSS_SCALE}
-    return _upstream._load_base_checkpoint(load_dir, args, rank0, asked, **others)
+    return _read(load_dir, args, rank0, asked, **others)
 
 
 def _refuse_missing_layers(checkpoint: str, model: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from .local_shards import LocalShards
 _upstream: Any = extend(__name__)
 
 LOSS_SCALE = "grad_scaler"  # in checkpoints
-_GROUPS = "param_to_group_meta"  # in checkpoints: the options of each parameter's group
+GROUPS = "param_to_group_meta"  # in checkpoints: the options of each parameter's group
 
 
 class DistributedOptimizer(_upstream.DistributedOptimizer):
@@ -136,7 +136,7 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         """
         saved: dict[str, Any] = super().sharded_param_state_fsdp_dtensor(is_loading)
         if not self.is_stub_optimizer:
-            saved[_GROUPS] = {name: group | {"lr": float(group["lr"])} for name, group in saved[_GROUPS].items()}
+            saved[GROUPS] = {name: group | {"lr": float(group["lr"])} for name, group in saved[GROUPS].items()}
             saved["state"] = state_of_every_parameter(self.optimizer, saved["state"], self._param_name)
             if self.grad_scaler is not None and (scale := self.grad_scaler.state_dict()):
                 saved[LOSS_SCALE] = scale
@@ -150,8 +150,8 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
         if self.ddp_config.use_megatron_fsdp:
             if LOSS_SCALE in state_dict:
                 self.grad_scaler.load_state_dict(state_dict.pop(LOSS_SCALE))
-            if state_dict.get(_GROUPS):
-                state_dict[_GROUPS] = self._as_own(state_dict[_GROUPS])
+            if state_dict.get(GROUPS):
+                state_dict[GROUPS] = self._as_own(state_dict[GROUPS])
         super().load_state_dict(state_dict)
 
     def _as_own(self, groups: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("megatron.training")
 
-from torch.distributed.checkpoint import CheckpointException, save
+from torch.distributed.checkpoint import CheckpointException, load, save
 
 from megatron.core import parallel_state
 from megatron.training import checkpointing
@@ -90,6 +90,21 @@ def test_a_checkpoint_without_a_loss_scale_is_read_without(loads, caplog):
     assert asked == [optimizer, {"state": {"a": 1}}]
     assert found["optimizer"] == {"state": {"a": 1}}
     assert "--initial-loss-scale" in caplog.text
+
+
+def test_learning_rates_that_were_saved_as_tensors_are_read_as_such(loads, tmp_path):
+    """As megatron-core saves them where the optimizer's step is captured."""
+    saved = {"a.weight": {"lr": torch.tensor(0.25), "eps": 1e-8}}
+    save({"optimizer": {"param_to_group_meta": saved}}, checkpoint_id=tmp_path)
+
+    def read(folder, args, rank0, state_dict):
+        load(state_dict, checkpoint_id=tmp_path)
+        return state_dict, None, None
+
+    asked = {"a.weight": {"lr": 0.5, "eps": 1.0}}
+    found, *_ = loads(read, {"optimizer": {"param_to_group_meta": asked}})
+    assert found["optimizer"]["param_to_group_meta"] == {"a.weight": {"lr": 0.25, "eps": 1e-8}}
+    assert asked["a.weight"]["lr"] == 0.5
 
 
 class Chunk(torch.nn.Module):
