@@ -173,7 +173,6 @@ PARTS = (
     *(Part(f"equality_{part}", (2, 4), f"{_EQUALITY} --engines native --share {part}/2", 450) for part in (1, 2)),
     # What two GPUs cannot have: shards in each of several instances, experts or tensors of ranks that others repeat.
     Part("equality_layouts", (4,), f"{_EQUALITY} --engines native --only instances ETP2 'EP of all' TP2 PP2", 200),
-    Part("equality_one_rank", (2, 4), f"{_EQUALITY} --engines native --only one_rank", 80),
     Part("equality_te", (1, 2, 4), f"{_EQUALITY} --engines transformer_engine", 150),
     Part(
         "soak",

@@ -106,7 +106,7 @@ def _load_base_checkpoint(
         ValueError: the checkpoint lacks layers of the model or the optimizer's states, or its random number generators
             are of another device.
     """
-    asked = dict(sharded_state_dict or {})
+    asked = sharded_state_dict or {}
     _expect_tensors(asked)
     chunks = asked.get(_CHUNKS) or asked.get("_model")
     try:
@@ -142,10 +142,8 @@ def _read(load_dir: str | None, args: Any, rank0: bool, state_dict: Any, **other
     except CheckpointException as error:
         optimizer = asked.get("optimizer", {})
         if LOSS_SCALE in optimizer and _MISSING_SCALE in str(error):  # of another precision, or of megatron-core's
-            log_single_rank(
-                *(logger, logging.WARNING),
-                f"--load {load_dir}: it has no loss scale, which starts at --initial-loss-scale",
-            )
+            message = f"--load {load_dir}: it has no loss scale, which starts at --initial-loss-scale"
+            log_single_rank(logger, logging.WARNING, message)
             asked["optimizer"] = {key: value for key, value in optimizer.items() if key != LOSS_SCALE}
         elif GROUPS in optimizer and _RATES_ARE_TENSORS.search(str(error)):  # megatron-core's, of a captured optimizer
             groups = {name: group | {"lr": torch.tensor(group["lr"])} for name, group in optimizer[GROUPS].items()}

@@ -157,13 +157,11 @@ class DistributedOptimizer(_upstream.DistributedOptimizer):
     def _as_own(self, groups: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
         """Return the options of a checkpoint's groups for an optimizer of this run's kind."""
         own = self.optimizer.param_groups[0]
+        is_tensor = isinstance(own["lr"], torch.Tensor)
         rates = {float(group["lr"]) for group in groups.values()}
-        if isinstance(own["lr"], torch.Tensor):
-            rate_of: dict[float, Any] = {rate: torch.full_like(own["lr"], rate) for rate in rates}
-        else:
-            rate_of = dict(zip(rates, rates, strict=True))
-        captured = {key: own[key] for key in ("capturable",) if key in own}
-        return {name: group | captured | {"lr": rate_of[float(group["lr"])]} for name, group in groups.items()}
+        own_rates = {rate: torch.full_like(own["lr"], rate) if is_tensor else rate for rate in rates}
+        captured = {"capturable": own["capturable"]} if "capturable" in own else {}
+        return {name: group | captured | {"lr": own_rates[float(group["lr"])]} for name, group in groups.items()}
 
     def _copy_model_params_to_main_params(self, state_dict: dict[str, Any] | None = None) -> None:
         """Take over the model's parameters after a checkpoint without the optimizer's states; see megatron-core.
