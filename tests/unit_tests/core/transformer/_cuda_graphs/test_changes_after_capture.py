@@ -4,6 +4,7 @@ Each change is made to a training with graphs and to its eager twin, in this pro
 """
 
 import functools
+import itertools
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,9 +17,11 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads
+from megatron.core.transformer.mlp import MLP
 from tests.support import models
 from tests.support.sample import each_once
 from tests.unit_tests.core.distributed.captured_training import CapturedTraining
+from tests.unit_tests.core.distributed.fsdp_variants import Variant
 from tests.unit_tests.core.distributed.kinds_of_passes import SCOPES, losses_of, of_another_length
 
 pytestmark = pytest.mark.usefixtures("side_stream")
@@ -346,3 +349,41 @@ def other_seed(training):
 @pytest.mark.parametrize(("change", "scope"), each_once([saved_states, other_seed], SCOPES), indirect=["scope"])
 def test_graphs_draw_from_states_that_the_rng_tracker_was_given(one_rank, scope, change):
     assert compare(scope, change)[0] == []
+
+
+class Shifted(MLP):
+    """Adds a buffer to what it computes."""
+
+    def forward(self, hidden_states, **others):
+        output, bias = super().forward(hidden_states, **others)
+        return output + self.shift, bias
+
+
+def with_a_buffer(model):
+    for layer in model.decoder.layers:
+        layer.mlp.__class__ = Shifted
+        layer.mlp.register_buffer("shift", torch.zeros(1, device="cuda"))
+
+
+@pytest.mark.parametrize("scope", [SCOPES["model"], SCOPES["a layer"]], ids=["model", "a layer"])
+def test_a_buffer_that_is_another_in_a_later_micro_batch_is_noticed(one_rank, scope):
+    def trace(graphs):
+        case = replace(scope, microbatches=2) if graphs else replace(scope, microbatches=2, layers_per_graph=0)
+        training = CapturedTraining(case, graphs, Variant(case, change=with_a_buffer))
+        mlp, losses, calls = middle(training).mlp, training._losses, itertools.count()
+        buffers = mlp.shift, torch.ones(1, device="cuda")
+
+        def exchanging(*given):
+            mlp.shift = buffers[next(calls) % 2]
+            return losses(*given)
+
+        training._losses = exchanging
+        training.step()
+        training.step()
+        mlp.shift = buffers[0]
+        training.delete()
+        return training.trace()
+
+    eager, graphed = trace(False), trace(True)
+    assert eager.differences(graphed) == []
+    assert graphed.step_replays[-1]
