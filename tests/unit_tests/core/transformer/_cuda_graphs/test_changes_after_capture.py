@@ -377,9 +377,9 @@ def test_a_buffer_that_is_another_in_a_later_micro_batch_is_noticed(one_rank, sc
             mlp.shift = buffers[next(calls) % 2]
             return losses(*given)
 
-        training._losses = exchanging
-        training.step()
-        training.step()
+        with mock.patch.object(training, "_losses", exchanging):
+            training.step()
+            training.step()
         mlp.shift = buffers[0]
         training.delete()
         return training.trace()
