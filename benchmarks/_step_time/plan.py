@@ -19,15 +19,14 @@ class Run:
         number: Its place in the plan.
         configuration, variant: Names.
         flags: Flags of ``megatron.training``.
-        environment: Variables set during the training; NCCL's, which it reads once, also when processes start.
+        environment: Variables set during the training; those of NCCL and CUDA also when processes start.
         side_stream: Whether it runs on a stream other than the default one, as ``megatron.training`` does for
             CUDA graphs.
         steps: How many steps are timed.
         profiled: Whether it is profiled, and not timed.
         top_python: How many Python functions a profile lists.
         communicates: Whether parameters are gathered and gradients reduced.
-        examined: What is looked at closely, if anything, and times mean less: ``capture``, its ``functions``, or
-            ``memory``.
+        examined: What is examined, in which case times mean less: a key of ``EXAMINATIONS``, or empty.
     """
 
     number: int
@@ -45,7 +44,7 @@ class Run:
     @property
     def process_environment(self) -> dict[str, str]:
         """Variables that the processes start with."""
-        return {name: value for name, value in self.environment.items() if name.startswith("NCCL_")}
+        return {name: value for name, value in self.environment.items() if name.startswith(("NCCL_", "CUDA_"))}
 
     @property
     def file_name(self) -> str:

@@ -1,0 +1,118 @@
+"""Train the same models several times and name the first tensor that differs between two runs.
+
+    python benchmarks/repeated_training.py --configurations D --variants eager+grouped native+grouped
+
+Configurations and variants are those of ``step_time.py``. ``--launches`` groups of processes, side by side on the same
+GPUs so that timing varies, each train every variant ``--runs`` times. A run is identified by the loss and gradient norm
+of each step and by a checksum of every gradient and weight of each rank. Variants that must compute the same bits
+(``Variant.references``) are compared with one another too. The exit code is 1 if two runs differ or one failed. Without
+a GPU tiny models train on the CPU backend.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from benchmarks._step_time import configurations, variants  # noqa: E402
+from benchmarks._step_time.launch import Result, run_plan  # noqa: E402
+from benchmarks._step_time.plan import Run, plan  # noqa: E402
+from benchmarks.results_file import command_line, write_results  # noqa: E402
+
+type Steps = list[dict[str, Any]]  # of each step the numbers that identify it, by name
+
+
+def steps_of(result: Result) -> Steps:
+    """Return what identifies each step of a run."""
+    numbers = ({"loss": loss, "gradient norm": norm} for loss, norm in result["numbers"])
+    return [step | sums for step, sums in zip(numbers, result["found"], strict=True)]
+
+
+def first_difference(one: Steps, other: Steps) -> str:
+    """Return the first step at which two runs differ and what differs there; empty if they are equal."""
+    for number, (mine, theirs) in enumerate(zip(one, other, strict=True), 1):
+        names = [name for name in mine if mine[name] != theirs.get(name)]
+        tensors = [name for name in names if "gradient of" in name] or names
+        if names:
+            return f"step {number}: {len(names)} of {len(mine)} values, such as {tensors[-1]}"
+    return ""
+
+
+def compared(runs: list[Result], reference: Result | None) -> dict[str, Any]:
+    """Compare the runs of a variant with ``reference``.
+
+    Returns:
+        How many there are, how many are equal to it, how many different results there are, and what differs.
+    """
+    errors = [run["error"] for run in runs if "error" in run]
+    trained = [steps_of(run) for run in runs if "error" not in run]
+    found = [first_difference(steps_of(reference), steps) for steps in trained] if reference else []
+    results = len({json.dumps(steps) for steps in trained})
+    differences = [*errors, *filter(None, found)]
+    return {"runs": len(runs), "equal": found.count(""), "results": results, "differences": differences}
+
+
+def train(trained: list[tuple[Any, Any]], args: argparse.Namespace, ranks: int, folder: Path) -> list[Result]:
+    """Train each pair of configuration and variant in one launch; return the results in their order."""
+    folder.mkdir(parents=True)
+    runs = [replace(run, examined="checksums") for run in plan(trained, steps=args.steps, profiled=False, top_python=0)]
+    results: list[Result] = [{"error": "not run"} for _ in runs]
+
+    def keep(run: Run, result: Result) -> None:
+        results[run.number] = result
+
+    on_cpu = not torch.cuda.is_available()
+    run_plan(runs, ranks=ranks, on_cpu=on_cpu, logs=folder, stall_seconds=args.stall_seconds, show=keep)
+    return results
+
+
+def main() -> int:
+    """Train, compare, print a line for each variant, and write the results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpus", type=int, help="ranks (default: all GPUs; 2 on the CPU backend)")
+    parser.add_argument("--configurations", nargs="+", default=["D"], metavar="NAME[:FLAGS]")
+    parser.add_argument("--variants", nargs="+", required=True, metavar="NAME[:VARIABLES[:FLAGS]]")
+    parser.add_argument("--launches", type=int, default=5, help="groups of processes, side by side")
+    parser.add_argument("--runs", type=int, default=4, help="of each variant in each launch")
+    parser.add_argument("--steps", type=int, default=8, help="of each run")
+    parser.add_argument("--expert-parallel", type=int, default=2, help="ranks over which experts are spread")
+    parser.add_argument("--stall-seconds", type=float, default=240, help="a run that takes longer has failed")
+    parser.add_argument("--logs", type=Path, help="folder for logs and results of each launch")
+    parser.add_argument("--output", type=Path, help="where to write the results, as JSON")
+    args = parser.parse_args()
+    ranks = args.gpus or torch.cuda.device_count() or 2
+    on_cpu = not torch.cuda.is_available()
+    options = {"ranks": ranks, "steps": args.steps, "expert_parallel": args.expert_parallel, "on_cpu": on_cpu}
+    named = [(text, configurations.configuration(text, **options)) for text in args.configurations]
+    pairs = [(each, variants.variant(name)) for _, each in named for name in args.variants]
+    with tempfile.TemporaryDirectory() as temporary, ThreadPoolExecutor(args.launches) as pool:
+        folders = [(args.logs or Path(temporary)).resolve() / str(number) for number in range(args.launches)]
+        launches = list(pool.map(lambda folder: train(pairs * args.runs, args, ranks, folder), folders))
+    found: dict[str, dict[str, Any]] = {}
+    references: dict[Any, Result | None] = {}
+    for index, (configuration, variant) in enumerate(pairs):
+        runs = [result for results in launches for result in results[index :: len(pairs)]]
+        same = configuration.name, variant.references[:1]
+        if same not in references:
+            references[same] = next((run for run in runs if "error" not in run), None)
+        row = found.setdefault(configuration.name, {})[variant.name] = compared(runs, references[same])
+        print(f"{configuration.name} {variant.name}: {row['equal']} of {row['runs']} equal, {row['results']} results")
+        for difference in row["differences"][:2]:
+            print("   ", difference[-1000:])
+    if args.output:
+        command = command_line("benchmarks/repeated_training.py", sys.argv[1:])
+        write_results(args.output, command=command, gpus=ranks, steps=args.steps, results=found)
+    return int(any(row["equal"] < row["runs"] for rows in found.values() for row in rows.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,45 @@
+"""Launch megatron-core's fused rotary kernels of multi-latent attention with block sizes that timing cannot change.
+
+megatron-core times several numbers of heads per program (``BLOCK_H``) and keeps the fastest. That choice differs from
+run to run, and results depend on it in three ways:
+
+- The kernels for queries rotate in place. A program of several warps can overwrite an element before another warp has
+  read it: on H100, 16 heads of 32 rotated elements with ``BLOCK_H`` 4, one launch in 20 had wrong gradients.
+- Masks count heads from the start of a block. If blocks do not divide the heads, the last block also rotates heads of
+  the next token.
+- The gradient of the shared key position is summed over heads in an order that ``BLOCK_H`` decides.
+"""
+
+from typing import Any
+
+from megatron_fsdp_cuda_graphs.overlay import extend
+
+_upstream: Any = extend(__name__)
+
+MAX_BLOCK_H = 16
+
+
+def heads_per_program(arguments: dict[str, Any]) -> int:
+    """Return the largest power of two, at most ``MAX_BLOCK_H``, that divides the kernel's number of heads."""
+    heads: int = arguments["head_num"]
+    return min(heads & -heads, MAX_BLOCK_H)
+
+
+def with_fixed_blocks(autotuned: Any, **launch_options: int) -> Any:
+    """Return the Triton kernel behind an autotuner, launched with ``heads_per_program`` heads per program.
+
+    Args:
+        autotuned: What ``triton.autotune`` has returned.
+        launch_options: Constant options of a launch, such as ``num_warps``.
+    """
+    if not _upstream.HAVE_TRITON:
+        return autotuned
+    options = {name: lambda _, value=value: value for name, value in launch_options.items()}
+    return _upstream.triton.heuristics({"BLOCK_H": heads_per_program, **options})(autotuned.fn)
+
+
+# One warp reads all elements of its heads before it writes the first.
+rotary_fwd_q_kernel = with_fixed_blocks(_upstream.rotary_fwd_q_kernel, num_warps=1)
+rotary_bwd_q_kernel = with_fixed_blocks(_upstream.rotary_bwd_q_kernel, num_warps=1)
+rotary_fwd_kv_kernel = with_fixed_blocks(_upstream.rotary_fwd_kv_kernel)
+rotary_bwd_kv_kernel = with_fixed_blocks(_upstream.rotary_bwd_kv_kernel)
