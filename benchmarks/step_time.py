@@ -24,7 +24,7 @@ Variants:
     eager+checks, ...          with each micro-batch's loss looked at, as by default in Megatron (no default),
     eager+grouped, ...         with experts of C and D in one call each way,
     native+fused+optimizer     or with several of these
-    native:NAME=VALUE,...:FLAGS    one of them with further environment variables and flags
+    native:NAME=VALUE,...:FLAGS    one of them with further environment variables and flags; ~--flag removes one
 
 All variants of configurations with the same ranks run one after the other in the same processes (those with the same
 variables of NCCL, which reads them once), each with a fresh model, the same seed and the same data: first to take

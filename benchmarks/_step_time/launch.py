@@ -91,8 +91,8 @@ def _launch(
                         show(current, event)
                 seen = len(events)
                 stalled = time.monotonic() - news > stall_seconds
-                if over or stalled:
-                    break
+                if over or stalled or len(ended) == len(runs):
+                    break  # processes that have trained often can hang when they take down NCCL
                 time.sleep(0.2)
         finally:
             process.terminate()  # no-op after the end; torchrun passes it on to its workers

@@ -67,11 +67,19 @@ class Variant:
         return PER_LAYER in self.flags
 
     def flags_for(self, configuration: Configuration) -> list[str]:
-        """All flags of training ``configuration`` this way; the variant's own are last and win."""
+        """Return all flags of training ``configuration`` this way.
+
+        The variant's own are last and win. ``~--flag`` removes a flag and its values.
+        """
         in_parts = self.per_layer and not self.groups_experts
         checks = () if self.checks_losses else (NO_CHECKS,)
         flags = [*configuration.flags, *checks, *(configuration.graph_flags if in_parts else ()), *self.flags]
-        return [flag for flag in flags if not (self.fuses_gradients and flag == NO_FUSION)]
+        removed = {flag[1:] for flag in flags if flag.startswith("~")} | ({NO_FUSION} if self.fuses_gradients else set())
+        kept, keep = [], True
+        for flag in flags:
+            keep = flag not in removed and flag[0] != "~" if flag.startswith(("--", "~")) else keep
+            kept += [flag] if keep else []
+        return kept
 
 
 def _graphs(implementation: str) -> tuple[str, ...]:

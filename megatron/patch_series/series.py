@@ -135,6 +135,20 @@ FAULTS = (
     ),
     Patch(
         "1-faults",
+        "Fused rotary kernels of multi-latent attention have fixed block sizes",
+        "Autotuning picks the number of heads per program by time. Some choices race in place, some rotate heads of the "
+        "next token, and each sums gradients of key positions in another order.",
+        {
+            "megatron.core.fusions.fused_mla_yarn_rope_apply": (
+                "rotary_fwd_q_kernel",
+                "rotary_bwd_q_kernel",
+                "rotary_fwd_kv_kernel",
+                "rotary_bwd_kv_kernel",
+            )
+        },
+    ),
+    Patch(
+        "1-faults",
         "Attention without TransformerEngine takes the sizes of multi-latent attention",
         "MultiLatentAttention gives sizes of keys and values that DotProductAttention did not take: a TypeError.",
         {"megatron.core.transformer.dot_product_attention": ("DotProductAttention.__init__",)},

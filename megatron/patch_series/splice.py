@@ -56,6 +56,8 @@ def splice(theirs: str, ours: str, names: Collection[str] | None = None) -> str:
             continue
         elif isinstance(node, Function) and isinstance(there, Function):
             result.replace(there, _replacement(own, node, source, there, rf"_upstream\.{name}\b", renamed))
+        elif isinstance(there, Function):  # it is wrapped
+            result.replace(there, _kept(source, there) + "\n\n" + renamed(own.code(node)))
         else:
             result.insert(place, node, renamed(own.code(node)), gap=2)
             continue
@@ -222,10 +224,13 @@ def _replacement(
         joined = _joined(own, node, source, there, reference, renamed)
         if joined is not None:
             return joined
+    return _kept(source, there) + "\n" * (1 if there.col_offset else 2) + text
+
+
+def _kept(source: Source, there: Function) -> str:
+    """Return megatron-core's ``there`` under the name ``_original``."""
     original = source.text(first_line(there), there.end_lineno or 0)
-    original = re.sub(rf"(?m)^(\s*)def {there.name}\b", rf"\1def {_original(there.name)}", original, count=1)
-    gap = "\n" * (1 if there.col_offset else 2)
-    return original + gap + text
+    return re.sub(rf"(?m)^(\s*)def {there.name}\b", rf"\1def {_original(there.name)}", original, count=1)
 
 
 def _joined(

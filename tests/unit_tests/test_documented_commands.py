@@ -54,7 +54,10 @@ RUN_BY = {
     r"make (test-gpu|bench|measure)": BY_HAND,
     r"pre-commit": BY_HAND,
     r"\.ci/run": BY_HAND,
-    r"benchmarks/repeated_runs.sh": BY_HAND,
+    r"python benchmarks/repeated_training.py": (
+        "tests/integration_tests/benchmarks/test_repeated_training.py",
+        "repeated_training.py",
+    ),
     r"python benchmarks/step_time.py": ("tests/integration_tests/benchmarks/test_step_time.py", "step_time.py"),
     r"python -m tests.support.loop_launches": BY_HAND,
     r"python -m tests.support.pairs": ("tests/integration_tests/test_pairs.py", "pairs.sample()"),

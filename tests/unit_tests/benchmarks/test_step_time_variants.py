@@ -193,3 +193,11 @@ def test_gradients_are_fused_where_a_variant_says_so(name):
     at = unfused.index(configurations.NO_FUSION)
     assert fused == [*unfused[:at], *unfused[at + 1 :]]
     assert name not in variants.default_names(configuration("A"), on_cpu=False)
+
+
+def test_tilde_removes_a_flag_and_its_values():
+    flags = variants.variant("eager::~--data-parallel-sharding-strategy ~--fsdp-double-buffer").flags_for(
+        configurations.Configuration("own", ("--num-layers", "2"))
+    )
+    assert not {"optim_grads_params", "--fsdp-double-buffer", "~--fsdp-double-buffer"}.intersection(flags)
+    assert {"--num-layers", "2", "--use-megatron-fsdp"} <= set(flags)

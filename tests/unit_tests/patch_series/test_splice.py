@@ -353,3 +353,25 @@ def test_a_definition_that_ours_imports_goes_and_an_import_that_ours_defines():
         """
         ).lstrip()
     )
+
+
+def test_wrapped_function_keeps_the_original_above_it():
+    text = spliced(
+        """
+        from time import timed
+
+
+        @timed
+        def first():
+            return 1
+        """,
+        """
+        def steady(function):
+            return function
+
+
+        first = steady(_upstream.first)
+        """,
+    )
+    assert text.index("def steady") < text.index("@timed\ndef _original_first():")
+    assert text.endswith("return 1\n\n\nfirst = steady(_original_first)\n")

@@ -1,0 +1,28 @@
+"""What runs of one training are compared by."""
+
+from benchmarks.repeated_training import compared, first_difference
+
+
+def run(loss="0x1p+0", weight=1):
+    step = {"rank 0: weight": 1, "rank 0: gradient of weight": 2}
+    return {"numbers": [["0x1p+1", "0x1p+0"], [loss, "0x1p+0"]], "found": [step, step | {"rank 0: weight": weight}]}
+
+
+def test_equal_runs_have_one_result():
+    assert compared([run(), run()], run()) == {"runs": 2, "equal": 2, "results": 1, "differences": []}
+
+
+def test_first_differing_step_and_tensor_are_named():
+    found = compared([run(), run(weight=3), {"error": "exit code 1"}], run())
+    assert found == {
+        "runs": 3,
+        "equal": 1,
+        "results": 2,
+        "differences": ["exit code 1", "step 2: 1 of 4 values, such as rank 0: weight"],
+    }
+
+
+def test_gradients_are_named_before_weights():
+    one = [{"loss": 1, "rank 0: gradient of weight": 2, "rank 0: weight": 3}]
+    other = [{"loss": 1, "rank 0: gradient of weight": 0, "rank 0: weight": 0}]
+    assert first_difference(one, other) == "step 1: 2 of 3 values, such as rank 0: gradient of weight"
