@@ -74,7 +74,9 @@ class Variant:
         in_parts = self.per_layer and not self.groups_experts
         checks = () if self.checks_losses else (NO_CHECKS,)
         flags = [*configuration.flags, *checks, *(configuration.graph_flags if in_parts else ()), *self.flags]
-        removed = {flag[1:] for flag in flags if flag.startswith("~")} | ({NO_FUSION} if self.fuses_gradients else set())
+        removed = {flag[1:] for flag in flags if flag.startswith("~")}
+        if self.fuses_gradients:
+            removed.add(NO_FUSION)
         kept, keep = [], True
         for flag in flags:
             keep = flag not in removed and flag[0] != "~" if flag.startswith(("--", "~")) else keep

@@ -136,8 +136,8 @@ FAULTS = (
     Patch(
         "1-faults",
         "Fused rotary kernels of multi-latent attention have fixed block sizes",
-        "Autotuning picks the number of heads per program by time. Some choices race in place, some rotate heads of the "
-        "next token, and each sums gradients of key positions in another order.",
+        "Autotuning picks the number of heads per program by time. Some choices race in place, some rotate heads of "
+        "the next token, and each sums gradients of key positions in another order.",
         {
             "megatron.core.fusions.fused_mla_yarn_rope_apply": (
                 "rotary_fwd_q_kernel",
