@@ -28,8 +28,8 @@ logger = logging.getLogger(__name__)
 _CHUNKS = "_chunks"  # in a state dict: the chunks of a pipeline stage
 _BY_NAME = ("state", GROUPS)  # in a state dict of the optimizer: what parameters' names are keys of
 _VOCABULARY_SIZE = re.compile(
-    r"Size mismatch between saved torch\.Size\(\[(\d+)[^\n]*?current: torch\.Size\(\[(\d+)[^\n]* for "
-    r"\S+\.(?:word_embeddings|output_layer)\."
+    r"Size mismatch between saved torch\.Size\(\[(\d+).*"
+    r" current: torch\.Size\(\[(\d+).* for \S+\.(?:word_embeddings|output_layer)\."
 )
 _MISSING_STATE = re.compile(r"Missing key in checkpoint state_dict: (optimizer\.state\.\S+)\.\s")
 
@@ -147,8 +147,8 @@ def _load_base_checkpoint(
 def _as_saved(optimizer: dict[str, Any], checkpoint: str) -> dict[str, Any]:
     """Return ``optimizer``, a state dict to load into, with the keys and types that ``checkpoint`` has.
 
-    A checkpoint has no states if no step was taken before it was saved. It has no loss scale if it was saved without a
-    dynamic one or by megatron-core, whose learning rates are tensors if its optimizer's step was captured.
+    A checkpoint saved before the first step has no states. megatron-core saves no loss scale, and the learning rates of
+    a captured optimizer as tensors.
     """
     try:
         saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
