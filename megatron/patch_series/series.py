@@ -114,7 +114,8 @@ FAULTS = (
     Patch(
         "1-faults",
         "Megatron-FSDP: checkpoints name a pipeline stage's layers as the whole model does",
-        "Each stage counted its layers from 0, and stages saved theirs over each other's.",
+        "Each stage counted its layers from 0, and stages saved theirs over each other's. A checkpoint saved before "
+        "the first optimizer step loads too.",
         {
             "megatron.training.checkpointing": (
                 "get_rng_state",

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint import CheckpointException, FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from megatron.core import parallel_state
 from megatron.core.distributed.fsdp.global_names import (
@@ -26,8 +27,10 @@ logger = logging.getLogger(__name__)
 
 _CHUNKS = "_chunks"  # in a state dict: the chunks of a pipeline stage
 _BY_NAME = ("state", GROUPS)  # in a state dict of the optimizer: what parameters' names are keys of
-_MISSING_SCALE = f"Missing key in checkpoint state_dict: optimizer.{LOSS_SCALE}"
-_RATES_ARE_TENSORS = re.compile(rf"optimizer\.{GROUPS}\.\S+\.lr, expected BytesStorageMetadata")
+_VOCABULARY_SIZE = re.compile(
+    r"Size mismatch between saved torch\.Size\(\[(\d+).*"
+    r" current: torch\.Size\(\[(\d+).* for \S+\.(?:word_embeddings|output_layer)\."
+)
 _MISSING_STATE = re.compile(r"Missing key in checkpoint state_dict: (optimizer\.state\.\S+)\.\s")
 
 
@@ -103,14 +106,16 @@ def _load_base_checkpoint(
     """Load a checkpoint into ``sharded_state_dict``; see megatron-core.
 
     Raises:
-        ValueError: the checkpoint lacks layers of the model or the optimizer's states, or its random number generators
-            are of another device.
+        ValueError: the checkpoint lacks layers of the model or the optimizer's states, its vocabulary is padded to
+            another size, or its random number generators are of another device.
     """
     asked = sharded_state_dict or {}
     _expect_tensors(asked)
     chunks = asked.get(_CHUNKS) or asked.get("_model")
+    if chunks and asked.get("optimizer"):
+        asked["optimizer"] = _as_saved(asked["optimizer"], _upstream.get_load_checkpoint_path_by_args(args))
     try:
-        loaded, name, *rest = _read(load_dir, args, rank0, sharded_state_dict, **others)
+        loaded, name, *rest = _upstream._load_base_checkpoint(load_dir, args, rank0, sharded_state_dict, **others)
     except CheckpointException as error:
         if "rng_state" in str(error):
             raise ValueError(
@@ -121,8 +126,13 @@ def _load_base_checkpoint(
         if missing := _MISSING_STATE.search(f"{error} "):
             raise ValueError(
                 f"--load {load_dir}: it lacks {missing[1]}. If it is of another model, set the flags that saved it. "
-                "If --no-save-optim saved it, or a run that had skipped all steps, add --no-load-optim, or --finetune "
-                "to count iterations from 0 too."
+                "If --no-save-optim saved it, add --no-load-optim, or --finetune to count iterations from 0 too."
+            ) from error
+        if sizes := _VOCABULARY_SIZE.search(str(error)):
+            raise ValueError(
+                f"--load {load_dir}: its vocabulary is padded to {sizes[1]} tokens, and this run's to {sizes[2]}, a "
+                "multiple of --make-vocab-size-divisible-by times --tensor-model-parallel-size. If the tokenizer is "
+                f"the same, add --padded-vocab-size {sizes[1]}."
             ) from error
         raise
     if loaded is not None and chunks:
@@ -134,23 +144,31 @@ def _load_base_checkpoint(
     return loaded, name, *rest
 
 
-def _read(load_dir: str | None, args: Any, rank0: bool, state_dict: Any, **others: Any) -> Any:
-    """Read a checkpoint as megatron-core does, asking again for what it has otherwise than this run would save it."""
-    asked = dict(state_dict or {})  # reading changes it
+def _as_saved(optimizer: dict[str, Any], checkpoint: str) -> dict[str, Any]:
+    """Return ``optimizer``, a state dict to load into, with the keys and types that ``checkpoint`` has.
+
+    A checkpoint saved before the first step has no states. megatron-core saves no loss scale, and the learning rates of
+    a captured optimizer as tensors.
+    """
     try:
-        return _upstream._load_base_checkpoint(load_dir, args, rank0, state_dict, **others)
-    except CheckpointException as error:
-        optimizer = asked.get("optimizer", {})
-        if LOSS_SCALE in optimizer and _MISSING_SCALE in str(error):  # of another precision, or of megatron-core's
-            message = f"--load {load_dir}: it has no loss scale, which starts at --initial-loss-scale"
-            log_single_rank(logger, logging.WARNING, message)
-            asked["optimizer"] = {key: value for key, value in optimizer.items() if key != LOSS_SCALE}
-        elif GROUPS in optimizer and _RATES_ARE_TENSORS.search(str(error)):  # megatron-core's, of a captured optimizer
-            groups = {name: group | {"lr": torch.tensor(group["lr"])} for name, group in optimizer[GROUPS].items()}
-            asked["optimizer"] = optimizer | {GROUPS: groups}
-        else:
-            raise
-    return _read(load_dir, args, rank0, asked, **others)
+        saved = FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+    except FileNotFoundError:  # training starts without a checkpoint
+        return optimizer
+    saved = {key.removeprefix("optimizer."): value for key, value in saved.items() if key.startswith("optimizer.")}
+    if not saved:  # --no-save-optim
+        return optimizer
+    groups = optimizer[GROUPS]
+    if not any(key.startswith("state.") for key in saved):
+        optimizer = optimizer | {"state": {}}
+        # TransformerEngine's Adam counts its steps in the groups.
+        groups = {name: {key: group[key] for key in group if key != "step"} for name, group in groups.items()}
+    if LOSS_SCALE in optimizer and not any(key.startswith(f"{LOSS_SCALE}.") for key in saved):
+        message = f"--load: {checkpoint} has no loss scale, which starts at --initial-loss-scale"
+        log_single_rank(logger, logging.WARNING, message)
+        optimizer = {key: value for key, value in optimizer.items() if key != LOSS_SCALE}
+    if any(key.endswith(".lr") and isinstance(value, TensorStorageMetadata) for key, value in saved.items()):
+        groups = {name: group | {"lr": torch.tensor(group["lr"])} for name, group in groups.items()}
+    return optimizer | {GROUPS: groups}
 
 
 def _refuse_missing_layers(checkpoint: str, model: dict[str, Any]) -> None:

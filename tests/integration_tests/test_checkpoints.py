@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.support.pretrain import numbers, pretrain
+from tests.support.pretrain import SCHEDULE, numbers, pretrain
 from tests.support.sample import mostly_long
 
 # An evaluation ends step 4, right before the checkpoint that the second run loads. Each rank has all weights of some
@@ -63,3 +63,33 @@ def test_a_resumed_run_is_equal_to_one_without_an_interruption(folder, eager, sa
     resumed = pretrain(folder / f"{saved}_{graphs}", flags, graphs=graphs)
     assert numbers(resumed) == numbers(eager)[SAVED:]
     assert bool(resumed[-1]["graphs"]) == graphs
+
+
+# The loss scale falls from 2^20, and the first two steps overflow.
+OVERFLOWS = "--train-iters 6 --fp16 --initial-loss-scale 1048576 --hysteresis 1"
+
+
+@pytest.mark.parametrize(
+    ("flags", "ends"),
+    mostly_long(
+        [
+            (OVERFLOWS, "--exit-interval 2"),
+            ("--train-iters 6 --iterations-to-skip 1 2", "--train-iters 2"),
+            ("--train-iters 6", "--exit-interval 1"),
+            ("--train-iters 6", "--exit-duration-in-mins -1"),  # after the first step
+            ("--train-iters 6 --iterations-to-skip 2 4", "--exit-interval 3"),
+            # From step 5 on a step has two micro-batches.
+            (f"--train-samples 32 --lr-decay-samples 32 {SCHEDULE} 0:4,512:8", "--exit-interval 3"),
+        ],
+        (OVERFLOWS, "--exit-interval 2"),
+    ),
+)
+def test_a_run_that_ends_in_its_first_steps_is_resumed(tmp_path, flags, ends):
+    flags = f"{flags} --cuda-graph-warmup-steps 1 --override-opt-param-scheduler"
+    saving = f"{flags} {ends} --save {tmp_path / 'saved'} --save-interval 1000"
+    eager = pretrain(tmp_path / "eager", flags, graphs=False)
+    first = pretrain(tmp_path / "first", saving, graphs=True)
+    resumed = pretrain(tmp_path / "resumed", f"{flags} --load {tmp_path / 'saved'}", graphs=True)
+    assert numbers(first) + numbers(resumed) == numbers(eager)
+    assert [step["skipped"] for step in first] == [flags.startswith(OVERFLOWS)] * len(first)
+    assert not resumed[-1]["skipped"] and resumed[-1]["graphs"]

@@ -48,9 +48,9 @@ KINDS = {EAGER: "", "layers": "--cuda-graph-layers-per-graph 1", "parts": "--cud
 pytestmark = pytest.mark.long
 
 
-def run(folder, flags, kind):
+def run(folder, flags, kind, ranks=2):
     """Return the metrics of each step, those that must be equal between runs, and the loss scales."""
-    steps = pretrain(folder, flags, graphs=kind != EAGER)
+    steps = pretrain(folder, flags, graphs=kind != EAGER, ranks=ranks)
     return steps, numbers(steps), re.findall(r"loss scale: (\S+)", (folder / "log").read_text())
 
 
@@ -163,6 +163,35 @@ def test_a_checkpoint_is_loaded_with_another_sharding(saved, tmp_path, layout, r
     assert assert_saved_as_loaded(
         checkpoint, tmp_path / "saved", tmp_path / "run", f"{LAYOUTS[layout]} {flags}", ranks=ranks
     )
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks", "flags"),
+    [
+        ("experts", 4, ""),
+        ("experts", 1, "--expert-model-parallel-size 1"),
+        ("dropless", 4, "--expert-model-parallel-size 4"),
+    ],
+)
+def test_a_run_of_experts_is_resumed_on_other_ranks(saved, tmp_path, layout, ranks, flags):
+    checkpoint, _ = saved(layout, "model")
+    flags = f"{COMMON} {LAYOUTS[layout]} {flags} --load {checkpoint} --ckpt-step {SAVED}"
+    (_, *eager), (steps, *graphed) = (run(tmp_path / kind, flags, kind, ranks) for kind in (EAGER, "model"))
+    assert len(steps) == STEPS - SAVED and steps[-1]["graphs"]
+    assert graphed == eager
+
+
+def test_another_padding_of_the_vocabulary_names_the_flag(tmp_path):
+    flags, place = f"{COMMON} --make-vocab-size-divisible-by 96", tmp_path / "saved"
+    run(tmp_path / "first", f"{flags} --save {place} --save-interval {SAVED}", EAGER)
+    flags += f" --tensor-model-parallel-size 2 --no-load-rng --load {place} --ckpt-step {SAVED}"
+    with pytest.raises(AssertionError, match=r"padded to 288 tokens.* add --padded-vocab-size 288\."):
+        run(tmp_path / "other", flags, EAGER)
+    (_, *eager), (_, *graphed) = (
+        run(tmp_path / kind, f"{flags} --padded-vocab-size 288", kind) for kind in (EAGER, "model")
+    )
+    assert graphed == eager
+    assert len(eager[0]) == STEPS - SAVED
 
 
 @pytest.mark.parametrize(

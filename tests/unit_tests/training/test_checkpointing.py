@@ -73,38 +73,24 @@ def test_other_failures_are_as_they_were(loads):
         loads(fails_with("Missing key in checkpoint state_dict: model.decoder"), {})
 
 
-def test_a_checkpoint_without_a_loss_scale_is_read_without(loads, caplog):
-    """As those of another precision, of a constant scale, or of megatron-core alone."""
-    asked = []
-
-    def read(folder, args, rank0, state_dict):
-        asked.append(dict(state_dict["optimizer"]))
-        assert state_dict.pop("raw") == 1  # as megatron-core takes out what it had put there
-        if "grad_scaler" in state_dict["optimizer"]:
-            fails_with("Missing key in checkpoint state_dict: optimizer.grad_scaler.scale.")()
-        return state_dict, None, None
-
-    optimizer = {"state": {"a": 1}, "grad_scaler": {"scale": 2.0}}
-    with caplog.at_level("WARNING"):
-        found, *_ = loads(read, {"raw": 1, "optimizer": optimizer})
-    assert asked == [optimizer, {"state": {"a": 1}}]
-    assert found["optimizer"] == {"state": {"a": 1}}
-    assert "--initial-loss-scale" in caplog.text
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("model.module.embedding.word_embeddings.weight", ", 64"),
+        ("optimizer.state.module.module.module.output_layer.weight.exp_avg", ", 64"),
+        ("model.module.output_layer.bias", ""),
+    ],
+)
+def test_an_error_names_the_vocabulary_size_to_set(loads, name, row):
+    sizes = f"Size mismatch between saved torch.Size([288{row}]) and current: torch.Size([384{row}])"
+    with pytest.raises(ValueError, match=r"--load folder: .*288 .*384.*--padded-vocab-size 288\."):
+        loads(fails_with(f"{sizes} for {name}"), {})
 
 
-def test_learning_rates_that_were_saved_as_tensors_are_read_as_such(loads, tmp_path):
-    """As megatron-core saves them where the optimizer's step is captured."""
-    saved = {"a.weight": {"lr": torch.tensor(0.25), "eps": 1e-8}}
-    save({"optimizer": {"param_to_group_meta": saved}}, checkpoint_id=tmp_path)
-
-    def read(folder, args, rank0, state_dict):
-        load(state_dict, checkpoint_id=tmp_path)
-        return state_dict, None, None
-
-    asked = {"a.weight": {"lr": 0.5, "eps": 1.0}}
-    found, *_ = loads(read, {"optimizer": {"param_to_group_meta": asked}})
-    assert found["optimizer"]["param_to_group_meta"] == {"a.weight": {"lr": 0.25, "eps": 1e-8}}
-    assert asked["a.weight"]["lr"] == 0.5
+def test_another_size_of_other_weights_is_no_vocabulary(loads):
+    message = "Size mismatch between saved torch.Size([4]) and current: torch.Size([8]) for model.linear_fc1.weight"
+    with pytest.raises(CheckpointException, match="linear_fc1"):
+        loads(fails_with(message), {})
 
 
 class Chunk(torch.nn.Module):
@@ -116,6 +102,82 @@ class Chunk(torch.nn.Module):
         super().__init__()
         self.module = torch.nn.ModuleDict({"layers": torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False)])})
         self.module["layers"][0].layer_number = number
+
+
+@pytest.fixture
+def loads_optimizer(loads, monkeypatch, tmp_path):
+    """A function that saves an optimizer's state dict, None for none, and loads the checkpoint into another."""
+
+    def run(saved, into):
+        if saved is not None:
+            save({"optimizer": saved, "iteration": 1}, checkpoint_id=tmp_path)
+        monkeypatch.setattr(checkpointing._upstream, "get_load_checkpoint_path_by_args", lambda args: tmp_path)
+
+        def read(folder, args, rank0, state_dict):
+            if saved is None:
+                return None, "", False
+            load({"optimizer": state_dict["optimizer"]}, checkpoint_id=tmp_path)
+            return state_dict, tmp_path, False
+
+        loaded, *_ = loads(read, {"_model": [Chunk(1)], "model": {}, "optimizer": into})
+        return loaded and loaded["optimizer"]
+
+    return run
+
+
+def groups(lr, **others):
+    return {"a.weight": {"lr": lr, **others}}
+
+
+def test_an_optimizer_that_took_no_step_is_loaded_without_states(loads_optimizer):
+    saved = {"state": {}, "param_to_group_meta": groups(0.25)}
+    into = {"state": {"a.weight": {"exp_avg": torch.ones(1)}}, "param_to_group_meta": groups(0.5, step=1)}
+    assert loads_optimizer(saved, into) == saved
+    assert into["param_to_group_meta"] == groups(0.5, step=1)
+
+
+def test_states_are_loaded_where_a_step_was_taken(loads_optimizer):
+    saved = {"state": {"a.weight": {"exp_avg": torch.ones(1)}}, "param_to_group_meta": groups(0.25, step=3)}
+    into = {"state": {"a.weight": {"exp_avg": torch.zeros(1)}}, "param_to_group_meta": groups(0.5, step=1)}
+    assert loads_optimizer(saved, into) == saved
+
+
+def test_one_missing_state_is_an_error(loads_optimizer):
+    saved = {"state": {"b.weight": {"exp_avg": torch.ones(1)}}, "param_to_group_meta": groups(0.25)}
+    into = {"state": {"a.weight": {"exp_avg": torch.ones(1)}}, "param_to_group_meta": groups(0.25)}
+    with pytest.raises(ValueError, match=r"lacks optimizer\.state\.a\.weight\.exp_avg"):
+        loads_optimizer(saved, into)
+
+
+def test_a_checkpoint_without_the_optimizer_is_an_error(loads_optimizer):
+    """Its parameters may have been trained: --no-save-optim."""
+    into = {"state": {"a.weight": {"exp_avg": torch.ones(1)}}, "param_to_group_meta": groups(0.5)}
+    with pytest.raises(ValueError, match="--no-load-optim"):
+        loads_optimizer({}, into)
+
+
+def test_an_optimizer_starts_without_a_checkpoint(loads_optimizer):
+    assert loads_optimizer(None, {"state": {}, "param_to_group_meta": groups(0.5)}) is None
+
+
+@pytest.mark.parametrize("scale", [{}, {"grad_scaler": {"scale": 2.0}}])
+def test_a_checkpoint_without_a_loss_scale_is_read_without(loads_optimizer, caplog, scale):
+    """As those of another precision, of a constant scale, or of megatron-core alone."""
+    saved = {"state": {"a.weight": {"step": 1.0}}, "param_to_group_meta": groups(0.25)} | scale
+    into = {"state": {"a.weight": {"step": 0.0}}, "param_to_group_meta": groups(0.5), "grad_scaler": {"scale": 1.0}}
+    with caplog.at_level("WARNING"):
+        assert loads_optimizer(saved, into) == saved
+    assert ("--initial-loss-scale" in caplog.text) == (not scale)
+
+
+def test_learning_rates_that_were_saved_as_tensors_are_read_as_such(loads_optimizer):
+    """As megatron-core saves them where the optimizer's step is captured."""
+    state = {"a.weight": {"step": 1.0}}
+    asked = groups(0.5, eps=1.0)
+    saved = {"state": state, "param_to_group_meta": groups(torch.tensor(0.25), eps=1e-8)}
+    found = loads_optimizer(saved, {"state": state, "param_to_group_meta": asked})
+    assert found["param_to_group_meta"] == groups(0.25, eps=1e-8)
+    assert asked["a.weight"]["lr"] == 0.5
 
 
 @pytest.fixture
