@@ -72,7 +72,7 @@ def test_why_a_layer_has_no_graph(layer, modules, why):
 def test_a_repeated_layer_has_no_graph():
     model, stage = Model(), stage_of([])
     mtp = SimpleNamespace(layers=[SimpleNamespace(mtp_model_layer=Graphable())])
-    vars(model).update(mtp=mtp, config=SimpleNamespace(mtp_use_repeated_layer=True, mtp_num_layers=2))
+    model.__dict__.update(mtp=mtp, config=SimpleNamespace(mtp_use_repeated_layer=True, mtp_num_layers=2))
     stage = replace(stage, chunks=[replace(stage.chunks[0], model=model)])
     found = {part.what: part.why for part in eager_parts(stage, graphs_of(), "")}
     assert found["layer 1 (Graphable)"] == "it runs several times for one micro-batch"
