@@ -33,7 +33,7 @@ CORE_TESTS := $(addprefix tests/unit_tests/,test_overlay_extensions.py training 
 CORE_SAMPLE := $(addprefix tests/unit_tests/,test_overlay_extensions.py \
 	core/distributed/test_fsdp_hook_registration.py core/transformer/_cuda_graphs/te/test_layers.py)
 
-# Each minor version of torch that setup.py admits, besides that of constraints.txt; the newest last.
+# Each minor version of torch that is tested besides that of constraints.txt, on CPUs; the newest last. pip brings none.
 OTHER_TORCHES := 2.12.1 2.13.0 2.14.1 2.15.0
 NEWEST_TORCH := $(lastword $(OTHER_TORCHES))
 # The quick ones of the tests whose subject depends on inner names of torch.
@@ -56,7 +56,7 @@ help:
 	@echo "make test-all  all tests that need no GPU, those that take long too: before a release"
 	@echo "make test-processors  make test with other instruction sets and numbers of threads"
 	@echo "make test-versions  some unit tests on the other versions of megatron-core that the patch admits"
-	@echo "make test-torches   unit tests, demo and some trainings on the other versions of torch that setup.py admits"
+	@echo "make test-torches   unit tests, demo and some trainings on other versions of torch"
 	@echo "make test-installed  unit tests of a copy that pip installed"
 	@echo "make test-newest-torch  few tests on the newest of them"
 	@echo "make test-patch     apply the patch series to a megatron-core checkout, patch by patch: import, train, test"

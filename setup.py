@@ -26,12 +26,12 @@ setup(
         NAME,
         *(f"{NAME}.{package}" for package in find_namespace_packages("megatron", exclude=["*__pycache__*"])),
     ],
-    # The patch replaces modules of megatron-core, so it takes the versions that it was tested with and no other:
-    # those in megatron/overlay.py, TESTED_VERSIONS. Those of torch are in megatron/doctor.py, TESTED_TORCH.
-    install_requires=["torch>=2.11,<2.16", "megatron-core>=0.19.0,<=0.19.2", "numpy", "einops", "packaging"],
+    # The newest that pip may bring ran on GPUs; `pip install --no-deps` installs beside others, of which
+    # megatron/overlay.py has those of megatron-core that are patched. NVIDIA's containers have pre-releases of torch.
+    install_requires=["torch>=2.11.0a0,<2.12", "megatron-core>=0.19.0,<=0.19.2", "numpy", "einops", "packaging"],
     extras_require={
-        # TransformerEngine is built at installation and needs CUDA's compiler.
-        "te": ["transformer-engine[core-cu13,pytorch]>=2.19"],
+        # It is built at installation, against the installed torch (`--no-build-isolation`), and needs CUDA's compiler.
+        "te": ["transformer-engine[core-cu13,pytorch]>=2.19,<2.21"],
         "dev": [
             "hypothesis",
             "matplotlib",

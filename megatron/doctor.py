@@ -10,12 +10,15 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from packaging.version import Version
+
 from . import overlay
 from .allocator_check import allocator_problem
 
-# What constraints.txt has, which an installation lacks: all tests passed with these, those on GPUs too.
+# What constraints.txt has, which an installation lacks: all tests passed with these, those on GPUs too. setup.py admits
+# their minor versions.
 VERIFIED_TORCH, VERIFIED_ENGINE = "2.11.0", "2.20.2"
-# Tests on the CPU backend passed with these: the versions that setup.py admits.
+# Tests on the CPU backend passed with these.
 TESTED_TORCH = ("2.11", "2.12", "2.13", "2.14", "2.15")
 
 
@@ -84,8 +87,8 @@ def find_transformer_engine() -> TransformerEngineFound:
 
 def why_off() -> str:
     """Say why the patch is not on although torch was imported, and what to do."""
-    if os.environ.get(overlay.SWITCH) == "0":
-        return f"{overlay.SWITCH}=0 turns the patch off. Unset it."
+    if overlay.switch() == "off":
+        return f"{overlay.SWITCH}={os.environ[overlay.SWITCH]} turns the patch off. Unset it."
     autoload = os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1")
     if autoload != "1":
         return (
@@ -94,6 +97,8 @@ def why_off() -> str:
         )
     if not any(entry.attr == "activate" for entry in importlib.metadata.entry_points(group="torch.backends")):
         return "The entry point that turns the patch on is not installed. Install this project with pip."
+    if problem := overlay.untested_core():
+        return f"{problem}. It is left unpatched. {overlay.REMEDY}"
     return "torch did not turn the patch on: its autoload of torch.backends entry points needs torch 2.5 or newer."
 
 
@@ -109,9 +114,10 @@ def examine() -> Report:
     tested = f"torch {TESTED_TORCH[0]} to {TESTED_TORCH[-1]} on the CPU backend"
     verified = f"torch {VERIFIED_TORCH} with TransformerEngine {VERIFIED_ENGINE} on GPUs"
     report.facts.append(("tested", f"{tested}; {verified}"))
-    minor = ".".join(torch.__version__.split(".")[:2])
-    if not VERIFIED_TORCH.startswith(f"{minor}."):
-        where = "on GPUs" if minor in TESTED_TORCH else "at all"
+    version = Version(torch.__version__)
+    minor = f"{version.major}.{version.minor}"
+    if version.is_prerelease or not VERIFIED_TORCH.startswith(f"{minor}."):  # containers have builds of pre-releases
+        where = "on GPUs" if minor in TESTED_TORCH and not version.is_prerelease else "at all"
         report.limits.append(
             f"This torch was not tested {where}: {tested} and {verified} were. Compare a short training with eager "
             "training first."
@@ -132,18 +138,11 @@ def _examine_core(report: Report) -> None:
     if core is None:
         report.missing.append(f"megatron-core is not installed. Install megatron-core=={overlay.TESTED_VERSIONS[-1]}.")
         return
-    version = f"megatron-core {core.version or 'of an unknown version'}"
-    untested = core.version not in overlay.TESTED_VERSIONS
-    if untested and not overlay.any_version():
-        report.missing.append(
-            f"{version} is refused while the patch is on. Install or check out one of: {known}; or set "
-            f"{overlay.SWITCH}=untested to try it."
-        )
+    if not overlay.is_active():
         return
-    if untested:
-        report.limits.append(f"{version} was not tested: compare a short training with an eager one first.")
-    if overlay.is_active():
-        report.modules += [(name, _examine_module(name, report)) for name in overlay.patched_modules()]
+    if problem := overlay.untested_core():
+        report.limits.append(f"{problem}. Compare a short training with an eager one first.")
+    report.modules += [(name, _examine_module(name, report)) for name in overlay.patched_modules()]
 
 
 def _examine_module(name: str, report: Report) -> str:

@@ -3,11 +3,11 @@
 torch calls ``activate`` at the end of ``import torch``, through its ``torch.backends`` entry-point group, and
 ``megatron.core`` and ``megatron.training`` import torch before anything else: so the patch is on before the first
 module that it changes is asked for. ``activate`` registers one finder on ``sys.meta_path`` and imports nothing. What an
-extended module is, how the patch is turned off, and which versions are refused: CONTRIBUTING.md, "How the patch gets
-in front".
+extended module is, and how the patch is turned off: CONTRIBUTING.md, "How the patch gets in front".
 
 The version of megatron-core is read from the files that an import would take, not from package metadata, so a checkout
-ahead on ``sys.path`` is judged by its own. ``import torch`` never raises for it.
+ahead on ``sys.path`` is judged by its own. One that was not tested is imported unpatched: jobs without graphs run as if
+the patch were not installed. ``import torch`` never raises.
 """
 
 import ast
@@ -16,9 +16,9 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import logging
 import os
 import sys
-import warnings
 from collections.abc import Callable, Mapping
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec, SourceFileLoader
@@ -33,6 +33,18 @@ ROOT = Path(__file__).resolve().parent
 PACKAGES = ("core", "training")  # of megatron-core; other folders of this tree are the patch's own
 TESTED_VERSIONS = ("0.19.0", "0.19.1", "0.19.2")
 SWITCH = "MEGATRON_FSDP_CUDA_GRAPHS"
+SETTINGS: dict[str, Literal["on", "off", "untested"]] = {
+    **dict.fromkeys(("", "1", "true", "yes", "on"), "on"),
+    **dict.fromkeys(("0", "false", "no", "off"), "off"),
+    "untested": "untested",
+}
+REMEDY = (
+    f"Install megatron-core=={TESTED_VERSIONS[-1]} (or check out that version of Megatron-LM), or set "
+    f"{SWITCH}=untested to patch this one."
+)
+ARGUMENTS = "megatron.training.arguments"  # imported where a Megatron training starts
+
+_logger = logging.getLogger(__name__)
 
 
 class Core(NamedTuple):
@@ -102,7 +114,7 @@ def find_core() -> Core | None:
 
 def _core_spec() -> ModuleSpec | None:
     if "megatron.core" in sys.modules:
-        return sys.modules["megatron.core"].__spec__
+        return getattr(sys.modules["megatron.core"], "__spec__", None)  # it may be a stand-in of a test
     if "megatron" in sys.modules:
         return ordinary_spec("megatron.core", sys.modules["megatron"].__path__)
     spec = importlib.util.find_spec("megatron")
@@ -130,16 +142,29 @@ def version_in(package_info: str) -> str | None:
         return None
 
 
+def untested_core() -> str | None:
+    """Return what is wrong with the version of the megatron-core that imports take; None if it may be patched."""
+    core = find_core()
+    if core is None or core.version in TESTED_VERSIONS:
+        return None
+    return (
+        f"megatron-fsdp-cuda-graphs was tested with megatron-core {', '.join(TESTED_VERSIONS)} only, and found "
+        f"{core.version or 'an unknown version'} at {core.origin}"
+    )
+
+
 class OverlayFinder(MetaPathFinder):
-    """Finds the modules that this tree replaces, extends or adds."""
+    """Finds the modules that this tree replaces, extends or adds; none of a megatron-core that was not tested."""
 
     def __init__(self) -> None:
-        self._accepted: set[str] = set()
+        self._problems: dict[str, str | None] = {}
 
     def find_spec(self, fullname: str, path: Any = None, target: ModuleType | None = None) -> ModuleSpec | None:
         if not fullname.startswith("megatron.") or fullname.split(".")[1] not in PACKAGES:
             return None
-        self._refuse_untested(fullname)
+        problem = self.problem()
+        if problem is not None:
+            return _guarded_spec(fullname, path, problem) if fullname == ARGUMENTS else None
         file = tree_file(fullname)
         if file is None:
             return None
@@ -148,31 +173,61 @@ class OverlayFinder(MetaPathFinder):
         locations = [str(file.parent)] if file.name == "__init__.py" else None
         return importlib.util.spec_from_file_location(fullname, file, submodule_search_locations=locations)
 
-    def _refuse_untested(self, fullname: str) -> None:
+    def problem(self) -> str | None:
+        """Return why megatron-core is left unpatched, or None. Warns of an untested one that is to be patched."""
         spec = _core_spec()
-        if spec is None or spec.origin is None or spec.origin in self._accepted:
-            return
-        version = _read_version(spec)
-        if version not in TESTED_VERSIONS:
-            problem = (
-                f"megatron-fsdp-cuda-graphs patches megatron-core {', '.join(TESTED_VERSIONS)} and was tested with no "
-                f"other version; found {version or 'an unknown version'} at {spec.origin}."
-            )
-            if not any_version():
-                raise ImportError(
-                    f"{problem} Nothing was patched. Install megatron-core=={TESTED_VERSIONS[-1]} (or check out that "
-                    f"version of Megatron-LM), or set {SWITCH}=0 to use megatron-core without the patch, or "
-                    f"{SWITCH}=untested to try it.",
-                    name=fullname,
-                    path=spec.origin,
+        if spec is None or spec.origin is None:
+            return None
+        if spec.origin not in self._problems:
+            problem = untested_core()
+            if problem is not None and any_version():
+                command = f"python -m {__package__} upstream {Path(spec.origin).parents[2]} --against DIR"
+                _warn(
+                    f"{problem}. It is patched, as {SWITCH} is untested. `{command}`, where DIR has a megatron-core "
+                    "that was tested, lists what may break; compare a short training with an eager one."
                 )
-            command = f"python -m {__package__} upstream {Path(spec.origin).parents[2]} --against DIR"
-            warnings.warn(
-                f"{problem} {SWITCH}=untested lets it be patched. What may break is listed by `{command}`, where "
-                "DIR has a megatron-core that was tested; compare a short training with an eager one.",
-                stacklevel=2,
+                problem = None
+            self._problems[spec.origin] = problem
+        return self._problems[spec.origin]
+
+
+def _guarded_spec(name: str, path: Any, problem: str) -> ModuleSpec | None:
+    """Find megatron-core's module of flags; its ``validate_args`` will refuse those that need the patch."""
+    spec = ordinary_spec(name, path)
+    if spec is None:
+        return None
+    loader: Any = copy.copy(spec.loader)
+    run = loader.exec_module
+
+    def exec_module(module: Any) -> None:
+        _warn(f"{problem}. It is left unpatched, without CUDA graphs under Megatron-FSDP. {REMEDY}")
+        run(module)
+        if hasattr(module, "validate_args"):
+            module.validate_args = _refusing_graphs(module.validate_args, problem)
+
+    loader.exec_module = exec_module
+    spec.loader = loader
+    return spec
+
+
+def _refusing_graphs(validate_args: Callable[..., Any], problem: str) -> Callable[..., Any]:
+    @functools.wraps(validate_args)
+    def wrapper(args: Any, *others: Any, **named: Any) -> Any:
+        validated = validate_args(args, *others, **named)
+        if getattr(args, "use_megatron_fsdp", False) and getattr(args, "cuda_graph_impl", "") == "transformer_engine":
+            raise ValueError(
+                "--use-megatron-fsdp with --cuda-graph-impl transformer_engine needs the patch, which is off: "
+                f"{problem}. {REMEDY} Or set {SWITCH}=0 to try megatron-core's own graphs."
             )
-        self._accepted.add(spec.origin)
+        return validated
+
+    return wrapper
+
+
+def _warn(message: str) -> None:
+    """Log a warning on one rank of a job."""
+    if os.environ.get("RANK", "0") == "0":
+        _logger.warning(message)
 
 
 class Originals:
@@ -388,34 +443,42 @@ def _getfile_of_both(getfile: Callable[[Any], str]) -> Callable[[Any], str]:
 
 def is_active() -> bool:
     """Whether the patch is on in this process."""
-    return any(isinstance(finder, OverlayFinder) for finder in sys.meta_path)
+    return any(finder.problem() is None for finder in sys.meta_path if isinstance(finder, OverlayFinder))
+
+
+def switch() -> Literal["on", "off", "untested"]:
+    """Return what the environment variable ``MEGATRON_FSDP_CUDA_GRAPHS`` says, in any usual spelling."""
+    return SETTINGS.get(os.environ.get(SWITCH, "").strip().lower(), "on")
 
 
 def any_version() -> bool:
     """Whether versions of megatron-core are patched that are not in ``TESTED_VERSIONS``."""
-    return os.environ.get(SWITCH) == "untested"
+    return switch() == "untested"
 
 
 def activate() -> None:
     """Turn the patch on in this process. torch calls this at the end of ``import torch``; once is enough.
 
-    Does nothing if the environment variable ``MEGATRON_FSDP_CUDA_GRAPHS`` is ``0``. Raises ValueError if it is
-    anything but ``0``, ``1`` or ``untested``, and ImportError if a module that the patch replaces is imported already.
+    Warns, and never raises, where the patch stays off because a module that it replaces is imported already, and of an
+    unknown value of the environment variable ``MEGATRON_FSDP_CUDA_GRAPHS``.
     """
-    switch = os.environ.get(SWITCH, "1")
-    if switch not in ("0", "1", "untested"):
-        raise ValueError(
-            f"{SWITCH}={switch}: set it to 1 (patch on, the default), 0 (patch off) or untested (patch on, with any "
-            "version of megatron-core)"
-        )
-    if switch == "0" or is_active():
+    if any(isinstance(finder, OverlayFinder) for finder in sys.meta_path):
         return
-    loaded = [name for name in sorted(sys.modules) if name.startswith("megatron.") and tree_file(name)]
-    if loaded:
-        raise ImportError(
-            f"{', '.join(loaded)} came from megatron-core before the patch was on. Import torch, or call "
-            f"{__name__}.activate(), before anything imports megatron; or set {SWITCH}=0 to do without the patch.",
-            name=loaded[0],
+    value = os.environ.get(SWITCH, "")
+    if value.strip().lower() not in SETTINGS:
+        _warn(
+            f"{SWITCH}={value} is ignored: set it to 1 (patch on, the default), 0 (patch off) or untested (patch on, "
+            "with any version of megatron-core)"
         )
-    sys.meta_path.insert(0, OverlayFinder())
+    if switch() == "off":
+        return
+    finder = OverlayFinder()
+    loaded = [name for name in sorted(sys.modules) if name.startswith("megatron.") and tree_file(name)]
+    if loaded and finder.problem() is None:
+        _warn(
+            f"the patch for CUDA graphs under Megatron-FSDP stays off, as {', '.join(loaded)} came from megatron-core "
+            f"before. Import torch, or call {__name__}.activate(), before anything imports megatron."
+        )
+        return
+    sys.meta_path.insert(0, finder)
     inspect.getfile = _getfile_of_both(inspect.getfile)  # type: ignore[assignment]

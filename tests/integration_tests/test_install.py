@@ -162,7 +162,37 @@ def test_uninstalled_it_leaves_nothing_and_megatron_core_as_it_was(tmp_path):
     assert installation.run("-c", code, TORCH_DEVICE_BACKEND_AUTOLOAD="0") == "False"
 
 
+class TestContainer:
+    """An environment with a build of torch from before its release, as NVIDIA's containers have."""
+
+    VERSION = "2.11.0a0+eb65b36914.nv26.2"
+
+    @pytest.mark.parametrize("options", [[], ["--no-deps"]], ids=["plain", "no-deps"])
+    def test_pip_keeps_its_torch(self, tmp_path, options):
+        source = copy_of_the_project(tmp_path)
+        core = write(tmp_path / "core", core_files())
+        python = environment_with_torch(tmp_path / "environment")
+        metadata = f"Metadata-Version: 2.1\nName: torch\nVersion: {self.VERSION}\n"
+        write(site_packages(python), {f"torch-{self.VERSION}.dist-info/METADATA": metadata})
+        pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--no-index", "--no-build-isolation"]
+        done = subprocess.run([*pip, *options, str(source)], capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout.splitlines()[-1] == "Successfully installed megatron-fsdp-cuda-graphs-0.2.0"
+        installation = Installation(python, source, site_packages(python), site_packages(python) / NAME, (core,))
+        code = """
+            import importlib.metadata, torch
+            from megatron.core.layers import Linear
+            print(importlib.metadata.version("torch"), Linear.graphed)
+        """
+        assert installation.run("-c", code) == f"{self.VERSION} True"
+
+
 class TestAutoload:
+    @pytest.mark.parametrize("value", ["true", " Off ", "maybe"])
+    def test_torchrun_starts_whatever_the_switch_is(self, regular, value):
+        usage = regular.run("-m", "torch.distributed.run", "--help", MEGATRON_FSDP_CUDA_GRAPHS=value)
+        assert usage.startswith("usage: ")
+
     def test_the_patch_is_on_when_torch_is_imported_first(self, regular):
         code = "import torch, megatron.core.layers; print(megatron.core.layers.Linear.graphed)"
         assert regular.run("-c", code) == "True"

@@ -1,4 +1,4 @@
-"""A megatron-core that was not tested, with what is known of 0.20: refused, or trained with where the user says so."""
+"""A megatron-core that was not tested, with what is known of 0.20: unpatched, or patched where the user says so."""
 
 import os
 import subprocess
@@ -12,6 +12,12 @@ from tests.support.linked_core import later_core
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "demo.py"
 HOOKS = Path(__file__).parents[1] / "unit_tests" / "core" / "distributed" / "test_fsdp_hook_registration.py"
+SHARDED = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 2 --seq-length 8 --max-position-embeddings 8 "
+    "--micro-batch-size 1 --train-iters 2 --lr 1e-4 --bf16 --transformer-impl local --no-persist-layer-norm "
+    "--no-masked-softmax-fusion --no-rope-fusion --no-gradient-accumulation-fusion --use-megatron-fsdp "
+    "--data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer --ckpt-format fsdp_dtensor"
+)
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="its demo trains on the CPU backend")
 
@@ -27,10 +33,37 @@ def run(folder: Path, *arguments: str, **variables: str) -> subprocess.Completed
     return subprocess.run([sys.executable, *arguments], env=environment, capture_output=True, text=True, timeout=1800)
 
 
-def test_it_is_refused(folder):
-    done = run(folder, "-c", "import megatron.core")
+def start(folder: Path, tmp_path: Path, *flags: str) -> subprocess.CompletedProcess[str]:
+    """Read and validate flags as a training does at its start."""
+    script = tmp_path / "start.py"
+    script.write_text(
+        "from megatron.training.arguments import parse_args, validate_args\nvalidate_args(parse_args())\n"
+    )
+    return run(folder, "-m", "megatron_fsdp_cuda_graphs.cpu_backend", str(script), *SHARDED.split(), *flags)
+
+
+def test_it_is_imported_unpatched(folder):
+    code = """
+import importlib.util, megatron.core.transformer.cuda_graphs as cuda_graphs
+print(importlib.util.find_spec("megatron.core").origin, cuda_graphs.__file__, sep="\\n")
+"""
+    done = run(folder, "-c", code)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        str(folder / "megatron/core" / file) for file in ("__init__.py", "transformer/cuda_graphs.py")
+    ]
+
+
+def test_a_training_without_graphs_starts_with_one_warning(folder, tmp_path):
+    done = start(folder, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("It is left unpatched, without CUDA graphs under Megatron-FSDP") == 1
+
+
+def test_graphs_under_megatron_fsdp_are_refused(folder, tmp_path):
+    done = start(folder, tmp_path, "--cuda-graph-impl", "transformer_engine")
     assert done.returncode == 1
-    assert "found 0.20.2" in done.stderr
+    assert "transformer_engine needs the patch, which is off" in done.stderr.splitlines()[-1]
 
 
 def test_the_first_version_of_the_wrapper_is_ours_and_the_second_megatron_cores(folder):

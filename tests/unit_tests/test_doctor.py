@@ -16,6 +16,7 @@ from megatron_fsdp_cuda_graphs import doctor, overlay
 
 ROOT = Path(__file__).parents[2]
 TE_MODULE = "transformer_engine.pytorch"
+CONTAINER_TORCH = "2.11.0a0+eb65b36914.nv26.2"  # a build of NVIDIA's, from before the release
 
 
 def transformer_engine(monkeypatch, make_graphed_callables, version="2.20.2"):
@@ -84,9 +85,14 @@ class TestWhyOff:
         monkeypatch.delenv(overlay.SWITCH, raising=False)
         monkeypatch.delenv("TORCH_DEVICE_BACKEND_AUTOLOAD", raising=False)
 
-    def test_the_switch_is_named(self, monkeypatch):
-        monkeypatch.setenv(overlay.SWITCH, "0")
-        assert doctor.why_off() == "MEGATRON_FSDP_CUDA_GRAPHS=0 turns the patch off. Unset it."
+    @pytest.mark.parametrize("value", ["0", "False"])
+    def test_the_switch_is_named(self, monkeypatch, value):
+        monkeypatch.setenv(overlay.SWITCH, value)
+        assert doctor.why_off() == f"MEGATRON_FSDP_CUDA_GRAPHS={value} turns the patch off. Unset it."
+
+    def test_an_untested_megatron_core_is_named(self, monkeypatch):
+        monkeypatch.setattr(overlay, "find_core", lambda: overlay.Core("0.20.0", "somewhere"))
+        assert "found 0.20.0 at somewhere. It is left unpatched. Install megatron-core==0.19.2" in doctor.why_off()
 
     def test_torch_autoload_is_named_with_the_call_that_replaces_it(self, monkeypatch):
         monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
@@ -128,19 +134,12 @@ class TestReport:
         monkeypatch.setenv(overlay.SWITCH, "0")
         assert doctor.examine().missing == [doctor.why_off()]
 
-    def test_with_another_megatron_core_they_cannot(self, ready, monkeypatch):
-        monkeypatch.setattr(overlay, "find_core", lambda: overlay.Core("0.20.0", "somewhere"))
-        (missing,) = doctor.examine().missing
-        assert missing.startswith("megatron-core 0.20.0 is refused")
-        assert "0.19.2" in missing
-        assert "MEGATRON_FSDP_CUDA_GRAPHS=untested" in missing
-
     def test_with_another_one_that_is_to_be_tried_they_can(self, ready, monkeypatch):
         monkeypatch.setattr(overlay, "find_core", lambda: overlay.Core("0.20.0", "somewhere"))
         monkeypatch.setenv(overlay.SWITCH, "untested")
         report = doctor.examine()
         assert report.ready
-        assert "megatron-core 0.20.0 was not tested" in report.limits[0]
+        assert "found 0.20.0 at somewhere" in report.limits[0]
 
     def test_without_megatron_core_they_cannot(self, ready, monkeypatch):
         monkeypatch.setattr(overlay, "find_core", lambda: None)
@@ -160,7 +159,8 @@ class TestReport:
         assert "Graphs under Megatron-FSDP can" in capsys.readouterr().out
 
     @pytest.mark.parametrize(
-        ("version", "where"), [("2.15.0+cu132", "on GPUs"), ("2.16.0", "at all"), ("2.1.0", "at all")]
+        ("version", "where"),
+        [("2.15.0+cu132", "on GPUs"), ("2.16.0", "at all"), ("2.1.0", "at all"), (CONTAINER_TORCH, "at all")],
     )
     def test_a_torch_that_was_not_tested_is_a_limit_that_says_what_was(self, ready, monkeypatch, version, where):
         monkeypatch.setattr(torch, "__version__", version)
@@ -175,12 +175,19 @@ class TestReport:
         assert f"torch=={doctor.VERIFIED_TORCH}" in constraints
         assert f"transformer-engine=={doctor.VERIFIED_ENGINE}" in constraints
 
-    def test_what_was_tested_on_the_cpu_backend_is_what_setup_admits_and_what_make_tests(self):
-        (admitted,) = re.findall(r'"torch(>=[^"]+)"', (ROOT / "setup.py").read_text())
-        minors = [f"2.{minor}" for minor in range(30) if SpecifierSet(admitted).contains(f"2.{minor}.0")]
-        assert minors == list(doctor.TESTED_TORCH)
+    def test_pip_brings_versions_that_ran_on_gpus(self):
+        setup = (ROOT / "setup.py").read_text()
+        (torches,) = re.findall(r'"torch(>=[^"]+)"', setup)
+        minors = [f"2.{minor}" for minor in range(30) if SpecifierSet(torches).contains(f"2.{minor}.0")]
+        assert minors == [doctor.VERIFIED_TORCH.rpartition(".")[0]]
+        (engines,) = re.findall(r'"transformer-engine[^>]*(>=[^"]+)"', setup)
+        newest = max(f"2.{minor}" for minor in range(10, 30) if SpecifierSet(engines).contains(f"2.{minor}.2"))
+        assert newest == doctor.VERIFIED_ENGINE.rpartition(".")[0]
+
+    def test_the_tested_torches_are_those_of_make(self):
         (others,) = re.findall(r"^OTHER_TORCHES := (.*)", (ROOT / "Makefile").read_text(), re.MULTILINE)
-        assert [version.rpartition(".")[0] for version in others.split()] == minors[1:]
+        versions = [doctor.VERIFIED_TORCH, *others.split()]
+        assert [version.rpartition(".")[0] for version in versions] == list(doctor.TESTED_TORCH)
 
 
 def test_the_torch_that_was_asked_for_is_tested():

@@ -25,9 +25,9 @@ LAST = "part -j2 --output-sync WORKERS=0 test-patch-quick test-newest-torch test
 # How commands begin; the file that runs them, and what it calls.
 RUN_BY = {
     r"pip install -c constraints.txt": ("Makefile", "pip install --quiet --no-compile --constraint constraints.txt"),
-    r"pip install \.": ("tests/integration_tests/test_install.py", '"install"'),
     r"pip uninstall": ("tests/integration_tests/test_install.py", '"uninstall"'),
-    r"pip download|unzip|pip install --no-deps": BY_HAND,
+    r"pip install --no-deps": ("tests/integration_tests/test_install.py", '["--no-deps"]'),
+    r"pip download|unzip|pip install --no-build-isolation": BY_HAND,
     r"python -m megatron_fsdp_cuda_graphs( {2}.*)?": ("tests/unit_tests/test_doctor.py", '"megatron_fsdp_cuda_graphs"'),
     r"python -m megatron_fsdp_cuda_graphs (plan|explain)": (
         "tests/unit_tests/launch_plan/test_plan.py",

@@ -213,6 +213,60 @@ def test_nothing_comes_from_megatron_core_whatever_is_imported_first(imported, f
     assert "megatron.core.transformer.cuda_graphs" in imported[first]
 
 
+# Every name of megatron-core's API document of the module: functions and data, then classes with their own names.
+DOCUMENTED = {
+    "": """
+        _IS_GRAPH_CAPTURING _IS_GRAPH_WARMUP logger FREEZE_GC is_graph_capturing _set_capture_start _set_capture_end
+        is_graph_warmup _set_warmup_start _set_warmup_end tree_map _check_supported_type
+        _determine_if_first_last_layer_of_this_vp_chunk _clone_nested_tensors _ensure_generator_state_is_cudagraph_safe
+        fwd_buffer_reuse_ref_count bwd_buffer_reuse_ref_count create_cudagraphs delete_cuda_graphs _layer_is_graphable
+        convert_schedule_table_to_order get_overlap_moe_expert_parallel_comm_order set_current_microbatch
+        _wrap_graph_for_vision get_vision_cuda_graph_seq_length
+    """,
+    "CudagraphBufferMetadata": """
+        is_cudagraph_input is_cudagraph_output input_use_count cudagraph_reuse_ref_count capture_reuse_count
+        fwd_cudagraph_buffer bwd_cudagraph_buffer
+    """,
+    "ArgMetadata": "zeros_like",
+    "TensorReusePool": "tensor_strong_refs tensor_strong_refs_dataptrs pool insert owns get",
+    "_CudagraphGlobalRecord": """
+        cudagraph_created cudagraph_record cudagraph_inference_record tensor_reuse_pool record_fwd_graph
+        record_bwd_graph create_cudagraphs
+    """,
+    "_GraphStatus": "FWD_READY BWD_READY",
+    "_CudagraphRecordNode": "forward backward",
+    "_CudagraphReplayNode": "forward backward",
+    "_CudaGraphRunner": """
+        __str__ get_quantization_context get_connected_params create_fwd_graph create_bwd_graph
+        apply_cudagraph_record_metadata record_graph_capture replay_graph_capture get_mismatch_errors get_arg_metas
+        get_tensors to_list
+    """,
+    "CudaGraphManager": "global_mempool call_ddp_preforward_hook get_cudagraph_runner __call__",
+    "TECudaGraphHelper": """
+        _discover_layers graphs_created _get_sample_arguments _get_cuda_graph_input_data _start_capturing
+        _finish_capturing create_cudagraphs cuda_graph_set_manual_hooks delete_cuda_graphs
+    """,
+    "VisionTECudaGraphHelper": """
+        _discover_layers _start_capturing _finish_capturing _get_sample_arguments create_cudagraphs
+        cuda_graph_set_manual_hooks
+    """,
+}
+
+
+@pytest.mark.parametrize("owner", DOCUMENTED)
+def test_every_documented_name_exists(owner):
+    where = getattr(cuda_graphs, owner) if owner else cuda_graphs
+    assert [name for name in DOCUMENTED[owner].split() if not hasattr(where, name)] == []
+
+
+def test_the_reuse_pool_is_that_of_the_session(no_graphs):
+    record = cuda_graphs._CudagraphGlobalRecord
+    pools = [record.tensor_reuse_pool]
+    record.forget_graphs()
+    pools.append(record.tensor_reuse_pool)
+    assert pools[0] is not pools[1] is record.session.buffers.pool
+
+
 # ------------------------------------------------------------------------------------------------------ attributes
 
 

@@ -23,7 +23,7 @@ class _CudagraphGlobalRecord:
     """The order of all runners' first passes.
 
     Graphs share one memory pool, so they must be captured in the order in which they will run: a graph may use memory
-    that earlier graphs have freed. All attributes belong to the class, and may be assigned.
+    that earlier graphs have freed. All attributes belong to the class; the first three may be assigned.
 
     Attributes:
         cudagraph_created: Whether the recorded graphs were captured; modules then replay.
@@ -32,12 +32,14 @@ class _CudagraphGlobalRecord:
         cudagraph_inference_record: ``(runner, "fwd", args, kwargs)`` of graphs for inference, which were captured at
             their first call; with metadata in place of tensors.
         session: The session of the runners of ``cudagraph_record``, or of those that were captured last.
+        tensor_reuse_pool: The static tensors of ``session``.
     """
 
     cudagraph_created = False
     cudagraph_record: list[tuple] = []
     cudagraph_inference_record: list[tuple] = []
     session = CaptureSession()
+    tensor_reuse_pool = session.buffers.pool
     inference = InferenceGraphs()
     managers: weakref.WeakSet = weakref.WeakSet()
 
@@ -51,6 +53,7 @@ class _CudagraphGlobalRecord:
     @classmethod
     def _open_session(cls) -> None:
         cls.session = CaptureSession()
+        cls.tensor_reuse_pool = cls.session.buffers.pool
         reset_counts()
 
     @classmethod

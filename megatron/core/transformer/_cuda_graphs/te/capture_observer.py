@@ -304,10 +304,13 @@ def _beside_layers(stage: Stage, whole_model_refused: str) -> Iterator[EagerPart
         yield EagerPart("all else in layers", f"--cuda-graph-modules names {modules} only")
     for number, chunk in enumerate(stage.chunks):
         where, model = f" of chunk {number}" if len(stage.chunks) > 1 else "", chunk.model
+        once = chunk.every_layer
         for layer in language_layers(model):
             if layer not in chunk.layers:
                 place = getattr(layer, "layer_number", "?")
-                why = why_not_graphable(layer, stage.config) or "it runs several times for one micro-batch"
+                why = why_not_graphable(layer, stage.config) or (
+                    "_discover_layers leaves it out" if layer in once else "it runs several times for one micro-batch"
+                )
                 yield EagerPart(f"layer {place} ({type(layer).__name__}){where}", why)
         for name, module in () if model is None else _outside_layers(model):
             yield EagerPart(f"{name} ({type(module).__name__}){where}", "graphs hold layers only")

@@ -48,8 +48,11 @@ def _is_larger_than_model(chunk: Chunk) -> str:
     return type(chunk.model).__name__ if differ else ""
 
 
-def _are_graphable(layers: Iterable[torch.nn.Module], config: Any) -> bool:
-    return all(_layer_is_graphable(layer, config) for layer in layers)
+def _leaves_out_layers(chunk: Chunk, config: Any) -> bool:
+    if not {*chunk.every_layer} <= {*chunk.layers}:
+        return True
+    repeated = {*language_layers(chunk.model)} - {*chunk.every_layer}
+    return not all(_layer_is_graphable(layer, config) for layer in repeated)
 
 
 def _is_other_model(model: Any) -> str:
@@ -101,7 +104,7 @@ _TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage, Chunk], object]], .
     (
         MODEL,
         "not all of its layers can be captured",
-        lambda s, c: not decoder_layers(c.model) or not _are_graphable(language_layers(c.model), s.config),
+        lambda s, c: not decoder_layers(c.model) or _leaves_out_layers(c, s.config),
     ),
     (
         DECODER,

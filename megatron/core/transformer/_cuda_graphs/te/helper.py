@@ -29,9 +29,9 @@ from .changed_shapes import Recaptures
 from .decoder_graphs import DecoderGraphs
 from .graph_choice import GraphChoice
 from .joined_collectives import joined_collectives
-from .layers import _layer_is_graphable, fsdp_of, language_model_layers
+from .layers import _layer_is_graphable, fsdp_of, mtp_layers, single_run_layers
 from .order import PassOrder
-from .stage import Chunk, Layers, Role, Stage
+from .stage import Chunk, Role, Stage
 from .stage_graphs import (
     BEFORE_CAPTURE,
     CAPTURE_FAILED,
@@ -112,15 +112,8 @@ class TECudaGraphHelper:
                 check_fsdp_options(config, fsdp.ddp_config)
         make_log = getattr(config, "cuda_graph_step_log", None) if self._role.language else None
         self._step_log = None if make_log is None else make_log()
+        self._discover_layers()
         self.stage = self._new_stage()
-        chunks = self.stage.chunks
-        # Attributes that callers of megatron-core's helper read.
-        self.chunks_with_decoder = [chunk.model if chunk.layers else None for chunk in chunks]
-        self.callables_per_chunk = [chunk.layers for chunk in chunks]
-        self.callables_per_chunk_is_mtp = [chunk.is_mtp for chunk in chunks]
-        self.num_layers_per_chunk = [len(chunk.layers) for chunk in chunks]
-        self.flattened_callables = self.stage.layers
-        self.flattened_callables_is_mtp = [mtp for chunk in chunks for mtp in chunk.is_mtp]
         self.stage.log(logging.INFO, f"{len(self.flattened_callables)} graphable layers")
         self.choice = GraphChoice(self.stage)
         self._graphs = StageGraphs(self.stage)
@@ -129,16 +122,36 @@ class TECudaGraphHelper:
 
     # --------------------------------------------------------------------------------------------- layers
 
-    def _layers_of(self, chunk: torch.nn.Module) -> tuple[Any | None, Layers]:
-        """Return the model inside ``chunk``, if any, and its layers."""
-        return language_model_layers(chunk)
+    def _discover_layers(self) -> None:
+        """Set the attributes that name the layers to capture, as megatron-core's helper has them.
+
+        A subclass may find others. ``callables_per_chunk`` is what is captured.
+
+        Attributes:
+            chunks_with_decoder: The model of each chunk; None if none of its layers can be captured.
+            callables_per_chunk, flattened_callables: The layers to capture, of each chunk and of all.
+            callables_per_chunk_is_mtp, flattened_callables_is_mtp: Whether each belongs to multi-token prediction.
+            num_layers_per_chunk: The number of layers to capture of each chunk.
+        """
+        models = [self._role.model_of(chunk) for chunk in self.model]
+        self.callables_per_chunk = [
+            [layer for layer in single_run_layers(model) if _layer_is_graphable(layer, self.config)] for model in models
+        ]
+        per_chunk = list(zip(models, self.callables_per_chunk, strict=True))
+        self.chunks_with_decoder = [model if layers else None for model, layers in per_chunk]
+        self.callables_per_chunk_is_mtp = [
+            [each in mtp_layers(model) for each in layers] for model, layers in per_chunk
+        ]
+        self.num_layers_per_chunk = [len(layers) for layers in self.callables_per_chunk]
+        self.flattened_callables = [layer for layers in self.callables_per_chunk for layer in layers]
+        self.flattened_callables_is_mtp = [mtp for chunk in self.callables_per_chunk_is_mtp for mtp in chunk]
 
     def _new_stage(self) -> Stage:
-        chunks: list[Chunk] = []
-        for chunk in self.model:
-            model, layers = self._layers_of(chunk)
-            graphable = [layer for layer in layers if _layer_is_graphable(layer, self.config)]
-            chunks.append(Chunk(chunk, model, layers, graphable))
+        found = zip(self.model, self.chunks_with_decoder, self.callables_per_chunk, strict=True)
+        chunks = [
+            Chunk(chunk, self._role.model_of(chunk) if model is None else model, layers)
+            for chunk, model, layers in found
+        ]
         engine = choose_backend(needs_hooks=any(chunk.fsdp is not None for chunk in chunks))
         return Stage(self.config, self.pg_collection, self.p2p_communicator, engine, chunks, self._role)
 

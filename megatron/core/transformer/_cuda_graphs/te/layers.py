@@ -72,14 +72,14 @@ def set_current_microbatch(model: torch.nn.Module, microbatch_id: int) -> None:
         layer.__dict__["current_microbatch"] = microbatch_id  # bypasses Module.__setattr__, which is slow
 
 
-def language_model_layers(chunk: torch.nn.Module) -> tuple[Any | None, list[torch.nn.Module]]:
-    """Return the language model inside ``chunk``, if any, and its layers that run once for each micro-batch."""
-    model: Any = language_model_of(chunk)
+def single_run_layers(model: Any | None) -> list[torch.nn.Module]:
+    """Return the layers of ``model`` that run once for each micro-batch, in the order in which they run."""
     layers = decoder_layers(model)
     # A layer that runs several times for one micro-batch would overwrite activations that its backward pass needs.
-    if hasattr(model, "mtp") and not (model.config.mtp_use_repeated_layer and model.config.mtp_num_layers > 1):
-        layers += mtp_layers(model)
-    return model, layers
+    if model is not None and hasattr(model, "mtp"):
+        repeats = model.config.mtp_use_repeated_layer and model.config.mtp_num_layers > 1
+        layers += [] if repeats else mtp_layers(model)
+    return layers
 
 
 def layer_name(layer: torch.nn.Module, index: int) -> str:

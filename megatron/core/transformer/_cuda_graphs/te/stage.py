@@ -14,7 +14,7 @@ from megatron.core.utils import log_on_each_pipeline_stage
 from ..report.timeline import Timeline
 from .agreement import CaptureAgreement
 from .backends import Backend
-from .layers import fsdp_of, mtp_layers
+from .layers import fsdp_of, language_model_of, single_run_layers
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
@@ -28,11 +28,13 @@ class Role:
     Attributes:
         language: Whether it is that of the language model, which each pipeline stage has. Only that one logs steps,
             zeroes gradients, captures for evaluation and again for other shapes; only its layers get rotary embeddings.
+        model_of: Returns the model with the layers inside the wrappers of a chunk, or None.
         report: What the files of its report are called.
         wrap: What replays run in place of a callable of the engine, called with it.
     """
 
     language: bool = True
+    model_of: Callable[[torch.nn.Module], Any] = language_model_of
     report: str = "capture"
     wrap: Callable[[Any], Any] = lambda graph: graph
 
@@ -44,20 +46,17 @@ class Chunk:
     Attributes:
         module: The chunk in its wrappers.
         model: The model in it that has layers; None if it has no such model.
-        every_layer: The layers of that model in the order in which they run.
-        layers: Those of them that can be captured.
+        layers: Its layers that can be captured.
     """
 
     module: Any
     model: Any
-    every_layer: Layers
     layers: Layers
 
     @property
-    def is_mtp(self) -> list[bool]:
-        """Whether each of ``layers`` belongs to multi-token prediction."""
-        mtp = mtp_layers(self.model)
-        return [layer in mtp for layer in self.layers]
+    def every_layer(self) -> Layers:
+        """All layers of the model that run once for each micro-batch, in the order in which they run."""
+        return single_run_layers(self.model)
 
     @property
     def fsdp(self) -> Any:

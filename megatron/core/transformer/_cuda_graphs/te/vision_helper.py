@@ -9,9 +9,9 @@ import torch
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from .helper import TECudaGraphHelper, logger
-from .layers import decoder_layers, vision_model_of
+from .layers import vision_model_of
 from .order import PassOrder
-from .stage import Layers, Role
+from .stage import Role
 
 
 def get_vision_cuda_graph_seq_length(vision_config: Any, default_seq_length: int = 4096) -> int:
@@ -83,7 +83,7 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
         OptionsError, ValueError, RuntimeError: as ``TECudaGraphHelper``.
     """
 
-    _role = Role(language=False, report="capture_vision", wrap=_wrap_graph_for_vision)
+    _role = Role(language=False, model_of=vision_model_of, report="capture_vision", wrap=_wrap_graph_for_vision)
 
     def __init__(
         self,
@@ -98,15 +98,19 @@ class VisionTECudaGraphHelper(TECudaGraphHelper):
         super().__init__(with_vision[:1], vision_config, vision_seq_length, 1, pg_collection=pg_collection)
         self.num_microbatches = num_microbatches
         self._interleaved = len(model) > 1
-        # Attributes that callers of megatron-core's helper read.
+
+    def _discover_layers(self) -> None:
+        """Set the attributes of ``TECudaGraphHelper._discover_layers`` for the vision encoder, and three more.
+
+        Attributes:
+            vision_model: The vision model, or None.
+            callables, num_layers: Its layers to capture, and their number.
+        """
+        super()._discover_layers()
         self.vision_model = vision_model_of(self.model[0]) if self.model else None
         if self.vision_model is None:
             logger.warning("VisionTECudaGraphHelper: the model has no vision_model, nothing will be captured")
         self.callables, self.num_layers = self.flattened_callables, len(self.flattened_callables)
-
-    def _layers_of(self, chunk: torch.nn.Module) -> tuple[Any | None, Layers]:
-        vision_model = vision_model_of(chunk)
-        return vision_model, decoder_layers(vision_model)
 
     def _order(self) -> PassOrder:
         passes = super()._order()

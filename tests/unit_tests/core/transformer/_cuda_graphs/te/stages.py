@@ -102,7 +102,7 @@ def stage_of(*layers, modules=None, engine=None, stages=1, **options):
     alone = SimpleNamespace(size=lambda: 1)
     groups = SimpleNamespace(tp=alone, dp_cp=alone, pp=SimpleNamespace(size=lambda: stages))
     modules = modules or [torch.nn.Module() for _ in layers]
-    chunks = [Chunk(module, None, own, own) for module, own in zip(modules, layers, strict=True)]
+    chunks = [Chunk(module, None, own) for module, own in zip(modules, layers, strict=True)]
     return Stage(config(**options), groups, None, engine or choose_backend(), chunks, Role())
 
 

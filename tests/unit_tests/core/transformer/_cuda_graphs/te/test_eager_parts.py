@@ -62,11 +62,20 @@ def test_modules_with_parameters_outside_of_layers():
     [
         (Layer(), (), "it is no GraphableMegatronModule"),
         (Graphable(), (CudaGraphModule.mamba,), "--cuda-graph-modules mamba selects nothing in it"),
-        (Graphable(), (), "it runs several times for one micro-batch"),
+        (Graphable(), (), "_discover_layers leaves it out"),
     ],
 )
 def test_why_a_layer_has_no_graph(layer, modules, why):
     assert parts(layer, modules=modules)[f"layer {layer.layer_number} ({type(layer).__name__})"] == why
+
+
+def test_a_repeated_layer_has_no_graph():
+    model, stage = Model(), stage_of([])
+    mtp = SimpleNamespace(layers=[SimpleNamespace(mtp_model_layer=Graphable())])
+    model.__dict__.update(mtp=mtp, config=SimpleNamespace(mtp_use_repeated_layer=True, mtp_num_layers=2))
+    stage = replace(stage, chunks=[replace(stage.chunks[0], model=model)])
+    found = {part.what: part.why for part in eager_parts(stage, graphs_of(), "")}
+    assert found["layer 1 (Graphable)"] == "it runs several times for one micro-batch"
 
 
 def test_parts_of_layers():

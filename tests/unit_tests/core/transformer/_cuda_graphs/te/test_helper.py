@@ -15,15 +15,14 @@ from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
 from megatron.core.transformer._cuda_graphs.flags.options import Options
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
-from megatron.core.transformer._cuda_graphs.te import capture_arguments
+from megatron.core.transformer._cuda_graphs.te import capture_arguments, graph_choice
 from megatron.core.transformer._cuda_graphs.te.attached_graphs import attach_graphs
 from megatron.core.transformer._cuda_graphs.te.backends import Backend
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import ChangedShapes
 from megatron.core.transformer._cuda_graphs.te.graph_choice import Holds, blocker
-from megatron.core.transformer._cuda_graphs.te.layers import fsdp_of, language_model_layers
+from megatron.core.transformer._cuda_graphs.te.layers import fsdp_of, language_model_of, single_run_layers
 from megatron.core.transformer._cuda_graphs.te.order import get_overlap_moe_expert_parallel_comm_order
-from megatron.core.transformer._cuda_graphs.te.stage import Chunk
 from megatron.core.transformer._cuda_graphs.te.stage_graphs import StageGraphs
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
@@ -80,20 +79,75 @@ def language_model(mtp_num_layers=0, repeated=False):
 
 def test_layers_are_those_of_the_decoder_then_those_of_mtp():
     model = language_model(mtp_num_layers=2)
-    found, layers = language_model_layers(SimpleNamespace(module=model))
-    assert found is model
-    assert layers == ["layer 0", "layer 1", "MTP 0", "MTP 1"]
-    assert Chunk(None, model, layers, layers).is_mtp == [False, False, True, True]
+    assert language_model_of(cast(Any, SimpleNamespace(module=model))) is model
+    assert single_run_layers(model) == ["layer 0", "layer 1", "MTP 0", "MTP 1"]
 
 
 @pytest.mark.parametrize(("repetitions", "captured"), [(1, True), (2, False)])
 def test_a_layer_that_runs_several_times_for_a_micro_batch_stays_eager(repetitions, captured):
-    _, layers = language_model_layers(language_model(repetitions, repeated=True))
+    layers = single_run_layers(language_model(repetitions, repeated=True))
     assert ("MTP 0" in layers) is captured
 
 
 def test_a_chunk_without_a_decoder_has_no_layers():
-    assert language_model_layers(SimpleNamespace(module=SimpleNamespace())) == (None, [])
+    model = language_model_of(cast(Any, SimpleNamespace(module=SimpleNamespace())))
+    assert (model, single_run_layers(model)) == (None, [])
+
+
+DISCOVERED = (
+    "chunks_with_decoder",
+    "callables_per_chunk",
+    "callables_per_chunk_is_mtp",
+    "num_layers_per_chunk",
+    "flattened_callables",
+    "flattened_callables_is_mtp",
+)
+
+
+@pytest.mark.parametrize("graphable", [True, False])
+def test_discovered_layers_are_those_of_megatron_core(one_stage, monkeypatch, graphable):
+    helper = helper_of(layers=2)
+    if not graphable:
+        monkeypatch.setattr(helper.config, "cuda_graph_modules", [CudaGraphModule.mamba])
+    found = []
+    for kind in (TECudaGraphHelper, replaced("megatron.core.transformer.cuda_graphs").TECudaGraphHelper):
+        kind._discover_layers(helper)
+        found.append({name: getattr(helper, name) for name in DISCOVERED})
+    assert found[0] == found[1]
+    assert len(found[0]["flattened_callables"]) == 2 * graphable
+
+
+def last_layer_only(helper):
+    """Find layers as a plug-in does that was written for megatron-core's helper."""
+    replaced("megatron.core.transformer.cuda_graphs").TECudaGraphHelper._discover_layers(helper)
+    for layers in (helper.callables_per_chunk[0], helper.flattened_callables, helper.callables_per_chunk_is_mtp[0]):
+        del layers[0]
+    helper.flattened_callables_is_mtp, helper.num_layers_per_chunk = [False], [1]
+
+
+@pytest.mark.parametrize("assigned", [True, False], ids=["assigned", "overridden"])
+def test_layers_that_are_captured_are_those_discovered(one_stage, monkeypatch, assigned):
+    if assigned:
+        monkeypatch.setattr(TECudaGraphHelper, "_discover_layers", last_layer_only)
+        helper = helper_of(layers=2)
+    else:
+        helper = helper_of(layers=2, kind=type("PlugIn", (TECudaGraphHelper,), {"_discover_layers": last_layer_only}))
+    helper.create_cudagraphs()
+    layers = helper.chunks_with_decoder[0].decoder.layers
+    assert [len(getattr(layer, "cuda_graphs", ())) for layer in layers] == [0, 1]
+
+
+def test_layers_left_out_rule_out_the_whole_model():
+    layers = [MaskedLayer(), MaskedLayer()]
+    model = torch.nn.Module()
+    model.decoder = torch.nn.Module()
+    model.decoder.layers = torch.nn.ModuleList(layers)
+    fsdp = Fsdp()
+    fsdp.module = model
+    stage = stage_of(layers, layers[:1], modules=[fsdp, fsdp], cpu_offloading=True)
+    with mock.patch.object(graph_choice, "known_class", return_value=True):
+        reasons = [blocker(replace(stage, chunks=[replace(chunk, model=model)]), Holds.MODEL) for chunk in stage.chunks]
+    assert reasons == ["activations are offloaded", "not all of its layers can be captured"]
 
 
 # --------------------------------------------------------------------------------------------------- quantization

@@ -227,6 +227,28 @@ def test_the_layers_of_the_vision_model_are_found(one_stage):
     assert helper.vision_model is model.vision_model
 
 
+def test_discovered_layers_are_those_of_megatron_core(one_stage):
+    helper = helper_for(*new_model())
+    names = ["vision_model", "callables", "num_layers", "chunks_with_decoder", "callables_per_chunk"]
+    found = []
+    for kind in (VisionTECudaGraphHelper, UPSTREAM.VisionTECudaGraphHelper):
+        kind._discover_layers(helper)
+        found.append({name: getattr(helper, name) for name in names})
+    assert found[0] == found[1]
+
+
+def test_layers_that_are_captured_are_those_discovered(one_stage):
+    class PlugIn(VisionTECudaGraphHelper):
+        def _discover_layers(self):
+            UPSTREAM.VisionTECudaGraphHelper._discover_layers(self)
+            for layers in (self.callables_per_chunk[0], self.flattened_callables, self.callables_per_chunk_is_mtp[0]):
+                del layers[0]
+
+    model, config = new_model()
+    PlugIn([model], config, TOKENS, 4).create_cudagraphs()
+    assert [len(layer.cuda_graphs or ()) for layer in layers_of(model)] == [0, 1]
+
+
 def test_steps_are_logged_by_the_language_models_helper_only(one_stage):
     model, config = new_model()
     config.cuda_graph_step_log = lambda: pytest.fail("a second log of the same steps")
