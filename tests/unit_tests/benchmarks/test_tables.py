@@ -253,12 +253,13 @@ def test_levers_stand_with_the_full_iteration_that_has_the_same():
         WHOLE,
         *(row | fused | {"variant": row["variant"] + averaged} for row in (GRAPHS, WHOLE)),
     ]
+    settings = "fused gradients of weights, `NCCL_CTA_POLICY=2`, `--use-nccl-ub`, `--ddp-average-in-collective`"
     plain, all_of_them = cells("levers", results(*rows, name="A"))
     assert (plain["settings of both"], plain["steps equal to eager's"]) == ("", "not compared")
     assert all_of_them == {
         "model": "A",
         "GPUs": "2 x H100",
-        "settings of both": "fused gradients of weights, `NCCL_CTA_POLICY=2`, `--use-nccl-ub`, `--ddp-average-in-collective`",
+        "settings of both": settings,
         "graphs: ms": "10.0",
         "full iteration: ms": "8.0",
         "graphs / full iteration": "1.25",
