@@ -23,7 +23,7 @@ import pretrain_gpt  # isort: skip
 
 
 def averaged_weights():
-    """Update an exponential moving average of the weights after each step, and print its hash on each rank."""
+    """Update an exponential moving average of the weights after each step; note its hash as a scalar of each rank."""
     train_step = training.train_step
     averages: dict[str, torch.Tensor] = {}
 
@@ -35,7 +35,8 @@ def averaged_weights():
                 weights = param.to_local().detach().float()
                 averages.setdefault(name, weights.clone()).lerp_(weights, 0.1)
         bits = b"".join(average.numpy(force=True).tobytes() for average in averages.values())
-        print(f"averages on rank {os.environ['RANK']}: {hashlib.sha256(bits).hexdigest()}", flush=True)
+        value = int(hashlib.sha256(bits).hexdigest()[:12], 16)  # exact as a float
+        pretrain_with_writers.note(f"rank {os.environ['RANK']}", "averages", value, kwargs["iteration"])
         return result
 
     training.train_step = train_and_average
