@@ -1,14 +1,21 @@
 """What interrupts a training, and how it goes on: with graphs as eagerly."""
 
+import os
 import re
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 
+from tests.support import pretrain_with_user_code
+from tests.support.forked_ranks import OWN, ForkedRanks
 from tests.support.pretrain import Pretraining, numbers, pretrain
+
+USER_CODE = Path(pretrain_with_user_code.__file__)
 
 STEPS = 9
 CAPTURED_AFTER = 3
-MANY = 24  # steps: the signal comes before the last
 
 
 @pytest.mark.long
@@ -94,15 +101,48 @@ def test_a_loss_that_is_nan_is_the_error_that_it_is_eagerly(diverging, diverging
     assert (found_steps, found_said) == (steps, said)
 
 
-def test_a_run_that_a_signal_ends_is_resumed_where_it_stopped(tmp_path):
-    eager = pretrain(tmp_path / "eager", f"--train-iters {MANY}", graphs=False)
-    saving = f"--train-iters {MANY} --save {tmp_path / 'saved'} --save-interval 1000 --exit-signal-handler"
+class Torchrun:
+    """Start CPU ranks with torchrun; same interface as ``ForkedRanks``."""
+
+    def __init__(self, arguments, log, ranks, environment):
+        self._log = log
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        with log.open("wb") as file:
+            self._process = subprocess.Popen(
+                [*launcher, "-m", "megatron_fsdp_cuda_graphs.cpu_backend", *arguments],
+                env=os.environ | OWN | environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
+                stdout=file,
+                stderr=file,
+            )
+
+    def ended(self, timeout):
+        return self._process.wait(timeout)
+
+    def log_tail(self):
+        return self._log.read_text()[-12000:]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tmp_path_factory):
+    return pretrain(tmp_path_factory.mktemp("uninterrupted") / "run", f"--train-iters {STEPS}", graphs=False)
+
+
+@pytest.mark.parametrize(
+    ("code", "launch", "last"),
+    [
+        ("terminated_in_capture", ForkedRanks, CAPTURED_AFTER + 1),
+        pytest.param("terminated_launcher", Torchrun, 5, marks=pytest.mark.long),
+    ],
+)
+def test_a_terminated_run_resumes_where_it_stopped(uninterrupted, tmp_path, monkeypatch, code, launch, last):
+    monkeypatch.setenv("USER_CODE", code)
     (tmp_path / "ended").mkdir()
-    ended = Pretraining(tmp_path / "ended", saving, graphs=True)
-    ended.terminate_after(CAPTURED_AFTER + 2)
-    ended.ended()
-    done = ended.steps()
-    assert CAPTURED_AFTER + 2 <= len(done) < MANY, ended.log_tail()
-    assert "successfully saved checkpoint" in ended.log.read_text()
-    resumed = pretrain(tmp_path / "resumed", f"--train-iters {MANY} --load {tmp_path / 'saved'}", graphs=True)
-    assert numbers(done) + numbers(resumed) == numbers(eager)
+    flags = f"--train-iters {STEPS} --save {tmp_path / 'saved'} --save-interval 1000 --exit-signal-handler"
+    run = Pretraining(tmp_path / "ended", flags, graphs=True, script=USER_CODE, launch=launch)
+    run.ended()
+    done = run.steps()
+    assert [step["step"] for step in done] == [*range(1, last + 1)], run.log_tail()
+    assert done[-1]["graphs"]
+    resumed = pretrain(tmp_path / "resumed", f"--train-iters {STEPS} --load {tmp_path / 'saved'}", graphs=True)
+    assert resumed[-1]["graphs"]
+    assert numbers(done) + numbers(resumed) == numbers(uninterrupted)

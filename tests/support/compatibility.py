@@ -64,6 +64,7 @@ TOPICS: dict[str, tuple[str, ...]] = {
     "Precision": ("--bf16", "--fp16", "--fp8-", "--fp4-"),
     "Recomputation": ("--recompute-", "--distribute-saved-activations"),
     "Optimizer and checkpoints": ("--optimizer", "--save", "--async-save", "--non-persistent-save"),
+    "Training loop": ("--manual-gc",),
     "Other flags": ("",),
 }
 

@@ -129,6 +129,7 @@ FEATURES: dict[str, Setting] = {
         MODULES: "attn",
     },
     "all-gather group": {"--create-all-gather-group": True},
+    "training loop": {"--manual-gc": True, "--manual-gc-interval": "2", "--empty-unused-memory-level": "2"},
     "averaging collectives": {"--ddp-average-in-collective": True},
     "tied embeddings": {UNTIED: False},
     "positions: learned": {"--position-embedding-type": "learned_absolute"},

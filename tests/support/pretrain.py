@@ -4,7 +4,7 @@ The ranks are forked. ``make demo`` starts the script with torchrun.
 """
 
 import json
-import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ class Pretraining:
         script: What the ranks run.
         base: The flags before these; ``--global-batch-size`` is given with ``FLAGS`` only.
         ranks: Processes.
+        launch: ``ForkedRanks``, or a class with the same interface.
 
     Attributes:
         log: The file of all that it writes.
@@ -56,6 +57,7 @@ class Pretraining:
         script: Path = SCRIPT,
         base: str = FLAGS,
         ranks: int = 2,
+        launch: Callable[..., Any] = ForkedRanks,
     ) -> None:
         # Mock data has so many samples that shuffling them takes longer than a short training.
         data = data or write_documents(folder / "documents", count=100, longest=400)
@@ -63,18 +65,11 @@ class Pretraining:
         batch = BATCH if base and SCHEDULE not in flags else ""
         common = base.replace("--bf16", "") if FP16 in flags else base
         arguments = f"{script} {common} {batch} {GRAPHS[graphs]} --data-path {data} {flags}".split()
-        self._ranks = ForkedRanks(arguments, self.log, ranks, {"STEP_METRICS_PATH": str(self._metrics)})
+        self._ranks = launch(arguments, self.log, ranks, {"STEP_METRICS_PATH": str(self._metrics)})
 
     def steps(self) -> list[dict[str, Any]]:
         """Return the lines of ``step_metrics.StepMetrics`` so far."""
         return steps_in(self._metrics)
-
-    def terminate_after(self, steps: int) -> None:
-        """Send SIGTERM to the ranks once ``steps`` are done."""
-        end = time.monotonic() + TIMEOUT
-        while len(self.steps()) < steps and self._ranks.running() and time.monotonic() < end:
-            time.sleep(0.01)
-        self._ranks.terminate()
 
     def ended(self) -> int:
         """Wait for the end and return the exit status.

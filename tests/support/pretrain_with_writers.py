@@ -35,13 +35,18 @@ def log(scalars, step):
         note("wandb", name, value, step)
 
 
-def main():
+def install():
+    """Put the stand-ins where Megatron imports them from."""
     tensorboard, wandb = ModuleType("torch.utils.tensorboard"), ModuleType("wandb")
     vars(tensorboard).update(SummaryWriter=SummaryWriter)
     vars(wandb).update(init=mock.Mock(), finish=mock.Mock(), log=log, config=mock.Mock())
     for module in (tensorboard, wandb):
         module.__spec__ = ModuleSpec(module.__name__, None)  # who looks whether it is installed reads this
         sys.modules[module.__name__] = module
+
+
+def main():
+    install()
     cuda_graph_scalars.PAUSE = 0  # steps are short here
     sys.path.insert(0, str(SCRIPT.parent))
     runpy.run_path(str(SCRIPT), run_name="__main__")

@@ -16,6 +16,7 @@ _INSTANCES = "tests/integration_tests/test_hybrid_sharding.py"
 _AVERAGED = "tests/integration_tests/test_unsharded_gradients.py"
 _GROUPED = "tests/integration_tests/test_grouped_experts.py"
 _BOUNDS = "tests/integration_tests/test_token_bounds.py"
+_USER_CODE = "tests/integration_tests/test_user_code.py"
 _GPU = "tests/gpu/test_fsdp_graphs.py"
 _GPU_FLAGS = "tests/gpu/test_fsdp_flags.py"
 
@@ -182,5 +183,12 @@ WORKING = (
     Working("user buffers", "--use-nccl-ub", _GPU_FLAGS),
     Working("all-gather group", "--create-all-gather-group", _PRETRAIN),
     Working("averaging collectives", "--ddp-average-in-collective", _AVERAGED),
+    Working(
+        "training loop",
+        "--manual-gc, --empty-unused-memory-level, --log-params-norm, --log-memory-to-tensorboard, "
+        "--use-pytorch-profiler, --rampup-batch-size, --full-validation, --dataloader-type external",
+        _USER_CODE,
+        "--full-validation needs --multiple-validation-sets: without it megatron-core ends the training",
+    ),
     Working("latent attention", "--multi-latent-attention", _CPU),
 )

@@ -260,6 +260,10 @@ EXAMPLES = {
         left_out=(DOUBLE_BUFFER, FALLBACK),
     ),
     "--fp8-format, --fp8-recipe delayed or tensorwise": Example("--fp8-format hybrid"),
+    (
+        "--manual-gc, --empty-unused-memory-level, --log-params-norm, --log-memory-to-tensorboard, "
+        "--use-pytorch-profiler, --rampup-batch-size, --full-validation, --dataloader-type external"
+    ): Example("--manual-gc --empty-unused-memory-level 2"),
 }
 ROWS = {row.flags: row for row in TABLE}
 REFUSED = [row for row in TABLE if row.verdict is Verdict.REFUSED]
