@@ -456,6 +456,21 @@ def local_graphs_recorded_again(training: Training) -> None:
     _at_local_capture(training, delete)
 
 
+def observed_evaluation_on_one_rank(training: Training) -> None:
+    """In evaluations the first rank has a forward hook that only observes."""
+
+    def evaluate() -> None:
+        seen: list[object] = []
+        hooked = dist.get_rank() == 0
+        handle = training.layers[1].mlp.register_forward_hook(lambda *_: seen.append(None)) if hooked else None
+        Training.evaluate(training)
+        if handle is not None:
+            handle.remove()
+            assert len(seen) == training.case.microbatches
+
+    training.patches.enter_context(mock.patch.object(training, "evaluate", evaluate))
+
+
 def _at_local_capture(training: Training, run: Callable[[Callable[[], None]], None]) -> None:
     """Let ``run`` call the function that schedules call at the end of each step."""
     from megatron.core.pipeline_parallel import schedules
@@ -579,5 +594,6 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         failed_local_capture,
         failed_local_capture_on_one_rank,
         local_graphs_recorded_again,
+        observed_evaluation_on_one_rank,
     )
 }
