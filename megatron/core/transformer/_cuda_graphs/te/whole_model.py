@@ -118,10 +118,7 @@ class ModelGraphs(ForwardGraphs):
         unused = unused_by(model)
         if {"attention_mask", *OFFSETS}.isdisjoint(slots[0].inputs):  # there is no attention
             unused.add("attention_mask")
-        absent = ("attention_mask",)
-        super().__init__(
-            model, slots, eager_passes, conditions, may_be_absent=absent, unused=unused, kept=kept, stands=stands
-        )
+        super().__init__(model, slots, eager_passes, conditions, unused=unused, kept=kept, stands=stands)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, by a replay if possible."""

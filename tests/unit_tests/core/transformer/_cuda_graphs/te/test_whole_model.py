@@ -111,10 +111,21 @@ def test_without_a_mask_the_graphs_read_the_one_of_the_capture():
     assert graphs.passes.replayed[0][2] is static["attention_mask"]
 
 
-def test_a_call_without_a_mask_after_one_with_a_mask_runs_eagerly():
-    model, _, _ = graphed()
+def test_a_call_without_a_mask_reads_the_mask_of_the_capture():
+    model, _, static = graphed()
+    for _ in range(2):
+        assert replays(model, ids(), ids(), ~mask(), labels=ids())
+        static["attention_mask"].copy_(~mask())  # as a replay does
+        assert replays(model, ids(), ids(), None, labels=ids())
+        assert torch.equal(static["attention_mask"], mask())
+
+
+def test_a_call_that_does_not_fit_leaves_the_mask_as_it_is():
+    model, _, static = graphed()
     assert replays(model, ids(), ids(), ~mask(), labels=ids())
-    assert not replays(model, ids(), ids(), None, labels=ids())
+    static["attention_mask"].copy_(~mask())  # as a replay does, whose backward pass may read it
+    assert not replays(model, ids(2, 4), ids(2, 4), None, labels=ids(2, 4))
+    assert torch.equal(static["attention_mask"], ~mask())
 
 
 def test_a_mask_is_ignored_where_no_layer_has_attention():
