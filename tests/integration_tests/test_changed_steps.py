@@ -46,6 +46,10 @@ INTERLEAVED: list[dict[str, Any]] = [
     {"passes": 2, "steps": 6, **case}
     for case in ({"layers_per_graph": None}, {"layers_per_graph": 1}, {"layers_per_graph": -1}, {"fsdp": False})
 ]
+WAITING: list[dict[str, Any]] = [
+    {"layers_per_graph": most, "steps": CAPTURED_AFTER + STEPS + 2, "control": "eager_on_last_rank"}
+    for most in (-1, 0, 1)
+]
 MASKED: list[dict[str, Any]] = [
     {"masked_step": 4, "microbatches": 2, "steps": 7, "evaluates": True, **case}
     for case in ({"layers_per_graph": -1}, {}, {"layers_per_graph": 1}, {"modules": ["attn"]}, {"fsdp": False})
@@ -80,7 +84,7 @@ OTHER_LENGTHS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def data_parallel(compare_runs):
-    return Trained(GROWING + NOT_CAPTURED_AGAIN + INTERLEAVED + MASKED, compare_runs, SIZES)
+    return Trained(GROWING + NOT_CAPTURED_AGAIN + INTERLEAVED + MASKED + WAITING, compare_runs, SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -130,6 +134,13 @@ def assert_all_steps_replay(result):
 @pytest.mark.parametrize("case", mostly_long(MASKED, *MASKED[:3]), ids=name_of)
 def test_steps_replay_with_an_attention_mask_and_without(data_parallel, case):
     assert_all_steps_replay(data_parallel[name_of(case)])
+
+
+@pytest.mark.parametrize("case", mostly_long(WAITING, WAITING[0]), ids=name_of)
+def test_ranks_that_wait_for_an_eager_one_log_why(data_parallel, case):
+    result = data_parallel[name_of(case)]
+    assert_as_eager(result)
+    assert steps_of_replays(result) == list(range(CAPTURED_AFTER, case["steps"]))  # of the first rank
 
 
 @pytest.mark.parametrize("case", mostly_long(MASKED_IN_PIPELINE, MASKED_IN_PIPELINE[0]), ids=name_of)

@@ -1,5 +1,6 @@
 """Captures with something wrong or unusual, each of which a comparison must notice or survive."""
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -169,6 +170,23 @@ def late_hook_on_one_rank_without_plans(training: Training) -> None:
     """The same where no collective may be recorded, so that replays gather and reduce through hooks."""
     with mock.patch.dict(os.environ, NCCL_GRAPH_MIXING_SUPPORT="0"):
         late_hook_on_one_rank(training)
+
+
+def eager_on_last_rank(training: Training) -> None:
+    """Capture; the last rank then has a hook in a layer, for which the others wait. Their logs say why."""
+    training.helper.create_cudagraphs()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        training.layers[1].mlp.register_forward_hook(lambda *_: None)
+        return
+    logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
+    warning = training.patches.enter_context(mock.patch.object(logger, "warning"))
+
+    def check() -> None:
+        (message,) = [call.args[0] for call in warning.call_args_list]
+        start = f"This rank waits for rank {dist.get_world_size() - 1}, which runs passes eagerly: "
+        assert message.startswith(start) and "hooks" in message, message
+
+    training.patches.callback(check)
 
 
 def eager_micro_batch_on_one_rank(training: Training) -> None:
@@ -572,6 +590,7 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         layer_hook_on_one_rank,
         late_hook_on_one_rank,
         late_hook_on_one_rank_without_plans,
+        eager_on_last_rank,
         eager_micro_batch_on_one_rank,
         refused_on_one_stage,
         captured_again,

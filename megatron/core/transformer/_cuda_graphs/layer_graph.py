@@ -79,7 +79,6 @@ class LayerGraph:
         self._conditions, self._may_run_eagerly = conditions, may_run_eagerly
         # Without them routers, for one, neither count tokens nor add up losses.
         self._only_with_gradients = may_run_eagerly
-        self._told: set[str] = set()
         self.packed = packed
         self.around: Callable[[Any, tuple, dict[str, Any]], Any] | None = None
         self.name = name
@@ -119,15 +118,14 @@ class LayerGraph:
         conditions = self._conditions
         if conditions is None or not conditions.have_changed():
             return True
-        self._eager_passes.total += 1
         if not self._may_run_eagerly:
             raise RuntimeError(
                 f"{self.name}: {conditions.changes()}. What these graphs hold cannot run eagerly for a while: change "
                 "it back, or call delete_cuda_graphs() and, to have graphs again, create_cudagraphs()"
             )
-        if (changes := conditions.changes()) not in self._told:
-            self._told.add(changes)
-            logger.warning(f"{self.name} runs eagerly: {changes}")
+        reason = f"{self.name} runs eagerly: {conditions.changes()}"
+        if self._eager_passes.note(reason):
+            logger.warning(reason)
         return False
 
     def _warn_of_shape(self, shape: torch.Size) -> None:
@@ -135,13 +133,12 @@ class LayerGraph:
 
         So it does in every layer of the model, as hidden states keep their shape from one layer to the next.
         """
-        if self._eager_passes.note(shape[0], shape[1]):
-            log_single_rank(
-                logger,
-                logging.WARNING,
-                f"{self.name} was captured with hidden_states of {tuple(self._only_shape or ())}. Passes with "
-                f"{tuple(shape)} run eagerly, in all layers{self._eager_passes.outlook}",
-            )
+        reason = (  # the same for all layers
+            f"captured with hidden_states of {tuple(self._only_shape or ())}. Passes with {tuple(shape)} run eagerly, "
+            f"in all layers{self._eager_passes.outlook}"
+        )
+        if self._eager_passes.note(reason, (shape[0], shape[1])):
+            log_single_rank(logger, logging.WARNING, f"{self.name} was {reason}")
 
     def replay(self, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> Any:
         """Replay on ``args`` and ``kwargs``, which is emptied of what the graphs take.

@@ -101,7 +101,6 @@ class ForwardGraphs:
         self._expected = ExpectedInputs(type(module).__name__, list(inputs.values()), self._names.__getitem__)
         self._shape = self.shape_of(inputs)
         self._packed_tokens = int(inputs[OFFSETS[0]][-1]) if OFFSETS[0] in inputs else 0
-        self._told: set[str] = set()
         if stands:
             module.__dict__["forward"] = self
 
@@ -144,29 +143,24 @@ class ForwardGraphs:
                 (self._defaults.restore if unmasked else self._defaults.will_overwrite)(_MASK, mask)
             return inputs
         shape = self.shape_of(given)
-        if not others and shape != self._shape:
-            self._eager_passes.note(*shape)
-        else:
-            self._eager_passes.total += 1
         if changed:
-            self._tell(self._conditions.changes())
+            reason = self._conditions.changes()
         elif packed_otherwise:
-            self._tell(f"it {packed_otherwise}. {ADVICE}")
+            reason = f"it {packed_otherwise}. {ADVICE}"
         elif others:
-            self._tell(f"it was captured without {', '.join(others)}")
+            reason = f"it was captured without {', '.join(others)}"
         elif missing := [name for name, value in zip(self._names, inputs, strict=True) if value is None]:
-            self._tell(f"it was captured with {', '.join(missing)}")
+            reason = f"it was captured with {', '.join(missing)}"
         else:
-            self._tell("other tensors than at capture" + (self._eager_passes.outlook if shape != self._shape else ""))
+            reason = "other tensors than at capture" + (self._eager_passes.outlook if shape != self._shape else "")
+        self._note_eager_pass(reason, shape if not others and shape != self._shape else None)
         return None
 
-    def _tell(self, reason: str) -> None:
-        """Log why a call for training runs eagerly, once for each reason."""
-        if reason not in self._told:
-            self._told.add(reason)
-            logger.warning(
-                f"{type(self.module).__name__} runs eagerly where its CUDA graphs do not fit the call: {reason}"
-            )
+    def _note_eager_pass(self, reason: str, shape: tuple[int, int] | None = None) -> None:
+        """Count a call for training that runs eagerly, and log ``reason`` if it is new; see ``EagerPasses.note``."""
+        reason = f"{type(self.module).__name__} runs eagerly where its CUDA graphs do not fit the call: {reason}"
+        if self._eager_passes.note(reason, shape):
+            logger.warning(reason)
 
     def reset(self) -> None:
         """Free the graphs, and give the module its ``forward`` back."""

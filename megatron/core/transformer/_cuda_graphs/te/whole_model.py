@@ -152,8 +152,8 @@ class ModelGraphs(ForwardGraphs):
             return self.slots[0]
         number = getattr(decoder_layers(self.module)[0], "current_microbatch", None)
         if number is None or number >= len(self.slots) or get_num_microbatches() != len(self.slots):
-            self._eager_passes.total += 1
-            self._tell(f"it was captured for steps of {len(self.slots)} micro-batches that a pipeline schedule runs")
+            micro_batches = f"{len(self.slots)} micro-batches that a pipeline schedule runs"
+            self._note_eager_pass(f"it was captured for steps of {micro_batches}")
             return None
         return self.slots[number]
 
