@@ -13,6 +13,7 @@ from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeRead
 from megatron.core.transformer._cuda_graphs.eager_passes import EagerPasses
 from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
 from megatron.core.transformer._cuda_graphs.te import whole_model
+from megatron.core.transformer._cuda_graphs.te.decoder_graphs import DecoderGraphs
 from megatron.core.transformer._cuda_graphs.te.whole_model import ModelGraphs, sample_inputs
 from megatron.core.transformer.enums import AttnMaskType
 
@@ -410,3 +411,17 @@ def test_steps_of_another_number_of_micro_batches_run_eagerly(chunk, caplog, mic
         assert not any(call(chunk, microbatch, hidden()) for _ in range(2))
     (record,) = caplog.records
     assert "captured for steps of 2 micro-batches" in record.message
+
+
+def test_a_decoder_call_without_packed_sequences_runs_eagerly():
+    class Decoder(torch.nn.Module):
+        def forward(self, hidden_states, attention_mask=None, packed_seq_params=None):
+            return hidden_states
+
+    decoder = Decoder()
+    passes = Passes({"hidden_states": torch.zeros(8, 1, 4)} | dict.fromkeys(OFFSETS, offsets(8, 8)))
+    conditions = ReplayConditions(decoder, AttributeReads(), forward_replaced=True)
+    graphs = DecoderGraphs(decoder, [cast(Any, passes)], EagerPasses(), conditions)
+    assert graphs.inputs_of({"hidden_states": torch.zeros(8, 1, 4)}, graphs.passes) is None
+    given = {"hidden_states": torch.zeros(8, 1, 4), "packed_seq_params": packed(3, 8)}
+    assert graphs.inputs_of(given, graphs.passes) is not None
