@@ -46,6 +46,14 @@ INTERLEAVED: list[dict[str, Any]] = [
     {"passes": 2, "steps": 6, **case}
     for case in ({"layers_per_graph": None}, {"layers_per_graph": 1}, {"layers_per_graph": -1}, {"fsdp": False})
 ]
+WAITING: list[dict[str, Any]] = [
+    {"layers_per_graph": most, "steps": CAPTURED_AFTER + STEPS + 2, "control": "eager_on_last_rank"}
+    for most in (-1, 0, 1)
+]
+MASKED: list[dict[str, Any]] = [
+    {"masked_step": 4, "microbatches": 2, "steps": 7, "evaluates": True, **case}
+    for case in ({"layers_per_graph": -1}, {}, {"layers_per_graph": 1}, {"modules": ["attn"]}, {"fsdp": False})
+]
 PIPELINE: dict[str, Any] = {"layers": 4, "hidden": 32, "steps": 7, "dropout": 0.1, "tied": False}
 MICROBATCHES: list[dict[str, Any]] = [
     {"microbatches": before, "microbatches_later": after, **case}
@@ -65,6 +73,9 @@ WITHOUT_CAPTURES: list[dict[str, Any]] = [
     {"microbatches": 2, "microbatches_later": 4, "max_captures": 1, "layers_per_graph": None},
     {"microbatches": 2, "microbatches_later": 4, "max_captures": 1, "fsdp": False, "virtual": 2},
 ]
+MASKED_IN_PIPELINE: list[dict[str, Any]] = [
+    {"masked_step": 4, "microbatches": 4, "layers_per_graph": most, "virtual": 2} for most in (None, 1)
+]
 OTHER_LENGTHS: list[dict[str, Any]] = [
     {"layers_per_graph": None, "microbatches": 4, "sequences_later": [24, 32], "turn": 2, "steps": 9, **case}
     for case in ({}, {"virtual": 2})
@@ -73,12 +84,13 @@ OTHER_LENGTHS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def data_parallel(compare_runs):
-    return Trained(GROWING + NOT_CAPTURED_AGAIN + INTERLEAVED, compare_runs, SIZES)
+    return Trained(GROWING + NOT_CAPTURED_AGAIN + INTERLEAVED + MASKED + WAITING, compare_runs, SIZES)
 
 
 @pytest.fixture(scope="module")
 def pipeline(compare_runs):
-    return Trained(MICROBATCHES + WITHOUT_CAPTURES + OTHER_LENGTHS, compare_runs, PIPELINE, "--pp", "2")
+    cases = MICROBATCHES + WITHOUT_CAPTURES + MASKED_IN_PIPELINE + OTHER_LENGTHS
+    return Trained(cases, compare_runs, PIPELINE, "--pp", "2")
 
 
 def steps_of_replays(result):
@@ -111,6 +123,29 @@ def test_nothing_is_captured_where_two_forward_passes_come_before_their_backward
     assert_as_eager(result)
     assert result["graphs"] == 0
     assert steps_of_replays(result) == []
+
+
+def assert_all_steps_replay(result):
+    assert_as_eager(result)
+    assert steps_of_replays(result) == list(range(CAPTURED_AFTER, len(result["losses"])))
+    assert len(set(result["step_replays"][CAPTURED_AFTER:])) == 1
+
+
+@pytest.mark.parametrize("case", mostly_long(MASKED, *MASKED[:3]), ids=name_of)
+def test_steps_replay_with_an_attention_mask_and_without(data_parallel, case):
+    assert_all_steps_replay(data_parallel[name_of(case)])
+
+
+@pytest.mark.parametrize("case", mostly_long(WAITING, WAITING[0]), ids=name_of)
+def test_ranks_that_wait_for_an_eager_one_log_why(data_parallel, case):
+    result = data_parallel[name_of(case)]
+    assert_as_eager(result)
+    assert steps_of_replays(result) == list(range(CAPTURED_AFTER, case["steps"]))  # of the first rank
+
+
+@pytest.mark.parametrize("case", mostly_long(MASKED_IN_PIPELINE, MASKED_IN_PIPELINE[0]), ids=name_of)
+def test_chunks_replay_with_an_attention_mask_and_without(pipeline, case):
+    assert_all_steps_replay(pipeline[name_of(case)])
 
 
 @pytest.mark.parametrize("case", mostly_long(MICROBATCHES, MICROBATCHES[0]), ids=name_of)

@@ -40,7 +40,10 @@ DATA_PARALLEL: list[dict[str, Any]] = [
     {"mtp": 1, "dropout": 0.1, "microbatches": 2},
     {"dropout": 0.1, "control": "local_graphs_recorded_again"},
 ]
-TENSOR_PARALLEL: list[dict[str, Any]] = [{"dropout": 0.1, "microbatches": 2}]
+TENSOR_PARALLEL: list[dict[str, Any]] = [
+    {"dropout": 0.1, "microbatches": 2},
+    {"evaluates": True, "control": "observed_evaluation_on_one_rank"},
+]
 PIPELINE: list[dict[str, Any]] = [
     {"layers": 4, "dropout": 0.1, "microbatches": 4},
     {"layers": 4, "dropout": 0.1, "microbatches": 6, "microbatches_later": 3},
@@ -61,7 +64,8 @@ EQUAL = [(layout, case) for layout, (_, cases) in LAYOUTS.items() for case in ca
 # Megatron-FSDP has no local graphs: no set of flags in test_pairs.py has them.
 QUICK = [
     *(("data parallel", DATA_PARALLEL[index]) for index in (1, 3, 6, 10, 14)),
-    *(("TP2", TENSOR_PARALLEL[0]), ("PP2", PIPELINE[1]), ("PP2", PIPELINE[4])),
+    *(("TP2", case) for case in TENSOR_PARALLEL),
+    *(("PP2", PIPELINE[1]), ("PP2", PIPELINE[4])),
 ]
 
 

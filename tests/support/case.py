@@ -48,6 +48,8 @@ class Case:
         virtual: Model chunks of each pipeline stage; None where the pipeline does not interleave chunks.
         bucket: Parameters in a gradient bucket of DistributedDataParallel; few, so that a model has several.
         positions: ``position_embedding_type``.
+        masked_step: The only step whose calls give an attention mask, which hides more than the causal one; None for
+            the causal mask in every call.
         packed: Sequences of random lengths that are packed in a micro-batch, at most; 0 for one row for each.
         latent_attention: Whether attention is multi-latent.
         tied: Whether the output layer has the embedding's weights.
@@ -107,6 +109,7 @@ class Case:
     virtual: int | None = None
     bucket: int = 10_000
     positions: str = "rope"
+    masked_step: int | None = None
     packed: int = 0
     latent_attention: bool = False
     tied: bool = True

@@ -1,5 +1,6 @@
 """Captures with something wrong or unusual, each of which a comparison must notice or survive."""
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -169,6 +170,23 @@ def late_hook_on_one_rank_without_plans(training: Training) -> None:
     """The same where no collective may be recorded, so that replays gather and reduce through hooks."""
     with mock.patch.dict(os.environ, NCCL_GRAPH_MIXING_SUPPORT="0"):
         late_hook_on_one_rank(training)
+
+
+def eager_on_last_rank(training: Training) -> None:
+    """Capture; the last rank then has a hook in a layer, for which the others wait. Their logs say why."""
+    training.helper.create_cudagraphs()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        training.layers[1].mlp.register_forward_hook(lambda *_: None)
+        return
+    logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
+    warning = training.patches.enter_context(mock.patch.object(logger, "warning"))
+
+    def check() -> None:
+        (message,) = [call.args[0] for call in warning.call_args_list]
+        start = f"This rank waits for rank {dist.get_world_size() - 1}, which runs passes eagerly: "
+        assert message.startswith(start) and "hooks" in message, message
+
+    training.patches.callback(check)
 
 
 def eager_micro_batch_on_one_rank(training: Training) -> None:
@@ -456,6 +474,21 @@ def local_graphs_recorded_again(training: Training) -> None:
     _at_local_capture(training, delete)
 
 
+def observed_evaluation_on_one_rank(training: Training) -> None:
+    """In evaluations the first rank has a forward hook that only observes."""
+
+    def evaluate() -> None:
+        seen: list[object] = []
+        hooked = dist.get_rank() == 0
+        handle = training.layers[1].mlp.register_forward_hook(lambda *_: seen.append(None)) if hooked else None
+        Training.evaluate(training)
+        if handle is not None:
+            handle.remove()
+            assert len(seen) == training.case.microbatches
+
+    training.patches.enter_context(mock.patch.object(training, "evaluate", evaluate))
+
+
 def _at_local_capture(training: Training, run: Callable[[Callable[[], None]], None]) -> None:
     """Let ``run`` call the function that schedules call at the end of each step."""
     from megatron.core.pipeline_parallel import schedules
@@ -557,6 +590,7 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         layer_hook_on_one_rank,
         late_hook_on_one_rank,
         late_hook_on_one_rank_without_plans,
+        eager_on_last_rank,
         eager_micro_batch_on_one_rank,
         refused_on_one_stage,
         captured_again,
@@ -579,5 +613,6 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         failed_local_capture,
         failed_local_capture_on_one_rank,
         local_graphs_recorded_again,
+        observed_evaluation_on_one_rank,
     )
 }

@@ -471,6 +471,9 @@ def _batches(case: Case, step: int):
     tokens = torch.randint(0, VOCABULARY, (count, sequence + 1), generator=generator)
     tokens = tokens.view(ranks, microbatches, size, sequence + 1)[rank]
     mask = torch.triu(torch.ones(sequence, sequence, dtype=torch.bool), 1)
+    if case.masked_step is not None:
+        mask |= torch.tril(torch.ones_like(mask), -4)
+    given = not case.packed and case.masked_step in (None, step)
     positions = torch.arange(sequence).expand(size, -1)
     for microbatch in tokens:
         if case.positions == "mrope":  # other positions in every micro-batch, as images in a text give
@@ -502,7 +505,7 @@ def _batches(case: Case, step: int):
             tokens=batch["tokens"],
             labels=batch["labels"],
             positions=batch["position_ids"],
-            mask=None if packed else batch["attention_mask"],
+            mask=batch["attention_mask"] if given else None,
             packed=packed,
             loss_mask=batch.get("loss_mask"),
         )

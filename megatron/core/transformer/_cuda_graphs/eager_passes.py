@@ -1,31 +1,38 @@
-"""Training passes that have graphs and run eagerly, because they are of another shape than at capture."""
+"""Training passes that have graphs and run eagerly, because the graphs do not fit them."""
 
 from collections import Counter
 
 
 class EagerPasses:
-    """Counts passes of other shapes than at capture; a shape is ``(tokens, sequences)`` of the hidden states.
+    """Counts eager passes; a shape is ``(tokens, sequences)`` of the hidden states.
 
     Args:
-        outlook: Says in logs how long such passes run eagerly.
+        outlook: Says in logs how long passes of another shape than at capture run eagerly.
 
     Attributes:
-        total: How many there were, and of calls that graphs do not fit for another reason.
+        total: How many there were.
+        reason: Why the last one ran eagerly.
     """
 
     def __init__(self, outlook: str = ""):
         self.outlook = outlook
         self.total = 0
+        self.reason = ""
         self._counts: Counter[tuple[int, int]] = Counter()
-        self._seen: set[tuple[int, int]] = set()
+        self._reasons: set[str] = set()
 
-    def note(self, tokens: int, sequences: int) -> bool:
-        """Count a pass; return whether it is the first one of its shape."""
-        shape = tokens, sequences
-        self._counts[shape] += 1
+    def note(self, reason: str, shape: tuple[int, int] | None = None) -> bool:
+        """Count a pass; return whether it is the first one with this ``reason``.
+
+        Args:
+            shape: Its shape, if it is another one than at capture and may be captured.
+        """
         self.total += 1
-        first = shape not in self._seen
-        self._seen.add(shape)
+        self.reason = reason
+        if shape is not None:
+            self._counts[shape] += 1
+        first = reason not in self._reasons
+        self._reasons.add(reason)
         return first
 
     def shape_of_all(self, count: int) -> tuple[int, int] | None:

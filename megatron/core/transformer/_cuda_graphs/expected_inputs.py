@@ -1,4 +1,4 @@
-"""Checks at each replay that inputs are tensors like those at capture."""
+"""Checks the inputs of a replay, and restores those that a call leaves out to their values at capture."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,3 +63,27 @@ class ExpectedInputs:
                     "grad now, which its CUDA graph does not compute: capture with an input that requires grad, or "
                     "detach it"
                 )
+
+
+class DefaultInputs:
+    """Restores static inputs to their values at capture, for calls that leave them out.
+
+    One object serves all graphs whose static inputs of a name had the same value at capture: it keeps that value once.
+    """
+
+    def __init__(self) -> None:
+        self._captured: dict[str, torch.Tensor] = {}
+        self._overwritten: set[int] = set()  # the ids of static inputs
+
+    def will_overwrite(self, name: str, static: torch.Tensor) -> None:
+        """Keep the value at capture of ``static``, which the next replay overwrites."""
+        if id(static) not in self._overwritten:
+            self._overwritten.add(id(static))
+            if name not in self._captured:
+                self._captured[name] = static.clone()
+
+    def restore(self, name: str, static: torch.Tensor) -> None:
+        """Restore ``static`` if a replay has overwritten it."""
+        if id(static) in self._overwritten:
+            self._overwritten.remove(id(static))
+            static.copy_(self._captured[name])

@@ -13,7 +13,7 @@ from .dispatcher_state import DispatcherState
 from .eager_passes import EagerPasses
 from .engine.addresses import AddressGuard, MovedBufferError
 from .errors import ArgumentError
-from .expected_inputs import ExpectedInputs
+from .expected_inputs import DefaultInputs, ExpectedInputs
 from .packed_sequences import PackedUse
 from .replay_conditions import ReplayConditions
 
@@ -44,10 +44,8 @@ class LayerGraph:
         has_attention: Whether the graphs hold attention; if not, inputs that only attention reads are ignored.
         num_microbatches: The number of micro-batches that every step must have; None for any number.
         absent: The values of keywords that are missing or None at a replay; by default ``sample_kwargs``.
-        given: By the ``id`` of each tensor of ``sample_kwargs`` for which some replay was given a value: its value
-            before, or None if that is not kept; one dictionary for all layers that share these tensors.
-        keeps_values: Whether the values at capture are kept beside ``given``: other layers that share these tensors,
-            those of another chunk of the model, may be given a value where this one never is.
+        defaults: Restores ``absent`` after replays that were given other values; one object for all layers of the same
+            type of attention mask.
         guard: Checked at the first micro-batch of each step; None for no check.
         conditions: What the captured passes read of the layer; None for no check.
         may_run_eagerly: Whether a pass that the graphs do not fit may run eagerly among replays.
@@ -69,8 +67,7 @@ class LayerGraph:
         has_attention: bool,
         num_microbatches: int | None = None,
         absent: dict[str, torch.Tensor] | None = None,
-        given: dict[int, torch.Tensor | None] | None = None,
-        keeps_values: bool = False,
+        defaults: DefaultInputs | None = None,
         guard: AddressGuard | None = None,
         conditions: ReplayConditions | None = None,
         may_run_eagerly: bool = False,
@@ -82,7 +79,6 @@ class LayerGraph:
         self._conditions, self._may_run_eagerly = conditions, may_run_eagerly
         # Without them routers, for one, neither count tokens nor add up losses.
         self._only_with_gradients = may_run_eagerly
-        self._told: set[str] = set()
         self.packed = packed
         self.around: Callable[[Any, tuple, dict[str, Any]], Any] | None = None
         self.name = name
@@ -91,10 +87,8 @@ class LayerGraph:
         self._ignored = frozenset() if has_attention else ATTENTION_INPUTS
         self.num_microbatches = num_microbatches
         absent = sample_kwargs if absent is None else absent
-        self._given = {} if given is None else given
-        self._keeps_values = keeps_values
-        # For each keyword: its name, the id of its static tensor, its value where none is given.
-        self._keywords = [(key, id(static), absent[key]) for key, static in sample_kwargs.items()]
+        self._defaults = DefaultInputs() if defaults is None else defaults
+        self._keywords = [(key, absent[key]) for key in sample_kwargs]
         self._guard = guard
         self._expected: ExpectedInputs | None = None
         names = _input_names(sample_args, sample_kwargs)
@@ -124,15 +118,14 @@ class LayerGraph:
         conditions = self._conditions
         if conditions is None or not conditions.have_changed():
             return True
-        self._eager_passes.total += 1
         if not self._may_run_eagerly:
             raise RuntimeError(
                 f"{self.name}: {conditions.changes()}. What these graphs hold cannot run eagerly for a while: change "
                 "it back, or call delete_cuda_graphs() and, to have graphs again, create_cudagraphs()"
             )
-        if (changes := conditions.changes()) not in self._told:
-            self._told.add(changes)
-            logger.warning(f"{self.name} runs eagerly: {changes}")
+        reason = f"{self.name} runs eagerly: {conditions.changes()}"
+        if self._eager_passes.note(reason):
+            logger.warning(reason)
         return False
 
     def _warn_of_shape(self, shape: torch.Size) -> None:
@@ -140,20 +133,18 @@ class LayerGraph:
 
         So it does in every layer of the model, as hidden states keep their shape from one layer to the next.
         """
-        if self._eager_passes.note(shape[0], shape[1]):
-            log_single_rank(
-                logger,
-                logging.WARNING,
-                f"{self.name} was captured with hidden_states of {tuple(self._only_shape or ())}. Passes with "
-                f"{tuple(shape)} run eagerly, in all layers{self._eager_passes.outlook}",
-            )
+        reason = (  # the same for all layers
+            f"captured with hidden_states of {tuple(self._only_shape or ())}. Passes with {tuple(shape)} run eagerly, "
+            f"in all layers{self._eager_passes.outlook}"
+        )
+        if self._eager_passes.note(reason, (shape[0], shape[1])):
+            log_single_rank(logger, logging.WARNING, f"{self.name} was {reason}")
 
     def replay(self, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> Any:
         """Replay on ``args`` and ``kwargs``, which is emptied of what the graphs take.
 
-        A keyword may be None if the layer was captured without it. It may also be None if no replay of this layer, or
-        of one that shares its static inputs, was ever given a value, or if values are kept: the graph then reads the
-        value at capture (for a causal attention mask, the causal mask).
+        A keyword may be None. If the layer was captured with it, the graph then reads the value at capture: the causal
+        mask, for example.
 
         Raises:
             ArgumentTypeError: an input is not a tensor.
@@ -169,14 +160,13 @@ class LayerGraph:
         if self._guard is not None and kwargs.get("is_first_microbatch"):
             self._guard.check()
         replay_kwargs: dict[str, Any] = {}
-        for name, static, absent in self._keywords:
+        for name, absent in self._keywords:
             given = kwargs.pop(name, None)
             if given is None:
-                given = self._given.get(static, absent)
-                if given is None:
-                    raise ValueError(f"{self.name}: {name} was given to some replays and is None in this one")
-            elif static not in self._given:
-                self._given[static] = absent.clone() if self._keeps_values else None
+                self._defaults.restore(name, absent)
+                given = absent
+            else:
+                self._defaults.will_overwrite(name, absent)
             replay_kwargs[name] = given
         if self._expected is not None:
             self._expected.check((*args, *replay_kwargs.values()))
@@ -249,7 +239,6 @@ class EvaluationGraph(LayerGraph):
             graphed,
             sample_args,
             sample_kwargs,
-            keeps_values=True,
             may_run_eagerly=True,
             **options,
         )
@@ -264,9 +253,9 @@ class EvaluationGraph(LayerGraph):
         inputs = list(args) if args else [given.pop("hidden_states", None)]
         if not self.fits(inputs[0]):
             return False
-        for name, static, absent in self._keywords:
+        for name, absent in self._keywords:
             value = given.pop(name, None)
-            inputs.append(self._given.get(static, absent) if value is None else value)
+            inputs.append(absent if value is None else value)
         others = (name for name, value in given.items() if value is not None)
         return self._inputs.accepts(inputs) and self._ignored.issuperset(others) and self._nothing_moved()
 

@@ -77,11 +77,3 @@ class FunctionGuard:
                     f"{self._name}: parameter {place.name} has a hook (register_hook), which CUDA graphs would give no "
                     "gradient (--cuda-graph-impl local): remove it, or use --cuda-graph-impl none"
                 )
-
-    def has_parameters(self) -> bool:
-        """Whether the parameters are where they were at capture. Evaluation may swap them."""
-        try:
-            self.check_parameters(False)
-        except RuntimeError:
-            return False
-        return True

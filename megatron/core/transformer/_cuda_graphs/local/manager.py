@@ -14,7 +14,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from ..engine.rng import check_rng_tracker
 from ..engine.streams import leave_default_stream
 from ..errors import NoGraphError, OptionsError, UnsupportedError
-from ..evaluation_mode import may_replay_evaluation
 from ..flags.checks import refuse_fsdp_hooks
 from ..hooks import is_of_ddp
 from .arguments import ArgMetadata, described
@@ -33,8 +32,7 @@ class CudaGraphManager(torch.nn.Module):
       replay, and so do passes without grad between them.
     - Inference (a call with ``inference_context``, or ``inline_capture``): the first call of each kind is captured and
       replayed at once.
-    - Evaluation: the first call without grad after capture runs eagerly and is compared with a replay; later calls
-      replay a graph of training if both computed the same.
+    - Evaluation runs eagerly.
 
     Args:
         config: The model's configuration, with ``cuda_graph_impl="local"``.
@@ -206,10 +204,8 @@ class CudaGraphManager(torch.nn.Module):
             if cache_key is None and context is not None:
                 cache_key = key_of(context, args, kwargs)
             output = self._run_inline(megatron_module, args, kwargs, cache_key)
-        elif self.capture_failed:
+        elif self.capture_failed or not getattr(megatron_module, "training", self.training):
             return self._run_eagerly(megatron_module, args, kwargs)
-        elif not getattr(megatron_module, "training", self.training):
-            return self._evaluate(megatron_module, args, kwargs)
         elif _CudagraphGlobalRecord.cudagraph_created:
             output = self._replay(megatron_module, args, kwargs)
         else:
@@ -235,21 +231,6 @@ class CudaGraphManager(torch.nn.Module):
         if self.func is not None:
             return self.func(*args, **kwargs)
         return torch.nn.Module.__call__(module, *args, **kwargs)
-
-    def _evaluate(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """Run in evaluation mode: replay a graph of training if it computes the same, otherwise run eagerly."""
-        are_there = _CudagraphGlobalRecord.cudagraph_created and may_replay_evaluation()
-        runners = self._without_key() if are_there else iter(())
-        runner = next((runner for runner in runners if runner.can_serve_evaluation(args, kwargs)), None)
-        if runner is None:
-            return self._run_eagerly(module, args, kwargs)
-        if runner.evaluation.is_as_training is None:
-            return runner.evaluation.compare(
-                runner.module,
-                lambda: self._run_eagerly(module, args, kwargs),
-                lambda: runner.replay_checked(False, args, kwargs),
-            )
-        return runner.replay_checked(False, args, kwargs)
 
     def _replay(self, module: Any, args: tuple, kwargs: dict[str, Any]) -> Any:
         # Also without grad: the first pass of a recomputed layer reads gathered parameters too.

@@ -23,7 +23,6 @@ from .arguments import (
     with_tensors,
 )
 from .capture import RecordedCall, connected_params
-from .evaluation import Evaluation
 from .guards import FunctionGuard
 from .nodes import LocalReplay, _CudagraphRecordNode, _GraphStatus, replay_runner
 from .record import _CudagraphGlobalRecord
@@ -134,7 +133,6 @@ class _CudaGraphRunner(torch.nn.Module):
         # Its replays.
         self.status = _GraphStatus.FWD_READY  # which pass comes next
         self.turn = Turn()  # when they are due
-        self.evaluation = Evaluation()  # whether they serve evaluation
         self.bwd_graph_replay_complete_event = torch.cuda.Event()
 
     def __str__(self) -> str:
@@ -155,7 +153,7 @@ class _CudaGraphRunner(torch.nn.Module):
         self.free_graphs()
         self.call.sharded.forget()
         self._session = _CudagraphGlobalRecord.session
-        self.turn, self.evaluation = Turn(), Evaluation()
+        self.turn = Turn()
         self.fwd_graph_recorded = self.bwd_graph_recorded = self.cudagraph_created = False
         self.status = _GraphStatus.FWD_READY
 
@@ -286,25 +284,6 @@ class _CudaGraphRunner(torch.nn.Module):
         trained = (*tensors_of(args, kwargs), *self.module.parameters())
         return self.is_frozen and not any(tensor.requires_grad for tensor in trained)
 
-    def can_serve_evaluation(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether a call in evaluation mode, on these arguments, may be replayed now, for all that is known.
-
-        Quantization keeps statistics of training passes. With sharded weights all layers must run alike, and some may
-        have to run eagerly.
-        """
-        if self._fwd_graph is None or self._guard is None or self.status is not _GraphStatus.FWD_READY:
-            return False
-        as_compared = self.evaluation.is_as_training is not False and not self.evaluation.has_changed()
-        differs = not as_compared or self.call.changes_state or self.call.quantization or self.gtp_remat
-        if differs or self._session.turns.in_flight:
-            return False
-        if any(part._forward_hooks or part._forward_pre_hooks for part in self.call.parts):  # replays run none
-            return False
-        try:
-            return not self.get_mismatch_errors(args, kwargs) and self._guard.has_parameters()
-        except TypeError:  # an argument that only evaluation gives
-            return False
-
     def must_run_eagerly_without_grad(self) -> bool:
         """Whether a pass without grad may not be replayed, since only one with grad changes buffers or metrics.
 
@@ -344,10 +323,6 @@ class _CudaGraphRunner(torch.nn.Module):
         if self._guard is not None:
             self._guard.check()
         self._session.follow_rng_tracker()
-        return self.replay_checked(is_first_microbatch, args, kwargs)
-
-    def replay_checked(self, is_first_microbatch: bool, args: tuple, kwargs: dict[str, Any]) -> Any:
-        """``replay`` where the parameters were compared too."""
         inputs = tensors_of(args, {name: kwargs[name] for name in self.call.kwargs})
         outputs = replay_runner(self, is_first_microbatch, *inputs, *self.params_to_backprop)
         # Nothing says when what no graph reads was read, and later replays write there. With grad that is so from the

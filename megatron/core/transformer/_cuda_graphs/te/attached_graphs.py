@@ -1,17 +1,17 @@
 """Graphs attached to layers, with what guards them, and taken away again."""
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
-
-import torch
 
 from ..eager_passes import EagerPasses
 from ..engine.addresses import guard_module, places_of
 from ..engine.plan import Plan
+from ..expected_inputs import DefaultInputs
 from ..layer_graph import LayerGraph, LayerGraphs, static_inputs
 from ..replay_conditions import ReplayConditions
 from .layers import layer_name
-from .sample_inputs import SampleArguments, captures_attention, default_kwargs, packed_use
+from .sample_inputs import SampleArguments, attention_mask_type, captures_attention, default_kwargs, packed_use
 from .stage import Chunk, Layers, Stage
 
 _ADVICE = (
@@ -42,7 +42,7 @@ def attach_graphs(
     wrappers = [chunk.fsdp for chunk, own in zip(stage.chunks, layers, strict=True) for _ in own]
     every = [layer for own in layers for layer in own]
     absent = default_kwargs(every, [kwargs for _, kwargs in samples])
-    given: dict[int, torch.Tensor | None] = {}
+    defaults: defaultdict[Any, DefaultInputs] = defaultdict(DefaultInputs)
     guarded: set[int] = set()  # layers share static inputs
     for index, (layer, fsdp, slots) in enumerate(zip(every, wrappers, plan.slots_of_callables, strict=True)):
         name = layer_name(layer, index)
@@ -64,8 +64,7 @@ def attach_graphs(
                 has_attention=captures_attention(layer),
                 num_microbatches=None if stage.one_graph_serves_all else len(slots),
                 absent=absent[slot],
-                given=given,
-                keeps_values=len(stage.chunks) > 1,  # only the first and the last chunk of a model read batches
+                defaults=defaults[attention_mask_type(layer)],
                 guard=guard,
                 conditions=conditions[index],
                 may_run_eagerly=stage.may_skip_replays,

@@ -1,8 +1,10 @@
-"""Shapes that training has changed to, agreed on by all ranks, which then capture graphs again together."""
+"""What ranks learn from each other about passes that run eagerly: a common shape to capture, or who is waited for."""
 
+import logging
 from collections.abc import Sequence
 
 import torch
+from torch.distributed import PrefixStore, Store, distributed_c10d
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 
@@ -14,20 +16,23 @@ from .stage import Stage
 # steps after which a capture has gained what it cost (docs/performance.md: 0.9 s for 0.11 s a step), and
 # shapes that take turns are not captured again and again.
 STEPS = 10
+logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 
 class ChangedShapes:
     """Finds out whether all ranks have trained with another shape than at capture for ``STEPS`` steps.
 
     Every ``STEPS`` steps ranks compare shapes, without waiting: the result is read a step later. Until a device has
-    run the comparison its host waits for no other rank.
+    run the comparison its host waits for no other rank. A rank that has run passes eagerly in several steps gives its
+    reason, which the others log: they wait for it.
 
     Args:
         passes: The passes that ran eagerly on this rank.
         tokens: Tokens of a sequence at capture, on this rank.
         calls: How many of these a micro-batch has.
-        groups: Process groups that connect all ranks with graphs, one after the other; None if graphs are kept.
+        groups: Process groups that connect all ranks of a pipeline stage, one after the other.
         num_microbatches: Micro-batches of the first step.
+        captures_again: Whether graphs may be captured for another shape.
     """
 
     def __init__(
@@ -35,14 +40,19 @@ class ChangedShapes:
         passes: EagerPasses,
         tokens: int,
         calls: int,
-        groups: Sequence[torch.distributed.ProcessGroup] | None,
+        groups: Sequence[torch.distributed.ProcessGroup],
         num_microbatches: int,
+        captures_again: bool,
     ):
         self.passes, self.tokens, self._calls = passes, tokens, calls
-        self._groups = None if groups is None else [group for group in groups if group.size() > 1]
+        self._groups = [group for group in groups if group.size() > 1]
+        self._captures_again = captures_again
         self._steps, self._microbatches = 1, num_microbatches
+        self._eager_passes = self._eager_steps = self._eager_steps_compared = 0
         self._bounds: torch.Tensor | None = None
         self._stream = torch.cuda.Stream()
+        self._waits = False  # at the last comparison
+        self._told: set[int] = set()  # the ranks whose reason was logged, each plus one
 
     def before_step(self, num_microbatches: int) -> tuple[int, int] | None:
         """Return the shape to capture graphs for, or None. All ranks must call it before each step but the first.
@@ -50,10 +60,10 @@ class ChangedShapes:
         Args:
             num_microbatches: Micro-batches of the coming step.
         """
-        if self._groups is None:
-            return None
         agreed = None if self._bounds is None else self._agreed(self._bounds)
         self._bounds = None
+        self._eager_steps += self.passes.total != self._eager_passes
+        self._eager_passes = self.passes.total
         if self._steps == STEPS:
             self._bounds = self._compared(self.passes.shape_of_all(self._microbatches * self._calls) or (0, 0))
             self._steps = self._microbatches = 0
@@ -62,18 +72,33 @@ class ChangedShapes:
         return agreed
 
     def _compared(self, shape: tuple[int, int]) -> torch.Tensor:
-        """The maxima of ``shape`` and of ``-shape`` over all ranks, int64 ``[2, 2]``."""
+        """Return the maxima over all ranks of ``shape``, ``-shape``, and rank plus one where passes ran eagerly."""
+        eager = 0
+        if self._groups and self._eager_steps > max(1, self._eager_steps_compared):
+            eager = torch.distributed.get_rank() + 1
+            _reasons().set(str(eager), self.passes.reason)
+        self._waits = not eager
+        self._eager_steps_compared = self._eager_steps
         tokens, sequences = shape
         with torch.cuda.stream(self._stream):  # not after the work of the step
-            bounds = torch.tensor([[tokens, sequences], [-tokens, -sequences]], device="cuda")
-            for group in self._groups or ():
+            bounds = torch.tensor([tokens, sequences, -tokens, -sequences, eager], device="cuda")
+            for group in self._groups:
                 torch.distributed.all_reduce(bounds, torch.distributed.ReduceOp.MAX, group)
         return bounds
 
     def _agreed(self, bounds: torch.Tensor) -> tuple[int, int] | None:
         with torch.cuda.stream(self._stream):
-            (tokens, sequences), lowest = bounds.tolist()
-        return (tokens, sequences) if tokens and lowest == [-tokens, -sequences] else None
+            tokens, sequences, *lowest, eager = bounds.tolist()
+        if eager and self._waits and eager not in self._told:
+            self._told.add(eager)
+            reason = _reasons().get(str(eager)).decode()
+            logger.warning(f"This rank waits for rank {eager - 1}, which runs passes eagerly: {reason}")
+        return (tokens, sequences) if self._captures_again and tokens and lowest == [-tokens, -sequences] else None
+
+
+def _reasons() -> Store:
+    """Return the store of the reasons why ranks run eagerly, by rank plus one."""
+    return PrefixStore("cuda_graph_eager_passes", distributed_c10d._get_default_store())
 
 
 class Recaptures:
@@ -104,8 +129,9 @@ class Recaptures:
             calls: How often the passes of one micro-batch are counted.
         """
         # In a pipeline other stages would have to agree, too. How many tokens images have says nothing of later steps.
-        fits, left = self._stage.role.language and self._stage.groups.pp.size() == 1, self.are_left()
+        groups = self._stage.groups
+        fits, left = self._stage.role.language and groups.pp.size() == 1, self.are_left()
         outlook = f", until all steps have had one shape, {STEPS} or more: then graphs are captured for it"
-        groups = (self._stage.groups.tp, self._stage.groups.dp_cp) if fits and left else None
         passes = EagerPasses((outlook if left else self.why_none()) if fits else "")
-        return ChangedShapes(passes, tokens, calls, groups, get_num_microbatches())
+        compared = (groups.tp, groups.dp_cp) if self._stage.role.language else ()
+        return ChangedShapes(passes, tokens, calls, compared, get_num_microbatches(), captures_again=fits and left)

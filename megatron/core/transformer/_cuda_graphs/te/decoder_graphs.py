@@ -132,6 +132,5 @@ def capture_decoder(
             [passes],
             eager_passes,
             conditions[decoder],
-            may_be_absent=list(inputs)[1:],
             unused=() if any(map(captures_attention, decoder.layers)) else ATTENTION_INPUTS,
         )

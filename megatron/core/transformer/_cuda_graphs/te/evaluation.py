@@ -1,6 +1,7 @@
 """Forward graphs of layers for evaluation, captured when the first evaluation after training's capture begins."""
 
 import logging
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +20,7 @@ from ..eager_passes import EagerPasses
 from ..engine.addresses import AddressGuard, places_of
 from ..engine.make_graphed_callables import make_graphed_callables
 from ..errors import CaptureFailedError, UnsupportedError
+from ..expected_inputs import DefaultInputs
 from ..flags.own import packed_sequences
 from ..hooks import extracted_hooks, has_other_hooks
 from ..layer_graph import EvaluationGraph
@@ -201,7 +203,7 @@ class EvaluationGraphs:
                     for name, own in zip(names, hooks, strict=True)
                 ],
             )
-        given: dict[int, torch.Tensor | None] = {}
+        defaults: defaultdict[Any, DefaultInputs] = defaultdict(DefaultInputs)
         eager_passes = EagerPasses()
         return [
             EvaluationGraph(
@@ -213,7 +215,7 @@ class EvaluationGraphs:
                 conditions=ReplayConditions(layer, reads, name, forward_replaced=True, parameters=False),
                 has_attention=captures_attention(layer),
                 absent=absent[index],
-                given=given,
+                defaults=defaults[attention_mask_type(layer)],
                 eager_passes=eager_passes,
             )
             for index, (name, layer) in enumerate(zip(names, layers, strict=True))

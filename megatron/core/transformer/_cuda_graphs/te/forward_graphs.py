@@ -12,11 +12,12 @@ import torch
 from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
 from ..engine.whole_passes import WholePasses, capture_passes
-from ..expected_inputs import ExpectedInputs
+from ..expected_inputs import DefaultInputs, ExpectedInputs
 from ..packed_sequences import ADVICE, OFFSETS, unpack
 from ..replay_conditions import ReplayConditions
 from .training_calls import arguments_by_name
 
+_MASK = "attention_mask"
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 
@@ -67,13 +68,13 @@ def captured(
 class ForwardGraphs:
     """Stands for the ``forward`` of ``module`` as long as there are graphs of its passes, or of a part of them.
 
+    In calls without an attention mask the graphs read the mask of the capture.
+
     Args:
         slots: The graphs, captured: one pair, or one for each micro-batch of a step. Their static inputs have the names
             of arguments of ``forward``.
         eager_passes: Counts calls for training that the graphs do not fit.
         conditions: What the captured passes read of modules.
-        may_be_absent: The inputs that a call may leave out, unless another call has given one: the graphs then read
-            the value at capture.
         unused: Arguments that what is captured does not depend on.
         kept: Tensors that the graphs read and others may let go of.
         stands: Whether the module's calls come here.
@@ -86,7 +87,6 @@ class ForwardGraphs:
         eager_passes: EagerPasses,
         conditions: ReplayConditions,
         *,
-        may_be_absent: Collection[str] = (),
         unused: Collection[str] = (),
         kept: Sequence[Any] = (),
         stands: bool = True,
@@ -97,11 +97,10 @@ class ForwardGraphs:
         inputs = slots[0].inputs
         self._names = list(inputs)
         self._known = frozenset((*inputs, *unused))
-        self._absent = {*may_be_absent} & inputs.keys()
+        self._defaults = DefaultInputs()
         self._expected = ExpectedInputs(type(module).__name__, list(inputs.values()), self._names.__getitem__)
         self._shape = self.shape_of(inputs)
         self._packed_tokens = int(inputs[OFFSETS[0]][-1]) if OFFSETS[0] in inputs else 0
-        self._told: set[str] = set()
         if stands:
             module.__dict__["forward"] = self
 
@@ -131,46 +130,37 @@ class ForwardGraphs:
         Args:
             given: The arguments of the call by name; gets offsets in the place of packed sequences.
         """
-        inputs: list[Any] = []
         packed_otherwise = ""
         if self._packed_tokens:
             packed_otherwise = unpack(given, self._packed_tokens * self.shape_of(given)[0] // self._shape[0])
-        for name in self._names:
-            value = given.get(name)
-            if name in self._absent:
-                if value is None:
-                    value = passes.inputs[name]
-                else:
-                    self._absent.remove(name)  # a replay overwrites it
-            inputs.append(value)
+        mask = passes.inputs.get(_MASK)
+        unmasked = given.get(_MASK) is None
+        inputs: list[Any] = [mask if unmasked and name == _MASK else given.get(name) for name in self._names]
         others = [name for name, value in given.items() if value is not None and name not in self._known]
         changed = self._conditions.have_changed()
         if not (others or changed) and self._expected.accepts(inputs):
+            if mask is not None:
+                (self._defaults.restore if unmasked else self._defaults.will_overwrite)(_MASK, mask)
             return inputs
         shape = self.shape_of(given)
-        if not others and shape != self._shape:
-            self._eager_passes.note(*shape)
-        else:
-            self._eager_passes.total += 1
         if changed:
-            self._tell(self._conditions.changes())
+            reason = self._conditions.changes()
         elif packed_otherwise:
-            self._tell(f"it {packed_otherwise}. {ADVICE}")
+            reason = f"it {packed_otherwise}. {ADVICE}"
         elif others:
-            self._tell(f"it was captured without {', '.join(others)}")
+            reason = f"it was captured without {', '.join(others)}"
         elif missing := [name for name, value in zip(self._names, inputs, strict=True) if value is None]:
-            self._tell(f"it was captured with {', '.join(missing)}")
+            reason = f"it was captured with {', '.join(missing)}"
         else:
-            self._tell("other tensors than at capture" + (self._eager_passes.outlook if shape != self._shape else ""))
+            reason = "other tensors than at capture" + (self._eager_passes.outlook if shape != self._shape else "")
+        self._note_eager_pass(reason, shape if not others and shape != self._shape else None)
         return None
 
-    def _tell(self, reason: str) -> None:
-        """Log why a call for training runs eagerly, once for each reason."""
-        if reason not in self._told:
-            self._told.add(reason)
-            logger.warning(
-                f"{type(self.module).__name__} runs eagerly where its CUDA graphs do not fit the call: {reason}"
-            )
+    def _note_eager_pass(self, reason: str, shape: tuple[int, int] | None = None) -> None:
+        """Count a call for training that runs eagerly, and log ``reason`` if it is new; see ``EagerPasses.note``."""
+        reason = f"{type(self.module).__name__} runs eagerly where its CUDA graphs do not fit the call: {reason}"
+        if self._eager_passes.note(reason, shape):
+            logger.warning(reason)
 
     def reset(self) -> None:
         """Free the graphs, and give the module its ``forward`` back."""

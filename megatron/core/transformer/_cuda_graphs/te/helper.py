@@ -209,9 +209,8 @@ class TECudaGraphHelper:
         self._log_step()
         graphs = self._graphs
         graphs.before_step()
-        if graphs.microbatches is not None:
-            if graphs.microbatches != get_num_microbatches():
-                self._change_microbatches(get_num_microbatches())
+        if graphs.microbatches not in (None, get_num_microbatches()):
+            self._change_microbatches(get_num_microbatches())
         elif graphs.shapes is not None:
             shape = graphs.shapes.before_step(get_num_microbatches())
             if shape is not None:

@@ -118,10 +118,7 @@ class ModelGraphs(ForwardGraphs):
         unused = unused_by(model)
         if {"attention_mask", *OFFSETS}.isdisjoint(slots[0].inputs):  # there is no attention
             unused.add("attention_mask")
-        absent = ("attention_mask",)
-        super().__init__(
-            model, slots, eager_passes, conditions, may_be_absent=absent, unused=unused, kept=kept, stands=stands
-        )
+        super().__init__(model, slots, eager_passes, conditions, unused=unused, kept=kept, stands=stands)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, by a replay if possible."""
@@ -155,8 +152,8 @@ class ModelGraphs(ForwardGraphs):
             return self.slots[0]
         number = getattr(decoder_layers(self.module)[0], "current_microbatch", None)
         if number is None or number >= len(self.slots) or get_num_microbatches() != len(self.slots):
-            self._eager_passes.total += 1
-            self._tell(f"it was captured for steps of {len(self.slots)} micro-batches that a pipeline schedule runs")
+            micro_batches = f"{len(self.slots)} micro-batches that a pipeline schedule runs"
+            self._note_eager_pass(f"it was captured for steps of {micro_batches}")
             return None
         return self.slots[number]
 

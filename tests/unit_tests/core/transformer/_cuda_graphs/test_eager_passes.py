@@ -10,7 +10,7 @@ SHORT, LONG = (8, 2), (16, 2)
 def passes_of(*shapes):
     passes = EagerPasses()
     for shape in shapes:
-        passes.note(*shape)
+        passes.note("another shape", shape)
     return passes
 
 
@@ -32,12 +32,12 @@ def test_passes_are_counted_from_the_last_question_on():
     passes = passes_of(SHORT)
     assert passes.shape_of_all(1) == SHORT
     assert passes.shape_of_all(1) is None
-    passes.note(*LONG)
+    passes.note("another shape", LONG)
     assert passes.shape_of_all(1) == LONG
 
 
-def test_only_the_first_pass_of_a_shape_is_new():
+def test_only_the_first_pass_with_a_reason_is_new():
     passes = EagerPasses()
-    assert [passes.note(*shape) for shape in (SHORT, SHORT, LONG, SHORT)] == [True, False, True, False]
-    passes.shape_of_all(4)
-    assert not passes.note(*SHORT)
+    assert [passes.note(reason) for reason in ("hook", "hook", "mask", "hook")] == [True, False, True, False]
+    assert (passes.total, passes.reason) == (4, "hook")
+    assert passes.shape_of_all(4) is None

@@ -2,12 +2,14 @@
 
 import copy
 import weakref
+from unittest import mock
 
 import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads
 from megatron.core.transformer._cuda_graphs.eager_passes import EagerPasses
+from megatron.core.transformer._cuda_graphs.expected_inputs import DefaultInputs
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph, LayerGraphs
 from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
 
@@ -66,30 +68,28 @@ def test_a_keyword_that_was_never_given_keeps_what_capture_put_there(given):
     assert kwargs["attention_mask"] is MASK
 
 
-def test_a_keyword_that_was_given_once_must_be_given_again():
-    graph = layer_graph()
-    graph(HIDDEN)
-    graph(HIDDEN, attention_mask=MASK)
-    with pytest.raises(ValueError, match=r"layer 3 .*: attention_mask was given to some replays and is None"):
-        graph(HIDDEN, attention_mask=None)
-
-
-def test_where_values_are_kept_a_keyword_that_another_layer_was_given_is_as_at_capture():
-    static = MASK.clone()
-    given: dict[int, torch.Tensor | None] = {}
-
-    def sharing_layer() -> LayerGraph:
-        shared = {"attention_mask": static}
-        return LayerGraph("a layer", Graphed(), (HIDDEN,), shared, has_attention=True, given=given, keeps_values=True)
-
-    first, middle = sharing_layer(), sharing_layer()
-    _, kwargs = replayed_with(middle, HIDDEN)
-    assert kwargs["attention_mask"] is static  # nothing to copy
+def test_a_keyword_left_out_after_it_was_given_is_as_at_capture():
+    static, defaults = MASK.clone(), DefaultInputs()
+    of_both = {"attention_mask": static}
+    first, second = (
+        LayerGraph("a layer", Graphed(), (HIDDEN,), of_both, has_attention=True, defaults=defaults) for _ in range(2)
+    )
     for _ in range(2):
         first(HIDDEN, attention_mask=~MASK)
         static.copy_(~MASK)  # as a replay does
-        _, kwargs = replayed_with(middle, HIDDEN)
-        assert torch.equal(kwargs["attention_mask"], MASK)
+        for layer in (second, first):
+            _, kwargs = replayed_with(layer, HIDDEN)
+            assert kwargs["attention_mask"] is static  # nothing to copy
+            assert torch.equal(static, MASK)
+
+
+def test_the_value_at_capture_is_kept_once_for_all_layers():
+    defaults, statics = DefaultInputs(), [MASK.clone() for _ in range(3)]
+    clones: list[torch.Tensor] = []
+    with mock.patch.object(torch.Tensor, "clone", lambda tensor: clones.append(tensor) or MASK):
+        for static in statics:
+            defaults.will_overwrite("attention_mask", static)
+    assert [id(tensor) for tensor in clones] == [id(statics[0])]
 
 
 def test_a_keyword_of_capture_must_be_a_tensor():

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.eager_passes import EagerPasses
+from megatron.core.transformer._cuda_graphs.te import changed_shapes
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import STEPS, ChangedShapes
 
 pytestmark = pytest.mark.usefixtures("cpu_backend")
@@ -16,10 +17,10 @@ LAYERS = 3
 def steps_of(shapes, groups=(), microbatches=1):
     """What is agreed on before each step but the first, if the steps have these shapes; None is the captured one."""
     passes = EagerPasses()
-    watch = ChangedShapes(passes, 4, LAYERS, groups, microbatches)
+    watch = ChangedShapes(passes, 4, LAYERS, groups, microbatches, captures_again=True)
     for shape in shapes:
         for _ in range(LAYERS * microbatches if shape else 0):
-            passes.note(*shape)
+            passes.note("another shape", shape)
         yield watch.before_step(microbatches)
 
 
@@ -54,33 +55,44 @@ def test_shapes_that_take_turns_are_not_agreed_on(shapes):
 
 def test_a_step_of_which_some_micro_batches_were_replayed_does_not_count():
     passes = EagerPasses()
-    watch = ChangedShapes(passes, 4, LAYERS, (), 2)
+    watch = ChangedShapes(passes, 4, LAYERS, (), 2, captures_again=True)
     for _ in range(2 * STEPS):
         for _ in range(LAYERS):  # of one of two micro-batches
-            passes.note(*LONG)
+            passes.note("another shape", LONG)
         assert watch.before_step(2) is None
 
 
 class Group:
-    """A group of two ranks, the other of which always brings the same."""
+    """A group of two ranks, the other of which always brings the same shape, and is ``eager`` minus one if it says."""
 
-    def __init__(self, other):
-        self.other = torch.tensor([other, [-size for size in other]])
+    def __init__(self, other, eager=0):
+        self.other = torch.tensor([*other, *(-size for size in other), eager])
 
     def size(self):
         return 2
+
+
+@pytest.fixture
+def reasons(monkeypatch):
+    """The store of the reasons why ranks run eagerly; this one is the first of several."""
+
+    def all_reduce(tensor, op, group):
+        assert op == torch.distributed.ReduceOp.MAX
+        tensor.copy_(torch.maximum(tensor, group.other))
+
+    store = torch.distributed.HashStore()
+    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 0)
+    monkeypatch.setattr(changed_shapes, "_reasons", lambda: store)
+    return store
 
 
 @pytest.mark.parametrize(
     ("others", "expected"),
     [([LONG], LONG), ([SHORT], None), ([(0, 0)], None), ([(16, 4)], None), ([LONG, LONG], LONG), ([LONG, SHORT], None)],
 )
-def test_all_ranks_of_all_groups_must_bring_the_same_shape(monkeypatch, others, expected):
-    def all_reduce(tensor, op, group):
-        assert op == torch.distributed.ReduceOp.MAX
-        tensor.copy_(torch.maximum(tensor, group.other))
-
-    monkeypatch.setattr(torch.distributed, "all_reduce", all_reduce)
+@pytest.mark.usefixtures("reasons")
+def test_all_ranks_of_all_groups_must_bring_the_same_shape(others, expected):
     groups = [Group(other) for other in others]
     assert agreed([LONG] * (STEPS + 1), groups=groups) == ([(STEPS + 1, expected)] if expected else [])
 
@@ -92,8 +104,37 @@ def test_a_group_of_one_rank_is_not_asked(monkeypatch):
 
 def test_graphs_that_are_kept_for_their_shape_are_never_captured_again():
     passes = EagerPasses()
-    watch = ChangedShapes(passes, 4, LAYERS, None, 1)
+    watch = ChangedShapes(passes, 4, LAYERS, (), 1, captures_again=False)
     for _ in range(3 * STEPS):
         for _ in range(LAYERS):
-            passes.note(*LONG)
+            passes.note("another shape", LONG)
         assert watch.before_step(1) is None
+
+
+def run_steps(eager, group):
+    """Run steps, of which those whose number is in ``eager`` have an eager pass, beside a rank that ``group`` has."""
+    passes = EagerPasses()
+    watch = ChangedShapes(passes, 4, LAYERS, [group], 1, captures_again=False)
+    for step in range(3 * STEPS):
+        if step in eager:
+            passes.note("a hook")
+        watch.before_step(1)
+
+
+def test_a_rank_that_waits_logs_once_why_another_runs_eagerly(reasons, caplog):
+    reasons.set("4", "a mask")
+    run_steps((), Group((0, 0), eager=4))
+    (record,) = caplog.records
+    assert record.message == "This rank waits for rank 3, which runs passes eagerly: a mask"
+
+
+def test_a_rank_that_runs_eagerly_too_waits_for_no_other(reasons, caplog):
+    run_steps(range(3 * STEPS), Group((0, 0), eager=4))
+    assert not caplog.records
+    assert reasons.get("1") == b"a hook"
+
+
+@pytest.mark.parametrize(("eager", "repeats"), [((3,), False), ((3, 4), True), ((3, STEPS + 3), True)])
+def test_a_rank_gives_its_reason_if_eager_passes_repeat(reasons, eager, repeats):
+    run_steps(eager, Group((0, 0)))
+    assert reasons.check(["1"]) == repeats

@@ -13,6 +13,7 @@ from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeRead
 from megatron.core.transformer._cuda_graphs.eager_passes import EagerPasses
 from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
 from megatron.core.transformer._cuda_graphs.te import whole_model
+from megatron.core.transformer._cuda_graphs.te.decoder_graphs import DecoderGraphs
 from megatron.core.transformer._cuda_graphs.te.whole_model import ModelGraphs, sample_inputs
 from megatron.core.transformer.enums import AttnMaskType
 
@@ -111,10 +112,21 @@ def test_without_a_mask_the_graphs_read_the_one_of_the_capture():
     assert graphs.passes.replayed[0][2] is static["attention_mask"]
 
 
-def test_a_call_without_a_mask_after_one_with_a_mask_runs_eagerly():
-    model, _, _ = graphed()
+def test_a_call_without_a_mask_reads_the_mask_of_the_capture():
+    model, _, static = graphed()
+    for _ in range(2):
+        assert replays(model, ids(), ids(), ~mask(), labels=ids())
+        static["attention_mask"].copy_(~mask())  # as a replay does
+        assert replays(model, ids(), ids(), None, labels=ids())
+        assert torch.equal(static["attention_mask"], mask())
+
+
+def test_a_call_that_does_not_fit_leaves_the_mask_as_it_is():
+    model, _, static = graphed()
     assert replays(model, ids(), ids(), ~mask(), labels=ids())
-    assert not replays(model, ids(), ids(), None, labels=ids())
+    static["attention_mask"].copy_(~mask())  # as a replay does, whose backward pass may read it
+    assert not replays(model, ids(2, 4), ids(2, 4), None, labels=ids(2, 4))
+    assert torch.equal(static["attention_mask"], ~mask())
 
 
 def test_a_mask_is_ignored_where_no_layer_has_attention():
@@ -399,3 +411,17 @@ def test_steps_of_another_number_of_micro_batches_run_eagerly(chunk, caplog, mic
         assert not any(call(chunk, microbatch, hidden()) for _ in range(2))
     (record,) = caplog.records
     assert "captured for steps of 2 micro-batches" in record.message
+
+
+def test_a_decoder_call_without_packed_sequences_runs_eagerly():
+    class Decoder(torch.nn.Module):
+        def forward(self, hidden_states, attention_mask=None, packed_seq_params=None):
+            return hidden_states
+
+    decoder = Decoder()
+    passes = Passes({"hidden_states": torch.zeros(8, 1, 4)} | dict.fromkeys(OFFSETS, offsets(8, 8)))
+    conditions = ReplayConditions(decoder, AttributeReads(), forward_replaced=True)
+    graphs = DecoderGraphs(decoder, [cast(Any, passes)], EagerPasses(), conditions)
+    assert graphs.inputs_of({"hidden_states": torch.zeros(8, 1, 4)}, graphs.passes) is None
+    given = {"hidden_states": torch.zeros(8, 1, 4), "packed_seq_params": packed(3, 8)}
+    assert graphs.inputs_of(given, graphs.passes) is not None
