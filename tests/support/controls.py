@@ -110,8 +110,6 @@ def interrupted_on_one_rank(training: Training) -> None:
 
 def _interrupt(training: Training, capture: Callable[[], object]) -> None:
     """Call ``capture`` with KeyboardInterrupt in the capture of the last rank's last layer."""
-    from megatron.core.transformer._cuda_graphs.errors import CaptureInterruptedError
-
     mlp, last = training.layers[-1].mlp, dist.get_world_size() - 1
     forward = mlp.forward
 
@@ -120,15 +118,17 @@ def _interrupt(training: Training, capture: Callable[[], object]) -> None:
             raise KeyboardInterrupt
         return forward(*args, **kwargs)
 
-    raised: BaseException | None = None
+    raised = ""
     try:
         with mock.patch.object(mlp, "forward", interrupt) if dist.get_rank() == last else nullcontext():
             capture()
-    except (KeyboardInterrupt, CaptureInterruptedError) as error:
-        raised = error
-    assert type(raised) is (KeyboardInterrupt if dist.get_rank() == last else CaptureInterruptedError), raised
-    said = re.fullmatch(rf"CUDA graph capture was interrupted on rank {last}, .*: KeyboardInterrupt", str(raised))
-    assert said or dist.get_rank() == last, raised
+    except BaseException as error:
+        raised = repr(error)
+    everywhere = [raised] * dist.get_world_size()
+    dist.all_gather_object(everywhere, raised)
+    expected = rf"CaptureInterruptedError\('CUDA graph capture was interrupted on rank {last}, .*: KeyboardInterrupt'\)"
+    assert everywhere[last] == "KeyboardInterrupt()", everywhere
+    assert all(re.fullmatch(expected, text) for text in everywhere[:last]), everywhere
 
 
 def failed_recaptures(training: Training) -> None:

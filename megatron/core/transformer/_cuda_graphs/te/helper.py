@@ -56,8 +56,8 @@ class TECudaGraphHelper:
     Args:
         model: The model's chunks, wrapped as for training; one chunk without virtual pipeline stages.
         config: The model's ``TransformerConfig``, with ``cuda_graph_impl="transformer_engine"``. An attribute
-            ``cuda_graph_fallback`` of it, ``error`` if there is none, says what a failed capture does: ``error`` raises
-            CaptureFailedError, ``eager`` warns, and training goes on without graphs. Another one,
+            ``cuda_graph_fallback`` of it, ``error`` if there is none, says what a failed capture or recapture does:
+            ``error`` raises CaptureFailedError, ``eager`` warns, and training goes on. Another one,
             ``cuda_graph_max_captures``, says how often ``create_cudagraphs`` and ``before_step`` capture together.
             ``cuda_graph_report`` names a folder to which rank 0 writes what was captured. ``cuda_graph_step_log`` makes
             what is called with the helper and whether its graphs are about to be deleted: before that, and before each
@@ -188,11 +188,15 @@ class TECudaGraphHelper:
         It does so ``config.cuda_graph_max_captures - 1`` times. From then on graphs are kept for their shape, and
         deleted for good if the number of micro-batches changes.
 
+        If a recapture fails and ``config.cuda_graph_fallback`` is ``eager``, graphs are captured again for the former
+        shape and kept for it; with another number of micro-batches, steps run eagerly until the number changes again.
+        ``seq_length``, ``micro_batch_size`` and ``num_microbatches`` change only when a recapture succeeds.
+
         Returns:
             Whether ``create_cudagraphs`` has run, even if there were no layers to capture.
 
         Raises:
-            CaptureFailedError: as ``create_cudagraphs``.
+            CaptureFailedError, CaptureInterruptedError: as ``create_cudagraphs``.
         """
         self._log_step()
         graphs = self._graphs
@@ -227,7 +231,7 @@ class TECudaGraphHelper:
         finally:
             if not self.graphs_created():
                 self.seq_length, self.micro_batch_size = former
-        if not self.graphs_created():
+        if not self.graphs_created():  # the former graphs were deleted first, for their memory
             self._recaptures.stop()
             self._capture_shape(*former)
 
@@ -279,6 +283,8 @@ class TECudaGraphHelper:
             CallOrderError: the graphs have been captured already.
             CaptureFailedError: capture failed, and ``config.cuda_graph_fallback`` is not ``eager``; names the rank and
                 the layer. On the rank that failed the error's ``__cause__`` is the exception.
+            CaptureInterruptedError: another rank was interrupted, by Ctrl-C for example. That rank raises its own
+                exception.
             RuntimeError: the ranks have no store to agree over.
         """
         if self._graphs.none_because != BEFORE_CAPTURE:
@@ -291,7 +297,7 @@ class TECudaGraphHelper:
         except CaptureFailedError as failed:
             if not goes_on_eagerly(self.config):
                 raise
-            warn_of_failure(failed, "Training goes on without CUDA graphs (--cuda-graph-fallback eager)")
+            warn_of_failure(failed, "Training goes on without these CUDA graphs (--cuda-graph-fallback eager)")
         release_cached_memory()  # the exception is gone, and with it what its frames held
         self._graphs = StageGraphs(self.stage, CAPTURE_FAILED)
 
@@ -304,7 +310,7 @@ class TECudaGraphHelper:
             if not self.choice.captures_layers_instead():
                 raise
             warn_of_failure(failed, "Now its layers are captured")
-        release_cached_memory()  # as above
+        release_cached_memory()
         self._capture(model_failed=True)
 
     def _capture(self, model_failed: bool) -> None:

@@ -356,7 +356,7 @@ class TestObjections:
         assert on_ranks(2, run) == [(Objection(0, "a reason"), OUT_OF_MEMORY), OUT_OF_MEMORY]
 
 
-def test_an_interrupted_rank_does_not_go_on_after_a_failure_on_another():
+def test_an_interrupt_outranks_a_failure_on_another_rank():
     failed = threading.Event()
     interrupt = Failure(1, "layer 3 (Layer), forward", "KeyboardInterrupt", interrupted=True)
 

@@ -92,7 +92,7 @@ class TestCaptureMode:
         capturing.create_cudagraphs()
         assert state(capturing) == {"capturing": False, "graphs": False, "finished": True, "resets": 1}
         (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
-        assert "without CUDA graphs (--cuda-graph-fallback eager)" in record.getMessage()
+        assert "without these CUDA graphs (--cuda-graph-fallback eager)" in record.getMessage()
         assert record.exc_info[0] is Failure
 
     @pytest.mark.parametrize("fallback", ["error", "eager"])

@@ -20,7 +20,7 @@ from megatron.core.transformer._cuda_graphs.te import capture_arguments
 from megatron.core.transformer._cuda_graphs.te.attached_graphs import attach_graphs
 from megatron.core.transformer._cuda_graphs.te.backends import Backend
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
-from megatron.core.transformer._cuda_graphs.te.changed_shapes import ChangedShapes, Recaptures
+from megatron.core.transformer._cuda_graphs.te.changed_shapes import ChangedShapes
 from megatron.core.transformer._cuda_graphs.te.graph_choice import Holds, blocker
 from megatron.core.transformer._cuda_graphs.te.layers import fsdp_of, language_model_layers
 from megatron.core.transformer._cuda_graphs.te.order import get_overlap_moe_expert_parallel_comm_order
@@ -637,15 +637,16 @@ def test_after_a_failed_recapture_the_former_shape_is_captured(longer, caplog, f
     assert (capturing.seq_length, capturing.micro_batch_size) == (32, 1)
 
 
-def test_a_failed_recapture_for_a_shape_is_the_last():
-    recaptures = Recaptures(stage_of())
-    assert recaptures.are_left()
-    recaptures.stop()
-    assert not recaptures.are_left()
-    assert recaptures.why_none() == ", as a capture for another shape has failed"
+def test_a_failed_recapture_for_a_shape_is_the_last(longer):
+    capturing = helper_of(failing_at(2), cuda_graph_fallback="eager")
+    capturing.create_cudagraphs()
+    assert capturing._recaptures.are_left()
+    capturing.before_step()
+    assert not capturing._recaptures.are_left()
+    assert capturing._recaptures.why_none() == ", as a capture for another shape has failed"
 
 
-def test_a_number_of_micro_batches_that_comes_back_is_captured_again(two_stages):
+def test_an_earlier_number_of_micro_batches_is_captured_again(two_stages):
     capturing = helper_of(failing_at(2), cuda_graph_fallback="eager")
     set_microbatches(2)
     capturing.create_cudagraphs()
@@ -657,7 +658,7 @@ def test_a_number_of_micro_batches_that_comes_back_is_captured_again(two_stages)
     assert seen == [(False, "capture-failed", 2)] * 2 + [(True, "", 2)]
 
 
-def test_a_failed_recapture_for_micro_batches_is_an_error_by_default(two_stages):
+def test_a_failed_recapture_for_micro_batches_is_an_error(two_stages):
     capturing = helper_of(failing_at(2))
     set_microbatches(2)
     capturing.create_cudagraphs()
