@@ -44,10 +44,11 @@ class Failure:
 
     def error(self) -> CaptureFailedError | CaptureInterruptedError:
         """Return the exception that all ranks raise; an interrupted one raises its own instead."""
-        what = f"on rank {self.rank}, {self.where}: {self.cause}"
         if self.interrupted:
-            return CaptureInterruptedError(f"CUDA graph capture was interrupted {what}")
-        return CaptureFailedError(f"CUDA graph capture failed {what}")
+            return CaptureInterruptedError(
+                f"CUDA graph capture was interrupted on rank {self.rank}, {self.where}: {self.cause}"
+            )
+        return CaptureFailedError(f"CUDA graph capture failed on rank {self.rank}, {self.where}: {self.cause}")
 
 
 @dataclass(frozen=True)
