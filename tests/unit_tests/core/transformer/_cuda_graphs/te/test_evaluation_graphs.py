@@ -13,7 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
+from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError, CaptureInterruptedError
+from megatron.core.transformer._cuda_graphs.te.agreement import CaptureAgreement, Failure
 from tests.support.sample import each_once, mostly_long
 from tests.unit_tests.core.distributed.captured_training import CapturedTraining, graphed, in_use, trained
 from tests.unit_tests.core.distributed.fsdp_variants import FINE_FORWARD, Variant
@@ -408,6 +409,16 @@ def test_a_failed_capture_for_evaluation_is_an_error_by_default(one_rank, layers
         evaluate_with_host_read(training)
     training.evaluate()
     assert training.evaluation_replays == [0]
+    training.delete()
+
+
+def test_an_interrupt_on_another_rank_ends_evaluation(one_rank, monkeypatch):
+    interrupt = Failure(1, "evaluation of layer 1", "KeyboardInterrupt", interrupted=True)
+    training = CapturedTraining(graphed(MODEL))
+    training.config.cuda_graph_fallback = "eager"
+    monkeypatch.setattr(CaptureAgreement, "finish", lambda agreement: agreement._check(interrupt))
+    with pytest.raises(CaptureInterruptedError, match="interrupted on rank 1"):
+        training.evaluate()
     training.delete()
 
 
