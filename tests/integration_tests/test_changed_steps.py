@@ -29,6 +29,10 @@ GROWING: list[dict[str, Any]] = [
     ONCE | {"modules": ["attn"], "micro_batches_later": [1]},
     ONCE | {"fsdp": False, "microbatches": 2},
 ]
+FAILED: list[dict[str, Any]] = [
+    {"control": "failed_recaptures", "sequences_later": [24, 16], "steps": TWICE["steps"], **case}
+    for case in ({"layers_per_graph": None}, {"layers_per_graph": 1, "evaluates": True}, {"fsdp": False})
+]
 NOT_CAPTURED_AGAIN: list[dict[str, Any]] = [
     ONCE | {"max_captures": 1},
     ONCE | {"sequences_later": [24, 32], "turn": 1},
@@ -84,7 +88,7 @@ OTHER_LENGTHS: list[dict[str, Any]] = [
 
 @pytest.fixture(scope="module")
 def data_parallel(compare_runs):
-    return Trained(GROWING + NOT_CAPTURED_AGAIN + INTERLEAVED + MASKED + WAITING, compare_runs, SIZES)
+    return Trained(GROWING + FAILED + NOT_CAPTURED_AGAIN + INTERLEAVED + MASKED + WAITING, compare_runs, SIZES)
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +111,13 @@ def test_graphs_are_captured_for_each_sequence_length(data_parallel, case):
         captured += CAPTURED_AGAIN_AFTER
         replayed += range(captured, CAPTURED_AFTER + 1 + (turn + 1) * TURN)
     assert steps_of_replays(result) == replayed
+
+
+@pytest.mark.parametrize("case", mostly_long(FAILED, FAILED[0]), ids=name_of)
+def test_after_a_failed_recapture_the_former_shape_has_graphs(data_parallel, case):
+    result = data_parallel[name_of(case)]
+    assert_as_eager(result)
+    assert steps_of_replays(result) == [CAPTURED_AFTER, *range(CAPTURED_AFTER + 1 + TURN, case["steps"])]
 
 
 @pytest.mark.parametrize("case", mostly_long(NOT_CAPTURED_AGAIN, NOT_CAPTURED_AGAIN[3]), ids=name_of)

@@ -37,6 +37,10 @@ FOR_EVALUATION: list[dict[str, Any]] = [
     {"control": "failed_warm_up_for_evaluation", "evaluates": True, "layers_per_graph": layers, "steps": 6}
     for layers in (0, -1)
 ]
+INTERRUPTED: list[dict[str, Any]] = [
+    {"control": "interrupted_on_one_rank", "layers_per_graph": layers, "dropout": 0.1, "steps": 6}
+    for layers in (-1, 0, 1)
+]
 
 
 @pytest.mark.parametrize(
@@ -49,6 +53,14 @@ def test_a_fault_is_an_error_on_every_rank_and_leaves_nothing_behind(tmp_path, o
         assert sum(result["attempts"].values()) >= 15
         assert result["passed"] == result["attempts"]
         assert result["replays_at_the_end"] > 0
+
+
+@pytest.mark.parametrize("case", mostly_long(INTERRUPTED, INTERRUPTED[0]), ids=name_of)
+def test_an_interrupt_on_one_rank_ends_a_capture_on_all(compare_runs, case):
+    (result,) = compare_runs([case])
+    assert not result["error"]
+    assert result["differences"] == []
+    assert result["replays"] > 0
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -88,6 +89,63 @@ def fallback_after_a_failure_on_one_rank(training: Training) -> None:
         handle.remove()
     assert training.helper.before_step() and not training.helper.graphs_created()
     assert before == after, f"a failed capture changed {[key for key in before if before[key] != after[key]]}"
+
+
+def interrupted_on_one_rank(training: Training) -> None:
+    """Interrupt the last rank in a capture, a recapture and a capture for evaluation: all ranks end each time."""
+    from megatron.core.transformer._cuda_graphs.te.changed_shapes import ChangedShapes
+
+    helper, case = training.helper, training.case
+    other_shape = case.sequence // 2, case.micro_batch
+    training.config.cuda_graph_fallback = "eager"
+    _interrupt(training, helper.create_cudagraphs)
+    helper.create_cudagraphs()
+    with mock.patch.object(ChangedShapes, "before_step", return_value=other_shape):
+        _interrupt(training, helper.before_step)
+    assert (helper.seq_length, helper.micro_batch_size) == (case.sequence, case.micro_batch)
+    helper.create_cudagraphs()
+    _interrupt(training, training.evaluate)
+    for chunk in training.chunks:
+        chunk.train()
+
+
+def _interrupt(training: Training, capture: Callable[[], object]) -> None:
+    """Call ``capture`` with KeyboardInterrupt in the capture of the last rank's last layer."""
+    mlp, last = training.layers[-1].mlp, dist.get_world_size() - 1
+    forward = mlp.forward
+
+    def interrupt(*args, **kwargs):
+        if torch.cuda.is_current_stream_capturing():
+            raise KeyboardInterrupt
+        return forward(*args, **kwargs)
+
+    raised = ""
+    try:
+        with mock.patch.object(mlp, "forward", interrupt) if dist.get_rank() == last else nullcontext():
+            capture()
+    except BaseException as error:
+        raised = repr(error)
+    everywhere = [raised] * dist.get_world_size()
+    dist.all_gather_object(everywhere, raised)
+    expected = rf"CaptureInterruptedError\('CUDA graph capture was interrupted on rank {last}, .*: KeyboardInterrupt'\)"
+    assert everywhere[last] == "KeyboardInterrupt()", everywhere
+    assert all(re.fullmatch(expected, text) for text in everywhere[:last]), everywhere
+
+
+def failed_recaptures(training: Training) -> None:
+    """Capture; later captures run out of memory on the last rank, except in the shape of the first one."""
+    mlp = training.layers[-1].mlp
+    forward = mlp.forward
+
+    def fail(hidden_states, *args, **kwargs):
+        if torch.cuda.is_current_stream_capturing() and hidden_states.shape[0] != training.case.sequence:
+            raise torch.OutOfMemoryError("out of memory, as it were")
+        return forward(hidden_states, *args, **kwargs)
+
+    training.config.cuda_graph_fallback = "eager"
+    training.helper.create_cudagraphs()
+    if dist.get_rank() == dist.get_world_size() - 1:
+        training.patches.enter_context(mock.patch.object(mlp, "forward", fail))
 
 
 def failed_forward_between_collectives(training: Training) -> None:
@@ -293,6 +351,7 @@ def _fail_for_evaluation(training: Training, fails: Callable[[], bool]) -> None:
         if not training.case.torch_fsdp:
             training.chunks[0].synchronize_param_gather()
 
+    training.config.cuda_graph_fallback = "eager"
     training.helper.create_cudagraphs()
     synchronize()
     before = training_state(training)
@@ -584,6 +643,8 @@ CONTROLS: dict[str, Callable[[Training], None]] = {
         failed_forward_capture,
         failed_backward_capture,
         fallback_after_a_failure_on_one_rank,
+        interrupted_on_one_rank,
+        failed_recaptures,
         failed_forward_between_collectives,
         failed_backward_between_collectives,
         hook_on_one_rank,

@@ -231,16 +231,18 @@ class Attempts:
     def _problems(
         self, error: BaseException | None, seconds: float, kind: str, mine: bool, faults: Faults
     ) -> list[str]:
-        from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
+        from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError, CaptureInterruptedError
 
         problems = [] if seconds < LIMIT else [f"the error took {seconds:.0f} s"]
         if mine and not faults.fired and error is None:  # the other rank may have failed earlier
             problems.append(f"it has only {len(faults.names)} operators and calls")
-        expected = KeyboardInterrupt if mine and kind == "interrupt" else CaptureFailedError
+        expected: type[BaseException] = CaptureFailedError
+        if kind == "interrupt":
+            expected = KeyboardInterrupt if mine else CaptureInterruptedError
         if type(error) is not expected:
             shown = "" if error is None else "".join(traceback.format_exception(error))[-1500:]
             problems.append(f"raised {type(error).__name__}: {shown}")
-        elif expected is CaptureFailedError and not re.search("rank .*(layer|decoder|whole model)", str(error)):
+        elif expected is not KeyboardInterrupt and not re.search("rank .*(layer|decoder|whole model)", str(error)):
             problems.append(f"names no rank or layer: {error}")
         return problems
 

@@ -26,10 +26,8 @@ class UnsupportedError(RuntimeError, AssertionError):
 
 
 class CaptureFailedError(RuntimeError):
-    """A capture of CUDA graphs failed, on this rank or on another; every rank that took part raises it.
+    """A capture of CUDA graphs failed, on this rank or on another; every rank that took part raises it."""
 
-    Attributes:
-        interrupted: Whether it was interrupted, by Ctrl-C for example.
-    """
 
-    interrupted = False
+class CaptureInterruptedError(RuntimeError):
+    """A capture was interrupted on another rank, by Ctrl-C for example; no fallback catches it."""

@@ -7,6 +7,7 @@ and nothing may be enqueued on a stream that is captured.
 """
 
 import json
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -15,9 +16,13 @@ from typing import Any
 import torch
 from torch.distributed import PrefixStore, Store, distributed_c10d
 
-from ..errors import CaptureFailedError
+from megatron.core.utils import log_single_rank
+
+from ..errors import CaptureFailedError, CaptureInterruptedError
 from ..hooks import HookDicts
 from ..report.timeline import Timeline
+
+logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
 _AGREED = "agreed"
 
@@ -29,7 +34,7 @@ class Failure:
     Attributes:
         rank: The rank that it failed on, of all ranks.
         cause: The type of the exception and its text.
-        interrupted: Whether it was an interruption, not an error.
+        interrupted: Whether the exception is not an ``Exception``: KeyboardInterrupt or SystemExit.
     """
 
     rank: int
@@ -37,11 +42,13 @@ class Failure:
     cause: str
     interrupted: bool = False
 
-    def error(self) -> CaptureFailedError:
-        """Return the exception that every rank raises."""
-        error = CaptureFailedError(f"CUDA graph capture failed on rank {self.rank}, {self.where}: {self.cause}")
-        error.interrupted = self.interrupted
-        return error
+    def error(self) -> CaptureFailedError | CaptureInterruptedError:
+        """Return the exception that all ranks raise; an interrupted one raises its own instead."""
+        if self.interrupted:
+            return CaptureInterruptedError(
+                f"CUDA graph capture was interrupted on rank {self.rank}, {self.where}: {self.cause}"
+            )
+        return CaptureFailedError(f"CUDA graph capture failed on rank {self.rank}, {self.where}: {self.cause}")
 
 
 @dataclass(frozen=True)
@@ -82,7 +89,8 @@ class Ballot:
     def vote(self, against: Against | None = None) -> Against | None:
         """Return None once all ranks have voted for None; otherwise, at once, what a rank voted first against it.
 
-        A failure does not give way to an objection, after which the others would wait for this rank.
+        A failure does not give way to an objection, after which the others would wait for this rank, nor an
+        interruption to a failure, after which this rank might go on.
 
         Raises:
             RuntimeError: ranks have not voted for the time limit of the group, or the store is gone.
@@ -94,6 +102,8 @@ class Ballot:
             # Another rank objected, or Ctrl-C came in the vote before, which had counted.
             while isinstance(against, Failure) and not isinstance(decided, Failure):
                 decided = self._cast(against)
+            if isinstance(against, Failure) and against.interrupted:
+                return against
         except torch.distributed.DistNetworkError as error:
             raise RuntimeError(
                 f"the store over which ranks agree on a CUDA graph capture is gone ({error}): the process that has it, "
@@ -170,7 +180,7 @@ class CaptureAgreement:
         """Wait until all ranks of the stage are about to launch a collective.
 
         Raises:
-            CaptureFailedError: a rank failed.
+            CaptureFailedError, CaptureInterruptedError: a rank failed.
         """
         if self._timeline is None:
             self._vote_of_stage()
@@ -186,7 +196,7 @@ class CaptureAgreement:
             reason: Why this one objects; empty if it does not.
 
         Raises:
-            CaptureFailedError: a rank failed.
+            CaptureFailedError, CaptureInterruptedError: a rank failed.
         """
         against = self._vote_of_stage(Objection(torch.distributed.get_rank(), reason) if reason else None)
         if self._pipeline is not None:
@@ -197,24 +207,24 @@ class CaptureAgreement:
         """Wait until all ranks, those of other stages too, have captured everything.
 
         Raises:
-            CaptureFailedError: a rank failed.
+            CaptureFailedError, CaptureInterruptedError: a rank failed.
         """
         self._where = "after the last layer"
         self._vote_of_stage()
         if self._pipeline is not None:
             self._check(self._pipeline.vote())
 
-    def failed(self, error: BaseException) -> CaptureFailedError:
+    def failed(self, error: BaseException) -> CaptureFailedError | CaptureInterruptedError:
         """Let all ranks know that this one failed with ``error``; return what every rank is to raise.
 
         All ballots get its vote, also those in which others may have learnt of it already: none waits for this rank.
         """
         if self._timeline is not None:
             self._timeline.end()
-        agreed = self._failure if isinstance(error, CaptureFailedError) else None
+        agreed = self._failure if isinstance(error, CaptureFailedError | CaptureInterruptedError) else None
         if agreed is None:
-            cause, interrupted = f"{type(error).__name__}: {error}", not isinstance(error, Exception)
-            agreed = Failure(torch.distributed.get_rank(), self._where, cause, interrupted)
+            cause = f"{type(error).__name__}: {error}".removesuffix(": ")
+            agreed = Failure(torch.distributed.get_rank(), self._where, cause, not isinstance(error, Exception))
         for ballot in [*self._stage, *([] if self._pipeline is None else [self._pipeline])]:
             with suppress(RuntimeError):  # the store is gone, and the others learn that by themselves
                 decided = ballot.vote(agreed)
@@ -231,6 +241,15 @@ class CaptureAgreement:
             self._failure = against
             raise against.error()
         return against
+
+
+def warn_of_failure(failed: CaptureFailedError, outlook: str) -> None:
+    """Log a failed capture and what follows; with the exception, on the rank that it failed on."""
+    message = f"{failed}. {outlook}."
+    if isinstance(failed.__cause__, CaptureFailedError):  # another rank's
+        log_single_rank(logger, logging.WARNING, message)
+    else:
+        logger.warning(message, exc_info=failed.__cause__)
 
 
 def naming_hooks(hooks: Sequence[HookDicts], names: Sequence[str], agreement: CaptureAgreement) -> list[dict[str, Any]]:

@@ -106,18 +106,25 @@ class Recaptures:
 
     def __init__(self, stage: Stage):
         self._stage = stage
+        self._failed = False
         self.done = 0
 
     def begin(self) -> None:
-        """Note that another one begins."""
+        """Count one that begins."""
         self.done += 1
+
+    def stop(self) -> None:
+        """Allow no other, as one for another shape has failed."""
+        self._failed = True
 
     def are_left(self) -> bool:
         """Whether there may be another."""
-        return self.done + 1 < max_captures(self._stage.config)
+        return not self._failed and self.done + 1 < max_captures(self._stage.config)
 
     def why_none(self) -> str:
-        """Say, for the end of a sentence, why there will be no other."""
+        """Return a log suffix: why there will be no other."""
+        if self._failed:
+            return ", as a capture for another shape has failed"
         allowed = max_captures(self._stage.config)
         return f", as graphs have been captured as often as {CAPTURES_FLAG} {allowed} allows"
 

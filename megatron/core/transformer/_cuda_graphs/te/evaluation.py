@@ -19,14 +19,14 @@ from ..dispatcher_state import DispatcherState
 from ..eager_passes import EagerPasses
 from ..engine.addresses import AddressGuard, places_of
 from ..engine.make_graphed_callables import make_graphed_callables
-from ..errors import CaptureFailedError, UnsupportedError
+from ..errors import CaptureFailedError
 from ..expected_inputs import DefaultInputs
-from ..flags.own import packed_sequences
+from ..flags.own import goes_on_eagerly, packed_sequences
 from ..hooks import extracted_hooks, has_other_hooks
 from ..layer_graph import EvaluationGraph
 from ..replacements import Replacements, between, replaced_attribute
 from ..replay_conditions import ReplayConditions
-from .agreement import CaptureAgreement
+from .agreement import CaptureAgreement, warn_of_failure
 from .capture_arguments import WARMUP_ITERATIONS, quantization_arguments, recorded_quantization
 from .joined_collectives import joined_collectives
 from .layers import layer_name
@@ -96,8 +96,7 @@ class EvaluationGraphs:
     Where training's graphs hold the whole model, or the chunk, so does one of evaluation, if the first call fits it.
 
     The graphs have static inputs and a memory pool of their own, and what they return is copied: whenever evaluation
-    runs, it changes nothing that training's graphs or a backward pass that is still to come will read. A capture that
-    fails leaves evaluation eager.
+    runs, it changes nothing that training's graphs or a backward pass that is still to come will read.
 
     Args:
         chunk: The chunk of it whose layers have graphs of training.
@@ -122,24 +121,39 @@ class EvaluationGraphs:
 
         Args:
             args: Positional arguments of the model in the evaluation that begins: the graphs are for their shape.
+
+        Raises:
+            CaptureFailedError: capture failed, and ``config.cuda_graph_fallback`` is not ``eager``.
+            CaptureInterruptedError: another rank was interrupted.
         """
-        layers = self._layers
-        if not layers:  # reset
+        if not self._layers:  # reset
             return
-        if blocker := self.blocker():
-            log_single_rank(logger, logging.INFO, f"Evaluation runs eagerly, because {blocker}")
+        level, refused = logging.INFO, self.blocker()
+        try:
+            if not refused:
+                level, refused = logging.WARNING, self._capture_together(args, kwargs)
+        except CaptureFailedError as failed:
+            if not goes_on_eagerly(self._stage.config):
+                raise
+            warn_of_failure(failed, "Evaluation runs eagerly (--cuda-graph-fallback eager)")
             return
+        if refused:
+            log_single_rank(logger, level, f"Evaluation runs eagerly, because {refused}")
+
+    def _capture_together(self, args: tuple, kwargs: dict[str, Any]) -> str:
+        """Capture on all ranks, or return why on none; raise what every rank raises."""
+        layers, whole = self._layers, self._whole
         agreement = self._stage.agreement(with_other_stages=False)  # later stages wait for this one's output
         graphs: list[Any] = []
         shape = shape_of_call(self._model, args, kwargs) or self._shape
         try:
-            if any(has_other_hooks(module) for layer in layers for module in layer.modules()):  # perhaps here only
-                raise UnsupportedError("layers, or modules in them, have hooks of others")
-            whole = self._whole
+            hooked = any(has_other_hooks(module) for layer in layers for module in layer.modules())
+            if refused := agreement.objection("layers, or modules in them, have hooks of others" if hooked else ""):
+                return refused
             if whole is not None and agreement.objection(call_blocker(whole.module, whole.by_name(args, kwargs))):
                 whole = None
-            if whole is None and (reason := evaluation_blocker(self._stage.config, whole=False)):
-                raise UnsupportedError(reason)
+            if whole is None and (refused := evaluation_blocker(self._stage.config, whole=False)):
+                return refused
             with joined_collectives(agreement.join):
                 graphs = self._capture(agreement, shape) if whole is None else [self._capture_model(agreement, shape)]
             agreement.finish()
@@ -147,14 +161,9 @@ class EvaluationGraphs:
             for graph in graphs:
                 graph.reset()
             failed = agreement.failed(error)
-            if not isinstance(error, Exception):  # Ctrl-C
-                raise
-            warning = f"{failed}. Evaluation runs eagerly."
-            if isinstance(error, CaptureFailedError):
-                log_single_rank(logger, logging.WARNING, warning)
-            else:
-                logger.warning(warning, exc_info=None if isinstance(error, UnsupportedError) else error)
-            return
+            if isinstance(error, Exception):
+                raise failed from error
+            raise  # Ctrl-C
         captured = f"{len(graphs)} layer graphs" if whole is None else "the whole model"
         if whole is None:
             for layer, graph in zip(layers, graphs, strict=True):
@@ -162,6 +171,7 @@ class EvaluationGraphs:
         else:
             (whole.evaluation,) = graphs
         log_single_rank(logger, logging.INFO, f"Captured {captured} for evaluation")
+        return ""
 
     def _capture_model(self, agreement: CaptureAgreement, shape: tuple[int, int]) -> ModelGraphs:
         owner = self._sharding.evaluated_model(partial(agreement.begin, "evaluation of the whole model"))

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from ..errors import CaptureFailedError
 from ..flags.options import Options
 from ..flags.own import LAYERS_FLAG, WHOLE_MODEL, layers_per_graph
 from ..hooks import has_other_hooks
@@ -194,7 +193,7 @@ class GraphChoice:
         stage: The stage, whose training is watched until the first choice.
 
     Attributes:
-        last: The last choice; one of nothing before the first and after a capture that failed.
+        last: The last choice; one of nothing until a capture makes it.
     """
 
     def __init__(self, stage: Stage):
@@ -203,25 +202,24 @@ class GraphChoice:
         decoders = (getattr(model, "decoder", None) for model in models)
         self._calls = TrainingCalls(filter(None, models), filter(None, decoders))
         self.last = Choice(None)
-        self._model_failed = False  # when it was tried though nobody asked for it
 
-    def choose(self, agreement: CaptureAgreement, seq_length: int, micro_batch_size: int) -> Choice:
+    def choose(self, agreement: CaptureAgreement, seq_length: int, micro_batch_size: int, model_failed: bool) -> Choice:
         """Return what graphs are to hold. Log why it is no more.
 
         All pipeline stages hold the same, so that a capture that fails on one is followed by the same on all.
 
         Args:
             agreement: What ranks agree by.
+            model_failed: Whether the whole model could not be captured just now.
         """
         stage, wanted = self._stage, layers_per_graph(self._stage.config)
         tokens = seq_length // stage.config.context_parallel_size
         not_warm = "" if self._calls.have_run(micro_batch_size, tokens, WARMUP_ITERATIONS) else "it is not warmed up"
         self._calls.stop()
-        self.last = Choice(None)
         if reason := agreement.objection(self._interleaved()):
             choice = Choice(None, why_nothing=reason, eager_because=INTERLEAVED_PASSES)
         else:
-            choice = choose(stage, lambda holds: agreement.objection(self._blocker(holds)))
+            choice = choose(stage, lambda holds: agreement.objection(self._blocker(holds, model_failed)))
         self.last = choice
         if choice.holds is Holds.MODEL:
             self.last = choice = replace(choice, needs_warmup=bool(agreement.objection(not_warm)))
@@ -235,12 +233,9 @@ class GraphChoice:
             stage.log(logging.INFO, f"each layer is captured in a graph of its own, because {choice.not_decoder}")
         return choice
 
-    def captures_layers_instead(self, failed: CaptureFailedError) -> bool:
-        """Whether layers are to be captured now that what was chosen last could not be."""
-        unasked = layers_per_graph(self._stage.config) is None
-        instead = self.last.holds is Holds.MODEL and unasked and not failed.interrupted
-        self.last, self._model_failed = Choice(None), self._model_failed or instead
-        return instead
+    def captures_layers_instead(self) -> bool:
+        """Whether layers are captured if the last choice cannot be."""
+        return self.last.holds is Holds.MODEL and layers_per_graph(self._stage.config) is None
 
     def _interleaved(self) -> str:
         if not (self._stage.one_graph_serves_all and self._calls.interleaved):
@@ -250,7 +245,7 @@ class GraphChoice:
             "at a time: run each backward pass before the next forward pass to have graphs"
         )
 
-    def _blocker(self, holds: Holds) -> str:
+    def _blocker(self, holds: Holds, model_failed: bool) -> str:
         reason = blocker(self._stage, holds)
         if reason or layers_per_graph(self._stage.config) is not None:
             return reason
@@ -258,7 +253,7 @@ class GraphChoice:
             return "training reads hidden states between layers (extract_layer_indices)"
         if holds is not Holds.MODEL:
             return ""
-        if self._model_failed:
+        if model_failed:
             return "its capture failed"
         for method in filter(None, (other_method(chunk.model) for chunk in self._stage.chunks)):
             return f"{method}, and may compute something else in every step"

@@ -21,13 +21,14 @@ from ..errors import CallOrderError, CaptureFailedError, OptionsError
 from ..flags.checks import check_fsdp_options
 from ..flags.own import check_values, goes_on_eagerly
 from ..flags.table import PARTS_OF_OVERLAP
+from .agreement import warn_of_failure
 from .backends import choose_backend
 from .capture_arguments import CaptureArguments, amax_reduction_group, offload_interface
 from .capture_observer import CaptureObserver
 from .capture_session import CaptureSession, InputData
 from .changed_shapes import Recaptures
 from .decoder_graphs import DecoderGraphs
-from .graph_choice import GraphChoice
+from .graph_choice import Choice, GraphChoice
 from .joined_collectives import joined_collectives
 from .layers import _layer_is_graphable, fsdp_of, mtp_layers, single_run_layers
 from .order import PassOrder
@@ -55,8 +56,8 @@ class TECudaGraphHelper:
     Args:
         model: The model's chunks, wrapped as for training; one chunk without virtual pipeline stages.
         config: The model's ``TransformerConfig``, with ``cuda_graph_impl="transformer_engine"``. An attribute
-            ``cuda_graph_fallback`` of it, ``error`` if there is none, says what a failed capture does: ``error`` raises
-            CaptureFailedError, ``eager`` warns, and training goes on without graphs. Another one,
+            ``cuda_graph_fallback`` of it, ``error`` if there is none, says what a failed capture or recapture does:
+            ``error`` raises CaptureFailedError, ``eager`` warns, and training goes on. Another one,
             ``cuda_graph_max_captures``, says how often ``create_cudagraphs`` and ``before_step`` capture together.
             ``cuda_graph_report`` names a folder to which rank 0 writes what was captured. ``cuda_graph_step_log`` makes
             what is called with the helper and whether its graphs are about to be deleted: before that, and before each
@@ -200,11 +201,15 @@ class TECudaGraphHelper:
         It does so ``config.cuda_graph_max_captures - 1`` times. From then on graphs are kept for their shape, and
         deleted for good if the number of micro-batches changes.
 
+        If a recapture fails and ``config.cuda_graph_fallback`` is ``eager``, graphs are captured again for the former
+        shape and kept for it; with another number of micro-batches, steps run eagerly until the number changes again.
+        ``seq_length``, ``micro_batch_size`` and ``num_microbatches`` change only when a recapture succeeds.
+
         Returns:
             Whether ``create_cudagraphs`` has run, even if there were no layers to capture.
 
         Raises:
-            CaptureFailedError: as ``create_cudagraphs``.
+            CaptureFailedError, CaptureInterruptedError: as ``create_cudagraphs``.
         """
         self._log_step()
         graphs = self._graphs
@@ -220,6 +225,7 @@ class TECudaGraphHelper:
     def _change_microbatches(self, microbatches: int) -> None:
         if self._recaptures.are_left():
             self._capture_again(f"steps of {microbatches} micro-batches, not {self._graphs.microbatches}")
+            self._graphs.microbatches = microbatches  # after a failure, too: the next change captures again
             return
         log_single_rank(
             logger,
@@ -231,13 +237,19 @@ class TECudaGraphHelper:
         self._graphs = StageGraphs(self.stage, CAPTURES_USED_UP)  # or the caller would capture
 
     def _change_shape(self, tokens: int, sequences: int, captured_tokens: int) -> None:
-        self.seq_length, self.micro_batch_size = tokens * self.seq_length // captured_tokens, sequences
+        former = self.seq_length, self.micro_batch_size
         try:
-            self._capture_again(f"sequences of {self.seq_length} tokens, {sequences} in a micro-batch")
-            return
-        except CaptureFailedError as failed:
-            _warn(failed, "Training goes on without CUDA graphs (as it did)")
-        self._go_on_eagerly()
+            self._capture_shape(tokens * self.seq_length // captured_tokens, sequences)
+        finally:
+            if not self.graphs_created():
+                self.seq_length, self.micro_batch_size = former
+        if not self.graphs_created():  # the former graphs were deleted first, for their memory
+            self._recaptures.stop()
+            self._capture_shape(*former)
+
+    def _capture_shape(self, seq_length: int, micro_batch_size: int) -> None:
+        self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
+        self._capture_again(f"sequences of {seq_length} tokens, {micro_batch_size} in a micro-batch")
 
     def _capture_again(self, steps: str) -> None:
         """Capture for changed ``steps``, between two of them, in place of the graphs that there are."""
@@ -283,6 +295,8 @@ class TECudaGraphHelper:
             CallOrderError: the graphs have been captured already.
             CaptureFailedError: capture failed, and ``config.cuda_graph_fallback`` is not ``eager``; names the rank and
                 the layer. On the rank that failed the error's ``__cause__`` is the exception.
+            CaptureInterruptedError: another rank was interrupted, by Ctrl-C for example. That rank raises its own
+                exception.
             RuntimeError: the ranks have no store to agree over.
         """
         if self._graphs.none_because != BEFORE_CAPTURE:
@@ -290,32 +304,43 @@ class TECudaGraphHelper:
                 "CUDA graphs have been captured already: call delete_cuda_graphs before capturing again"
             )
         try:
-            self._capture()
+            self._capture_largest()
             return
         except CaptureFailedError as failed:
-            captures_layers = self.choice.captures_layers_instead(failed)
-            if captures_layers:
-                _warn(failed, "Now its layers are captured")
-            elif goes_on_eagerly(self.config):
-                _warn(failed, "Training goes on without CUDA graphs (--cuda-graph-fallback eager)")
-            else:
+            if not goes_on_eagerly(self.config):
                 raise
-        if captures_layers:
-            release_cached_memory()  # the exception is gone, and with it what its frames held
-            self.create_cudagraphs()
-        else:
-            self._go_on_eagerly()
+            warn_of_failure(failed, "Training goes on without these CUDA graphs (--cuda-graph-fallback eager)")
+        release_cached_memory()  # the exception is gone, and with it what its frames held
+        self._graphs = StageGraphs(self.stage, CAPTURE_FAILED)
 
-    def _capture(self) -> None:
-        """Capture, or leave no graphs and raise what every rank raises."""
+    def _capture_largest(self) -> None:
+        """Capture; if the whole model was chosen by default and fails, capture its layers."""
+        try:
+            self._capture(model_failed=False)
+            return
+        except CaptureFailedError as failed:
+            if not self.choice.captures_layers_instead():
+                raise
+            warn_of_failure(failed, "Now its layers are captured")
+        release_cached_memory()
+        self._capture(model_failed=True)
+
+    def _capture(self, model_failed: bool) -> None:
+        """Capture, or leave no graphs and raise what every rank raises.
+
+        Args:
+            model_failed: As of ``GraphChoice.choose``.
+        """
         stage, graphs = self.stage, self._graphs
+        planned = self.num_layers_per_chunk, self.num_model_chunks, self.num_microbatches
+        self.choice.last = Choice(None)  # ranks that fail before they choose agree on what follows
         observer = CaptureObserver(stage, self._recaptures.done + 1)
         agreement = stage.agreement(with_other_stages=self._role.language, timeline=observer.timeline)
         try:
             with joined_collectives(agreement.join), self._capture_mode() as start_time:
                 observer.start()
                 shape = self.seq_length, self.micro_batch_size
-                choice = self.choice.choose(agreement, *shape)  # which stages without layers have a say in, too
+                choice = self.choice.choose(agreement, *shape, model_failed)  # stages without layers vote, too
                 if not stage.layers:
                     logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
                     graphs.none_because = NO_LAYERS
@@ -327,6 +352,7 @@ class TECudaGraphHelper:
             agreement.finish()
         except BaseException as error:
             self._drop_graphs()
+            self.num_layers_per_chunk, self.num_model_chunks, self.num_microbatches = planned
             if isinstance(error, Exception):
                 raise agreement.failed(error) from error
             agreement.failed(error)
@@ -402,11 +428,6 @@ class TECudaGraphHelper:
             logger, logging.INFO, f"Captured {captured} with the {self.stage.engine.name} engine in {seconds:.2f} s"
         )
 
-    def _go_on_eagerly(self) -> None:
-        """Note that a capture has failed, whose exception is gone, and with it what its frames held."""
-        release_cached_memory()
-        self._graphs = StageGraphs(self.stage, CAPTURE_FAILED)
-
     # ------------------------------------------------------------------------------------------ arguments of a capture
 
     def _arguments(self) -> CaptureArguments:
@@ -478,12 +499,3 @@ class TECudaGraphHelper:
     def _drop_graphs(self) -> None:
         self._graphs.delete()
         self._graphs = StageGraphs(self.stage)
-
-
-def _warn(failed: CaptureFailedError, outlook: str) -> None:
-    """Log a failed capture, on the rank that it failed on with the exception."""
-    message = f"{failed}. {outlook}."
-    if isinstance(failed.__cause__, CaptureFailedError):  # another rank's
-        log_single_rank(logger, logging.WARNING, message)
-    else:
-        logger.warning(message, exc_info=failed.__cause__)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.distributed import HashStore, TCPStore, distributed_c10d
 
-from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
+from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError, CaptureInterruptedError
 from megatron.core.transformer._cuda_graphs.te.agreement import Ballot, CaptureAgreement, Failure, Objection
 
 from .stages import stage_of
@@ -216,7 +216,7 @@ class TestCaptures:
                     if (rank, layer) == fails_on:
                         raise error
                 agreed.finish()
-            except Exception as raised:
+            except BaseException as raised:
                 raise agreed.failed(raised) from raised
 
         return on_ranks(4, run)
@@ -232,6 +232,14 @@ class TestCaptures:
         expected = f"CUDA graph capture failed on rank {rank}, layer {layer}, forward: RuntimeError: a fault"
         assert {str(error) for error in errors} == {expected}
         assert str(errors[rank].__cause__) == "a fault"
+
+    @pytest.mark.parametrize("interrupt", [KeyboardInterrupt(), SystemExit(1)], ids=repr)
+    def test_are_interrupted_together_in_all_stages(self, interrupt):
+        errors = self.capture((3, 1), interrupt)
+        assert {type(error) for error in errors} == {CaptureInterruptedError}
+        shown = f"{type(interrupt).__name__}: {interrupt}".removesuffix(": ")
+        expected = f"CUDA graph capture was interrupted on rank 3, layer 1, forward: {shown}"
+        assert {str(error) for error in errors} == {expected}
 
     def test_a_capture_inside_another_that_failed_is_a_cause_like_any_other(self):
         errors = self.capture((0, 0), CaptureFailedError("of another helper"))
@@ -257,7 +265,7 @@ class TestCrossingGroups:
                     if (rank, layer) == fails_on:
                         raise A_FAULT
                 agreed.finish()
-            except Exception as raised:
+            except BaseException as raised:
                 raise agreed.failed(raised) from raised
 
         return on_ranks(4, run)
@@ -348,6 +356,22 @@ class TestObjections:
         assert on_ranks(2, run) == [(Objection(0, "a reason"), OUT_OF_MEMORY), OUT_OF_MEMORY]
 
 
+def test_an_interrupt_outranks_a_failure_on_another_rank():
+    failed = threading.Event()
+    interrupt = Failure(1, "layer 3 (Layer), forward", "KeyboardInterrupt", interrupted=True)
+
+    def run(rank):
+        ballot = Ballot(Group(2))
+        if rank == 0:
+            first = ballot.vote(OUT_OF_MEMORY)
+            failed.set()
+            return first
+        failed.wait(LIMIT)
+        return ballot.vote(interrupt)
+
+    assert on_ranks(2, run) == [OUT_OF_MEMORY, interrupt]
+
+
 class Interrupted:
     """A store that Ctrl-C interrupts once, at one of its calls: before it takes effect, or right after."""
 
@@ -380,10 +404,12 @@ def test_ctrl_c_within_a_vote_leaves_no_rank_waiting(ranks, ballot, at, before):
             for layer in range(5):
                 join(agreed, f"layer {layer}")
         except BaseException as raised:
-            return str(agreed.failed(raised))
-        return ""
+            return agreed.failed(raised)
+        return None
 
     start = time.monotonic()
-    said = on_ranks(ranks, run)
+    errors = on_ranks(ranks, run)
     assert time.monotonic() - start < LIMIT
-    assert all("failed on rank 1" in text and text.endswith("KeyboardInterrupt: ") for text in said), said
+    assert {type(error) for error in errors} == {CaptureInterruptedError}
+    said = [str(error) for error in errors]
+    assert all("was interrupted on rank 1, " in text and text.endswith(": KeyboardInterrupt") for text in said), said

@@ -11,7 +11,7 @@ import torch
 
 from megatron.core.transformer._cuda_graphs import state as capture_state
 from megatron.core.transformer._cuda_graphs.engine.memory import REUSE_OPTION, allocator_settings
-from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
+from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError, CaptureInterruptedError
 from megatron.core.transformer._cuda_graphs.te import capture_arguments
 from megatron.core.transformer._cuda_graphs.te import helper as te_helper
 from megatron.core.transformer._cuda_graphs.te.stage import Stage
@@ -92,7 +92,7 @@ class TestCaptureMode:
         capturing.create_cudagraphs()
         assert state(capturing) == {"capturing": False, "graphs": False, "finished": True, "resets": 1}
         (record,) = [record for record in caplog.records if record.levelname == "WARNING"]
-        assert "without CUDA graphs (--cuda-graph-fallback eager)" in record.getMessage()
+        assert "without these CUDA graphs (--cuda-graph-fallback eager)" in record.getMessage()
         assert record.exc_info[0] is Failure
 
     @pytest.mark.parametrize("fallback", ["error", "eager"])
@@ -103,6 +103,21 @@ class TestCaptureMode:
         capturing = helper_of(interrupt)
         capturing.config.cuda_graph_fallback = fallback
         with pytest.raises(KeyboardInterrupt):
+            capturing.create_cudagraphs()
+        assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
+
+    def test_an_interrupt_on_another_rank_is_no_reason_to_go_on(self, monkeypatch):
+        class OtherRankInterrupted(Alone):
+            def finish(self):
+                raise CaptureInterruptedError("on rank 1")
+
+            def failed(self, error):
+                return error
+
+        monkeypatch.setattr(Stage, "agreement", lambda stage, **which: OtherRankInterrupted())
+        capturing = helper_of()
+        capturing.config.cuda_graph_fallback = "eager"
+        with pytest.raises(CaptureInterruptedError, match="on rank 1"):
             capturing.create_cudagraphs()
         assert state(capturing) == {"capturing": False, "graphs": False, "finished": False, "resets": 1}
 

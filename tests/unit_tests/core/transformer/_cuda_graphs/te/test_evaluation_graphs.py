@@ -13,6 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
+from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError, CaptureInterruptedError
+from megatron.core.transformer._cuda_graphs.te.agreement import CaptureAgreement, Failure
 from tests.support.sample import each_once, mostly_long
 from tests.unit_tests.core.distributed.captured_training import CapturedTraining, graphed, in_use, trained
 from tests.unit_tests.core.distributed.fsdp_variants import FINE_FORWARD, Variant
@@ -387,7 +389,36 @@ def test_layers_that_have_hooks_of_others_in_the_first_evaluation_get_no_graphs_
         training.evaluate()
     assert len(seen) == 1
     assert training.evaluation_replays == [0]
-    assert any("have hooks of others. Evaluation runs eagerly." in message for message in caplog.messages)
+    reason = "layers, or modules in them, have hooks of others"
+    assert f"Evaluation runs eagerly, because {reason}" in caplog.messages
+    training.delete()
+
+
+def evaluate_with_host_read(training):
+    """Evaluate, with a layer that reads a value on the host."""
+    mlp = training.layers[1].mlp
+    forward = mlp.forward
+    with mock.patch.object(mlp, "forward", lambda *args, **kwargs: (args[0].sum().item(), forward(*args))[1]):
+        training.evaluate()
+
+
+@pytest.mark.parametrize("layers_per_graph", [0, MODEL])
+def test_a_failed_capture_for_evaluation_is_an_error_by_default(one_rank, layers_per_graph):
+    training = CapturedTraining(graphed(layers_per_graph))
+    with pytest.raises(CaptureFailedError, match="evaluation of "):
+        evaluate_with_host_read(training)
+    training.evaluate()
+    assert training.evaluation_replays == [0]
+    training.delete()
+
+
+def test_an_interrupt_on_another_rank_ends_evaluation(one_rank, monkeypatch):
+    interrupt = Failure(1, "evaluation of layer 1", "KeyboardInterrupt", interrupted=True)
+    training = CapturedTraining(graphed(MODEL))
+    training.config.cuda_graph_fallback = "eager"
+    monkeypatch.setattr(CaptureAgreement, "finish", lambda agreement: agreement._check(interrupt))
+    with pytest.raises(CaptureInterruptedError, match="interrupted on rank 1"):
+        training.evaluate()
     training.delete()
 
 
@@ -396,10 +427,8 @@ def test_a_failed_capture_for_evaluation_is_logged_and_leaves_evaluation_eager(o
     case = graphed(layers_per_graph, dropout=0.1)
 
     def fail(training):
-        mlp = training.layers[1].mlp
-        forward = mlp.forward
-        with mock.patch.object(mlp, "forward", lambda *args, **kwargs: (args[0].sum().item(), forward(*args))[1]):
-            training.evaluate()
+        training.config.cuda_graph_fallback = "eager"
+        evaluate_with_host_read(training)
         training.evaluate()
         assert training.fsdp.fsdp_hooks.registry.captured is None
         assert in_use(training.fsdp) == [{}, {}]

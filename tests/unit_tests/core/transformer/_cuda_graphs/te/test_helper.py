@@ -1,5 +1,6 @@
 """helper and its collaborators without a model: captures of plain layers; integration tests train with the whole."""
 
+import itertools
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -648,22 +649,77 @@ def test_after_a_failed_capture_there_is_no_other(two_stages):
     assert (capturing.graphs_created(), capturing.eager_reason()) == (False, "capture-failed")
 
 
-def test_a_failed_capture_for_another_shape_leaves_training_eager_as_it_was(one_stage, caplog, monkeypatch):
-    captured: list[int] = []
+def failing_at(*failures):
+    """An engine's capture that fails at these calls, counted from 1."""
+    calls = itertools.count(1)
 
-    def capture_once():
-        if captured:
+    def capture():
+        if next(calls) in failures:
             raise Failure
-        captured.append(1)
 
-    capturing = helper_of(capture_once)
-    monkeypatch.setattr(ChangedShapes, "before_step", lambda *_: (4, 1))  # of two tokens
+    return capture
+
+
+@pytest.fixture
+def longer(one_stage, monkeypatch):
+    """Ranks have agreed on a shape of 64 tokens and two sequences; captures begin with 32 and one."""
+    monkeypatch.setattr(ChangedShapes, "before_step", lambda *_: (64, 2))
+
+
+def test_attributes_have_the_new_shape_after_a_recapture(longer):
+    capturing = helper_of()
     capturing.create_cudagraphs()
     assert capturing.before_step()
-    assert any("Training goes on without CUDA graphs (as it did)" in message for message in caplog.messages)
-    assert (capturing.graphs_created(), capturing.eager_reason()) == (False, "capture-failed")
-    with pytest.raises(CaptureFailedError):  # one that is asked for is an error
-        helper_of(fail).create_cudagraphs()
+    assert (capturing.graphs_created(), capturing.seq_length, capturing.micro_batch_size) == (True, 64, 2)
+
+
+def test_a_failed_recapture_is_an_error_by_default(longer):
+    capturing = helper_of(failing_at(2))
+    capturing.create_cudagraphs()
+    with pytest.raises(CaptureFailedError, match="Failure"):
+        capturing.before_step()
+    assert (capturing.graphs_created(), capturing.seq_length, capturing.micro_batch_size) == (False, 32, 1)
+
+
+@pytest.mark.parametrize(("failures", "reason"), [((2,), ""), ((2, 3), "capture-failed")])
+def test_after_a_failed_recapture_the_former_shape_is_captured(longer, caplog, failures, reason):
+    capturing = helper_of(failing_at(*failures), cuda_graph_fallback="eager")
+    capturing.create_cudagraphs()
+    assert capturing.before_step()
+    assert [message.endswith("(--cuda-graph-fallback eager).") for message in caplog.messages] == [True] * len(failures)
+    assert (capturing.graphs_created(), capturing.eager_reason()) == (not reason, reason)
+    assert (capturing.seq_length, capturing.micro_batch_size) == (32, 1)
+
+
+def test_a_failed_recapture_for_a_shape_is_the_last(longer):
+    capturing = helper_of(failing_at(2), cuda_graph_fallback="eager")
+    capturing.create_cudagraphs()
+    assert capturing._recaptures.are_left()
+    capturing.before_step()
+    assert not capturing._recaptures.are_left()
+    assert capturing._recaptures.why_none() == ", as a capture for another shape has failed"
+
+
+def test_an_earlier_number_of_micro_batches_is_captured_again(two_stages):
+    capturing = helper_of(failing_at(2), cuda_graph_fallback="eager")
+    set_microbatches(2)
+    capturing.create_cudagraphs()
+    seen = []
+    for microbatches in (4, 4, 2):
+        set_microbatches(microbatches)
+        assert capturing.before_step()
+        seen.append((capturing.graphs_created(), capturing.eager_reason(), capturing.num_microbatches))
+    assert seen == [(False, "capture-failed", 2)] * 2 + [(True, "", 2)]
+
+
+def test_a_failed_recapture_for_micro_batches_is_an_error(two_stages):
+    capturing = helper_of(failing_at(2))
+    set_microbatches(2)
+    capturing.create_cudagraphs()
+    set_microbatches(4)
+    with pytest.raises(CaptureFailedError, match="Failure"):
+        capturing.before_step()
+    assert (capturing.graphs_created(), capturing.num_microbatches) == (False, 2)
 
 
 def test_before_there_are_graphs_there_is_nothing_to_capture_again(one_stage):
