@@ -286,6 +286,7 @@ class FsdpHooks:
     # ------------------------------------------------------------------------------- around a module, into autograd
 
     @torch.compiler.disable
+    @runs_outside_graphs
     def attach_after_backward(
         self, handler: Callable, module: torch.nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
@@ -295,6 +296,7 @@ class FsdpHooks:
         return call_after_backward(partial(handler, module), args, kwargs)
 
     @torch.compiler.disable
+    @runs_outside_graphs
     def attach_before_backward(
         self, handler: Callable, module: torch.nn.Module, inputs: Any, output: Any, *, runner: Runner | None = None
     ) -> Any:
