@@ -62,7 +62,9 @@ class FsdpHooks:
 
     def __init__(self, fsdp: torch.nn.Module):
         self.fsdp = fsdp
-        self.registry = Registry(lambda module: Eager(self.context, module))
+        self.registry = Registry(
+            lambda module: Eager(self.context, module), is_own=lambda module: module in self.module_names
+        )
         self.gradients = Gradients(fsdp, self.registry)
         self.backward = BackwardPass(fsdp, self.gradients, self.registry)
         self.module_names = self.backward.module_names  # for profiles
