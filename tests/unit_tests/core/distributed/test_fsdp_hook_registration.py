@@ -200,9 +200,10 @@ def test_a_copy_of_a_hooked_module_keeps_its_hooks_and_copies_no_wrapper(fsdp):
 
 
 def test_a_copy_of_a_hooked_module_is_freed(fsdp):
-    layer = fsdp.module.decoder.layers[0]
-    dropout = next(module for module in layer.modules() if isinstance(module, torch.nn.Dropout))
-    copied = copy.deepcopy(dropout)
+    hooked = torch.nn.Identity()
+    hooked._training_state = fsdp.module._training_state
+    hooked.register_forward_pre_hook(fsdp.fsdp_hooks.unshard_for_forward, with_kwargs=True)
+    copied = copy.deepcopy(hooked)
     copied(torch.ones(1))
     alive = weakref.ref(copied)
     del copied
