@@ -58,11 +58,11 @@ class TokenBounds:
     @contextmanager
     def of_captures(self) -> Iterator[None]:
         """The context of captures for training."""
-        self.in_force = True
+        before, self.in_force = self.in_force, True
         try:
             yield
         finally:
-            self.in_force = False
+            self.in_force = before
 
     def copy_to_host(self) -> None:
         """Begin to copy what forward passes have noted so far.

@@ -103,6 +103,13 @@ def test_captures_are_bounded_outside_of_steps(bounds):
     assert not bounds.in_force
 
 
+def test_a_capture_within_a_step_leaves_it_bounded(bounds):
+    bounds.begin()
+    with bounds.of_captures():
+        assert bounds.in_force
+    assert bounds.in_force
+
+
 def test_a_loop_that_would_run_no_step_again_is_refused(bounds):
     with pytest.raises(RuntimeError, match=r"--moe-alltoall-capacity-factor needs .* should_run_forward_backward"):
         bounds.copy_to_host()

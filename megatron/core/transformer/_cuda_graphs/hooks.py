@@ -11,7 +11,8 @@ layer's hooks become capture-time hooks in two phases:
    - ``_cuda_graph_backward_handler`` on a forward-pre hook: the handler runs after backward;
    - ``_cuda_graph_backward_pre_handler`` on a forward hook: the handler runs before backward.
 
-   The hooks of torch's FSDP2 are left out.
+   Of the other hooks the engine gets those marked by ``runs_outside_graphs``. Third-party hooks and those of torch's
+   FSDP2 do not run at capture: training runs them around each replay, as often and with the same values as eagerly.
 
 ``restore`` puts back the copies of phase 1, which phase 2 does not modify.
 """
@@ -20,10 +21,12 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
+
+from .errors import UnsupportedError
 
 HOOK_KINDS = ("forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks")
 BACKWARD_HANDLER = "_cuda_graph_backward_handler"
@@ -99,7 +102,16 @@ class ModuleHooks:
 
     @classmethod
     def extract(cls, module: torch.nn.Module) -> "ModuleHooks":
-        """Phase 1: copy the hooks of ``module``, then clear them."""
+        """Phase 1: copy the hooks of ``module``, then clear them.
+
+        Raises:
+            UnsupportedError: ``module`` has a hook that was registered by the deprecated ``register_backward_hook``.
+        """
+        if module._backward_hooks and not module._is_full_backward_hook:
+            raise UnsupportedError(
+                f"{type(module).__name__} has a hook of register_backward_hook, which is given the gradients of its "
+                "last operation, and a replay has another one: register it by register_full_backward_hook"
+            )
         hooks = cls.of(module)
         for name in hooks.saved:
             getattr(module, name).clear()
@@ -129,13 +141,10 @@ class ModuleHooks:
             current.update(added)
 
     def capture_time_hooks(self) -> HookDicts:
-        """Phase 2: the engine's ``{kind: {id: hook}}``.
+        """Phase 2: return the engine's ``{kind: {id: hook}}``.
 
         Each hook takes the module and, where the engine offers them, the arguments that torch would give a hook of its
         kind. It returns what the original returned, so that the engine can refuse a hook that changes a value.
-
-        Engines offer no gradients outside a graph, and those at capture are meaningless. A backward hook that reads
-        them is aborted there; at replays torch calls it with the real ones.
         """
         sorted_hooks: HookDicts = {kind: {} for kind in HOOK_KINDS}
         for kind, marked, kind_of_marked, given in (
@@ -146,21 +155,14 @@ class ModuleHooks:
                 handler = getattr(hook, marked, None)
                 if handler is not None:
                     sorted_hooks[kind_of_marked][key] = _calling(handler, lambda *offered: ())
-                elif not _is_of_torch_fsdp(hook):
+                elif must_run_outside(hook):
                     with_kwargs = key in self.saved[f"_{kind}_with_kwargs"]
                     sorted_hooks[kind][key] = _calling(hook, partial(given, with_kwargs))
-        for key, hook in self.saved["_backward_pre_hooks"].items():
-            sorted_hooks["backward_pre_hooks"][key] = _without_gradients(hook, 1)
-        for key, hook in self.saved["_backward_hooks"].items():
-            sorted_hooks["backward_hooks"][key] = _without_gradients(hook, 2)
         return sorted_hooks
 
 
 def _is_of_torch_fsdp(hook):
-    """Whether ``hook`` is one of torch's FSDP2.
-
-    They gather and free parameters, and return other arguments. At capture parameters are gathered in any case.
-    """
+    """Whether ``hook`` is one of torch's FSDP2, which gathers and frees parameters and returns other arguments."""
     return hasattr(getattr(hook, "__self__", None), "_fsdp_param_group")
 
 
@@ -170,10 +172,11 @@ def _is_of_torch_fsdp(hook):
 def _calling(hook, given):
     """Call ``hook`` with the module and what ``given`` returns of what the engine offers."""
 
+    @wraps(hook, assigned=(), updated=())
     def call(module, *offered):
         return hook(module, *given(*offered))
 
-    return _wrapping(call, hook)
+    return call
 
 
 def _given_before(with_kwargs, args=(), kwargs=None):
@@ -182,35 +185,6 @@ def _given_before(with_kwargs, args=(), kwargs=None):
 
 def _given_after(with_kwargs, args=(), output=None):
     return (args, {}, output) if with_kwargs else (args, output)
-
-
-class _GradientsReadError(Exception):
-    """A hook reads gradients at capture."""
-
-
-class _NoGradients(tuple):
-    """Stands for the gradients that torch gives a full-backward hook."""
-
-    def __getitem__(self, index):
-        raise _GradientsReadError
-
-    def __iter__(self):
-        raise _GradientsReadError
-
-
-def _without_gradients(hook, count):
-    def call(module, *offered):
-        try:
-            return hook(module, *[_NoGradients()] * count)
-        except _GradientsReadError:
-            return None
-
-    return _wrapping(call, hook)
-
-
-def _wrapping(call, hook):
-    call.__wrapped__ = hook
-    return call
 
 
 @contextmanager

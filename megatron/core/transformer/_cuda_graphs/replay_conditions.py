@@ -8,7 +8,7 @@ replays read those.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from itertools import chain, repeat
+from itertools import chain, repeat, starmap
 from operator import attrgetter, call, is_, itemgetter
 from typing import Any
 
@@ -66,8 +66,8 @@ class _Aspect:
         names: Iterable[str],
         values: Callable[[], list[Any]],
         then: list[Any] | None = None,
-        look: Callable[[], list[Any]] | None = None,
-        look_then: list[Any] | None = None,
+        look: Callable[[], Any] | None = None,
+        look_then: Any = None,
     ):
         self.names, self._values = list(names), values
         self._values_then = values() if then is None else then
@@ -80,7 +80,7 @@ class _Aspect:
         """Whether a thing is not what it was at capture."""
         try:
             return self.look() != self.then
-        except Exception:  # an attribute is gone, or is a tensor now, which compares element by element
+        except Exception:  # an attribute is gone
             return True
 
     def change(self) -> str:
@@ -107,7 +107,7 @@ class ReplayConditions:
         buffers: Whether buffers are compared, and where they and tensors in attributes are: not where an
             ``AddressGuard`` is checked in each pass.
         autocast: What ``autocast_in_force`` returned for the captured passes; by default what it returns now.
-        quantized: Returns dictionaries with the tensors of FP8 that the graphs use, or lists of them; None without FP8.
+        quantized: Returns the tensors of FP8 that the graphs use, in lists; None without FP8.
 
     Attributes:
         hooked: The names of modules with third-party hooks that were recorded with them: no replay calls them.
@@ -159,11 +159,9 @@ class ReplayConditions:
         names = [*_CONTEXTS, *_IN_TF32, *["autocast"] * 4]
         aspects.append(_Aspect(names, _contexts_in_force, contexts))
         if quantized is not None:
-            then = [
-                {key: [*held] if isinstance(held, list) else held for key, held in each.items()} for each in quantized()
-            ]
-            names = ["statistics of FP8"] * 2 + ["weights quantized to FP8"] * (len(then) - 2)
-            aspects.append(_Aspect(names, quantized, then))
+            tensors = quantized()
+            names = ["statistics of FP8"] * 2 + ["weights quantized to FP8"] * (len(tensors) - 2)
+            aspects.append(_Aspect(names, quantized, tensors, look=lambda: [list(map(id, own)) for own in quantized()]))
         aspects += self._attributes(reads)
         self._aspects = [aspect for aspect in aspects if aspect.names]
         self._looks, self._then = [aspect.look for aspect in self._aspects], [aspect.then for aspect in self._aspects]
@@ -241,7 +239,7 @@ class ReplayConditions:
             name = "the configuration" if "Config" in type(options).__name__ else type(options).__name__
             spaces.append((name, own, read & own.keys()))
             absent += [(name, own, type(options), each) for each in read - own.keys()]
-        yield self._values(spaces)
+        yield _Attributes(spaces)
         # Equal ones may have other attributes beside their fields.
         ids = set(map(id, all_options))
         held = [
@@ -285,22 +283,6 @@ class ReplayConditions:
 
         return _Aspect([f"{attribute} of {name}" for _, name, attribute, _ in held], now)
 
-    @staticmethod
-    def _values(spaces: Iterable[tuple[str, dict[str, Any], set[str]]]) -> _Aspect:
-        """Compare attributes in namespaces, each given with its owner's name and the names of what was read."""
-        # Of one name alone itemgetter makes no tuple.
-        compared = [(owner, own, [*read, *read][: max(2, len(read))]) for owner, own, read in spaces if read]
-        owners = [own for _, own, _ in compared]
-        getters = [itemgetter(*read) for _, _, read in compared]
-        then = [tuple(kept(own.get(attribute)) for attribute in read) for _, own, read in compared]
-        return _Aspect(
-            [f"{attribute} of {owner}" for owner, _, read in compared for attribute in read],
-            lambda: [own.get(attribute) for _, own, read in compared for attribute in read],
-            list(chain.from_iterable(then)),
-            look=lambda: list(map(call, getters, owners)),
-            look_then=then,
-        )
-
     def have_changed(self) -> bool:
         """Whether anything is not what it was at capture. It runs before each replay."""
         try:  # no function call per aspect beside its own
@@ -321,6 +303,54 @@ class ReplayConditions:
     def forget(self) -> None:
         """Let go of everything; nothing counts as changed any more."""
         self._aspects, self._looks, self._then, self._modules = [], [], [], {}
+
+
+class _Attributes(_Aspect):
+    """Attributes, compared by identity, and by value where another object is there now.
+
+    ``==`` of lists and tuples compares the tensors that they hold by value, which waits for the device; see ``differ``.
+
+    Args:
+        spaces: For each owner its name, its namespace and the names of its attributes.
+    """
+
+    def __init__(self, spaces: Iterable[tuple[str, dict[str, Any], set[str]]]):
+        # Of one name alone itemgetter makes no tuple.
+        read = [(owner, own, [*names, *names][: max(2, len(names))]) for owner, own, names in spaces if names]
+        self._namespaces = [own for _, own, _ in read]
+        self._getters = [itemgetter(*names) for *_, names in read]
+
+        def values() -> list[Any]:
+            return [own.get(name) for _, own, names in read for name in names]
+
+        super().__init__(
+            [f"{name} of {owner}" for owner, _, names in read for name in names],
+            values,
+            list(map(kept, values())),
+            look=self._are_same,
+            look_then=True,
+        )
+        self._accept(values())
+
+    def _accept(self, objects: list[Any]) -> None:
+        self._objects = objects
+        self._copied = [(one, copy) for one, copy in zip(objects, self._values_then, strict=True) if one is not copy]
+
+    def _are_same(self) -> bool:
+        now = chain.from_iterable(map(call, self._getters, self._namespaces))
+        return all(map(is_, now, self._objects)) and not any(starmap(differ, self._copied))
+
+    def has_changed(self) -> bool:
+        try:
+            if self._are_same():
+                return False
+        except KeyError:  # an attribute is gone
+            return True
+        now = self._values()
+        if any(map(differ, now, self._values_then)):
+            return True
+        self._accept(now)
+        return False
 
 
 class _Hooks(_Aspect):

@@ -2,6 +2,7 @@
 
 import weakref
 from collections import deque
+from operator import is_
 from types import SimpleNamespace
 from typing import Any
 
@@ -109,7 +110,7 @@ def kept(value: Any) -> Any:
     on the device, which replays read; a number in a tensor on the host becomes a part of an operation.
     """
     if isinstance(value, torch.Tensor):
-        return value.clone() if value.device.type == "cpu" and not value.ndim else value
+        return value.clone() if _is_number_on_host(value) else value
     try:
         if _holds_tensors(value):
             return value
@@ -122,15 +123,36 @@ def kept(value: Any) -> Any:
     for kind in (list, set, deque):
         if isinstance(value, kind):
             return kind(map(kept, value))
-    return tuple(map(kept, value)) if type(value) is tuple else value
+    if type(value) is tuple:
+        copied = tuple(map(kept, value))
+        return value if all(map(is_, copied, value)) else copied
+    return value
 
 
 def differ(one: Any, other: Any) -> bool:
-    """Whether two values are neither the same nor equal."""
+    """Whether two values are neither the same nor equal; of tensors only numbers on the host count as equal.
+
+    To compare others would wait for the device, and graphs read the memory of the tensor that they were captured with.
+    """
+    if one is other:
+        return False
     try:
-        return one is not other and bool(one != other)
-    except Exception:  # tensors, of which each element is compared
+        if isinstance(one, torch.Tensor) or isinstance(other, torch.Tensor):
+            return not (_is_number_on_host(one) and _is_number_on_host(other) and torch.equal(one, other))
+        if isinstance(one, SimpleNamespace) and isinstance(other, SimpleNamespace):
+            one, other = vars(one), vars(other)
+        if isinstance(one, dict) and isinstance(other, dict):
+            return one.keys() != other.keys() or any(differ(each, other[key]) for key, each in one.items())
+        for kind in (list, tuple, deque):
+            if isinstance(one, kind) and isinstance(other, kind):
+                return len(one) != len(other) or any(map(differ, one, other))
+        return bool(one != other)
+    except Exception:  # arrays, of which each element is compared, or what holds itself
         return True
+
+
+def _is_number_on_host(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.device.type == "cpu" and not value.ndim
 
 
 def _holds_tensors(value: Any) -> bool:

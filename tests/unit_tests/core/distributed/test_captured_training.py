@@ -12,6 +12,7 @@ from itertools import tee
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer._cuda_graphs.engine import sanitizer
@@ -83,6 +84,59 @@ def test_gradients_of_some_tensors_alone_are_refused_as_replays_add_those_of_par
     with pytest.raises(RuntimeError, match=r"(layer 3|Block).*: torch\.autograd\.grad, or .*--cuda-graph-impl none"):
         torch.autograd.grad(losses.mean(), embedded)
     training.delete()
+
+
+def note_calls(calls, model):
+    """Register hooks of every kind on each layer, which note their tensors in ``calls``."""
+
+    def noting(kind):
+        def hook(layer, *call):
+            tensors = [leaf.clone() for leaf in tree_leaves(call) if isinstance(leaf, torch.Tensor)]
+            calls.append((kind, layer.layer_number, tensors))
+
+        return hook
+
+    for layer in model.decoder.layers:
+        layer.register_forward_pre_hook(noting("before forward"), with_kwargs=True)
+        layer.register_forward_hook(noting("after forward"), with_kwargs=True)
+        layer.register_full_backward_pre_hook(noting("before backward"))
+        layer.register_full_backward_hook(noting("after backward"))
+
+
+@pytest.mark.parametrize("modules", [(), ("attn",)])
+def test_hooks_of_layers_see_the_calls_and_values_of_eager_runs(one_rank, modules):
+    case = graphed(ONE, modules=modules, microbatches=2)
+    expected: list = []
+    calls: list = []
+    eager = trained(case, False, variant=Variant(case, change=partial(note_calls, expected)))
+    graphs = trained(case, True, variant=Variant(case, change=partial(note_calls, calls)))
+    assert eager.differences(graphs) == []
+    assert graphs.replays == 2 * REPLAYS[ONE]
+    assert len(expected) == 3 * 2 * 3 * 4  # steps, micro-batches, layers, kinds
+    assert [call[:2] for call in calls] == [call[:2] for call in expected]
+    for (*_, mine), (*_, theirs) in zip(calls, expected, strict=True):
+        assert all(map(torch.equal, mine, theirs)) and len(mine) == len(theirs)
+
+
+def change_values(model):
+    """Register hooks on each layer that return other outputs and other gradients."""
+
+    def scale(factor, values):
+        return tree_map_only(torch.Tensor, lambda value: value * factor, values)
+
+    for layer in model.decoder.layers:
+        layer.register_forward_hook(lambda layer, args, output: scale(0.5, output))
+        layer.register_full_backward_pre_hook(lambda layer, grads: scale(2, grads))
+
+
+@pytest.mark.parametrize("modules", [(), ("attn",)])
+def test_hooks_of_layers_may_change_values(one_rank, modules):
+    case = graphed(ONE, modules=modules, microbatches=2)
+    variant = Variant(case, change=change_values)
+    eager, graphs = (trained(case, on, variant=variant) for on in (False, True))
+    assert eager.differences(graphs) == []
+    assert graphs.replays == 2 * REPLAYS[ONE]
+    assert eager.differences(trained(case, False)) != []
 
 
 def stepped_twice(training):

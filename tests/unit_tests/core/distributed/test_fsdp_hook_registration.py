@@ -1,5 +1,7 @@
 """Megatron-FSDP registers the hooks that megatron-core's own does: on the same modules, in order, with its flags."""
 
+import copy
+import weakref
 from functools import partial
 from typing import Any
 
@@ -191,9 +193,18 @@ def test_schedules_that_drive_layers_in_parts_find_the_hooks_by_megatron_cores_n
 
 
 def test_a_copy_of_a_hooked_module_keeps_its_hooks_and_copies_no_wrapper(fsdp):
-    import copy
-
     hooked = torch.nn.Identity()
     hooked.register_forward_pre_hook(fsdp.fsdp_hooks.unshard_for_forward, with_kwargs=True)
     (hook,) = copy.deepcopy(hooked)._forward_pre_hooks.values()
     assert hook.__self__ is fsdp.fsdp_hooks
+
+
+def test_a_copy_of_a_hooked_module_is_freed(fsdp):
+    hooked = torch.nn.Identity()
+    hooked._training_state = fsdp.module._training_state
+    hooked.register_forward_pre_hook(fsdp.fsdp_hooks.unshard_for_forward, with_kwargs=True)
+    copied = copy.deepcopy(hooked)
+    copied(torch.ones(1))
+    alive = weakref.ref(copied)
+    del copied
+    assert alive() is None

@@ -224,11 +224,12 @@ class RecordedQuantization:
             for module in self._cached:
                 module.__dict__["is_first_microbatch"] = False  # bypasses Module.__setattr__, which is slow
 
-    def tensors(self) -> list[dict[str, Any]]:
-        """Return what holds the tensors that the graphs use: statistics, by their reduction, and quantized weights."""
+    def tensors(self) -> list[list[Any]]:
+        """Return the tensors that the graphs use: amax histories, scales, and the quantized weights of each module."""
         state = self.quantization.state.quantization_state
+        buffers = state.global_amax_history_buffer, state.global_scale_buffer
         weights = [getattr(module, "_fp8_workspaces", {}) for module in self._cached]
-        return [state.global_amax_history_buffer, state.global_scale_buffer, *weights]
+        return [*(list(chain.from_iterable(each.values())) for each in buffers), *map(list, map(dict.values, weights))]
 
 
 class QuantizedReplay:

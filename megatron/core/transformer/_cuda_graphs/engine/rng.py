@@ -120,27 +120,25 @@ class GraphStates:
             theirs = tracked.get(name, ours)
             if theirs is ours:
                 continue
+            state = theirs if isinstance(theirs, torch.Tensor) else theirs.get_state()
+            is_open = _is_forked_to(name, state)
+            if not torch.equal(state, ours.get_state()):  # a fork leaves another object for the same state
+                ours.set_state(state)
+            if is_open:
+                _default_generator().graphsafe_set_state(ours)
             tracked[name] = ours
-            if isinstance(theirs, torch.Tensor):
-                if not torch.equal(theirs, ours.get_state()):
-                    ours.set_state(theirs)
-            elif not _are_one(theirs, ours):  # a fork leaves another object for the same state
-                draws_from = _default_generator()
-                is_open = _are_one(theirs, draws_from)
-                ours.set_state(theirs.get_state())
-                if is_open:
-                    draws_from.graphsafe_set_state(ours)
 
 
-def _are_one(some: torch.Generator, other: torch.Generator) -> bool:
-    """Whether two generators have one state, which torch does not say: another seed of one is then the other's."""
-    before = some.get_state()
-    if not torch.equal(before, other.get_state()):
-        return False
-    some.manual_seed(some.initial_seed() ^ 1)
-    is_one = not torch.equal(before, other.get_state())
-    some.set_state(before)
-    return is_one
+def _is_forked_to(name: str, state: torch.Tensor) -> bool:
+    """Whether a fork of the RNG tracker is open, so that the default generator draws from the tracked ``state``.
+
+    TransformerEngine's tracker does not tell, and torch does not tell whether two generators share a state: equal
+    seeds and offsets mean that they do, as each state that Megatron makes has a seed of its own.
+    """
+    tracker = tensor_parallel_random._CUDA_RNG_STATE_TRACKER
+    if hasattr(tracker, "_current_state_name"):
+        return bool(tracker._current_state_name == name)
+    return torch.equal(state, _default_generator().get_state())
 
 
 def _tracked() -> dict[str, Any]:

@@ -90,7 +90,6 @@ class CudaGraphManager(torch.nn.Module):
             setattr(base_module, function_name, partial(self._call_function, base_module))  # copied with its module
         _CudagraphGlobalRecord.managers.add(self)
         _memory_pool()
-        leave_default_stream()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CudaGraphManager":
         """Return a manager for a copy of the module. It has no graphs, and the process groups of this one."""

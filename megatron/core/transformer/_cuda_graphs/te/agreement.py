@@ -75,13 +75,13 @@ class Ballot:
 
     def __init__(self, group: torch.distributed.ProcessGroup):
         self._size = 1 if torch.distributed.get_backend(group) == "fake" else group.size()
-        self._votes = 0
+        self._votes = self._last_agreed = 0
         self._store: Store | None = None
         if self._size > 1:
             store = PrefixStore(f"cuda_graph_capture/{group.group_name}", distributed_c10d._get_default_store())
             # Each rank counts for itself: one that fails early may begin its next capture before others begin this one.
-            capture = store.add(f"captures of rank {group.rank()}", 1)
-            self._store = PrefixStore(str(capture), store)
+            self._capture = store.add(f"captures of rank {group.rank()}", 1)
+            self._places, self._store = store, PrefixStore(str(self._capture), store)
             backend: Any = group._get_backend(torch.device(distributed_c10d._get_object_coll_device(group)))
             self._timeout = backend.options._timeout
             self._own_rank, self._ranks = torch.distributed.get_rank(), torch.distributed.get_process_group_ranks(group)
@@ -118,26 +118,39 @@ class Ballot:
         """
         assert self._store is not None
         verdict = str(self._votes)
-        self._store.set(f"{verdict} of rank {self._own_rank}", "")
+        self._places.set(f"place of rank {self._own_rank}", self._place())
         if against is not None:
             self._store.compare_set(verdict, "", json.dumps(asdict(against)))
         elif self._store.add(f"{verdict} voters", 1) == self._size:
+            for done in range(self._last_agreed, self._votes):  # all ranks have read these verdicts
+                self._store.delete_key(str(done))
+                self._store.delete_key(f"{done} voters")
+            self._store.delete_key(f"{verdict} voters")
             self._store.compare_set(verdict, "", _AGREED)
         try:
             self._store.wait([verdict], self._timeout)
         except torch.distributed.DistStoreError as error:
-            late = [rank for rank in self._ranks if not self._store.check([f"{verdict} of rank {rank}"])]
+            late = [rank for rank in self._ranks if not self._is_here(rank)]
             raise RuntimeError(
                 f"rank {' and '.join(map(str, late))} did not come to where rank {self._own_rank} waited for it in a "
                 f"CUDA graph capture, for {self._timeout}: it died, waits for another rank, or launches fewer "
                 "collectives. If it was only late, raise --distributed-timeout-minutes."
             ) from error
         text = self._store.get(verdict).decode()
-        self._votes += 1
+        vote, self._votes = self._votes, self._votes + 1
         if text == _AGREED:
+            self._last_agreed = vote
             return None
         fields = json.loads(text)
         return Objection(**fields) if "reason" in fields else Failure(**fields)
+
+    def _place(self) -> str:
+        return f"vote {self._votes} of capture {self._capture}"
+
+    def _is_here(self, rank: int) -> bool:
+        """Whether ``rank`` has cast the vote that this rank waits in."""
+        key = f"place of rank {rank}"
+        return self._places.check([key]) and self._places.get(key).decode() == self._place()
 
 
 class CaptureAgreement:

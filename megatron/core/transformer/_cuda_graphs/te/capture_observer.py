@@ -270,9 +270,12 @@ def hook_routes(layers: Sequence[torch.nn.Module], first: int = 0, recorded: boo
                 HookRoute(index, "", _hook_name(getattr(hook, "__wrapped__", hook)), kind) for hook in hooks.values()
             ]
         for path, module in layer.named_modules():
-            for hook in hooks_on(module) if path or recorded else ():
-                route = WITHHELD if must_run_outside(hook) and not recorded else RECORDED
-                routes.append(HookRoute(index, path, _hook_name(hook), route))
+            around_graph = not (path or recorded)
+            for hook in hooks_on(module):
+                outside = must_run_outside(hook)
+                if not (around_graph and outside):  # listed above
+                    route = WITHHELD if around_graph or (outside and not recorded) else RECORDED
+                    routes.append(HookRoute(index, path, _hook_name(hook), route))
     return routes
 
 

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 
+from megatron.core.transformer._cuda_graphs.errors import UnsupportedError
 from megatron.core.transformer._cuda_graphs.hooks import (
     BACKWARD_HANDLER,
     BACKWARD_PRE_HANDLER,
@@ -48,6 +49,10 @@ def contents(module):
     return {name: list(getattr(module, name).items()) for name in ALL_DICTS}
 
 
+def marked(name="hook"):
+    return runs_outside_graphs(hook(name))
+
+
 def handed_over(module):
     """What the engine gets for ``module``, each kind as a list of the hooks behind it."""
     with extracted_hooks([module]) as (hooks,):
@@ -80,27 +85,31 @@ def test_every_hook_and_flag_is_copied_in_its_order():
 # ---------------------------------------------------------------------------------------------------- phase 2
 
 
-def test_plain_hooks_are_handed_over_under_their_own_kind():
+def test_third_party_hooks_do_not_run_at_capture():
+    assert handed_over(module_with_every_kind()) == {kind: [] for kind in HOOK_KINDS}
+
+
+def test_marked_hooks_are_handed_over_under_their_own_kind():
     module = torch.nn.Linear(2, 2)
-    names = ["forward_pre_hooks", "forward_hooks", "backward_pre_hooks", "backward_hooks"]
-    hooks = {name: hook(name) for name in names}
-    module.register_forward_pre_hook(hooks["forward_pre_hooks"])
-    module.register_forward_hook(hooks["forward_hooks"])
-    module.register_full_backward_pre_hook(hooks["backward_pre_hooks"])
-    module.register_full_backward_hook(hooks["backward_hooks"])
-    assert handed_over(module) == {name: [hooks[name]] for name in names}
+    before, after = marked("before"), marked("after")
+    module.register_forward_pre_hook(before)
+    module.register_forward_hook(after)
+    assert handed_over(module) == {kind: [] for kind in HOOK_KINDS} | {
+        "forward_pre_hooks": [before],
+        "forward_hooks": [after],
+    }
 
 
 def test_the_keys_are_the_ids_of_the_hooks():
     module = torch.nn.Linear(2, 2)
-    handles = [module.register_forward_hook(hook()) for _ in range(2)]
+    handles = [module.register_forward_hook(marked()) for _ in range(2)]
     with extracted_hooks([module]) as (hooks,):
         assert list(hooks["forward_hooks"]) == [handle.id for handle in handles]
 
 
 def test_hooks_are_handed_over_in_the_order_in_which_torch_runs_them():
     module = torch.nn.Linear(2, 2)
-    first, second, third = hook(), hook(), hook()
+    first, second, third = marked(), marked(), marked()
     module.register_forward_pre_hook(second)
     module.register_forward_pre_hook(third)
     module.register_forward_pre_hook(first, prepend=True)
@@ -109,7 +118,7 @@ def test_hooks_are_handed_over_in_the_order_in_which_torch_runs_them():
 
 def test_a_wrapper_of_a_backward_handler_is_withheld_and_its_handler_runs_after_backward():
     module = torch.nn.Linear(2, 2)
-    handler, plain = hook("handler"), hook("plain")
+    handler, plain = hook("handler"), marked("plain")
     module.register_forward_pre_hook(with_sentinel(BACKWARD_HANDLER, handler))
     module.register_forward_pre_hook(plain)
     assert handed_over(module) == {
@@ -122,7 +131,7 @@ def test_a_wrapper_of_a_backward_handler_is_withheld_and_its_handler_runs_after_
 
 def test_a_wrapper_of_a_backward_pre_handler_is_withheld_and_its_handler_runs_before_backward():
     module = torch.nn.Linear(2, 2)
-    handler, plain = hook("handler"), hook("plain")
+    handler, plain = hook("handler"), marked("plain")
     module.register_forward_hook(with_sentinel(BACKWARD_PRE_HANDLER, handler))
     module.register_forward_hook(plain)
     assert handed_over(module) == {
@@ -138,12 +147,13 @@ def test_the_sentinels_have_the_names_of_the_protocol():
     assert BACKWARD_PRE_HANDLER == "_cuda_graph_backward_pre_handler"
 
 
-def test_handlers_run_before_the_modules_own_backward_hooks():
+def test_a_deprecated_backward_hook_is_refused():
     module = torch.nn.Linear(2, 2)
-    handler, own = hook("handler"), hook("own")
-    module.register_full_backward_hook(own)
-    module.register_forward_pre_hook(with_sentinel(BACKWARD_HANDLER, handler))
-    assert handed_over(module)["backward_hooks"] == [handler, own]
+    module.register_backward_hook(hook())
+    before = contents(module)
+    with pytest.raises(UnsupportedError, match="of register_backward_hook"), extracted_hooks([module]):
+        pass
+    assert contents(module) == before
 
 
 # ------------------------------------------------------------------------------------------------- signatures
@@ -153,7 +163,7 @@ def called_with(register, *offered):
     """What a hook that ``register`` puts on a module is called with when the engine offers ``offered``."""
     module = torch.nn.Linear(2, 2)
     seen: list = []
-    register(module, lambda *args: seen.append(args))
+    register(module, runs_outside_graphs(lambda *args: seen.append(args)))
     with extracted_hooks([module]) as (hooks,):
         (call,) = (call for kind in HOOK_KINDS for call in hooks[kind].values())
         call(module, *offered)
@@ -182,51 +192,6 @@ def test_a_forward_hook_with_kwargs_gets_an_empty_dict_for_them():
     assert called_with(register, ARGS, OUTPUT) == (ARGS, {}, OUTPUT)
 
 
-def test_backward_hooks_get_no_gradients():
-    assert called_with(torch.nn.Module.register_full_backward_pre_hook) == ((),)
-    assert called_with(torch.nn.Module.register_full_backward_hook) == ((), ())
-
-
-def first_of(gradients):
-    return gradients[0]
-
-
-def only_one_of(gradients):
-    (gradient,) = gradients
-    return gradient
-
-
-def all_of(gradients):
-    return [gradient + 1 for gradient in gradients]
-
-
-@pytest.mark.parametrize("read", [first_of, only_one_of, all_of])
-def test_a_backward_hook_that_reads_gradients_is_left_there_at_capture(read):
-    events = []
-
-    def hook_before(module, grad_output):
-        events.append("before")
-        events.append(read(grad_output))
-
-    def hook_after(module, grad_input, grad_output):
-        events.append("after")
-        events.append(read(grad_input))
-
-    module = torch.nn.Linear(2, 2)
-    module.register_full_backward_pre_hook(hook_before)
-    module.register_full_backward_hook(hook_after)
-    with extracted_hooks([module]) as (hooks,):
-        assert [call(module) for kind in HOOK_KINDS for call in hooks[kind].values()] == [None, None]
-    assert events == ["before", "after"]
-
-
-def test_a_backward_hook_that_fails_for_another_reason_is_an_error():
-    module = torch.nn.Linear(2, 2)
-    module.register_full_backward_pre_hook(lambda module, grad_output: [][0])
-    with extracted_hooks([module]) as (hooks,), pytest.raises(IndexError):
-        hooks["backward_pre_hooks"].popitem()[1](module)
-
-
 @pytest.mark.parametrize(
     ("register", "expected"),
     [
@@ -250,13 +215,11 @@ def test_a_handler_gets_the_module_alone():
 
 def test_what_a_hook_returns_reaches_the_engine():
     module = torch.nn.Linear(2, 2)
-    module.register_forward_pre_hook(lambda module, args: "changed")
-    module.register_forward_hook(lambda module, args, output: "changed")
-    module.register_full_backward_pre_hook(lambda module, grad_output: "changed")
-    module.register_full_backward_hook(lambda module, grad_input, grad_output: "changed")
+    module.register_forward_pre_hook(runs_outside_graphs(lambda module, args: "changed"))
+    module.register_forward_hook(runs_outside_graphs(lambda module, args, output: "changed"))
     with extracted_hooks([module]) as (hooks,):
         returned = [call(module) for kind in HOOK_KINDS for call in hooks[kind].values()]
-    assert returned == ["changed"] * 4
+    assert returned == ["changed"] * 2
 
 
 # ---------------------------------------------------------------------------------------------------- restore
@@ -422,7 +385,7 @@ def test_a_child_of_two_callables_gets_its_hooks_back():
 
 def test_each_callable_gets_its_own_hooks_in_order():
     first, second = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    hooks = [hook("first"), hook("second")]
+    hooks = [marked("first"), marked("second")]
     first.register_forward_hook(hooks[0])
     second.register_forward_hook(hooks[1])
     with extracted_hooks([first, torch.nn.Identity(), second]) as per_callable:

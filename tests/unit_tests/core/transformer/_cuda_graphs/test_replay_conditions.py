@@ -89,12 +89,17 @@ def outer():
     return Outer()
 
 
-@pytest.fixture
-def conditions(outer):
+def noted(outer):
+    """Return the conditions of a forward pass of ``outer``."""
     reads = AttributeReads()
     with reads.noted([outer]):
         outer(torch.ones(2))
     return ReplayConditions(outer, reads, "layer 3", buffers=True)
+
+
+@pytest.fixture
+def conditions(outer):
+    return noted(outer)
 
 
 def other_forward(outer):
@@ -228,6 +233,53 @@ def test_hooks_of_distributed_data_parallel_come_and_go(outer, conditions):
 def test_what_a_replay_does_not_leave_out_is_no_change(outer, conditions, change):
     change(outer)
     assert not conditions.have_changed()
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("on_device", lambda inner: setattr(inner, "on_device", inner.on_device.clone())),
+        ("bias", lambda inner: setattr(inner, "bias", torch.ones(1))),
+        ("limits", lambda inner: inner.limits.update(low=[torch.zeros(1)])),
+        ("tables", lambda inner: setattr(inner, "tables", [each.clone() for each in inner.tables])),
+    ],
+)
+def test_another_tensor_of_equal_value_is_a_change(outer, monkeypatch, name, change):
+    outer.inner.on_device = torch.zeros(1)
+    outer.inner.tables = [torch.zeros(1)]
+    conditions = noted(outer)
+    compared: list = []
+    monkeypatch.setattr(torch.Tensor, "__bool__", compared.append)
+    assert not conditions.have_changed()
+    change(outer.inner)
+    assert conditions.have_changed()
+    assert f"{name} of layer 3.inner" in conditions.changes()
+    assert compared == []
+
+
+def test_other_objects_of_equal_value_are_no_change(outer, conditions):
+    outer.inner.bias, outer.inner.on_host = float("1"), torch.tensor(1.0)
+    outer.inner.limits, outer.inner.options = {"low": [0.0]}, SimpleNamespace(low=0.0)
+    outer.inner.tables = list(outer.inner.tables)
+    assert not conditions.have_changed()
+    outer.inner.bias = 2.0
+    assert conditions.have_changed()
+
+
+def test_an_attribute_that_is_gone_is_a_change(outer, conditions):
+    del outer.inner.bias
+    assert conditions.have_changed()
+    assert "bias of layer 3.inner" in conditions.changes()
+
+
+@pytest.mark.parametrize("name", ["statistics of FP8", "weights quantized to FP8"])
+def test_another_tensor_of_fp8_is_a_change(outer, name):
+    tensors = {each: [torch.ones(1)] for each in ("amaxes", "statistics of FP8", "weights quantized to FP8")}
+    conditions = ReplayConditions(outer, AttributeReads(), quantized=lambda: list(tensors.values()))
+    assert not conditions.have_changed()
+    tensors[name] = [torch.ones(1)]
+    assert conditions.have_changed()
+    assert name in conditions.changes()
 
 
 class Asking(torch.nn.Module):

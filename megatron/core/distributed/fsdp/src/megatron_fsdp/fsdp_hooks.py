@@ -62,7 +62,9 @@ class FsdpHooks:
 
     def __init__(self, fsdp: torch.nn.Module):
         self.fsdp = fsdp
-        self.registry = Registry(lambda module: Eager(self.context, module))
+        self.registry = Registry(
+            lambda module: Eager(self.context, module), is_own=lambda module: module in self.module_names
+        )
         self.gradients = Gradients(fsdp, self.registry)
         self.backward = BackwardPass(fsdp, self.gradients, self.registry)
         self.module_names = self.backward.module_names  # for profiles
@@ -286,6 +288,7 @@ class FsdpHooks:
     # ------------------------------------------------------------------------------- around a module, into autograd
 
     @torch.compiler.disable
+    @runs_outside_graphs
     def attach_after_backward(
         self, handler: Callable, module: torch.nn.Module, args: tuple, kwargs: dict
     ) -> tuple[tuple, dict] | None:
@@ -295,6 +298,7 @@ class FsdpHooks:
         return call_after_backward(partial(handler, module), args, kwargs)
 
     @torch.compiler.disable
+    @runs_outside_graphs
     def attach_before_backward(
         self, handler: Callable, module: torch.nn.Module, inputs: Any, output: Any, *, runner: Runner | None = None
     ) -> Any:

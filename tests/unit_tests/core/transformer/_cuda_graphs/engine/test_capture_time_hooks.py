@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
-from megatron.core.transformer._cuda_graphs.hooks import HOOK_KINDS, extracted_hooks
+from megatron.core.transformer._cuda_graphs.hooks import HOOK_KINDS, extracted_hooks, runs_outside_graphs
 
 from .captured_cases import device_tensor, structure
 
@@ -281,12 +281,16 @@ def test_a_wrapper_is_given_what_it_takes_itself_not_what_the_hook_in_it_takes()
     assert len(calls_with("forward_hooks", hook_of)) == 2
 
 
-def test_hooks_extracted_from_a_module_run_with_what_torch_would_give_them():
+def test_extracted_hooks_get_the_arguments_torch_gives_them():
     module, seen = torch.nn.Linear(3, 3).cuda(), []
     x = device_tensor(2, 3)
-    module.register_forward_pre_hook(lambda *given: seen.append(("pre", *given)))
-    module.register_forward_hook(lambda *given: seen.append(("post", *given)))
-    module.register_forward_pre_hook(lambda *given: seen.append(("pre with kwargs", *given)), with_kwargs=True)
+
+    def noting(kind):
+        return runs_outside_graphs(lambda *given: seen.append((kind, *given)))
+
+    module.register_forward_pre_hook(noting("pre"))
+    module.register_forward_hook(noting("post"))
+    module.register_forward_pre_hook(noting("pre with kwargs"), with_kwargs=True)
     with extracted_hooks([module]) as hooks:
         make_graphed_callables(module, (x,), num_warmup_iters=1, capture_time_hooks=hooks)
     half = len(seen) // 2
@@ -379,8 +383,9 @@ def test_a_hook_that_returns_a_value_is_refused_by_name(kind):
 
 def test_an_extracted_hook_that_returns_a_value_is_named_itself():
     module = torch.nn.Linear(3, 3).cuda()
-    module.register_forward_pre_hook(lambda module, args: None)
-    module.register_forward_hook(partial(lambda module, args, output, factor: output * factor, factor=2))
+    module.register_forward_pre_hook(runs_outside_graphs(lambda module, args: None))
+    doubling = runs_outside_graphs(lambda module, args, output, factor: output * factor)
+    module.register_forward_hook(partial(doubling, factor=2))
     with (
         extracted_hooks([module]) as hooks,
         pytest.raises(RuntimeError, match=r"forward_hooks hook functools\.partial.*factor=2.* returned a value"),

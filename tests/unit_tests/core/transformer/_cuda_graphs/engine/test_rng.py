@@ -3,6 +3,7 @@
 import random
 import sys
 from collections import namedtuple
+from contextlib import nullcontext
 from types import ModuleType
 from typing import Any
 
@@ -10,6 +11,7 @@ import numpy
 import pytest
 import torch
 
+from megatron.core.tensor_parallel import random as tensor_parallel_random
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker, initialize_rng_tracker
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer._cuda_graphs import state as capture_state
@@ -18,6 +20,7 @@ from megatron.core.transformer._cuda_graphs.engine.rng import (
     generator_states,
     preserve_rng,
     refuse_host_draws,
+    use_rng_state,
 )
 from megatron.core.transformer._cuda_graphs.errors import UnsupportedError
 from megatron.core.transformer.cuda_graphs import _clone_nested_tensors, _ensure_generator_state_is_cudagraph_safe
@@ -220,3 +223,40 @@ def test_states_of_the_same_value_are_not_taken_for_one(drawing):
     with tracker.fork():
         torch.rand(2, device="cuda")
     assert not torch.equal(of_graphs.get_state(), before)
+
+
+def test_states_are_compared_without_writing_to_them(drawing, monkeypatch):
+    tracker, states, of_graphs = drawing
+    with tracker.fork():
+        torch.rand(2, device="cuda")
+    assert tracker.get_states()["model-parallel-rng"] is not of_graphs
+    written: list = []
+    for name in ("set_state", "manual_seed", "seed"):
+        monkeypatch.setattr(type(of_graphs), name, lambda generator, *value: written.append(value))
+    states.adopt()
+    assert tracker.get_states()["model-parallel-rng"] is of_graphs
+    assert written == []
+
+
+class TracksNoName:
+    """A tracker that does not note which fork is open, as TransformerEngine's."""
+
+    def __init__(self, state):
+        self.states_ = {"model-parallel-rng": state}
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_an_open_fork_is_found_where_the_tracker_names_none(drawing, monkeypatch, is_open):
+    _, _, of_graphs = drawing
+    tracker = TracksNoName(of_graphs)
+    monkeypatch.setattr(tensor_parallel_random, "_CUDA_RNG_STATE_TRACKER", tracker)
+    states = GraphStates()
+    tracker.states_["model-parallel-rng"] = theirs = of_graphs.clone_state()
+    theirs.manual_seed(9)
+    with use_rng_state(theirs) if is_open else nullcontext():
+        before = of_graphs.get_state()
+        states.adopt()
+        assert torch.equal(of_graphs.get_state(), theirs.get_state())
+        assert not torch.equal(of_graphs.get_state(), before)
+        torch.rand(2, device="cuda")
+        assert torch.equal(of_graphs.get_state(), theirs.get_state()) is not is_open

@@ -177,12 +177,16 @@ class TestManager:
         with pytest.raises(RuntimeError, match="--te-rng-tracker"):
             CudaGraphManager(config(), pg_collection=groups())
 
-    def test_leaves_the_legacy_default_stream_until_graphs_are_captured(self):
-        with torch.cuda.stream(torch.cuda.default_stream()):
+    def test_leaves_the_default_stream_for_the_recorded_step_only(self):
+        default = torch.cuda.default_stream()
+        streams: list = []
+        with torch.cuda.stream(default):
             model = stack()
-            assert torch.cuda.current_stream() != torch.cuda.default_stream()
+            assert torch.cuda.current_stream() == default
+            model.layers[0].linear.register_forward_hook(lambda *_: streams.append(torch.cuda.current_stream()))
             record(model)
-            assert torch.cuda.current_stream() == torch.cuda.default_stream()
+            assert streams[0] != default
+            assert torch.cuda.current_stream() == default
 
     @pytest.mark.parametrize("grad", [True, False], ids=["with grad", "before it is computed again"])
     def test_replays_run_hooks_of_distributed_data_parallel(self, grad):

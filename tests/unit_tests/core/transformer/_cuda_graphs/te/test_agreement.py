@@ -89,6 +89,20 @@ def test_a_vote_of_all_passes_as_often_as_they_vote(size):
     assert on_ranks(size, run) == [[None] * 5] * size
 
 
+@pytest.mark.parametrize("against", [None, Objection(1, "a reason")])
+def test_votes_leave_no_keys_in_the_store(against):
+    def run(rank):
+        ballot = Ballot(Group(3))
+        for number in range(10):
+            ballot.vote(against if rank == 1 and number % 3 == 1 else None)
+
+    store = distributed_c10d._get_default_store()
+    on_ranks(3, run)
+    before = store.num_keys()
+    on_ranks(3, run)
+    assert store.num_keys() == before + 1  # the last verdict of each capture
+
+
 def test_no_rank_gets_ahead_of_another():
     order = []
 

@@ -12,7 +12,12 @@ from megatron.core.transformer._cuda_graphs.te.capture_observer import graph_cou
 from megatron.core.transformer._cuda_graphs.te.stage_graphs import pools_of
 
 
+@runs_outside_graphs
 def gather(module, args):
+    pass
+
+
+def by_user(module, args):
     pass
 
 
@@ -36,15 +41,17 @@ def test_hooks_go_where_capture_puts_them():
     layer.register_forward_pre_hook(wrapper)
     layer[0].register_forward_pre_hook(partial(runs_outside_graphs(lambda module, args: None)))
     layer[1].register_forward_hook(Counting())
-    layer[1].register_forward_pre_hook(gather)
+    layer.register_forward_pre_hook(by_user)
+    layer[1].register_forward_pre_hook(by_user)
     before = dict(layer._forward_pre_hooks)
     routes = hook_routes([torch.nn.ReLU(), layer])
     outside = "test_hooks_go_where_capture_puts_them.<locals>.<lambda>"
     assert routes == [
         HookRoute(1, "", "gather", "forward_pre_hooks"),
         HookRoute(1, "", "after_backward", "backward_hooks"),
+        HookRoute(1, "", "by_user", "withheld"),
         HookRoute(1, "0", outside, "withheld"),
-        HookRoute(1, "1", "gather", "recorded"),
+        HookRoute(1, "1", "by_user", "recorded"),
         HookRoute(1, "1", "Counting", "recorded"),
     ]
     assert dict(layer._forward_pre_hooks) == before

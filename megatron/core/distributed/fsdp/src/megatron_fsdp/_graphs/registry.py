@@ -54,6 +54,7 @@ class Registry:
 
     Args:
         make_eager: Makes the runner of a module's eager passes.
+        is_own: Whether a module is the wrapper's; copies of it have its hooks, and must not be kept alive here.
 
     Attributes:
         graphed: The runners of modules with graphs for training, layers that are recorded together among them.
@@ -62,8 +63,8 @@ class Registry:
         whole_model: The ``WholeModel`` that owns graphs of the whole model's passes; None without such graphs.
     """
 
-    def __init__(self, make_eager: Callable[[torch.nn.Module], Runner]):
-        self._make_eager = make_eager
+    def __init__(self, make_eager: Callable[[torch.nn.Module], Runner], is_own: Callable[[torch.nn.Module], bool]):
+        self._make_eager, self._is_own = make_eager, is_own
         self._eager: dict[torch.nn.Module, Runner] = {}
         self.graphed: dict[torch.nn.Module, Runner] = {}
         self.evaluated: dict[torch.nn.Module, Runner] = {}
@@ -82,7 +83,9 @@ class Registry:
             runners = self.graphed if module.__dict__["replaying"] == "training" else self.evaluated
         runner = runners.get(module) or self._eager.get(module)
         if runner is None:
-            self._eager[module] = runner = self._make_eager(module)
+            runner = self._make_eager(module)
+            if self._is_own(module):
+                self._eager[module] = runner
         return runner
 
     @property
