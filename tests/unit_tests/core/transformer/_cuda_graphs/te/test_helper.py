@@ -14,6 +14,7 @@ from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferE
 from megatron.core.transformer._cuda_graphs.engine.plan import ordered_plan
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
 from megatron.core.transformer._cuda_graphs.flags.options import Options
+from megatron.core.transformer._cuda_graphs.hooks import runs_outside_graphs
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
 from megatron.core.transformer._cuda_graphs.te import capture_arguments, graph_choice
@@ -448,7 +449,7 @@ class TestWhatWarmUpChanges:
 @pytest.mark.parametrize("takes_hooks", [False, True])
 def test_hooks_are_given_to_an_engine_that_takes_them(takes_hooks):
     layer, given = MaskedLayer(), {}
-    layer.register_forward_pre_hook(lambda module, args: None)
+    layer.register_forward_pre_hook(runs_outside_graphs(lambda module, args: None))
 
     def run(layers, sample_args, **arguments):
         given.update(arguments)
