@@ -46,6 +46,10 @@ TESTS: dict[str, tuple[tuple[str, ...], str]] = {
         ("core/distributed/test_finalize_model_grads.py",),
         "embedding",
     ),
+    "Fused rotary kernels of multi-latent attention have fixed block sizes": (
+        ("core/fusions/test_fused_mla_yarn_rope_apply.py",),
+        "",
+    ),
     "Attention without TransformerEngine takes the sizes of multi-latent attention": (
         ("core/transformer/test_dot_product_attention.py",),
         "",

@@ -37,6 +37,12 @@ REPLACED = {
         "make_fsdp_dtensor",
     },
     "megatron.core.fp8_utils": {"quantize_param_shard"},
+    "megatron.core.fusions.fused_mla_yarn_rope_apply": {
+        "rotary_bwd_kv_kernel",
+        "rotary_bwd_q_kernel",
+        "rotary_fwd_kv_kernel",
+        "rotary_fwd_q_kernel",
+    },
     "megatron.core.models.common.embeddings.rope_utils": {"get_pos_emb_on_this_cp_rank"},
     "megatron.core.optimizer.distrib_optimizer": {"DistributedOptimizer"},
     "megatron.core.optimizer.optimizer_cuda_graph": {"OptimizerCudaGraphWrapper"},

@@ -158,7 +158,8 @@ class ForwardGraphs:
 
     def _note_eager_pass(self, reason: str, shape: tuple[int, int] | None = None) -> None:
         """Count a call for training that runs eagerly, and log ``reason`` if it is new; see ``EagerPasses.note``."""
-        reason = f"{type(self.module).__name__} runs eagerly where its CUDA graphs do not fit the call: {reason}"
+        name = type(self.module).__name__
+        reason = f"{name} runs eagerly where its CUDA graphs do not fit the call: {reason}"
         if self._eager_passes.note(reason, shape):
             logger.warning(reason)
 

@@ -86,7 +86,12 @@ def test_a_keyword_left_out_after_it_was_given_is_as_at_capture():
 def test_the_value_at_capture_is_kept_once_for_all_layers():
     defaults, statics = DefaultInputs(), [MASK.clone() for _ in range(3)]
     clones: list[torch.Tensor] = []
-    with mock.patch.object(torch.Tensor, "clone", lambda tensor: clones.append(tensor) or MASK):
+
+    def clone(tensor: torch.Tensor) -> torch.Tensor:
+        clones.append(tensor)
+        return MASK
+
+    with mock.patch.object(torch.Tensor, "clone", clone):
         for static in statics:
             defaults.will_overwrite("attention_mask", static)
     assert [id(tensor) for tensor in clones] == [id(statics[0])]

@@ -166,7 +166,7 @@ def test_hooks_and_where_they_went(capture):
     for layer in range(LAYERS):
         for name, route in fsdp.items():
             assert (layer, "", f"FsdpHooks.{name}", route) in routes
-    assert (1, "", "on_the_layer", "forward_hooks") in routes
+    assert (1, "", "on_the_layer", "withheld") in routes
     assert (1, "mlp", "inside", "recorded") in routes
 
 
