@@ -30,6 +30,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from benchmarks.results_file import write_json  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 PRODUCT = ("megatron/core", "megatron/training")
 LONGEST = 590.0  # seconds of a part: one command of ten minutes
@@ -285,7 +291,7 @@ def run(part: Part, file: Path, noted: dict[str, Any], seconds: float, visible: 
     if file.exists():
         found = measured(file) | noted | {"exit": status}
         found.pop("numbers", None)  # of each step: they are compared already
-        file.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(file, found)
     return status == 0 and file.exists()
 
 
@@ -331,8 +337,6 @@ def sets_of_gpus(sets: int, gpus: int) -> list[str | None]:
     """
     if sets == 1:
         return [None]
-    import torch
-
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = given.split(",") if given else [str(index) for index in range(torch.cuda.device_count())]
     if sets < 1 or sets * gpus > len(visible):
@@ -353,8 +357,6 @@ def main() -> int:
                 commit = measured(part.file(args.folder, gpus)).get("commit", "not measured")
                 print(f"{part.name}, {gpus} GPUs, about {part.seconds} s: {commit}")
         return 0
-    import torch
-
     gpus, commit = args.gpus or torch.cuda.device_count(), args.commit or current_commit()
     parts = [part for part in PARTS if gpus in part.gpus and any(fnmatch(part.name, name) for name in args.only)]
     noted = {"commit": commit} | ({"at_once": args.at_once} if args.at_once > 1 else {})
