@@ -38,7 +38,6 @@ OTHER_TORCHES := 2.12.1 2.13.0 2.14.1 2.15.0
 NEWEST_TORCH := $(lastword $(OTHER_TORCHES))
 # The quick ones of the tests whose subject depends on inner names of torch.
 TORCH_TESTS := $(addprefix tests/unit_tests/,test_doctor.py::test_the_torch_that_was_asked_for_is_tested \
-	benchmarks/test_layer_replay.py \
 	$(addprefix cpu_backend/test_,capture.py graphed_callables.py) \
 	core/distributed/_graphs/test_pipelines.py core/transformer/_cuda_graphs/te/test_joined_collectives.py) \
 	tests/integration_tests/test_cpu_ranks.py::test_collectives_written_for_nccl_work

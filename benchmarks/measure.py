@@ -30,6 +30,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from benchmarks.results_file import write_json  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results"
 PRODUCT = ("megatron/core", "megatron/training")
 LONGEST = 590.0  # seconds of a part: one command of ten minutes
@@ -48,22 +54,19 @@ class Part:
         arguments: What Python is called with; ``GPUS``, ``FILE``, ``LAUNCHES`` and ``SECONDS``, which it has, are
             replaced.
         seconds: About how long it takes on one H100; with more GPUs somewhat longer.
-        about: What of the repository the result depends on.
     """
 
     name: str
     gpus: tuple[int, ...]
     arguments: str
     seconds: int = 300
-    about: tuple[str, ...] = PRODUCT
 
     def file(self, folder: Path, gpus: int) -> Path:
         """Return the file of its results."""
         return folder / f"{self.name}_{gpus}gpu.json"
 
 
-_PROFILES = "benchmarks/step_time.py --gpus GPUS --output FILE --stall-seconds 120"
-_TIMES = f"{_PROFILES} --no-profile"
+_TIMES = "benchmarks/step_time.py --gpus GPUS --output FILE --stall-seconds 120 --no-profile"
 _EQUALITY = "-m tests.support.on_gpus --processes 15 --seconds SECONDS --output FILE"
 _GROUPED = "eager native eager+grouped native+grouped"
 _DENSE = "eager native full_iteration compute_alone"
@@ -95,7 +98,6 @@ _LEVERS = (
     *(*_FUSED.split(), f"native+fused::{_AVERAGED}", f"native+fused:{_BY_COPY_ENGINES}"),
     *(f"{name}+fused:{_BY_COPY_ENGINES} {_AVERAGED}" for name in ("native", "full_iteration")),
 )
-_PROFILED = ("native", f"native+fused:{_BY_COPY_ENGINES} {_AVERAGED}", "full_iteration", "compute_alone+fused")
 _ON_FOUR = (
     *(*_DENSE.split(), "compute_alone+fused", "full_iteration+optimizer", "native+optimizer"),
     *(f"{name}:{_BY_COPY_ENGINES} {_AVERAGED}" for name in ("native+fused", "full_iteration+fused")),
@@ -134,22 +136,8 @@ PARTS = (
         80,
     ),
     Part("step_time_checked", (1,), f"{_TIMES} --configurations A B --variants {_CHECKED}", 80),
-    Part("step_time_fused", (1,), f"{_TIMES} --configurations A --variants native full_iteration {_FUSED}", 100),
     Part("step_time_levers", (2,), f"{_TIMES} --configurations A B --variants {shlex.join(_LEVERS)}", 300),
-    Part(
-        "profile_a",
-        (1, 2),
-        f"{_PROFILES} --configurations A --variants {shlex.join(_PROFILED)}",
-        200,
-    ),
     Part("step_time_a", (4,), f"{_TIMES} --configurations A --variants {shlex.join(_ON_FOUR)}", 180),
-    Part(
-        "collectives",
-        (2, 4),
-        "-m torch.distributed.run --nproc-per-node GPUS benchmarks/collectives_beside_gemms.py --output FILE",
-        120,
-        ("benchmarks/collectives_beside_gemms.py",),
-    ),
     Part("step_time_c_d", (1, 2), f"{_TIMES} --configurations C D --variants {_GROUPED}", 180),
     Part("step_time_exchange", (2,), f"{_TIMES} --configurations C --variants {shlex.join(_EXCHANGED)}", 120),
     Part(
@@ -160,7 +148,6 @@ PARTS = (
     ),
     Part("replay_overhead", (1,), "benchmarks/replay_overhead.py --rounds 3 --repeats 50 --output FILE", 40),
     Part("capture_time", (1,), "benchmarks/capture_time.py --output FILE", 50),
-    Part("fp8_shards", (1,), "benchmarks/fp8_shards.py --output FILE", 30, ("benchmarks/fp8_shards.py",)),
     Part("demo", (1, 2), "examples/demo.py --json FILE", 80),
     Part("step_time_a_b_optimizer", (1,), f"{_TIMES} --configurations A B --variants {_OPTIMIZER}", 150),
     Part(
@@ -183,7 +170,7 @@ PARTS = (
     Part("soak", (2,), "benchmarks/soak.py --ranks 2 --configurations dense moe --steps 1000 --output FILE", 500),
     Part(
         "step_time_fsdp2",
-        (1, 2),
+        (2,),
         f"{_TIMES} --configurations 'A:{_UNTIED}' 'B:{_UNTIED}' --variants eager native fsdp2 fsdp2_graphs",
         150,
     ),
@@ -214,20 +201,12 @@ PARTS = (
         "-m torch.distributed.run --nproc-per-node 2 tests/support/inject_faults.py --stride 151 --output FILE",
         200,
     ),
-    Part("grouped_experts", (1,), "benchmarks/grouped_experts.py --output FILE", 90),
     Part("local_graphs", (1,), "benchmarks/local_graphs.py --rounds 2 --output FILE", 200),
     Part(
         "local_graphs_te",
         (1,),
         "benchmarks/local_graphs.py --rounds 2 --transformer-engine --output FILE",
         240,
-    ),
-    Part("buffer_reuse", (2,), "benchmarks/buffer_reuse.py --output FILE", 300),
-    Part(
-        "rerun_agreement",
-        (2,),
-        "-m torch.distributed.run --nproc-per-node 2 benchmarks/rerun_agreement.py --output FILE",
-        60,
     ),
 )
 
@@ -312,7 +291,7 @@ def run(part: Part, file: Path, noted: dict[str, Any], seconds: float, visible: 
     if file.exists():
         found = measured(file) | noted | {"exit": status}
         found.pop("numbers", None)  # of each step: they are compared already
-        file.write_text(json.dumps(found, indent=1) + "\n")
+        write_json(file, found)
     return status == 0 and file.exists()
 
 
@@ -340,14 +319,12 @@ def stale(files: list[Path]) -> Iterator[tuple[Path, str, int]]:
 
     A file without a commit in it counts as measured when it was committed.
     """
-    about = {part.name: part.about for part in PARTS}
     for file in files:
-        name = file.stem.rpartition("_")[0]
         named = re.search(r"\b[0-9a-f]{7,}\b", str(measured(file).get("commit", "")))
         commit = named[0] if named else ""
         if not commit or not git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}"):
             commit = git("log", "-1", "--format=%h", "--", str(file))
-        changes = git("rev-list", "--count", f"{commit}..HEAD", "--", *about.get(name, PRODUCT)) if commit else ""
+        changes = git("rev-list", "--count", f"{commit}..HEAD", "--", *PRODUCT) if commit else ""
         if changes != "0":
             yield file, commit or "not committed", int(changes or 0)
 
@@ -360,8 +337,6 @@ def sets_of_gpus(sets: int, gpus: int) -> list[str | None]:
     """
     if sets == 1:
         return [None]
-    import torch
-
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     visible = given.split(",") if given else [str(index) for index in range(torch.cuda.device_count())]
     if sets < 1 or sets * gpus > len(visible):
@@ -382,8 +357,6 @@ def main() -> int:
                 commit = measured(part.file(args.folder, gpus)).get("commit", "not measured")
                 print(f"{part.name}, {gpus} GPUs, about {part.seconds} s: {commit}")
         return 0
-    import torch
-
     gpus, commit = args.gpus or torch.cuda.device_count(), args.commit or current_commit()
     parts = [part for part in PARTS if gpus in part.gpus and any(fnmatch(part.name, name) for name in args.only)]
     noted = {"commit": commit} | ({"at_once": args.at_once} if args.at_once > 1 else {})

@@ -1,4 +1,4 @@
-"""Files of results: what was found, behind the command that found it, the hardware and the versions."""
+"""Write results to a file, after the command, hardware and versions that produced them."""
 
 import json
 import platform
@@ -19,14 +19,32 @@ def write_results(path: Path, *, command: str, gpus: int = 1, **found: Any) -> N
 
     Args:
         path: The file.
-        command: How to find the same again.
-        gpus: How many GPUs were used, where there are any.
-        found: Values that JSON can hold, by name.
+        command: The command that reproduces the results.
+        gpus: The number of GPUs used; ignored on the CPU backend.
+        found: JSON values by name.
     """
-    report = {"command": command, "hardware": hardware(gpus), "versions": versions(), **found}
-    unfinished = path.with_name(f"{path.name}.unfinished")  # who reads or is killed meanwhile finds the file whole
-    unfinished.write_text(json.dumps(report, indent=1) + "\n")
+    write_json(path, {"command": command, "hardware": hardware(gpus), "versions": versions(), **found})
+
+
+def write_json(path: Path, report: dict[str, Any]) -> None:
+    """Write ``report`` to ``path`` as JSON with one line per case.
+
+    A case is an element of a value of ``report``, or of a list in such a value.
+    """
+    unfinished = path.with_name(f"{path.name}.unfinished")  # readers never see a partly written file
+    unfinished.write_text(_text(report) + "\n")
     unfinished.replace(path)
+
+
+def _text(value: Any, depth: int = 0) -> str:
+    if isinstance(value, dict) and value and depth < 2:
+        (opening, closing), lines = "{}", [f"{json.dumps(str(key))}: {_text(value[key], depth + 1)}" for key in value]
+    elif isinstance(value, list | tuple) and value:
+        (opening, closing), lines = "[]", [json.dumps(element) for element in value]
+    else:
+        return json.dumps(value)
+    end = "\n" + " " * depth
+    return f"{opening}{end} {f',{end} '.join(lines)}{end}{closing}"
 
 
 def command_line(script: str, arguments: Sequence[str]) -> str:

@@ -35,8 +35,7 @@ KINDS = {
     kind.__name__: kind
     for kind in (
         *(steps.times, steps.launches, steps.levers, steps.memory, steps.recomputation, steps.growth),
-        steps.predictions,
-        *(checks.equality, checks.faults, checks.soaks, checks.engines, checks.local, checks.buffers),
+        *(checks.equality, checks.faults, checks.soaks, checks.engines, checks.local),
     )
 }
 

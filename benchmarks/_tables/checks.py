@@ -126,14 +126,3 @@ def local(results: Results) -> Iterator[Row]:
         same, rounds = found["equal_losses"], found["equal_losses"]["eager"]
         figures = (f"{same[name]} of {rounds} rounds" for name in ("this patch", "megatron-core"))
         yield layers, gpus(found), "losses equal to eager ones", "", *figures, "", found["commit"]
-
-
-def buffers(results: Results) -> Iterator[Row]:
-    """Yield a row for each kind of graphs in a pipeline: memory with static buffers that serve again, and without."""
-    yield "graphs", "chunks a stage", "GPUs", "reserved: MiB", "without reuse: MiB", "commit"
-    for found in results.values():
-        reserved = {(row["graphs"], row["chunks"], row["reuse"]): row["reserved_MiB"] for row in found["results"]}
-        for graphs, chunks, reuse in reserved:
-            if reuse:
-                figures = (f"{reserved[graphs, chunks, each]:.0f}" for each in (True, False))
-                yield f"`{graphs}`", str(chunks), gpus(found), *figures, found["commit"]

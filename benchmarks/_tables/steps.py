@@ -140,21 +140,6 @@ def growth(results: Results) -> Iterator[Row]:
             )
 
 
-def predictions(results: Results) -> Iterator[Row]:
-    """Yield a row for each model on 64 GPUs and each number of tokens, as ``step_model.py`` predicts it."""
-    yield "model, 64 GPUs", "tokens of a rank's micro-batch", "compute", "exposed collectives", "eager", "with graphs"
-    for found in results.values():
-        for each in found["predictions"]:
-            if each["gpus"] == 64:
-                times = (
-                    each["compute_ms"],
-                    each["exposed_ms"],
-                    each["step_ms"]["eager"],
-                    each["step_ms"]["all layers"],
-                )
-                yield each["model"], f"{each['tokens']:,}", *(f"{ms:,.0f}" for ms in times)
-
-
 def gpus(found: Mapping[str, Any]) -> str:
     """Return how many GPUs of which model a file is about."""
     return str(found["hardware"]).replace("NVIDIA ", "").removesuffix(" 80GB HBM3")

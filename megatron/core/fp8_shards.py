@@ -12,8 +12,7 @@ def without_transposes() -> Iterator[None]:
     TransformerEngine (``cast_master_weights_to_fp8``) casts a shard as one row of millions of elements, into a tensor
     that it makes for it, and asks for the transpose too, as GPUs whose FP8 products take transposed operands need it of
     whole parameters. That of a shard is dropped; on Hopper it takes thirty times as long as the cast
-    (``benchmarks/fp8_shards.py``). Tensors that hold a transpose still get both. Nothing happens without
-    TransformerEngine.
+    (``docs/performance.md``). Tensors that hold a transpose still get both. Nothing happens without TransformerEngine.
     """
     try:
         from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer

@@ -1,4 +1,4 @@
-"""What stands in a file of results besides the results."""
+"""The layout of a file of results, and what it holds besides the results."""
 
 import json
 import platform
@@ -7,7 +7,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from benchmarks.results_file import command_line, write_results
+from benchmarks.results_file import command_line, write_json, write_results
 
 
 def test_results_stand_behind_command_hardware_and_versions(tmp_path, monkeypatch: pytest.MonkeyPatch):
@@ -19,6 +19,18 @@ def test_results_stand_behind_command_hardware_and_versions(tmp_path, monkeypatc
     assert written["command"] == "python it.py"
     assert written["hardware"] == "2 x a GPU"
     assert written["results"] == [1, 2]
+
+
+def test_each_case_is_one_line(tmp_path):
+    path = tmp_path / "found.json"
+    cases = [{"losses": [1.5, 2.0], "error": None}, {"losses": [], "name": 'a "b"'}]
+    report = {"commit": "a1", "empty": [], "results": cases, "configurations": {"A": cases, "B": {"ms": {"x": 1}}}}
+    write_json(path, report)
+    assert json.loads(path.read_text()) == report
+    lines = path.read_text().splitlines()
+    assert lines[3:7] == [' "results": [', f"  {json.dumps(cases[0])},", f"  {json.dumps(cases[1])}", " ],"]
+    assert lines[8:12] == ['  "A": [', f"   {json.dumps(cases[0])},", f"   {json.dumps(cases[1])}", "  ],"]
+    assert lines[12] == '  "B": {"ms": {"x": 1}}'
 
 
 def test_versions_are_of_installed_packages_only(tmp_path, monkeypatch: pytest.MonkeyPatch):
