@@ -7,6 +7,8 @@ from operator import itemgetter
 from statistics import median
 from typing import Any
 
+from benchmarks._step_time.variants import parts
+
 from .steps import Results, Row, commit, gpus
 
 ENGINES = {"native": "ours", "transformer_engine": "TransformerEngine's"}
@@ -81,6 +83,26 @@ def soaks(results: Results) -> Iterator[Row]:
                     *(said, gpus(found), f"{each['steps']}, {each['resumed_after']}"),
                     *(f"{equal} of {each['steps']}", flat, found["commit"]),
                 )
+
+
+def repeated(results: Results) -> Iterator[Row]:
+    """Yield a row for each variant of a model that was trained several times, without flags that all have."""
+    yield "model", "GPUs", "trained", "runs equal", "different results", "commit"
+    for found in results.values():
+        by_model: dict[str, list[list[str]]] = {}
+        for row in found["rows"]:
+            name, _, flags = row["configuration"].partition(":")
+            by_model.setdefault(name, []).append(flags.split())
+        for row in found["rows"]:
+            name, _, flags = row["configuration"].partition(":")
+            common = set.intersection(*map(set, by_model[name]))
+            own = " ".join(flag for flag in flags.split() if flag not in common)
+            variant, _, variant_flags = parts(row["variant"])
+            yield (
+                *(f"{name}, `{own}`" if own else name, gpus(found)),
+                " ".join([variant, *(f"`{flag}`" for flag in [" ".join(variant_flags)] if flag)]),
+                *(f"{row['equal']} of {row['runs']}", str(row["results"]), row["commit"]),
+            )
 
 
 def engines(results: Results) -> Iterator[Row]:
