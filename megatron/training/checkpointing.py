@@ -128,7 +128,8 @@ def _load_base_checkpoint(
                 f"--load {load_dir}: it lacks {missing[1]}. If it is of another model, set the flags that saved it. "
                 "If --no-save-optim saved it, add --no-load-optim, or --finetune to count iterations from 0 too."
             ) from error
-        if sizes := _VOCABULARY_SIZE.search(str(error)):
+        sizes = _VOCABULARY_SIZE.search(str(error))
+        if sizes and sizes[1] != sizes[2]:
             raise ValueError(
                 f"--load {load_dir}: its vocabulary is padded to {sizes[1]} tokens, and this run's to {sizes[2]}, a "
                 "multiple of --make-vocab-size-divisible-by times --tensor-model-parallel-size. If the tokenizer is "
@@ -159,6 +160,8 @@ def _as_saved(optimizer: dict[str, Any], checkpoint: str) -> dict[str, Any]:
         return optimizer
     groups = optimizer[GROUPS]
     if not any(key.startswith("state.") for key in saved):
+        message = f"--load: {checkpoint} has no states of the optimizer, as before its first step: they start empty"
+        log_single_rank(logger, logging.WARNING, message)
         optimizer = optimizer | {"state": {}}
         # TransformerEngine's Adam counts its steps in the groups.
         groups = {name: {key: group[key] for key in group if key != "step"} for name, group in groups.items()}

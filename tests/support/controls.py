@@ -231,17 +231,18 @@ def late_hook_on_one_rank_without_plans(training: Training) -> None:
 
 
 def eager_on_last_rank(training: Training) -> None:
-    """Capture; the last rank then has a hook in a layer, for which the others wait. Their logs say why."""
+    """Capture; the last rank then has a hook in a layer, for which the others wait. The first rank logs why."""
     training.helper.create_cudagraphs()
     if dist.get_rank() == dist.get_world_size() - 1:
         training.layers[1].mlp.register_forward_hook(lambda *_: None)
+    if dist.get_rank():
         return
     logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
     warning = training.patches.enter_context(mock.patch.object(logger, "warning"))
 
     def check() -> None:
         (message,) = [call.args[0] for call in warning.call_args_list]
-        start = f"This rank waits for rank {dist.get_world_size() - 1}, which runs passes eagerly: "
+        start = f"Other ranks wait for rank {dist.get_world_size() - 1}, which runs passes eagerly: "
         assert message.startswith(start) and "hooks" in message, message
 
     training.patches.callback(check)

@@ -10,8 +10,8 @@ from tests.unit_tests.test_documented_commands import FENCED
 PAGES = ("flags", "how-it-works", "limits", "measurements", "performance", "scale", "using")
 MEASURED = ("README.md", *(f"docs/{page}.md" for page in PAGES))
 NOT_TEXT = re.compile(r"`[^`]*`|\]\([^)]*\)|<!--.*?-->")
-NAMES = "torch|Torch|Python|megatron-core|TransformerEngine|newer|verified|capability|Apache"
-VERSION = re.compile(rf"(\b({NAMES})\b[^.|]{{0,12}}?)[\d.]+(( to|,) [\d.]+)*")
+NAMES = "torch|Torch|Python|megatron-core|TransformerEngine|newer|GPU-tested|capability|Apache"
+VERSION = re.compile(rf"(\b({NAMES})\b[^.|]{{0,12}}?)[\d.]+(( to|,| and) [\d.]+)*")
 # A decimal, or a number with a unit.
 QUOTED = re.compile(r"(?<![\w.])\d[\d,]*(?:\.\d+|(?:\.\d+)? (?:ms|us|s|MiB|GiB|GB|TB)\b)(?!\.\d)")
 

@@ -68,7 +68,7 @@ class ExpectedInputs:
 class DefaultInputs:
     """Restores static inputs to their values at capture, for calls that leave them out.
 
-    One object serves all graphs whose static inputs of a name had the same value at capture: it keeps that value once.
+    Share one object among graphs whose static inputs of a name were equal at capture. Values are kept on the host.
     """
 
     def __init__(self) -> None:
@@ -80,10 +80,10 @@ class DefaultInputs:
         if id(static) not in self._overwritten:
             self._overwritten.add(id(static))
             if name not in self._captured:
-                self._captured[name] = static.clone()
+                self._captured[name] = static.detach().to("cpu", copy=True)
 
     def restore(self, name: str, static: torch.Tensor) -> None:
         """Restore ``static`` if a replay has overwritten it."""
         if id(static) in self._overwritten:
             self._overwritten.remove(id(static))
-            static.copy_(self._captured[name])
+            static.detach().copy_(self._captured[name])

@@ -109,8 +109,8 @@ class ModuleHooks:
         """
         if module._backward_hooks and not module._is_full_backward_hook:
             raise UnsupportedError(
-                f"{type(module).__name__} has a hook of register_backward_hook, which is given the gradients of its "
-                "last operation, and a replay has another one: register it by register_full_backward_hook"
+                f"{type(module).__name__} has a non-full backward hook (register_backward_hook), which replays cannot "
+                "call with eager gradients: use register_full_backward_hook"
             )
         hooks = cls.of(module)
         for name in hooks.saved:

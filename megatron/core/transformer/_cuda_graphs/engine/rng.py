@@ -132,12 +132,15 @@ class GraphStates:
 def _is_forked_to(name: str, state: torch.Tensor) -> bool:
     """Whether a fork of the RNG tracker is open, so that the default generator draws from the tracked ``state``.
 
-    TransformerEngine's tracker does not tell, and torch does not tell whether two generators share a state: equal
-    seeds and offsets mean that they do, as each state that Megatron makes has a seed of its own.
+    TransformerEngine's tracker does not record it, and torch does not show whether two generators share a state. Equal
+    seeds and offsets mean that they do, except for the data-parallel state, which Megatron seeds like the default
+    generator: a fork to that one is not found.
     """
     tracker = tensor_parallel_random._CUDA_RNG_STATE_TRACKER
     if hasattr(tracker, "_current_state_name"):
         return bool(tracker._current_state_name == name)
+    if name == tensor_parallel_random.get_data_parallel_rng_tracker_name():
+        return False
     return torch.equal(state, _default_generator().get_state())
 
 

@@ -89,8 +89,8 @@ class Ballot:
     def vote(self, against: Against | None = None) -> Against | None:
         """Return None once all ranks have voted for None; otherwise, at once, what a rank voted first against it.
 
-        A failure does not give way to an objection, after which the others would wait for this rank, nor an
-        interruption to a failure, after which this rank might go on.
+        A rank that failed votes until a failure is decided. An interrupted rank returns its own interruption, so that
+        it never continues.
 
         Raises:
             RuntimeError: ranks have not voted for the time limit of the group, or the store is gone.

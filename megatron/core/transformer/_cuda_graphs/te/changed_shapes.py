@@ -1,4 +1,4 @@
-"""What ranks learn from each other about passes that run eagerly: a common shape to capture, or who is waited for."""
+"""Compares eager passes across ranks: they agree on a shape to recapture, or name the rank that runs eagerly."""
 
 import logging
 from collections.abc import Sequence
@@ -60,6 +60,8 @@ class ChangedShapes:
         Args:
             num_microbatches: Micro-batches of the coming step.
         """
+        if not (self._groups or self._captures_again):
+            return None
         agreed = None if self._bounds is None else self._agreed(self._bounds)
         self._bounds = None
         self._eager_steps += self.passes.total != self._eager_passes
@@ -92,7 +94,8 @@ class ChangedShapes:
         if eager and self._waits and eager not in self._told:
             self._told.add(eager)
             reason = _reasons().get(str(eager)).decode()
-            logger.warning(f"This rank waits for rank {eager - 1}, which runs passes eagerly: {reason}")
+            if all(group.rank() == 0 for group in self._groups):
+                logger.warning(f"Other ranks wait for rank {eager - 1}, which runs passes eagerly: {reason}")
         return (tokens, sequences) if self._captures_again and tokens and lowest == [-tokens, -sequences] else None
 
 

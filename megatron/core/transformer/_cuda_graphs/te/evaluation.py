@@ -145,8 +145,8 @@ class EvaluationGraphs:
         layers, whole = self._layers, self._whole
         agreement = self._stage.agreement(with_other_stages=False)  # later stages wait for this one's output
         graphs: list[Any] = []
-        shape = shape_of_call(self._model, args, kwargs) or self._shape
         try:
+            shape = shape_of_call(self._model, args, kwargs) or self._shape
             hooked = any(has_other_hooks(module) for layer in layers for module in layer.modules())
             if refused := agreement.objection("layers, or modules in them, have hooks of others" if hooked else ""):
                 return refused
@@ -158,9 +158,9 @@ class EvaluationGraphs:
                 graphs = self._capture(agreement, shape) if whole is None else [self._capture_model(agreement, shape)]
             agreement.finish()
         except BaseException as error:
+            failed = agreement.failed(error)  # first: cleanup can fail too, and others wait for this rank
             for graph in graphs:
                 graph.reset()
-            failed = agreement.failed(error)
             if isinstance(error, Exception):
                 raise failed from error
             raise  # Ctrl-C

@@ -66,7 +66,7 @@ def captured(
 
 
 class ForwardGraphs:
-    """Stands for the ``forward`` of ``module`` as long as there are graphs of its passes, or of a part of them.
+    """Replaces ``module.forward`` while graphs of its passes, or of a part of them, exist.
 
     In calls without an attention mask the graphs read the mask of the capture.
 

@@ -59,8 +59,8 @@ class TECudaGraphHelper:
             ``cuda_graph_fallback`` of it, ``error`` if there is none, says what a failed capture or recapture does:
             ``error`` raises CaptureFailedError, ``eager`` warns, and training goes on. Another one,
             ``cuda_graph_max_captures``, says how often ``create_cudagraphs`` and ``before_step`` capture together.
-            ``cuda_graph_report`` names a folder to which rank 0 writes what was captured. ``cuda_graph_step_log`` makes
-            what is called with the helper and whether its graphs are about to be deleted: before that, and before each
+            ``cuda_graph_report`` names a folder to which rank 0 writes what was captured. ``cuda_graph_step_log`` is a
+            factory for a callback ``(helper, deleting)``, called before graphs are deleted and before each
             step, by ``before_step``.
         seq_length: Tokens in a sequence.
         micro_batch_size: Sequences in a micro-batch.
@@ -243,7 +243,7 @@ class TECudaGraphHelper:
         finally:
             if not self.graphs_created():
                 self.seq_length, self.micro_batch_size = former
-        if not self.graphs_created():  # the former graphs were deleted first, for their memory
+        if self._graphs.none_because == CAPTURE_FAILED:  # the former graphs were deleted first, for their memory
             self._recaptures.stop()
             self._capture_shape(*former)
 
@@ -351,11 +351,11 @@ class TECudaGraphHelper:
                     graphs.none_because = choice.eager_because
             agreement.finish()
         except BaseException as error:
-            self._drop_graphs()
+            failed = agreement.failed(error)  # first: cleanup can fail too, and others wait for this rank
             self.num_layers_per_chunk, self.num_model_chunks, self.num_microbatches = planned
+            self._drop_graphs()
             if isinstance(error, Exception):
-                raise agreement.failed(error) from error
-            agreement.failed(error)
+                raise failed from error
             raise  # Ctrl-C
         if not stage.one_graph_serves_all:
             graphs.microbatches = get_num_microbatches()

@@ -26,7 +26,7 @@ INTERLEAVED_PASSES, RECOMPUTED_LAYERS = "interleaved-passes", "recomputed-layers
 
 @dataclass(frozen=True)
 class GraphUse:
-    """What became of graphs on this rank since the helper was made.
+    """Graph usage counters of this rank, since the helper was made.
 
     Attributes:
         replays: How often forward graphs of training were replayed; None where the engine does not count.

@@ -145,7 +145,7 @@ class TrainingCalls:
         return min(self._shapes[model][sequences, tokens] for model in self._blockers) >= passes
 
     def stop(self) -> None:
-        """Watch no longer."""
+        """Stop observing calls."""
         while self._handles:
             self._handles.pop().remove()
 

@@ -85,16 +85,16 @@ def test_a_keyword_left_out_after_it_was_given_is_as_at_capture():
 
 def test_the_value_at_capture_is_kept_once_for_all_layers():
     defaults, statics = DefaultInputs(), [MASK.clone() for _ in range(3)]
-    clones: list[torch.Tensor] = []
+    copied: list[torch.Tensor] = []
 
-    def clone(tensor: torch.Tensor) -> torch.Tensor:
-        clones.append(tensor)
+    def to(tensor: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        copied.append(tensor)
         return MASK
 
-    with mock.patch.object(torch.Tensor, "clone", clone):
+    with mock.patch.object(torch.Tensor, "to", to):
         for static in statics:
             defaults.will_overwrite("attention_mask", static)
-    assert [id(tensor) for tensor in clones] == [id(statics[0])]
+    assert [tensor.data_ptr() for tensor in copied] == [statics[0].data_ptr()]
 
 
 def test_a_keyword_of_capture_must_be_a_tensor():

@@ -260,3 +260,18 @@ def test_an_open_fork_is_found_where_the_tracker_names_none(drawing, monkeypatch
         assert not torch.equal(of_graphs.get_state(), before)
         torch.rand(2, device="cuda")
         assert torch.equal(of_graphs.get_state(), theirs.get_state()) is not is_open
+
+
+def test_data_parallel_state_is_no_fork_though_seeded_alike(drawing, monkeypatch):
+    _, _, of_graphs = drawing
+    tracker = TracksNoName(of_graphs)
+    tracker.states_ = {"data-parallel-rng": of_graphs}
+    monkeypatch.setattr(tensor_parallel_random, "_CUDA_RNG_STATE_TRACKER", tracker)
+    states = GraphStates()
+    torch.cuda.manual_seed(9)
+    tracker.states_["data-parallel-rng"] = theirs = of_graphs.clone_state()
+    theirs.manual_seed(9)
+    states.adopt()
+    assert torch.equal(of_graphs.get_state(), theirs.get_state())
+    torch.rand(2, device="cuda")
+    assert torch.equal(of_graphs.get_state(), theirs.get_state())

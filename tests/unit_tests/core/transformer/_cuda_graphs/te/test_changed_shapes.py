@@ -71,6 +71,9 @@ class Group:
     def size(self):
         return 2
 
+    def rank(self):
+        return 0
+
 
 @pytest.fixture
 def reasons(monkeypatch):
@@ -125,7 +128,7 @@ def test_a_rank_that_waits_logs_once_why_another_runs_eagerly(reasons, caplog):
     reasons.set("4", "a mask")
     run_steps((), Group((0, 0), eager=4))
     (record,) = caplog.records
-    assert record.message == "This rank waits for rank 3, which runs passes eagerly: a mask"
+    assert record.message == "Other ranks wait for rank 3, which runs passes eagerly: a mask"
 
 
 def test_a_rank_that_runs_eagerly_too_waits_for_no_other(reasons, caplog):
