@@ -160,7 +160,7 @@ def _as_saved(optimizer: dict[str, Any], checkpoint: str) -> dict[str, Any]:
         return optimizer
     groups = optimizer[GROUPS]
     if not any(key.startswith("state.") for key in saved):
-        message = f"--load: {checkpoint} has no states of the optimizer, as before its first step: they start empty"
+        message = f"--load: {checkpoint} has no optimizer states, which start empty"
         log_single_rank(logger, logging.WARNING, message)
         optimizer = optimizer | {"state": {}}
         # TransformerEngine's Adam counts its steps in the groups.

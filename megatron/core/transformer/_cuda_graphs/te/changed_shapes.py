@@ -95,7 +95,8 @@ class ChangedShapes:
             self._told.add(eager)
             reason = _reasons().get(str(eager)).decode()
             if all(group.rank() == 0 for group in self._groups):
-                logger.warning(f"Other ranks wait for rank {eager - 1}, which runs passes eagerly: {reason}")
+                waited_for = f"rank {eager - 1}, which runs passes eagerly: {reason}"
+                logger.warning(f"Other ranks wait for {waited_for}")
         return (tokens, sequences) if self._captures_again and tokens and lowest == [-tokens, -sequences] else None
 
 
