@@ -177,7 +177,7 @@ class CaptureObserver:
         timeline = self.timeline
         assert timeline is not None
         return CaptureReport(
-            self._stage.engine.name,
+            "native",
             whole_model,
             graphs=total(list(map(graph_counts, graphs))),
             seconds={
