@@ -14,11 +14,11 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from .. import state
 from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
+from ..engine.make_graphed_callables import make_graphed_callables
 from ..engine.memory import release_cached_memory
 from ..engine.plan import Pass, ordered_plan
 from ..engine.preserve import preserve_buffers
 from ..engine.rng import preserve_rng
-from ..engine.te_engine import recover_te_engine
 from ..hooks import extracted_hooks
 from ..replacements import between
 from ..replay_conditions import ReplayConditions
@@ -149,7 +149,7 @@ class CaptureSession:
 
     def _capture_layers(self, input_data: Callable[[], InputData]) -> None:
         """Capture each layer that is not in a graph with others."""
-        stage, engine = self.stage, self.stage.engine
+        stage = self.stage
         apart = self.graphs.layers_apart
         layers = tuple(layer for own in apart for layer in own)
         sample_args, arguments = input_data()
@@ -161,16 +161,12 @@ class CaptureSession:
         rng = get_cuda_rng_tracker().fork() if stage.config.sequence_parallel else nullcontext()
         elsewhere = {layer for chunk in self.graphs.kept for layer in chunk.modules()}  # have other parameters in calls
         reads = AttributeReads()
-        # TransformerEngine's engine leaves warm-up's draws and buffer updates behind.
         with preserve_rng(), preserve_buffers(layers), self._fsdp_capture():
             with reads.noted(layers, stateless=True), extracted_hooks(layers) as hooks, rng:
-                if engine.takes_hooks:
-                    arguments["capture_time_hooks"] = naming_hooks(hooks, names, self.agreement)
-                if stage.takes_gradients and all(chunk.fsdp is not None for chunk in stage.chunks):
+                arguments["capture_time_hooks"] = naming_hooks(hooks, names, self.agreement)
+                if all(chunk.fsdp is not None for chunk in stage.chunks):
                     arguments["gradient_sinks"] = self._gradient_sinks()
-                arguments["pool"] = pool = torch.cuda.graph_pool_handle()
-                with recover_te_engine(pool, layers, arguments.get("recipe")):
-                    graphs = engine.capture(layers, sample_args, **arguments)
+                graphs = make_graphed_callables(layers, sample_args, **arguments)
                 self.recorder.end()
             conditions = [
                 ReplayConditions(layer, reads, name, parameters=layer not in elsewhere, buffers=True)

@@ -23,7 +23,6 @@ from ..flags.own import check_values, goes_on_eagerly
 from ..flags.table import PARTS_OF_OVERLAP
 from ..report import CaptureRecorder
 from .agreement import warn_of_failure
-from .backends import choose_backend
 from .capture_arguments import CaptureArguments, amax_reduction_group, offload_interface
 from .capture_observer import report_capture
 from .capture_session import CaptureSession, InputData
@@ -73,7 +72,6 @@ class TECudaGraphHelper:
             unknown, whole layers are to be captured that run in parts (``overlap_moe_expert_parallel_comm``), or the
             allocator uses expandable segments while NCCL registers memory of graphs.
         ValueError: an option that Megatron-FSDP needs for graphs is missing, or one does not fit.
-        RuntimeError: the selected engine cannot be imported, or cannot run Megatron-FSDP's hooks.
     """
 
     _role = Role()
@@ -154,8 +152,7 @@ class TECudaGraphHelper:
             Chunk(chunk, self._role.model_of(chunk) if model is None else model, layers)
             for chunk, model, layers in found
         ]
-        engine = choose_backend(needs_hooks=any(chunk.fsdp is not None for chunk in chunks))
-        return Stage(self.config, self.pg_collection, self.p2p_communicator, engine, chunks, self._role)
+        return Stage(self.config, self.pg_collection, self.p2p_communicator, chunks, self._role)
 
     # -------------------------------------------------------------------------------------------- what there is now
 
@@ -425,9 +422,7 @@ class TECudaGraphHelper:
         elif self.decoder_graphs is not None:
             captured += f" and the {len(self.decoder_graphs.module.layers)} layers of the decoder in one graph"
         seconds = time.time() - start_time
-        log_single_rank(
-            logger, logging.INFO, f"Captured {captured} with the {self.stage.engine.name} engine in {seconds:.2f} s"
-        )
+        log_single_rank(logger, logging.INFO, f"Captured {captured} in {seconds:.2f} s")
 
     # ------------------------------------------------------------------------------------------ arguments of a capture
 

@@ -13,7 +13,6 @@ from megatron.core.utils import log_on_each_pipeline_stage
 
 from ..report import CaptureRecorder
 from .agreement import CaptureAgreement
-from .backends import Backend
 from .layers import fsdp_of, language_model_of, single_run_layers
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
@@ -77,7 +76,6 @@ class Stage:
     config: Any
     groups: ProcessGroupCollection
     p2p_communicator: Any
-    engine: Backend
     chunks: Sequence[Chunk]
     role: Role
 
@@ -90,11 +88,6 @@ class Stage:
     def one_graph_serves_all(self) -> bool:
         """Whether only one micro-batch is in flight at a time, as without pipeline stages."""
         return self.groups.pp.size() == 1 and not self.config.overlap_moe_expert_parallel_comm
-
-    @property
-    def takes_gradients(self) -> bool:
-        """Whether the engine writes gradients where Megatron-FSDP says: ours does."""
-        return "gradient_sinks" in self.engine.parameters
 
     @property
     def may_skip_replays(self) -> bool:
