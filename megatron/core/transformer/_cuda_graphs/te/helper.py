@@ -21,9 +21,10 @@ from ..errors import CallOrderError, CaptureFailedError, OptionsError
 from ..flags.checks import check_fsdp_options
 from ..flags.own import check_values, goes_on_eagerly
 from ..flags.table import PARTS_OF_OVERLAP
+from ..report import CaptureRecorder
 from .agreement import warn_of_failure
 from .capture_arguments import CaptureArguments, amax_reduction_group, offload_interface
-from .capture_observer import CaptureObserver
+from .capture_observer import report_capture
 from .capture_session import CaptureSession, InputData
 from .changed_shapes import Recaptures
 from .decoder_graphs import DecoderGraphs
@@ -284,8 +285,8 @@ class TECudaGraphHelper:
         Nothing is captured where training so far ran a backward pass after a further forward pass (without pipeline
         stages): the log says so, and it trains on eagerly.
 
-        Gradients are zero afterwards. Under Megatron-FSDP or FSDP2 the next evaluation will capture graphs of its own,
-        see ``EvaluationGraphs``. If capture fails on any rank, then on all: hooks, parameters, RNG and capture
+        Gradients are zero afterwards. Where graphs hold the whole model, the next evaluation captures one of its own
+        (``capture_for_evaluation``). If capture fails on any rank, then on all: hooks, parameters, RNG and capture
         flags are restored, no layer has graphs, and the model trains on eagerly.
 
         Raises:
@@ -331,18 +332,18 @@ class TECudaGraphHelper:
         stage, graphs = self.stage, self._graphs
         planned = self.num_layers_per_chunk, self.num_model_chunks, self.num_microbatches
         self.choice.last = Choice(None)  # ranks that fail before they choose agree on what follows
-        observer = CaptureObserver(stage, self._recaptures.done + 1)
-        agreement = stage.agreement(with_other_stages=self._role.language, timeline=observer.timeline)
+        recorder = CaptureRecorder.of_rank_0()
+        agreement = stage.agreement(with_other_stages=self._role.language, recorder=recorder)
         try:
             with joined_collectives(agreement.join), self._capture_mode() as start_time:
-                observer.start()
+                recorder.sample("start")
                 shape = self.seq_length, self.micro_batch_size
                 choice = self.choice.choose(agreement, *shape, model_failed)  # stages without layers vote, too
                 if not stage.layers:
                     logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
                     graphs.none_because = NO_LAYERS
                 elif choice.holds:
-                    session = CaptureSession(stage, graphs, agreement, observer, self._recaptures, shape)
+                    session = CaptureSession(stage, graphs, agreement, recorder, self._recaptures, shape)
                     session.capture(choice, self._planned_input_data)
                 else:
                     graphs.none_because = choice.eager_because
@@ -358,7 +359,7 @@ class TECudaGraphHelper:
             graphs.microbatches = get_num_microbatches()
         self._captures += self.graphs_created()
         self._finish_capturing(start_time)
-        observer.finish(graphs, choice.not_model)
+        report_capture(stage, graphs, recorder, choice.not_model, self._recaptures.done + 1)
 
     @contextmanager
     def _capture_mode(self) -> Iterator[float]:
