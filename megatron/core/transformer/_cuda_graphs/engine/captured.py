@@ -188,7 +188,7 @@ class GraphedCallable:
         self.params = tuple(param for param in known if param.requires_grad)
         self._frozen = tuple(param for param in known if not param.requires_grad)
         self._watched: list[tuple[Place, torch.Tensor | None]] = []
-        self._owner, self.quantized, self._context = owner, quantized, context
+        self.owner, self.quantized, self._context = owner, quantized, context
         self._hooks = hooks or CaptureTimeHooks(name, None)
         self._holds_hooks, self._copies_results = holds_hooks, copies_results
         self._allow_unused_input, self._retain_graph = allow_unused_input, retain_graph
@@ -260,11 +260,9 @@ class GraphedCallable:
             self.order, self.forward_turn = capture.order, capture.order.number(self.name)
 
     @contextmanager
-    def _running(
-        self, phase: Phase, capture: Capture | None, graph: torch.cuda.CUDAGraph | None
-    ) -> Iterator[None]:
+    def _running(self, phase: Phase, capture: Capture | None, graph: torch.cuda.CUDAGraph | None) -> Iterator[None]:
         recording = nullcontext() if capture is None or graph is None else capture.recording(graph)
-        with recording, nullcontext() if self._owner is None else self._owner.running(phase):
+        with recording, nullcontext() if self.owner is None else self.owner.running(phase):
             yield
 
     @contextmanager
@@ -325,24 +323,24 @@ class GraphedCallable:
         inputs = [tensor for tensor in self.inputs if tensor.requires_grad]
         leaves = (*inputs, *self.params)
         check = self._refuse_what_cannot_be_captured(leaves)
-        with hide_grads_and_hooks(self._all_params), check, allow_nested_backward():
-            with self._running("backward", capture, graph):
-                grads = torch.autograd.grad(
-                    self._roots, leaves, grad_outputs, retain_graph=self._retain_graph, allow_unused=True
-                )
-                param_grads: Grads = tuple(map(_with_nested, self.params, grads[len(inputs) :]))
-                used = [grad is not None for grad in param_grads]
-                if graph is not None and self._owner is not None:
-                    param_grads = self._owner.take(self.params, param_grads)
+        running = self._running("backward", capture, graph)
+        with hide_grads_and_hooks(self._all_params), check, allow_nested_backward(), running:
+            grads = torch.autograd.grad(
+                self._roots, leaves, grad_outputs, retain_graph=self._retain_graph, allow_unused=True
+            )
+            param_grads: Grads = tuple(map(_with_nested, self.params, grads[len(inputs) :]))
+            used = [grad is not None for grad in param_grads]
+            if graph is not None and self.owner is not None:
+                param_grads = self.owner.take(self.params, param_grads)
         if graph is not None:  # hooks of a parameter that gets no gradient must not run at replay
             self.params, param_grads = tuple(compress(self.params, used)), tuple(compress(param_grads, used))
         return grads[: len(inputs)], param_grads
 
     def _backward_with_hooks(self, capture: Capture | None, graph: Any, grad_outputs: Grads) -> tuple[Grads, Grads]:
         params = () if self.module is None else self.module.parameters()
-        with self._refuse_what_cannot_be_captured([param for param in params if param.requires_grad]):
-            with self._running("backward", capture, graph):
-                torch.autograd.backward(self._roots, grad_outputs)
+        check = self._refuse_what_cannot_be_captured([param for param in params if param.requires_grad])
+        with check, self._running("backward", capture, graph):
+            torch.autograd.backward(self._roots, grad_outputs)
         grads = [tensor.grad for tensor in self.inputs if tensor.requires_grad]
         for tensor in self.inputs:
             tensor.grad = None
@@ -446,7 +444,7 @@ class GraphedCallable:
         self._warmup, self._memory = WarmupRecord(), None
         clones = [self._clone_param_grads and not _read_later(param) for param, _ in self._params_and_grads()]
         self._grads_of_params = list(zip(self.grad_params, clones, strict=True))
-        if self._owner is not None and not self._owner.notifies_autograd:
+        if self.owner is not None and not self.owner.notifies_autograd:
             self._leave_taken_gradients_out()
         self._places = [(tensor, tensor.data_ptr(), tensor.stride()) for tensor in self.inputs]
         self._grad_places = [
@@ -488,7 +486,7 @@ class GraphedCallable:
             ("gradient of parameter", self.grad_params),
         ):
             found += sanitizer.captured((f"{what} {i}", tensor) for i, tensor in enumerate(tensors))
-        return found if self._owner is None else [*found, *sanitizer.captured(self._owner.captured_tensors())]
+        return found if self.owner is None else [*found, *sanitizer.captured(self.owner.captured_tensors())]
 
     # ------------------------------------------------------------------------------------------------------- replay
 
@@ -544,8 +542,8 @@ class GraphedCallable:
         """
         if not self.is_ready:
             self._refuse_after_reset()
-        if self._owner is not None:
-            self._owner.before_forward()
+        if self.owner is not None:
+            self.owner.before_forward()
         after_backward = None if self.quantized is None else self.quantized.before_forward(is_first_microbatch)
         options = None
         if stream is not None or after_backward is not None:
@@ -603,7 +601,7 @@ class GraphedCallable:
                 static.copy_(given)
             elif given.stride() != stride:
                 static.copy_(given.clone())
-        owner = self._owner
+        owner = self.owner
         if owner is not None:
             if self._has_leaf and not torch._C._will_engine_execute_node(node.next_functions[-1][0]):
                 self._refuse_some_gradients()
@@ -755,7 +753,7 @@ class GraphedCallable:
                 del vars(module)[name]
             vars(module).update(methods)
         self._replaced = None
-        owner, self._owner = self._owner, None
+        owner, self.owner = self.owner, None
         if owner is not None:
             owner.forget()
 
