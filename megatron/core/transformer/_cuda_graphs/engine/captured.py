@@ -478,8 +478,9 @@ class GraphedCallable:
     def _captured_tensors(self) -> list[sanitizer.CapturedTensor]:
         """What the graphs use, as far as it is known."""
         found = sanitizer.captured_of(self.module)
+        names = [*range(len(self.args)), *self.kwargs] if self._structure is None else range(len(self.inputs))
+        found += sanitizer.captured((f"input {name}", each) for name, each in zip(names, self.inputs, strict=True))
         for what, tensors in (
-            ("input", self.inputs),
             ("output", () if self._copies_results else self.outputs),
             ("gradient of output", self.grad_outputs),
             ("gradient of input", () if self._copies_results else self.grad_inputs),
