@@ -91,14 +91,7 @@ def test_the_whole_model():
 def test_beside_graphs_of_the_whole_model():
     assert [*parts(Layer(), models=[object()])] == [
         "calls without labels or with tensors of other shapes",
-        "evaluation",
     ]
-
-
-def test_reasons_evaluation_blocker_are_given_once():
-    several = [SimpleNamespace(blocker=lambda: "FP8")] * 2
-    assert parts(evaluation=several)["evaluation"] == "FP8"
-    assert "evaluation" not in parts(evaluation=[SimpleNamespace(blocker=lambda: "")])
 
 
 def test_chunks_are_told_apart():
