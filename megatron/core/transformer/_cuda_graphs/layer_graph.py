@@ -9,7 +9,6 @@ import torch
 from megatron.core.utils import log_single_rank
 
 from .eager_passes import EagerPasses
-from .engine.addresses import AddressGuard
 from .errors import ArgumentError
 from .expected_inputs import DefaultInputs, ExpectedInputs
 from .packed_sequences import PackedUse

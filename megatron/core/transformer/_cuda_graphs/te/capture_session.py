@@ -167,13 +167,14 @@ class CaptureSession:
                     arguments["gradient_sinks"] = self._gradient_sinks()
                 graphs = make_graphed_callables(layers, sample_args, **arguments)
                 self.observer.passes_end()
-            held = [named(layer, name, parts_of(layer)) for layer, name in zip(layers, names, strict=True)]
+            held = [
+                named(layer, name, layer._get_submodules_under_cudagraphs())
+                for layer, name in zip(layers, names, strict=True)
+            ]
             snapshots = [
                 Snapshot(
                     "change it back, or call delete_cuda_graphs() and, to have graphs again, create_cudagraphs()",
-                    *module_aspects(
-                        modules, around=layer, parameters=layer not in elsewhere, volatile=state.volatile
-                    ),
+                    *module_aspects(modules, around=layer, parameters=layer not in elsewhere, volatile=state.volatile),
                     *memory_aspects(modules),
                 )
                 for layer, modules in zip(layers, held, strict=True)
