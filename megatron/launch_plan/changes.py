@@ -4,8 +4,7 @@ import argparse
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from megatron.core.transformer._cuda_graphs.flags.options import Options
-from megatron.core.transformer._cuda_graphs.flags.own import GROUPED_FLAG, LAYERS_FLAG, WHOLE_MODEL
+from megatron.core.transformer._cuda_graphs.flags.options import GROUPED_FLAG, LAYERS_FLAG, WHOLE_MODEL, Options
 
 from .flags import read_flags
 

@@ -12,9 +12,8 @@ from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.transformer._cuda_graphs.flags import own
-from megatron.core.transformer._cuda_graphs.flags.checks import check_grouped_tensor, rows_of_flags
-from megatron.core.transformer._cuda_graphs.flags.table import Verdict
+from megatron.core.transformer._cuda_graphs.flags.options import Options
+from megatron.core.transformer._cuda_graphs.flags.table import Verdict, rows_of
 from megatron.training import arguments as megatron_arguments
 
 from ..overlay import upstream
@@ -60,7 +59,7 @@ def bulleted(texts: Sequence[str]) -> list[str]:
 
 
 def read_flags(arguments: Sequence[str], world_size: int | None) -> Flags:
-    """Parse and check flags, all checks of this project first, then megatron-core's own.
+    """Parse and check flags, as ``validate_args`` does; all that is refused is collected.
 
     Args:
         arguments: Flags as ``pretrain_gpt`` takes them.
@@ -78,19 +77,15 @@ def read_flags(arguments: Sequence[str], world_size: int | None) -> Flags:
             f"--world-size {args.world_size}: the parallel sizes and --num-distributed-optimizer-instances need a "
             f"multiple of {fewest} ranks"
         )
-    _check(flags)
-    for check in (own.check_arguments, check_grouped_tensor):
-        try:
-            check(args)
-        except ValueError as error:
-            flags.refused += str(error).split("\n")
     try:
         with quietly():
             upstream("megatron.training.arguments").validate_args(args, {})
     except (Exception, SystemExit) as error:
         flags.refused.append(f"megatron-core: {said_by(error)}")
-    else:
-        _check(flags)  # with the defaults and what flags imply, as validate_args does
+    options = Options(args)
+    flags.refused += options.problems()
+    for row in rows_of(options):
+        (flags.refused if row.verdict is Verdict.REFUSED else flags.remarks).append(row.words)
     return flags
 
 
@@ -111,13 +106,6 @@ def said_by(error: BaseException) -> str:
     if missing:
         return f"--{missing[1].replace('_', '-')} is required"
     return f"{type(error).__name__}: {last.line}"
-
-
-def _check(flags: Flags) -> None:
-    for row in rows_of_flags(flags.args):
-        lines = flags.refused if row.verdict is Verdict.REFUSED else flags.remarks
-        if row.words not in lines:
-            lines.append(row.words)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

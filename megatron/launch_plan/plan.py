@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import chain
 
-from megatron.core.transformer._cuda_graphs.flags.own import LAYERS_FLAG, WHOLE_MODEL, layers_per_graph
+from megatron.core.transformer._cuda_graphs.flags.options import LAYERS_FLAG, WHOLE_MODEL, layers_per_graph
 
 from . import changes
 from .capture import Captured, captured_by

@@ -21,7 +21,7 @@ from ..engine.addresses import AddressGuard, places_of
 from ..engine.make_graphed_callables import make_graphed_callables
 from ..errors import CaptureFailedError
 from ..expected_inputs import DefaultInputs
-from ..flags.own import goes_on_eagerly, packed_sequences
+from ..flags.options import goes_on_eagerly, packed_sequences
 from ..hooks import extracted_hooks, has_other_hooks
 from ..layer_graph import EvaluationGraph
 from ..replacements import Replacements, between, replaced_attribute
