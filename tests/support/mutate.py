@@ -90,7 +90,7 @@ class Copy:
         self.root = folder
         shutil.copytree(ROOT, folder, dirs_exist_ok=True, ignore=shutil.ignore_patterns(".*", "build", "demo-output"))
         (folder / ".site").mkdir()
-        (folder / ".site" / "megatron_fsdp_cuda_graphs").symlink_to(folder / "megatron")
+        (folder / ".site" / "megatron_fsdp_cuda_graphs").symlink_to(folder / "megatron_fsdp_cuda_graphs")
 
     def passes(self, tests: list[str], timeout: float | None = None) -> bool:
         """Whether ``tests`` pass, within ``timeout`` seconds."""

@@ -7,7 +7,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 SOURCES = [
-    path for path in sorted((ROOT / "megatron").rglob("*.py")) if "cpu_backend" not in path.relative_to(ROOT).parts
+    path
+    for folder in ("megatron", "megatron_fsdp_cuda_graphs", "tools")
+    for path in sorted((ROOT / folder).rglob("*.py"))
+    if "cpu_backend" not in path.relative_to(ROOT).parts
 ]
 VARIES = "…"
 SHORTEST = 12  # characters that do not vary; what has fewer is all made elsewhere, as flags' words are

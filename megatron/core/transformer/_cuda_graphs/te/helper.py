@@ -13,12 +13,11 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.token_bounds import token_bounds
 from megatron.core.utils import log_single_rank
-from megatron_fsdp_cuda_graphs.allocator_check import allocator_problem
 
 from .. import state
 from ..engine.memory import release_cached_memory, reuse_across_streams
 from ..errors import CallOrderError, CaptureFailedError, OptionsError
-from ..flags.checks import check_fsdp_options
+from ..flags.checks import allocator_problem, check_fsdp_options
 from ..flags.own import check_values, goes_on_eagerly
 from ..flags.table import PARTS_OF_OVERLAP
 from .agreement import warn_of_failure
