@@ -40,7 +40,8 @@ class BuildWithTree(build_py):
         return [*super().get_outputs(include_bytecode), *map(self._target, self._tree())]
 
     def _tree(self) -> list[str]:
-        return sorted(str(file.relative_to(ROOT)) for file in (ROOT / TREE).rglob("*.py"))
+        files = (file for file in (ROOT / TREE).rglob("*") if file.is_file() and file.suffix != ".pyc")
+        return sorted(str(file.relative_to(ROOT)) for file in files)
 
     def _target(self, file: str) -> str:
         return str(Path(self.build_lib, "megatron_fsdp_cuda_graphs", "_overlay.d", Path(file).relative_to(TREE)))

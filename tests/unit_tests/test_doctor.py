@@ -204,7 +204,7 @@ class TestModule:
         def refuse(name):
             raise OSError("broken build")
 
-        monkeypatch.setattr(doctor.importlib, "import_module", refuse)
+        monkeypatch.setattr(importlib, "import_module", refuse)
         report = doctor.Report()
         assert doctor._examine_module("megatron.core.layers", report) == "fails"
         assert report.missing == ["megatron.core.layers cannot be imported: OSError: broken build"]
@@ -213,7 +213,7 @@ class TestModule:
         name = overlay.patched_modules()[0]
         stranger = types.ModuleType(name)
         stranger.__file__ = "elsewhere.py"
-        monkeypatch.setattr(doctor.importlib, "import_module", lambda _: stranger)
+        monkeypatch.setattr(importlib, "import_module", lambda _: stranger)
         report = doctor.Report()
         assert doctor._examine_module(name, report) == "not patched"
         assert report.missing[0].startswith(f"{name} came from elsewhere.py")

@@ -21,7 +21,7 @@ from megatron.core.transformer import _cuda_graphs, cuda_graphs
 from megatron.core.transformer._cuda_graphs import for_callers, imported_names, state
 from megatron.core.transformer._cuda_graphs.engine import rng
 from megatron.core.transformer._cuda_graphs.local import manager, memory, record, runner
-from megatron.core.transformer._cuda_graphs.te import backends, helper
+from megatron.core.transformer._cuda_graphs.te import capture_session, helper
 from megatron_fsdp_cuda_graphs import overlay
 from tests.support.sample import asked, mostly_long
 
@@ -324,7 +324,7 @@ def test_attributes_of_the_table_of_missing_ones_are_missing(instances):
 PATCHED: dict[str, tuple[str, list[ModuleType]]] = {
     "function": ("is_graph_capturing", [state]),
     "imported function": ("get_num_microbatches", [imported_names, helper]),
-    "function of several files": ("make_graphed_callables", [backends]),
+    "function of several files": ("make_graphed_callables", [capture_session]),
     "class": ("_CudaGraphRunner", [runner, manager]),
     "constant": ("FREEZE_GC", [state]),
     "flag of an optional package": ("HAVE_TE_GRAPHS", [imported_names, for_callers]),

@@ -157,7 +157,7 @@ def test_the_tree_takes_only_extend_from_the_package_around_it() -> None:
     assert {i for i in imports if i.startswith(own)} == {f"{own}.overlay", f"{own}.overlay.extend"}
 
 
-@pytest.mark.parametrize("folder", ["", "report", "engine", "te", "local"])
+@pytest.mark.parametrize("folder", ["", "engine", "te", "local"])
 def test_init_file_is_empty(folder: str) -> None:
     init = _path_of(PACKAGE).with_suffix("") / folder / "__init__.py"
     assert init.read_text() == "" == FSDP_FOLDER.joinpath("_graphs", "__init__.py").read_text()

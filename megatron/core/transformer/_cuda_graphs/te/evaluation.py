@@ -112,8 +112,6 @@ class EvaluationGraphs:
 
     def blocker(self) -> str:
         """Return why there are no graphs to capture; empty if there are."""
-        if not self._stage.takes_gradients:
-            return f"the {self._stage.engine.name} engine captured the layers"
         return evaluation_blocker(self._stage.config, whole=self._whole is not None)
 
     def capture(self, args: tuple, kwargs: dict[str, Any]) -> None:
