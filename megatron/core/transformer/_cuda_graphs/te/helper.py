@@ -284,8 +284,8 @@ class TECudaGraphHelper:
         Nothing is captured where training so far ran a backward pass after a further forward pass (without pipeline
         stages): the log says so, and it trains on eagerly.
 
-        Gradients are zero afterwards. Under Megatron-FSDP or FSDP2 the next evaluation will capture graphs of its own,
-        see ``EvaluationGraphs``. If capture fails on any rank, then on all: hooks, parameters, RNG and capture
+        Gradients are zero afterwards. Where graphs hold the whole model, the next evaluation captures one of its own
+        (``capture_for_evaluation``). If capture fails on any rank, then on all: hooks, parameters, RNG and capture
         flags are restored, no layer has graphs, and the model trains on eagerly.
 
         Raises:
