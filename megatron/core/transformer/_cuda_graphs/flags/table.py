@@ -2,6 +2,7 @@
 
 import enum
 import logging
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +16,8 @@ from ..hooks import must_run_outside
 from .options import FACTOR_FLAG, GROUPED_FLAG, MEGATRON_FSDP, TORCH_FSDP, WHOLE_MODEL, Options
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
+# torch reads both spellings; the second is the older one.
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 Condition = Callable[[Options], object]
 
 
@@ -605,3 +608,20 @@ def refuse_fsdp_hooks(module: torch.nn.Module) -> None:
         for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values()):
             if must_run_outside(hook):
                 raise ValueError(f"--use-megatron-fsdp with --cuda-graph-impl local: {_NO_LOCAL_GRAPHS}")
+
+
+def allocator_problem() -> str | None:
+    """Say what is wrong with the allocator's settings in the environment, and what to do; None if nothing is.
+
+    Memory segments that expand are mapped anew as they grow, and NCCL registers the memory that it finds in a graph by
+    its address.
+    """
+    if os.environ.get("NCCL_GRAPH_REGISTER") == "0":
+        return None
+    for variable in _ALLOCATOR_SETTINGS:
+        if "expandable_segments:True" in "".join(os.environ.get(variable, "").split()):
+            return (
+                f"{variable}=expandable_segments:True needs NCCL_GRAPH_REGISTER=0 with CUDA graphs: NCCL would "
+                "register memory that moves. Set NCCL_GRAPH_REGISTER=0."
+            )
+    return None

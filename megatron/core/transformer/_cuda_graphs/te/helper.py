@@ -13,13 +13,12 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.token_bounds import token_bounds
 from megatron.core.utils import log_single_rank
-from megatron_fsdp_cuda_graphs.allocator_check import allocator_problem
 
 from .. import state
 from ..engine.memory import release_cached_memory, reuse_across_streams
 from ..errors import CallOrderError, CaptureFailedError, OptionsError
 from ..flags.options import MEGATRON_FSDP, Options, goes_on_eagerly
-from ..flags.table import check
+from ..flags.table import allocator_problem, check
 from ..report import CaptureRecorder
 from .agreement import warn_of_failure
 from .capture_arguments import CaptureArguments, amax_reduction_group, offload_interface

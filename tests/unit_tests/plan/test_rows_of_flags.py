@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.core.transformer._cuda_graphs.flags.options import MEGATRON_FSDP
-from megatron_fsdp_cuda_graphs.launch_plan import command
+from megatron_fsdp_cuda_graphs.plan import command
 from tests.support.compatibility import WORKING, command_line
 
 # Their examples name a file that is not there, or need a package that is not installed.
