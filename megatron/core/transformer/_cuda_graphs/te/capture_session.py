@@ -15,16 +15,16 @@ from .. import state
 from ..eager_passes import EagerPasses
 from ..engine.make_graphed_callables import make_graphed_callables
 from ..engine.memory import release_cached_memory
-from ..engine.plan import ordered_plan
+from ..engine.plan import Pass, ordered_plan
 from ..engine.preserve import preserve_buffers
 from ..engine.rng import preserve_rng
 from ..hooks import extracted_hooks, recorded_hooks
 from ..replacements import between
+from ..report import CaptureRecorder
 from ..snapshot import PassState, Snapshot, memory_aspects, module_aspects, named
 from .agreement import CaptureAgreement, naming_hooks
 from .attached_graphs import attach_graphs
 from .capture_arguments import CaptureArguments, num_warmup_iterations, recorded_quantization
-from .capture_observer import CaptureObserver
 from .changed_shapes import Recaptures
 from .decoder_graphs import capture_decoder
 from .evaluation import capture_for_evaluation
@@ -50,7 +50,7 @@ class CaptureSession:
     stage: Stage
     graphs: StageGraphs
     agreement: CaptureAgreement
-    observer: CaptureObserver
+    recorder: CaptureRecorder
     recaptures: Recaptures
     shape: tuple[int, int]
 
@@ -73,8 +73,6 @@ class CaptureSession:
                     for kept in self.graphs.kept.values():
                         stack.enter_context(kept.gathered())
                     self._capture_layers(input_data)
-            else:
-                self.observer.captured_layers((), (), (), (), self.graphs.decoder)
         for chunk, graphs in zip(self.stage.chunks, self.graphs.models, strict=False):  # the first evaluation captures
             chunk.fsdp.graphs.expect_evaluation(partial(capture_for_evaluation, self.stage, chunk, graphs))
         self.graphs.follow_rng_tracker()
@@ -88,8 +86,6 @@ class CaptureSession:
         names = ["the whole model"] if stage.one_graph_serves_all else [f"chunk {i}" for i in range(len(chunks))]
         order = CaptureArguments(stage, [[model] for model in models], *self.shape).order()
         warmup_iters = num_warmup_iterations(stage.config, order.num_microbatches) if needs_warmup else 0
-        if not stage.one_graph_serves_all:
-            self.observer.expect(order.plan, names, warmup_iters)
         owners = [
             chunk.fsdp.graphs.whole_model(partial(self.agreement.begin, name))
             for chunk, name in zip(chunks, names, strict=True)
@@ -101,7 +97,7 @@ class CaptureSession:
                 models, owners, order, *self.shape, warmup_iters, eager_passes, quantized
             )
         self._warn_of_hooks((model, named(model)) for model in models)
-        self.observer.captured_models([graphs.slots for graphs in self.graphs.models], names)
+        self.recorder.end()
 
     def _capture_decoder(self) -> None:
         """Capture all layers of the decoder in one graph for each direction; other layers are left to the engine."""
@@ -118,7 +114,7 @@ class CaptureSession:
                 decoder, owner, inputs, read, num_warmup_iterations(stage.config, 1), eager_passes, quantized
             )
         self._warn_of_hooks([(decoder, named(decoder, parts=[decoder.layers]))])
-        self.observer.passes_end()
+        self.recorder.end()
 
     @contextmanager
     def _several_layers(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
@@ -155,7 +151,8 @@ class CaptureSession:
         sample_args, arguments = input_data()
         names = [layer_name(layer, index) for index, layer in enumerate(layers)]
         plan = ordered_plan(arguments["_order"], arguments["_num_layers_per_chunk"], len(layers))
-        self.observer.expect(plan, names, arguments["num_warmup_iters"])
+        with_hooks = [step for step in plan.steps if step.kind is not Pass.WEIGHT_GRADIENTS]
+        self.recorder.expect(len(with_hooks), arguments["num_warmup_iters"])
         # As the decoder does under sequence parallelism.
         rng = get_cuda_rng_tracker().fork() if stage.config.sequence_parallel else nullcontext()
         elsewhere = {layer for chunk in self.graphs.kept for layer in chunk.modules()}  # have other parameters in calls
@@ -166,7 +163,7 @@ class CaptureSession:
                 if all(chunk.fsdp is not None for chunk in stage.chunks):
                     arguments["gradient_sinks"] = self._gradient_sinks()
                 graphs = make_graphed_callables(layers, sample_args, **arguments)
-                self.observer.passes_end()
+                self.recorder.end()
             held = [
                 named(layer, name, layer._get_submodules_under_cudagraphs())
                 for layer, name in zip(layers, names, strict=True)
@@ -183,7 +180,6 @@ class CaptureSession:
         samples = list(zip(sample_args, arguments["sample_kwargs"], strict=True))
         eager_passes = self._eager_passes_of_layers(tokens=sample_args[0][0].shape[0])
         attach_graphs(stage, apart, plan, graphs, samples, snapshots, eager_passes)
-        self.observer.captured_layers(apart, names, graphs, samples, self.graphs.decoder)
 
     def _eager_passes_of_layers(self, tokens: int) -> EagerPasses | None:
         if self.graphs.shapes is not None:  # those of the decoder count as well

@@ -13,17 +13,16 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.token_bounds import token_bounds
 from megatron.core.utils import log_single_rank
-from megatron_fsdp_cuda_graphs.allocator_check import allocator_problem
 
 from .. import state
 from ..engine.memory import release_cached_memory, reuse_across_streams
 from ..errors import CallOrderError, CaptureFailedError, OptionsError
-from ..flags.checks import check_fsdp_options
-from ..flags.own import check_values, goes_on_eagerly
-from ..flags.table import PARTS_OF_OVERLAP
+from ..flags.options import MEGATRON_FSDP, Options, goes_on_eagerly
+from ..flags.table import allocator_problem, check
+from ..report import CaptureRecorder
 from .agreement import warn_of_failure
 from .capture_arguments import CaptureArguments, amax_reduction_group, offload_interface
-from .capture_observer import CaptureObserver
+from .capture_observer import report_capture
 from .capture_session import CaptureSession, InputData
 from .changed_shapes import Recaptures
 from .decoder_graphs import DecoderGraphs
@@ -88,11 +87,10 @@ class TECudaGraphHelper:
             raise OptionsError(
                 f"TECudaGraphHelper needs --cuda-graph-impl transformer_engine, got {config.cuda_graph_impl!r}"
             )
-        check_values(config)
         if problem := allocator_problem():
             raise OptionsError(problem)
-        if config.overlap_moe_expert_parallel_comm and not config.cuda_graph_modules:
-            raise OptionsError(PARTS_OF_OVERLAP)
+        sharded = [fsdp.ddp_config for chunk in model if (fsdp := fsdp_of(chunk)) is not None]
+        check(Options(config, *sharded[:1], sharding=MEGATRON_FSDP if sharded else None))
         self.model, self.optimizers = model, optimizers
         self.config = config
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
@@ -105,10 +103,6 @@ class TECudaGraphHelper:
         self.p2p_communicator = P2PCommunicator(pp_group=self.pp_group, config=config)
         self.num_model_chunks = len(model)
         self.num_microbatches: int | None = None
-        for chunk in model:
-            fsdp = fsdp_of(chunk)
-            if fsdp is not None:
-                check_fsdp_options(config, fsdp.ddp_config)
         make_log = getattr(config, "cuda_graph_step_log", None) if self._role.language else None
         self._step_log = None if make_log is None else make_log()
         self._discover_layers()
@@ -331,18 +325,18 @@ class TECudaGraphHelper:
         stage, graphs = self.stage, self._graphs
         planned = self.num_layers_per_chunk, self.num_model_chunks, self.num_microbatches
         self.choice.last = Choice(None)  # ranks that fail before they choose agree on what follows
-        observer = CaptureObserver(stage, self._recaptures.done + 1)
-        agreement = stage.agreement(with_other_stages=self._role.language, timeline=observer.timeline)
+        recorder = CaptureRecorder.of_rank_0()
+        agreement = stage.agreement(with_other_stages=self._role.language, recorder=recorder)
         try:
             with joined_collectives(agreement.join), self._capture_mode() as start_time:
-                observer.start()
+                recorder.sample("start")
                 shape = self.seq_length, self.micro_batch_size
                 choice = self.choice.choose(agreement, *shape, model_failed)  # stages without layers vote, too
                 if not stage.layers:
                     logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
                     graphs.none_because = NO_LAYERS
                 elif choice.holds:
-                    session = CaptureSession(stage, graphs, agreement, observer, self._recaptures, shape)
+                    session = CaptureSession(stage, graphs, agreement, recorder, self._recaptures, shape)
                     session.capture(choice, self._planned_input_data)
                 else:
                     graphs.none_because = choice.eager_because
@@ -358,7 +352,7 @@ class TECudaGraphHelper:
             graphs.microbatches = get_num_microbatches()
         self._captures += self.graphs_created()
         self._finish_capturing(start_time)
-        observer.finish(graphs, choice.not_model)
+        report_capture(stage, graphs, recorder, choice.not_model, self._recaptures.done + 1)
 
     @contextmanager
     def _capture_mode(self) -> Iterator[float]:

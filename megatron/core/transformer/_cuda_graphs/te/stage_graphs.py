@@ -9,7 +9,7 @@ import torch
 from ..engine.memory import PoolMemory
 from ..engine.rng import GraphStates
 from ..hooks import calls_weakly
-from ..report.record import Pool
+from ..report import Pool
 from .attached_graphs import detach_graphs
 from .changed_shapes import ChangedShapes
 from .decoder_graphs import DecoderGraphs

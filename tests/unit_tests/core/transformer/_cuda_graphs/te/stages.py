@@ -10,10 +10,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
+from megatron.core.transformer._cuda_graphs.report import CaptureRecorder
 from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_session, changed_shapes
 from megatron.core.transformer._cuda_graphs.te.agreement import CaptureAgreement
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
-from megatron.core.transformer._cuda_graphs.te.capture_observer import CaptureObserver
 from megatron.core.transformer._cuda_graphs.te.capture_session import CaptureSession
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import Recaptures
 from megatron.core.transformer._cuda_graphs.te.graph_choice import Choice, Holds
@@ -110,9 +110,7 @@ def capture(stage, order, engine=capture_session.make_graphed_callables):
         args, kwargs = zip(*arguments.samples(order), strict=True)
         return list(args), arguments.of_engine(passes, kwargs)
 
-    observer = CaptureObserver(stage, 1)
-    observer.timeline = None
-    session = CaptureSession(stage, graphs, Alone(), observer, Recaptures(stage), (2, 1))
+    session = CaptureSession(stage, graphs, Alone(), CaptureRecorder(active=False), Recaptures(stage), (2, 1))
     with ExitStack() as stack:
         for module in (capture_arguments, changed_shapes):
             stack.enter_context(mock.patch.object(module, "get_num_microbatches", return_value=1))

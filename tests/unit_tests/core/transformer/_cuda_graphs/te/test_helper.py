@@ -36,7 +36,7 @@ from .stages import Failure, MaskedLayer, capture, config, engine, helper_of, se
 # megatron-core asserts where these errors are raised: its callers may expect an AssertionError.
 @pytest.mark.parametrize("error", [ValueError, AssertionError])
 def test_an_unknown_fallback_is_refused_with_the_flag(error):
-    with pytest.raises(error, match=r"--cuda-graph-fallback must be one of .*'eager'.*, got 'Eager'"):
+    with pytest.raises(error, match=r"--cuda-graph-fallback must be error or eager, got Eager"):
         TECudaGraphHelper([], config(cuda_graph_fallback="Eager"), 1, 1)
 
 
@@ -338,9 +338,7 @@ class TestMovedParameters:
     def test_a_parameter_that_moved_is_an_error_that_names_it(self):
         layer = self.captured(fusion=False)
         layer.inner.weight.data = layer.inner.weight.data.clone()
-        with pytest.raises(
-            ChangedSinceCaptureError, match=r"address of weight of layer 1 .*inner .*create_cudag"
-        ):
+        with pytest.raises(ChangedSinceCaptureError, match=r"address of weight of layer 1 .*inner .*create_cudag"):
             self.replay(layer, is_first_microbatch=True)
 
     def test_a_main_gradient_that_moved_is_an_error_if_graphs_write_it(self):
@@ -363,9 +361,7 @@ class TestMovedParameters:
         attach_graphs(stage, [[layer]], plan, [lambda *args, **kwargs: None], [((static,), {})], [Snapshot("")], None)
         layer.inner.weight.data = layer.inner.weight.data.clone()
         layer.inner.weight.main_grad = torch.zeros(4, device="cuda")
-        with (
-            nullcontext() if under_fsdp else pytest.raises(ChangedSinceCaptureError, match=r"weight of layer 1\.inner")
-        ):
+        with nullcontext() if under_fsdp else pytest.raises(ChangedSinceCaptureError, match="weight of layer 1"):
             layer.cuda_graphs[0](static, is_first_microbatch=True)
 
     def test_a_buffer_that_moved_is_noticed(self, caplog):
