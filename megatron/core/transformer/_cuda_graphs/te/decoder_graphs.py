@@ -125,11 +125,11 @@ def capture_decoder(
         return hidden_states
 
     passes = whole_passes(type(decoder).__name__, run, inputs, decoder.layers, owner, quantized, copies_results=False)
-    with captured({decoder: [passes]}, [owner], unordered_plan(1), num_warmup_iters, nullcontext()) as conditions:
+    with captured({decoder: [passes]}, [owner], unordered_plan(1), num_warmup_iters, nullcontext()) as snapshots:
         return DecoderGraphs(
             decoder,
             [passes],
             eager_passes,
-            conditions[decoder],
+            snapshots[decoder],
             unused=() if any(map(captures_attention, decoder.layers)) else ATTENTION_INPUTS,
         )

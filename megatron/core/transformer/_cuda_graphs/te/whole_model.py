@@ -19,7 +19,7 @@ from ..engine.plan import Plan, unordered_plan
 from ..engine.quantization import RecordedQuantization
 from ..evaluation_mode import may_replay_evaluation
 from ..packed_sequences import OFFSETS, from_static_offsets
-from ..replay_conditions import ReplayConditions
+from ..snapshot import Snapshot
 from .forward_graphs import ForwardGraphs, captured, whole_passes
 from .layers import decoder_layers, language_layers
 from .order import PassOrder
@@ -111,14 +111,14 @@ class ModelGraphs(ForwardGraphs):
         model: Any,
         slots: Sequence[GraphedCallable],
         eager_passes: EagerPasses,
-        conditions: ReplayConditions,
+        snapshot: Snapshot,
         kept: Sequence[Any] = (),
         stands: bool = True,
     ):
         unused = unused_by(model)
         if {"attention_mask", *OFFSETS}.isdisjoint(slots[0].kwargs):  # there is no attention
             unused.add("attention_mask")
-        super().__init__(model, slots, eager_passes, conditions, unused=unused, kept=kept, stands=stands)
+        super().__init__(model, slots, eager_passes, snapshot, unused=unused, kept=kept, stands=stands)
 
     def reset(self) -> None:
         if self.evaluation is not None:
@@ -203,8 +203,8 @@ def capture_whole_models(
             name += f" (chunk {index}, micro-batch {len(own)})"
         own.append(whole_passes(name, forward[index], inputs, models[index], owners[index], quantized[index]))
     kept: list[Any] = []
-    with captured(slots, owners, plan, num_warmup_iters, _around_passes(models, kept)) as conditions:
-        return [ModelGraphs(model, slots[model], eager_passes, conditions[model], kept) for model in models]
+    with captured(slots, owners, plan, num_warmup_iters, _around_passes(models, kept)) as snapshots:
+        return [ModelGraphs(model, slots[model], eager_passes, snapshots[model], kept) for model in models]
 
 
 def capture_evaluation(
@@ -226,8 +226,8 @@ def capture_evaluation(
     passes = whole_passes(name, partial(_forward, model, seq_length), inputs, model, owner, quantized)
     plan, kept = unordered_plan(1), list[Any]()
     around = _around_passes([model], kept)
-    with captured({model: [passes]}, [owner], plan, num_warmup_iters, around, training=False) as conditions:
-        return ModelGraphs(model, [passes], EagerPasses(), conditions[model], kept, stands=False)
+    with captured({model: [passes]}, [owner], plan, num_warmup_iters, around, training=False) as snapshots:
+        return ModelGraphs(model, [passes], EagerPasses(), snapshots[model], kept, stands=False)
 
 
 @contextmanager
