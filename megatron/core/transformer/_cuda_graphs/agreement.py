@@ -20,13 +20,25 @@ from torch.distributed import PrefixStore, ProcessGroup, Store, distributed_c10d
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.utils import log_single_rank
-from megatron_fsdp_cuda_graphs.collectives import BARRIERS, BEGIN_BATCH, BETWEEN_TWO, END_BATCH, WRITING
 
 from .errors import CaptureFailedError, CaptureInterruptedError
 from .replacements import Replacements
 from .report import CaptureRecorder
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
+
+# The methods through which Python launches work, of torch 2.11 to 2.15.
+_LAUNCHING = (
+    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
+    *("all_gather_single", "all_gather_single_coalesced", "gather", "gather_into_tensor", "gather_single"),
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "scatter"),
+    *("reduce_scatter", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base"),
+    *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    *("alltoall", "alltoall_base", "all_to_all_single"),
+    *("barrier", "monitored_barrier", "send", "recv", "recv_anysource"),
+)
+LAUNCHING = [name for name in _LAUNCHING if hasattr(ProcessGroup, name)]
+_BEGIN_BATCH, _END_BATCH = "_start_coalescing", "_end_coalescing"
 
 
 @dataclass(frozen=True)
@@ -258,10 +270,10 @@ def _before_each_collective(join: Callable[[], object]) -> Iterator[None]:
     def joined(name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(call)
         def launch(group: ProcessGroup, *args: Any, **kwargs: Any) -> Any:
-            if name == END_BATCH:
+            if name == _END_BATCH:
                 batches.discard(group)
             elif group not in batches:
-                if name == BEGIN_BATCH:
+                if name == _BEGIN_BATCH:
                     batches.add(group)
                 if joins(group):
                     join()
@@ -270,7 +282,7 @@ def _before_each_collective(join: Callable[[], object]) -> Iterator[None]:
         return launch
 
     methods = Replacements()
-    for name in (*WRITING, *BARRIERS, *BETWEEN_TWO, BEGIN_BATCH, END_BATCH):
+    for name in (*LAUNCHING, _BEGIN_BATCH, _END_BATCH):
         methods.add(ProcessGroup, name, joined(name, getattr(ProcessGroup, name)))
     try:
         with methods:

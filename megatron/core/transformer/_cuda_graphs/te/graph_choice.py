@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from ..agreement import CaptureAgreement
-from ..flags.options import Options
-from ..flags.own import LAYERS_FLAG, WHOLE_MODEL, layers_per_graph
+from ..flags.options import LAYERS_FLAG, WHOLE_MODEL, Options, layers_per_graph
 from ..hooks import has_other_hooks
 from .capture_arguments import WARMUP_ITERATIONS
 from .layers import _layer_is_graphable, decoder_layers, language_layers, layer_name

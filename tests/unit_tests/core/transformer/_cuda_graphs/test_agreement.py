@@ -14,15 +14,19 @@ import torch
 import torch.distributed as dist
 from torch.distributed import HashStore, TCPStore, distributed_c10d
 
-from megatron.core.transformer._cuda_graphs.agreement import Ballot, CaptureAgreement, Failure, _before_each_collective
+from megatron.core.transformer._cuda_graphs.agreement import (
+    LAUNCHING,
+    Ballot,
+    CaptureAgreement,
+    Failure,
+    _before_each_collective,
+)
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError, CaptureInterruptedError
-from megatron_fsdp_cuda_graphs.collectives import BARRIERS, BETWEEN_TWO, WRITING
 from tests.unit_tests.core.distributed.captured_training import captured, graphed
 
 LIMIT = 120  # seconds
 SHORT = 1  # seconds, more than threads that start together are apart
 A_FAULT = RuntimeError("a fault")
-LAUNCHING = [*WRITING, *BARRIERS, *BETWEEN_TWO]
 
 
 class Group:
