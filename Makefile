@@ -28,7 +28,7 @@ CORE_TESTS := $(addprefix tests/unit_tests/,test_overlay_extensions.py training 
 	core/transformer/test_module.py \
 	$(addprefix core/transformer/_cuda_graphs/,test_layer_graph.py test_packed_sequences.py \
 	$(addprefix local/test_,inference.py manager.py record.py runner.py) \
-	$(addprefix te/test_,backends.py capture_mode.py current_microbatch.py helper.py layers.py order.py sample_inputs.py)))
+	$(addprefix te/test_,capture_mode.py current_microbatch.py helper.py layers.py order.py sample_inputs.py)))
 # Those that look at its definitions and hooks.
 CORE_SAMPLE := $(addprefix tests/unit_tests/,test_overlay_extensions.py \
 	core/distributed/test_fsdp_hook_registration.py core/transformer/_cuda_graphs/te/test_layers.py)

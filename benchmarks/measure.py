@@ -73,7 +73,6 @@ _DENSE = "eager native full_iteration compute_alone"
 _CHECKED = "eager+checks native+checks"
 _UNTIED = "--untie-embeddings-and-output-weights"
 _FULL = "--recompute-granularity full --recompute-method"
-_LONG = "A:--num-layers 4 --seq-length 16384 --max-position-embeddings 16384"
 _RECOMPUTED = (
     f"A:{_FULL} uniform --recompute-num-layers 1",
     f"A:{_FULL} block --recompute-num-layers 8",
@@ -86,7 +85,6 @@ _KINDS = (
     "A:--mtp-num-layers 1",
     "A:--num-layers 8 --hybrid-layer-pattern *-*-*-*-*-*-*-*-",
 )
-_LONG_ONES = (_LONG, f"{_LONG} {_FULL} uniform --recompute-num-layers 1")
 _BY_COPY_ENGINES = "NCCL_CTA_POLICY=2:--use-nccl-ub"  # all-gathers
 _SHARDED = (*_DENSE.split(), f"native:{_BY_COPY_ENGINES}", f"full_iteration:{_BY_COPY_ENGINES}")
 _FUSED = "eager+fused native+fused full_iteration+fused"
@@ -160,7 +158,6 @@ PARTS = (
     *(Part(f"equality_{part}", (2, 4), f"{_EQUALITY} --engines native --share {part}/2", 450) for part in (1, 2)),
     # What two GPUs cannot have: shards in each of several instances, experts or tensors of ranks that others repeat.
     Part("equality_layouts", (4,), f"{_EQUALITY} --engines native --only instances ETP2 'EP of all' TP2 PP2", 200),
-    Part("equality_te", (1, 2, 4), f"{_EQUALITY} --engines transformer_engine", 150),
     Part(
         "soak",
         (1,),
@@ -180,27 +177,8 @@ PARTS = (
         f"{_TIMES} --steps 20 --configurations {shlex.join(_RECOMPUTED)} --variants eager native full_iteration",
         120,
     ),
-    Part(
-        "recomputation_long",
-        (1,),
-        f"{_TIMES} --steps 20 --configurations {shlex.join(_LONG_ONES)} --variants native",
-        60,
-    ),
-    Part("step_time_ddp", (2,), f"{_TIMES} --configurations A B C --variants ddp ddp_graphs", 120),
     Part("scaling", (2,), "benchmarks/scaling.py --gpus GPUS --output FILE --no-profile", 300),
     Part("functional", (2, 4), "tests/functional_tests/run.py --output FILE", 460),
-    Part(
-        "faults_cpu",
-        (0,),
-        "tests/support/inject_all_faults.py --seconds 300 --layers-per-graph 0 1 -1 --output FILE",
-        400,
-    ),
-    Part(
-        "faults",
-        (2,),
-        "-m torch.distributed.run --nproc-per-node 2 tests/support/inject_faults.py --stride 151 --output FILE",
-        200,
-    ),
     Part("local_graphs", (1,), "benchmarks/local_graphs.py --rounds 2 --output FILE", 200),
     Part(
         "local_graphs_te",

@@ -25,12 +25,20 @@ from pathlib import Path
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
-from megatron.core.transformer._cuda_graphs.te.backends import transformer_engine
 
 Graphed = Sequence[Callable[[torch.Tensor], torch.Tensor]]
 
 ROOT = Path(__file__).resolve().parents[1]
 FLOOR = "autograd alone"
+
+
+def transformer_engine() -> Callable | None:
+    """Return TransformerEngine's ``make_graphed_callables``, or None without TransformerEngine."""
+    try:
+        from transformer_engine.pytorch.graph import make_graphed_callables as theirs
+    except Exception:  # a wheel without a CUDA driver fails in many ways
+        return None
+    return theirs  # type: ignore[no-any-return]
 
 
 def layers(count: int, hidden: int) -> tuple[torch.nn.Module, ...]:
@@ -66,7 +74,7 @@ def ordered(capture: Callable) -> Callable[[tuple, list], Graphed]:
 def engines() -> dict[str, Callable[[tuple, list], Graphed]]:
     """Every engine that is there, by name; the first one is what the others are compared with."""
     theirs = transformer_engine()
-    found = {"transformer_engine": ordered(theirs.capture)} if theirs else {}
+    found = {"transformer_engine": ordered(theirs)} if theirs else {}
     found["torch"] = lambda modules, samples: torch.cuda.make_graphed_callables(modules, tuple(samples))
     found["native"] = ordered(make_graphed_callables)
     return found

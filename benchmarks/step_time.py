@@ -9,8 +9,7 @@ Configurations, in bf16 with micro-batches of one sequence, trained by ``example
     A:--num-layers 32 --global-batch-size 8    one of them with further flags of megatron.training
 Variants:
     eager                      Megatron-FSDP without graphs
-    native, te                 with graphs by this project's engine (of the whole model, of parts of C's layers), with
-                               a graph per layer by TransformerEngine's
+    native                     with graphs by this project's engine (of the whole model, of parts of C's layers)
     full_iteration             with one graph for all passes of a step
     compute_alone              full_iteration without communication: each rank holds all parameters and accumulates all
                                gradients by itself, none is gathered or reduced (losses, the gradient norm and what

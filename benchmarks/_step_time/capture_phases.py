@@ -41,8 +41,7 @@ class CapturePhases:
         from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.recorded_units import RecordedUnits
         from megatron.core.transformer._cuda_graphs.engine import whole_passes
         from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
-        from megatron.core.transformer._cuda_graphs.te import forward_graphs, whole_model
-        from megatron.core.transformer._cuda_graphs.te.capture_observer import CaptureObserver
+        from megatron.core.transformer._cuda_graphs.te import forward_graphs, helper, whole_model
         from megatron.core.transformer._cuda_graphs.te.graph_choice import GraphChoice
         from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
 
@@ -55,8 +54,7 @@ class CapturePhases:
             (torch.cuda.CUDAGraph, "capture_begin", "captures begun"),
             (torch.cuda.CUDAGraph, "capture_end", "graphs instantiated"),
             (GraphChoice, "choose", "what to capture decided"),
-            (CaptureObserver, "captured_models", "report"),
-            (CaptureObserver, "finish", "report"),
+            (helper, "report_capture", "report"),
             (TECudaGraphHelper, "_reset_after_capture", "gradients zeroed afterwards"),
             (ReplayConditions, "__init__", "what replays compare noted"),
             (RecordedUnits, "__init__", "units listed"),

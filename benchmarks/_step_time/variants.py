@@ -88,10 +88,6 @@ def _graphs(implementation: str) -> tuple[str, ...]:
     return (IMPLEMENTATION, implementation, "--cuda-graph-warmup-steps", str(WARMUP_STEPS))
 
 
-def _engine(name: str) -> dict[str, str]:
-    return {"MEGATRON_CUDA_GRAPH_ENGINE": name}
-
-
 _FULL = (*FSDP, *_graphs("full_iteration"))
 # The optimizer's shards are those of FSDP; parameters and gradients lie whole on each rank.
 _RESIDENT = (*_FULL, "--data-parallel-sharding-strategy", "optim")
@@ -99,14 +95,13 @@ VARIANTS = {
     variant.name: variant
     for variant in (
         Variant("eager", (*FSDP, *_graphs("none"))),
-        Variant("native", (*FSDP, *_graphs(PER_LAYER)), _engine("native")),
-        Variant("te", (*FSDP, *_graphs(PER_LAYER)), _engine("transformer_engine")),
+        Variant("native", (*FSDP, *_graphs(PER_LAYER))),
         Variant("full_iteration", _FULL, one_graph=True),
         Variant("compute_alone", _RESIDENT, references=(), one_graph=True, communicates=False),
         Variant("ddp", (*DDP, *_graphs("none")), references=("ddp",)),
-        Variant("ddp_graphs", (*DDP, *_graphs(PER_LAYER)), _engine("native"), references=("ddp",)),
+        Variant("ddp_graphs", (*DDP, *_graphs(PER_LAYER)), references=("ddp",)),
         Variant("fsdp2", (*FSDP2, *_graphs("none")), references=("fsdp2",)),
-        Variant("fsdp2_graphs", (*FSDP2, *_graphs(PER_LAYER)), _engine("native"), references=("fsdp2",)),
+        Variant("fsdp2_graphs", (*FSDP2, *_graphs(PER_LAYER)), references=("fsdp2",)),
     )
 }
 # What follows a variant's name and a plus: fields and flags.

@@ -18,12 +18,11 @@ class CudaGraphScalars:
     Every ``--tensorboard-log-interval`` iterations, ``PAUSE`` apart at least, and when graphs are deleted, as at the
     end of training, where this rank has writers:
 
-    - ``cuda-graphs/replays``: how often forward graphs were replayed since the last values; not with
-      TransformerEngine's engine.
+    - ``cuda-graphs/replays``: how often forward graphs were replayed since the last values.
     - ``cuda-graphs/eager-steps/REASON``: how many steps since the last values ran eagerly, in whole or in part, by
       reason; each one from its first step on.
     - ``cuda-graphs/captures``: how often training has been captured.
-    - ``cuda-graphs/memory-mib``: the memory pools of graphs; not with TransformerEngine's engine.
+    - ``cuda-graphs/memory-mib``: the memory pools of graphs.
     """
 
     def __init__(self) -> None:

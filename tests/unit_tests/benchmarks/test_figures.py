@@ -5,7 +5,7 @@ import re
 import pytest
 
 from benchmarks.tables import BLOCK, FIGURE, ROOT
-from tests.unit_tests.test_documented_commands import FENCED
+from tests.unit_tests.test_documents import FENCED
 
 PAGES = ("flags", "how-it-works", "limits", "measurements", "performance", "scale", "using")
 MEASURED = ("README.md", *(f"docs/{page}.md" for page in PAGES))

@@ -155,7 +155,7 @@ def test_files_can_be_imported_while_wrappers_of_transformer_engine_are() -> Non
     assert origins and not [(name, origin) for name, origin in origins if origin.startswith(prefixes)]
 
 
-@pytest.mark.parametrize("folder", ["", "report", "engine", "te", "local"])
+@pytest.mark.parametrize("folder", ["", "engine", "te", "local"])
 def test_init_file_is_empty(folder: str) -> None:
     init = _path_of(PACKAGE).with_suffix("") / folder / "__init__.py"
     assert init.read_text() == "" == FSDP_FOLDER.joinpath("_graphs", "__init__.py").read_text()

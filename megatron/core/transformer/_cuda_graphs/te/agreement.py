@@ -20,7 +20,7 @@ from megatron.core.utils import log_single_rank
 
 from ..errors import CaptureFailedError, CaptureInterruptedError
 from ..hooks import HookDicts
-from ..report.timeline import Timeline
+from ..report import CaptureRecorder
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
@@ -160,16 +160,16 @@ class CaptureAgreement:
         stage: The groups of this pipeline stage's ranks, which communicate with one another in the capture: one
             group of all, or two that cross. With two, ranks may raise different ones of several failures.
         pipeline: One rank of each pipeline stage; None if other stages need not know.
-        timeline: Notes each pass, and the time spent waiting.
+        recorder: Records each pass, and the time spent waiting.
     """
 
     def __init__(
         self,
         stage: Sequence[torch.distributed.ProcessGroup],
         pipeline: torch.distributed.ProcessGroup | None,
-        timeline: Timeline | None = None,
+        recorder: CaptureRecorder | None = None,
     ):
-        self._timeline = timeline
+        self._recorder = recorder or CaptureRecorder(active=False)
         self._stage = [Ballot(group) for group in stage]
         self._pipeline = None if pipeline is None else Ballot(pipeline)
         self._where = "before the first layer"
@@ -182,8 +182,7 @@ class CaptureAgreement:
             phase: Which part of it: ``forward`` or ``backward`` if it is a pass.
         """
         self._where = f"{where}, {phase}" if phase else where
-        if self._timeline is not None:
-            self._timeline.begin(where, phase)
+        self._recorder.begin(where, phase)
 
     def beginning(self, where: str, phase: str = "") -> Callable[..., None]:
         """Return a capture-time hook that calls ``begin``."""
@@ -195,10 +194,7 @@ class CaptureAgreement:
         Raises:
             CaptureFailedError, CaptureInterruptedError: a rank failed.
         """
-        if self._timeline is None:
-            self._vote_of_stage()
-        else:
-            self._timeline.wait(self._vote_of_stage)
+        self._recorder.wait(self._vote_of_stage)
 
     def objection(self, reason: str) -> str:
         """Return why all ranks capture something else than was asked for; empty if none objects to it.
@@ -232,8 +228,7 @@ class CaptureAgreement:
 
         All ballots get its vote, also those in which others may have learnt of it already: none waits for this rank.
         """
-        if self._timeline is not None:
-            self._timeline.end()
+        self._recorder.end()
         agreed = self._failure if isinstance(error, CaptureFailedError | CaptureInterruptedError) else None
         if agreed is None:
             cause = f"{type(error).__name__}: {error}".removesuffix(": ")

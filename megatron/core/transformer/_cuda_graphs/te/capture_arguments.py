@@ -107,12 +107,8 @@ class CaptureArguments:
         return inputs, read
 
     def of_engine(self, passes: PassOrder, sample_kwargs: Sequence[dict[str, torch.Tensor]]) -> dict[str, Any]:
-        """Return the keyword arguments of the engine, but those that take gradients and hooks.
-
-        Raises:
-            RuntimeError: layers are quantized, which the engine does not know.
-        """
-        stage, config, known = self.stage, self.stage.config, self.stage.engine.parameters
+        """Return the keyword arguments of ``make_graphed_callables``, but those that take gradients and hooks."""
+        stage, config = self.stage, self.stage.config
         arguments = {
             "sample_kwargs": sample_kwargs,
             "allow_unused_input": True,
@@ -126,19 +122,12 @@ class CaptureArguments:
             # Megatron-FSDP copies each gradient to its bucket as soon as it is complete: before any other replay,
             # unless autograd keeps it to add another module's.
             arguments["clone_param_grads_on_return"] = False
-        quantization = quantization_arguments(stage, [layer for own in self.layers for layer in own])
-        missing = [name for name in quantization if name not in known]
-        if missing and quantization["enabled"]:
-            raise RuntimeError(
-                "--fp8-format and --fp4-format need TransformerEngine 2.19 or newer: its engine knows no "
-                f"{missing[0]!r}"
-            )
-        arguments |= quantization
+        arguments |= quantization_arguments(stage, [layer for own in self.layers for layer in own])
         if config.fine_grained_activation_offloading:
             offload = offload_interface()
             arguments["pre_warmup_hook"] = offload.disable_offload
             arguments["post_warmup_hook"] = offload.enable_offload
-        return {name: value for name, value in arguments.items() if name in known}
+        return arguments
 
 
 def _shares_parameters(model: torch.nn.Module) -> bool:

@@ -14,21 +14,21 @@ from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from .. import state
 from ..attribute_reads import AttributeReads
 from ..eager_passes import EagerPasses
+from ..engine.make_graphed_callables import make_graphed_callables
 from ..engine.memory import release_cached_memory
-from ..engine.plan import ordered_plan
+from ..engine.plan import Pass, ordered_plan
 from ..engine.preserve import preserve_buffers
 from ..engine.rng import preserve_rng
-from ..engine.te_engine import recover_te_engine
 from ..hooks import extracted_hooks
 from ..replacements import between
 from ..replay_conditions import ReplayConditions
+from ..report import CaptureRecorder
 from .agreement import CaptureAgreement, naming_hooks
 from .attached_graphs import attach_graphs
 from .capture_arguments import CaptureArguments, num_warmup_iterations, recorded_quantization
-from .capture_observer import CaptureObserver
 from .changed_shapes import Recaptures
 from .decoder_graphs import capture_decoder
-from .evaluation import EvaluationGraphs
+from .evaluation import capture_for_evaluation
 from .graph_choice import Choice, Holds
 from .layers import layer_name
 from .stage import Stage
@@ -51,7 +51,7 @@ class CaptureSession:
     stage: Stage
     graphs: StageGraphs
     agreement: CaptureAgreement
-    observer: CaptureObserver
+    recorder: CaptureRecorder
     recaptures: Recaptures
     shape: tuple[int, int]
 
@@ -74,13 +74,8 @@ class CaptureSession:
                     for kept in self.graphs.kept.values():
                         stack.enter_context(kept.gathered())
                     self._capture_layers(input_data)
-            else:
-                self.observer.captured_layers((), (), (), (), self.graphs.decoder)
-        for index, chunk in enumerate(self.stage.chunks if self.stage.role.language else ()):
-            sharding = chunk.fsdp.graphs if chunk.fsdp is not None else self.graphs.kept.get(chunk.module)
-            if sharding is not None:  # the first evaluation captures graphs for itself
-                whole = self.graphs.models[index] if self.graphs.models else None
-                self.graphs.evaluation.append(EvaluationGraphs(self.stage, chunk, sharding, self.shape, whole))
+        for chunk, graphs in zip(self.stage.chunks, self.graphs.models, strict=False):  # the first evaluation captures
+            chunk.fsdp.graphs.expect_evaluation(partial(capture_for_evaluation, self.stage, chunk, graphs))
         self.graphs.follow_rng_tracker()
         self.graphs.none_because = ""
 
@@ -92,8 +87,6 @@ class CaptureSession:
         names = ["the whole model"] if stage.one_graph_serves_all else [f"chunk {i}" for i in range(len(chunks))]
         order = CaptureArguments(stage, [[model] for model in models], *self.shape).order()
         warmup_iters = num_warmup_iterations(stage.config, order.num_microbatches) if needs_warmup else 0
-        if not stage.one_graph_serves_all:
-            self.observer.expect(order.plan, names, warmup_iters)
         owners = [
             chunk.fsdp.graphs.whole_model(partial(self.agreement.begin, name))
             for chunk, name in zip(chunks, names, strict=True)
@@ -105,7 +98,7 @@ class CaptureSession:
                 models, owners, order, *self.shape, warmup_iters, eager_passes, quantized
             )
         self._warn_of_hooks(graphs.hooked for graphs in self.graphs.models)
-        self.observer.captured_models([graphs.slots for graphs in self.graphs.models], names)
+        self.recorder.end()
 
     def _capture_decoder(self) -> None:
         """Capture all layers of the decoder in one graph for each direction; other layers are left to the engine."""
@@ -122,7 +115,7 @@ class CaptureSession:
                 decoder, owner, inputs, read, num_warmup_iterations(stage.config, 1), eager_passes, quantized
             )
         self._warn_of_hooks([self.graphs.decoder.hooked])
-        self.observer.passes_end()
+        self.recorder.end()
 
     @contextmanager
     def _several_layers(self, modules: Sequence[torch.nn.Module]) -> Iterator[None]:
@@ -153,28 +146,25 @@ class CaptureSession:
 
     def _capture_layers(self, input_data: Callable[[], InputData]) -> None:
         """Capture each layer that is not in a graph with others."""
-        stage, engine = self.stage, self.stage.engine
+        stage = self.stage
         apart = self.graphs.layers_apart
         layers = tuple(layer for own in apart for layer in own)
         sample_args, arguments = input_data()
         names = [layer_name(layer, index) for index, layer in enumerate(layers)]
         plan = ordered_plan(arguments["_order"], arguments["_num_layers_per_chunk"], len(layers))
-        self.observer.expect(plan, names, arguments["num_warmup_iters"])
+        with_hooks = [step for step in plan.steps if step.kind is not Pass.WEIGHT_GRADIENTS]
+        self.recorder.expect(len(with_hooks), arguments["num_warmup_iters"])
         # As the decoder does under sequence parallelism.
         rng = get_cuda_rng_tracker().fork() if stage.config.sequence_parallel else nullcontext()
         elsewhere = {layer for chunk in self.graphs.kept for layer in chunk.modules()}  # have other parameters in calls
         reads = AttributeReads()
-        # TransformerEngine's engine leaves warm-up's draws and buffer updates behind.
         with preserve_rng(), preserve_buffers(layers), self._fsdp_capture():
             with reads.noted(layers, stateless=True), extracted_hooks(layers) as hooks, rng:
-                if engine.takes_hooks:
-                    arguments["capture_time_hooks"] = naming_hooks(hooks, names, self.agreement)
-                if stage.takes_gradients and all(chunk.fsdp is not None for chunk in stage.chunks):
+                arguments["capture_time_hooks"] = naming_hooks(hooks, names, self.agreement)
+                if all(chunk.fsdp is not None for chunk in stage.chunks):
                     arguments["gradient_sinks"] = self._gradient_sinks()
-                arguments["pool"] = pool = torch.cuda.graph_pool_handle()
-                with recover_te_engine(pool, layers, arguments.get("recipe")):
-                    graphs = engine.capture(layers, sample_args, **arguments)
-                self.observer.passes_end()
+                graphs = make_graphed_callables(layers, sample_args, **arguments)
+                self.recorder.end()
             conditions = [
                 ReplayConditions(layer, reads, name, parameters=layer not in elsewhere, buffers=True)
                 for layer, name in zip(layers, names, strict=True)
@@ -183,7 +173,6 @@ class CaptureSession:
         samples = list(zip(sample_args, arguments["sample_kwargs"], strict=True))
         eager_passes = self._eager_passes_of_layers(tokens=sample_args[0][0].shape[0])
         attach_graphs(stage, apart, plan, graphs, samples, conditions, eager_passes)
-        self.observer.captured_layers(apart, names, graphs, samples, self.graphs.decoder)
 
     def _eager_passes_of_layers(self, tokens: int) -> EagerPasses | None:
         if self.graphs.shapes is not None:  # those of the decoder count as well

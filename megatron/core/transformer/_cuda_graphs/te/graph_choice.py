@@ -85,7 +85,6 @@ BOTH, MODEL, DECODER = (Holds.MODEL, Holds.DECODER), (Holds.MODEL,), (Holds.DECO
 # What a row rules out, why, and whether it applies to a chunk of the stage: what this returns stands in the reason's
 # place for it. The first row that applies counts, and later ones rely on that.
 _TABLE: tuple[tuple[tuple[Holds, ...], str, Callable[[Stage, Chunk], object]], ...] = (
-    (BOTH, "the {} engine captures layers only", lambda s, c: "" if s.takes_gradients else s.engine.name),
     (DECODER, "several micro-batches are in flight at a time", lambda s, c: not s.one_graph_serves_all),
     (
         MODEL,

@@ -11,9 +11,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import CudaGraphModule
 from megatron.core.utils import log_on_each_pipeline_stage
 
-from ..report.timeline import Timeline
+from ..report import CaptureRecorder
 from .agreement import CaptureAgreement
-from .backends import Backend
 from .layers import fsdp_of, language_model_of, single_run_layers
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
@@ -77,7 +76,6 @@ class Stage:
     config: Any
     groups: ProcessGroupCollection
     p2p_communicator: Any
-    engine: Backend
     chunks: Sequence[Chunk]
     role: Role
 
@@ -90,11 +88,6 @@ class Stage:
     def one_graph_serves_all(self) -> bool:
         """Whether only one micro-batch is in flight at a time, as without pipeline stages."""
         return self.groups.pp.size() == 1 and not self.config.overlap_moe_expert_parallel_comm
-
-    @property
-    def takes_gradients(self) -> bool:
-        """Whether the engine writes gradients where Megatron-FSDP says: ours does."""
-        return "gradient_sinks" in self.engine.parameters
 
     @property
     def may_skip_replays(self) -> bool:
@@ -110,11 +103,11 @@ class Stage:
         dispatches = {CudaGraphModule.moe_router, CudaGraphModule.moe_preprocess} & {*self.config.cuda_graph_modules}
         return self.may_skip_replays and not dispatches
 
-    def agreement(self, *, with_other_stages: bool, timeline: Timeline | None = None) -> CaptureAgreement:
+    def agreement(self, *, with_other_stages: bool, recorder: CaptureRecorder | None = None) -> CaptureAgreement:
         """Return what the ranks of a capture agree by; see ``CaptureAgreement``."""
         together = getattr(self.groups, "tp_dp_cp", None)
         ranks = [self.groups.tp, self.groups.dp_cp] if together is None else [together]
-        return CaptureAgreement(ranks, self.groups.pp if with_other_stages else None, timeline)
+        return CaptureAgreement(ranks, self.groups.pp if with_other_stages else None, recorder)
 
     def log(self, level: int, message: str) -> None:
         """Log ``message`` on one rank of each pipeline stage."""

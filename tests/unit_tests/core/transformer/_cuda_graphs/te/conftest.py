@@ -8,14 +8,12 @@ MICROBATCHES = 3
 
 
 @pytest.fixture
-def one_stage(cpu_backend, monkeypatch):
-    monkeypatch.setenv("MEGATRON_CUDA_GRAPH_ENGINE", "native")
+def one_stage(cpu_backend):
     with first_of_stages(1, MICROBATCHES):
         yield
 
 
 @pytest.fixture
-def two_stages(cpu_backend, monkeypatch):
-    monkeypatch.setenv("MEGATRON_CUDA_GRAPH_ENGINE", "native")
+def two_stages(cpu_backend):
     with first_of_stages(2, MICROBATCHES):
         yield

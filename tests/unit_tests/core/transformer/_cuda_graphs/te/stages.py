@@ -1,6 +1,5 @@
-"""Pipeline stages of plain layers, whose engine may be a test's, and captures of them."""
+"""Pipeline stages of plain layers, and captures of them, by a test's engine perhaps."""
 
-import inspect
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -10,14 +9,11 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megatron.core.transformer._cuda_graphs.engine.make_graphed_callables import make_graphed_callables
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
-from megatron.core.transformer._cuda_graphs.te import capture_arguments, changed_shapes
-from megatron.core.transformer._cuda_graphs.te import helper as te_helper
+from megatron.core.transformer._cuda_graphs.report import CaptureRecorder
+from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_session, changed_shapes
 from megatron.core.transformer._cuda_graphs.te.agreement import CaptureAgreement
-from megatron.core.transformer._cuda_graphs.te.backends import Backend, choose_backend
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
-from megatron.core.transformer._cuda_graphs.te.capture_observer import CaptureObserver
 from megatron.core.transformer._cuda_graphs.te.capture_session import CaptureSession
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import Recaptures
 from megatron.core.transformer._cuda_graphs.te.graph_choice import Choice, Holds
@@ -29,8 +25,6 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import GraphableMegatronModule
 from tests.support import models
 from tests.support.case import Case
-
-PARAMETERS = frozenset(inspect.signature(make_graphed_callables).parameters)
 
 
 class Failure(Exception):
@@ -97,17 +91,17 @@ def config(**changes):
     )
 
 
-def stage_of(*layers, modules=None, engine=None, stages=1, **options):
+def stage_of(*layers, modules=None, stages=1, **options):
     """A stage whose chunks have ``layers``, those of each in a list, and are ``modules``."""
     alone = SimpleNamespace(size=lambda: 1)
     groups = SimpleNamespace(tp=alone, dp_cp=alone, pp=SimpleNamespace(size=lambda: stages))
     modules = modules or [torch.nn.Module() for _ in layers]
     chunks = [Chunk(module, None, own) for module, own in zip(modules, layers, strict=True)]
-    return Stage(config(**options), groups, None, engine or choose_backend(), chunks, Role())
+    return Stage(config(**options), groups, None, chunks, Role())
 
 
-def capture(stage, order):
-    """Capture the layers of ``stage`` for one micro-batch, in ``order``."""
+def capture(stage, order, engine=capture_session.make_graphed_callables):
+    """Capture the layers of ``stage`` for one micro-batch, in ``order``, by ``engine``."""
     graphs = StageGraphs(stage)
     arguments = CaptureArguments(stage, graphs.layers_apart, 2, 1)
 
@@ -116,12 +110,11 @@ def capture(stage, order):
         args, kwargs = zip(*arguments.samples(order), strict=True)
         return list(args), arguments.of_engine(passes, kwargs)
 
-    observer = CaptureObserver(stage, 1)
-    observer.timeline = None
-    session = CaptureSession(stage, graphs, Alone(), observer, Recaptures(stage), (2, 1))
+    session = CaptureSession(stage, graphs, Alone(), CaptureRecorder(active=False), Recaptures(stage), (2, 1))
     with ExitStack() as stack:
         for module in (capture_arguments, changed_shapes):
             stack.enter_context(mock.patch.object(module, "get_num_microbatches", return_value=1))
+        stack.enter_context(using(engine))
         session.capture(Choice(Holds.LAYER), input_data)
     return graphs
 
@@ -133,7 +126,12 @@ def engine(capture=lambda: None):
         capture()
         return [mock.Mock(spec=["__call__", "reset"]) for _ in sample_args]
 
-    return Backend("native", run, PARAMETERS)
+    return run
+
+
+def using(engine):
+    """A context in which ``engine`` captures layers."""
+    return mock.patch.object(capture_session, "make_graphed_callables", engine)
 
 
 class CountingChunk(torch.nn.Module):
@@ -157,8 +155,9 @@ def helper_of(capture=lambda: None, layers=1, kind=TECudaGraphHelper, **options)
     chunk = CountingChunk([MaskedLayer() for _ in range(layers)])
     real = models.transformer_config(Case(layers=2), True)
     vars(real).update(options)
-    with mock.patch.object(te_helper, "choose_backend", return_value=engine(capture)):
-        return kind([chunk], real, 32, 1)
+    made = kind([chunk], real, 32, 1)
+    made._capture = using(engine(capture))(made._capture)
+    return made
 
 
 @contextmanager

@@ -194,7 +194,7 @@ class TestCaptureMode:
         with caplog.at_level("INFO"):
             helper_of().create_cudagraphs()
         assert "Start CUDA graph capture" in caplog.messages
-        assert "Captured 1 layer graphs with the native engine in" in caplog.text
+        assert "Captured 1 layer graphs in" in caplog.text
 
     def test_nothing_to_capture_is_finished_without_graphs(self, caplog):
         capturing = helper_of(layers=0)

@@ -19,7 +19,6 @@ from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
 from megatron.core.transformer._cuda_graphs.te import capture_arguments, graph_choice
 from megatron.core.transformer._cuda_graphs.te.attached_graphs import attach_graphs
-from megatron.core.transformer._cuda_graphs.te.backends import Backend
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import ChangedShapes
 from megatron.core.transformer._cuda_graphs.te.graph_choice import Holds, blocker
@@ -30,7 +29,7 @@ from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
 from tests.support.replaced import replaced
 
-from .stages import PARAMETERS, Failure, MaskedLayer, capture, config, engine, helper_of, set_microbatches, stage_of
+from .stages import Failure, MaskedLayer, capture, config, engine, helper_of, set_microbatches, stage_of
 
 # --------------------------------------------------------------------------------------------------- construction
 
@@ -432,7 +431,7 @@ class TestWhatWarmUpChanges:
                 raise Failure
 
         with pytest.raises(Failure) if fails else nullcontext():
-            capture(stage_of([layer], engine=engine(disturb)), [1, -1])
+            capture(stage_of([layer]), [1, -1], engine(disturb))
         return layer
 
     def test_generators_are_where_they_were(self, fails):
@@ -446,8 +445,7 @@ class TestWhatWarmUpChanges:
 
 
 @pytest.mark.usefixtures("cpu_backend")
-@pytest.mark.parametrize("takes_hooks", [False, True])
-def test_hooks_are_given_to_an_engine_that_takes_them(takes_hooks):
+def test_hooks_of_layers_run_at_capture_time():
     layer, given = MaskedLayer(), {}
     layer.register_forward_pre_hook(runs_outside_graphs(lambda module, args: None))
 
@@ -455,19 +453,17 @@ def test_hooks_are_given_to_an_engine_that_takes_them(takes_hooks):
         given.update(arguments)
         return [mock.Mock(spec=["__call__", "reset"]) for _ in sample_args]
 
-    parameters = PARAMETERS if takes_hooks else PARAMETERS - {"capture_time_hooks"}
-    capture(stage_of([layer], engine=Backend("native", run, parameters)), [1, -1])
-    hooks = given.get("capture_time_hooks", [])
-    # the first waits for other ranks
-    assert [[*each["forward_pre_hooks"]][:1] for each in hooks] == [["agreement"]] * takes_hooks
-    assert [len(each["forward_pre_hooks"]) for each in hooks] == [2] * takes_hooks
+    capture(stage_of([layer]), [1, -1], run)
+    (hooks,) = given["capture_time_hooks"]
+    assert next(iter(hooks["forward_pre_hooks"])) == "agreement"  # waits for other ranks
+    assert len(hooks["forward_pre_hooks"]) == 2
 
 
 @pytest.mark.usefixtures("cpu_backend")
 @pytest.mark.parametrize(("stages", "expected"), [(1, None), (2, 1)])
 def test_graphs_are_for_any_number_of_micro_batches_unless_there_are_pipeline_stages(stages, expected):
     layer = MaskedLayer()
-    capture(stage_of([layer], stages=stages, engine=engine()), [1, -1])
+    capture(stage_of([layer], stages=stages), [1, -1], engine())
     assert [graph.num_microbatches for graph in layer.cuda_graphs] == [expected]
 
 
@@ -518,9 +514,6 @@ def test_megatron_fsdp_is_in_capture_mode_with_the_layers_of_its_chunk(in_parts)
         def around_part(self, layer):
             return None
 
-        def expect_evaluation(self, prepare):
-            assert self.capturing is None
-
     chunks = [Capturing(), torch.nn.Linear(1, 1), Capturing()]
     layers = [[MaskedLayer()] for _ in chunks]
     during = []
@@ -528,8 +521,8 @@ def test_megatron_fsdp_is_in_capture_mode_with_the_layers_of_its_chunk(in_parts)
     def note():
         during.extend([chunks[0].capturing, chunks[2].capturing])
 
-    stage = stage_of(*layers, modules=chunks, engine=engine(note), overlap_moe_expert_parallel_comm=in_parts)
-    capture(stage, [1, -1, 2, -2, 3, -3])
+    stage = stage_of(*layers, modules=chunks, overlap_moe_expert_parallel_comm=in_parts)
+    capture(stage, [1, -1, 2, -2, 3, -3], engine(note))
     assert during == [layers[0], layers[2]]
     assert (chunks[0].capturing, chunks[2].capturing) == (None, None)
 

@@ -1,0 +1,61 @@
+"""Links of the documents resolve, and a test or CI runs each command of the README."""
+
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")]
+PAGES += sorted((ROOT / "docs").glob("*.md"))
+FENCED = re.compile(r"^ *```[a-z]*\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
+LINK = re.compile(r"\]\(([^)\s]+)\)")
+COMMAND = re.compile(r"^ {4}((?:make|pip|python|git|torchrun) .+?)(?: {2,}#.*)?$", re.MULTILINE)
+BY_HAND = None  # needs GPUs or a user's machine
+CI, MAKEFILE = ".ci/run", "Makefile"
+# How commands of the README begin, and the file that runs them.
+RUN_BY = {
+    "pip install -c constraints.txt": MAKEFILE,
+    "pip install --no-deps": "tests/integration_tests/test_install.py",
+    "pip uninstall": "tests/integration_tests/test_install.py",
+    "python -m megatron_fsdp_cuda_graphs": "tests/integration_tests/test_install.py",
+    "git -C": MAKEFILE,
+    "make demo": CI,
+    "make test": CI,
+    "make bench": BY_HAND,
+}
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of the headings of a page, as a forge makes them."""
+    titles = re.findall(r"^#+ (.+)$", FENCED.sub("", page.read_text()), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(page: Path, text: str) -> list[str]:
+    """The links in ``text`` that lead nowhere from ``page``."""
+    found = []
+    for link in LINK.findall(FENCED.sub("", text)):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        if "://" not in link and not (target.exists() and (not anchor or anchor in anchors(target))):
+            found.append(link)
+    return found
+
+
+def test_links_resolve():
+    assert [(page.name, broken_links(page, page.read_text())) for page in PAGES] == [(page.name, []) for page in PAGES]
+
+
+def test_a_broken_link_is_found():
+    assert broken_links(PAGES[0], "[a](docs/no.md) [b](#no-heading) [c](docs/using.md)") == [
+        "docs/no.md",
+        "#no-heading",
+    ]
+
+
+def test_readme_commands_are_run():
+    commands = COMMAND.findall((ROOT / "README.md").read_text())
+    runners = {command: [start for start in RUN_BY if command.startswith(start)] for command in commands}
+    assert len(commands) > 8
+    assert not [command for command, starts in runners.items() if not starts], "add them to RUN_BY"
+    assert {start for starts in runners.values() for start in starts} == {*RUN_BY}
+    assert all(path is BY_HAND or (ROOT / path).is_file() for path in RUN_BY.values())
