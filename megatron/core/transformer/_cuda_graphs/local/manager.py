@@ -75,23 +75,27 @@ class CudaGraphManager(torch.nn.Module):
         self.reuse_cudagraphs = self.pg_collection.pp.size() == 1
         self.is_first_microbatch = False
         self._inline_capture, self._num_warmup_steps = inline_capture, num_warmup_steps
-        self._forget_runners()
+        self.cudagraph_runners: list[_CudaGraphRunner] = []
+        self.custom_cudagraphs_lookup_table: dict[Hashable, _CudaGraphRunner | None] = _NoneIfUnknown()
+        self.capture_failed = False
         self.func: Callable | None = None
         if function_name is not None:
             self.func = getattr(base_module, function_name)
             setattr(base_module, function_name, partial(self._call_function, base_module))  # copied with its module
         _CudagraphGlobalRecord.managers.add(self)
         _memory_pool()
+        if need_backward and not inline_capture:
+            # Autograd accumulates a gradient on the stream on which DistributedDataParallel first saw its parameter,
+            # and cannot do so on the default stream in a capture. megatron-core leaves that stream here too.
+            leave_default_stream()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CudaGraphManager":
         """Return a manager for a copy of the module. It has no graphs, and the process groups of this one."""
         copied = self.__class__.__new__(self.__class__)
         memo[id(self)] = copied
         memo[id(self.pg_collection)] = self.pg_collection
-        own = ("cudagraph_runners", "custom_cudagraphs_lookup_table")
-        others = {name: value for name, value in self.__dict__.items() if name not in own}
-        copied.__dict__.update(copy.deepcopy(others, memo))
-        copied._forget_runners()
+        own = {"cudagraph_runners": [], "custom_cudagraphs_lookup_table": _NoneIfUnknown()}
+        copied.__dict__.update(copy.deepcopy({**self.__dict__, **own}, memo))
         _CudagraphGlobalRecord.managers.add(copied)
         return copied
 
@@ -275,12 +279,9 @@ class CudaGraphManager(torch.nn.Module):
         _forget_pool()
         for runner in self.cudagraph_runners:
             runner.reset()
-        self._forget_runners()
-
-    def _forget_runners(self) -> None:
         self.capture_failed = False
-        self.cudagraph_runners: list[_CudaGraphRunner] = []
-        self.custom_cudagraphs_lookup_table: dict[Hashable, _CudaGraphRunner | None] = _NoneIfUnknown()
+        self.cudagraph_runners.clear()
+        self.custom_cudagraphs_lookup_table.clear()
 
 
 class _NoneIfUnknown(dict):

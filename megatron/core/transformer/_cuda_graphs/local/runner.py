@@ -101,7 +101,7 @@ class LocalReplay(Replay):
     """
 
     def __init__(
-        self, static_inputs: list[tuple[StaticInput, Callable[[], bool]]], *captured: Any, **options: Any
+        self, static_inputs: Sequence[tuple[StaticInput, Callable[[], bool]]], *captured: Any, **options: Any
     ) -> None:
         super().__init__(*captured, **options)
         self.static_inputs = static_inputs
