@@ -1,0 +1,58 @@
+"""The commands run in this process, on the CPU backend."""
+
+import gc
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.support.on_cpu_backend import on_cpu_backend
+from tests.support.pairs import parser_of_all_checks
+
+sys.path.insert(0, str(Path(__file__).parents[3] / "benchmarks"))
+FSDP = (
+    "--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads_params --use-distributed-optimizer "
+    "--ckpt-format fsdp_dtensor --fsdp-double-buffer --fsdp-db-use-persist-buf-on-alloc-fail "
+    "--no-gradient-accumulation-fusion"
+)
+GRAPHS = "--cuda-graph-impl transformer_engine --te-rng-tracker"
+SIZES = "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 --micro-batch-size 2"
+TRAINING = (
+    "--mock-data --tokenizer-type NullTokenizer --vocab-size 128 --lr 1e-3 --train-iters 10 --eval-iters 0 --bf16 "
+    "--position-embedding-type rope --attention-dropout 0 --hidden-dropout 0"
+)
+EXPERTS = (
+    "--num-experts 4 --moe-router-topk 2 --moe-ffn-hidden-size 32 --moe-token-dispatcher-type alltoall "
+    "--moe-shared-expert-intermediate-size 32 --disable-bias-linear"
+)
+DENSE = f"{FSDP} {GRAPHS} {SIZES} {TRAINING}"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _cpu_backend():
+    with on_cpu_backend(), parser_of_all_checks():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # the commands set it
+
+
+@pytest.fixture
+def flags():
+    """Flags of a job from parts of a command line."""
+
+    def split(*parts):
+        return " ".join([*parts]).split()
+
+    yield split
+    gc.collect()  # models own their buffers
+    gc.freeze()  # the next collection need not walk through what is left
+
+
+@pytest.fixture
+def without():
+    from megatron_fsdp_cuda_graphs.plan.changes import without
+
+    return without

@@ -1,0 +1,202 @@
+"""A plan against what it is about: a real capture on the CPU backend, and memory measured on GPUs."""
+
+import gc
+import json
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from _step_time.configurations import configuration
+from _step_time.variants import FSDP as BENCHMARK_FSDP
+
+from megatron.core.transformer._cuda_graphs.engine.graphed_slot import GraphedSlot
+from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses
+from megatron.core.transformer._cuda_graphs.te.layers import fsdp_of
+from megatron_fsdp_cuda_graphs.plan import capture, dry_stage, memory
+from megatron_fsdp_cuda_graphs.plan.flags import read_flags
+
+from .conftest import DENSE, EXPERTS
+
+RESULTS = Path(__file__).parents[3] / "benchmarks" / "results" / "earlier" / "step_time_2gpu.json"
+MODULES = "--cuda-graph-modules attn moe_router moe_preprocess"
+PIPELINE = "--untie-embeddings-and-output-weights --pipeline-model-parallel-size 2 --global-batch-size 16"
+LAYERS = "--cuda-graph-layers-per-graph 1"
+VIRTUAL = "--num-layers-per-virtual-pipeline-stage 1"
+CASES = {
+    "dense": (f"{DENSE} --num-layers 3 --cuda-graph-layers-per-graph all", 2, 0),
+    "a graph for each layer": (f"{DENSE} --num-layers 3 --cuda-graph-layers-per-graph 1", 2, 0),
+    "parts of MoE layers": (f"{DENSE} {EXPERTS} --num-layers 2 {MODULES}", 2, 0),
+    "multi-token prediction": (f"{DENSE} --num-layers 2 --mtp-num-layers 1 --cuda-graph-layers-per-graph all", 2, 0),
+    "last pipeline stage": (f"{DENSE} --num-layers 4 {PIPELINE} {LAYERS}", 4, 1),
+    "interleaved stages": (f"{DENSE} --num-layers 4 {PIPELINE} {LAYERS} {VIRTUAL}", 4, 0),
+}
+WHOLE = {
+    "the whole model": (f"{DENSE} --num-layers 2", 2, 0),
+    "first pipeline stage": (f"{DENSE} --num-layers 4 {PIPELINE}", 4, 0),
+    "last pipeline stage": (f"{DENSE} --num-layers 4 {PIPELINE}", 4, 1),
+    "interleaved stages": (f"{DENSE} --num-layers 4 {PIPELINE} {VIRTUAL}", 4, 1),
+}
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """The passes of callables that were recorded: kind, and index of the callable."""
+    found: list[tuple[str, int]] = []
+
+    def watch(kind, graph_of):
+        original = getattr(GraphedSlot, kind)
+
+        def run(slot, *args):
+            if graph_of(args) is not None:
+                found.append((kind, int(slot.name.split()[1])))
+            return original(slot, *args)
+
+        monkeypatch.setattr(GraphedSlot, kind, run)
+
+    watch("forward", lambda args: args[1])
+    watch("backward", lambda args: args[2])
+    return found
+
+
+def shards(buffers):
+    """The memory of Megatron-FSDP's own buffers, in bytes, by what they hold."""
+    names = {"weights": "model_weight_buffer", "main_weights": "main_weight_buffer", "gradients": "main_grad_buffer"}
+    groups = [group for buffer in buffers for group in buffer.parameter_groups]
+    return {kind: sum(getattr(group, name).data.nbytes for group in groups) for kind, name in names.items()}
+
+
+def train(model, args):
+    """Run a step with Adam, and return the memory of the optimizer in bytes, by what it holds."""
+    tokens = torch.zeros(args.micro_batch_size, args.seq_length, dtype=torch.int64, device="cuda")
+    model(tokens, tokens, None, labels=tokens).mean().backward()
+    model.finish_grad_sync()
+    fsdp: Any = fsdp_of(model)
+    params = [param for _, param in fsdp.param_and_grad_buffer.optimizer_named_parameters]
+    optimizer = torch.optim.Adam(params, foreach=False)
+    optimizer.step()
+    states = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
+    return {
+        "optimizer_states": sum(state._local_tensor.nbytes for state in states),
+        "optimizer_gradients": sum(param.grad._local_tensor.nbytes for param in params if param.grad is not None),
+    }
+
+
+@pytest.mark.parametrize(("command", "ranks", "stage"), CASES.values(), ids=CASES)
+def test_order_graphs_and_buffers_are_those_of_a_capture(command, ranks, stage, recorded, monkeypatch):
+    flags = read_flags(command.split(), ranks)
+    assert not flags.refused
+    with dry_stage.dry_stage(flags.args, stage) as helper:
+        planned = capture.captured_by(helper)
+        found = memory.fsdp_memory(dry_stage.fsdp_buffers(helper), flags.args)
+    del helper
+    gc.collect()
+
+    monkeypatch.setattr(dry_stage, "without_memory", nullcontext)
+    monkeypatch.setattr(dry_stage, "_as_transformer_engine", nullcontext)
+    with dry_stage.dry_stage(flags.args, stage) as helper, torch.cuda.stream(torch.cuda.Stream()):
+        buffers = dry_stage.fsdp_buffers(helper)
+        for group in (group for buffer in buffers for group in buffer.parameter_groups):
+            group.model_weight_buffer.data.fill_(0.01)
+        alone = flags.args.pipeline_model_parallel_size == 1
+        real = shards(buffers) | (train(helper.model[0], flags.args) if alone else {})
+        helper.create_cudagraphs()
+        for buffer in buffers:
+            for kind, size in memory.temporary_buffers(buffer).items():
+                real[kind] = real.get(kind, 0) + size
+        if not alone:
+            del real["persistent_buffers"]  # no pass of the embedding or the output layer has run
+        numbers = [layer.layer_number for layer in helper.flattened_callables]
+        graphs = [graph for layer in helper.flattened_callables for graph in layer.cuda_graphs]
+        decoder = [] if helper.decoder_graphs is None else list(helper.decoder_graphs.module.layers)
+        helper.delete_cuda_graphs()
+
+    together = tuple(layer.layer_number for layer in decoder)
+    of_decoder = [("forward", together), ("backward", together[::-1])] if together else []
+    found_graphs = [(graph.kind.value, graph.layers) for graph in planned.graphs]
+    assert [graph for graph in found_graphs if graph in of_decoder] == of_decoder
+    apart = numbers[len(together) :]
+    assert [graph for graph in found_graphs if graph not in of_decoder] == [
+        (kind, (apart[index],)) for kind, index in recorded
+    ]
+    assert len(graphs) == len([kind for kind, _ in recorded if kind == "forward"])
+    assert {kind: found[kind] for kind in real} == real
+    assert len(real) == (7 if alone else 4)
+
+
+@pytest.mark.parametrize(("command", "ranks", "stage"), WHOLE.values(), ids=WHOLE)
+def test_order_and_static_inputs_of_whole_chunks_are_those_of_a_capture(command, ranks, stage, monkeypatch):
+    flags = read_flags(f"{command} --cuda-graph-layers-per-graph model".split(), ranks)
+    assert not flags.refused
+    elsewhere = dry_stage.blocker_elsewhere(flags.args)
+    with dry_stage.dry_stage(flags.args, stage) as helper:
+        planned = capture.captured_by(helper, elsewhere)
+        static = memory.distinct_bytes(planned.static_inputs)
+    del helper
+    gc.collect()
+
+    recorded: list[tuple[str, WholePasses]] = []
+
+    def watch(kind, original):
+        def run(passes, *args):
+            if args[-1] is not None:  # no warm-up
+                recorded.append((kind, passes))
+            return original(passes, *args)
+
+        monkeypatch.setattr(WholePasses, f"_run_{kind}", run)
+
+    watch("forward", WholePasses._run_forward)
+    watch("backward", WholePasses._run_backward)
+    monkeypatch.setattr(dry_stage, "without_memory", nullcontext)
+    monkeypatch.setattr(dry_stage, "_as_transformer_engine", nullcontext)
+    with dry_stage.dry_stage(flags.args, stage) as helper, torch.cuda.stream(torch.cuda.Stream()):
+        for group in (group for buffer in dry_stage.fsdp_buffers(helper) for group in buffer.parameter_groups):
+            group.model_weight_buffer.data.fill_(0.01)
+        helper.create_cudagraphs()
+        graphs = helper._graphs.models
+        chunk_of = {passes: number for number, own in enumerate(graphs, start=1) for passes in own.slots}
+        chunks = [(kind, chunk_of[passes]) for kind, passes in recorded]
+        assert memory.distinct_bytes([passes.inputs for passes in chunk_of]) == static
+        helper.delete_cuda_graphs()
+    assert [(graph.kind.value, graph.chunk or 1) for graph in planned.graphs] == chunks
+    assert [chunk if kind == "forward" else -chunk for kind, chunk in chunks] == planned.order
+
+
+def test_weights_that_stay_in_place_are_those_of_a_capture(monkeypatch):
+    """Without a double buffer, beside ``--overlap-moe-expert-parallel-comm``."""
+    overlap = "--expert-model-parallel-size 2 --overlap-moe-expert-parallel-comm"
+    command = f"{DENSE.replace('--fsdp-double-buffer', '')} {EXPERTS} --num-layers 2 {MODULES} {overlap}"
+    flags = read_flags(command.split(), 2)
+    assert not flags.refused
+    with dry_stage.dry_stage(flags.args, 0) as helper:
+        found = memory.fsdp_memory(dry_stage.fsdp_buffers(helper), flags.args)
+
+    monkeypatch.setattr(dry_stage, "without_memory", nullcontext)
+    monkeypatch.setattr(dry_stage, "_as_transformer_engine", nullcontext)
+    with dry_stage.dry_stage(flags.args, 0) as helper, torch.cuda.stream(torch.cuda.Stream()):
+        (buffer,) = dry_stage.fsdp_buffers(helper)
+        for group in buffer.parameter_groups:
+            group.model_weight_buffer.data.fill_(0.01)
+        helper.create_cudagraphs()
+        kept = [buffer.weight_alloc.buckets[bucket].data for bucket in buffer.weight_alloc.kept]
+        sizes = [weights.untyped_storage().nbytes() for weights in kept]
+        helper.delete_cuda_graphs()
+        assert not buffer.weight_alloc.kept
+    assert len(sizes) == 2  # of a layer each
+    assert sum(sizes) == found["kept_weights"] > 0
+
+
+@pytest.mark.parametrize("name", ["A", "B"])
+@pytest.mark.parametrize("variant", ["native", "native::--cuda-graph-layers-per-graph all"])
+def test_memory_is_within_a_tenth_of_what_was_measured_on_gpus(name, variant):
+    runs = json.loads(RESULTS.read_text())["configurations"][name]
+    measured = next(run["allocated_mib"] for run in runs if run["variant"] == variant)
+    job = configuration(name, ranks=2, steps=30, expert_parallel=1, on_cpu=False)
+    graphs = ("--cuda-graph-impl", "transformer_engine", *filter(None, variant.partition("::")[2].split()))
+    flags = read_flags([*job.flags, *BENCHMARK_FSDP, *graphs], 2)
+    with dry_stage.dry_stage(flags.args, 0) as helper:
+        planned = capture.captured_by(helper)
+        found = memory.fsdp_memory(dry_stage.fsdp_buffers(helper), flags.args)
+        found["static_inputs"] = memory.distinct_bytes(planned.static_inputs)
+    assert sum(found.values()) / 2**20 == pytest.approx(measured, rel=0.1)
