@@ -9,7 +9,7 @@ RANK_WORKERS ?= $(if $(filter auto,$(WORKERS)),$(shell echo $$(( ($$(OMP_NUM_THR
 QUICK := -m "not long"
 LONG :=
 # mypy refuses a folder without Python files.
-TYPED := $(foreach folder,megatron examples tests benchmarks,$(if $(shell find $(folder) -name '*.py' 2>/dev/null),$(folder)))
+TYPED := $(foreach folder,megatron megatron_fsdp_cuda_graphs tools examples tests benchmarks,$(if $(shell find $(folder) -name '*.py' 2>/dev/null),$(folder)))
 CHECKED := $(TYPED) typings setup.py
 
 # Each of many processes would compile the project, and torch where it is not compiled ahead.
@@ -73,7 +73,7 @@ help:
 
 # The stamp is written last: an installation that broke off is made again. pip would compile one module after another,
 # and what no test imports.
-.venv/.installed: setup.py constraints.txt
+.venv/.installed: setup.py pyproject.toml constraints.txt
 	@echo "Installing torch, megatron-core and the tools of this project into .venv"
 	$(PYTHON) -m venv --clear .venv
 	.venv/bin/python -m pip install --quiet --no-compile --constraint constraints.txt --editable '.[dev]'
@@ -121,7 +121,7 @@ test-avx2 test-sse4 test-threads:
 test-versions: $(OTHER_CORES:%=test-core-%)
 
 $(filter-out test-core-0.19.1,$(OTHER_CORES:%=test-core-%)): test-core-%: build/cores/%/megatron
-	$(PY) -m megatron_fsdp_cuda_graphs upstream build/cores/$*
+	$(PY) -m tools.upstream_check build/cores/$*
 	$(call with_core,$*) $(PY) -m pytest -n $(WORKERS) --dist loadfile $(QUICK) $(if $(LONG),$(CORE_TESTS),$(CORE_SAMPLE))
 
 test-core-0.19.1: test-core-%: build/cores/%/megatron | build/cores/0.19.0/megatron

@@ -139,7 +139,7 @@ MORE: list[dict] = [
     {"dtype": "bf16", "evaluates_often": True, "layers_per_graph": 1, "fused_wgrad": True},
     {"dtype": "bf16", "evaluates_often": True, "warmup": 0, "mtp": 1},
     {"dtype": "bf16", "evaluates_often": True, "evaluated_sequence": 256},
-    {"dtype": "bf16", "evaluates": True, "control": "failed_capture_for_evaluation"},
+    {"dtype": "bf16", "evaluates": True, "layers_per_graph": -1, "control": "failed_capture_for_evaluation"},
     *({"evaluates_often": True, "dropout": 0.1} | case for case in MOE[:3]),
     {"dtype": "bf16", "evaluates_often": True, "experts": 4, "capacity": 1.0, "modules": ["attn", "moe"]},
     {"dtype": "bf16", "optimizer_graph": True, "microbatches": 2},

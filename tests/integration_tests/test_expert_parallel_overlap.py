@@ -87,14 +87,14 @@ def ddp(train):
     return train(DDP, **OVERLAP, fsdp=False)
 
 
-def assert_bit_equal(result, case, evaluation_graphs=True):
+def assert_bit_equal(result, case):
     assert_as_eager(result)
     layers = case.get("layers", SIZES["layers"]) + case.get("mtp", 0)
     microbatches = case.get("microbatches_later") or case.get("microbatches", SIZES["microbatches"])
     assert result["graphs"] == layers * microbatches
     assert result["replays"] == 2 * layers * microbatches
     assert len(result["losses"]) == SIZES["steps"]
-    assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, layers if evaluation_graphs else 0)
+    assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, 0)
 
 
 @pytest.mark.parametrize("case", mostly_long(SHARDED, SHARDED[4], IN_TURN[-1]), ids=name_of)
@@ -104,7 +104,7 @@ def test_graphs_under_fsdp_train_bit_for_bit_as_eager(sharded, case):
 
 @pytest.mark.parametrize("case", mostly_long(DDP, DDP[1]), ids=name_of)
 def test_graphs_without_fsdp_train_bit_for_bit_as_eager(ddp, case):
-    assert_bit_equal(ddp[name_of(case)], case, evaluation_graphs=False)
+    assert_bit_equal(ddp[name_of(case)], case)
 
 
 @pytest.mark.parametrize("case", mostly_long(IN_TURN, IN_TURN[-1]), ids=name_of)

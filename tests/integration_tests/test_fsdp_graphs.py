@@ -129,14 +129,12 @@ OTHERS: list[dict[str, Any]] = [
     {"control": "beside_a_larger_model"},
 ]
 # Evaluations before capture, right after it, and after each step, of trainings above and of others.
-EVALUATED_AGAIN = [DENSE[1], DENSE[-1], MOE[-1]]
+EVALUATED_AGAIN = [DENSE[1], MOE[-1]]
 EVALUATED: list[dict[str, Any]] = [
     {"evaluates_often": True, **case}
     for case in (
         *EVALUATED_AGAIN,
         {"warmup": 0},
-        {"dropout": 0.1, "layers_per_graph": 1, "microbatches": 2},
-        {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"], "evaluated_sequence": 16},
         {"evaluated_sequence": 48, "positions": "mrope", "microbatches": 2},
         {"layers_per_graph": -1, "dropout": 0.1},
         {"layers_per_graph": None, "microbatches": 2},
@@ -271,7 +269,12 @@ SURVIVED: list[dict[str, Any]] = [
     {"control": "failed_forward_capture", "fp8": "delayed", "layers_per_graph": 0, "microbatches": 2},
     {"control": "failed_backward_capture", "mtp": 1, "layers_per_graph": -1, "warmup": 0},
 ]
-FAILED_EVALUATION: dict[str, Any] = {"control": "failed_capture_for_evaluation", "evaluates": True, "dropout": 0.1}
+FAILED_EVALUATION: dict[str, Any] = {
+    "control": "failed_capture_for_evaluation",
+    "evaluates": True,
+    "layers_per_graph": -1,
+    "dropout": 0.1,
+}
 OBJECTION: dict[str, Any] = {"control": "hook_on_one_rank", "layers_per_graph": -1, "dropout": 0.1}
 # Three pieces of layers are replayed together: the second layer is alone.
 HOOKED: list[dict[str, Any]] = [

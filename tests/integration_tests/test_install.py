@@ -36,7 +36,7 @@ class Installation:
         python: The interpreter to run.
         source: The copy of the project that was installed.
         site: Where the files went; the folder that holds ``megatron_fsdp_cuda_graphs`` or points to it.
-        tree: The tree that an import is expected to use.
+        tree: The patch's files for ``megatron.*`` that an import is expected to use.
         path: What PYTHONPATH must hold, in order.
     """
 
@@ -60,11 +60,12 @@ class Installation:
 
 def copy_of_the_project(folder: Path) -> Path:
     source = folder / "source"
-    shutil.copytree(ROOT / "megatron", source / "megatron", ignore=shutil.ignore_patterns("__pycache__"))
-    for file in ("setup.py", "pyproject.toml", "LICENSE"):
+    for tree in ("megatron", NAME):
+        shutil.copytree(ROOT / tree, source / tree, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("setup.py", "pyproject.toml", "LICENSE", "README.md"):
         shutil.copy(ROOT / file, source)
     # an earlier installation from this folder leaves modules that the project no longer has
-    stale = {f"build/lib/{NAME}/core/removed.py": ""}
+    stale = {f"build/lib/{NAME}/removed.py": ""}
     return write(source, {"megatron/core/layers.py": PATCHED_LAYERS, **stale})
 
 
@@ -91,7 +92,7 @@ def install(kind: str, folder: Path) -> Installation:
     pip = [sys.executable, "-m", "pip", "--python", str(python), "install", "--quiet"]
     offline = ["--no-index", "--no-deps", "--no-build-isolation", "--ignore-installed"]
     subprocess.run([*pip, *offline, *options, str(what)], check=True, timeout=600, stdin=subprocess.DEVNULL)
-    tree = source / "megatron" if kind == "editable" else site / NAME
+    tree = source / "megatron" if kind == "editable" else site / NAME / "_overlay.d"
     return Installation(python, source, site, tree, (core, site) if kind == "target" else (core,))
 
 
@@ -144,6 +145,18 @@ class TestEveryInstallation:
         }
         assert modules == expected
 
+    def test_no_file_of_its_tree_has_a_second_name(self, installation):
+        code = f"""
+            import importlib
+            for name in ("core", "_overlay", "_overlay.d", "_overlay.d.core"):
+                try:
+                    importlib.import_module(f"{NAME}.{{name}}.layers")
+                    raise AssertionError(name)
+                except ModuleNotFoundError:
+                    pass
+        """
+        installation.run("-c", code)
+
     def test_it_puts_no_file_where_megatron_core_keeps_its_own(self, installation):
         assert not (installation.site / "megatron").exists()
 
@@ -178,7 +191,8 @@ class TestContainer:
         done = subprocess.run([*pip, *options, str(source)], capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout.splitlines()[-1] == "Successfully installed megatron-fsdp-cuda-graphs-0.2.0"
-        installation = Installation(python, source, site_packages(python), site_packages(python) / NAME, (core,))
+        site = site_packages(python)
+        installation = Installation(python, source, site, site / NAME / "_overlay.d", (core,))
         code = """
             import importlib.metadata, torch
             from megatron.core.layers import Linear

@@ -34,7 +34,7 @@ def test_the_stored_sets_have_every_pair_that_fits_together():
 def test_a_set_trains_bit_for_bit_as_eager_and_is_planned(names, ranks, tmp_path, capsys):
     print(f"with {', '.join(names)} on {ranks} ranks")
     pairs.assert_as_eager(names, ranks, tmp_path)
-    from megatron_fsdp_cuda_graphs.launch_plan import command
+    from megatron_fsdp_cuda_graphs.plan import command
 
     with on_cpu_backend():
         assert command.plan(["--world-size", str(ranks), *pairs.planned(names)]) == 0

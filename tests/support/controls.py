@@ -352,7 +352,6 @@ def _fail_for_evaluation(training: Training, fails: Callable[[], bool]) -> None:
         if not training.case.torch_fsdp:
             training.chunks[0].synchronize_param_gather()
 
-    training.config.cuda_graph_fallback = "eager"
     training.helper.create_cudagraphs()
     synchronize()
     before = training_state(training)
@@ -361,7 +360,7 @@ def _fail_for_evaluation(training: Training, fails: Callable[[], bool]) -> None:
         training.evaluate()
     synchronize()
     after = training_state(training)
-    assert not any(layer.evaluation_graph for layer in training.layers)
+    assert not any(training.evaluation_replays)
     changed = [key for key in before if before[key] != after[key]]
     # TransformerEngine's attention moves the generator on without dropout, too.
     assert changed == [] or (changed == ["rng"] and training.case.transformer_engine), (

@@ -7,15 +7,15 @@ from .case import EVALUATION, Case
 
 
 def replays_of_evaluations(case: Mapping[str, Any], layers: int) -> list[int]:
-    """Return for each evaluation of a case how often graphs for evaluation are replayed, once there are graphs.
+    """Return for each evaluation of a case how often its graph is replayed, once there are graphs.
 
     Args:
         case: Keyword arguments of ``Case``, and perhaps ``control``.
-        layers: How many layers have graphs for evaluation, or are in one; 0 where it runs eagerly.
+        layers: 0 where evaluation runs eagerly, as it does wherever graphs hold less than the whole model.
     """
     full = Case(**{key: value for key, value in case.items() if key != "control"})
     whole = full.layers_per_graph in (None, -1)
-    replays = (bool(layers) if whole else layers) * full.microbatches_of(EVALUATION)
+    replays = (whole and bool(layers)) * full.microbatches_of(EVALUATION)
     if full.evaluates_often:
         return [0] * (full.warmup + 1) + [replays] * (full.steps - full.warmup + 1)
     return [replays] if full.evaluates else []

@@ -127,11 +127,10 @@ class Faults(TorchDispatchMode):
             for name in ("capture_begin", "capture_end"):
                 self._patch(stack, torch.cuda.CUDAGraph, name, counted=name == "capture_begin", internal=on_cpu)
             if on_cpu:
-                from megatron_fsdp_cuda_graphs.collectives import WRITING
                 from megatron_fsdp_cuda_graphs.cpu_backend import held_results
                 from megatron_fsdp_cuda_graphs.cpu_backend.tape import Recorder
 
-                for name in WRITING:
+                for name in held_results.WRITING:
                     self._patch(stack, dist.ProcessGroup, name, counted=True, internal=True)
                 self._patch(stack, held_results.HeldWork, "wait", counted=True, internal=True)
                 self._patch(stack, Recorder, "_record", counted=True, captured=True, internal=True)

@@ -262,7 +262,7 @@ def _flags(words: Sequence[str]) -> Iterator[list[str]]:
 @cache
 def ranks_of(names: frozenset[str]) -> int:
     """Return on how many ranks features train together; 0 if two set a flag differently or a check refuses them."""
-    from megatron_fsdp_cuda_graphs.launch_plan.flags import read_flags
+    from megatron_fsdp_cuda_graphs.plan.flags import read_flags
 
     if joined(names) is None or any(pair <= names for pair in APART):
         return 0

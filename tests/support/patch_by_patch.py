@@ -12,8 +12,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_fsdp_cuda_graphs.patch_series.contents import imports
-from megatron_fsdp_cuda_graphs.patch_series.series import SERIES, Patch
+from tools.patch_series.contents import imports
+from tools.patch_series.series import SERIES, Patch
 
 from .eager_training import CASES
 from .patch_tests import TESTS
@@ -113,7 +113,7 @@ def main() -> None:
     args = parser.parse_args()
     checkout, patches = Checkout(args.folder / "checkout"), args.folder / "patches"
     subprocess.run([sys.executable, str(REPOSITORY / "tests/support/checkout.py"), str(checkout.folder)], check=True)
-    command = [sys.executable, "-m", "megatron_fsdp_cuda_graphs", "patch-series", str(checkout.folder), str(patches)]
+    command = [sys.executable, "-m", "tools.patch_series", str(checkout.folder), str(patches)]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     files = sorted(patches.glob("*/*.patch"))
     assert len(files) == len(SERIES)

@@ -30,7 +30,7 @@ class Trace:
         graphs: How many layer graphs there were.
         step_replays: Per step, how often CUDA graphs of layers were replayed.
         evaluations: The losses of each micro-batch of each evaluation.
-        evaluation_replays: For each evaluation how often graphs of layers for evaluation were replayed.
+        evaluation_replays: For each evaluation how often its graph was replayed.
         clipping_replays: How often the last graph of the gradients' norm was replayed.
         logged: Per step what was recorded for the log, layer by layer, by its name: auxiliary losses of MoE layers, and
             losses and hits of multi-token prediction.
@@ -309,7 +309,7 @@ class Training:
             self._gather_in_hooks(False, param_sync=True)
             losses = self._run_passes(EVALUATION + len(self.evaluations), forward_only=True)
             self.evaluations.append([item["loss"].item() for item in losses])  # waits for this stream
-        self.evaluation_replays.append(_number_of(replayed, _evaluation_graphs(self.layers, self.helper)))
+        self.evaluation_replays.append(_number_of(replayed, _evaluation_graphs(self.helper)))
         for chunk in self.chunks:
             chunk.train()
         self._gather_in_hooks(True)
@@ -426,12 +426,9 @@ def standing_in(helper: Any) -> list[Any]:
     return [graphs for each in made for graphs in (*each.models, each.decoder) if graphs is not None]
 
 
-def _evaluation_graphs(layers: list[torch.nn.Module], helper: Any) -> list[Any]:
-    graphs = [getattr(layer, "evaluation_graph", None) for layer in layers]
-    of_models = [getattr(graphs, "evaluation", None) for graphs in standing_in(helper)]
-    return [engine_callable(graph).forward_graph for graph in graphs if graph is not None] + [
-        graph.passes.forward_graph for graph in of_models if graph is not None
-    ]
+def _evaluation_graphs(helper: Any) -> list[Any]:
+    graphs = [getattr(graphs, "evaluation", None) for graphs in standing_in(helper)]
+    return [graph.passes.forward_graph for graph in graphs if graph is not None]
 
 
 def _number_of(replayed: list[Any], graphs: list[Any]) -> int:

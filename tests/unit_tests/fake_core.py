@@ -11,7 +11,7 @@ from pathlib import Path
 from textwrap import dedent
 
 ROOT = Path(__file__).resolve().parents[2]
-OVERLAY = tuple(ROOT / "megatron" / f"{name}.py" for name in ("overlay", "public_names"))
+PACKAGE = tuple(ROOT / "megatron_fsdp_cuda_graphs" / f"{name}.py" for name in ("__init__", "overlay"))
 
 # Calls the patch's entry point at its end, as torch's autoload does.
 TORCH = "from megatron_fsdp_cuda_graphs.overlay import activate\nactivate()\n"
@@ -77,8 +77,8 @@ class Sandbox:
         sandbox = cls(folder)
         write(sandbox.site, {**core_files(), "torch/__init__.py": TORCH})
         write(sandbox.patch, {"core/layers.py": PATCHED_LAYERS})
-        for file in OVERLAY:
-            shutil.copy(file, sandbox.patch)
+        for file in PACKAGE:
+            shutil.copy(file, sandbox.patch.parent)
         return sandbox
 
     @property
@@ -87,13 +87,13 @@ class Sandbox:
 
     @property
     def patch(self) -> Path:
-        return self.folder / "patch" / "megatron_fsdp_cuda_graphs"
+        return self.folder / "patch" / "megatron_fsdp_cuda_graphs" / "_overlay.d"
 
     def run(
         self, *arguments: str, ahead: tuple[Path, ...] = (), **environment: str
     ) -> subprocess.CompletedProcess[str]:
         """Run Python without site-packages, the folders ``ahead`` first on its path."""
-        path = os.pathsep.join(map(str, (*ahead, self.site, self.patch.parent)))
+        path = os.pathsep.join(map(str, (*ahead, self.site, self.patch.parents[1])))
         inherited = {k: v for k, v in os.environ.items() if k not in ("MEGATRON_FSDP_CUDA_GRAPHS", "PYTHONPATH")}
         return subprocess.run(
             [sys.executable, "-S", *arguments],

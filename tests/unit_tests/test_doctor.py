@@ -1,5 +1,6 @@
 """What ``python -m megatron_fsdp_cuda_graphs`` says about an environment."""
 
+import importlib.metadata
 import os
 import re
 import subprocess
@@ -25,7 +26,7 @@ def transformer_engine(monkeypatch, make_graphed_callables, version="2.20.2"):
     vars(module)["make_graphed_callables"] = make_graphed_callables
     monkeypatch.setitem(sys.modules, "transformer_engine", types.ModuleType("transformer_engine"))
     monkeypatch.setitem(sys.modules, TE_MODULE, module)
-    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: version)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: version)
 
 
 @pytest.fixture
@@ -35,7 +36,7 @@ def no_transformer_engine(monkeypatch):
 
     monkeypatch.setitem(sys.modules, "transformer_engine", None)
     monkeypatch.setitem(sys.modules, TE_MODULE, None)
-    monkeypatch.setattr(doctor.importlib.metadata, "version", version)
+    monkeypatch.setattr(importlib.metadata, "version", version)
 
 
 @pytest.fixture
@@ -73,7 +74,9 @@ class TestTransformerEngine:
         monkeypatch.setitem(sys.modules, TE_MODULE, None)
         engine = doctor.find_transformer_engine()
         assert engine.version == "2.20.2"
-        assert engine.error.startswith(f"ModuleNotFoundError: import of {TE_MODULE} halted")
+        assert engine.error is not None and engine.error.startswith(
+            f"ModuleNotFoundError: import of {TE_MODULE} halted"
+        )
 
     def test_one_that_is_not_installed_has_no_version(self, no_transformer_engine):
         assert doctor.find_transformer_engine().version is None
@@ -100,7 +103,7 @@ class TestWhyOff:
         assert "megatron_fsdp_cuda_graphs.overlay.activate()" in doctor.why_off()
 
     def test_a_missing_entry_point_is_named(self, monkeypatch):
-        monkeypatch.setattr(doctor.importlib.metadata, "entry_points", lambda group: [])
+        monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
         assert "entry point that turns the patch on is not installed" in doctor.why_off()
 
 
@@ -176,7 +179,7 @@ class TestReport:
         assert f"transformer-engine=={doctor.VERIFIED_ENGINE}" in constraints
 
     def test_pip_brings_versions_that_ran_on_gpus(self):
-        setup = (ROOT / "setup.py").read_text()
+        setup = (ROOT / "pyproject.toml").read_text()
         (torches,) = re.findall(r'"torch(>=[^"]+)"', setup)
         minors = [f"2.{minor}" for minor in range(30) if SpecifierSet(torches).contains(f"2.{minor}.0")]
         assert minors == [doctor.VERIFIED_TORCH.rpartition(".")[0]]
@@ -201,7 +204,7 @@ class TestModule:
         def refuse(name):
             raise OSError("broken build")
 
-        monkeypatch.setattr(doctor.importlib, "import_module", refuse)
+        monkeypatch.setattr(importlib, "import_module", refuse)
         report = doctor.Report()
         assert doctor._examine_module("megatron.core.layers", report) == "fails"
         assert report.missing == ["megatron.core.layers cannot be imported: OSError: broken build"]
@@ -210,7 +213,7 @@ class TestModule:
         name = overlay.patched_modules()[0]
         stranger = types.ModuleType(name)
         stranger.__file__ = "elsewhere.py"
-        monkeypatch.setattr(doctor.importlib, "import_module", lambda _: stranger)
+        monkeypatch.setattr(importlib, "import_module", lambda _: stranger)
         report = doctor.Report()
         assert doctor._examine_module(name, report) == "not patched"
         assert report.missing[0].startswith(f"{name} came from elsewhere.py")

@@ -66,7 +66,7 @@ class TestUntestedVersion:
         assert done.stdout == "True\n", done.stderr
         assert done.stderr.count("found 0.20.0") == 1
         assert f"found 0.20.0 at {sandbox.site}/megatron/core/__init__.py" in done.stderr
-        assert f"megatron_fsdp_cuda_graphs upstream {sandbox.site} --against" in done.stderr
+        assert f"tools.upstream_check {sandbox.site} --against" in done.stderr
 
     def test_a_tested_version_brings_no_warning_where_the_user_would_try_any(self, sandbox):
         done = sandbox.run("-c", "import megatron.core.layers", MEGATRON_FSDP_CUDA_GRAPHS="untested")

@@ -3,9 +3,9 @@
 import pytest
 
 from megatron_fsdp_cuda_graphs import __main__ as command
-from megatron_fsdp_cuda_graphs.upstream_check import cli
-from megatron_fsdp_cuda_graphs.upstream_check.reliances import reliances
 from tests.support.linked_core import ADAPTER, change, later_core, linked_core
+from tools.upstream_check import __main__ as cli
+from tools.upstream_check.reliances import reliances
 
 FSDP = "megatron/core/distributed/fsdp/src/megatron_fsdp/megatron_fsdp.py"
 LAYER = "megatron/core/transformer/module.py"
@@ -119,9 +119,9 @@ def test_what_the_patch_relies_on_is_found():
 
 
 def test_commands_are_found_and_others_named(capsys):
-    assert command.main(["upstream", "/nowhere"]) == 2
+    assert cli.main(["/nowhere"]) == 2
     assert "/nowhere has no megatron/core" in capsys.readouterr().out
     assert command.main(["plot"]) == 2
     assert "no command 'plot'" in capsys.readouterr().err
     assert command.main(["--help"]) == 0
-    assert "upstream" in capsys.readouterr().out
+    assert "doctor" in capsys.readouterr().out

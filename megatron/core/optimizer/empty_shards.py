@@ -3,7 +3,7 @@
 Megatron-FSDP gives such a shard no gradient, and torch's optimizers make states at a parameter's first gradient.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 
 
 def state_of_every_parameter(
-    optimizer: torch.optim.Optimizer, states: dict[Any, dict[str, Any]], name_of: Callable[[torch.Tensor], str]
+    optimizer: torch.optim.Optimizer, states: dict[Any, dict[str, Any]], name_of: Callable[[torch.Tensor], Hashable]
 ) -> dict[Any, dict[str, Any]]:
     """Return ``states`` with those of parameters whose local shard is empty.
 

@@ -10,8 +10,6 @@ import sys
 from types import FunctionType, ModuleType
 from typing import Any
 
-from megatron_fsdp_cuda_graphs.public_names import publish as _publish
-
 # First, because the imports below load modules of megatron-core that import these from this module.
 from ._cuda_graphs import state as _state
 from ._cuda_graphs.state import (
@@ -160,6 +158,6 @@ for _name, _file in _VARIABLES.items():
 # Pickles refer to classes and functions by module; without the patch only this one exists.
 for _name in __all__:
     if isinstance(globals()[_name], type | FunctionType):
-        _publish(globals()[_name], __name__)
+        globals()[_name].__module__ = __name__
 del _name, _file
 sys.modules[__name__].__class__ = _Face

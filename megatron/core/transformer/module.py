@@ -1,14 +1,12 @@
 """``GraphableMegatronModule`` that replays its graphs through its own call, so that its hooks run around them."""
 
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.transformer._cuda_graphs.dispatcher_state import DispatcherState
-from megatron.core.transformer._cuda_graphs.evaluation_mode import may_replay_evaluation
-from megatron.core.transformer._cuda_graphs.layer_graph import EvaluationGraph, LayerGraph
+from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.packed_sequences import from_static_offsets, to_inputs
 from megatron_fsdp_cuda_graphs.overlay import extend
 
@@ -31,19 +29,13 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
     - A pass that the graphs do not fit runs eagerly, where that is possible: one whose hidden states have another shape
       than at capture, or one after something changed that only an eager pass reads (``ReplayConditions``).
     - With ``--cuda-graph-packed-sequences`` graphs of attention take the offsets of packed sequences.
-    - Evaluation replays a graph of its own, if there is one and it fits the call.
 
     Attributes:
-        evaluation_graph: The graph that evaluation replays; None without one.
-        replaying: Which graphs the call in progress replays, ``training`` or ``evaluation``; there for the hooks of
-            such a call only.
+        replaying: There for the hooks of a call that replays graphs only.
     """
 
-    evaluation_graph: EvaluationGraph | None = None
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # A layer that is captured with all others has graphs for evaluation only.
-        if not self.__dict__.get("cuda_graphs") and (self.training or self.evaluation_graph is None):
+        if not self.__dict__.get("cuda_graphs"):
             if "cu_seqlens_q" in kwargs:  # at capture
                 kwargs = from_static_offsets(kwargs, self._tokens(args[0]))
             return super().__call__(*args, **kwargs)
@@ -52,28 +44,24 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
             replays = self.training and self.config.cuda_graph_impl == "transformer_engine"
         else:
             replays = decide(*args, **kwargs)
-        graph: Any = self.cuda_graphs[0] if self.cuda_graphs else None
+        graph: Any = self.cuda_graphs[0]
         if not isinstance(graph, LayerGraph):  # one that others made has no conditions
             graph = None
-        if replays:
-            if graph is not None:
-                hidden_states: Any = args[0] if args else kwargs.get("hidden_states")
-                if not graph.fits(hidden_states):  # megatron-core's own call would decide again
-                    with DispatcherState(self):
-                        return super(_upstream.GraphableMegatronModule, self).__call__(*args, **kwargs)
-                if graph.packed is not None:
-                    kwargs = to_inputs(graph.name, kwargs, graph.packed, self._tokens(hidden_states))
-            forward, graphs = self._te_cuda_graph_replay, "training"
-        elif self._may_replay_evaluation(decide):
-            forward, graphs = self._evaluate, "evaluation"
-        else:
+        if not replays:
             with DispatcherState(self):
                 return super().__call__(*args, **kwargs)
+        if graph is not None:
+            hidden_states: Any = args[0] if args else kwargs.get("hidden_states")
+            if not graph.fits(hidden_states):  # megatron-core's own call would decide again
+                with DispatcherState(self):
+                    return super(_upstream.GraphableMegatronModule, self).__call__(*args, **kwargs)
+            if graph.packed is not None:
+                kwargs = to_inputs(graph.name, kwargs, graph.packed, self._tokens(hidden_states))
         # torch runs the hooks around the current `forward`. Not through __call__, which would run the eager layer that
         # `Module.compile` has compiled.
         own = self.__dict__
         before = own.get("forward")  # a compiled or wrapped one that a user set on this layer
-        own["forward"], own["replaying"] = forward, graphs
+        own["forward"], own["replaying"] = self._te_cuda_graph_replay, True
         try:
             return torch.nn.Module._call_impl(self, *args, **kwargs)
         finally:
@@ -85,29 +73,6 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
         """The tokens of a micro-batch of one row, whose part on this rank is ``hidden_states``."""
         parts: int = self.config.tensor_model_parallel_size if self.config.sequence_parallel else 1
         return len(hidden_states) * parts * int(self.config.context_parallel_size)
-
-    def _may_replay_evaluation(self, decide: Any) -> bool:
-        """Whether this call may be one of evaluation that replays, ``decide`` being who decides about replays."""
-        if self.evaluation_graph is None or self.training or self.config.cuda_graph_impl != "transformer_engine":
-            return False
-        changed = "forward" in self.__dict__ or self._compiled_call_impl is not None
-        return not changed and getattr(decide, "__func__", None) is _decision and may_replay_evaluation()
-
-    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        graph = self.evaluation_graph
-        with DispatcherState(self):
-            if graph is None or not graph.accepts(args, kwargs):
-                return type(self).forward(self, *args, **kwargs)
-            own = self.__dict__
-            of_training = {"cuda_graphs": self.cuda_graphs, "config": self.config}
-            own["cuda_graphs"] = [graph]
-            if self.config.overlap_moe_expert_parallel_comm:  # for whose schedule replays end before the experts
-                own["config"] = copy(self.config)
-                own["config"].overlap_moe_expert_parallel_comm = False
-            try:
-                return self._te_cuda_graph_replay(*args, **kwargs)
-            finally:
-                own.update(of_training)
 
     def get_layer_static_inputs(self, seq_length: int, micro_batch_size: int) -> dict[str, torch.Tensor]:
         """Return one set of static inputs, by keyword.

@@ -3,7 +3,7 @@
 import ast
 from textwrap import dedent
 
-from megatron_fsdp_cuda_graphs.patch_series.narrow import narrowed
+from tools.patch_series.narrow import narrowed
 
 WIDE = dedent('''
     """What is said of this file in one line of a docstring, which is as long as lines of this project may be, 112."""

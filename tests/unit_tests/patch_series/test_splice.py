@@ -4,8 +4,8 @@ from textwrap import dedent, indent
 
 import pytest
 
-from megatron_fsdp_cuda_graphs.patch_series.narrow import with_sorted_imports
-from megatron_fsdp_cuda_graphs.patch_series.splice import splice
+from tools.patch_series.narrow import with_sorted_imports
+from tools.patch_series.splice import splice
 
 BEGIN = "_upstream = extend(__name__)\n"
 

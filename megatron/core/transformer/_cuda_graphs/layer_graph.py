@@ -1,17 +1,15 @@
-"""What ``layer.cuda_graphs`` and ``layer.evaluation_graph`` hold: graphs of a layer, and which calls they fit."""
+"""What ``layer.cuda_graphs`` holds: graphs of a layer, and which calls they fit."""
 
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from megatron.core.utils import log_single_rank
 
-from .dispatcher_state import DispatcherState
 from .eager_passes import EagerPasses
-from .engine.addresses import AddressGuard, MovedBufferError
+from .engine.addresses import AddressGuard
 from .errors import ArgumentError
 from .expected_inputs import DefaultInputs, ExpectedInputs
 from .packed_sequences import PackedUse
@@ -211,71 +209,3 @@ class LayerGraphs(list[LayerGraph]):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "LayerGraphs":
         return LayerGraphs()
-
-
-class EvaluationGraph(LayerGraph):
-    """Replays the forward graph of one layer in evaluation. A deep copy is None: a copied layer runs eagerly.
-
-    What it returns are new tensors, as of an eager layer.
-
-    Args:
-        in_place: Knows where the graph reads parameters and buffers.
-        dispatcher: What the capture has set in the layer's token dispatcher, which a replay sets again.
-        options: Of ``LayerGraph``, ``eager_passes`` among them.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        graphed: Any,
-        sample_args: tuple[torch.Tensor],
-        sample_kwargs: dict[str, torch.Tensor],
-        in_place: AddressGuard,
-        dispatcher: DispatcherState,
-        **options: Any,
-    ):
-        super().__init__(
-            f"{name} in evaluation",
-            graphed,
-            sample_args,
-            sample_kwargs,
-            may_run_eagerly=True,
-            **options,
-        )
-        self._only_with_gradients = False
-        self._inputs = ExpectedInputs(name, (*sample_args, *sample_kwargs.values()), str)
-        self._in_place, self._dispatcher = in_place, dispatcher
-        self._warned = False
-
-    def accepts(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether a replay computes what the layer would in this call, with its parameters gathered."""
-        given = dict(kwargs)
-        inputs = list(args) if args else [given.pop("hidden_states", None)]
-        if not self.fits(inputs[0]):
-            return False
-        for name, absent in self._keywords:
-            value = given.pop(name, None)
-            inputs.append(absent if value is None else value)
-        others = (name for name, value in given.items() if value is not None)
-        return self._inputs.accepts(inputs) and self._ignored.issuperset(others) and self._nothing_moved()
-
-    def _nothing_moved(self) -> bool:
-        try:
-            self._in_place.check()
-        except MovedBufferError as moved:
-            if not self._warned:
-                self._warned = True
-                log_single_rank(logger, logging.WARNING, f"{self.name} runs eagerly: {moved}")
-            return False
-        return True
-
-    def replay(self, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> Any:
-        """Replay on ``args`` and ``kwargs``, which must fit, and return copies of the outputs."""
-        self._dispatcher.restore()
-        # Nobody says which micro-batch this is where the model is called without a schedule, and weights that training
-        # has quantized are those of before the optimizer's step.
-        kwargs["is_first_microbatch"] = True
-        return tree_map_only(torch.Tensor, torch.clone, super().replay(args, kwargs))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        return None

@@ -20,7 +20,7 @@ from .hooks import HOOK_KINDS, has_other_hooks, is_of_ddp
 from .state_of_passes import differ, kept, tensors_in
 
 # Compared by themselves, or set by Megatron and by us from step to step.
-_NOT_COMPARED = frozenset(("training", "forward", "cuda_graphs", "evaluation_graph", "current_microbatch", "replaying"))
+_NOT_COMPARED = frozenset(("training", "forward", "cuda_graphs", "current_microbatch", "replaying"))
 # Asked of every module by those that capture; few have them.
 _ASKED_AT_CAPTURE = frozenset(("calls_no_inner_modules", "need_backward_dw"))
 _GLOBAL_HOOKS = [getattr(torch_module, f"_global_{kind}") for kind in HOOK_KINDS]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from megatron_fsdp_cuda_graphs.core.optimizer.empty_shards import state_of_every_parameter
+from megatron.core.optimizer.empty_shards import state_of_every_parameter
 
 EMPTY = 1
 

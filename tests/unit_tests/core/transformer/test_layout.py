@@ -134,16 +134,10 @@ def test_passes_of_megatron_fsdp_import_neither_hooks_nor_wrapper_and_buffers_im
 
 def test_no_files_import_each_other_in_a_circle() -> None:
     """In all of the product; an import for type checkers alone counts too."""
-    paths = [path.relative_to(REPOSITORY) for path in REPOSITORY.joinpath("megatron").rglob("*.py")]
+    folders = [REPOSITORY / name for name in ("megatron", "megatron_fsdp_cuda_graphs", "tools")]
+    paths = [path.relative_to(REPOSITORY) for folder in folders for path in folder.rglob("*.py")]
     names = {".".join(path.with_suffix("").parts) for path in paths if path.name != "__init__.py"}
-    imports = {
-        name: {
-            imported.replace("megatron_fsdp_cuda_graphs", "megatron", 1)
-            for imported in _all_imports(name, inside_functions=False)
-        }
-        & names
-        for name in names
-    }
+    imports = {name: _all_imports(name, inside_functions=False) & names for name in names}
     assert sum(map(len, imports.values())) > len(names)
     graphlib.TopologicalSorter(imports).prepare()  # raises CycleError with the files of a circle
 
@@ -153,6 +147,14 @@ def test_files_can_be_imported_while_wrappers_of_transformer_engine_are() -> Non
     prefixes = ("megatron.core.models", "megatron.core.extensions")
     origins = [(name, i) for name in (*FILES, *FSDP_FILES) for i in _all_imports(name, inside_functions=False)]
     assert origins and not [(name, origin) for name, origin in origins if origin.startswith(prefixes)]
+
+
+def test_the_tree_takes_only_extend_from_the_package_around_it() -> None:
+    """Without it a file would not say that megatron-core's of the same name runs first."""
+    own = "megatron_fsdp_cuda_graphs"
+    paths = [path.relative_to(REPOSITORY).with_suffix("") for path in REPOSITORY.joinpath("megatron").rglob("*.py")]
+    imports = {i for path in paths for i in _all_imports(".".join(path.parts), inside_functions=True)}
+    assert {i for i in imports if i.startswith(own)} == {f"{own}.overlay", f"{own}.overlay.extend"}
 
 
 @pytest.mark.parametrize("folder", ["", "engine", "te", "local"])

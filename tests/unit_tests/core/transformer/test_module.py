@@ -99,83 +99,6 @@ def test_a_layer_in_evaluation_mode_runs_eagerly(layer):
     assert layer.events == ["eager"]
 
 
-class ForEvaluation:
-    """Stands for an ``EvaluationGraph``."""
-
-    def __init__(self, layer, fits=True):
-        self._layer, self._fits = layer, fits
-
-    def accepts(self, args, kwargs):
-        self._layer.events.append("asked")
-        return self._fits
-
-    def __call__(self, *args, **kwargs):
-        self._layer.events.append("evaluated")
-        return "evaluated"
-
-
-@pytest.fixture
-def evaluating(layer):
-    layer.evaluation_graph = ForEvaluation(layer)
-    with torch.no_grad():
-        yield layer.eval()
-
-
-def test_evaluation_replays_its_own_graph_with_hooks_around_it(evaluating):
-    evaluating.register_forward_pre_hook(lambda module, args: evaluating.events.append("before"))
-    evaluating.register_forward_hook(lambda module, args, output: evaluating.events.append("after"))
-    of_training = evaluating.cuda_graphs
-    assert evaluating(X) == "evaluated"
-    assert evaluating.events == ["before", "asked", "evaluated", "after"]
-    assert evaluating.cuda_graphs is of_training
-    assert "forward" not in vars(evaluating)
-
-
-def test_training_does_not_replay_the_graph_of_evaluation(evaluating):
-    assert evaluating.train()(X) == "first"
-
-
-def test_a_call_that_does_not_fit_the_graph_of_evaluation_runs_eagerly_with_hooks(evaluating):
-    evaluating.evaluation_graph = ForEvaluation(evaluating, fits=False)
-    evaluating.register_forward_hook(lambda module, args, output: evaluating.events.append("after"))
-    assert evaluating(X) is X
-    assert evaluating.events == ["asked", "eager", "after"]
-
-
-@pytest.mark.parametrize(
-    "mode",
-    [torch.enable_grad, torch.inference_mode, lambda: torch.autocast("cpu", torch.bfloat16)],
-    ids=["grad", "inference mode", "autocast"],
-)
-def test_evaluation_in_another_mode_than_at_capture_runs_eagerly(evaluating, mode):
-    with mode():
-        assert evaluating(X) is X
-    assert evaluating.events == ["eager"]
-
-
-def wrap(layer):
-    layer.forward = lambda x: "wrapped"
-
-
-def compile_(layer):
-    layer._compiled_call_impl = lambda x: "compiled"
-
-
-def decide(layer):
-    layer._should_call_te_cudagraph = lambda *args, **kwargs: False
-
-
-def turn_off(layer):
-    layer.config.cuda_graph_impl = "none"
-
-
-@pytest.mark.parametrize(("change", "result"), [(wrap, "wrapped"), (compile_, "compiled"), (decide, X), (turn_off, X)])
-def test_evaluation_replays_nothing_where_a_user_has_changed_what_runs(evaluating, change, result):
-    change(evaluating)
-    assert evaluating(X) is result
-    assert "evaluated" not in evaluating.events
-
-
 def test_an_eager_pass_of_an_moe_layer_with_graphs_leaves_its_token_dispatcher_as_it_was(layer):
     dispatcher = SimpleNamespace(hidden_shape="of the graphs")
     layer.mlp = torch.nn.Module()
@@ -216,7 +139,7 @@ def test_a_call_that_does_not_fit_the_graphs_runs_eagerly_with_hooks_to_which_ot
     assert len(asked) == 1 and asked[0] is other
     (given,), _ = layer(X)
     assert given is X
-    assert layer.events[2:] == ["training"]
+    assert layer.events[2:] == [True]
     assert "replaying" not in vars(layer)
 
 

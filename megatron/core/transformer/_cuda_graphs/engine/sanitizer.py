@@ -11,8 +11,6 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from megatron_fsdp_cuda_graphs.tensor_alias import problem_of
-
 from .addresses import MovedBufferError, address_of
 from .memory import lies_in
 
@@ -22,6 +20,16 @@ VARIABLE = "MEGATRON_CUDA_GRAPH_SANITIZER"
 def requested() -> bool:
     """Whether the environment variable asks for it."""
     return os.environ.get(VARIABLE) == "1"
+
+
+def problem_of(storage: StorageWeakRef, address: int, nbytes: int) -> str | None:
+    """Say what has happened to the memory of a storage since it was ``nbytes`` at ``address``; None if nothing."""
+    now = torch.UntypedStorage._new_with_weak_ptr(storage.cdata)
+    if now is None:
+        return "was freed"
+    if now.nbytes() < nbytes:
+        return f"was resized from {nbytes} to {now.nbytes()} bytes"
+    return "was moved" if now.data_ptr() != address else None
 
 
 class CapturedTensor:

@@ -1,6 +1,7 @@
 """Options that do not fit graphs of a sharded model, or grouped experts: one check for flags and configurations."""
 
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +17,8 @@ from .table import MEGATRON_FSDP, TABLE, TORCH_FSDP, Row, Verdict
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 
+# torch reads both spellings; the second is the older one.
+_ALLOCATOR_SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _NO_LOCAL_GRAPHS = next(row.words for row in TABLE if row.graphs == ("local",))
 
 
@@ -193,3 +196,20 @@ def check_grouped_tensor(*sources: Any) -> None:
     problems = [f"{flag} {words}" for flag, (applies, words) in rows if applies(options)]
     if problems:
         raise OptionsError("\n".join(problems))
+
+
+def allocator_problem() -> str | None:
+    """Say what is wrong with the allocator's settings in the environment, and what to do; None if nothing is.
+
+    Memory segments that expand are mapped anew as they grow, and NCCL registers the memory that it finds in a graph by
+    its address.
+    """
+    if os.environ.get("NCCL_GRAPH_REGISTER") == "0":
+        return None
+    for variable in _ALLOCATOR_SETTINGS:
+        if "expandable_segments:True" in "".join(os.environ.get(variable, "").split()):
+            return (
+                f"{variable}=expandable_segments:True needs NCCL_GRAPH_REGISTER=0 with CUDA graphs: NCCL would "
+                "register memory that moves. Set NCCL_GRAPH_REGISTER=0."
+            )
+    return None

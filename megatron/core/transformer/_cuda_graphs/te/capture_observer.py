@@ -91,11 +91,8 @@ def eager_parts(stage: Stage, graphs: StageGraphs, whole_model_refused: str) -> 
         yield Eager("calls without labels or with tensors of other shapes", "graphs of the whole model do not fit them")
     else:
         yield from _beside_layers(stage, whole_model_refused)
-    if not graphs.evaluation:
-        yield Eager("evaluation", "only language models under Megatron-FSDP or torch's FSDP2 have graphs for it")
-    for blocker in {each.blocker(): None for each in graphs.evaluation}:
-        if blocker:
-            yield Eager("evaluation", blocker)
+    if not graphs.models:
+        yield Eager("evaluation", "only whole models have a graph for it")
 
 
 def _beside_layers(stage: Stage, whole_model_refused: str) -> Iterator[Eager]:

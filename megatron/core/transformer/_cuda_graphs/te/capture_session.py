@@ -28,7 +28,7 @@ from .attached_graphs import attach_graphs
 from .capture_arguments import CaptureArguments, num_warmup_iterations, recorded_quantization
 from .changed_shapes import Recaptures
 from .decoder_graphs import capture_decoder
-from .evaluation import EvaluationGraphs
+from .evaluation import capture_for_evaluation
 from .graph_choice import Choice, Holds
 from .layers import layer_name
 from .stage import Stage
@@ -74,11 +74,8 @@ class CaptureSession:
                     for kept in self.graphs.kept.values():
                         stack.enter_context(kept.gathered())
                     self._capture_layers(input_data)
-        for index, chunk in enumerate(self.stage.chunks if self.stage.role.language else ()):
-            sharding = chunk.fsdp.graphs if chunk.fsdp is not None else self.graphs.kept.get(chunk.module)
-            if sharding is not None:  # the first evaluation captures graphs for itself
-                whole = self.graphs.models[index] if self.graphs.models else None
-                self.graphs.evaluation.append(EvaluationGraphs(self.stage, chunk, sharding, self.shape, whole))
+        for chunk, graphs in zip(self.stage.chunks, self.graphs.models, strict=False):  # the first evaluation captures
+            chunk.fsdp.graphs.expect_evaluation(partial(capture_for_evaluation, self.stage, chunk, graphs))
         self.graphs.follow_rng_tracker()
         self.graphs.none_because = ""
 

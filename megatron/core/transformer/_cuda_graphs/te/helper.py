@@ -13,12 +13,11 @@ from megatron.core.num_microbatches_calculator import get_num_microbatches
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.token_bounds import token_bounds
 from megatron.core.utils import log_single_rank
-from megatron_fsdp_cuda_graphs.allocator_check import allocator_problem
 
 from .. import state
 from ..engine.memory import release_cached_memory, reuse_across_streams
 from ..errors import CallOrderError, CaptureFailedError, OptionsError
-from ..flags.checks import check_fsdp_options
+from ..flags.checks import allocator_problem, check_fsdp_options
 from ..flags.own import check_values, goes_on_eagerly
 from ..flags.table import PARTS_OF_OVERLAP
 from ..report import CaptureRecorder
@@ -285,8 +284,8 @@ class TECudaGraphHelper:
         Nothing is captured where training so far ran a backward pass after a further forward pass (without pipeline
         stages): the log says so, and it trains on eagerly.
 
-        Gradients are zero afterwards. Under Megatron-FSDP or FSDP2 the next evaluation will capture graphs of its own,
-        see ``EvaluationGraphs``. If capture fails on any rank, then on all: hooks, parameters, RNG and capture
+        Gradients are zero afterwards. Where graphs hold the whole model, the next evaluation captures one of its own
+        (``capture_for_evaluation``). If capture fails on any rank, then on all: hooks, parameters, RNG and capture
         flags are restored, no layer has graphs, and the model trains on eagerly.
 
         Raises:

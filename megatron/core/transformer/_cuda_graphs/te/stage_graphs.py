@@ -13,7 +13,6 @@ from ..report import Pool
 from .attached_graphs import detach_graphs
 from .changed_shapes import ChangedShapes
 from .decoder_graphs import DecoderGraphs
-from .evaluation import EvaluationGraphs
 from .stage import Layers, Stage
 from .torch_fsdp import KeptParameters
 from .whole_model import ModelGraphs
@@ -62,7 +61,6 @@ class StageGraphs:
         self.models: Sequence[ModelGraphs] = ()
         self.decoder: DecoderGraphs | None = None
         self.kept: Mapping[torch.nn.Module, KeptParameters] = {}
-        self.evaluation: list[EvaluationGraphs] = []
         self.shapes: ChangedShapes | None = None
         self._rng_states: GraphStates | None = None
         self._rng_hooks: Sequence[Any] = ()
@@ -105,8 +103,7 @@ class StageGraphs:
 
     def pool_bytes(self) -> int | None:
         """The memory pools of all graphs; None where the engine does not show them."""
-        layers = self._stage.layers
-        graphs = [*self._of_training(), *(each.evaluation_graph.graphed for each in layers if each.evaluation_graph)]
+        graphs = [*self._of_training()]
         graphs += [each.evaluation.passes for each in self.models if each.evaluation is not None]
         if len(graphs) != self._pools[0]:  # a look at the allocator takes long, and pools do not grow after capture
             sizes = [pool.bytes for pool in pools_of(graphs)]
@@ -128,8 +125,6 @@ class StageGraphs:
         """Free all graphs, as far as there are any; nothing else may be called afterwards."""
         for hook in self._rng_hooks:
             hook.remove()
-        for evaluation in self.evaluation:
-            evaluation.reset()
         for graphs in filter(None, (*self.models, self.decoder)):
             graphs.reset()
         for kept in self.kept.values():

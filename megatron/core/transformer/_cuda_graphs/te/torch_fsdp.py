@@ -4,18 +4,15 @@ FSDP2 gathers the parameters of a layer in hooks around its passes, and frees th
 them at one address, so this memory is kept for layers with graphs: they are still gathered before each pass, to the
 same place. Replays run through the layer's own call, with FSDP2's hooks around them, and backward graphs give gradients
 to the gathered parameters, from which FSDP2 reduces them.
-
-Graphs of evaluation read the same memory.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from ..evaluation_mode import may_replay_evaluation
 from .stage import Chunk
 
 
@@ -25,7 +22,7 @@ def kept_parameters(chunks: Sequence[Chunk]) -> dict[torch.nn.Module, "KeptParam
     for chunk in chunks:
         sharded = [module for module in chunk.module.modules() if isinstance(module, FSDPModule)]
         if sharded and chunk.layers:
-            found[chunk.module] = KeptParameters(chunk.module, sharded, chunk.layers)
+            found[chunk.module] = KeptParameters(sharded, chunk.layers)
     return found
 
 
@@ -37,9 +34,7 @@ class KeptParameters:
         layers: Layers in it; FSDP2 may shard them with other modules.
     """
 
-    def __init__(self, chunk: torch.nn.Module, sharded: Sequence[Any], layers: Sequence[torch.nn.Module]):
-        self._chunk = chunk
-        self._hooks: list[Any] = []  # handles of those that expect an evaluation
+    def __init__(self, sharded: Sequence[Any], layers: Sequence[torch.nn.Module]):
         self._params: dict[Any, list[Any]] = {}  # FSDP2's own objects, by the module that is gathered with them
         # Before the first step no module is the root yet, and the first to run would be.
         sharded[0]._get_fsdp_state()._lazy_init()
@@ -63,31 +58,6 @@ class KeptParameters:
             for module in self._params:
                 module.reshard()
 
-    def capture_evaluation_graphs(self, layers: Iterable[torch.nn.Module]) -> AbstractContextManager[None]:
-        """Return the context in which graphs of ``layers``, all of them, are captured for evaluation.
-
-        They are gathered at its beginning, to the kept memory, and sharded at its end.
-        """
-        return self.gathered()
-
-    def expect_evaluation(self, prepare: Callable[[tuple, dict[str, Any]], object]) -> None:
-        """Call ``prepare`` once, before the next forward pass of the chunk in evaluation mode and without grad.
-
-        It gets the positional arguments and the keyword arguments of the pass.
-        """
-
-        def before_forward(chunk: torch.nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-            if not chunk.training and may_replay_evaluation():
-                handle.remove()
-                prepare(args, kwargs)
-
-        handle = self._chunk.register_forward_pre_hook(before_forward, with_kwargs=True)
-        self._hooks.append(handle)
-
-    def read_by_graphs(self, layer: torch.nn.Module) -> Iterable[torch.nn.Parameter]:
-        """Return the parameters of ``layer`` that are gathered for its graphs."""
-        return layer.parameters()
-
     @staticmethod
     def _gather(module: Any) -> None:
         try:
@@ -98,10 +68,7 @@ class KeptParameters:
             raise
 
     def release(self) -> None:
-        """Let FSDP2 free their memory after each pass again, and expect no evaluation."""
-        for handle in self._hooks:
-            handle.remove()
-        self._hooks.clear()
+        """Let FSDP2 free their memory after each pass again."""
         for module, params in self._params.items():
             for param in params:
                 vars(param).pop("free_unsharded_param", None)

@@ -120,6 +120,12 @@ class ModelGraphs(ForwardGraphs):
             unused.add("attention_mask")
         super().__init__(model, slots, eager_passes, conditions, unused=unused, kept=kept, stands=stands)
 
+    def reset(self) -> None:
+        if self.evaluation is not None:
+            self.evaluation.reset()
+            self.evaluation = None
+        super().reset()
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model, by a replay if possible."""
         graphs: ModelGraphs | None = None

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs import pipelines, runners
-from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.runners import Captured, Eager, Evaluated, Planned
+from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.runners import Captured, Eager, Planned
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
 from megatron.core.transformer._cuda_graphs.hooks import BACKWARD_PRE_HANDLER
 
@@ -165,14 +165,10 @@ def test_a_failed_capture_leaves_no_unit_graphed(fsdp, layers):
 
 def test_the_runner_of_a_captured_unit_is_that_of_the_graphs_that_its_call_replays(fsdp, layers):
     capture(fsdp, layers)
-    with fsdp.graphs.capture_evaluation_graphs(layers):
-        pass
     registry = fsdp.fsdp_hooks.registry
     assert type(registry.of(layers[0])) is Eager
     with replaying(fsdp, layers):
         assert type(registry.of(layers[0])) is Planned
-        layers[0].replaying = "evaluation"
-        assert type(registry.of(layers[0])) is Evaluated
         with fsdp.graphs.capture_graphs(layers[1:]):
             assert [type(registry.of(layer)) for layer in layers[:2]] == [Eager, Captured]
         fsdp.graphs.forget_graphs(layers)

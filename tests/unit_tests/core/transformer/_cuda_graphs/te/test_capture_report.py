@@ -42,14 +42,14 @@ class Model(torch.nn.Module):
         self.decoder.layers, self.decoder.final_norm = torch.nn.ModuleList(layers), torch.nn.LayerNorm(2)
 
 
-def graphs_of(models=(), evaluation=()) -> Any:
-    return SimpleNamespace(models=models, evaluation=evaluation)
+def graphs_of(models=()) -> Any:
+    return SimpleNamespace(models=models)
 
 
-def parts(*layers, graphed=(), modules=(), refused="", evaluation=(), chunks=1, models=()):
+def parts(*layers, graphed=(), modules=(), refused="", chunks=1, models=()):
     stage = stage_of(*[list(graphed)] * chunks, cuda_graph_modules=list(modules))
     with_model = [replace(chunk, model=Model(*layers)) for chunk in stage.chunks]
-    found = eager_parts(replace(stage, chunks=with_model), graphs_of(models, evaluation), refused)
+    found = eager_parts(replace(stage, chunks=with_model), graphs_of(models), refused)
     return {part.what: part.why for part in found}
 
 
@@ -96,14 +96,7 @@ def test_the_whole_model():
 def test_beside_graphs_of_the_whole_model():
     assert [*parts(Layer(), models=[object()])] == [
         "calls without labels or with tensors of other shapes",
-        "evaluation",
     ]
-
-
-def test_reasons_evaluation_blocker_are_given_once():
-    several = [SimpleNamespace(blocker=lambda: "FP8")] * 2
-    assert parts(evaluation=several)["evaluation"] == "FP8"
-    assert "evaluation" not in parts(evaluation=[SimpleNamespace(blocker=lambda: "")])
 
 
 def test_chunks_are_told_apart():

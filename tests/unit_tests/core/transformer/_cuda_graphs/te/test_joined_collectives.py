@@ -11,8 +11,13 @@ import torch.distributed as dist
 
 from megatron.core.transformer._cuda_graphs.te import joined_collectives as module
 from megatron.core.transformer._cuda_graphs.te.agreement import CaptureAgreement
-from megatron.core.transformer._cuda_graphs.te.joined_collectives import joined_collectives
-from megatron_fsdp_cuda_graphs.collectives import BARRIERS, BETWEEN_TWO, WRITING
+from megatron.core.transformer._cuda_graphs.te.joined_collectives import (
+    BARRIERS,
+    BETWEEN_TWO,
+    WRITING,
+    joined_collectives,
+)
+from megatron_fsdp_cuda_graphs.cpu_backend import held_results
 from tests.unit_tests.core.distributed.captured_training import captured, graphed
 
 pytestmark = pytest.mark.usefixtures("side_stream")
@@ -47,6 +52,7 @@ def test_every_method_that_launches_work_is_met():
     launching = {name for name, signature in signatures.items() if re.search(r"-> \S*Work\b", signature)}
     # "reconfigure" exchanges the ranks of a group, which no layer does; "monitored_barrier" returns no work.
     assert launching - {"_end_coalescing", "reconfigure"} | {"monitored_barrier"} == {*LAUNCHING}
+    assert held_results.WRITING == WRITING
 
 
 @pytest.mark.parametrize("name", LAUNCHING)

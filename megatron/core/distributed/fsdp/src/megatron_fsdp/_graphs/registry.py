@@ -58,7 +58,6 @@ class Registry:
 
     Attributes:
         graphed: The runners of modules with graphs for training, layers that are recorded together among them.
-        evaluated: Those of modules with graphs for evaluation.
         captured: Those of modules that are being captured; None while no capture is under way.
         whole_model: The ``WholeModel`` that owns graphs of the whole model's passes; None without such graphs.
     """
@@ -67,12 +66,11 @@ class Registry:
         self._make_eager, self._is_own = make_eager, is_own
         self._eager: dict[torch.nn.Module, Runner] = {}
         self.graphed: dict[torch.nn.Module, Runner] = {}
-        self.evaluated: dict[torch.nn.Module, Runner] = {}
         self.captured: Mapping[torch.nn.Module, Runner] | None = None
         self.whole_model: Any = None
 
     def of(self, module: torch.nn.Module) -> Runner:
-        """Return the runner of the pass that begins, or runs: ``module.replaying`` says which graphs its call replays.
+        """Return the runner of the current pass; ``module.replaying`` exists while the module's call replays.
 
         A schedule that does not call the module has no such call; it names the runner itself.
         """
@@ -80,7 +78,7 @@ class Registry:
         if self.captured is not None:
             runners = self.captured
         elif "replaying" in module.__dict__:
-            runners = self.graphed if module.__dict__["replaying"] == "training" else self.evaluated
+            runners = self.graphed
         runner = runners.get(module) or self._eager.get(module)
         if runner is None:
             runner = self._make_eager(module)

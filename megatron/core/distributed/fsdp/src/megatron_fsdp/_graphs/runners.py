@@ -6,7 +6,6 @@
 ``Captured``         captured by an engine that calls hooks before and after each pass
 ``Graphed``          a replay: addresses are compared, gradients are handled together
 ``Planned``          a replay of a unit whose collectives are recorded and planned
-``Evaluated``        a replay of a forward pass in evaluation, or its capture
 ===================  ==============================================================================================
 """
 
@@ -341,22 +340,3 @@ class Captured(Graphed):
         )
         bucket_of = self._fsdp.param_and_grad_buffer.param_to_param_group
         free_gradients(self._fsdp, {bucket_of[param] for param in self.module.parameters()})
-
-
-class Evaluated(Eager):
-    """Replays of a module's forward pass in evaluation, or their capture, in which units of ``others`` do not run."""
-
-    def __init__(
-        self,
-        context: Context,
-        module: torch.nn.Module,
-        params: list[torch.nn.Parameter],
-        others: list[int] | None = None,
-    ):
-        super().__init__(context, module)
-        self.params, self._others = params, others
-
-    def gather(self, direction: Direction, prefetch: bool = True) -> None:
-        self._gather(self.params, direction, prefetch)
-        if self._others is not None:
-            release_gathered_ahead(self._fsdp, self._others)

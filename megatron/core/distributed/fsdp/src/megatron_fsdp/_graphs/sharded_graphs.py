@@ -14,12 +14,11 @@ from .gradient_sink import UnitSink, has_gradient_hooks
 from .pipelines import (
     buckets_of_other_units,
     prepared,
-    prepared_for_evaluation,
     release_captured,
     take_places,
 )
 from .recorded_units import RecordedUnits
-from .runners import Captured, Evaluated, Facts, Graphed, Planned
+from .runners import Captured, Facts, Graphed, Planned
 from .unit import Unit
 from .whole_model import EvaluatedModel, WholeModel
 
@@ -155,23 +154,6 @@ class ShardedGraphs:
         It gets the positional arguments and the keyword arguments of the pass.
         """
         self._fsdp.fsdp_hooks.before_evaluation.append(prepare)
-
-    @contextmanager
-    def capture_evaluation_graphs(self, modules: Iterable[torch.nn.Module]) -> Iterator[None]:
-        """The context in which graphs of forward passes of ``modules`` in evaluation are captured."""
-        context, fsdp, modules = self._context, self._fsdp, list(modules)
-        with prepared_for_evaluation(fsdp):
-            read = {module: self.read_by_graphs(module) for module in modules}
-            others = buckets_of_other_units(fsdp, modules)
-            captured = {module: Evaluated(context, module, params, others) for module, params in read.items()}
-            with context.registry.capturing(captured):
-                yield
-        context.registry.evaluated.update((each, Evaluated(context, each, params)) for each, params in read.items())
-
-    def read_by_graphs(self, module: torch.nn.Module) -> list[torch.nn.Parameter]:
-        """Return the parameters that are gathered for the graphs of ``module``, be they for evaluation only."""
-        runner = self._context.registry.graphed.get(module)
-        return list(module.parameters()) if runner is None else runner.params
 
     def recorded_collectives(self) -> int:
         """Return how many graphs hold all-gathers or reductions alone, beside those of layers."""

@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_fsdp_cuda_graphs.launch_plan import command
+from megatron_fsdp_cuda_graphs.plan import command
 
 from .conftest import DENSE, EXPERTS, FSDP, SIZES, TRAINING
 

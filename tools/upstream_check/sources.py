@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..overlay import module_file
+from megatron_fsdp_cuda_graphs.overlay import module_file
 
 Definition = ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef
 

@@ -27,10 +27,11 @@ from pathlib import Path
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from . import public_names
-
-ROOT = Path(__file__).resolve().parent
-PACKAGES = ("core", "training")  # of megatron-core; other folders of this tree are the patch's own
+_PACKAGE = Path(__file__).resolve().parent
+# An installed copy has the tree in a folder that no import statement can name, so that no file of it is two modules.
+_INSTALLED = _PACKAGE / "_overlay.d"
+ROOT = _INSTALLED if _INSTALLED.is_dir() else _PACKAGE.with_name("megatron")
+PACKAGES = ("core", "training")
 TESTED_VERSIONS = ("0.19.0", "0.19.1", "0.19.2")
 SWITCH = "MEGATRON_FSDP_CUDA_GRAPHS"
 SETTINGS: dict[str, Literal["on", "off", "untested"]] = {
@@ -181,10 +182,11 @@ class OverlayFinder(MetaPathFinder):
         if spec.origin not in self._problems:
             problem = untested_core()
             if problem is not None and any_version():
-                command = f"python -m {__package__} upstream {Path(spec.origin).parents[2]} --against DIR"
+                command = f"python -m tools.upstream_check {Path(spec.origin).parents[2]} --against DIR"
                 _warn(
-                    f"{problem}. It is patched, as {SWITCH} is untested. `{command}`, where DIR has a megatron-core "
-                    "that was tested, lists what may break; compare a short training with an eager one."
+                    f"{problem}. It is patched, as {SWITCH} is untested. `{command}`, in a checkout of this project, "
+                    "where DIR has a megatron-core that was tested, lists what may break; compare a short training "
+                    "with an eager one."
                 )
                 problem = None
             self._problems[spec.origin] = problem
@@ -425,20 +427,26 @@ def is_patched(module: ModuleType) -> bool:
 
 
 def _getfile_of_both(getfile: Callable[[Any], str]) -> Callable[[Any], str]:
-    """Return ``inspect.getfile`` that knows two files of an extended module, and the files of published classes."""
+    """Return ``inspect.getfile`` that knows both files of an extended module, and classes published by another one."""
 
     @functools.wraps(getfile)
     def wrapper(object: Any) -> str:
-        name = getattr(object, "__module__", "") if isinstance(object, type) else ""
-        if name and (name, object.__qualname__) in public_names.files:
-            return public_names.files[name, object.__qualname__]
-        module = sys.modules.get(name)
+        module = sys.modules.get(getattr(object, "__module__", "")) if isinstance(object, type) else None
         extension = _extension(module)
         if extension is not None and extension.defines(object):
             return str(extension.file)
+        if module is not None and getattr(module, "__file__", None) == str(tree_file(module.__name__)):
+            return _file_of_methods(object) or getfile(object)
         return getfile(object)
 
     return wrapper
+
+
+def _file_of_methods(kind: type) -> str | None:
+    """Return the file of the first function in the body of the class ``kind``; None if it has none."""
+    own = f"{kind.__qualname__}."
+    codes = (getattr(getattr(value, "__func__", value), "__code__", None) for value in vars(kind).values())
+    return next((code.co_filename for code in codes if code and code.co_qualname.startswith(own)), None)
 
 
 def is_active() -> bool:

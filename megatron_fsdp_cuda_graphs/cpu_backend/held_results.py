@@ -17,11 +17,20 @@ import torch.distributed as dist
 from torch.distributed import _functional_collectives as functional
 from torch.utils._pytree import tree_map_only
 
-from megatron_fsdp_cuda_graphs.collectives import WRITING
-
 from .patches import wrap
 from .pools import poison
 from .tape import tensors_in
+
+# Methods of ProcessGroup, in torch 2.11 to 2.15, whose first argument holds the tensors that they write.
+_NAMES = (
+    *("allgather", "allgather_coalesced", "allgather_into_tensor_coalesced", "_allgather_base"),
+    *("all_gather_single", "all_gather_single_coalesced", "gather", "gather_into_tensor", "gather_single"),
+    *("allreduce", "allreduce_coalesced", "broadcast", "reduce", "scatter"),
+    *("reduce_scatter", "reduce_scatter_tensor_coalesced", "_reduce_scatter_base"),
+    *("reduce_scatter_single", "reduce_scatter_single_coalesced"),
+    *("alltoall", "alltoall_base", "all_to_all_single"),
+)
+WRITING = tuple(name for name in _NAMES if hasattr(dist.ProcessGroup, name))
 
 _unfinished_sends: defaultdict[tuple[str, int, int], list[dist.Work]] = defaultdict(list)
 

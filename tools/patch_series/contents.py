@@ -6,16 +6,15 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from ..overlay import ROOT, TESTED_VERSIONS, patched_modules, tree_file, version_in
-from ..upstream_check.sources import imported_from
+from megatron_fsdp_cuda_graphs.overlay import TESTED_VERSIONS, patched_modules, tree_file, version_in
+from tools.upstream_check.sources import imported_from
+
 from .narrow import narrowed, with_sorted_imports
 from .series import SERIES, Patch
 from .source import Source, parsed
 from .splice import splice
 
-OWN = __name__.partition(".")[0]  # this package, as imports name it
-# Modules of this package that files of the patch import, and where they go.
-MOVED = {name: f"megatron.core.{name}" for name in ("public_names", "tensor_alias", "collectives", "allocator_check")}
+OWN = "megatron_fsdp_cuda_graphs"
 
 
 @dataclass(frozen=True)
@@ -68,7 +67,6 @@ class _Tree:
 
     def __init__(self, checkout: Path) -> None:
         self._files = {name: tree_file(name) for name in patched_modules()}
-        self._files |= {target: ROOT / f"{name}.py" for name, target in MOVED.items()}
         ours = {name: _without_overlay(file.read_text()) for name, file in self._files.items() if file is not None}
         self._ours = narrowed(ours)
         found = {name: checkout / self.path(name) for name in self._files}
@@ -168,8 +166,6 @@ def _check_version(checkout: Path) -> None:
 def _without_overlay(text: str) -> str:
     """Let imports of this package's modules name the places of those in the checkout."""
     text = text.replace(f"from {OWN}.overlay import extend\n", "")
-    for module, target in MOVED.items():
-        text = text.replace(f"from {OWN}.{module} import", f"from {target} import")
     if OWN in "\n".join(line for line in text.splitlines() if "import" in line):
         raise ValueError(f"a file of the patch imports {OWN} in a way that has no place in a checkout")
     return text

@@ -4,7 +4,8 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from ..overlay import tree_file
+from megatron_fsdp_cuda_graphs.overlay import tree_file
+
 from .reliances import Reliance, reliances
 from .sources import Definition, Sources, bound_names, imported_from, parsed
 

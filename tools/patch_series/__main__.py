@@ -1,4 +1,4 @@
-"""``python -m megatron_fsdp_cuda_graphs patch-series CHECKOUT OUTPUT``."""
+"""``python -m tools.patch_series CHECKOUT OUTPUT``."""
 
 import argparse
 import sys
@@ -8,10 +8,10 @@ from .contents import patches
 from .write import write_series
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return 2 if there is nothing to make patches for, or no place for them."""
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_fsdp_cuda_graphs patch-series",
+        prog="python -m tools.patch_series",
         description="Write the patch as series of patches for `git am` in a Megatron-LM checkout, which then needs "
         "neither this project nor its start-up. Those of the first, faults of megatron-core, apply each alone too.",
     )
@@ -26,3 +26,7 @@ def main(arguments: list[str]) -> int:
     print("\n".join(map(str, written)))
     print(f"\nApply them with: git -C {args.checkout} am {args.output.resolve()}/*/*.patch")
     return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.core.transformer._cuda_graphs.flags.table import MEGATRON_FSDP
-from megatron_fsdp_cuda_graphs.launch_plan import command
+from megatron_fsdp_cuda_graphs.plan import command
 from tests.support.working_flags import WORKING
 from tests.unit_tests.training.test_flag_rows import EXAMPLES
 

@@ -1,17 +1,19 @@
-"""``python -m megatron_fsdp_cuda_graphs upstream FOLDER``."""
+"""``python -m tools.upstream_check FOLDER``."""
 
 import argparse
+import sys
 from pathlib import Path
 
-from ..overlay import find_core
+from megatron_fsdp_cuda_graphs.overlay import find_core
+
 from .check import check
 from .sources import Sources
 
 
-def main(arguments: list[str]) -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Run the command line; return 1 if something would break, 2 if there is nothing to compare."""
     parser = argparse.ArgumentParser(
-        prog="python -m megatron_fsdp_cuda_graphs upstream",
+        prog="python -m tools.upstream_check",
         description="Check the patch against another megatron-core, which is read and not imported: names that the "
         "patch relies on, parameters of what it takes the place of, and who imports what it replaces.",
     )
@@ -37,3 +39,7 @@ def _installed() -> Path:
     if core is None:
         raise FileNotFoundError("megatron-core is not installed: name another to compare with by --against")
     return Path(core.origin).parents[2]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

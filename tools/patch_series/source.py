@@ -4,7 +4,7 @@ import ast
 from functools import cache
 from itertools import takewhile
 
-from ..upstream_check.sources import bound_names
+from tools.upstream_check.sources import bound_names
 
 
 @cache

@@ -13,9 +13,8 @@ from dataclasses import dataclass, field
 from packaging.version import Version
 
 from . import overlay
-from .allocator_check import allocator_problem
 
-# What constraints.txt has, which an installation lacks: all tests passed with these, those on GPUs too. setup.py admits
+# As in constraints.txt, which an installation lacks: all tests passed with these, on GPUs too. pyproject.toml admits
 # their minor versions.
 VERIFIED_TORCH, VERIFIED_ENGINE = "2.11.0", "2.20.2"
 # Tests on the CPU backend passed with these.
@@ -191,8 +190,10 @@ def _examine_gpus(report: Report) -> None:
         return
     if not torch.distributed.is_nccl_available():
         report.missing.append("This torch has no NCCL, which FSDP communicates through. Install a CUDA build of torch.")
-    if problem := allocator_problem():
-        report.missing.append(problem)
+    checks = "megatron.core.transformer._cuda_graphs.flags.checks"
+    if dict(report.modules).get(checks, "fails") != "fails":
+        problem = importlib.import_module(checks).allocator_problem()
+        report.missing += [problem] if problem else []
 
 
 def main(arguments: Sequence[str] = ()) -> int:

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.core.transformer._cuda_graphs.te import graph_choice
 from megatron_fsdp_cuda_graphs import overlay
-from megatron_fsdp_cuda_graphs.launch_plan import command
+from megatron_fsdp_cuda_graphs.plan import command
 
 from .conftest import DENSE, EXPERTS, FSDP, GRAPHS, SIZES, TRAINING
 
@@ -279,7 +279,7 @@ def test_virtual_pipeline_stages(capsys, flags, layers_per_graph, first):
 
 
 def test_where_another_stage_is_not_captured_as_a_whole_layers_are(capsys, flags, monkeypatch):
-    monkeypatch.setattr("megatron_fsdp_cuda_graphs.launch_plan.text.blocker_elsewhere", lambda args: "of another")
+    monkeypatch.setattr("megatron_fsdp_cuda_graphs.plan.text.blocker_elsewhere", lambda args: "of another")
     more = "--num-layers 4 --pipeline-model-parallel-size 2 --untie-embeddings-and-output-weights"
     _, lines = planned(capsys, flags(DENSE, more, "--world-size 2 --global-batch-size 4"))
     assert graphs(lines)[0] == "forward of layer 1"
@@ -362,7 +362,7 @@ def test_ranks_that_have_no_room_for_the_parallel_sizes(capsys, flags, ranks, mo
 
 
 def test_a_package_that_is_not_installed(capsys, flags, monkeypatch):
-    from megatron_fsdp_cuda_graphs.launch_plan import dry_stage
+    from megatron_fsdp_cuda_graphs.plan import dry_stage
 
     def models(args):
         raise ImportError("MambaSSM is not installed")

@@ -4,26 +4,23 @@ Commands:
     doctor          whether they can work here: what is patched, which versions there are, what is missing (the default)
     plan            what flags of pretrain_gpt would capture and keep in memory, and whether they fit together; no GPU
     explain         why each part of the model of such flags runs in graphs or eagerly
-    upstream        what another megatron-core would break
-    patch-series    the patch as patches for `git am` in a Megatron-LM checkout
 """
 
 import importlib
 import sys
+from collections.abc import Sequence
 
 # The module of each, and its function that takes the arguments.
 COMMANDS = {
     "doctor": ("doctor", "main"),
-    "plan": ("launch_plan.command", "plan"),
-    "explain": ("launch_plan.command", "explain"),
-    "upstream": ("upstream_check.cli", "main"),
-    "patch-series": ("patch_series.cli", "main"),
+    "plan": ("plan.command", "plan"),
+    "explain": ("plan.command", "explain"),
 }
 
 
-def main(arguments: list[str]) -> int:
-    """Run a command; return the exit code."""
-    command, *rest = arguments or ["doctor"]
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command, by default the one on the command line; return the exit code."""
+    command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["doctor"]
     if command not in COMMANDS:
         asked = command in ("-h", "--help")
         usage = __doc__.replace("``", "").strip()
@@ -34,4 +31,4 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

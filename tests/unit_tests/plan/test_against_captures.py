@@ -14,8 +14,8 @@ from _step_time.variants import FSDP as BENCHMARK_FSDP
 from megatron.core.transformer._cuda_graphs.engine.graphed_slot import GraphedSlot
 from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses
 from megatron.core.transformer._cuda_graphs.te.layers import fsdp_of
-from megatron_fsdp_cuda_graphs.launch_plan import dry_stage, graphs, memory
-from megatron_fsdp_cuda_graphs.launch_plan.flags import read_flags
+from megatron_fsdp_cuda_graphs.plan import dry_stage, graphs, memory
+from megatron_fsdp_cuda_graphs.plan.flags import read_flags
 
 from .conftest import DENSE, EXPERTS
 

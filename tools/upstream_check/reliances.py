@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ..overlay import ROOT, patched_modules, tree_file
+from megatron_fsdp_cuda_graphs.overlay import ROOT, patched_modules, tree_file
+
 from .sources import Definition, imported_from, parsed, statements
 
 
