@@ -12,11 +12,8 @@ from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from typing import Any
 
-from megatron.core.transformer._cuda_graphs.flags import own
-from megatron.core.transformer._cuda_graphs.flags.checks import check_grouped_tensor, rows_of_flags
-from megatron.core.transformer._cuda_graphs.flags.options import Options
-from megatron.core.transformer._cuda_graphs.flags.own import GROUPED_FLAG, LAYERS_FLAG, WHOLE_MODEL
-from megatron.core.transformer._cuda_graphs.flags.table import Verdict
+from megatron.core.transformer._cuda_graphs.flags.options import GROUPED_FLAG, LAYERS_FLAG, WHOLE_MODEL, Options
+from megatron.core.transformer._cuda_graphs.flags.table import Verdict, rows_of
 from megatron.training import arguments as megatron_arguments
 
 from ..overlay import upstream
@@ -45,7 +42,7 @@ class Flags:
 
 
 def read_flags(arguments: Sequence[str], world_size: int | None) -> Flags:
-    """Parse flags of ``pretrain_gpt`` and run the checks of this project, then megatron-core's.
+    """Parse and check flags, as ``validate_args`` does; all that is refused is collected.
 
     Args:
         world_size: Ranks of the job; None for as few as the parallel sizes allow.
@@ -62,19 +59,15 @@ def read_flags(arguments: Sequence[str], world_size: int | None) -> Flags:
             f"--world-size {args.world_size}: the parallel sizes and --num-distributed-optimizer-instances need a "
             f"multiple of {fewest} ranks"
         )
-    _check(flags)
-    for check in (own.check_arguments, check_grouped_tensor):
-        try:
-            check(args)
-        except ValueError as error:
-            flags.refused += str(error).split("\n")
     try:
         with quietly():
             upstream("megatron.training.arguments").validate_args(args, {})
     except (Exception, SystemExit) as error:
         flags.refused.append(f"megatron-core: {said_by(error)}")
-    else:
-        _check(flags)  # again with the defaults that validate_args sets
+    options = Options(args)
+    flags.refused += options.problems()
+    for row in rows_of(options):
+        (flags.refused if row.verdict is Verdict.REFUSED else flags.remarks).append(row.words)
     return flags
 
 
@@ -152,13 +145,6 @@ def _smallest_world(args: argparse.Namespace) -> int:
     experts = (args.expert_tensor_parallel_size or args.tensor_model_parallel_size) * args.expert_model_parallel_size
     of_stage = math.lcm(dense, experts if args.num_experts else 1) * args.num_distributed_optimizer_instances
     return of_stage * args.pipeline_model_parallel_size
-
-
-def _check(flags: Flags) -> None:
-    for row in rows_of_flags(flags.args):
-        lines = flags.refused if row.verdict is Verdict.REFUSED else flags.remarks
-        if row.words not in lines:
-            lines.append(row.words)
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:

@@ -6,8 +6,7 @@ from itertools import accumulate
 from typing import Any
 
 from megatron.core.transformer._cuda_graphs.engine.plan import Pass, Plan
-from megatron.core.transformer._cuda_graphs.flags.options import Options
-from megatron.core.transformer._cuda_graphs.flags.own import layers_per_graph
+from megatron.core.transformer._cuda_graphs.flags.options import Options, layers_per_graph
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
 from megatron.core.transformer._cuda_graphs.te.graph_choice import Choice, Holds, blocker, choose
 from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper

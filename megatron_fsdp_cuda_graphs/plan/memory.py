@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_leaves
 from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.pipelines import take_in_turn
 from megatron.core.distributed.fsdp.src.megatron_fsdp.optimizer_gradients import gradient_name
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
-from megatron.core.transformer._cuda_graphs.flags.own import alltoall_capacity_factor, grouped_tensor
+from megatron.core.transformer._cuda_graphs.flags.options import alltoall_capacity_factor, grouped_tensor
 from megatron.core.transformer.moe.equal_splits import capacity_of_peer
 
 from ..overlay import upstream

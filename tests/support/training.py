@@ -207,7 +207,7 @@ class Training:
         from megatron.core.transformer._cuda_graphs.te import helper as te_helper
         from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 
-        check = mock.patch.object(te_helper, "check_fsdp_options")
+        check = mock.patch.object(te_helper, "check")
         with check if self.case.unchecked else nullcontext():
             self.helper = TECudaGraphHelper(
                 self.chunks, self.config, self.case.sequence, self.case.micro_batch, [self.optimizer]

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from megatron.core.token_bounds import token_bounds
-from megatron.core.transformer._cuda_graphs.flags.own import alltoall_capacity_factor, grouped_tensor
+from megatron.core.transformer._cuda_graphs.flags.options import alltoall_capacity_factor, grouped_tensor
 from megatron.core.transformer.moe.equal_splits import Places, capacity_of_peer, cut, places
 from megatron.core.transformer.moe.moe_utils import permute
 from megatron_fsdp_cuda_graphs.overlay import extend

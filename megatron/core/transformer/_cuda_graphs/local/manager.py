@@ -14,7 +14,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from ..engine.rng import check_rng_tracker
 from ..engine.streams import leave_default_stream
 from ..errors import NoGraphError, OptionsError, UnsupportedError
-from ..flags.checks import refuse_fsdp_hooks
+from ..flags.table import refuse_fsdp_hooks
 from ..hooks import is_of_ddp
 from .arguments import ArgMetadata, described
 from .inference import key_of

@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ..flags.options import Options
-from ..flags.own import LAYERS_FLAG, WHOLE_MODEL, layers_per_graph
+from ..flags.options import LAYERS_FLAG, WHOLE_MODEL, Options, layers_per_graph
 from ..hooks import has_other_hooks
 from .agreement import CaptureAgreement
 from .capture_arguments import WARMUP_ITERATIONS

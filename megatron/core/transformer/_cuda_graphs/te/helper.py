@@ -17,9 +17,8 @@ from megatron.core.utils import log_single_rank
 from .. import state
 from ..engine.memory import release_cached_memory, reuse_across_streams
 from ..errors import CallOrderError, CaptureFailedError, OptionsError
-from ..flags.checks import allocator_problem, check_fsdp_options
-from ..flags.own import check_values, goes_on_eagerly
-from ..flags.table import PARTS_OF_OVERLAP
+from ..flags.options import MEGATRON_FSDP, Options, goes_on_eagerly
+from ..flags.table import allocator_problem, check
 from ..report import CaptureRecorder
 from .agreement import warn_of_failure
 from .capture_arguments import CaptureArguments, amax_reduction_group, offload_interface
@@ -88,11 +87,10 @@ class TECudaGraphHelper:
             raise OptionsError(
                 f"TECudaGraphHelper needs --cuda-graph-impl transformer_engine, got {config.cuda_graph_impl!r}"
             )
-        check_values(config)
         if problem := allocator_problem():
             raise OptionsError(problem)
-        if config.overlap_moe_expert_parallel_comm and not config.cuda_graph_modules:
-            raise OptionsError(PARTS_OF_OVERLAP)
+        sharded = [fsdp.ddp_config for chunk in model if (fsdp := fsdp_of(chunk)) is not None]
+        check(Options(config, *sharded[:1], sharding=MEGATRON_FSDP if sharded else None))
         self.model, self.optimizers = model, optimizers
         self.config = config
         self.seq_length, self.micro_batch_size = seq_length, micro_batch_size
@@ -105,10 +103,6 @@ class TECudaGraphHelper:
         self.p2p_communicator = P2PCommunicator(pp_group=self.pp_group, config=config)
         self.num_model_chunks = len(model)
         self.num_microbatches: int | None = None
-        for chunk in model:
-            fsdp = fsdp_of(chunk)
-            if fsdp is not None:
-                check_fsdp_options(config, fsdp.ddp_config)
         make_log = getattr(config, "cuda_graph_step_log", None) if self._role.language else None
         self._step_log = None if make_log is None else make_log()
         self._discover_layers()

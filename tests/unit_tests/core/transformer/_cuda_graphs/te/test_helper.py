@@ -37,7 +37,7 @@ from .stages import Failure, MaskedLayer, capture, config, engine, helper_of, se
 # megatron-core asserts where these errors are raised: its callers may expect an AssertionError.
 @pytest.mark.parametrize("error", [ValueError, AssertionError])
 def test_an_unknown_fallback_is_refused_with_the_flag(error):
-    with pytest.raises(error, match=r"--cuda-graph-fallback must be one of .*'eager'.*, got 'Eager'"):
+    with pytest.raises(error, match=r"--cuda-graph-fallback must be error or eager, got Eager"):
         TECudaGraphHelper([], config(cuda_graph_fallback="Eager"), 1, 1)
 
 
