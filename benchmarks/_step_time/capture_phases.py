@@ -39,7 +39,6 @@ class CapturePhases:
     def install(self) -> None:
         """Watch the functions, for the life of the process."""
         from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.recorded_units import RecordedUnits
-        from megatron.core.transformer._cuda_graphs.engine import whole_passes
         from megatron.core.transformer._cuda_graphs.snapshot import Snapshot
         from megatron.core.transformer._cuda_graphs.te import forward_graphs, helper, whole_model
         from megatron.core.transformer._cuda_graphs.te.graph_choice import GraphChoice

@@ -1,13 +1,13 @@
 """RecordedQuantization: passes whose graphs update the statistics of FP8, with a TransformerEngine in miniature."""
 
 from collections import deque
-from contextlib import contextmanager
 
 import pytest
 import torch
 
+from megatron.core.transformer._cuda_graphs.engine.captured import GraphedCallable, capture_passes
+from megatron.core.transformer._cuda_graphs.engine.plan import unordered_plan
 from megatron.core.transformer._cuda_graphs.engine.quantization import Quantization, RecordedQuantization
-from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses, capture_passes
 from megatron.core.transformer._cuda_graphs.snapshot import Snapshot, quantized_aspect
 from tests.support import small_transformer_engine
 from tests.support.small_transformer_engine import QuantizedProduct, State, autocast
@@ -21,22 +21,6 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 def engine(monkeypatch):
     """The miniature in TransformerEngine's place."""
     return small_transformer_engine.installed(monkeypatch)
-
-
-class Owner:
-    """Manages nothing."""
-
-    @contextmanager
-    def running(self, phase):
-        yield
-
-    def before_forward(self):
-        pass
-
-    before_backward = after_backward = before_eager_forward = forget = before_forward
-
-    def captured_tensors(self):
-        return ()
 
 
 class Layer(torch.nn.Module, QuantizedProduct):
@@ -79,8 +63,16 @@ class Model:
             caches_params=self.caches,
         )
         self.recorded = RecordedQuantization(quantization, self.layers, self.recipe != "tensorwise")
-        passes = WholePasses("model", {"x": device_tensor(4, 6).detach()}, Owner(), quantized=self.recorded)
-        capture_passes([(passes, self.losses), (passes, None)], {passes: self.layers}, warmup)
+        passes = GraphedCallable(
+            *("model", self.losses, (), {"x": device_tensor(4, 6).detach()}),
+            module=self.layers,
+            quantized=self.recorded,
+            context=self.recorded.reading_flag,
+            holds_hooks=True,
+            copies_results=True,
+        )
+        around = [self.recorded.capturing()]
+        capture_passes(unordered_plan(1), [passes], num_warmup_iters=warmup, contexts=around)
         for layer in self.layers:
             layer.total.zero_()
         return passes
@@ -121,10 +113,10 @@ def train(engine, model, captured_after=None, eager=()):
             if passes is None or microbatch in eager:
                 losses = model.losses(x)
             elif model.around:
-                losses = passes([x])
+                losses = passes.replay([x])
             else:
                 with autocast(recipe=model.recipe):
-                    losses = passes([x])
+                    losses = passes.replay([x])
             losses.sum().backward()
             numbers += copies([losses])
         numbers += model.numbers()
@@ -153,7 +145,7 @@ def test_replays_update_the_statistics_without_the_host(engine):
     passes = model.capture(engine)
     State.reductions.clear()
     before = copies(model.statistics(model.layers[0]))
-    passes([device_tensor(4, 6, seed=9).detach()]).sum().backward()
+    passes.replay([device_tensor(4, 6, seed=9).detach()]).sum().backward()
     assert State.reductions == []
     assert not torch.equal(model.layers[0].fp8_meta["scale"], before[0])
 
@@ -163,7 +155,7 @@ def test_under_the_callers_autocast_graphs_leave_the_forward_update_to_it(engine
     passes = model.capture(engine)
     State.reductions.clear()
     with autocast(recipe="recipe"):
-        losses = passes([device_tensor(4, 6, seed=9).detach()])
+        losses = passes.replay([device_tensor(4, 6, seed=9).detach()])
     losses.sum().backward()
     assert State.reductions == ["forward"]
 
@@ -218,7 +210,7 @@ def quantized_weights(model, passes, is_first):
     for first in is_first:
         if first:
             model.begin_step()
-        passes([device_tensor(4, 6).detach()])
+        passes.replay([device_tensor(4, 6).detach()])
         assert not any(layer.is_first_microbatch for layer in model.layers)
         found += copies([model.layers[1].cached])
         with torch.no_grad():
@@ -242,11 +234,11 @@ def test_without_cached_weights_each_replay_quantizes_them_whatever_the_flag_say
     assert not any(layer._fp8_workspaces for layer in model.layers)
     model.begin_step()
     x = device_tensor(4, 6).detach()
-    before = copies([passes([x])])
+    before = copies([passes.replay([x])])
     with torch.no_grad():
         for layer in model.layers:
             layer.weight.mul_(3)
-    assert not torch.equal(passes([x]), before[0])
+    assert not torch.equal(passes.replay([x]), before[0])
     assert State.quantization_state.skip_fp8_weight_update_tensor.item() == 1
 
 
