@@ -218,6 +218,7 @@ class GraphedCallable:
         self._copied: list[int] = []  # those of them whose gradient the last replay will return as a copy
         self._grads_of_params: list[tuple[torch.Tensor | None, bool]] = []
         self._has_leaf = self._ran_eagerly = False
+        self._before_forward: Callable[[], None] | None = None
         self._replaced: tuple[torch.nn.Module, dict[str, Any]] | None = None
 
     # ------------------------------------------------------------------------------------------- warm-up and capture
@@ -450,6 +451,8 @@ class GraphedCallable:
             for i, (output, takes_part) in enumerate(zip(self.outputs, self.differentiable, strict=True))
             if output is not None and not takes_part
         ]
+        if self.owner is not None and type(self.owner).before_forward is not GraphOwner.before_forward:
+            self._before_forward = self.owner.before_forward
         self.is_ready = True
 
     def _leave_taken_gradients_out(self) -> None:
@@ -521,8 +524,8 @@ class GraphedCallable:
         """
         if not self.is_ready:
             self._refuse_after_reset()
-        if self.owner is not None:
-            self.owner.before_forward()
+        if self._before_forward is not None:
+            self._before_forward()
         after_backward = None if self.quantized is None else self.quantized.before_forward(is_first_microbatch)
         options = None
         if stream is not None or after_backward is not None:
@@ -730,6 +733,7 @@ class GraphedCallable:
                 del vars(module)[name]
             vars(module).update(methods)
         self._replaced = None
+        self._before_forward = None
         owner, self.owner = self.owner, None
         if owner is not None:
             owner.forget()
