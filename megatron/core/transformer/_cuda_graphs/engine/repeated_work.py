@@ -6,8 +6,7 @@ from typing import Any
 
 import torch
 
-from .capture import Capture
-from .preserve import pause_gc
+from .graph import Capture, pause_gc
 
 logger = logging.getLogger("megatron.core.transformer.cuda_graphs")
 

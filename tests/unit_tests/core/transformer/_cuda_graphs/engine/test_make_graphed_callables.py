@@ -32,8 +32,8 @@ pytestmark = pytest.mark.usefixtures("cpu_backend")
 
 def test_the_signature_is_that_of_transformer_engine_and_an_argument_more():
     # transformer_engine.pytorch.make_graphed_callables of TransformerEngine 2.20.2.
-    *of_transformer_engine, gradient_sinks = inspect.signature(make_graphed_callables).parameters.values()
-    assert (gradient_sinks.name, gradient_sinks.default) == ("gradient_sinks", None)
+    *of_transformer_engine, owners = inspect.signature(make_graphed_callables).parameters.values()
+    assert (owners.name, owners.default) == ("owners", None)
     assert [parameter.name for parameter in of_transformer_engine] == [
         "modules",
         "sample_args",

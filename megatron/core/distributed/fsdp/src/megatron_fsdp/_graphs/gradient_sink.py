@@ -1,18 +1,19 @@
 """Takes the gradients of a graphed FSDP unit inside its backward graph, which writes them to their buckets."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 
 from megatron.core.transformer._cuda_graphs.engine import sanitizer
+from megatron.core.transformer._cuda_graphs.engine.captured import GraphOwner
 
 from .context import Context
 from .runners import Facts, Planned
 
 
-class UnitSink:
-    """The ``GradientSink`` of one FSDP unit.
+class UnitSink(GraphOwner):
+    """Owns the graphs of one FSDP unit.
 
     Args:
         before, after: Called with the unit before and after each replay of the backward graph, if ``facts.whole``:
@@ -20,7 +21,6 @@ class UnitSink:
 
     Attributes:
         runner: The runner of replays; None until the capture has succeeded.
-        captured: The gradients in their buckets that the backward graph writes, if ``sanitizer.requested()``.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class UnitSink:
         self._context, self._module, self._facts = context, module, facts
         self._before, self._after = before, after
         self.runner: Planned | None = None
-        self.captured: list[sanitizer.CapturedTensor] = []
+        self._written: list[tuple[str, torch.Tensor]] = []  # if the sanitizer is requested, until it knows them
 
     def take(
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
@@ -54,9 +54,13 @@ class UnitSink:
         self._facts.written |= frozenset(taken)
         if sanitizer.requested():
             name_of = self._context.fsdp.param_to_name
-            named = ((f"the gradient bucket of {name_of[param]}", param.main_grad) for param in taken)
-            self.captured = sanitizer.captured(named)
+            self._written = [(f"the gradient bucket of {name_of[param]}", param.main_grad) for param in taken]
         return left
+
+    def captured_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """Return the gradients in their buckets that the backward graph writes."""
+        written, self._written = self._written, []
+        return written
 
     def before_backward(self) -> None:
         """Gather parameters and claim buckets before a replay of the whole module."""

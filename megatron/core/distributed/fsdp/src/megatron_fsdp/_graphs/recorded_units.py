@@ -8,6 +8,7 @@ import torch
 
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_global_memory_buffer
 from megatron.core.transformer._cuda_graphs.engine.addresses import MovedBufferError
+from megatron.core.transformer._cuda_graphs.engine.captured import GraphOwner
 
 from ..optimizer_gradients import GradientStorages
 from ..planned_copies import Placement
@@ -20,8 +21,8 @@ from .unit import ADVICE, Direction, Unit
 from .unit_plan import UnitPlan
 
 
-class RecordedUnits:
-    """The ``PassOwner`` of FSDP units.
+class RecordedUnits(GraphOwner):
+    """Owns the graphs of FSDP units.
 
     While the graphs are recorded, the hooks of all modules and parameters run as in training: they gather, prefetch,
     reduce and release, on the streams for that, and the graphs hold it all. A replay finds every unit released and
@@ -193,9 +194,6 @@ class RecordedUnits:
         """
         if self._fsdp.dist_index.hsdp_outer_dp_shard:
             self._fsdp.all_gather_pipeline.gather_between_instances(replayed=self._buckets)
-
-    def before_eager_forward(self) -> None:
-        """Nothing: units gather for themselves."""
 
     def before_backward(self) -> None:
         """Make sure that the double buffers of parameters and gradients are free, and where they were at capture.

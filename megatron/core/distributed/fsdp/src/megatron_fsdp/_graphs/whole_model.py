@@ -127,7 +127,7 @@ class WholeModel(RecordedUnits):
 
 
 class EvaluatedModel(RecordedUnits):
-    """The ``PassOwner`` of the forward pass of a model in evaluation.
+    """Owns the graph of the forward pass of a model in evaluation.
 
     Gradients and gathered parameters outside of units stay as they are: a backward pass that is still to come may read
     them.
