@@ -11,10 +11,9 @@ import torch
 from _step_time.configurations import configuration
 from _step_time.variants import FSDP as BENCHMARK_FSDP
 
-from megatron.core.transformer._cuda_graphs.engine.graphed_slot import GraphedSlot
-from megatron.core.transformer._cuda_graphs.engine.whole_passes import WholePasses
+from megatron.core.transformer._cuda_graphs.engine.captured import GraphedCallable
 from megatron.core.transformer._cuda_graphs.te.layers import fsdp_of
-from megatron_fsdp_cuda_graphs.plan import capture, dry_stage, memory
+from megatron_fsdp_cuda_graphs.plan import dry_stage, graphs, memory
 from megatron_fsdp_cuda_graphs.plan.flags import read_flags
 
 from .conftest import DENSE, EXPERTS
@@ -45,18 +44,18 @@ def recorded(monkeypatch):
     """The passes of callables that were recorded: kind, and index of the callable."""
     found: list[tuple[str, int]] = []
 
-    def watch(kind, graph_of):
-        original = getattr(GraphedSlot, kind)
+    def watch(kind):
+        original = getattr(GraphedCallable, kind)
 
-        def run(slot, *args):
-            if graph_of(args) is not None:
+        def run(slot, capture, *args):
+            if capture is not None:
                 found.append((kind, int(slot.name.split()[1])))
-            return original(slot, *args)
+            return original(slot, capture, *args)
 
-        monkeypatch.setattr(GraphedSlot, kind, run)
+        monkeypatch.setattr(GraphedCallable, kind, run)
 
-    watch("forward", lambda args: args[1])
-    watch("backward", lambda args: args[2])
+    watch("forward")
+    watch("backward")
     return found
 
 
@@ -88,15 +87,15 @@ def test_order_graphs_and_buffers_are_those_of_a_capture(command, ranks, stage, 
     flags = read_flags(command.split(), ranks)
     assert not flags.refused
     with dry_stage.dry_stage(flags.args, stage) as helper:
-        planned = capture.captured_by(helper)
-        found = memory.fsdp_memory(dry_stage.fsdp_buffers(helper), flags.args)
+        planned = graphs.planned(helper, graphs.choice_of(helper, ""))
+        found = memory.fsdp_memory(helper, flags.args)
     del helper
     gc.collect()
 
     monkeypatch.setattr(dry_stage, "without_memory", nullcontext)
     monkeypatch.setattr(dry_stage, "_as_transformer_engine", nullcontext)
     with dry_stage.dry_stage(flags.args, stage) as helper, torch.cuda.stream(torch.cuda.Stream()):
-        buffers = dry_stage.fsdp_buffers(helper)
+        buffers = memory.fsdp_buffers(helper)
         for group in (group for buffer in buffers for group in buffer.parameter_groups):
             group.model_weight_buffer.data.fill_(0.01)
         alone = flags.args.pipeline_model_parallel_size == 1
@@ -108,19 +107,16 @@ def test_order_graphs_and_buffers_are_those_of_a_capture(command, ranks, stage, 
         if not alone:
             del real["persistent_buffers"]  # no pass of the embedding or the output layer has run
         numbers = [layer.layer_number for layer in helper.flattened_callables]
-        graphs = [graph for layer in helper.flattened_callables for graph in layer.cuda_graphs]
+        attached = [graph for layer in helper.flattened_callables for graph in layer.cuda_graphs]
         decoder = [] if helper.decoder_graphs is None else list(helper.decoder_graphs.module.layers)
         helper.delete_cuda_graphs()
 
-    together = tuple(layer.layer_number for layer in decoder)
-    of_decoder = [("forward", together), ("backward", together[::-1])] if together else []
-    found_graphs = [(graph.kind.value, graph.layers) for graph in planned.graphs]
-    assert [graph for graph in found_graphs if graph in of_decoder] == of_decoder
-    apart = numbers[len(together) :]
-    assert [graph for graph in found_graphs if graph not in of_decoder] == [
-        (kind, (apart[index],)) for kind, index in recorded
-    ]
-    assert len(graphs) == len([kind for kind, _ in recorded if kind == "forward"])
+    count = len(decoder)
+    expected = [f"{kind} of layer {numbers[count:][index]}" for kind, index in recorded]
+    if decoder:
+        expected = [f"forward of layers 1 to {count}", *expected, f"backward of layers {count} to 1"]
+    assert [graph.replace("MTP ", "") for graph in planned.graphs] == expected
+    assert len(attached) == len([kind for kind, _ in recorded if kind == "forward"])
     assert {kind: found[kind] for kind in real} == real
     assert len(real) == (7 if alone else 4)
 
@@ -131,35 +127,40 @@ def test_order_and_static_inputs_of_whole_chunks_are_those_of_a_capture(command,
     assert not flags.refused
     elsewhere = dry_stage.blocker_elsewhere(flags.args)
     with dry_stage.dry_stage(flags.args, stage) as helper:
-        planned = capture.captured_by(helper, elsewhere)
+        planned = graphs.planned(helper, graphs.choice_of(helper, elsewhere))
         static = memory.distinct_bytes(planned.static_inputs)
     del helper
     gc.collect()
 
-    recorded: list[tuple[str, WholePasses]] = []
+    recorded: list[tuple[str, GraphedCallable]] = []
 
-    def watch(kind, original):
-        def run(passes, *args):
-            if args[-1] is not None:  # no warm-up
+    def watch(kind):
+        original = getattr(GraphedCallable, kind)
+
+        def run(passes, capture, *args):
+            if capture is not None:
                 recorded.append((kind, passes))
-            return original(passes, *args)
+            return original(passes, capture, *args)
 
-        monkeypatch.setattr(WholePasses, f"_run_{kind}", run)
+        monkeypatch.setattr(GraphedCallable, kind, run)
 
-    watch("forward", WholePasses._run_forward)
-    watch("backward", WholePasses._run_backward)
+    watch("forward")
+    watch("backward")
     monkeypatch.setattr(dry_stage, "without_memory", nullcontext)
     monkeypatch.setattr(dry_stage, "_as_transformer_engine", nullcontext)
     with dry_stage.dry_stage(flags.args, stage) as helper, torch.cuda.stream(torch.cuda.Stream()):
-        for group in (group for buffer in dry_stage.fsdp_buffers(helper) for group in buffer.parameter_groups):
+        for group in (group for buffer in memory.fsdp_buffers(helper) for group in buffer.parameter_groups):
             group.model_weight_buffer.data.fill_(0.01)
         helper.create_cudagraphs()
-        graphs = helper._graphs.models
-        chunk_of = {passes: number for number, own in enumerate(graphs, start=1) for passes in own.slots}
+        models = helper._graphs.models
+        chunk_of = {passes: number for number, own in enumerate(models, start=1) for passes in own.slots}
         chunks = [(kind, chunk_of[passes]) for kind, passes in recorded]
         assert memory.distinct_bytes([passes.inputs for passes in chunk_of]) == static
         helper.delete_cuda_graphs()
-    assert [(graph.kind.value, graph.chunk or 1) for graph in planned.graphs] == chunks
+    assert planned.graphs == [
+        f"{kind} of {'the whole model' if '--pipeline' not in command else f'chunk {chunk} as a whole'}"
+        for kind, chunk in chunks
+    ]
     assert [chunk if kind == "forward" else -chunk for kind, chunk in chunks] == planned.order
 
 
@@ -170,12 +171,12 @@ def test_weights_that_stay_in_place_are_those_of_a_capture(monkeypatch):
     flags = read_flags(command.split(), 2)
     assert not flags.refused
     with dry_stage.dry_stage(flags.args, 0) as helper:
-        found = memory.fsdp_memory(dry_stage.fsdp_buffers(helper), flags.args)
+        found = memory.fsdp_memory(helper, flags.args)
 
     monkeypatch.setattr(dry_stage, "without_memory", nullcontext)
     monkeypatch.setattr(dry_stage, "_as_transformer_engine", nullcontext)
     with dry_stage.dry_stage(flags.args, 0) as helper, torch.cuda.stream(torch.cuda.Stream()):
-        (buffer,) = dry_stage.fsdp_buffers(helper)
+        (buffer,) = memory.fsdp_buffers(helper)
         for group in buffer.parameter_groups:
             group.model_weight_buffer.data.fill_(0.01)
         helper.create_cudagraphs()
@@ -193,10 +194,10 @@ def test_memory_is_within_a_tenth_of_what_was_measured_on_gpus(name, variant):
     runs = json.loads(RESULTS.read_text())["configurations"][name]
     measured = next(run["allocated_mib"] for run in runs if run["variant"] == variant)
     job = configuration(name, ranks=2, steps=30, expert_parallel=1, on_cpu=False)
-    graphs = ("--cuda-graph-impl", "transformer_engine", *filter(None, variant.partition("::")[2].split()))
-    flags = read_flags([*job.flags, *BENCHMARK_FSDP, *graphs], 2)
+    more = ("--cuda-graph-impl", "transformer_engine", *filter(None, variant.partition("::")[2].split()))
+    flags = read_flags([*job.flags, *BENCHMARK_FSDP, *more], 2)
     with dry_stage.dry_stage(flags.args, 0) as helper:
-        planned = capture.captured_by(helper)
-        found = memory.fsdp_memory(dry_stage.fsdp_buffers(helper), flags.args)
+        planned = graphs.planned(helper, graphs.choice_of(helper, ""))
+        found = memory.fsdp_memory(helper, flags.args)
         found["static_inputs"] = memory.distinct_bytes(planned.static_inputs)
     assert sum(found.values()) / 2**20 == pytest.approx(measured, rel=0.1)

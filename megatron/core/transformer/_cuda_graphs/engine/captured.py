@@ -14,7 +14,6 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_structure, tree_unflatten
 
 from ..expected_inputs import ExpectedInputs
-from . import sanitizer
 from .addresses import Place, places_of
 from .capture_time_hooks import CaptureTimeHooks
 from .graph import (
@@ -75,10 +74,6 @@ class GraphOwner:
 
     def after_backward(self) -> None:
         """Called right after each replay of the backward graph, on the stream of the backward pass."""
-
-    def captured_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return with their names what tensors the graphs use beside those of the module; called after capture."""
-        return ()
 
     def forget(self) -> None:
         """Called once there are no graphs any more."""
@@ -223,8 +218,8 @@ class GraphedCallable:
         self._copied: list[int] = []  # those of them whose gradient the last replay will return as a copy
         self._grads_of_params: list[tuple[torch.Tensor | None, bool]] = []
         self._has_leaf = self._ran_eagerly = False
+        self._before_forward: Callable[[], None] | None = None
         self._replaced: tuple[torch.nn.Module, dict[str, Any]] | None = None
-        self.sanitizer: sanitizer.Sanitizer | None = None
 
     # ------------------------------------------------------------------------------------------- warm-up and capture
 
@@ -444,7 +439,7 @@ class GraphedCallable:
         self._warmup, self._memory = WarmupRecord(), None
         clones = [self._clone_param_grads and not _read_later(param) for param, _ in self._params_and_grads()]
         self._grads_of_params = list(zip(self.grad_params, clones, strict=True))
-        if self.owner is not None and not self.owner.notifies_autograd:
+        if self._holds_hooks or (self.owner is not None and not self.owner.notifies_autograd):
             self._leave_taken_gradients_out()
         self._places = [(tensor, tensor.data_ptr(), tensor.stride()) for tensor in self.inputs]
         self._grad_places = [
@@ -456,8 +451,8 @@ class GraphedCallable:
             for i, (output, takes_part) in enumerate(zip(self.outputs, self.differentiable, strict=True))
             if output is not None and not takes_part
         ]
-        if sanitizer.requested() and self.forward_graph is not None:
-            self.sanitizer = sanitizer.Sanitizer(self.name, self._captured_tensors(), self.forward_graph.pool())
+        if self.owner is not None and type(self.owner).before_forward is not GraphOwner.before_forward:
+            self._before_forward = self.owner.before_forward
         self.is_ready = True
 
     def _leave_taken_gradients_out(self) -> None:
@@ -474,20 +469,6 @@ class GraphedCallable:
         self.params = tuple(param for param, _ in returned)
         self._grads_of_params = [grad for _, grad in returned]
         self.grad_params = tuple(grad for grad, _ in self._grads_of_params)
-
-    def _captured_tensors(self) -> list[sanitizer.CapturedTensor]:
-        """What the graphs use, as far as it is known."""
-        found = sanitizer.captured_of(self.module)
-        names = [*range(len(self.args)), *self.kwargs] if self._structure is None else range(len(self.inputs))
-        found += sanitizer.captured((f"input {name}", each) for name, each in zip(names, self.inputs, strict=True))
-        for what, tensors in (
-            ("output", () if self._copies_results else self.outputs),
-            ("gradient of output", self.grad_outputs),
-            ("gradient of input", () if self._copies_results else self.grad_inputs),
-            ("gradient of parameter", self.grad_params),
-        ):
-            found += sanitizer.captured((f"{what} {i}", tensor) for i, tensor in enumerate(tensors))
-        return found if self.owner is None else [*found, *sanitizer.captured(self.owner.captured_tensors())]
 
     # ------------------------------------------------------------------------------------------------------- replay
 
@@ -543,8 +524,8 @@ class GraphedCallable:
         """
         if not self.is_ready:
             self._refuse_after_reset()
-        if self.owner is not None:
-            self.owner.before_forward()
+        if self._before_forward is not None:
+            self._before_forward()
         after_backward = None if self.quantized is None else self.quantized.before_forward(is_first_microbatch)
         options = None
         if stream is not None or after_backward is not None:
@@ -566,7 +547,7 @@ class GraphedCallable:
         self.place(inputs)
         self.replays += 1
         self.round = self.order.forward(self.forward_turn)
-        if options is not None or self.sanitizer is not None or torch.autograd._profiler_enabled():
+        if options is not None or torch.autograd._profiler_enabled():
             self._run(self.forward_graph, "forward", options)
         else:
             self.forward_graph.replay()  # type: ignore[union-attr]
@@ -607,7 +588,7 @@ class GraphedCallable:
             if self._has_leaf and not torch._C._will_engine_execute_node(node.next_functions[-1][0]):
                 self._refuse_some_gradients()
             owner.before_backward()
-        if options is not None or self.sanitizer is not None or torch.autograd._profiler_enabled():
+        if options is not None or torch.autograd._profiler_enabled():
             self._run(self.backward_graph, "backward", options)
         else:
             self.backward_graph.replay()
@@ -634,8 +615,6 @@ class GraphedCallable:
 
     def _run(self, graph: Any, phase: str, options: _ReplayOptions | None) -> None:
         """Replay ``graph``, which shows in a profile as this phase of the callable, on the stream of ``options``."""
-        if self.sanitizer is not None:
-            self.sanitizer.check(phase)
         stream = None if options is None else options.stream
         current = torch.cuda.current_stream()
         with torch.profiler.record_function(f"{self.name} {phase} replay"):
@@ -747,13 +726,14 @@ class GraphedCallable:
         self._places, self._grad_places, self._grads_of_params, self._watched = [], [], [], []
         self._delayed, self._warmup = DelayedWeightGradients((), ()), WarmupRecord()
         self._hooks, self._context = CaptureTimeHooks(self.name, None), nullcontext
-        self.quantized = self.sanitizer = None
+        self.quantized = None
         if self._replaced is not None and vars(self._replaced[0]).get("forward") is self:
             module, methods = self._replaced
             for name in ("forward", "reset", "backward_dw"):
                 del vars(module)[name]
             vars(module).update(methods)
         self._replaced = None
+        self._before_forward = None
         owner, self.owner = self.owner, None
         if owner is not None:
             owner.forget()

@@ -1,11 +1,10 @@
 """Takes the gradients of a graphed FSDP unit inside its backward graph, which writes them to their buckets."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from megatron.core.transformer._cuda_graphs.engine import sanitizer
 from megatron.core.transformer._cuda_graphs.engine.captured import GraphOwner
 
 from .context import Context
@@ -34,7 +33,6 @@ class UnitSink(GraphOwner):
         self._context, self._module, self._facts = context, module, facts
         self._before, self._after = before, after
         self.runner: Planned | None = None
-        self._written: list[tuple[str, torch.Tensor]] = []  # if the sanitizer is requested, until it knows them
 
     def take(
         self, params: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None]
@@ -52,15 +50,7 @@ class UnitSink(GraphOwner):
         with torch.no_grad():
             self._context.gradients.accumulate(taken)
         self._facts.written |= frozenset(taken)
-        if sanitizer.requested():
-            name_of = self._context.fsdp.param_to_name
-            self._written = [(f"the gradient bucket of {name_of[param]}", param.main_grad) for param in taken]
         return left
-
-    def captured_tensors(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Return the gradients in their buckets that the backward graph writes."""
-        written, self._written = self._written, []
-        return written
 
     def before_backward(self) -> None:
         """Gather parameters and claim buckets before a replay of the whole module."""

@@ -163,20 +163,6 @@ class RecordedUnits(GraphOwner):
         for bucket in self._buckets:
             self._weights.note(self._fsdp.all_gather_pipeline.get_fsdp_buffer(bucket))
 
-    def captured_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Return with their names the shards of weights and gradients, and where buckets are while they are in use."""
-        gathers, reductions = self._fsdp.all_gather_pipeline, self._fsdp.grad_reduce_pipeline
-        dtype = reductions.buffer.mp_policy.grad_comm_dtype
-        groups = reductions.buffer.parameter_groups
-        for bucket in self._all_buckets:
-            of = f"of bucket {bucket} ({self._fsdp.param_to_name[groups[bucket].params[0]]}, ...)"
-            yield f"the weights' shard {of}", gathers.get_fsdp_buffer(bucket).data
-            if bucket in reductions.bucket_status:
-                main_grads = reductions.get_fsdp_buffer(bucket)
-                yield f"the main gradients' shard {of}", main_grads.data
-                yield f"the gradients {of}", main_grads.fetch_bucket(dtype=dtype).data
-                main_grads.free_bucket_storage()
-
     def before_forward(self) -> None:
         """Make sure that the double buffer is free, and where it was at capture.
 
