@@ -416,7 +416,7 @@ def test_hooks_of_layers_run_at_capture_time():
 
     def run(layers, sample_args, **arguments):
         given.update(arguments)
-        return [mock.Mock() for _ in sample_args]
+        return [mock.Mock(spec=["__call__", "reset", "name_inputs"]) for _ in sample_args]
 
     capture(stage_of([layer]), [1, -1], run)
     (hooks,) = given["capture_time_hooks"]
