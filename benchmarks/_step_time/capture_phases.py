@@ -40,7 +40,7 @@ class CapturePhases:
         """Watch the functions, for the life of the process."""
         from megatron.core.distributed.fsdp.src.megatron_fsdp._graphs.recorded_units import RecordedUnits
         from megatron.core.transformer._cuda_graphs.engine import whole_passes
-        from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
+        from megatron.core.transformer._cuda_graphs.snapshot import Snapshot
         from megatron.core.transformer._cuda_graphs.te import forward_graphs, helper, whole_model
         from megatron.core.transformer._cuda_graphs.te.graph_choice import GraphChoice
         from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
@@ -56,7 +56,7 @@ class CapturePhases:
             (GraphChoice, "choose", "what to capture decided"),
             (helper, "report_capture", "report"),
             (TECudaGraphHelper, "_reset_after_capture", "gradients zeroed afterwards"),
-            (ReplayConditions, "__init__", "what replays compare noted"),
+            (Snapshot, "__init__", "what replays compare noted"),
             (RecordedUnits, "__init__", "units listed"),
             (whole_model, "inputs_of_slots", "static inputs made"),
             (forward_graphs, "capture_passes", "random numbers and buffers restored, streams, quantization"),

@@ -27,7 +27,7 @@ class GraphableMegatronModule(_upstream.GraphableMegatronModule):
     - Arguments of a replay are checked by the graph itself, and TransformerEngine is not needed for it.
     - Under pipeline parallelism another number of micro-batches than at capture is refused.
     - A pass that the graphs do not fit runs eagerly, where that is possible: one whose hidden states have another shape
-      than at capture, or one after something changed that only an eager pass reads (``ReplayConditions``).
+      than at capture, or one after something changed that only an eager pass reads (``Snapshot``).
     - With ``--cuda-graph-packed-sequences`` graphs of attention take the offsets of packed sequences.
 
     Attributes:

@@ -9,11 +9,10 @@ import torch
 from megatron.core.utils import log_single_rank
 
 from .eager_passes import EagerPasses
-from .engine.addresses import AddressGuard
 from .errors import ArgumentError
 from .expected_inputs import DefaultInputs, ExpectedInputs
 from .packed_sequences import PackedUse
-from .replay_conditions import ReplayConditions
+from .snapshot import Snapshot
 
 # Inputs that only attention reads; layers without attention receive them too.
 ATTENTION_INPUTS = frozenset(
@@ -44,8 +43,8 @@ class LayerGraph:
         absent: The values of keywords that are missing or None at a replay; by default ``sample_kwargs``.
         defaults: Restores ``absent`` after replays that were given other values; one object for all layers of the same
             type of attention mask.
-        guard: Checked at the first micro-batch of each step; None for no check.
-        conditions: What the captured passes read of the layer; None for no check.
+        snapshot: What the graphs rely on, checked before the layer's hooks run; None for no check.
+        gathered: The same of what hooks gather, checked behind them at the first micro-batch of each step.
         may_run_eagerly: Whether a pass that the graphs do not fit may run eagerly among replays.
         eager_passes: Counts passes of another shape than at capture, which run eagerly, one for all layers; None if
             they may not.
@@ -66,15 +65,15 @@ class LayerGraph:
         num_microbatches: int | None = None,
         absent: dict[str, torch.Tensor] | None = None,
         defaults: DefaultInputs | None = None,
-        guard: AddressGuard | None = None,
-        conditions: ReplayConditions | None = None,
+        snapshot: Snapshot | None = None,
+        gathered: Snapshot | None = None,
         may_run_eagerly: bool = False,
         eager_passes: EagerPasses | None = None,
         packed: PackedUse | None = None,
     ):
         self._eager_passes = EagerPasses() if eager_passes is None else eager_passes
         self._only_shape = sample_args[0].shape if sample_args and eager_passes is not None else None
-        self._conditions, self._may_run_eagerly = conditions, may_run_eagerly
+        self._snapshot, self._may_run_eagerly = snapshot, may_run_eagerly
         # Without them routers, for one, neither count tokens nor add up losses.
         self._only_with_gradients = may_run_eagerly
         self.packed = packed
@@ -87,7 +86,7 @@ class LayerGraph:
         absent = sample_kwargs if absent is None else absent
         self._defaults = DefaultInputs() if defaults is None else defaults
         self._keywords = [(key, absent[key]) for key in sample_kwargs]
-        self._guard = guard
+        self._gathered = gathered
         self._expected: ExpectedInputs | None = None
         names = _input_names(sample_args, sample_kwargs)
         if hasattr(graphed, "name_inputs"):  # this project's engine, which checks its inputs itself
@@ -113,15 +112,15 @@ class LayerGraph:
         if shape is not None and getattr(hidden_states, "shape", shape) != shape:
             self._warn_of_shape(hidden_states.shape)
             return False
-        conditions = self._conditions
-        if conditions is None or not conditions.have_changed():
+        snapshot = self._snapshot
+        if snapshot is None or not snapshot.changed():
             return True
         if not self._may_run_eagerly:
             raise RuntimeError(
-                f"{self.name}: {conditions.changes()}. What these graphs hold cannot run eagerly for a while: change "
+                f"{self.name}: {snapshot.reason()}. What these graphs hold cannot run eagerly for a while: change "
                 "it back, or call delete_cuda_graphs() and, to have graphs again, create_cudagraphs()"
             )
-        reason = f"{self.name} runs eagerly: {conditions.changes()}"
+        reason = f"{self.name} runs eagerly: {snapshot.reason()}"
         if self._eager_passes.note(reason):
             logger.warning(reason)
         return False
@@ -148,15 +147,14 @@ class LayerGraph:
             ArgumentTypeError: an input is not a tensor.
             ValueError: the graph was captured without an input, or an input has another shape or dtype, or requires
                 grad and did not at capture.
-            MovedBufferError: a parameter, a main gradient that the graphs write, a buffer or a static input has moved
-                since capture.
+            ChangedSinceCaptureError: a parameter, or a main gradient that the graphs write, has moved since capture.
         """
         if len(args) != self._num_args:
             raise ArgumentError(
                 f"{self.name} was captured with {self._num_args} positional inputs and is called with {len(args)}"
             )
-        if self._guard is not None and kwargs.get("is_first_microbatch"):
-            self._guard.check()
+        if self._gathered is not None and kwargs.get("is_first_microbatch"):
+            self._gathered.check()
         replay_kwargs: dict[str, Any] = {}
         for name, absent in self._keywords:
             given = kwargs.pop(name, None)
@@ -184,7 +182,7 @@ class LayerGraph:
     def reset(self) -> None:
         """Free the graphs."""
         self.graphed.reset()
-        self._guard = self._conditions = None
+        self._gathered = self._snapshot = None
         self._keywords = []
 
 

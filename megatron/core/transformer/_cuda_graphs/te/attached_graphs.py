@@ -5,18 +5,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..eager_passes import EagerPasses
-from ..engine.addresses import guard_module, places_of
 from ..engine.plan import Plan
 from ..expected_inputs import DefaultInputs
-from ..layer_graph import LayerGraph, LayerGraphs, static_inputs
-from ..replay_conditions import ReplayConditions
+from ..layer_graph import LayerGraph, LayerGraphs
+from ..snapshot import Snapshot, memory_aspects, named
 from .layers import layer_name
 from .sample_inputs import SampleArguments, attention_mask_type, captures_attention, default_kwargs, packed_use
 from .stage import Chunk, Layers, Stage
 
 _ADVICE = (
-    "Parameters, main gradients, buffers and static inputs must not be replaced, moved or offloaded while there are "
-    "graphs: call delete_cuda_graphs first, and create_cudagraphs afterwards."
+    "call delete_cuda_graphs before parameters or main gradients are replaced, moved or offloaded, and "
+    "create_cudagraphs afterwards"
 )
 
 
@@ -26,7 +25,7 @@ def attach_graphs(
     plan: Plan,
     graphs: Sequence[Any],
     samples: Sequence[SampleArguments],
-    conditions: Sequence[ReplayConditions],
+    snapshots: Sequence[Snapshot],
     eager_passes: EagerPasses | None,
 ) -> None:
     """Give layers their graphs, with what guards them. Megatron-FSDP guards parameters itself.
@@ -36,26 +35,18 @@ def attach_graphs(
     Args:
         layers: The captured layers of each chunk.
         graphs: The engine's callables, one for each slot of ``plan``.
-        conditions: For each layer what its passes read.
+        snapshots: For each layer what its graphs rely on.
         eager_passes: Counts passes of other shapes; None if these may not run eagerly.
     """
     wrappers = [chunk.fsdp for chunk, own in zip(stage.chunks, layers, strict=True) for _ in own]
     every = [layer for own in layers for layer in own]
     absent = default_kwargs(every, [kwargs for _, kwargs in samples])
     defaults: defaultdict[Any, DefaultInputs] = defaultdict(DefaultInputs)
-    guarded: set[int] = set()  # layers share static inputs
     for index, (layer, fsdp, slots) in enumerate(zip(every, wrappers, plan.slots_of_callables, strict=True)):
         name = layer_name(layer, index)
-        inputs = {id(each[1]): each for slot in slots for each in static_inputs(graphs[slot], *samples[slot])}
-        guard = guard_module(
-            name,
-            layer,
-            _ADVICE,
-            params=places_of(layer, "_parameters") if fsdp is None else [],
-            main_grads=stage.config.gradient_accumulation_fusion,
-            inputs=[each for key, each in inputs.items() if key not in guarded],
-        )
-        guarded |= inputs.keys()
+        fused = stage.config.gradient_accumulation_fusion and fsdp is None
+        aspects = memory_aspects(named(layer, name), buffers=False, parameters=fsdp is None, main_grads=fused)
+        gathered = Snapshot(_ADVICE, *aspects)
         layer.cuda_graphs = LayerGraphs(
             LayerGraph(
                 name,
@@ -65,8 +56,8 @@ def attach_graphs(
                 num_microbatches=None if stage.one_graph_serves_all else len(slots),
                 absent=absent[slot],
                 defaults=defaults[attention_mask_type(layer)],
-                guard=guard,
-                conditions=conditions[index],
+                snapshot=snapshots[index],
+                gathered=gathered,
                 may_run_eagerly=stage.may_skip_replays,
                 eager_passes=eager_passes,
                 packed=packed_use(layer),

@@ -7,11 +7,10 @@ from unittest import mock
 import pytest
 import torch
 
-from megatron.core.transformer._cuda_graphs.attribute_reads import AttributeReads
 from megatron.core.transformer._cuda_graphs.eager_passes import EagerPasses
 from megatron.core.transformer._cuda_graphs.expected_inputs import DefaultInputs
 from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph, LayerGraphs
-from megatron.core.transformer._cuda_graphs.replay_conditions import ReplayConditions
+from megatron.core.transformer._cuda_graphs.snapshot import Snapshot, module_aspects, named
 
 
 class Graphed:
@@ -252,18 +251,18 @@ def test_where_passes_may_not_run_eagerly_every_shape_is_given_to_the_graph():
 
 def test_a_change_after_capture_is_named_once(caplog):
     layer = torch.nn.Sequential(torch.nn.Dropout(0.1))
-    conditions = ReplayConditions(layer, AttributeReads(), "layer 3")
+    snapshot = Snapshot("", *module_aspects(named(layer, "layer 3")))
     graph = LayerGraph(
         "layer 3",
         lambda *args, **kwargs: None,
         (HIDDEN,),
         {},
         has_attention=True,
-        conditions=conditions,
+        snapshot=snapshot,
         may_run_eagerly=True,
     )
     assert graph.fits(HIDDEN)
     layer.eval()
     assert not any(graph.fits(HIDDEN) for _ in range(2))
-    assert caplog.messages == [f"layer 3 runs eagerly: {conditions.changes()}"]
+    assert caplog.messages == [f"layer 3 runs eagerly: {snapshot.reason()}"]
     assert "training of layer 3" in caplog.text
