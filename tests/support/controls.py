@@ -104,7 +104,8 @@ def interrupted_on_one_rank(training: Training) -> None:
         _interrupt(training, helper.before_step)
     assert (helper.seq_length, helper.micro_batch_size) == (case.sequence, case.micro_batch)
     helper.create_cudagraphs()
-    _interrupt(training, training.evaluate)
+    if helper.model_graphs is not None:
+        _interrupt(training, training.evaluate)
     for chunk in training.chunks:
         chunk.train()
 
