@@ -12,6 +12,7 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
 from .. import state
+from ..agreement import CaptureAgreement
 from ..eager_passes import EagerPasses
 from ..engine.make_graphed_callables import make_graphed_callables
 from ..engine.memory import release_cached_memory
@@ -22,7 +23,6 @@ from ..hooks import extracted_hooks, recorded_hooks
 from ..replacements import between
 from ..report import CaptureRecorder
 from ..snapshot import PassState, Snapshot, memory_aspects, module_aspects, named
-from .agreement import CaptureAgreement, naming_hooks
 from .attached_graphs import attach_graphs
 from .capture_arguments import CaptureArguments, num_warmup_iterations, recorded_quantization
 from .changed_shapes import Recaptures
@@ -159,7 +159,9 @@ class CaptureSession:
         state = PassState(layers)
         with preserve_rng(), preserve_buffers(layers), self._fsdp_capture():
             with state, extracted_hooks(layers) as hooks, rng:
-                arguments["capture_time_hooks"] = naming_hooks(hooks, names, self.agreement)
+                arguments["capture_time_hooks"] = [
+                    self.agreement.naming(own, name) for own, name in zip(hooks, names, strict=True)
+                ]
                 if all(chunk.fsdp is not None for chunk in stage.chunks):
                     arguments["gradient_sinks"] = self._gradient_sinks()
                 graphs = make_graphed_callables(layers, sample_args, **arguments)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from ..agreement import CaptureAgreement
 from ..flags.options import LAYERS_FLAG, WHOLE_MODEL, Options, layers_per_graph
 from ..hooks import has_other_hooks
-from .agreement import CaptureAgreement
 from .capture_arguments import WARMUP_ITERATIONS
 from .layers import _layer_is_graphable, decoder_layers, language_layers, layer_name
 from .sample_inputs import attention_mask_type
@@ -214,13 +214,14 @@ class GraphChoice:
         tokens = seq_length // stage.config.context_parallel_size
         not_warm = "" if self._calls.have_run(micro_batch_size, tokens, WARMUP_ITERATIONS) else "it is not warmed up"
         self._calls.stop()
-        if reason := agreement.objection(self._interleaved()):
+        asked = {Holds.MODEL: wanted in (None, WHOLE_MODEL), Holds.DECODER: wanted != 1}
+        own = {holds.name: self._blocker(holds, model_failed) if asks else "" for holds, asks in asked.items()}
+        agreed = agreement.objections({"INTERLEAVED": self._interleaved(), "COLD": not_warm, **own})
+        if reason := agreed["INTERLEAVED"]:
             choice = Choice(None, why_nothing=reason, eager_because=INTERLEAVED_PASSES)
         else:
-            choice = choose(stage, lambda holds: agreement.objection(self._blocker(holds, model_failed)))
+            choice = replace(choose(stage, lambda holds: agreed[holds.name]), needs_warmup=bool(agreed["COLD"]))
         self.last = choice
-        if choice.holds is Holds.MODEL:
-            self.last = choice = replace(choice, needs_warmup=bool(agreement.objection(not_warm)))
         if choice.not_model:
             level = logging.INFO if wanted is None else logging.WARNING
             stage.log(level, f"instead of the whole model its layers are captured, because {choice.not_model}")

@@ -15,19 +15,18 @@ from megatron.core.token_bounds import token_bounds
 from megatron.core.utils import log_single_rank
 
 from .. import state
+from ..agreement import CaptureAgreement, warn_of_failure
 from ..engine.memory import release_cached_memory, reuse_across_streams
 from ..errors import CallOrderError, CaptureFailedError, OptionsError
 from ..flags.options import MEGATRON_FSDP, Options, goes_on_eagerly
 from ..flags.table import allocator_problem, check
 from ..report import CaptureRecorder
-from .agreement import warn_of_failure
 from .capture_arguments import CaptureArguments, amax_reduction_group, offload_interface
 from .capture_observer import report_capture
 from .capture_session import CaptureSession, InputData
 from .changed_shapes import Recaptures
 from .decoder_graphs import DecoderGraphs
 from .graph_choice import Choice, GraphChoice
-from .joined_collectives import joined_collectives
 from .layers import _layer_is_graphable, fsdp_of, mtp_layers, single_run_layers
 from .order import PassOrder
 from .stage import Chunk, Role, Stage
@@ -326,28 +325,24 @@ class TECudaGraphHelper:
         planned = self.num_layers_per_chunk, self.num_model_chunks, self.num_microbatches
         self.choice.last = Choice(None)  # ranks that fail before they choose agree on what follows
         recorder = CaptureRecorder.of_rank_0()
-        agreement = stage.agreement(with_other_stages=self._role.language, recorder=recorder)
-        try:
-            with joined_collectives(agreement.join), self._capture_mode() as start_time:
-                recorder.sample("start")
-                shape = self.seq_length, self.micro_batch_size
-                choice = self.choice.choose(agreement, *shape, model_failed)  # stages without layers vote, too
-                if not stage.layers:
-                    logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
-                    graphs.none_because = NO_LAYERS
-                elif choice.holds:
-                    session = CaptureSession(stage, graphs, agreement, recorder, self._recaptures, shape)
-                    session.capture(choice, self._planned_input_data)
-                else:
-                    graphs.none_because = choice.eager_because
-            agreement.finish()
-        except BaseException as error:
-            failed = agreement.failed(error)  # first: cleanup can fail too, and others wait for this rank
+        agreement = CaptureAgreement(stage.groups, with_other_stages=self._role.language, recorder=recorder)
+
+        def undo() -> None:
             self.num_layers_per_chunk, self.num_model_chunks, self.num_microbatches = planned
             self._drop_graphs()
-            if isinstance(error, Exception):
-                raise failed from error
-            raise  # Ctrl-C
+
+        with agreement.together(undo), self._capture_mode() as start_time:
+            recorder.sample("start")
+            shape = self.seq_length, self.micro_batch_size
+            choice = self.choice.choose(agreement, *shape, model_failed)  # stages without layers vote, too
+            if not stage.layers:
+                logger.warning(f"{type(self).__name__}: no graphable layers found, nothing to capture")
+                graphs.none_because = NO_LAYERS
+            elif choice.holds:
+                session = CaptureSession(stage, graphs, agreement, recorder, self._recaptures, shape)
+                session.capture(choice, self._planned_input_data)
+            else:
+                graphs.none_because = choice.eager_because
         if not stage.one_graph_serves_all:
             graphs.microbatches = get_num_microbatches()
         self._captures += self.graphs_created()

@@ -9,10 +9,10 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from megatron.core.transformer._cuda_graphs.agreement import CaptureAgreement
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError
 from megatron.core.transformer._cuda_graphs.report import CaptureRecorder
 from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_session, changed_shapes
-from megatron.core.transformer._cuda_graphs.te.agreement import CaptureAgreement
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
 from megatron.core.transformer._cuda_graphs.te.capture_session import CaptureSession
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import Recaptures
@@ -35,21 +35,16 @@ class Alone(CaptureAgreement):
     """The agreement of one rank that is in no process group."""
 
     def __init__(self):
-        pass
+        self._recorder = CaptureRecorder(active=False)
+        self._of_stage = self._ballots = []
 
-    def begin(self, where, phase=""):
-        pass
+    def _vote(self, ballots, objections=None):
+        return dict(objections or {})
 
-    def join(self):
-        pass
+    def objections(self, own):
+        return dict(own)
 
-    def objection(self, reason):
-        return reason
-
-    def finish(self):
-        pass
-
-    def failed(self, error):
+    def _failed(self, error):
         return CaptureFailedError(f"{type(error).__name__}")
 
 
