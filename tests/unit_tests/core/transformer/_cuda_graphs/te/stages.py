@@ -120,7 +120,7 @@ def engine(capture=lambda: None):
 
     def run(layers, sample_args, **arguments):
         capture()
-        return [mock.Mock(spec=["__call__", "reset"]) for _ in sample_args]
+        return [mock.Mock(spec=["__call__", "reset", "name_inputs"]) for _ in sample_args]
 
     return run
 
