@@ -100,7 +100,7 @@ def test_memory_is_that_of_the_pools_and_is_looked_for_once(training, monkeypatc
     def of_graphs():
         return sum(size for pool, size in pools().items() if pool not in others)
 
-    trained = training(graphed())
+    trained = training(graphed(-1))
     before = trained.helper.graph_use().pool_bytes
     assert before == of_graphs() > 0
     with monkeypatch.context() as patched:
