@@ -34,6 +34,7 @@ _KNOWN_PACKAGES = (
 # What torch, megatron-core and this package set on any module.
 _OF_ANY_MODULE = frozenset(
     (*vars(torch.nn.Module()), "_training_state", "forward", "cuda_graphs", "replaying", "current_microbatch")
+    + ("is_first_microbatch",)
 )
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, partial)
 # What training loops set in a configuration between steps.
@@ -277,7 +278,7 @@ def module_aspects(
         ),
         equal([f"forward of {base.__name__}" for base in bases], lambda: [each["forward"] for each in functions]),
         _Hooks(modules, around, parameters),
-        *(_parameters(modules) if parameters else ()),
+        *(parameter_aspects(modules) if parameters else ()),
         equal([*CONTEXTS, *_IN_TF32, *["autocast"] * 4], contexts_in_force, contexts),
     ]
 
@@ -308,11 +309,16 @@ def memory_aspects(
     owners, keys = [own for own, _, _ in places], [key for _, key, _ in places]
     if places:
         yield addresses([name for *_, name in places], lambda: list(map(dict.get, owners, keys)))
-    written = [(module._parameters, key, name) for module, name in modules.items() for key in module._parameters]
+    written = [
+        (module._parameters, key, name)
+        for module, name in modules.items()
+        for key, param in module._parameters.items()
+        if getattr(param, "main_grad", None) is not None
+    ]
     if main_grads and written:
         yield addresses(
             [f"the address of the main gradient of {key} of {name}" for _, key, name in written],
-            lambda: [getattr(own.get(key), "main_grad", None) for own, key, _ in written],
+            lambda: [getattr(own[key], "main_grad", None) for own, key, _ in written],
         )
 
 
@@ -322,7 +328,7 @@ def quantized_aspect(tensors: Callable[[], list[Any]]) -> Aspect:
     return Aspect(names, tensors, lambda: [list(map(id, own)) for own in tensors()], list(map(list, tensors())))
 
 
-def _parameters(modules: Mapping[torch.nn.Module, str]) -> Iterator[Aspect]:
+def parameter_aspects(modules: Mapping[torch.nn.Module, str]) -> Iterator[Aspect]:
     places = [
         (module._parameters, key, param, f"{key} of {name}")
         for module, name in modules.items()
