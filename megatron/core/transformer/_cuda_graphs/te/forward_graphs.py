@@ -206,6 +206,7 @@ class ForwardGraphs:
         """Free the graphs, and give the module its ``forward`` back."""
         if self._taken is not None:
             self._taken.end()
+            self._taken = None
         for passes in self.slots:
             passes.reset()
         self._kept = ()
