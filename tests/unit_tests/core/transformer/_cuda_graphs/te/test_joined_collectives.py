@@ -17,7 +17,7 @@ from megatron.core.transformer._cuda_graphs.te.joined_collectives import (
     WRITING,
     joined_collectives,
 )
-from megatron_fsdp_cuda_graphs.cpu_backend import held_results
+from megatron_fsdp_cuda_graphs.cpu_backend import distributed as cpu_distributed
 from tests.unit_tests.core.distributed.captured_training import captured, graphed
 
 pytestmark = pytest.mark.usefixtures("side_stream")
@@ -52,7 +52,7 @@ def test_every_method_that_launches_work_is_met():
     launching = {name for name, signature in signatures.items() if re.search(r"-> \S*Work\b", signature)}
     # "reconfigure" exchanges the ranks of a group, which no layer does; "monitored_barrier" returns no work.
     assert launching - {"_end_coalescing", "reconfigure"} | {"monitored_barrier"} == {*LAUNCHING}
-    assert held_results.WRITING == WRITING
+    assert cpu_distributed.WRITING == WRITING
 
 
 @pytest.mark.parametrize("name", LAUNCHING)
