@@ -277,7 +277,7 @@ def module_aspects(
         ),
         equal([f"forward of {base.__name__}" for base in bases], lambda: [each["forward"] for each in functions]),
         _Hooks(modules, around, parameters),
-        *(_parameters(modules) if parameters else ()),
+        *(parameter_aspects(modules) if parameters else ()),
         equal([*CONTEXTS, *_IN_TF32, *["autocast"] * 4], contexts_in_force, contexts),
     ]
 
@@ -322,7 +322,7 @@ def quantized_aspect(tensors: Callable[[], list[Any]]) -> Aspect:
     return Aspect(names, tensors, lambda: [list(map(id, own)) for own in tensors()], list(map(list, tensors())))
 
 
-def _parameters(modules: Mapping[torch.nn.Module, str]) -> Iterator[Aspect]:
+def parameter_aspects(modules: Mapping[torch.nn.Module, str]) -> Iterator[Aspect]:
     places = [
         (module._parameters, key, param, f"{key} of {name}")
         for module, name in modules.items()

@@ -1,19 +1,21 @@
-"""Graphs attached to layers, with what guards them, and taken away again."""
+"""Graphs attached to layers, with the snapshots that guard them, and taken away again."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from ..eager_passes import EagerPasses
 from ..engine.plan import Plan
 from ..expected_inputs import DefaultInputs
-from ..layer_graph import LayerGraph, LayerGraphs
+from ..layer_graph import ATTENTION_INPUTS, LayerGraph, LayerGraphs
 from ..snapshot import Snapshot, memory_aspects, named
 from .layers import layer_name
 from .sample_inputs import SampleArguments, attention_mask_type, captures_attention, default_kwargs, packed_use
 from .stage import Chunk, Layers, Stage
 
-_ADVICE = (
+_INPUTS = ". CUDA graphs need the same --seq-length, --micro-batch-size and precision in every step."
+_MOVED = (
     "call delete_cuda_graphs before parameters or main gradients are replaced, moved or offloaded, and "
     "create_cudagraphs afterwards"
 )
@@ -28,7 +30,7 @@ def attach_graphs(
     snapshots: Sequence[Snapshot],
     eager_passes: EagerPasses | None,
 ) -> None:
-    """Give layers their graphs, with what guards them. Megatron-FSDP guards parameters itself.
+    """Give layers their graphs. Megatron-FSDP guards parameters itself.
 
     Where a schedule does not call layers, so that no hooks run, replays gather parameters under Megatron-FSDP.
 
@@ -42,31 +44,46 @@ def attach_graphs(
     every = [layer for own in layers for layer in own]
     absent = default_kwargs(every, [kwargs for _, kwargs in samples])
     defaults: defaultdict[Any, DefaultInputs] = defaultdict(DefaultInputs)
+    counted = eager_passes or EagerPasses()
     for index, (layer, fsdp, slots) in enumerate(zip(every, wrappers, plan.slots_of_callables, strict=True)):
-        name = layer_name(layer, index)
-        fused = stage.config.gradient_accumulation_fusion and fsdp is None
-        aspects = memory_aspects(named(layer, name), buffers=False, parameters=fsdp is None, main_grads=fused)
-        gathered = Snapshot(_ADVICE, *aspects)
-        layer.cuda_graphs = LayerGraphs(
-            LayerGraph(
-                name,
-                stage.role.wrap(graphs[slot]),
-                *samples[slot],
-                has_attention=captures_attention(layer),
-                num_microbatches=None if stage.one_graph_serves_all else len(slots),
-                absent=absent[slot],
-                defaults=defaults[attention_mask_type(layer)],
-                snapshot=snapshots[index],
-                gathered=gathered,
-                may_run_eagerly=stage.may_skip_replays,
-                eager_passes=eager_passes,
-                packed=packed_use(layer),
-            )
-            for slot in slots
-        )
+        name, apart = layer_name(layer, index), fsdp is None
+        fused = stage.config.gradient_accumulation_fusion and apart
+        memory = memory_aspects(named(layer, name), buffers=False, parameters=apart, main_grads=fused)
+        gathered = Snapshot(_MOVED, *memory)
+        around = None
         if stage.config.overlap_moe_expert_parallel_comm and fsdp is not None:
-            for graph in layer.cuda_graphs:
-                graph.around = fsdp.fsdp_hooks.around_part(layer)
+            around = fsdp.fsdp_hooks.around_part(layer)
+        layer.cuda_graphs = LayerGraphs()
+        for slot in slots:
+            args, kwargs = samples[slot]
+            graphed = stage.role.wrap(graphs[slot])
+            graphed.name_inputs(name, _input_names(args, kwargs), _INPUTS)
+            layer.cuda_graphs.append(
+                LayerGraph(
+                    name,
+                    graphed,
+                    run=graphed if around is None else partial(_run_around, around, graphed),
+                    shape=None if eager_passes is None else args[0].shape,
+                    num_args=len(args),
+                    keywords={key: absent[slot][key] for key in kwargs},
+                    defaults=defaults[attention_mask_type(layer)],
+                    ignored=frozenset() if captures_attention(layer) else ATTENTION_INPUTS,
+                    num_microbatches=None if stage.one_graph_serves_all else len(slots),
+                    snapshot=snapshots[index],
+                    gathered=gathered,
+                    may_run_eagerly=stage.may_skip_replays,
+                    eager_passes=counted,
+                    packed=packed_use(layer),
+                )
+            )
+
+
+def _run_around(around: Callable[..., Any], graphed: Any, *args: Any, **kwargs: Any) -> Any:
+    return around(graphed, args, kwargs)
+
+
+def _input_names(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[str, ...]:
+    return (*("hidden_states" if i == 0 else f"argument {i}" for i in range(len(args))), *kwargs)
 
 
 def detach_graphs(chunks: Sequence[Chunk]) -> None:

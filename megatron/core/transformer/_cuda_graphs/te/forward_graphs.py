@@ -13,6 +13,7 @@ from ..eager_passes import EagerPasses
 from ..engine.whole_passes import WholePasses, capture_passes
 from ..expected_inputs import DefaultInputs, ExpectedInputs
 from ..packed_sequences import ADVICE, OFFSETS, unpack
+from ..replacements import TakenForward
 from ..snapshot import PassState, Snapshot, memory_aspects, module_aspects, named, quantized_aspect
 from .training_calls import arguments_by_name
 
@@ -103,8 +104,7 @@ class ForwardGraphs:
         self._expected = ExpectedInputs(type(module).__name__, list(inputs.values()), self._names.__getitem__)
         self._shape = self.shape_of(inputs)
         self._packed_tokens = int(inputs[OFFSETS[0]][-1]) if OFFSETS[0] in inputs else 0
-        if stands:
-            module.__dict__["forward"] = self
+        self._taken = TakenForward(module, self) if stands else None
 
     def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
         """Return the tokens of a sequence on this rank and the sequences of a micro-batch, given arguments by name."""
@@ -162,8 +162,8 @@ class ForwardGraphs:
 
     def reset(self) -> None:
         """Free the graphs, and give the module its ``forward`` back."""
-        if self.module.__dict__.get("forward") is self:
-            del self.module.__dict__["forward"]
+        if self._taken is not None:
+            self._taken.end()
         for passes in self.slots:
             passes.reset()
         self._kept = ()

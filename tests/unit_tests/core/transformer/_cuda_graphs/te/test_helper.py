@@ -14,16 +14,15 @@ from megatron.core.transformer._cuda_graphs.engine.plan import ordered_plan
 from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError, ChangedSinceCaptureError
 from megatron.core.transformer._cuda_graphs.flags.options import Options
 from megatron.core.transformer._cuda_graphs.hooks import runs_outside_graphs
-from megatron.core.transformer._cuda_graphs.layer_graph import LayerGraph
 from megatron.core.transformer._cuda_graphs.snapshot import Snapshot
-from megatron.core.transformer._cuda_graphs.te import capture_arguments, graph_choice
+from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_state
 from megatron.core.transformer._cuda_graphs.te.attached_graphs import attach_graphs
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
+from megatron.core.transformer._cuda_graphs.te.capture_state import CaptureState, Holds, blocker
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import ChangedShapes
-from megatron.core.transformer._cuda_graphs.te.graph_choice import Holds, blocker
 from megatron.core.transformer._cuda_graphs.te.layers import fsdp_of, language_model_of, single_run_layers
 from megatron.core.transformer._cuda_graphs.te.order import get_overlap_moe_expert_parallel_comm_order
-from megatron.core.transformer._cuda_graphs.te.stage_graphs import StageGraphs
+from megatron.core.transformer._cuda_graphs.te.training_calls import TrainingCalls
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
 from tests.support.replaced import replaced
@@ -145,7 +144,7 @@ def test_layers_left_out_rule_out_the_whole_model():
     fsdp = Fsdp()
     fsdp.module = model
     stage = stage_of(layers, layers[:1], modules=[fsdp, fsdp], cpu_offloading=True)
-    with mock.patch.object(graph_choice, "known_class", return_value=True):
+    with mock.patch.object(capture_state, "known_class", return_value=True):
         reasons = [blocker(replace(stage, chunks=[replace(chunk, model=model)]), Holds.MODEL) for chunk in stage.chunks]
     assert reasons == ["activations are offloaded", "not all of its layers can be captured"]
 
@@ -358,7 +357,7 @@ class TestMovedParameters:
         chunk = Fsdp() if under_fsdp else torch.nn.Module()
         stage = stage_of([layer], modules=[chunk], gradient_accumulation_fusion=True)
         plan = ordered_plan([1, -1], [1], 1)
-        attach_graphs(stage, [[layer]], plan, [lambda *args, **kwargs: None], [((static,), {})], [Snapshot("")], None)
+        attach_graphs(stage, [[layer]], plan, [mock.Mock()], [((static,), {})], [Snapshot("")], None)
         layer.inner.weight.data = layer.inner.weight.data.clone()
         layer.inner.weight.main_grad = torch.zeros(4, device="cuda")
         with nullcontext() if under_fsdp else pytest.raises(ChangedSinceCaptureError, match="weight of layer 1"):
@@ -373,14 +372,6 @@ class TestMovedParameters:
         layer.inner.count = layer.inner.count.clone()
         assert not layer.cuda_graphs[0].fits(x)
         assert "the address of count of layer 1" in caplog.text
-
-
-def test_addresses_are_compared_once_a_step():
-    guard = mock.Mock()
-    graph = LayerGraph("layer", lambda *args, **kwargs: None, (), {}, has_attention=True, gathered=guard)
-    for first in (True, False, False):
-        graph(is_first_microbatch=first)
-    assert guard.check.call_count == 1
 
 
 class CountingLayer(MaskedLayer):
@@ -425,7 +416,7 @@ def test_hooks_of_layers_run_at_capture_time():
 
     def run(layers, sample_args, **arguments):
         given.update(arguments)
-        return [mock.Mock(spec=["__call__", "reset"]) for _ in sample_args]
+        return [mock.Mock(spec=["__call__", "reset", "name_inputs"]) for _ in sample_args]
 
     capture(stage_of([layer]), [1, -1], run)
     (hooks,) = given["capture_time_hooks"]
@@ -462,7 +453,7 @@ class Fsdp(torch.nn.Module):
 
 def test_megatron_fsdp_forgets_graphs_that_are_deleted():
     fsdp, layer = Fsdp(), MaskedLayer()
-    StageGraphs(stage_of([layer], modules=[fsdp])).delete()
+    CaptureState(stage_of([layer], modules=[fsdp]), TrainingCalls((), ())).delete()
     assert fsdp.forgotten == [layer]
 
 
