@@ -158,8 +158,8 @@ class Faults(TorchDispatchMode):
 
 def attempt(training: Training, faults: Faults) -> tuple[BaseException | None, float]:
     """Capture with ``faults``, as if for the first time; return the error and the seconds it took."""
-    if hasattr(training.chunks[0].module, "fsdp_hooks"):
-        training.chunks[0].module.fsdp_hooks.context.plans._reduced_once.clear()
+    if hasattr(training.chunks[0].module, "graphs"):
+        training.chunks[0].module.graphs.reduced_once.clear()
     start = time.perf_counter()
     try:
         with faults.counting():
