@@ -58,7 +58,7 @@ def captured(
                 snapshots[module] = Snapshot(
                     "replays go on once it is changed back",
                     *module_aspects(modules, around=module, replaced=module, volatile=state.volatile),
-                    *memory_aspects(modules),
+                    *memory_aspects(modules, volatile=state.volatile),
                     *(() if passes.quantized is None else [quantized_aspect(passes.quantized.tensors)]),
                 )
         yield snapshots
