@@ -24,7 +24,7 @@ from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buff
 from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import FSDPDistributedIndex
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
-from megatron.core.transformer._cuda_graphs.te.graph_choice import Holds, blocker
+from megatron.core.transformer._cuda_graphs.te.capture_state import Holds, blocker
 from megatron.core.transformer._cuda_graphs.te.helper import TECudaGraphHelper
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.module import MegatronModule

@@ -421,8 +421,7 @@ def whole_passes(helper: Any) -> list[Any]:
 def standing_in(helper: Any) -> list[Any]:
     """What stands for the forward of models or decoders."""
     helpers = [helper, getattr(helper, "vision", None), getattr(helper, "language", None)]
-    made = [each._graphs for each in helpers if hasattr(each, "_graphs")]
-    return [graphs for each in made for graphs in (*each.models, each.decoder) if graphs is not None]
+    return [graphs for each in helpers if hasattr(each, "_state") for graphs in each._state.whole]
 
 
 def _evaluation_graphs(helper: Any) -> list[Any]:

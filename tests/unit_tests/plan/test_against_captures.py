@@ -151,7 +151,7 @@ def test_order_and_static_inputs_of_whole_chunks_are_those_of_a_capture(command,
         for group in (group for buffer in memory.fsdp_buffers(helper) for group in buffer.parameter_groups):
             group.model_weight_buffer.data.fill_(0.01)
         helper.create_cudagraphs()
-        models = helper._graphs.models
+        models = helper._state.models
         chunk_of = {passes: number for number, own in enumerate(models, start=1) for passes in own.slots}
         chunks = [(kind, chunk_of[passes]) for kind, passes in recorded]
         assert memory.distinct_bytes([passes.inputs for passes in chunk_of]) == static

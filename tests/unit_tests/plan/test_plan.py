@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from megatron.core.transformer._cuda_graphs.te import graph_choice
+from megatron.core.transformer._cuda_graphs.te import capture_state
 from megatron_fsdp_cuda_graphs import overlay
 from megatron_fsdp_cuda_graphs.plan import command
 
@@ -61,7 +61,7 @@ def test_one_layer_per_graph(capsys, flags):
 @pytest.fixture
 def layers_only(monkeypatch):
     """Something rules out the whole model, and nothing all layers of it."""
-    monkeypatch.setattr(graph_choice, "_TABLE", ((graph_choice.MODEL, "{} says so", lambda stage, chunk: "a test"),))
+    monkeypatch.setattr(capture_state, "_TABLE", ((capture_state.MODEL, "{} says so", lambda stage, chunk: "a test"),))
 
 
 @pytest.mark.parametrize(

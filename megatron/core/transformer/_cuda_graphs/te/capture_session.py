@@ -25,13 +25,12 @@ from ..report import CaptureRecorder
 from ..snapshot import PassState, Snapshot, memory_aspects, module_aspects, named
 from .attached_graphs import attach_graphs
 from .capture_arguments import CaptureArguments, num_warmup_iterations, recorded_quantization
+from .capture_state import CaptureState, Holds
 from .changed_shapes import Recaptures
 from .decoder_graphs import capture_decoder
 from .evaluation import capture_for_evaluation
-from .graph_choice import Choice, Holds
 from .layers import layer_name
 from .stage import Stage
-from .stage_graphs import StageGraphs
 from .torch_fsdp import kept_parameters
 from .whole_model import capture_whole_models
 
@@ -48,20 +47,20 @@ class CaptureSession:
     """
 
     stage: Stage
-    graphs: StageGraphs
+    graphs: CaptureState
     agreement: CaptureAgreement
     recorder: CaptureRecorder
     recaptures: Recaptures
     shape: tuple[int, int]
 
-    def capture(self, choice: Choice, input_data: Callable[[], InputData]) -> None:
+    def capture(self, input_data: Callable[[], InputData]) -> None:
         """Capture.
 
         Args:
-            choice: What graphs are to hold.
             input_data: Returns the positional inputs and the keyword arguments of ``make_graphed_callables`` for the
                 layers that have graphs of their own.
         """
+        choice = self.graphs.choice
         if choice.holds is Holds.MODEL:
             self._capture_model(choice.needs_warmup)
         else:
@@ -76,7 +75,7 @@ class CaptureSession:
         for chunk, graphs in zip(self.stage.chunks, self.graphs.models, strict=False):  # the first evaluation captures
             chunk.fsdp.graphs.expect_evaluation(partial(capture_for_evaluation, self.stage, chunk, graphs))
         self.graphs.follow_rng_tracker()
-        self.graphs.none_because = ""
+        self.graphs.eager_because = ""
 
     # ------------------------------------------------------------------------------------------------ several layers
 
@@ -93,7 +92,7 @@ class CaptureSession:
         eager_passes = self._watch_shapes(tokens=self.shape[0] // stage.config.context_parallel_size, calls=1)
         quantized = [recorded_quantization(stage, model) for model in models]
         with self._several_layers([chunk.module for chunk in chunks]):
-            self.graphs.models = capture_whole_models(
+            self.graphs.whole = capture_whole_models(
                 models, owners, order, *self.shape, warmup_iters, eager_passes, quantized
             )
         self._warn_of_hooks((model, named(model)) for model in models)
@@ -110,9 +109,10 @@ class CaptureSession:
         eager_passes = self._watch_shapes(tokens=inputs["hidden_states"].shape[0], calls=1 + others)
         quantized = recorded_quantization(stage, decoder.layers)
         with self._several_layers([decoder]):
-            self.graphs.decoder = capture_decoder(
+            graphs = capture_decoder(
                 decoder, owner, inputs, read, num_warmup_iterations(stage.config, 1), eager_passes, quantized
             )
+            self.graphs.whole = [graphs]
         self._warn_of_hooks([(decoder, named(decoder, parts=[decoder.layers]))])
         self.recorder.end()
 

@@ -166,12 +166,12 @@ class TestFiles:
     """Files of a stage whose one layer has graphs for two micro-batches."""
 
     @staticmethod
-    def report(folder, number=1, recorder=None, none_because=""):
+    def report(folder, number=1, recorder=None, eager_because=""):
         layer, pool = Graphable(), SimpleNamespace(pool=lambda: (0, 1))
         layer.cuda_graphs = [SimpleNamespace(forward_graph=pool, backward_graph=pool)] * 2
         stage = stage_of([layer], cuda_graph_report=None if folder is None else str(folder))
         graphs: Any = SimpleNamespace(
-            none_because=none_because, models=(), decoder=None, evaluation=(), layers_apart=[[layer]]
+            eager_because=eager_because, models=(), decoder=None, evaluation=(), layers_apart=[[layer]]
         )
         with mock.patch.object(capture_observer, "pools_of", return_value=[]):
             report_capture(stage, graphs, recorder or CaptureRecorder(active=True), "", number)
@@ -198,5 +198,5 @@ class TestFiles:
     def test_other_ranks_and_failed_captures_have_none(self, tmp_path, caplog):
         with caplog.at_level("INFO"):
             self.report(tmp_path, recorder=CaptureRecorder(active=False))
-            self.report(tmp_path, none_because="capture-failed")
+            self.report(tmp_path, eager_because="capture-failed")
         assert caplog.messages == [] and list(tmp_path.iterdir()) == []

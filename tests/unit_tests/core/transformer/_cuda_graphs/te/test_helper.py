@@ -15,14 +15,14 @@ from megatron.core.transformer._cuda_graphs.errors import CaptureFailedError, Ch
 from megatron.core.transformer._cuda_graphs.flags.options import Options
 from megatron.core.transformer._cuda_graphs.hooks import runs_outside_graphs
 from megatron.core.transformer._cuda_graphs.snapshot import Snapshot
-from megatron.core.transformer._cuda_graphs.te import capture_arguments, graph_choice
+from megatron.core.transformer._cuda_graphs.te import capture_arguments, capture_state
 from megatron.core.transformer._cuda_graphs.te.attached_graphs import attach_graphs
 from megatron.core.transformer._cuda_graphs.te.capture_arguments import CaptureArguments
+from megatron.core.transformer._cuda_graphs.te.capture_state import CaptureState, Holds, blocker
 from megatron.core.transformer._cuda_graphs.te.changed_shapes import ChangedShapes
-from megatron.core.transformer._cuda_graphs.te.graph_choice import Holds, blocker
 from megatron.core.transformer._cuda_graphs.te.layers import fsdp_of, language_model_of, single_run_layers
 from megatron.core.transformer._cuda_graphs.te.order import get_overlap_moe_expert_parallel_comm_order
-from megatron.core.transformer._cuda_graphs.te.stage_graphs import StageGraphs
+from megatron.core.transformer._cuda_graphs.te.training_calls import TrainingCalls
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.enums import AttnMaskType, CudaGraphModule
 from tests.support.replaced import replaced
@@ -144,7 +144,7 @@ def test_layers_left_out_rule_out_the_whole_model():
     fsdp = Fsdp()
     fsdp.module = model
     stage = stage_of(layers, layers[:1], modules=[fsdp, fsdp], cpu_offloading=True)
-    with mock.patch.object(graph_choice, "known_class", return_value=True):
+    with mock.patch.object(capture_state, "known_class", return_value=True):
         reasons = [blocker(replace(stage, chunks=[replace(chunk, model=model)]), Holds.MODEL) for chunk in stage.chunks]
     assert reasons == ["activations are offloaded", "not all of its layers can be captured"]
 
@@ -453,7 +453,7 @@ class Fsdp(torch.nn.Module):
 
 def test_megatron_fsdp_forgets_graphs_that_are_deleted():
     fsdp, layer = Fsdp(), MaskedLayer()
-    StageGraphs(stage_of([layer], modules=[fsdp])).delete()
+    CaptureState(stage_of([layer], modules=[fsdp]), TrainingCalls((), ())).delete()
     assert fsdp.forgotten == [layer]
 
 
