@@ -389,11 +389,11 @@ def _not_between_instances(training: Training, pipeline: str, method: str) -> No
 
 def captured_by_two_helpers(training: Training) -> None:
     """Capture the last layers and the first one with a helper each, as for the language and the vision model of one."""
-    from megatron.core.transformer._cuda_graphs.te import helper
+    from megatron.core.transformer import cuda_graphs
 
     first, *rest = training.layers
     for layers in (rest, [first]):
-        with mock.patch.object(helper, "_layer_is_graphable", lambda layer, _, some=layers: layer in some):
+        with mock.patch.object(cuda_graphs, "_layer_is_graphable", lambda layer, _, some=layers: layer in some):
             training.make_helper()
         training.helper.create_cudagraphs()
 
