@@ -341,7 +341,8 @@ def parameter_aspects(modules: Mapping[torch.nn.Module, str]) -> Iterator[Aspect
         for key, param in module._parameters.items()
         if param is not None
     ]
-    owners, keys, params = ([place[i] for place in places] for i in range(3))
+    owners, keys = [own for own, *_ in places], [key for _, key, *_ in places]
+    params = [param for _, _, param, _ in places]
     names = [name for *_, name in places]
     yield Aspect(
         names,
@@ -500,10 +501,11 @@ def _declared(
     """
     own = vars(module)
     compared = {name: own[name] for name in ("forward", "_compiled_call_impl") if name in own and not replaced}
-    if is_third_party(type(module)):
+    kind: Any = type(module)
+    if is_third_party(kind):
         others = (name for name in own if name not in _OF_ANY_MODULE and (id(module), name) not in volatile)
         return compared | {name: own[name] for name in others}
-    of_te = _is_of_transformer_engine(type(module))
+    of_te = _is_of_transformer_engine(kind)
     for name, value in own.items():
         if name[0] == "_" or name in _OF_ANY_MODULE:
             continue
@@ -542,7 +544,7 @@ class PassState:
     """
 
     def __init__(self, roots: Iterable[torch.nn.Module]):
-        modules = dict.fromkeys(module for root in roots for module in root.modules())
+        modules: dict[Any, None] = dict.fromkeys(module for root in roots for module in root.modules())
         self._before = [
             (module, name, value, kept(value))
             for module in modules
@@ -651,7 +653,7 @@ def _is_options(value: Any) -> bool:
     kind: Any = type(value)
     if kind.__name__.endswith("Config") or not hasattr(value, "__dict__"):
         return False  # configurations are aspects of their own
-    return issubclass(kind, (types.SimpleNamespace, Namespace)) or (is_dataclass(kind) and is_third_party(kind))
+    return issubclass(kind, (types.SimpleNamespace, Namespace)) or (is_third_party(kind) and is_dataclass(kind))
 
 
 def _is_number_on_host(value: Any) -> bool:

@@ -106,6 +106,10 @@ class ForwardGraphs:
         self._packed_tokens = int(inputs[OFFSETS[0]][-1]) if OFFSETS[0] in inputs else 0
         self._taken = TakenForward(module, self) if stands else None
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module's forward pass, by a replay if possible."""
+        raise NotImplementedError
+
     def shape_of(self, given: Mapping[str, Any]) -> tuple[int, int]:
         """Return the tokens of a sequence on this rank and the sequences of a micro-batch, given arguments by name."""
         raise NotImplementedError

@@ -316,7 +316,8 @@ def test_addresses_of_fixed_and_current_tensors_are_compared():
 
 
 def test_identities_and_values_are_compared():
-    objects, values = [[], []], [1, (2, 3)]
+    objects: list[list] = [[], []]
+    values = [1, (2, 3)]
     snapshot = Snapshot("", identities(["a", "b"], lambda: objects), equal(["c", "d"], lambda: values))
     values[1] = (2, 3)
     assert not snapshot.changed()
