@@ -333,10 +333,8 @@ def failed_warm_up_for_evaluation(training: Training) -> None:
     """The same in warm-up, between the collectives of attention and of the MLP."""
     from megatron.core.transformer.cuda_graphs import is_graph_capturing
 
-    hooks = getattr(training.chunks[0].module, "fsdp_hooks", None)
-    _fail_for_evaluation(
-        training, lambda: is_graph_capturing() or (hooks is not None and hooks.registry.captured is not None)
-    )
+    graphs = getattr(training.chunks[0].module, "graphs", None)
+    _fail_for_evaluation(training, lambda: is_graph_capturing() or (graphs is not None and graphs.captured is not None))
 
 
 def _fail_for_evaluation(training: Training, fails: Callable[[], bool]) -> None:
@@ -622,7 +620,7 @@ def training_state(training: Training) -> dict[str, object]:
         "capturing": (
             is_graph_capturing(),
             torch.cuda.is_current_stream_capturing(),
-            hasattr(fsdp, "fsdp_hooks") and fsdp.fsdp_hooks.registry.captured is not None,
+            hasattr(fsdp, "fsdp_hooks") and fsdp.graphs.captured is not None,
         ),
         "stream": torch.cuda.current_stream().cuda_stream,
         "rng": [torch.cuda.get_rng_state().tolist()]
