@@ -24,8 +24,8 @@ TWICE: dict[str, Any] = SIZES | {
 }
 CASES: list[dict[str, Any]] = [
     {"dropout": 0.1, "microbatches": 2},
-    {"layers_per_graph": 1, "evaluates": True},
-    {"layers_per_graph": -1, "optimizer_graph": True},
+    {"holds": "layer", "evaluates": True},
+    {"holds": "model", "optimizer_graph": True},
     {"modules": ["attn"], "micro_batches_later": [1, 2]},
     {"fsdp": False, "microbatches": 2},
 ]

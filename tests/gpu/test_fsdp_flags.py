@@ -41,19 +41,19 @@ CASES: dict[str, list[dict]] = {
         {"dtype": "bf16", "captions": True, "microbatches": 2},
         {"dtype": "bf16", "packed": 8, "microbatches": 2},
         {"dtype": "bf16", "packed": 8, "modules": ["attn"], "evaluates": True},
-        {"dtype": "bf16", "packed": 8, "layers_per_graph": 1, "positions": "none"},
+        {"dtype": "bf16", "packed": 8, "holds": "layer", "positions": "none"},
         {"dtype": "bf16", "pattern": "M-*-M*", "dropout": 0.1, "microbatches": 2},
-        {"dtype": "bf16", "pattern": "*-*-", "layers_per_graph": 1},
+        {"dtype": "bf16", "pattern": "*-*-", "holds": "layer"},
         {"dtype": "bf16", **HYBRID, "modules": ["attn", "mamba", "moe_router", "moe_preprocess"]},
         {"dtype": "bf16", **HYBRID, "capacity": 1.0, "evaluates": True},
         {"dtype": "bf16", "pattern": "M*-M/*M", "microbatches": 2},
-        {"dtype": "bf16", "layers_per_graph": -1, "fp8": "delayed", "fp8_params": True, "evaluates_often": True},
-        {"dtype": "bf16", "layers_per_graph": -1, "positions": "mrope", "microbatches": 2},
-        {"dtype": "bf16", "layers_per_graph": -1, "packed": 8, "dropout": 0.1, "microbatches": 2, "evaluates": True},
-        {"dtype": "bf16", "layers_per_graph": -1, "packed": 8, "mtp": 1, "positions": "learned_absolute"},
-        {"dtype": "bf16", "layers_per_graph": -1, "pattern": "M-*-M*", "dropout": 0.1, "microbatches": 2},
-        {"dtype": "bf16", "layers_per_graph": -1, "pattern": "M*-M/*M", "microbatches": 2, "evaluates": True},
-        {"dtype": "bf16", "layers_per_graph": None, **HYBRID, "capacity": 1.0},
+        {"dtype": "bf16", "holds": "model", "fp8": "delayed", "fp8_params": True, "evaluates_often": True},
+        {"dtype": "bf16", "holds": "model", "positions": "mrope", "microbatches": 2},
+        {"dtype": "bf16", "holds": "model", "packed": 8, "dropout": 0.1, "microbatches": 2, "evaluates": True},
+        {"dtype": "bf16", "holds": "model", "packed": 8, "mtp": 1, "positions": "learned_absolute"},
+        {"dtype": "bf16", "holds": "model", "pattern": "M-*-M*", "dropout": 0.1, "microbatches": 2},
+        {"dtype": "bf16", "holds": "model", "pattern": "M*-M/*M", "microbatches": 2, "evaluates": True},
+        {"dtype": "bf16", "holds": None, **HYBRID, "capacity": 1.0},
         {**TORCH, "microbatches": 2, "dropout": 0.1, "evaluates": True},
         {**TORCH, "microbatches": 2, "reshard": False},
         {**TORCH, "evaluates_often": True, "dropout": 0.1, "microbatches": 2},
@@ -67,13 +67,13 @@ CASES: dict[str, list[dict]] = {
         {"dtype": "bf16", "microbatches": 2},
         {"dtype": "bf16", "modules": ["attn"]},
         {"dtype": "bf16", "positions": "yarn"},
-        {"dtype": "bf16", "layers_per_graph": -1, "microbatches": 2, "evaluates": True},
-        {"dtype": "bf16", "layers_per_graph": -1, "dropout": 0.1, "positions": "yarn"},
-        {"dtype": "bf16", "layers_per_graph": -1, "mtp": 1},
-        {"dtype": "bf16", "layers_per_graph": -1, "positions": "mrope", "microbatches": 2},
-        {"dtype": "bf16", "layers_per_graph": -1, "packed": 8, "microbatches": 2, "evaluates": True},
-        {"dtype": "bf16", "layers_per_graph": -1, "packed": 8, "mtp": 1, "positions": "learned_absolute"},
-        {"dtype": "bf16", "layers_per_graph": 1, "packed": 8, "positions": "none"},
+        {"dtype": "bf16", "holds": "model", "microbatches": 2, "evaluates": True},
+        {"dtype": "bf16", "holds": "model", "dropout": 0.1, "positions": "yarn"},
+        {"dtype": "bf16", "holds": "model", "mtp": 1},
+        {"dtype": "bf16", "holds": "model", "positions": "mrope", "microbatches": 2},
+        {"dtype": "bf16", "holds": "model", "packed": 8, "microbatches": 2, "evaluates": True},
+        {"dtype": "bf16", "holds": "model", "packed": 8, "mtp": 1, "positions": "learned_absolute"},
+        {"dtype": "bf16", "holds": "layer", "packed": 8, "positions": "none"},
     ],
     "PP2": [
         {"dtype": "bf16", **STAGES},
@@ -145,13 +145,13 @@ def test_graphs_train_bit_for_bit_as_eager(train, layout, engine, case):
     pattern = case.get("pattern", "").replace("/", "")
     layers = len(pattern) or case.get("layers", 4) * (2 if case.get("captions") else 1)
     of_a_pass = layers // 2 if "PP2" in layout else layers + case.get("mtp", 0)  # of the layers of a stage, or of all
-    if engine == "native" and case.get("layers_per_graph", 0) in (None, -1):  # the whole model
+    if engine == "native" and case.get("holds", "decoder") in (None, "model"):  # the whole model
         assert result["graphs"] == 0
         assert result["replays"] == 2 * case.get("microbatches", 1)
     else:
         slots = case["microbatches"] if "PP2" in layout or case.get("ep_overlap") else 1
         assert result["graphs"] == of_a_pass * slots
     if engine == "native":
-        packed_layers = "packed" in case and case.get("layers_per_graph", 0) not in (None, -1)
+        packed_layers = "packed" in case and case.get("holds", "decoder") not in (None, "model")
         eager = "VPP2" in layout or "fp8_params" in case or packed_layers
         assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, 0 if eager else of_a_pass)

@@ -16,7 +16,7 @@ from tests.support.sample import each_once, mostly_long
 
 SIZES: dict[str, Any] = {"layers": 4, "steps": 6, "microbatches": 4, "tied": False}
 MOE: dict[str, Any] = {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"]}
-LAYERS: dict[str, Any] = {"layers_per_graph": 0}
+LAYERS: dict[str, Any] = {"holds": "decoder"}
 FAILURE: dict[str, Any] = {"dropout": 0.1, "control": "fallback_after_a_failure_on_one_rank"}
 ONE_RANK: list[dict[str, Any]] = [
     {},
@@ -38,7 +38,7 @@ TWO_RANKS: list[dict[str, Any]] = [
     {"virtual": 2, "layers": 8, "dtype": "bf16", "dropout": 0.1},
 ]
 # A graph of each chunk, with embedding, output layer and losses, in each direction and for each micro-batch.
-CHUNK: dict[str, Any] = {"layers_per_graph": None}
+CHUNK: dict[str, Any] = {"holds": None}
 PADDED: dict[str, Any] = {"experts": 4, "capacity": 1.0}
 PREDICTING: dict[str, Any] = {"mtp": 1}  # with the embedding in the last stage too
 RECOMPUTED: dict[str, Any] = {
@@ -50,7 +50,7 @@ WHOLE: list[dict[str, Any]] = [
         {"dtype": "bf16", "dropout": 0.1, "evaluates_often": True, "norm_on_device": True},
         # Three layers in a chunk: more than the double buffer has places.
         {"virtual": 2, "layers": 12, "dtype": "bf16", "dropout": 0.1, "microbatches": 6, "evaluates": True},
-        {"dtype": "fp16", "layers_per_graph": -1},
+        {"dtype": "fp16", "holds": "model"},
         {"dropout": 0.1, "evaluates": True, **PADDED},
         {"virtual": 2, "dropout": 0.1, **PADDED},
         {"dtype": "bf16", "experts": 4, "grouped_tensor": True, "virtual": 2},
@@ -100,7 +100,7 @@ FAILURES: list[dict[str, Any]] = [
     FAILURE,
     FAILURE | {"virtual": 2},
     FAILURE | CHUNK,  # whose layers are then tried
-    FAILURE | {"virtual": 2, "layers_per_graph": -1},
+    FAILURE | {"virtual": 2, "holds": "model"},
 ]
 FAILED_EVALUATION: list[dict[str, Any]] = [
     CHUNK | {"evaluates": True, "dropout": 0.1, "control": "failed_capture_for_evaluation"},
@@ -111,7 +111,7 @@ TENSOR_PARALLEL: list[dict[str, Any]] = [
     {"virtual": 2, "dropout": 0.1, "modules": ["attn"]},
 ]
 DEAD_REPLAYS: list[dict[str, Any]] = [
-    {"virtual": 2, "control": "dead_replay", "layers_per_graph": most} for most in (0, None)
+    {"virtual": 2, "control": "dead_replay", "holds": most} for most in ("decoder", None)
 ]
 
 

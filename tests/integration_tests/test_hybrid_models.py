@@ -21,13 +21,13 @@ DATA_PARALLEL: list[tuple[dict[str, Any], int, int]] = [
     ({"pattern": "*-*-"}, 4, 1),
     ({"pattern": "*-M-*M", "dtype": "bf16", "dropout": 0.1, "microbatches": 2}, 6, 1),
     ({"pattern": "MM-*M", "positions": "none", "evaluates": True, "dropout": 0.1}, 5, 1),
-    ({"pattern": "M*-M", "layers_per_graph": 1, "sequences_later": [16, 32]}, 4, 4),
+    ({"pattern": "M*-M", "holds": "layer", "sequences_later": [16, 32]}, 4, 4),
     ({"pattern": "M*-M", "dropout": 0.1}, 4, 1),
-    ({"pattern": "M*-M", "layers_per_graph": -1, "sequences_later": [16, 32]}, 0, 1),
-    ({"pattern": "MM-", "positions": "none", "layers_per_graph": None, "dropout": 0.1}, 0, 1),
-    ({"pattern": "M*-E/*M/*M", **PADDED, "layers_per_graph": -1, "dtype": "bf16", "evaluates_often": True}, 0, 1),
-    ({"pattern": "*-M-*M", "layers_per_graph": None, "dropout": 0.1, "microbatches": 2, "evaluates": True}, 0, 1),
-    ({"pattern": "M*-M", "layers_per_graph": -1, "control": "captured_again_later", "dtype": "bf16"}, 0, 1),
+    ({"pattern": "M*-M", "holds": "model", "sequences_later": [16, 32]}, 0, 1),
+    ({"pattern": "MM-", "positions": "none", "holds": None, "dropout": 0.1}, 0, 1),
+    ({"pattern": "M*-E/*M/*M", **PADDED, "holds": "model", "dtype": "bf16", "evaluates_often": True}, 0, 1),
+    ({"pattern": "*-M-*M", "holds": None, "dropout": 0.1, "microbatches": 2, "evaluates": True}, 0, 1),
+    ({"pattern": "M*-M", "holds": "model", "control": "captured_again_later", "dtype": "bf16"}, 0, 1),
     ({"pattern": "M-*M", "modules": ["mamba"], "dropout": 0.1}, 2, 2),
     ({"pattern": "M-*M", "modules": ["attn", "mlp"], "microbatches": 2}, 2, 2),
     ({"pattern": "*EM-", "experts": 4, "modules": ["attn", "mamba", "moe_router", "moe_preprocess"]}, 3, 3),
@@ -40,7 +40,7 @@ DATA_PARALLEL: list[tuple[dict[str, Any], int, int]] = [
 STAGES: list[tuple[dict[str, Any], int]] = [
     ({"pattern": "*-|M*", "dropout": 0.1}, 8),
     ({"pattern": "*|-|M-|*M", "virtual": 2, "evaluates": True}, 12),
-    ({"pattern": "*|-|M-|*M", "virtual": 2, "layers_per_graph": -1, "dropout": 0.1}, 0),
+    ({"pattern": "*|-|M-|*M", "virtual": 2, "holds": "model", "dropout": 0.1}, 0),
 ]
 BETWEEN = {"tied": False, "microbatches": 4}
 

@@ -78,7 +78,7 @@ def jobs() -> Iterator[Job]:
         for case in test_changed_steps.CASES:
             yield Job("test_changed_steps", "data parallel", engine, test_changed_steps.TWICE | case)
     for most in 0, -1:
-        case = SIZES | {"dtype": "bf16", "control": "dead_replay", "layers_per_graph": most}
+        case = SIZES | {"dtype": "bf16", "control": "dead_replay", "holds": most}
         yield Job("test_fsdp_graphs", "data parallel", "native", case)
     instances = ("--instances", str(min(max(GPUS, 1), 2)))
     for case in test_hybrid_sharding.CASES:
