@@ -2,7 +2,7 @@
 
 Layouts: data parallel over all GPUs; tensor parallel 2 with sequence parallelism; expert parallel 2 with expert tensor
 parallel 2 (four GPUs); expert parallel over all GPUs, with dropless experts. MoE models of 4 TransformerEngine layers
-with shared experts, both engines. Then, data parallel, what else a job may turn on.
+with shared experts. Then, data parallel, what else a job may turn on.
 """
 
 from itertools import product
@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 
 from tests.support.evaluations import replays_of_evaluations
-from tests.support.gpus import DETERMINISTIC, ENGINES, GPUS, SIZES
+from tests.support.gpus import DETERMINISTIC, GPUS, SIZES
 from tests.support.launch import name_of
 
 LAYOUTS = {
@@ -154,7 +154,7 @@ MORE: list[dict] = [
 
 
 FULL = ["recompute_granularity='full'", "recompute_num_layers=2"]
-# FP8 in one graph with what happens around layers, which TransformerEngine's engine cannot capture.
+# FP8 in one graph with what happens around layers.
 QUANTIZED: list[dict] = [
     {"dtype": "bf16", "fp8": recipe, "fp8_params": params, "microbatches": 2, **case}
     for recipe in ("delayed", "tensorwise")
@@ -185,61 +185,59 @@ QUANTIZED += [
 ]
 
 
-def _cases(layout: str, engine: str) -> list[dict]:
+def cases_of(layout: str) -> list[dict]:
     if layout == "EP of all":
         return EXCHANGED
     dense = {"data parallel": MORE, "EP2 with ETP2": []}  # dense models have no experts to spread
     grouped = GROUPED if layout == "data parallel" else []
-    quantized = QUANTIZED if (layout, engine) == ("data parallel", "native") else []
+    quantized = QUANTIZED if layout == "data parallel" else []
     return [*MOE, *grouped, *dense.get(layout, MORE[1:2]), *quantized]
 
 
-RUNS = [(layout, engine) for layout in LAYOUTS for engine in ENGINES if LAYOUTS[layout][2] <= max(GPUS, 1)]
+RUNS = [layout for layout in LAYOUTS if LAYOUTS[layout][2] <= max(GPUS, 1)]
 
 
 @pytest.fixture(scope="session")
 def results(compare_runs):
-    """The results of each layout and engine, by case; each layout in processes of its own."""
+    """The results of each layout, by case; each layout in processes of its own."""
     found = {}
-    for layout, engine in RUNS:
+    for layout in RUNS:
         options, extra, _ = LAYOUTS[layout]
-        cases = _cases(layout, engine)
+        cases = cases_of(layout)
         compared = compare_runs(
             [SIZES | extra | case for case in cases],
             *options,
             ranks=GPUS,
-            environment=DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": engine},
+            environment=DETERMINISTIC,
         )
-        found[layout, engine] = {name_of(case): result for case, result in zip(cases, compared, strict=True)}
+        found[layout] = {name_of(case): result for case, result in zip(cases, compared, strict=True)}
     return found
 
 
 @pytest.mark.parametrize(
-    ("layout", "engine", "case"),
-    [pytest.param(*run, case, id=f"{run[0]}, {run[1]}: {name_of(case)}") for run in RUNS for case in _cases(*run)],
+    ("layout", "case"),
+    [pytest.param(layout, case, id=f"{layout}: {name_of(case)}") for layout in RUNS for case in cases_of(layout)],
 )
-def test_graphs_train_bit_for_bit_as_eager(results, layout, engine, case):
-    result = results[layout, engine][name_of(case)]
+def test_graphs_train_bit_for_bit_as_eager(results, layout, case):
+    result = results[layout][name_of(case)]
     assert not result["error"]
     assert result["differences"] == []
     control = case.get("control", "")
     failed = "fail" in control and "evaluation" not in control
-    whole = case.get("holds", "decoder") in (None, "model") and engine == "native"
+    whole = case.get("holds", "decoder") in (None, "model")
     assert result["graphs"] == (0 if failed or whole else case.get("layers", 4) + case.get("mtp", 0))
     if whole:
         assert result["replays"] == (
             0 if failed else 2 * (case.get("microbatches_later") or case.get("microbatches", 1))
         )
         assert bool(result["clipping_replays"]) != (failed or "optimizer_graph" in case)
-
-    if engine == "native":
-        eager = "control" in case or case.get("fp8_params")
-        layers = 0 if eager else case.get("layers", 4) + case.get("mtp", 0)
-        assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, layers)
+    eager = "control" in case or case.get("fp8_params")
+    layers = 0 if eager else case.get("layers", 4) + case.get("mtp", 0)
+    assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, layers)
 
 
 @pytest.mark.parametrize("holds", ["decoder", "model"])
 def test_a_replay_that_does_nothing_changes_the_loss(compare_runs, holds):
     case = SIZES | {"dtype": "bf16", "control": "dead_replay", "holds": holds}
-    (result,) = compare_runs([case], ranks=GPUS, environment=DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": "native"})
+    (result,) = compare_runs([case], ranks=GPUS, environment=DETERMINISTIC)
     assert any("losses[3]" in line for line in result["differences"])

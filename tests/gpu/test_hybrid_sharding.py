@@ -33,7 +33,7 @@ def results(compare_runs):
         [SIZES | case for case in CASES],
         *("--instances", str(min(GPUS, 2))),
         ranks=GPUS,
-        environment=DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": "native"},
+        environment=DETERMINISTIC,
     )
     return {name_of(case): result for case, result in zip(CASES, compared, strict=True)}
 

@@ -43,7 +43,7 @@ STAGES: list[dict[str, Any]] = [
 
 
 def compared(compare_runs, cases, *options, ranks):
-    environment = DETERMINISTIC | {"MEGATRON_CUDA_GRAPH_ENGINE": "native"}
+    environment = DETERMINISTIC
     found = compare_runs([SIZES | case for case in cases], *options, ranks=ranks, environment=environment)
     return {name_of(case): result for case, result in zip(cases, found, strict=True)}
 
