@@ -4,6 +4,7 @@ These hold whole chunks of the model, or a layer each. Two stages, each with one
 interleave, on two CPU ranks or, with two data-parallel or tensor-parallel ranks a stage, on four.
 """
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.support.compared import Trained, assert_as_eager, assert_differs_from
 from tests.support.evaluations import replays_of_evaluations
 from tests.support.launch import name_of
 from tests.support.pretrain import pretrain
-from tests.support.sample import each_once, mostly_long
+from tests.support.sample import mostly_long
 
 SIZES: dict[str, Any] = {"layers": 4, "steps": 6, "microbatches": 4, "tied": False}
 MOE: dict[str, Any] = {"experts": 4, "modules": ["attn", "moe_router", "moe_preprocess"]}
@@ -92,6 +93,7 @@ WHOLE_TENSOR_PARALLEL: list[dict[str, Any]] = [
     CHUNK | case for case in ({"dtype": "bf16", "dropout": 0.1, "evaluates": True}, {"virtual": 2, "dropout": 0.1})
 ]
 # Where one stage cannot be captured as a whole none is.
+RANKS = ["one_rank", "two_ranks"]
 REFUSED: list[dict[str, Any]] = [
     CHUNK | {"control": "refused_on_one_stage"},
     CHUNK | {"control": "refused_on_one_stage", "virtual": 2, "dropout": 0.1},
@@ -188,7 +190,7 @@ def test_graphs_of_whole_chunks_train_bit_for_bit_as_eager_with_hybrid_sharding(
     assert_whole_chunks_bit_equal(case, two_instances[name_of(case)])
 
 
-@pytest.mark.parametrize(("case", "ranks"), each_once(REFUSED, ["one_rank", "two_ranks"]))
+@pytest.mark.parametrize(("case", "ranks"), mostly_long(product(REFUSED, RANKS), (REFUSED[1], "two_ranks")))
 def test_where_one_stage_cannot_be_captured_as_a_whole_layers_of_all_are(case, ranks, request):
     assert_bit_equal(case, request.getfixturevalue(ranks)[name_of(case)])
 
@@ -205,7 +207,7 @@ def test_graphs_train_bit_for_bit_as_eager_with_two_tensor_parallel_ranks(tensor
     assert_bit_equal(case, tensor_parallel[name_of(case)])
 
 
-@pytest.mark.parametrize(("case", "ranks"), each_once(FAILURES, ["one_rank", "two_ranks"]))
+@pytest.mark.parametrize(("case", "ranks"), mostly_long(product(FAILURES, RANKS), (FAILURES[3], "two_ranks")))
 def test_after_a_failure_on_one_rank_all_stages_go_on_without_graphs(case, ranks, request):
     result = request.getfixturevalue(ranks)[name_of(case)]
     assert_went_on_eagerly(result)

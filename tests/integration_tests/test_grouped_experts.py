@@ -112,7 +112,7 @@ def assert_replayed_whole(result, case):
     assert result["replays"] == 2 * case.get("microbatches_later", case.get("microbatches", 1))
 
 
-@pytest.mark.parametrize("case", mostly_long(EQUAL, ROUTERS[1], LAYERS[4]), ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(EQUAL, LAYERS[4]), ids=name_of)
 def test_graphs_of_moe_layers_train_bit_for_bit_as_eager(results, case):
     assert_replayed(results[name_of(case)], case)
 
@@ -122,7 +122,7 @@ def test_graphs_of_a_whole_moe_model_train_bit_for_bit_as_eager(results, case):
     assert_replayed_whole(results[name_of(case)], case)
 
 
-@pytest.mark.parametrize("case", mostly_long(PARALLEL, PARALLEL[0], PARALLEL[1]), ids=name_of)
+@pytest.mark.parametrize("case", mostly_long(PARALLEL, PARALLEL[1]), ids=name_of)
 def test_experts_of_several_ranks_train_bit_for_bit_as_eager(parallel, case):
     assert_replayed(parallel[name_of(case)], case)
 

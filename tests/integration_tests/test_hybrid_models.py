@@ -65,7 +65,7 @@ def assert_equal(result):
 
 @pytest.mark.parametrize(
     ("case", "graphs", "pieces"),
-    mostly_long(DATA_PARALLEL, DATA_PARALLEL[1], DATA_PARALLEL[7], DATA_PARALLEL[8], DATA_PARALLEL[12]),
+    mostly_long(DATA_PARALLEL, DATA_PARALLEL[7], DATA_PARALLEL[12]),
     ids=[name_of(case) for case, *_ in DATA_PARALLEL],
 )
 def test_a_hybrid_model_trains_bit_for_bit_as_eager(results, case, graphs, pieces):
@@ -77,9 +77,7 @@ def test_a_hybrid_model_trains_bit_for_bit_as_eager(results, case, graphs, piece
     assert result["evaluation_replays"] == replays_of_evaluations(SIZES | case, layers)
 
 
-@pytest.mark.parametrize(
-    ("case", "graphs"), mostly_long(STAGES, *STAGES[1:]), ids=[name_of(case) for case, _ in STAGES]
-)
+@pytest.mark.parametrize(("case", "graphs"), mostly_long(STAGES, STAGES[-1]), ids=[name_of(case) for case, _ in STAGES])
 def test_pipeline_stages_of_a_hybrid_model_train_bit_for_bit_as_eager(stages, case, graphs):
     result = stages[name_of(case)]
     assert_equal(result)
